@@ -1,0 +1,4 @@
+from app.main import cli
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,1 @@
+"""GRPO, DAPO and their relatives as few orthogonal settings."""

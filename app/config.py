@@ -1,0 +1,148 @@
+"""The configuration of a run: one dataclass per group, and the rules that no single group can check."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from app.algorithm import schema as algorithm_schema
+from app.data import schema as data_schema
+from app.device import schema as device_schema
+from app.errors import ConfigError, expect
+from app.model import schema as model_schema
+from app.offload import schema as offload_schema
+from app.placement import schema as placement_schema
+from app.reward import schema as reward_schema
+from app.rollout import schema as rollout_schema
+from app.tracking import schema as tracking_schema
+from app.trainer import schema as trainer_schema
+from app.weight_sync import schema as weight_sync_schema
+
+SEED_LIMIT = 2**31
+
+
+class Mode(Enum):
+    train = "train"
+    eval = "eval"
+    plan = "plan"
+    doctor = "doctor"
+    parity = "parity"
+    export = "export"
+    report = "report"
+
+
+@dataclass
+class RunConfig:
+    mode: Mode = Mode.train
+    seed: int = 0
+    steps: int = 60
+    resume: str = "never"  # auto: the run in this folder; a path: that run; never: refuse a used folder
+    device: device_schema.DeviceConfig = field(default_factory=device_schema.DeviceConfig)
+    model: model_schema.ModelConfig = field(default_factory=model_schema.ModelConfig)
+    data: data_schema.DataConfig = field(default_factory=data_schema.DataConfig)
+    reward: reward_schema.RewardConfig = field(default_factory=reward_schema.RewardConfig)
+    algorithm: algorithm_schema.AlgorithmConfig = field(default_factory=algorithm_schema.AlgorithmConfig)
+    placement: placement_schema.PlacementConfig = field(default_factory=placement_schema.PlacementConfig)
+    rollout: rollout_schema.RolloutConfig = field(default_factory=rollout_schema.RolloutConfig)
+    trainer: trainer_schema.TrainerConfig = field(default_factory=trainer_schema.TrainerConfig)
+    weight_sync: weight_sync_schema.WeightSyncConfig = field(default_factory=weight_sync_schema.WeightSyncConfig)
+    offload: offload_schema.OffloadConfig = field(default_factory=offload_schema.OffloadConfig)
+    checkpoint: trainer_schema.CheckpointConfig = field(default_factory=trainer_schema.CheckpointConfig)
+    eval: placement_schema.EvalConfig = field(default_factory=placement_schema.EvalConfig)
+    recovery: placement_schema.RecoveryConfig = field(default_factory=placement_schema.RecoveryConfig)
+    cluster: placement_schema.ClusterConfig = field(default_factory=placement_schema.ClusterConfig)
+    tracking: tracking_schema.TrackingConfig = field(default_factory=tracking_schema.TrackingConfig)
+
+    @property
+    def engines(self) -> int:
+        return len(self.rollout.urls) or self.placement.engine_devices // self.rollout.tensor_parallel
+
+    @property
+    def stream(self) -> bool:
+        """Whether groups are trained on as they arrive."""
+        asynchronous = self.placement.kind is placement_schema.PlacementKind.fully_async
+        possible = asynchronous and self.algorithm.updates_per_step == 1
+        return possible and self.placement.stream is not placement_schema.Stream.off
+
+    @property
+    def correction(self) -> algorithm_schema.Correction:
+        """The correction in force: `auto` resolved."""
+        chosen = self.algorithm.correction
+        if chosen is not algorithm_schema.Correction.auto:
+            return chosen
+        stale = self.placement.max_staleness > 0 and self.algorithm.old_policy is algorithm_schema.OldPolicy.trainer
+        return algorithm_schema.Correction.tis if stale else algorithm_schema.Correction.none
+
+
+def register() -> None:
+    """Make the schema known to Hydra, so that a misspelt key or a wrong type fails while composing."""
+    ConfigStore.instance().store(name="run_schema", node=RunConfig)
+
+
+def resolve(composed: DictConfig) -> RunConfig:
+    """The typed configuration; a key that is not in the schema (also one added with `+`) is refused."""
+    plain = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.to_container(plain, resolve=True))
+        config = OmegaConf.to_object(typed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(sentence(error)) from error
+    assert isinstance(config, RunConfig)
+    validate(config)
+    return config
+
+
+def sentence(error: Exception) -> str:
+    """One line of a Hydra or OmegaConf error: what is wrong, and what would be accepted."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    kept = [line for line in lines if line and not line.startswith(("object_type=", "reference_type=", "Set the env"))]
+    names = [line.split("=", 1)[1].strip() for line in lines if line.startswith("full_key:".replace(":", "="))]
+    full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "".join(names))
+    kept = [line for line in kept if not line.startswith("full_key:")]
+    text = " ".join(kept).rstrip(".")
+    return f"{full_key}: {text}." if full_key else f"{text}."
+
+
+def validate(config: RunConfig) -> None:
+    """Raise `ConfigError` with one sentence on the first setting that cannot be run."""
+    expect(config.steps >= 1, "steps", config.steps, "a whole number of at least 1")
+    expect(0 <= config.seed < SEED_LIMIT, "seed", config.seed, f"a whole number from 0 to {SEED_LIMIT - 1}")
+    device_schema.validate(config.device)
+    model_schema.validate(config.model)
+    data_schema.validate(config.data)
+    reward_schema.validate(config.reward)
+    algorithm_schema.validate(config.algorithm, max_completion_tokens=config.rollout.max_completion_tokens)
+    placement_schema.validate(config.placement, config.eval, config.recovery, config.cluster)
+    rollout_schema.validate(config.rollout)
+    trainer_schema.validate(config.trainer, config.checkpoint)
+    weight_sync_schema.validate(config.weight_sync)
+    tracking_schema.validate(config.tracking)
+    _validate_together(config)
+
+
+def _validate_together(config: RunConfig) -> None:
+    devices, width = config.placement.engine_devices, config.rollout.tensor_parallel
+    key = (
+        "placement.devices"
+        if config.placement.kind is placement_schema.PlacementKind.colocate
+        else "placement.rollout_devices"
+    )
+    expect(devices % width == 0, "rollout.tensor_parallel", width, f"a divisor of {key}={devices}")
+    expect(
+        config.placement.stream is not placement_schema.Stream.on or config.algorithm.updates_per_step == 1,
+        "placement.stream",
+        config.placement.stream,
+        f"auto or off with algorithm.updates_per_step={config.algorithm.updates_per_step}",
+    )
+    expect(
+        config.placement.stream is not placement_schema.Stream.on or config.stream,
+        "placement.stream",
+        config.placement.stream,
+        "auto or off with placement=colocate",
+    )
+    local = config.model.path
+    if local is not None and (local.startswith((".", "/", "~")) and not Path(local).expanduser().is_dir()):
+        expect(False, "model.path", local, "an existing directory of the Hugging Face form, or a hub id")

@@ -1,0 +1,1 @@
+"""The device seam: everything that differs between CPU, CUDA and NPU stands in one `Device` value."""

@@ -1,0 +1,103 @@
+"""Where the parts meet. Placement code speaks to these and to nothing behind them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from app.types import (
+    Completion,
+    EngineLoad,
+    EnginePart,
+    GroupRequest,
+    InFlight,
+    ScoredGroup,
+    StepReport,
+    SyncReport,
+    TrainerPart,
+    Trajectory,
+)
+
+
+class RolloutEngine(Protocol):
+    """One SGLang server, owned by a host of its own that also parses its answers."""
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        """`group_size` completions of one prompt. Aborted ones come back partial with `FinishReason.abort`."""
+        ...
+
+    async def pause(self, in_flight: InFlight) -> None:
+        """Stop sampling. `drain` returns when nothing is in flight any more."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
+        """End the requests of these prompts (all of them: None); their `generate` returns what there is."""
+        ...
+
+    async def release(self, part: EnginePart) -> None: ...
+
+    async def reload(self, part: EnginePart) -> None: ...
+
+    async def update(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Forward one step of a weight update to the server; raises `EngineError` on a refusal."""
+        ...
+
+    async def load(self) -> EngineLoad: ...
+
+
+class Trainer(Protocol):
+    """Driver-side face of the FSDP2 ranks: a split step CLOSED → begin → OPEN → groups… → finish or abort → CLOSED."""
+
+    async def begin_step(self, *, version: int) -> None:
+        """Open the step that makes policy `version`."""
+        ...
+
+    async def train_groups(self, groups: Sequence[ScoredGroup]) -> None:
+        """Feed groups; microbatches that fill their token budget are computed at once."""
+        ...
+
+    async def finish_step(self) -> StepReport:
+        """Compute what is left, update, and report."""
+        ...
+
+    async def abort_step(self) -> None:
+        """Forget the open step: no update, no new version. Harmless when no step is open."""
+        ...
+
+    async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
+        """Fix π_old of these groups at the current parameters (only where the algorithm needs it)."""
+        ...
+
+    async def offload(self, part: TrainerPart) -> None: ...
+
+    async def onload(self, part: TrainerPart) -> None: ...
+
+    async def save(self, path: Path) -> None: ...
+
+    async def restore(self, path: Path) -> int:
+        """Load a checkpoint; returns its policy version."""
+        ...
+
+    async def export(self, path: Path) -> None:
+        """Write a Hugging Face directory."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Carries the trainer's parameters into every engine."""
+
+    async def push(self, version: int) -> SyncReport: ...
+
+
+class Tracker(Protocol):
+    """Where the numbers of a run go."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Scores trajectories; runs in killable worker processes."""
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> Sequence[float]: ...

@@ -1,0 +1,1 @@
+"""Rewards, scored in killable worker processes."""

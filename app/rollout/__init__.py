@@ -1,0 +1,1 @@
+"""Rollout: SGLang engines and the pool that shares work among them."""

@@ -1,0 +1,1 @@
+"""The FSDP2 trainer: ranks, packing, the split step."""

@@ -1,0 +1,1 @@
+"""The checkpoint-engine weight sync: the trainer's parameters into every engine."""

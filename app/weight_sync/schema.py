@@ -1,0 +1,31 @@
+"""Settings of `weight_sync`."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from app.errors import expect
+
+
+class Transport(Enum):
+    auto = "auto"  # handle in colocate, collective in fully_async
+    collective = "collective"  # a process group of trainer rank 0 and every engine rank
+    handle = "handle"  # tensor handles between processes that share a device
+
+
+class Verify(Enum):
+    never = "never"
+    first = "first"  # the first push is compared with the exported checkpoint
+    always = "always"  # and the engines' checksums with each other after each push
+
+
+@dataclass
+class WeightSyncConfig:
+    transport: Transport = Transport.auto
+    bucket_mib: float = 512.0  # a larger tensor is a bucket of its own
+    verify: Verify = Verify.never
+    timeout_s: float = 300.0  # for each wait of a push
+
+
+def validate(config: WeightSyncConfig) -> None:
+    expect(config.bucket_mib > 0, "weight_sync.bucket_mib", config.bucket_mib, "a number of MiB above 0")
+    expect(config.timeout_s > 0, "weight_sync.timeout_s", config.timeout_s, "a number of seconds above 0")
