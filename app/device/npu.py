@@ -1,0 +1,25 @@
+"""Ascend NPUs. Nothing here was run on hardware yet: read from torch_npu's, SGLang's and CANN's documentation."""
+
+from app.device.base import Device
+from app.device.schema import DeviceKind
+
+HCCL = {
+    "HCCL_CONNECT_TIMEOUT": "1500",
+    # several processes on a device clash on HCCL's fixed port otherwise
+    "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
+    "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
+}
+
+DEVICE = Device(
+    kind=DeviceKind.npu,
+    torch_type="npu",
+    collective="hccl",
+    resource="NPU",
+    visibility="ASCEND_RT_VISIBLE_DEVICES",
+    attention="flash_attention_2",  # transformers routes it to the fused NPU kernel
+    engine_args={"device": "npu"},
+    engine_env={**HCCL, "SGLANG_SET_CPU_AFFINITY": "1", "ASCEND_COREDUMP_SIGNAL": "none"},
+    trainer_env={**HCCL, "ASCEND_COREDUMP_SIGNAL": "none"},
+    plugin="torch_npu",
+)

@@ -1,0 +1,125 @@
+"""The HTTP side of an engine: requests out, numpy arrays back. Nothing received is unpickled."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from app.errors import EngineError
+from app.types import Completion, FinishReason, GroupRequest, VersionSpan
+
+CONNECT_SECONDS = 10.0
+CALL_SECONDS = 600.0
+
+
+class Client:
+    """Speaks to one server."""
+
+    def __init__(self, name: str, url: str, key: str | None):
+        self.name, self.url = name, url.rstrip("/")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._session = aiohttp.ClientSession(
+            headers=headers,
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def healthy(self, route: str = "/health", seconds: float = 5.0) -> bool:
+        """Whether the server answers; `/health_generate` asks for any progress of its scheduler."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=seconds)
+            async with self._session.get(self.url + route, timeout=timeout) as reply:
+                if reply.status in (401, 403):
+                    raise EngineError(f"{self.name} at {self.url} refused our key (HTTP {reply.status})")
+                return reply.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def get(self, route: str) -> dict[str, Any]:
+        async with self._session.get(self.url + route, timeout=aiohttp.ClientTimeout(total=CALL_SECONDS)) as reply:
+            return await self._read(reply, route)
+
+    async def post(self, route: str, body: dict[str, Any], *, seconds: float | None = CALL_SECONDS) -> Any:
+        """Raises `EngineError` when the server refuses, answers `success: false`, or not within `seconds`."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
+            async with self._session.post(self.url + route, json=body, timeout=timeout) as reply:
+                return await self._read(reply, route)
+        except TimeoutError:
+            raise EngineError(f"{self.name}: no answer to {route} within {seconds:.0f} s") from None
+        except aiohttp.ClientError as error:
+            raise EngineError(f"{self.name}: {route} failed: {type(error).__name__}: {error}") from error
+
+    async def _read(self, reply: aiohttp.ClientResponse, route: str) -> Any:
+        text = await reply.text()
+        try:
+            answer = json.loads(text) if text else {}
+        except json.JSONDecodeError:
+            answer = {"message": text[:500]}
+        refused = isinstance(answer, dict) and answer.get("success") is False
+        if reply.status != 200 or refused:
+            said = (
+                answer.get("message") or answer.get("error") or text[:500] if isinstance(answer, dict) else text[:500]
+            )
+            raise EngineError(f"{self.name}: {route} was refused (HTTP {reply.status}): {said}")
+        return answer
+
+    async def generate(self, request: GroupRequest, seeds: Sequence[int]) -> list[Completion]:
+        """One call for the whole group; each member has a seed of its own."""
+        assert len(set(seeds)) == request.group_size, "the seeds of a group differ"
+        sampling = request.sampling
+        prompt = request.token_ids.tolist()
+        body = {
+            "input_ids": [prompt] * request.group_size,
+            "rid": member_ids(request.prompt_id, request.group_size),
+            "sampling_params": [
+                {
+                    "temperature": sampling.temperature,
+                    "top_p": sampling.top_p,
+                    "max_new_tokens": sampling.max_tokens,
+                    "sampling_seed": seed,
+                }
+                for seed in seeds
+            ],
+            "return_logprob": True,
+            "stream": False,
+        }
+        answers = await self.post("/generate", body, seconds=None)
+        if not isinstance(answers, list) or len(answers) != request.group_size:
+            raise EngineError(f"{self.name}: /generate gave {len(answers)} completions of {request.group_size}")
+        return [await parse(answer, request.version) for answer in answers]
+
+
+def member_ids(prompt_id: str, group_size: int) -> list[str]:
+    """Request ids of a group's members."""
+    return [f"{prompt_id}#{member}" for member in range(group_size)]
+
+
+async def parse(answer: dict[str, Any], version: int) -> Completion:
+    """One answer of `/generate`; lets other requests in between, since long answers take milliseconds."""
+    await asyncio.sleep(0)
+    meta = answer["meta_info"]
+    pairs = meta.get("output_token_logprobs") or []
+    token_ids = np.fromiter((pair[1] for pair in pairs), dtype=np.int32, count=len(pairs))
+    logprobs = np.fromiter((pair[0] for pair in pairs), dtype=np.float32, count=len(pairs))
+    reason = (meta.get("finish_reason") or {}).get("type", "abort")
+    return Completion(token_ids, logprobs, FinishReason(reason), spans(meta, len(pairs), version))
+
+
+def spans(meta: dict[str, Any], tokens: int, version: int) -> tuple[VersionSpan, ...]:
+    """Version spans as the server reports them; servers that do not: all tokens count as sampled at submission."""
+    reported = meta.get("weight_versions")
+    if not reported:
+        return (VersionSpan(version, 0, tokens),)
+    found = tuple(
+        VersionSpan(int(span["version"]), int(span["start"]), int(span["end"]))
+        for span in reported
+        if str(span["version"]).isdigit()
+    )
+    return found if found and found[-1].end == tokens else (VersionSpan(version, 0, tokens),)

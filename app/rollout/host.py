@@ -1,0 +1,201 @@
+"""The host of one engine: a Ray actor that owns the SGLang process and the HTTP client.
+
+JSON is parsed here and not in the driver. When the server dies or stops making progress, every request in flight fails
+with an error that names the engine and shows the end of its log.
+"""
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from app.errors import EngineError
+from app.rollout.client import Client, member_ids
+from app.rollout.server import Server, ServerSpec, free_port
+from app.types import Completion, EngineLoad, EnginePart, GroupRequest, InFlight
+
+HEALTH_POLL_SECONDS = 0.25
+STALL_POLL_SECONDS = 5.0
+IDLE_POLL_SECONDS = 0.02
+MEMORY_TAGS = {EnginePart.weights: "weights", EnginePart.kv_cache: "kv_cache", EnginePart.graphs: "cuda_graph"}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpec:
+    """What a host is made with: a server of its own, or the address of one that already runs."""
+
+    name: str
+    seed: int
+    start_timeout_s: float
+    stall_timeout_s: float
+    releases_memory: bool  # False: release and reload do nothing (the CPU has nothing to free)
+    server: ServerSpec | None = None
+    url: str | None = None
+    key: str | None = None
+
+
+class EngineHost:
+    """Implements `RolloutEngine` (app/protocols.py) for one server."""
+
+    def __init__(self, spec: HostSpec):
+        self.spec = spec
+        self._server = Server(spec.server) if spec.server else None
+        self._client: Client | None = None
+        self._running: dict[str, int] = {}  # prompt id → group size
+        self._tokens = 0
+        self._paused = False
+        self._failure: asyncio.Future[EngineError] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def start(self) -> dict[str, Any]:
+        """Start the server (or find the running one) and wait for its health; returns what it says of itself."""
+        self._failure = asyncio.get_running_loop().create_future()
+        if self._server is not None:
+            await self._server.start()
+            self._watchers.append(asyncio.create_task(self._watch_death(self._server)))
+            server = self._server.spec
+            self._client = Client(self.spec.name, address(server.host, server.port), server.key)
+        else:
+            assert self.spec.url is not None
+            self._client = Client(self.spec.name, self.spec.url, self.spec.key)
+        await self._or_failure(self._wait_healthy(self._client))
+        self._watchers.append(asyncio.create_task(self._watch_progress(self._client)))
+        info = await self._client.get("/server_info")
+        return {
+            "url": self._client.url,
+            "version": str(info.get("version", "")),
+            "pid": self._server and self._server.pid,
+        }
+
+    async def stop(self) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
+        if self._client is not None:
+            await self._client.close()
+        if self._server is not None:
+            await self._server.stop()
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        client = self._ready()
+        if request.prompt_id in self._running:
+            raise EngineError(f"{self.spec.name}: prompt {request.prompt_id} is in flight already")
+        self._running[request.prompt_id] = request.group_size
+        try:
+            completions = await self._or_failure(client.generate(request, self._seeds(request)))
+        finally:
+            del self._running[request.prompt_id]
+        self._tokens += sum(len(completion.token_ids) for completion in completions)
+        return completions
+
+    async def pause(self, in_flight: InFlight) -> None:
+        if in_flight is InFlight.drain:
+            while self._running:
+                await self._or_failure(asyncio.sleep(IDLE_POLL_SECONDS))
+        else:
+            await self._post("/pause_generation", {"mode": in_flight.value})
+            self._paused = True
+
+    async def resume(self) -> None:
+        if self._paused:
+            await self._post("/continue_generation", {})
+            self._paused = False
+
+    async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
+        if prompt_ids is None:
+            await self._post("/abort_request", {"abort_all": True, "rid": ""})
+            return
+        for prompt_id in prompt_ids:
+            for rid in member_ids(prompt_id, self._running.get(prompt_id, 0)):
+                await self._post("/abort_request", {"rid": rid})
+
+    async def release(self, part: EnginePart) -> None:
+        if self.spec.releases_memory:
+            await self._post("/release_memory_occupation", {"tags": [MEMORY_TAGS[part]]})
+
+    async def reload(self, part: EnginePart) -> None:
+        if self.spec.releases_memory:
+            await self._post("/resume_memory_occupation", {"tags": [MEMORY_TAGS[part]]})
+
+    async def update(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
+        return await self._post(f"/{call}", body)
+
+    async def load(self) -> EngineLoad:
+        return EngineLoad(groups=len(self._running), completion_tokens=self._tokens)
+
+    # --- inside
+
+    def _ready(self) -> Client:
+        if self._client is None or self._failure is None:
+            raise EngineError(f"{self.spec.name} was not started")
+        if self._failure.done():
+            raise self._failure.result()
+        return self._client
+
+    async def _post(self, route: str, body: dict[str, Any]) -> Any:
+        return await self._or_failure(self._ready().post(route, body))
+
+    def _seeds(self, request: GroupRequest) -> list[int]:
+        """A seed for each member, from the run's seed and the prompt; members never share one."""
+        first = zlib.crc32(f"{self.spec.seed}/{request.prompt_id}".encode()) & 0x3FFFFFFF
+        return [first + member for member in range(request.group_size)]
+
+    async def _or_failure(self, work: Awaitable[T]) -> T:
+        """The work's result, or the engine's failure if that comes first."""
+        assert self._failure is not None
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            finished = task.done()
+            if not finished:
+                task.cancel()
+        if self._failure.done() and (not finished or task.exception() is not None):
+            raise self._failure.result()
+        return task.result()
+
+    def _fail(self, error: EngineError) -> None:
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_result(error)
+
+    async def _watch_death(self, server: Server) -> None:
+        self._fail(await server.died())
+
+    async def _wait_healthy(self, client: Client) -> None:
+        deadline = asyncio.get_running_loop().time() + self.spec.start_timeout_s
+        while not await client.healthy():
+            if asyncio.get_running_loop().time() > deadline:
+                tail = f"; log: {self._server.spec.log}; its last lines:\n{self._server.tail()}" if self._server else ""
+                raise EngineError(
+                    f"{self.spec.name} at {client.url} did not become healthy within "
+                    f"rollout.start_timeout_s={self.spec.start_timeout_s:.0f} s{tail}"
+                )
+            await asyncio.sleep(HEALTH_POLL_SECONDS)
+
+    async def _watch_progress(self, client: Client) -> None:
+        """Fail when requests are in flight and the scheduler produced nothing for `stall_timeout_s`."""
+        loop = asyncio.get_running_loop()
+        alive_at = loop.time()
+        while True:
+            await asyncio.sleep(min(STALL_POLL_SECONDS, self.spec.stall_timeout_s / 4))
+            seconds = max(2.0, self.spec.stall_timeout_s / 2)
+            if not self._running or self._paused or await client.healthy("/health_generate", seconds):
+                alive_at = loop.time()
+            elif loop.time() - alive_at > self.spec.stall_timeout_s:
+                waiting = ", ".join(list(self._running)[:5])
+                self._fail(
+                    EngineError(
+                        f"{self.spec.name} made no progress for rollout.stall_timeout_s={self.spec.stall_timeout_s:.0f} s "
+                        f"with {len(self._running)} prompts in flight ({waiting})"
+                    )
+                )
+                return
+
+
+def address(host: str, port: int) -> str:
+    """The URL of a host and port; IPv6 gets its brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+__all__ = ["EngineHost", "HostSpec", "address", "free_port"]

@@ -1,0 +1,133 @@
+"""One SGLang server process: its command line, its start, its death.
+
+The server runs in a process group of its own with a random key, writes to a log of its own, and dies with the process
+that started it.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.errors import EngineError
+from app.rollout.launcher import KEY_VARIABLE, PARENT_VARIABLE
+
+LOG_TAIL_LINES = 12
+STOP_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """What a server is started with."""
+
+    name: str  # "engine 0"
+    model_path: str
+    host: str  # the address it listens on
+    port: int
+    key: str
+    flags: Mapping[str, object]  # SGLang's, without the dashes; True is a bare flag, None and False are left out
+    environment: Mapping[str, str]
+    log: Path
+
+    def command(self) -> list[str]:
+        """The command line; the key is not on it."""
+        flags = {"model-path": self.model_path, "host": self.host, "port": self.port, **self.flags}
+        arguments: list[str] = []
+        for flag, value in flags.items():
+            if value is None or value is False:
+                continue
+            arguments += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
+        return [sys.executable, "-m", "app.rollout.launcher", *arguments]
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that was free a moment ago."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def port_is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+class Server:
+    """A running server process."""
+
+    def __init__(self, spec: ServerSpec):
+        self.spec = spec
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start the process; raises `EngineError` when its port is taken."""
+        if not port_is_free(self.spec.host, self.spec.port):
+            raise EngineError(
+                f"{self.spec.name}: rollout.port={self.spec.port} is not accepted: the port is in use on this machine; "
+                "give a free one, or null."
+            )
+        self.spec.log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {
+            **os.environ,
+            **self.spec.environment,
+            KEY_VARIABLE: self.spec.key,
+            PARENT_VARIABLE: str(os.getpid()),
+        }
+        with self.spec.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self.spec.command(),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=asyncio.subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def died(self) -> EngineError:
+        """Wait for the process to end; the error says how it ended and what its log said last."""
+        assert self._process is not None
+        code = await self._process.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return EngineError(
+            f"{self.spec.name} (pid {self.pid}) {how}; log: {self.spec.log}; its last lines:\n{self.tail()}"
+        )
+
+    def tail(self) -> str:
+        """The last lines of the server's log."""
+        try:
+            lines = self.spec.log.read_text(errors="replace").splitlines()
+        except OSError as error:
+            return f"  (the log cannot be read: {error})"
+        return "\n".join(f"  | {line}" for line in lines[-LOG_TAIL_LINES:])
+
+    async def stop(self) -> None:
+        """End the whole process group, politely first."""
+        if self._process is None:
+            return
+        for kill in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.pid, kill)
+            except ProcessLookupError:
+                return
+            try:
+                await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+            except TimeoutError:
+                continue
+        try:
+            os.killpg(self.pid, signal.SIGKILL)  # children that outlived the leader
+        except ProcessLookupError:
+            pass

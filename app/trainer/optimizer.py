@@ -1,0 +1,93 @@
+"""The optimizer of one rank: AdamW or SGD over sharded float32 masters, linear warm-up, clipping, a guard against NaN."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from app.errors import TrainerError
+from app.trainer import schema
+from app.trainer.schema import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an update did."""
+
+    applied: bool  # False: the gradient was not finite, nothing was changed
+    grad_norm: float  # before clipping
+    lr: float  # the one that was used
+
+
+class Optimizer:
+    """Updates parameters from gradients that were accumulated as raw sums."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], config: TrainerConfig):
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.config = config
+        self.torch = _make(self.parameters, config)
+        self.updates = 0  # applied ones; the schedule counts them
+        self._skipped_in_a_row = 0
+
+    def update(self, *, scale: float) -> Outcome:
+        """Scale the gradients, clip, step. A gradient that is not finite is skipped and counted; too many in a row end the run."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        torch._foreach_mul_(gradients, scale)
+        norm = grad_norm(gradients)
+        lr = self.lr()
+        if not torch.isfinite(norm):
+            self._skip()
+            return Outcome(False, float(norm), lr)
+        self._skipped_in_a_row = 0
+        limit = self.config.max_grad_norm
+        if norm > limit:
+            torch._foreach_mul_(gradients, float(limit / norm))
+        for group in self.torch.param_groups:
+            group["lr"] = lr
+        self.torch.step()
+        self.zero_grad()
+        self.updates += 1
+        return Outcome(True, float(norm), lr)
+
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        warmup = self.config.warmup_steps
+        return self.config.lr * min(1.0, (self.updates + 1) / warmup) if warmup else self.config.lr
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _skip(self) -> None:
+        self.zero_grad()
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row > self.config.max_skipped_updates:
+            raise TrainerError(
+                f"the gradient was not finite {self._skipped_in_a_row} updates in a row, more than "
+                f"trainer.max_skipped_updates={self.config.max_skipped_updates}"
+            )
+
+
+def grad_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm over all parameters and all ranks: each rank squares its shards, one number is reduced."""
+    if not gradients:
+        return torch.zeros(())
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    squared = torch.stack(torch._foreach_norm(local)).double().square().sum().cpu()
+    if any(isinstance(gradient, DTensor) for gradient in gradients):
+        dist.all_reduce(squared)
+    return squared.sqrt()
+
+
+def _make(parameters: list[torch.nn.Parameter], config: TrainerConfig) -> torch.optim.Optimizer:
+    if config.optimizer is schema.Optimizer.sgd:
+        return torch.optim.SGD(parameters, lr=config.lr, weight_decay=config.weight_decay)
+    decayed = [parameter for parameter in parameters if parameter.dim() > 1]
+    plain = [parameter for parameter in parameters if parameter.dim() <= 1]  # norms and biases are not decayed
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+    )

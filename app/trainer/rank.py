@@ -1,0 +1,151 @@
+"""One rank of the trainer: a Ray actor with its shard of the model, its optimizer and its part of every step.
+
+All ranks get the same calls in the same order. Other parts (the weight sync's sender, memory offload) are attached by
+whoever introduces them, so that this module knows none of them.
+"""
+
+import os
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from app.device import device_of
+from app.device.schema import DeviceKind, Dtype
+from app.device.torchvision import define_operators
+from app.trainer.optimizer import Optimizer
+from app.trainer.schema import TrainerConfig
+from app.trainer.step import SplitStep, StepSettings
+from app.types import ScoredGroup, StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """What a rank is made with; the same for all ranks."""
+
+    device: DeviceKind
+    dtype: Dtype  # compute
+    model_path: Path
+    trust_remote_code: bool
+    trainer: TrainerConfig
+    step: StepSettings
+    reference: bool  # whether a frozen copy of the first policy is kept
+    ranks: int
+    threads: int  # per rank, on CPU
+    seed: int
+
+
+class TrainerRank:
+    """Built in two phases: the actor first, then `setup` on all ranks at once (it enters collectives)."""
+
+    def __init__(self, spec: RankSpec, rank: int):
+        self.spec, self.rank = spec, rank
+        self.device = device_of(spec.device)
+        self.parts: dict[str, Any] = {}
+
+    def node_address(self) -> str:
+        import ray
+
+        return ray.util.get_node_ip_address()
+
+    def free_port(self) -> int:
+        import socket
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return probe.getsockname()[1]
+
+    def setup(self, address: str, port: int) -> int:
+        """Join the ranks, load the model; returns the number of parameters."""
+        define_operators()
+        from app.model.load import load
+
+        torch.set_num_threads(self.spec.threads)
+        random.seed(self.spec.seed)
+        np.random.seed(self.spec.seed)
+        torch.manual_seed(self.spec.seed)
+        if self.device.plugin:
+            __import__(self.device.plugin)
+        self.torch_device = self.device.torch_device()
+        dist.init_process_group(
+            backend=self._backends(),
+            init_method=f"tcp://{bracketed(address)}:{port}",
+            rank=self.rank,
+            world_size=self.spec.ranks,
+            timeout=timedelta(seconds=self.spec.trainer.timeout_s),
+        )
+        mesh = init_device_mesh(self.device.torch_type, (self.spec.ranks,))
+        make = lambda: load(  # noqa: E731
+            self.spec.model_path,
+            mesh=mesh,
+            device=self.torch_device,
+            compute_dtype=getattr(torch, self.spec.dtype.name),
+            attention=self.device.attention,
+            activation_checkpointing=self.spec.trainer.activation_checkpointing,
+            trust_remote_code=self.spec.trust_remote_code,
+        )
+        self.model = make()
+        self.reference = make().requires_grad_(False) if self.spec.reference else None
+        self.optimizer = Optimizer(self.model.parameters(), self.spec.trainer)
+        self.step = SplitStep(self.model, self.optimizer, self.spec.step, self.torch_device, self.reference)
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def _backends(self) -> str:
+        """Collectives of small numbers run on the host, whatever the device's own backend is."""
+        own = self.device.collective
+        return own if self.device.torch_type == "cpu" else f"cpu:gloo,{self.device.torch_type}:{own}"
+
+    # --- the step
+
+    def begin_step(self, version: int) -> None:
+        self.step.begin(version)
+
+    def train_groups(self, groups: Sequence[ScoredGroup]) -> None:
+        self.step.feed(groups)
+
+    def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
+        self.step.old_logprobs(groups)
+
+    def finish_step(self) -> StepReport:
+        return self.step.finish()
+
+    def abort_step(self) -> None:
+        self.step.abort()
+
+    # --- other parts
+
+    def attach(self, name: str, make: Callable[["TrainerRank"], Any]) -> None:
+        """Give this rank a further part; `make` is a function of a module, so it travels by name."""
+        self.parts[name] = make(self)
+
+    def call(self, name: str, method: str, arguments: Mapping[str, Any]) -> Any:
+        return getattr(self.parts[name], method)(**arguments)
+
+    # --- answers while the rank is busy (a thread of their own)
+
+    def stacks(self) -> str:
+        """What every thread of this rank is doing right now."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return "\n".join(
+            f"--- rank {self.rank} pid {os.getpid()} thread {names.get(ident, ident)}\n"
+            + "".join(traceback.format_stack(frame))
+            for ident, frame in sys._current_frames().items()
+        )
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def bracketed(address: str) -> str:
+    """An address as it stands in a URL."""
+    return f"[{address}]" if ":" in address else address
