@@ -1,0 +1,41 @@
+"""Numbers as people read them."""
+
+UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def count(value: float) -> str:
+    """Three digits and a unit: 17, 1.23k, 45.6M.
+
+    >>> count(17), count(1234.5), count(45_600_000)
+    ('17', '1.23k', '45.6M')
+    """
+    for size, unit in UNITS:
+        if abs(value) >= size * 0.9995:
+            scaled = value / size
+            return f"{scaled:.{max(0, 2 - (len(str(int(abs(scaled)))) - 1))}f}{unit}"
+    return f"{value:.0f}"
+
+
+def seconds(value: float) -> str:
+    """A step's or a phase's time.
+
+    >>> seconds(0.0123), seconds(1.234), seconds(75.2), seconds(4000)
+    ('0.01 s', '1.23 s', '75.2 s', '4000 s')
+    """
+    if value < 10:
+        return f"{value:.2f} s"
+    return f"{value:.1f} s" if value < 1000 else f"{value:.0f} s"
+
+
+def duration(value: float) -> str:
+    """A run's time.
+
+    >>> duration(42.4), duration(102), duration(7384)
+    ('42 s', '1 min 42 s', '2 h 03 min')
+    """
+    whole = round(value)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -1,0 +1,122 @@
+"""What the placement code holds of tracking: one object that everything about a run is told to.
+
+Always: `metrics.jsonl`, `summary.json` and the console have a step's numbers when `log` returns; dashboards have them
+later, from a thread of their own, so that a slow or broken one neither slows nor stops training.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from app.config import RunConfig
+from app.errors import Interrupted
+from app.tracking import jsonl, samples
+from app.tracking import timeline as timelines
+from app.tracking.console import RunConsole
+from app.tracking.samples import Decode
+from app.tracking.summary import Status, Summary
+from app.types import Group
+
+log = logging.getLogger("app.run")
+
+Metrics = Mapping[str, float]
+
+
+class RunRecorder:
+    """Records the run of `config` in `folder`, which is made if need be.
+
+    As a context manager it ends the run by itself: finished, or interrupted or failed by what was raised.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config, self.folder = config, folder
+        self.timeline = timelines.Timeline()
+        self._warned: set[str] = set()
+        self._ended = False
+        self._metrics = jsonl.MetricsFile(folder / jsonl.NAME)
+        self._summary = Summary(folder)
+        self._summary.write()
+        self._console = RunConsole(config, folder)
+
+    def resume(self, step: int) -> None:
+        """Go on after `step`: forget what an earlier attempt recorded of later steps. Before anything is logged."""
+        self._metrics.close()
+        jsonl.cut(self.folder / jsonl.NAME, step)
+        samples.cut(self.folder, step)
+        self.timeline.load(self.folder)
+        self._metrics = jsonl.MetricsFile(self.folder / jsonl.NAME)
+        self._summary.restart()
+        for row in jsonl.read(self.folder / jsonl.NAME):
+            self._summary.add(row["step"], row)
+        self._summary.write()
+        self._console.resume(step)
+
+    def doing(self, text: str) -> None:
+        """Show what the run is busy with where no step says so ("starting the engine")."""
+        log.info(text)
+        self._console.doing(text)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Record the numbers of a finished step, under the names of the design (`metrics.jsonl`)."""
+        self._record(step, metrics)
+        self._console.step(step, metrics)
+        self.timeline.write_if_due(self.folder)
+
+    def evaluated(self, step: int, results: Mapping[str, Metrics]) -> None:
+        """Record an evaluation after `step` (0: before training), by set name; they join the step's line."""
+        self._record(step, evaluation_metrics(results))
+        self._console.evaluated(step, results)
+
+    def samples(self, step: int, groups: Sequence[Group], decode: Decode | None = None) -> None:
+        """Keep `tracking.samples_per_step` trajectories of a step; `decode` turns prompt tokens into the question."""
+        samples.write_samples(self.folder, step, groups, self.config.tracking.samples_per_step, decode)
+
+    def warn(self, text: str) -> None:
+        """Say it once on the screen and in the log, however often it is called with this text."""
+        if text in self._warned:
+            return
+        self._warned.add(text)
+        log.warning(text)
+
+    def finish(self, status: Status | str, error: str | None = None) -> None:
+        """End the run: the last files are written, trackers closed, and the screen says where things are. Once."""
+        if self._ended:
+            return
+        self._ended = True
+        status = Status(status)
+        self._metrics.close()
+        self._summary.end(status, error)
+        self._summary.write()
+        self.timeline.write(self.folder)
+        files = {"timeline": self.folder / timelines.NAME}
+        totals = {**self._summary.values, "total/seconds": self._summary.seconds}
+        self._console.end(status.value, totals, error, files)
+
+    def __enter__(self) -> "RunRecorder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish(Status.finished)
+        elif isinstance(error, (KeyboardInterrupt, Interrupted)):
+            self.finish(Status.interrupted, str(error) or "Ctrl-C")
+        else:
+            self.finish(Status.failed, f"{type(error).__name__}: {error}")
+
+    def _record(self, step: int, metrics: Metrics) -> None:
+        self._metrics.append(step, metrics)
+        self._summary.add(step, metrics)
+        self._summary.write()
+
+
+def evaluation_metrics(results: Mapping[str, Metrics]) -> dict[str, float]:
+    """One set gives `eval/<name>`; several give `eval/<set>/<name>`, and `eval/accuracy` is their mean."""
+    if len(results) == 1:
+        return {f"eval/{name}": value for metrics in results.values() for name, value in metrics.items()}
+    named = {f"eval/{key}/{name}": value for key, metrics in results.items() for name, value in metrics.items()}
+    accuracies = [metrics["accuracy"] for metrics in results.values() if "accuracy" in metrics]
+    return {**named, "eval/accuracy": sum(accuracies) / len(accuracies)} if accuracies else named

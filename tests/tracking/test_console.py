@@ -1,0 +1,73 @@
+import io
+from pathlib import Path
+
+from app.config import RunConfig
+from app.tracking.console import RunConsole, step_line
+from app.tracking.format import count, duration, seconds
+
+
+def lines(draw, steps=60):
+    stream = io.StringIO()
+    draw(RunConsole(RunConfig(steps=steps), Path("out/run"), stream))
+    return stream.getvalue().splitlines()
+
+
+def test_header_names_model_algorithm_placement_device_and_folder():
+    header = "\n".join(lines(lambda console: None))
+    assert "tiny · grpo · colocate · cpu" in header
+    assert "60 steps of 32 prompts × 8 completions, 1 update each · 1 trainer rank, 1 engine" in header
+    assert "out/run" in header
+
+
+def test_a_step_is_one_plain_line_without_colour_where_there_is_no_terminal(metrics):
+    line = lines(lambda console: console.step(3, metrics(3)))[-1]
+    assert line == (
+        " step  3/60   reward  0.300   accuracy  30.0%     1.23k tok/s    1.00 s"
+        "    generate 0.60 s  train 0.30 s  sync 0.05 s"
+    )
+
+
+def test_the_bar_shows_the_phases_in_proportion(metrics):
+    text = step_line(3, 60, metrics(3), bar=True)
+    cells = {}
+    for span in text.spans:
+        if set(text.plain[span.start : span.end]) == {"━"}:
+            cells[str(span.style)] = span.end - span.start
+    assert cells == {"cyan": 7, "magenta": 4, "bright_black": 1}  # of 12: 0.6, 0.3, 0.05 rounds to 0
+
+
+def test_an_evaluation_says_the_change_since_the_first():
+    def draw(console):
+        console.evaluated(0, {"eval": {"accuracy": 0.3}})
+        console.evaluated(10, {"eval": {"accuracy": 0.85}})
+        console.evaluated(10, {"easy": {"accuracy": 0.9}, "hard": {"accuracy": 0.1}})
+
+    assert lines(draw)[-3:] == [
+        " eval  0/60   accuracy  30.0%",
+        " eval 10/60   accuracy  85.0%   +55.0 points since the first",
+        " eval 10/60   easy  90.0%   hard  10.0%",
+    ]
+
+
+def test_the_end_says_how_and_where():
+    totals = {
+        "steps": 60,
+        "total/seconds": 102.0,
+        "eval/accuracy_first": 0.31,
+        "eval/accuracy_last": 0.935,
+        "eval/accuracy_best": 0.94,
+        "total/completion_tokens": 98_300,
+    }
+    end = lines(lambda console: console.end("finished", totals, None, {"report": Path("out/run/report.html")}))
+    assert end[-2:] == [
+        "finished: 60 steps in 1 min 42 s, eval accuracy 31.0% → 93.5% (best 94.0%), 98.3k completion tokens",
+        "  report   out/run/report.html",
+    ]
+    failed = lines(lambda console: console.end("failed", {"steps": 1, "total/seconds": 3.0}, "engine 0 died", {}))
+    assert failed[-2:] == ["failed: 1 step in 3 s", "  engine 0 died"]
+
+
+def test_numbers_are_short():
+    assert [count(value) for value in (0.4, 17, 999.6, 1234.5, 45_600_000)] == ["0", "17", "1.00k", "1.23k", "45.6M"]
+    assert [seconds(value) for value in (0.0123, 9.99, 75.24, 4000.0)] == ["0.01 s", "9.99 s", "75.2 s", "4000 s"]
+    assert [duration(value) for value in (42.4, 102, 7384)] == ["42 s", "1 min 42 s", "2 h 03 min"]

@@ -1,0 +1,82 @@
+import json
+
+import pytest
+
+from app.config import RunConfig
+from app.errors import EngineError, Interrupted
+from app.tracking.recorder import RunRecorder, evaluation_metrics
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_a_run_leaves_its_numbers_samples_summary_and_timeline(tmp_path, group, metrics, capsys):
+    folder = tmp_path / "run"
+    with RunRecorder(RunConfig(steps=2), folder) as recorder:
+        assert summary(folder)["status"] == "running"
+        recorder.evaluated(0, {"eval": {"accuracy": 0.25}})
+        for step in (1, 2):
+            with recorder.timeline.span("driver", f"step {step}"):
+                recorder.log(step, metrics(step))
+            recorder.samples(step, [group(0, [0.0, 1.0])])
+        recorder.evaluated(2, {"eval": {"accuracy": 0.75}})
+    assert [(row["step"], row.get("eval/accuracy")) for row in rows(folder)] == [(0, 0.25), (1, None), (2, 0.75)]
+    assert {"status": "finished", "steps": 2, "eval/accuracy_last": 0.75}.items() <= summary(folder).items()
+    assert (folder / "samples/step_2.jsonl").exists()
+    names = [event["name"] for event in json.loads((folder / "timeline.json").read_text())["traceEvents"]]
+    assert names[-2:] == ["step 1", "step 2"]
+    screen = capsys.readouterr().out
+    assert screen.index(" eval 0/2") < screen.index(" step 1/2") < screen.index(" step 2/2") < screen.index("finished:")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (Interrupted("stopped by SIGTERM"), "interrupted", "stopped by SIGTERM"),
+        (KeyboardInterrupt(), "interrupted", "Ctrl-C"),
+        (EngineError("engine 0 died"), "failed", "EngineError: engine 0 died"),
+    ],
+)
+def test_the_summary_says_how_a_run_ended_that_did_not_finish(tmp_path, error, status, said):
+    with pytest.raises(type(error)), RunRecorder(RunConfig(), tmp_path):
+        raise error
+    assert (summary(tmp_path)["status"], summary(tmp_path)["error"]) == (status, said)
+
+
+def test_a_warning_is_said_once_for_each_text(tmp_path, caplog):
+    recorder = RunRecorder(RunConfig(), tmp_path)
+    for text in ("odd", "odd", "other"):
+        recorder.warn(text)
+    assert [record.message for record in caplog.records] == ["odd", "other"]
+
+
+def test_a_resumed_run_forgets_later_steps_and_its_summary_speaks_of_the_whole_run(tmp_path, group, metrics):
+    with RunRecorder(RunConfig(steps=6), tmp_path) as recorder:
+        recorder.evaluated(0, {"eval": {"accuracy": 0.25}})
+        for step in (1, 2, 3):
+            recorder.log(step, metrics(step))
+            recorder.samples(step, [group(0, [0.0, 1.0])])
+    with RunRecorder(RunConfig(steps=6), tmp_path) as recorder:
+        recorder.resume(2)
+        for step in (3, 4):
+            recorder.log(step, metrics(step))
+        recorder.evaluated(4, {"eval": {"accuracy": 0.5}})
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 4]
+    assert not (tmp_path / "samples/step_3.jsonl").exists()
+    content = summary(tmp_path)
+    assert (content["steps"], content["total/completion_tokens"]) == (4, 400)
+    assert (content["eval/accuracy_first"], content["eval/accuracy_last"]) == (0.25, 0.5)
+
+
+def test_several_evaluation_sets_keep_their_names_and_the_accuracy_is_their_mean():
+    assert evaluation_metrics({"eval": {"accuracy": 0.5, "tokens": 3.0}}) == {"eval/accuracy": 0.5, "eval/tokens": 3.0}
+    assert evaluation_metrics({"easy": {"accuracy": 1.0}, "hard": {"accuracy": 0.5}}) == {
+        "eval/easy/accuracy": 1.0,
+        "eval/hard/accuracy": 0.5,
+        "eval/accuracy": 0.75,
+    }

@@ -1,0 +1,41 @@
+import json
+
+from app.tracking import samples
+
+
+def test_choice_takes_prompts_evenly_and_one_trajectory_of_each_first(group):
+    groups = [group(row, [0.0, 1.0]) for row in range(8)]
+    chosen = samples.choose(groups, 4)
+    assert [(one.prompt.answer, one.text) for one in chosen] == [(str(row), "text 0") for row in (0, 2, 4, 6)]
+    assert [one.text for one in samples.choose(groups[:2], 3)] == ["text 0", "text 0", "text 1"]
+    assert len(samples.choose(groups, 100)) == 16
+    assert samples.choose(groups, 0) == []
+
+
+def test_a_line_says_what_was_asked_answered_and_earned(tmp_path, group):
+    path = samples.write_samples(tmp_path, 3, [group(7, [0.5, float("nan")], version=2)], 2, lambda ids: f"q{ids}")
+    assert path == tmp_path / "samples/step_3.jsonl"
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert first == {
+        "prompt": "arithmetic/7@0",
+        "source": "arithmetic",
+        "question": "q[7, 1, 2]",
+        "answer": "7",
+        "completion": "text 0",
+        "finish_reason": "stop",
+        "reward": 0.5,
+        "reward_parts": {"exact": 0.5},
+        "versions": [[2, 0, 1]],
+        "prompt_tokens": [7, 1, 2],
+        "tokens": [0],
+        "logprobs": [-0.25],
+    }
+    assert second["reward"] is None
+    assert second["logprobs"] == [-0.25, -0.25]
+
+
+def test_cut_removes_the_samples_after_a_step(tmp_path, group):
+    for step in (1, 2, 10):
+        samples.write_samples(tmp_path, step, [group(0, [1.0, 0.0])], 1)
+    samples.cut(tmp_path, 2)
+    assert [step for step, _ in samples.sample_files(tmp_path)] == [1, 2]

@@ -1,0 +1,46 @@
+import json
+
+from app.tracking import summary
+from app.tracking.summary import Status, Summary
+
+
+def test_summary_follows_the_steps(tmp_path, metrics):
+    run = Summary(tmp_path)
+    run.add(0, {"eval/accuracy": 0.3})
+    for step in (1, 2, 3):
+        run.add(step, metrics(step))
+    for step, accuracy in ((2, 0.9), (3, 0.8)):
+        run.add(step, {"eval/accuracy": accuracy})
+    run.write()
+    content = json.loads((tmp_path / "summary.json").read_text())
+    assert content.pop("total/seconds") >= 0
+    assert content == {
+        "status": "running",
+        "steps": 3,
+        "eval/accuracy_first": 0.3,
+        "eval/accuracy_last": 0.8,
+        "eval/accuracy_best": 0.9,
+        "total/completion_tokens": 300,
+        "total/step_seconds": 3.0,
+        "total/generate_seconds": 0.6 * 3,
+        "total/train_seconds": 0.3 + 0.3 + 0.3,
+        "total/sync_seconds": 0.05 + 0.05 + 0.05,
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_seconds_of_an_earlier_attempt_are_kept(tmp_path):
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "interrupted", "total/seconds": 100.0}))
+    assert 100.0 <= Summary(tmp_path).seconds < 110.0
+
+
+def test_a_vanished_driver_is_marked_from_outside_and_an_ended_run_is_left_alone(tmp_path):
+    run = Summary(tmp_path)
+    run.write()
+    summary.mark_ended(tmp_path, Status.failed, "the driver was killed")
+    assert (summary.read(tmp_path)["status"], summary.read(tmp_path)["error"]) == ("failed", "the driver was killed")
+    run.end(Status.finished, None)
+    run.write()
+    summary.mark_ended(tmp_path, Status.failed, "late")
+    assert summary.read(tmp_path)["status"] == "finished"
+    assert "error" not in summary.read(tmp_path)

@@ -1,0 +1,108 @@
+import json
+
+import pytest
+
+from app.tracking.timeline import Timeline
+
+
+def trace(timeline, folder):
+    timeline.write(folder)
+    return json.loads((folder / "timeline.json").read_text())
+
+
+def rows(content):
+    """Row name → its spans (name, start, end in microseconds)."""
+    names = {e["tid"]: e["args"]["name"] for e in content["traceEvents"] if e["name"] == "thread_name"}
+    found = {}
+    for event in content["traceEvents"]:
+        if event["ph"] == "X":
+            span = (event["name"], event["ts"], event["ts"] + event["dur"])
+            found.setdefault(names[event["tid"]], []).append(span)
+    return found
+
+
+def test_the_file_keeps_to_the_trace_event_format(tmp_path):
+    timeline = Timeline()
+    with timeline.span("driver", "step 1", version=1), timeline.span("driver", "train"):
+        pass
+    content = trace(timeline, tmp_path)
+    assert {event["ph"] for event in content["traceEvents"]} == {"M", "X"}
+    for event in content["traceEvents"]:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert isinstance(event["args"], dict)
+        if event["ph"] == "X":
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+            assert isinstance(event["cat"], str)
+        else:
+            assert event["name"] in ("process_name", "thread_name", "thread_sort_index")
+    assert content["traceEvents"][-2]["args"] == {"version": 1}
+
+
+def test_nested_spans_share_a_row_and_overlapping_ones_get_rows_of_their_own(tmp_path):
+    timeline = Timeline()
+    base = timeline.now()
+    for name, start, end in [("a", 0, 10), ("inside a", 2, 4), ("b", 5, 12), ("c", 12, 13), ("inside b", 11, 12)]:
+        timeline.add("engine 0", name, base + start, base + end)
+    timeline.add("trainer", "train", base + 1, base + 2)
+    found = rows(trace(timeline, tmp_path))
+    assert {row: [name for name, _, _ in spans] for row, spans in found.items()} == {
+        "engine 0": ["a", "inside a", "inside b", "c"],
+        "engine 0 ·2": ["b"],
+        "trainer": ["train"],
+    }
+
+
+def test_the_spans_of_every_row_nest_whatever_was_recorded(tmp_path):
+    timeline = Timeline()
+    base, state = timeline.now(), 12345
+    for index in range(400):
+        state = (state * 1103515245 + 12345) % 2**31
+        start = state % 1000
+        timeline.add("engine 0", str(index), base + start / 10, base + (start + state // 1000 % 60) / 10)
+    for spans in rows(trace(timeline, tmp_path)).values():
+        open_ends = []
+        for _, start, end in sorted(spans, key=lambda span: (span[1], -span[2])):
+            while open_ends and open_ends[-1] <= start + 1.0:
+                open_ends.pop()
+            assert not open_ends or end <= open_ends[-1] + 1.0  # within a microsecond
+            open_ends.append(end)
+
+
+def test_the_newest_spans_are_kept_and_the_rest_is_counted(tmp_path):
+    timeline = Timeline(capacity=10)
+    for index in range(25):
+        timeline.add("driver", str(index), timeline.now(), timeline.now())
+    content = trace(timeline, tmp_path)
+    assert [event["name"] for event in content["traceEvents"] if event["ph"] == "X"] == [str(i) for i in range(15, 25)]
+    assert content["otherData"]["older_spans_left_out"] == 15
+
+
+def test_a_span_is_recorded_when_its_body_fails(tmp_path):
+    timeline = Timeline()
+    with pytest.raises(RuntimeError), timeline.span("driver", "push"):
+        raise RuntimeError
+    assert [event["name"] for event in trace(timeline, tmp_path)["traceEvents"] if event["ph"] == "X"] == ["push"]
+
+
+def test_a_resumed_run_keeps_the_spans_of_the_attempt_before(tmp_path):
+    first = Timeline()
+    first.add("driver", "before", first.now() - 100, first.now() - 50)
+    first.write(tmp_path)
+    second = Timeline()
+    second.load(tmp_path)
+    second.add("driver", "after", second.now(), second.now() + 1)
+    spans = rows(trace(second, tmp_path))["driver"]
+    assert [name for name, _, _ in spans] == ["before", "after"]
+    assert spans[1][1] - spans[0][1] == pytest.approx(100e6, abs=5e6)
+
+
+def test_a_span_costs_microseconds():
+    timeline = Timeline()
+    start = timeline.now()
+    for _ in range(2000):
+        with timeline.span("driver", "train"):
+            pass
+    assert (timeline.now() - start) / 2000 < 100e-6  # a step of 100 spans and 1 s: under 1 %
