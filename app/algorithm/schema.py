@@ -2,13 +2,15 @@
 
 ratio = π / π_old; the gradient is multiplied by a weight made of π_old(trainer) / π_sampler.
 
-| old_policy | π_old                                  | correction | weight                                  |
-|------------|----------------------------------------|------------|-----------------------------------------|
-| trainer    | the trainer's, when the step begins    | none       | 1                                       |
-| trainer    |                                        | tis        | min(w, tis_max): decoupled PPO          |
-| trainer    |                                        | icepop     | w where icepop_low ≤ w ≤ icepop_high, 0 elsewhere |
-| trainer    |                                        | sequence_mask | 1 where the sequence's geometric mean of w is within its bounds, else 0 |
-| sampler    | the engine's                           | (none only: π_old is the sampler itself) | 1            |
+| old_policy | π_old                               | correction    | weight                                                |
+|------------|-------------------------------------|---------------|-------------------------------------------------------|
+| trainer    | the trainer's, when the step begins | none          | 1                                                     |
+| trainer    |                                     | tis           | min(w, tis_max): decoupled PPO                        |
+| trainer    |                                     | icepop        | w where icepop_low ≤ w ≤ icepop_high, else 0          |
+| trainer    |                                     | sequence_mask | 1 where the sequence's mean w is in bounds, else 0    |
+| sampler    | the engine's                        | none          | 1: π_old is the sampler itself, nothing is left over  |
+
+The mean over a sequence is the geometric one. The weight multiplies the policy term, not the KL term or the entropy bonus.
 """
 
 from dataclasses import dataclass
@@ -75,7 +77,9 @@ class AlgorithmConfig:
     icepop_high: float = 5.0
     sequence_mask_low: float = 0.99
     sequence_mask_high: float = 1.001
-    overlong_buffer_tokens: int = 0  # soft punishment over the last tokens before the limit; 0 is off
+    overlong_buffer_fraction: float = (
+        0.0  # of rollout.max_completion_tokens: soft punishment over the last of them; 0 is off
+    )
     overlong_penalty: float = 1.0  # the punishment at the limit
     mask_truncated: bool = False  # truncated completions earn no gradient
     dynamic_sampling: bool = False  # drop groups whose raw rewards are all equal, and refill
@@ -88,6 +92,20 @@ class AlgorithmConfig:
     @property
     def trajectories_per_step(self) -> int:
         return self.prompts_per_step * self.group_size
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether a step begins with an extra forward: with one update, π_old is the current policy, detached."""
+        return self.old_policy is OldPolicy.trainer and self.updates_per_step > 1
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen reference policy computes log-probabilities too."""
+        return self.kl is not Kl.none
+
+    def overlong_buffer_tokens(self, max_completion_tokens: int) -> int:
+        """The last tokens before the limit, over which the soft punishment grows."""
+        return round(self.overlong_buffer_fraction * max_completion_tokens)
 
 
 def validate(config: AlgorithmConfig, *, max_completion_tokens: int) -> None:
@@ -138,10 +156,10 @@ def validate(config: AlgorithmConfig, *, max_completion_tokens: int) -> None:
         "a number between 0 and algorithm.sequence_mask_high",
     )
     expect(
-        0 <= config.overlong_buffer_tokens <= max_completion_tokens,
-        name + "overlong_buffer_tokens",
-        config.overlong_buffer_tokens,
-        f"0 to rollout.max_completion_tokens={max_completion_tokens}",
+        0 <= config.overlong_buffer_fraction <= 1,
+        name + "overlong_buffer_fraction",
+        config.overlong_buffer_fraction,
+        f"a fraction from 0 to 1 of rollout.max_completion_tokens={max_completion_tokens}",
     )
     expect(config.overlong_penalty >= 0, name + "overlong_penalty", config.overlong_penalty, "a number of at least 0")
     expect(
