@@ -1,0 +1,142 @@
+"""All rows of a run: the training set and every evaluation set, before templates and tokens.
+
+    data.path ── null ─────────→ generated arithmetic ──→ training rows + held-out rows
+              ── a local file ─→ field map ─→ distinct ─→ training rows + held-out rows (eval_fraction)
+              ── a hub id ─────→ field map ─→ distinct ─→ training rows; evaluation sets are its other splits
+
+Always holds: training and held-out rows are disjoint; the held-out rows of a file are the same for every seed, so that
+runs compare; an evaluation set that shares questions with the training set is said in the log.
+"""
+
+import logging
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from app.data import arithmetic, sources
+from app.data.fields import FieldMap
+from app.data.row import Row
+from app.data.schema import DataConfig, EvalSetConfig
+from app.errors import ConfigError
+
+__all__ = ["DataRows", "Row", "is_local", "load"]
+
+log = logging.getLogger(__name__)
+
+DEFAULT_EVAL_SET = "eval"
+HELD_OUT_SEED = 0  # not the run's: runs with different seeds are evaluated on the same rows
+
+
+@dataclass(frozen=True, slots=True)
+class DataRows:
+    """What `load` returns. No list is empty."""
+
+    train: list[Row]
+    evals: dict[str, list[Row]]  # by evaluation set
+
+
+def is_local(config: DataConfig) -> bool:
+    """Whether `load` reads nothing but this machine's files, so that it can be tried before anything starts."""
+    paths = [config.path, *(evaluation.path for evaluation in config.eval_sets.values())]
+    hub_splits = config.path is not None and sources.local_file(config.path) is None
+    return not hub_splits and all(path is None or sources.local_file(path) is not None for path in paths)
+
+
+def load(config: DataConfig, *, seed: int) -> DataRows:
+    """Read or generate all rows; `seed` decides the generated problems only. Raises `ConfigError`."""
+    sets = config.eval_sets or {DEFAULT_EVAL_SET: EvalSetConfig()}
+    from_training = [name for name, evaluation in sets.items() if _is_held_out(config, evaluation)]
+    if config.path is None:
+        train, held_out = arithmetic.problems(config.arithmetic, seed)
+    else:
+        train, held_out = _read_training(config), []
+        if from_training:
+            _say_held_out(config, from_training)
+            train, held_out = _hold_out(train, config)
+    evals = {}
+    for name, evaluation in sets.items():
+        rows = held_out if name in from_training else _read_evaluation(config, name, evaluation)
+        evals[name] = rows[: evaluation.rows]
+        _warn_of_overlap(train, name, evals[name])
+    return DataRows(train, evals)
+
+
+def _is_held_out(config: DataConfig, evaluation: EvalSetConfig) -> bool:
+    """Whether an evaluation set is made of rows held out of the training set: there is no other split to read."""
+    if evaluation.path is not None:
+        return False
+    return config.path is None or not config.eval_sets or sources.local_file(config.path) is not None
+
+
+def _say_held_out(config: DataConfig, names: list[str]) -> None:
+    if config.eval_sets:
+        log.warning(
+            "data.path=%s is a file without splits: a fraction of %g of its rows is held out for %s",
+            config.path,
+            config.eval_fraction,
+            ", ".join(f"data.eval_sets.{name}" for name in names),
+        )
+
+
+def _hold_out(rows: list[Row], config: DataConfig) -> tuple[list[Row], list[Row]]:
+    if len(rows) < 2:
+        raise ConfigError(
+            f"data.path={config.path} is not accepted: give at least 2 rows, since some are held out for evaluation "
+            f"(it has {len(rows)}), or evaluation sets of their own by data.eval_sets."
+        )
+    count = min(max(1, round(len(rows) * config.eval_fraction)), len(rows) - 1)
+    chosen = set(random.Random(HELD_OUT_SEED).sample(range(len(rows)), count))
+    kept = [row for place, row in enumerate(rows) if place not in chosen]
+    return kept, [rows[place] for place in sorted(chosen)]
+
+
+def _read_training(config: DataConfig) -> list[Row]:
+    assert config.path is not None
+    fields = FieldMap("data", config.path, config.question, config.answer, config.answer_after)
+    return _read(config.path, config.subset, config.split, fields, config.name, config.distinct)
+
+
+def _read_evaluation(config: DataConfig, name: str, evaluation: EvalSetConfig) -> list[Row]:
+    path = evaluation.path or config.path
+    assert path is not None
+    subset = evaluation.subset if evaluation.path else evaluation.subset or config.subset
+    fields = FieldMap(
+        key=f"data.eval_sets.{name}",
+        where=path,
+        question=evaluation.question or config.question,
+        answer=evaluation.answer or config.answer,
+        answer_after=config.answer_after if evaluation.answer_after is None else evaluation.answer_after,
+    )
+    return _read(path, subset, evaluation.split, fields, name, config.distinct)
+
+
+def _read(path: str, subset: str | None, split: str, fields: FieldMap, source: str, distinct: bool) -> list[Row]:
+    columns = list(dict.fromkeys(field.split(".")[0] for field in (fields.question, fields.answer)))
+    records = sources.read(path, subset=subset, split=split, columns=columns, key=fields.key)
+    mapped = (
+        fields.row(record, source=source, index=index, number=number) for index, (number, record) in enumerate(records)
+    )
+    rows = list(_distinct(mapped) if distinct else mapped)
+    if not rows:
+        raise ConfigError(f"{fields.key}.path={path} is not accepted: give a data set with rows; this one is empty.")
+    return rows
+
+
+def _distinct(rows: Iterable[Row]) -> Iterable[Row]:
+    seen: set[tuple[str, str]] = set()
+    for row in rows:
+        if (row.question, row.answer) not in seen:
+            seen.add((row.question, row.answer))
+            yield row
+
+
+def _warn_of_overlap(train: list[Row], name: str, evaluation: list[Row]) -> None:
+    questions = {row.question for row in train}
+    shared = sum(row.question in questions for row in evaluation)
+    if shared:
+        log.warning(
+            "%d of the %d questions of evaluation set %s are also in the training set: its accuracy measures memory",
+            shared,
+            len(evaluation),
+            name,
+        )
