@@ -1,16 +1,17 @@
 """Settings of `algorithm=`, and the table of old policy and correction.
 
-ratio = π / π_old; the gradient is multiplied by a weight made of π_old(trainer) / π_sampler.
+ratio = π / π_old; the gradient is multiplied by a weight made of w = π_old(trainer) / π_sampler.
 
-| old_policy | π_old                               | correction    | weight                                                |
-|------------|-------------------------------------|---------------|-------------------------------------------------------|
-| trainer    | the trainer's, when the step begins | none          | 1                                                     |
-| trainer    |                                     | tis           | min(w, tis_max): decoupled PPO                        |
-| trainer    |                                     | icepop        | w where icepop_low ≤ w ≤ icepop_high, else 0          |
-| trainer    |                                     | sequence_mask | 1 where the sequence's mean w is in bounds, else 0    |
-| sampler    | the engine's                        | none          | 1: π_old is the sampler itself, nothing is left over  |
+| old_policy | π_old                               | correction    | weight                                        |
+|------------|-------------------------------------|---------------|-----------------------------------------------|
+| trainer    | the trainer's, when the step begins | none          | 1                                             |
+| trainer    |                                     | tis           | min(w, tis_max): decoupled PPO                |
+| trainer    |                                     | icepop        | w inside icepop_low … icepop_high, else 0     |
+| trainer    |                                     | sequence_mask | 1 where the sequence's w is in bounds, else 0 |
+| sampler    | the engine's                        | none          | 1: π_old is the sampler itself                |
 
-The mean over a sequence is the geometric one. The weight multiplies the policy term, not the KL term or the entropy bonus.
+A sequence's w is the geometric mean of its tokens'. The weight multiplies the policy term, not the KL term and not the
+entropy bonus. One update a step needs no forward for π_old: it is the current policy, detached.
 """
 
 from dataclasses import dataclass
@@ -147,13 +148,13 @@ def validate(config: AlgorithmConfig, *, max_completion_tokens: int) -> None:
         0 < config.icepop_low < config.icepop_high,
         name + "icepop_low",
         config.icepop_low,
-        "a number between 0 and algorithm.icepop_high",
+        f"a number between 0 and algorithm.icepop_high={config.icepop_high}",
     )
     expect(
         0 < config.sequence_mask_low < config.sequence_mask_high,
         name + "sequence_mask_low",
         config.sequence_mask_low,
-        "a number between 0 and algorithm.sequence_mask_high",
+        f"a number between 0 and algorithm.sequence_mask_high={config.sequence_mask_high}",
     )
     expect(
         0 <= config.overlong_buffer_fraction <= 1,

@@ -1,0 +1,95 @@
+"""Random microbatches, as the application sees them and as the papers' loops see them."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from app.algorithm import metrics
+from app.algorithm.loss import TokenBatch, denominator, policy_loss
+from app.algorithm.schema import AlgorithmConfig, Correction, Kl
+
+from .paper import Case, Tokens
+
+LIMIT = 9  # max_completion_tokens
+LENGTHS = (4, 0, 1, 9, 2, 0, 6)
+
+
+def random_case(
+    seed: int, lengths: Sequence[int] = LENGTHS, *, spread: float = 0.6, masked: float = 0.3, on_policy: bool = False
+) -> Case:
+    """Sequences of these lengths whose policies differ by about `spread` nats; some are masked."""
+    rng = random.Random(seed)
+
+    def near(values: list[float], by: float) -> list[float]:
+        return [value + rng.gauss(0, by) for value in values]
+
+    case = []
+    for length in lengths:
+        logprobs = [-rng.expovariate(1) for _ in range(length)]
+        old = list(logprobs) if on_policy else near(logprobs, spread)
+        case.append(
+            Tokens(
+                logprobs=logprobs,
+                trainer_old=old,
+                sampler=near(old, spread),
+                reference=near(logprobs, spread),
+                entropy=[rng.random() for _ in range(length)],
+                advantage=rng.gauss(0, 1),
+                kept=rng.random() >= masked,
+            )
+        )
+    return case
+
+
+def batch_of(case: Case, config: AlgorithmConfig, *, recompute_old: bool = True) -> TokenBatch:
+    """The case as tensors, in double precision; `recompute_old=False` leaves π_old to be the current policy."""
+
+    def flat(name: str) -> torch.Tensor:
+        return torch.tensor([value for sequence in case for value in getattr(sequence, name)], dtype=torch.float64)
+
+    lengths = torch.tensor([len(sequence) for sequence in case], dtype=torch.int64)
+    return TokenBatch(
+        logprobs=flat("logprobs").requires_grad_(),
+        old_logprobs=flat("trainer_old") if recompute_old else None,
+        sampler_logprobs=flat("sampler"),
+        reference_logprobs=None if config.kl is Kl.none else flat("reference"),
+        entropy=flat("entropy"),
+        sequence=torch.repeat_interleave(torch.arange(len(case)), lengths),
+        advantages=torch.tensor([sequence.advantage for sequence in case], dtype=torch.float64),
+        lengths=lengths,
+        weight_mask=torch.tensor([float(sequence.kept) for sequence in case], dtype=torch.float64),
+    )
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update makes of a case."""
+
+    loss: float
+    gradient: list[float]  # by token
+    metrics: dict[str, float]
+
+
+def update(
+    microbatches: Sequence[Case], config: AlgorithmConfig, correction: Correction, *, recompute_old: bool = True
+) -> Update:
+    """As the trainer does it: raw sums by microbatch, merged, divided once by global counts."""
+    total, sums, gradient = 0.0, {}, []
+    for case in microbatches:
+        batch = batch_of(case, config, recompute_old=recompute_old)
+        result = policy_loss(batch, config, correction)
+        result.loss.backward()
+        assert batch.logprobs.grad is not None
+        total += result.loss.item()
+        gradient += batch.logprobs.grad.tolist()
+        sums = metrics.merge(sums, result.floats())
+    sequences = [sequence for case in microbatches for sequence in case]
+    tokens = sum(map(len, sequences))
+    divisor = denominator(config, tokens=tokens, sequences=len(sequences), max_completion_tokens=LIMIT)
+    return Update(
+        loss=total / divisor,
+        gradient=[value / divisor for value in gradient],
+        metrics=metrics.finalise(sums, tokens=tokens, sequences=len(sequences), loss=divisor),
+    )

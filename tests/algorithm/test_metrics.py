@@ -1,0 +1,150 @@
+"""Metrics of groups on the driver, the merging of raw sums, and pass@k against counting every draw."""
+
+import doctest
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.algorithm import metrics
+from app.algorithm.advantage import score
+from app.algorithm.metrics import (
+    TABLE,
+    Over,
+    advantage_metrics,
+    correct,
+    finalise,
+    group_metrics,
+    merge,
+    pass_at_k,
+    staleness_metrics,
+)
+from app.algorithm.schema import AlgorithmConfig
+
+from .groups import group
+
+SUMS = st.dictionaries(st.sampled_from(sorted(TABLE)), st.integers(-100, 100).map(float))
+
+
+@given(st.integers(1, 9), st.data())
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(n, data):
+    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    draws = list(itertools.combinations(range(n), k))
+    share = sum(any(index < c for index in draw) for draw in draws) / len(draws)
+    assert pass_at_k(n, c, k) == pytest.approx(share, abs=1e-12)
+
+
+def test_pass_at_k_of_many_completions_does_not_overflow():
+    exact = 1 - math.comb(9_900, 512) / math.comb(10_000, 512)
+    assert pass_at_k(10_000, 100, 512) == pytest.approx(exact, rel=1e-9)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 5), (4, 5, 1), (4, 1, 0), (4, -1, 1)])
+def test_pass_at_k_is_refused_where_it_is_not_defined(n, c, k):
+    with pytest.raises(ValueError, match="not defined"):
+        pass_at_k(n, c, k)
+
+
+def test_group_metrics_of_two_groups_counted_by_hand():
+    first = group([1, 0, 0, 0], lengths=[2, 4, 6, 8], truncated=[False, False, False, True], prompt_tokens=5)
+    second = group([1, 1, 1, 1], lengths=[10] * 4, prompt_tokens=7)
+    measured = group_metrics([first, second])
+    assert measured == pytest.approx(
+        {
+            "reward/mean": 5 / 8,
+            "reward/std": math.sqrt(15) / 8,
+            "reward/accuracy": 5 / 8,
+            "reward/pass@1": (1 / 4 + 1) / 2,
+            "reward/pass@2": (1 / 2 + 1) / 2,
+            "reward/pass@4": 1.0,
+            "reward/zero_spread_fraction": 0.5,
+            "completion/length_mean": 7.5,
+            "completion/length_p95": 10.0,
+            "completion/truncated_fraction": 1 / 8,
+            "tokens/completion": 60.0,
+            "tokens/prompt": 12.0,
+        }
+    )
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=4, max_size=8), min_size=1, max_size=5))
+def test_accuracy_and_pass_at_k_agree_with_each_other(answers):
+    measured = group_metrics([group([float(right) for right in rights]) for rights in answers])
+    flat = [right for rights in answers for right in rights]
+    assert measured["reward/accuracy"] == pytest.approx(sum(flat) / len(flat))
+    assert measured["reward/mean"] == pytest.approx(measured["reward/accuracy"])
+    assert measured["reward/pass@1"] <= measured["reward/pass@2"] + 1e-12 <= measured["reward/pass@4"] + 2e-12
+    assert measured["reward/zero_spread_fraction"] == np.mean([len(set(rights)) == 1 for rights in answers])
+    assert ("reward/pass@8" in measured) == (min(map(len, answers)) == 8)
+
+
+def test_accuracy_asks_the_answers_part_and_not_the_weighted_sum():
+    made = group(
+        [0.1, 1.1, 0.9], parts=[{"exact": 0, "format": 1}, {"exact": 1, "format": 1}, {"exact": 0, "format": 9}]
+    )
+    assert [correct(trajectory) for trajectory in made.trajectories] == [False, True, False]
+    measured = group_metrics([made])
+    assert measured["reward/accuracy"] == pytest.approx(1 / 3)
+    assert measured["reward/exact"] == pytest.approx(1 / 3)
+    assert measured["reward/format"] == pytest.approx(11 / 3)
+
+
+def test_accuracy_of_a_users_own_reward_is_a_reward_above_one_half():
+    made = group([0.5, 0.6, -1.0], parts=[{"mine": 3.0}] * 3)
+    assert [correct(trajectory) for trajectory in made.trajectories] == [False, True, False]
+
+
+def test_staleness_counts_from_the_oldest_version_of_each_trajectory():
+    measured = staleness_metrics([group([0, 0], lengths=[2, 2], versions=[3, 5]), group([0], [2], versions=[4])], 5)
+    assert measured == {"staleness/mean": 1.0, "staleness/max": 2.0}
+
+
+def test_advantage_metrics_show_the_spread():
+    scored = [score(group([1, 0, 0, 0]), AlgorithmConfig(normalize_by_std=False), max_completion_tokens=8)]
+    measured = advantage_metrics(scored)
+    assert measured == pytest.approx(
+        {"advantage/std": math.sqrt(3) / 4, "advantage/min": -0.25, "advantage/max": 0.75}, rel=1e-6
+    )
+
+
+@given(SUMS, SUMS, SUMS)
+def test_merging_is_associative_commutative_and_has_a_neutral_element(one, two, three):
+    assert merge(merge(one, two), three) == merge(one, merge(two, three))
+    assert merge(one, two) == merge(two, one)
+    assert merge(one, {}) == merge({}, one) == one
+
+
+def test_each_metric_is_divided_by_its_own_denominator():
+    sums = {
+        "loss/policy": 6.0,
+        "entropy": 6.0,
+        "ratio/sequence_mean": 6.0,
+        "ratio/max": 6.0,
+        "ratio/min": 0.5,
+        "mismatch/weight": 6.0,
+        "mismatch/weight_square": 4.0,
+    }
+    assert finalise(sums, tokens=12, sequences=3, loss=2) == {
+        "loss/policy": 3.0,
+        "entropy": 0.5,
+        "ratio/sequence_mean": 2.0,
+        "ratio/max": 6.0,
+        "ratio/min": 0.5,
+        "mismatch/effective_sample_size": 0.75,
+    }
+
+
+def test_maxima_and_minima_are_merged_as_such():
+    merged = merge(
+        {"ratio/max": 2.0, "ratio/min": 0.5, "entropy": 1.0}, {"ratio/max": 3.0, "ratio/min": 0.7, "entropy": 1.0}
+    )
+    assert merged == {"ratio/max": 3.0, "ratio/min": 0.5, "entropy": 2.0}
+    assert {name for name, over in TABLE.items() if over is Over.max} == {"ratio/max", "mismatch/max_ratio"}
+
+
+def test_the_docstrings_examples_hold():
+    results = doctest.testmod(metrics)
+    assert (results.attempted, results.failed) == (1, 0)

@@ -1,0 +1,128 @@
+"""Every preset composes with every model and is the published algorithm; contradictions get one sentence each."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from app import config as configuration
+from app.algorithm.schema import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel, validate
+from app.errors import ConfigError
+
+CONF = Path(__file__).parents[2] / "conf"
+ALGORITHMS = ["grpo", "dapo", "dr_grpo", "gspo"]
+MODELS = ["tiny", "qwen3_4b", "qwen35_9b"]
+
+
+def composed(*overrides: str) -> configuration.RunConfig:
+    configuration.register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return configuration.resolve(compose("config", overrides=list(overrides)))
+
+
+def differences(config: AlgorithmConfig) -> dict[str, object]:
+    plain = AlgorithmConfig()
+    counts = {"group_size", "prompts_per_step", "updates_per_step"}  # a model may bring its own
+    names = [name for name in AlgorithmConfig.__dataclass_fields__ if name not in counts]
+    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(plain, name)}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_preset_composes_with_every_model(algorithm, model):
+    config = composed(f"algorithm={algorithm}", f"model={model}")
+    assert config.algorithm.name == algorithm
+    limit = config.rollout.max_completion_tokens
+    assert 0 <= config.algorithm.overlong_buffer_tokens(limit) <= limit
+    assert (config.algorithm.overlong_buffer_tokens(limit) > 0) == (algorithm == "dapo")
+
+
+def test_presets_differ_from_grpo_in_what_their_papers_changed():
+    changed = {name: differences(composed(f"algorithm={name}").algorithm) for name in ALGORITHMS}
+    assert changed == {
+        "grpo": {},
+        "dapo": {
+            "name": "dapo",
+            "clip_high": 0.28,
+            "aggregation": Aggregation.token_mean,
+            "dynamic_sampling": True,
+            "overlong_buffer_fraction": 0.2,
+        },
+        "dr_grpo": {
+            "name": "dr_grpo",
+            "normalize_by_std": False,
+            "aggregation": Aggregation.seq_mean_token_sum_norm,
+        },
+        "gspo": {"name": "gspo", "ratio": RatioLevel.sequence, "clip_low": 3e-4, "clip_high": 4e-4},
+    }
+
+
+def test_a_step_of_dapo_without_a_models_smaller_numbers_is_the_papers():
+    config = composed(
+        "algorithm=dapo",
+        "algorithm.prompts_per_step=512",
+        "algorithm.group_size=16",
+        "algorithm.updates_per_step=16",
+        "rollout.max_completion_tokens=20480",
+    ).algorithm
+    assert config.trajectories_per_step == 8192
+    assert config.prompts_per_update * config.group_size == 512
+    assert config.overlong_buffer_tokens(20480) == 4096
+
+
+def test_old_logprobs_need_a_forward_only_for_several_updates_against_the_trainer():
+    assert not AlgorithmConfig(updates_per_step=1).needs_old_logprobs
+    assert AlgorithmConfig(updates_per_step=2).needs_old_logprobs
+    assert not AlgorithmConfig(updates_per_step=2, old_policy=OldPolicy.sampler).needs_old_logprobs
+
+
+REFUSED = [
+    (AlgorithmConfig(group_size=1), "algorithm.group_size=1", "at least 2"),
+    (AlgorithmConfig(prompts_per_step=0), "algorithm.prompts_per_step=0", "at least 1"),
+    (AlgorithmConfig(prompts_per_step=10, updates_per_step=4), "algorithm.updates_per_step=4", "prompts_per_step=10"),
+    (AlgorithmConfig(updates_per_step=0), "algorithm.updates_per_step=0", "a divisor of"),
+    (AlgorithmConfig(clip_low=-0.1), "algorithm.clip_low=-0.1", "at least 0 and below 1"),
+    (AlgorithmConfig(clip_low=1.0), "algorithm.clip_low=1.0", "at least 0 and below 1"),
+    (AlgorithmConfig(clip_high=-0.1), "algorithm.clip_high=-0.1", "at least 0"),
+    (AlgorithmConfig(clip_high=float("nan")), "algorithm.clip_high=nan", "at least 0"),
+    (AlgorithmConfig(dual_clip=1.0), "algorithm.dual_clip=1.0", "above 1"),
+    (AlgorithmConfig(kl=Kl.k3, kl_coefficient=-1.0), "algorithm.kl_coefficient=-1.0", "at least 0"),
+    (AlgorithmConfig(kl_coefficient=0.04), "algorithm.kl_coefficient=0.04", "algorithm.kl=k1, k2 or k3"),
+    (AlgorithmConfig(entropy_coefficient=-0.1), "algorithm.entropy_coefficient=-0.1", "at least 0"),
+    (AlgorithmConfig(tis_max=0.0), "algorithm.tis_max=0.0", "above 0"),
+    (AlgorithmConfig(icepop_low=6.0), "algorithm.icepop_low=6.0", "algorithm.icepop_high=5.0"),
+    (AlgorithmConfig(sequence_mask_low=0.0), "algorithm.sequence_mask_low=0.0", "algorithm.sequence_mask_high=1.001"),
+    (AlgorithmConfig(overlong_buffer_fraction=1.5), "algorithm.overlong_buffer_fraction=1.5", "=64"),
+    (AlgorithmConfig(overlong_buffer_fraction=-0.1), "algorithm.overlong_buffer_fraction=-0.1", "from 0 to 1"),
+    (AlgorithmConfig(overlong_penalty=-1.0), "algorithm.overlong_penalty=-1.0", "at least 0"),
+    (AlgorithmConfig(max_refill_rounds=0), "algorithm.max_refill_rounds=0", "at least 1"),
+    (
+        AlgorithmConfig(old_policy=OldPolicy.sampler, correction=Correction.tis),
+        "algorithm.correction=tis",
+        "algorithm.old_policy=sampler",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "said", "accepted"), REFUSED, ids=[said for _, said, _ in REFUSED])
+def test_contradictory_settings_are_refused_with_one_sentence(config, said, accepted):
+    with pytest.raises(ConfigError) as refusal:
+        validate(config, max_completion_tokens=64)
+    sentence = str(refusal.value)
+    assert sentence.startswith(f"{said} is not accepted: give ")
+    assert accepted in sentence
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+
+
+def test_streaming_with_several_updates_is_refused():
+    with pytest.raises(ConfigError, match=r"^placement.stream=on is not accepted: .*algorithm.updates_per_step=2"):
+        composed("placement=fully_async", "placement.stream=on", "algorithm.updates_per_step=2")
+
+
+def test_the_correction_is_none_in_colocate_and_tis_where_staleness_can_be_above_zero():
+    assert composed().correction is Correction.none
+    stale = ["placement=fully_async", "placement.max_staleness=2"]
+    assert composed(*stale).correction is Correction.tis
+    assert composed(*stale, "algorithm.old_policy=sampler").correction is Correction.none
+    assert composed(*stale, "algorithm.correction=icepop").correction is Correction.icepop
