@@ -8,9 +8,11 @@ import asyncio
 import zlib
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from app.errors import EngineError
+from app.process import log_to
 from app.rollout.client import Client, member_ids
 from app.rollout.server import Server, ServerSpec, free_port
 from app.types import Completion, EngineLoad, EnginePart, GroupRequest, InFlight
@@ -31,6 +33,7 @@ class HostSpec:
     start_timeout_s: float
     stall_timeout_s: float
     releases_memory: bool  # False: release and reload do nothing (the CPU has nothing to free)
+    log: Path
     server: ServerSpec | None = None
     url: str | None = None
     key: str | None = None
@@ -40,6 +43,7 @@ class EngineHost:
     """Implements `RolloutEngine` (app/protocols.py) for one server."""
 
     def __init__(self, spec: HostSpec):
+        log_to(spec.log)
         self.spec = spec
         self._server = Server(spec.server) if spec.server else None
         self._client: Client | None = None

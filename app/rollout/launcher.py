@@ -5,27 +5,18 @@ server. The process dies with the host that started it, and takes its children a
 environment, so that no process list shows it.
 """
 
-import ctypes
 import os
-import signal
 import sys
 
 from app.device.torchvision import define_operators
+from app.process import die_with_parent
 
 KEY_VARIABLE = "POSTTRAIN_ENGINE_KEY"
 PARENT_VARIABLE = "POSTTRAIN_ENGINE_PARENT"
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent ends, however that ends."""
-    ctypes.CDLL("libc.so.6").prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ[PARENT_VARIABLE]):
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
-    die_with_parent()
+    die_with_parent(int(os.environ[PARENT_VARIABLE]))
     key = os.environ.pop(KEY_VARIABLE)
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins

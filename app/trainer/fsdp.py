@@ -21,9 +21,12 @@ class FsdpTrainer:
         self.ranks, self.timeout_s, self.logs = list(ranks), timeout_s, logs
 
     async def setup(self) -> int:
-        """Join the ranks and load the model; returns the number of parameters of one rank's shard."""
-        address, port = await asyncio.gather(self.ranks[0].node_address.remote(), self.ranks[0].free_port.remote())
-        return (await self._all("setup", address, port))[0]
+        """Join the ranks and load the model; returns the number of parameters."""
+        return (await self._all("setup", *await self.source()))[0]
+
+    async def source(self) -> tuple[str, int]:
+        """The address of rank 0 and a port that is free there."""
+        return await asyncio.gather(self.ranks[0].node_address.remote(), self.ranks[0].free_port.remote())
 
     async def begin_step(self, *, version: int) -> None:
         await self._all("begin_step", version)

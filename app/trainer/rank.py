@@ -6,6 +6,7 @@ whoever introduces them, so that this module knows none of them.
 
 import os
 import random
+import socket
 import sys
 import threading
 import traceback
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from app.device import device_of
 from app.device.schema import DeviceKind, Dtype
 from app.device.torchvision import define_operators
+from app.process import log_to
 from app.trainer.optimizer import Optimizer
 from app.trainer.schema import TrainerConfig
 from app.trainer.step import SplitStep, StepSettings
@@ -43,24 +46,22 @@ class RankSpec:
     ranks: int
     threads: int  # per rank, on CPU
     seed: int
+    logs: Path  # folder
 
 
 class TrainerRank:
     """Built in two phases: the actor first, then `setup` on all ranks at once (it enters collectives)."""
 
     def __init__(self, spec: RankSpec, rank: int):
+        log_to(spec.logs / f"trainer_{rank}.log")
         self.spec, self.rank = spec, rank
         self.device = device_of(spec.device)
         self.parts: dict[str, Any] = {}
 
     def node_address(self) -> str:
-        import ray
-
         return ray.util.get_node_ip_address()
 
     def free_port(self) -> int:
-        import socket
-
         with socket.socket() as probe:
             probe.bind(("", 0))
             return probe.getsockname()[1]
@@ -133,6 +134,7 @@ class TrainerRank:
 
     # --- answers while the rank is busy (a thread of their own)
 
+    @ray.method(concurrency_group="answers")
     def stacks(self) -> str:
         """What every thread of this rank is doing right now."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -142,6 +144,7 @@ class TrainerRank:
             for ident, frame in sys._current_frames().items()
         )
 
+    @ray.method(concurrency_group="answers")
     def pid(self) -> int:
         return os.getpid()
 

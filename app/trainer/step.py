@@ -37,7 +37,6 @@ class StepSettings:
     temperature: float
     max_completion_tokens: int
     tokens_per_microbatch: int  # per rank and pass
-    packs: bool  # whether the model tells packed sequences apart
 
 
 @dataclass(slots=True)
@@ -64,6 +63,7 @@ class SplitStep:
     ):
         self.model, self.optimizer, self.settings, self.device = model, optimizer, settings, device
         self.reference = reference
+        self.packs = model.packs_sequences  # whether the model tells packed sequences apart
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._version: int | None = None
@@ -148,7 +148,7 @@ class SplitStep:
             [sample.tokens for sample in samples],
             ranks=self.ranks,
             budget=settings.tokens_per_microbatch,
-            alone=not settings.packs,
+            alone=not self.packs,
         )
         for bins in passes:
             work(pack([samples[index] for index in bins[self.rank]], self.device))

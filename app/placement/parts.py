@@ -1,0 +1,29 @@
+"""The parts of a run, introduced to each other: what both placements are told."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from app.config import RunConfig
+from app.data.cursor import PromptCursor
+from app.placement.sampler import Sampler
+from app.protocols import Trainer, WeightSync
+from app.rollout.pool import EnginePool
+from app.tracking.recorder import RunRecorder
+from app.types import Prompt, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    config: RunConfig
+    trainer: Trainer
+    pool: EnginePool
+    sync: WeightSync
+    sampler: Sampler
+    cursor: PromptCursor
+    evals: Mapping[str, Sequence[Prompt]]
+    recorder: RunRecorder
+
+    @property
+    def sampling(self) -> Sampling:
+        rollout = self.config.rollout
+        return Sampling(rollout.temperature, rollout.top_p, rollout.max_completion_tokens)

@@ -1,0 +1,66 @@
+"""The driver's face of an engine: `RolloutEngine` over the Ray actor that hosts it."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from ray.exceptions import RayActorError, RayTaskError
+
+from app.errors import EngineError, RunError
+from app.types import Completion, EngineLoad, EnginePart, GroupRequest, InFlight
+
+CALL_SECONDS = 900.0  # for anything but generation, whose deadline is by progress and kept by the host
+
+
+class RemoteEngine:
+    """Every call is the host's own; errors come back as `EngineError` with the engine's name."""
+
+    def __init__(self, name: str, actor: Any):
+        self.name, self.actor = name, actor
+
+    async def start(self, timeout_s: float) -> dict[str, Any]:
+        return await self._call("start", seconds=timeout_s + 30)
+
+    async def stop(self) -> None:
+        await self._call("stop", seconds=30)
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        return await self._call("generate", request, seconds=None)
+
+    async def pause(self, in_flight: InFlight) -> None:
+        await self._call("pause", in_flight, seconds=None if in_flight is InFlight.drain else CALL_SECONDS)
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
+        await self._call("abort", prompt_ids)
+
+    async def release(self, part: EnginePart) -> None:
+        await self._call("release", part)
+
+    async def reload(self, part: EnginePart) -> None:
+        await self._call("reload", part)
+
+    async def update(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
+        return await self._call("update", call, body)
+
+    async def load(self) -> EngineLoad:
+        return await self._call("load")
+
+    async def _call(self, method: str, *arguments: Any, seconds: float | None = CALL_SECONDS) -> Any:
+        try:
+            return await asyncio.wait_for(_awaitable(getattr(self.actor, method).remote(*arguments)), seconds)
+        except TimeoutError:
+            raise EngineError(f"{self.name}: {method} did not return within {seconds:.0f} s") from None
+        except RayTaskError as error:
+            if isinstance(error.cause, RunError):
+                raise error.cause from None
+            told = f"{type(error.cause).__name__}: {error.cause}".splitlines()[0]
+            raise EngineError(f"{self.name}: {method} failed: {told}") from error
+        except RayActorError as error:
+            raise EngineError(f"{self.name}: its host died during {method}: {str(error).splitlines()[0]}") from error
+
+
+async def _awaitable(reference: Any) -> Any:
+    return await reference
