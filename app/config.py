@@ -1,6 +1,8 @@
 """The configuration of a run: one dataclass per group, and the rules that no single group can check."""
 
-from dataclasses import dataclass, field
+import difflib
+import re
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -84,7 +86,7 @@ def register() -> None:
 
 def resolve(composed: DictConfig) -> RunConfig:
     """The typed configuration; a key that is not in the schema (also one added with `+`) is refused."""
-    plain = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+    plain = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     try:
         typed = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.to_container(plain, resolve=True))
         config = OmegaConf.to_object(typed)
@@ -96,14 +98,39 @@ def resolve(composed: DictConfig) -> RunConfig:
 
 
 def sentence(error: Exception) -> str:
-    """One line of a Hydra or OmegaConf error: what is wrong, and what would be accepted."""
+    """One line of a Hydra or OmegaConf error: the key, what is wrong with it, and what would be accepted."""
     lines = [line.strip() for line in str(error).splitlines()]
-    kept = [line for line in lines if line and not line.startswith(("object_type=", "reference_type=", "Set the env"))]
-    names = [line.split("=", 1)[1].strip() for line in lines if line.startswith("full_key:".replace(":", "="))]
-    full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "".join(names))
-    kept = [line for line in kept if not line.startswith("full_key:")]
-    text = " ".join(kept).rstrip(".")
-    return f"{full_key}: {text}." if full_key else f"{text}."
+    cause = error.__cause__
+    if cause is not None and lines and lines[0].startswith("Error merging override"):
+        lines[0] = lines[0].removeprefix("Error merging override").strip() + " is not accepted:"
+        lines += [line.strip() for line in str(cause).splitlines()]
+    key = next((line.removeprefix("full_key:").strip() for line in lines if line.startswith("full_key:")), "")
+    unknown = re.match(r"Could not override '([^']+)'", lines[0]) if lines else None
+    if unknown or (lines and re.match(r"Key '.+' not in '", lines[0])):
+        return _no_such_key(unknown.group(1) if unknown else key or lines[0].split("'")[1])
+    noise = ("full_key:", "object_type=", "reference_type=", "Set the env", "Config search path", "provider=")
+    told = " ".join(line for line in lines if line and not line.startswith(noise)).rstrip(".")
+    told = told.removeprefix("In 'config': ")
+    return f"{told}." if not key or key in told else f"{key}: {told}."
+
+
+def _no_such_key(key: str) -> str:
+    """Name the nearest settings, which is what a misspelling needs."""
+    names = setting_names(RunConfig)
+    near = difflib.get_close_matches(key, names, n=3) or [n for n in names if n.split(".")[-1] == key.split(".")[-1]]
+    hint = f"did you mean {' or '.join(near)}?" if near else "--cfg job shows all settings."
+    return f"{key} is not a setting or group: {hint}"
+
+
+def setting_names(schema: type, prefix: str = "") -> list[str]:
+    """The dotted names of all settings and groups."""
+    names: list[str] = []
+    for each in fields(schema):
+        names.append(prefix + each.name)
+        nested = each.default_factory() if each.default_factory is not MISSING else None
+        if is_dataclass(nested) and not isinstance(nested, type):
+            names += setting_names(type(nested), f"{prefix}{each.name}.")
+    return names
 
 
 def validate(config: RunConfig) -> None:

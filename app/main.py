@@ -4,6 +4,7 @@ A configuration error is one sentence on stderr and exit code 2; a run that fail
 interrupted with 130. With HYDRA_FULL_ERROR=1 in the environment every error keeps its traceback.
 """
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -22,6 +24,7 @@ from app.errors import ConfigError, Interrupted, RunError
 
 CONFIG_EXIT, FAILED_EXIT, INTERRUPTED_EXIT = 2, 1, 130
 FULL_ERROR = "HYDRA_FULL_ERROR"
+FULL_ERROR_WANTED = FULL_ERROR in os.environ
 
 
 def conf_path() -> str:
@@ -44,41 +47,55 @@ class Validate(Callback):
             if resolved.mode is Mode.plan:
                 from app.placement.plan import describe
 
-                print(describe(resolved))
+                sys.stdout.write(describe(resolved) + "\n")
                 raise SystemExit(0)
+            from app.placement.prepare import prepare
+
+            prepare(resolved, doing=lambda _: None)
         except ConfigError as error:
-            print(error, file=sys.stderr)
+            say(error)
             raise SystemExit(CONFIG_EXIT) from None
 
 
 @hydra.main(version_base="1.3", config_path=conf_path(), config_name="config")
 def main(composed: DictConfig) -> float:
-    config = configuration.resolve(composed)
-    _refuse_unbuilt(config)
-    from app.placement.build import run
+    """One job. What ends it with a sentence leaves as `SystemExit`, which Hydra lets through untouched."""
+    try:
+        config = configuration.resolve(composed)
+        _refuse_unbuilt(config)
+        from app.placement.build import run
 
-    return run(config, Path(HydraConfig.get().runtime.output_dir))
+        return run(config, Path(HydraConfig.get().runtime.output_dir))
+    except (RunError, ConfigError) as error:
+        if FULL_ERROR_WANTED:
+            raise
+        say(error)
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            return math.nan  # the other jobs of the sweep go on
+        raise SystemExit(exit_code(error)) from None
+
+
+def exit_code(error: Exception) -> int:
+    if isinstance(error, Interrupted):
+        return INTERRUPTED_EXIT
+    return FAILED_EXIT if isinstance(error, RunError) else CONFIG_EXIT
+
+
+def say(error: Exception | str) -> None:
+    """The last line of a run that ends with a sentence."""
+    sys.stderr.write(f"{error}\n")
 
 
 def cli() -> None:
     """Entry point of `python -m app` and of the console script."""
-    traceback_wanted = FULL_ERROR in os.environ
-    os.environ.setdefault(FULL_ERROR, "1")  # Hydra hands errors to us instead of printing them
+    os.environ.setdefault(FULL_ERROR, "1")  # Hydra hands composition errors to us instead of printing them
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
-        if traceback_wanted:
+        if FULL_ERROR_WANTED:
             raise
-        print(configuration.sentence(error), file=sys.stderr)
+        say(configuration.sentence(error))
         raise SystemExit(CONFIG_EXIT) from None
-    except Interrupted as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(INTERRUPTED_EXIT) from None
-    except RunError as error:
-        if traceback_wanted:
-            raise
-        print(error, file=sys.stderr)
-        raise SystemExit(FAILED_EXIT) from None
 
 
 def _refuse_unbuilt(config: RunConfig) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 from app.config import RunConfig
 from app.device import Device, device_of
 from app.device.schema import DeviceKind
-from app.device.torchvision import define_operators
 from app.errors import Interrupted, RunError
 from app.placement.parts import Parts
 from app.placement.schema import PlacementKind
@@ -27,9 +26,7 @@ STOP_SECONDS = 10.0
 
 def run(config: RunConfig, folder: Path) -> float:
     """The whole run; returns the last evaluation's accuracy."""
-    define_operators()
     device = device_of(config.device.kind)
-    device.require()
     with RunRecorder(config, folder) as recorder:
         return asyncio.run(_until_signal(_run(config, device, folder, recorder)))
 
@@ -65,21 +62,16 @@ async def _run(config: RunConfig, device: Device, folder: Path, recorder: RunRec
 @asynccontextmanager
 async def build(config: RunConfig, device: Device, folder: Path, recorder: RunRecorder) -> AsyncIterator[Parts]:
     """All parts, started; all of them ended when the block is left."""
-    import app.data.build as data
-    from app.model.directory import load_tokenizer, locate
+    from app.offload.trainer import Offload
     from app.placement import cluster
+    from app.placement.prepare import prepare
     from app.placement.sampler import Sampler
     from app.reward.scorer import Scorer
     from app.rollout.pool import EnginePool
 
     async with contextlib.AsyncExitStack() as stack:
-        recorder.doing("preparing the model")
-        path = await asyncio.to_thread(locate, config.model, seed=config.seed)
-        recorder.doing("preparing the data")
-        tokenizer = load_tokenizer(path)
-        prompts = data.build(
-            config.data, tokenizer, seed=config.seed, max_prompt_tokens=config.rollout.max_prompt_tokens
-        )
+        prepared = prepare(config, recorder.doing)
+        path, prompts = prepared.model_path, prepared.prompts
         scorer = Scorer(config.reward)
         stack.callback(scorer.close)
         recorder.doing("starting Ray")
@@ -94,6 +86,7 @@ async def build(config: RunConfig, device: Device, folder: Path, recorder: RunRe
         await _together(
             trainer.setup(), *(engine.start(config.rollout.start_timeout_s) for engine in engines)
         )
+        await trainer.attach("offload", Offload)
         sync = _sync(config, device, trainer, engines)
         await sync.prepare()
         pool = EnginePool(engines)
@@ -102,7 +95,7 @@ async def build(config: RunConfig, device: Device, folder: Path, recorder: RunRe
             trainer=trainer,
             pool=pool,
             sync=sync,
-            sampler=Sampler(pool, scorer, tokenizer, recorder.timeline),
+            sampler=Sampler(pool, scorer, prepared.tokenizer, recorder.timeline),
             cursor=prompts.train,
             evals=prompts.evals,
             recorder=recorder,
@@ -158,6 +151,7 @@ def engine_flags(config: RunConfig, device: Device) -> dict[str, object]:
         "skip-tokenizer-init": True,
         "mem-fraction-static": config.rollout.memory_fraction,
         "trust-remote-code": config.model.trust_remote_code,
+        "log-level-http": "warning",
         "enable-memory-saver": device.shares_memory and config.offload.engine,
         **device.engine_args,
         **config.device.engine_args,
@@ -207,12 +201,10 @@ def _trainer(config: RunConfig, device: Device, path: Path, folder: Path, reserv
         seed=config.seed,
         logs=folder / "logs",
     )
-    make = ray.remote(TrainerRank)
+    make = ray.remote(concurrency_groups={"answers": 1})(TrainerRank)
     environment = {"env_vars": dict(device.trainer_env)} if device.trainer_env else None
     actors = [
-        make.options(
-            concurrency_groups={"answers": 1}, runtime_env=environment, **reservation.rank_options(rank)
-        ).remote(spec, rank)
+        make.options(runtime_env=environment, **reservation.rank_options(rank)).remote(spec, rank)
         for rank in range(ranks)
     ]
     return FsdpTrainer(actors, timeout_s=config.trainer.timeout_s, logs=folder / "logs")

@@ -53,9 +53,9 @@ class FsdpTrainer:
         """Give every rank a further part."""
         await self._all("attach", name, make)
 
-    async def call(self, name: str, method: str, **arguments: Any) -> list[Any]:
+    async def call(self, part: str, method: str, /, **arguments: Any) -> list[Any]:
         """Call a part on every rank; the answers in rank order."""
-        return await self._all("call", name, method, arguments)
+        return await self._all("call", part, method, arguments)
 
     async def stacks(self) -> str:
         """The stacks of all ranks that still answer."""

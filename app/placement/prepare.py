@@ -1,0 +1,50 @@
+"""What a run needs before anything is started: the device, the model's directory, its tokenizer, the prompts.
+
+Done once before the output folder exists, so that a mistake in any of them leaves nothing behind, and again by the run.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import app.data.build as data
+from app.config import RunConfig
+from app.device import device_of
+from app.device.torchvision import define_operators
+from app.errors import ConfigError
+from app.model.directory import load_tokenizer, locate
+from app.rollout.server import port_is_free
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    model_path: Path
+    tokenizer: Any
+    prompts: data.PromptData
+
+
+def prepare(config: RunConfig, doing: Callable[[str], None]) -> Prepared:
+    """Raises `ConfigError` for a device, model, data set or port that cannot be used."""
+    define_operators()
+    device_of(config.device.kind).require()
+    _require_ports(config)
+    doing("preparing the model")
+    path = locate(config.model, seed=config.seed)
+    tokenizer = load_tokenizer(path)
+    doing("preparing the data")
+    prompts = data.build(
+        config.data, tokenizer, seed=config.seed, max_prompt_tokens=config.rollout.max_prompt_tokens
+    )
+    return Prepared(path, tokenizer, prompts)
+
+
+def _require_ports(config: RunConfig) -> None:
+    if config.rollout.port is None or config.rollout.urls or config.cluster.address is not None:
+        return
+    for port in range(config.rollout.port, config.rollout.port + config.engines):
+        if not port_is_free("127.0.0.1", port):
+            raise ConfigError(
+                f"rollout.port={config.rollout.port} is not accepted: port {port} is in use on this machine; "
+                f"give the first of {config.engines} free port(s), or null."
+            )

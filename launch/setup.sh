@@ -1,0 +1,20 @@
+# Sourced by the scripts beside it: makes .venv from the pinned requirements of a device, once for each change of them.
+# usage: source launch/setup.sh cpu
+
+requirements=launch/requirements/$1
+wanted=$(cat "$requirements".txt "$requirements"-no-deps.txt pyproject.toml launch/setup.sh | sha256sum | cut -d' ' -f1)
+if [ "$(cat .venv/installed 2>/dev/null || true)" != "$wanted" ]; then
+  python=${PYTHON:-python3}
+  "$python" -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else 1)' || {
+    echo "launch/setup.sh: $python is $("$python" --version 2>&1); Python 3.11 or 3.12 is needed (set PYTHON=...)" >&2
+    exit 2
+  }
+  echo "Setting up .venv for $1 (once; about two minutes and 3 GB) ..." >&2
+  [ -x .venv/bin/python ] || "$python" -m venv .venv
+  pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet)
+  "${pip[@]}" install -r "$requirements".txt
+  # these name the accelerator stack as requirements, which this device does not have
+  "${pip[@]}" install --no-deps -r "$requirements"-no-deps.txt
+  "${pip[@]}" install --no-deps --editable .
+  echo "$wanted" > .venv/installed
+fi
