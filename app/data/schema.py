@@ -17,7 +17,7 @@ class ArithmeticConfig:
 
     problems: int = 2000  # training rows
     eval_problems: int = 200  # held-out rows, disjoint from the training rows
-    max_operand: int = 99
+    max_operand: int = 50
 
 
 @dataclass

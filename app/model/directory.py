@@ -1,0 +1,76 @@
+"""Where a model's files are: a local directory, a hub model that is fetched once, or the tiny model.
+
+What `locate` returns is a complete Hugging Face directory: config.json, a tokenizer and safetensors. Nothing
+downstream asks where it came from.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from app.errors import ConfigError
+from app.model.hub import transformers
+from app.model.schema import ModelConfig
+
+CONFIG = "config.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any one of them
+HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.py"]
+
+
+def locate(config: ModelConfig, *, seed: int) -> Path:
+    """The directory of the model to start from. Raises `ConfigError` naming `model.path` when there is none.
+
+    `seed` decides the tiny model's weights; other models do not depend on it.
+    """
+    if config.path is None:
+        from app.model.tiny import ensure
+
+        return ensure(config, seed=seed)
+    local = Path(config.path).expanduser()
+    folder = local.absolute() if local.exists() or _names_a_file(config.path) else _fetch(config.path)
+    _check(folder, config.path)
+    return folder
+
+
+def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model directory. Raises `ConfigError` when its files cannot be read."""
+    try:
+        return transformers().AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path={path} is not accepted: give a directory whose tokenizer can be read ({_first_line(error)})."
+        ) from error
+
+
+def _names_a_file(path: str) -> bool:
+    """Whether this can only be meant as a path: a hub id is `name` or `owner/name`."""
+    return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
+
+
+def _fetch(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model.path={hub_id} is not accepted: give a directory that exists or the id of a hub model that can be "
+            f"reached from here ({_first_line(error)})."
+        ) from error
+
+
+def _check(folder: Path, given: str) -> None:
+    _expect(folder.is_dir(), given, "a directory; there is none of that name")
+    _expect((folder / CONFIG).is_file(), given, f"a Hugging Face model directory; this one has no {CONFIG}")
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZERS)
+    _expect(has_tokenizer, given, f"a model directory with a tokenizer ({' or '.join(TOKENIZERS)})")
+    _expect(any(folder.glob("*.safetensors")), given, "a model directory with safetensors; this one has none")
+
+
+def _expect(condition: bool, given: str, accepted: str) -> None:
+    if not condition:
+        raise ConfigError(f"model.path={given} is not accepted: give {accepted}.")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
