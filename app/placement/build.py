@@ -83,9 +83,7 @@ async def build(config: RunConfig, device: Device, folder: Path, recorder: RunRe
         stack.push_async_callback(_stop_engines, engines)
         trainer = _trainer(config, device, path, folder, reservation)
         stack.callback(_kill_ranks, trainer)
-        await _together(
-            trainer.setup(), *(engine.start(config.rollout.start_timeout_s) for engine in engines)
-        )
+        await _together(trainer.setup(), *(engine.start(config.rollout.start_timeout_s) for engine in engines))
         await trainer.attach("offload", Offload)
         sync = _sync(config, device, trainer, engines)
         await sync.prepare()

@@ -69,7 +69,9 @@ def bundles(config: RunConfig, device: Device) -> list[dict[str, float]]:
 def connect(config: RunConfig, device: Device) -> None:
     """Start a local Ray, or join the cluster at `cluster.address`."""
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # an actor without devices of its own sees them all
+    os.environ.setdefault(
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+    )  # an actor without devices of its own sees them all
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     if config.cluster.address is not None:
         try:

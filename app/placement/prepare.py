@@ -33,9 +33,7 @@ def prepare(config: RunConfig, doing: Callable[[str], None]) -> Prepared:
     path = locate(config.model, seed=config.seed)
     tokenizer = load_tokenizer(path)
     doing("preparing the data")
-    prompts = data.build(
-        config.data, tokenizer, seed=config.seed, max_prompt_tokens=config.rollout.max_prompt_tokens
-    )
+    prompts = data.build(config.data, tokenizer, seed=config.seed, max_prompt_tokens=config.rollout.max_prompt_tokens)
     return Prepared(path, tokenizer, prompts)
 
 

@@ -179,7 +179,11 @@ class CollectiveSync:
         if failed is not None:
             raise SyncError(f"push failed at {phase}: {failed}") from failed
         if waiting:
-            who = [getattr(self.engines[i], "name", f"engine {i}") for i, task in enumerate(tasks[: len(self.engines)]) if task in waiting]
+            who = [
+                getattr(self.engines[i], "name", f"engine {i}")
+                for i, task in enumerate(tasks[: len(self.engines)])
+                if task in waiting
+            ]
             raise SyncError(
                 f"push did not pass {phase} within weight_sync.timeout_s={self.config.timeout_s:.0f} s; "
                 f"waiting for {', '.join(who) or 'trainer ranks'}"

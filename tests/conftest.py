@@ -1,0 +1,79 @@
+"""What the whole session shares: one Ray, one SGLang server, one tiny model."""
+
+import asyncio
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private cluster of the tests
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """The tiny model of seed 0, from the user's cache (made there on first use)."""
+    from app.model.directory import locate
+    from app.model.schema import ModelConfig
+
+    return locate(ModelConfig(), seed=0)
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """One local Ray, with more CPU slots than cores: they are only places for actors."""
+    import ray
+
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * 1024 * 1024)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def engine(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """One SGLang server with the tiny model, behind its host actor. Tests leave it resumed, idle, with these weights."""
+    started = make_engine(tiny_model, tmp_path_factory.mktemp("engine"))
+    asyncio.run(started.start(300))
+    yield started
+    asyncio.run(started.stop())
+
+
+def make_engine(model: Path, folder: Path, *, name: str = "engine 0", seed: int = 0, **flags: object):
+    """An engine host of our own making, not started: `asyncio.run(make_engine(...).start(300))`."""
+    import ray
+
+    from app.device.cpu import DEVICE
+    from app.rollout.host import EngineHost, HostSpec
+    from app.rollout.remote import RemoteEngine
+    from app.rollout.server import ServerSpec, free_port
+
+    server = ServerSpec(
+        name=name,
+        model_path=str(model),
+        host="127.0.0.1",
+        port=free_port(),
+        key=secrets.token_urlsafe(16),
+        flags={
+            **DEVICE.engine_args,
+            "dtype": "float32",
+            "skip-tokenizer-init": True,
+            "random-seed": seed,
+            "log-level-http": "warning",
+            "max-total-tokens": 16384,
+            **{flag.replace("_", "-"): value for flag, value in flags.items()},
+        },
+        environment={**DEVICE.engine_env, "OMP_NUM_THREADS": "1"},
+        log=folder / f"{name.replace(' ', '_')}.log",
+    )
+    spec = HostSpec(
+        name=name,
+        seed=seed,
+        start_timeout_s=300,
+        stall_timeout_s=60,
+        releases_memory=False,
+        log=folder / f"{name.replace(' ', '_')}_host.log",
+        server=server,
+    )
+    actor = ray.remote(EngineHost).options(max_concurrency=1024, num_cpus=0).remote(spec)
+    return RemoteEngine(name, actor)
