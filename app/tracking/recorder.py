@@ -4,15 +4,22 @@ Always: `metrics.jsonl`, `summary.json` and the console have a step's numbers wh
 later, from a thread of their own, so that a slow or broken one neither slows nor stops training.
 """
 
+import json
 import logging
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from omegaconf import OmegaConf
+
 from app.config import RunConfig
 from app.errors import Interrupted
-from app.tracking import jsonl, samples
+from app.tracking import dashboards, jsonl, samples
+from app.tracking import report as reports
 from app.tracking import timeline as timelines
+from app.tracking.alarms import Alarms
 from app.tracking.console import RunConsole
 from app.tracking.samples import Decode
 from app.tracking.summary import Status, Summary
@@ -21,6 +28,8 @@ from app.types import Group
 log = logging.getLogger("app.run")
 
 Metrics = Mapping[str, float]
+WARNINGS = "logs/warnings.jsonl"
+DASHBOARD_DEADLINE_S = {Status.finished: 30.0, Status.interrupted: 4.0, Status.failed: 4.0}
 
 
 class RunRecorder:
@@ -33,7 +42,12 @@ class RunRecorder:
         folder.mkdir(parents=True, exist_ok=True)
         self.config, self.folder = config, folder
         self.timeline = timelines.Timeline()
+        self._alarms = Alarms(max_staleness=config.placement.max_staleness)
+        self._feeds: list[dashboards.Feed] | None = None  # opened by the first numbers, when `resume` was called
+        self._resumed_at: int | None = None
+        self._step = 0
         self._warned: set[str] = set()
+        self._warning_lock = threading.Lock()
         self._ended = False
         self._metrics = jsonl.MetricsFile(folder / jsonl.NAME)
         self._summary = Summary(folder)
@@ -42,6 +56,7 @@ class RunRecorder:
 
     def resume(self, step: int) -> None:
         """Go on after `step`: forget what an earlier attempt recorded of later steps. Before anything is logged."""
+        self._resumed_at = self._step = step
         self._metrics.close()
         jsonl.cut(self.folder / jsonl.NAME, step)
         samples.cut(self.folder, step)
@@ -62,6 +77,10 @@ class RunRecorder:
         """Record the numbers of a finished step, under the names of the design (`metrics.jsonl`)."""
         self._record(step, metrics)
         self._console.step(step, metrics)
+        for alarm in self._alarms.check(step, metrics):
+            self.warn(alarm.text)
+            for feed in self._open_feeds():
+                feed.alert(step, alarm.name, f"{alarm.what} {alarm.advice}")
         self.timeline.write_if_due(self.folder)
 
     def evaluated(self, step: int, results: Mapping[str, Metrics]) -> None:
@@ -74,14 +93,19 @@ class RunRecorder:
         samples.write_samples(self.folder, step, groups, self.config.tracking.samples_per_step, decode)
 
     def warn(self, text: str) -> None:
-        """Say it once on the screen and in the log, however often it is called with this text."""
-        if text in self._warned:
-            return
-        self._warned.add(text)
+        """Say it once on the screen, in the log and in the report, however often it is called with this text."""
+        with self._warning_lock:  # dashboards warn from their threads
+            if text in self._warned:
+                return
+            self._warned.add(text)
+            path = self.folder / WARNINGS
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps({"time": round(time.time(), 1), "step": self._step, "text": text}) + "\n")
         log.warning(text)
 
     def finish(self, status: Status | str, error: str | None = None) -> None:
-        """End the run: the last files are written, trackers closed, and the screen says where things are. Once."""
+        """End the run: the last files are written, dashboards closed, and the screen says where things are. Once."""
         if self._ended:
             return
         self._ended = True
@@ -90,9 +114,12 @@ class RunRecorder:
         self._summary.end(status, error)
         self._summary.write()
         self.timeline.write(self.folder)
-        files = {"timeline": self.folder / timelines.NAME}
+        deadline = time.monotonic() + DASHBOARD_DEADLINE_S[status]
+        for feed in self._feeds or ():
+            feed.close(status.value, max(0.1, deadline - time.monotonic()))
+        files = self._report()
         totals = {**self._summary.values, "total/seconds": self._summary.seconds}
-        self._console.end(status.value, totals, error, files)
+        self._console.end(status.value, totals, error, {**files, "timeline": self.folder / timelines.NAME})
 
     def __enter__(self) -> "RunRecorder":
         return self
@@ -108,9 +135,39 @@ class RunRecorder:
             self.finish(Status.failed, f"{type(error).__name__}: {error}")
 
     def _record(self, step: int, metrics: Metrics) -> None:
+        self._step = step
         self._metrics.append(step, metrics)
         self._summary.add(step, metrics)
         self._summary.write()
+        for feed in self._open_feeds():
+            feed.log(step, metrics)
+
+    def _open_feeds(self) -> list[dashboards.Feed]:
+        if self._feeds is None:
+            self._feeds = [dashboards.Feed(name, self._start(name)) for name in self.config.tracking.use]
+        return self._feeds
+
+    def _start(self, name: str) -> dashboards.Start:
+        tracking = self.config.tracking
+        plain = OmegaConf.to_container(OmegaConf.structured(self.config), enum_to_str=True)
+        assert isinstance(plain, dict)
+        return dashboards.Start(
+            config={str(key): value for key, value in plain.items()},
+            folder=self.folder / dashboards.FOLDER / name,
+            project=tracking.project,
+            run_name=tracking.run_name or f"{self.folder.parent.name}/{self.folder.name}",
+            offline=tracking.offline,
+            resumed_at=self._resumed_at,
+            warn=self.warn,
+        )
+
+    def _report(self) -> dict[str, Path]:
+        try:
+            return {"report": reports.write_report([self.folder], self.folder / reports.NAME)}
+        except Exception as error:  # the run is over and its record is whole: a page about it must not make it fail
+            log.exception("report.html could not be made")
+            self.warn(f"report.html could not be made ({error}): logs/driver.log has the details.")
+            return {}
 
 
 def evaluation_metrics(results: Mapping[str, Metrics]) -> dict[str, float]:

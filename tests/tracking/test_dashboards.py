@@ -1,0 +1,233 @@
+import json
+import threading
+import time
+import zipfile
+
+import pytest
+
+from app.config import RunConfig
+from app.tracking import dashboards
+from app.tracking.dashboards import Feed, Progress, Start, grouped
+from app.tracking.recorder import RunRecorder
+
+BLOCK, HEADER = 32768, 7
+
+
+def make_config(*use, steps=3):
+    config = RunConfig(steps=steps)
+    config.tracking.use = list(use)
+    config.tracking.offline = True
+    return config
+
+
+def record(config, folder, metrics, steps, resumed_at=None):
+    with RunRecorder(config, folder) as recorder:
+        if resumed_at is not None:
+            recorder.resume(resumed_at)
+        else:
+            recorder.evaluated(0, {"eval": {"accuracy": 0.25}})
+        for step in steps:
+            recorder.log(step, {**metrics(step), "lr": 0.5})
+
+
+def warnings(folder):
+    path = folder / "logs/warnings.jsonl"
+    return [json.loads(line)["text"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_names_without_a_prefix_are_grouped_and_what_is_no_number_is_left_out():
+    assert grouped({"lr": 1, "reward/mean": 0.5, "loss/policy": float("nan"), "x": None}) == {
+        "train/lr": 1.0,
+        "reward/mean": 0.5,
+    }
+
+
+def test_tensorboard_reads_back_the_curve_of_a_resumed_run_without_doubles(tmp_path, metrics):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    record(make_config("tensorboard"), tmp_path, metrics, (1, 2, 3))
+    record(make_config("tensorboard"), tmp_path, metrics, (3, 4), resumed_at=2)
+    events = EventAccumulator(str(tmp_path / "tracking/tensorboard"))
+    events.Reload()
+    assert [(event.step, round(event.value, 6)) for event in events.Scalars("reward/mean")] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 0.3),
+        (4, 0.4),
+    ]
+    assert [event.value for event in events.Scalars("train/lr")] == [0.5] * 4
+    assert [(event.step, event.value) for event in events.Scalars("eval/accuracy")] == [(0, 0.25)]
+    assert "group_size" in events.Tensors("configuration/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert warnings(tmp_path) == []
+
+
+def test_wandb_offline_keeps_history_config_and_the_run_id_over_a_resumption(tmp_path, metrics):
+    record(make_config("wandb"), tmp_path, metrics, (1, 2, 3))
+    record(make_config("wandb"), tmp_path, metrics, (3, 4), resumed_at=2)
+    assert warnings(tmp_path) == []
+    run_id = json.loads((tmp_path / "tracking/wandb.json").read_text())["run_id"]
+    history, config = {}, {}
+    files = sorted((tmp_path / "tracking/wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
+    assert files
+    for file in files:
+        for entry in wandb_records(file):
+            if entry.WhichOneof("record_type") == "history":
+                values = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in entry.history.item}
+                assert values["_step"] not in history, "a step was sent twice"
+                history[values["_step"]] = values
+            elif entry.WhichOneof("record_type") == "run":
+                config.update({item.key: json.loads(item.value_json) for item in entry.run.config.update})
+    assert {step: round(values["reward/mean"], 6) for step, values in history.items() if step} == {
+        1: 0.1,
+        2: 0.2,
+        3: 0.3,
+        4: 0.4,
+    }
+    assert (history[0]["eval/accuracy"], history[1]["train/lr"]) == (0.25, 0.5)
+    assert config["algorithm"]["group_size"] == 8
+
+
+def wandb_records(path):
+    """The records of a `.wandb` file: LevelDB's log format (blocks of 32 KiB, header of checksum, length, type)."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, parts = path.read_bytes(), HEADER, b""
+    while at + HEADER <= len(data):
+        if BLOCK - at % BLOCK < HEADER:
+            at += BLOCK - at % BLOCK
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts += data[at + HEADER : at + HEADER + length]
+        at += HEADER + length
+        if kind in (1, 4):  # whole, or the last part
+            entry = wandb_internal_pb2.Record()
+            entry.ParseFromString(parts)
+            parts = b""
+            yield entry
+
+
+def test_clearml_offline_keeps_scalars_and_hyperparameters(tmp_path, metrics, monkeypatch):
+    monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
+    record(make_config("clearml"), tmp_path / "run", metrics, (1, 2, 3))
+    assert warnings(tmp_path / "run") == []
+    with zipfile.ZipFile(next((tmp_path / "run/tracking/clearml").glob("offline-*.zip"))) as session:
+        scalars = [
+            event
+            for line in session.read("metrics.jsonl").decode().splitlines()
+            for event in json.loads(line)
+            if event["type"] == "training_stats_scalar"
+        ]
+        task = json.loads(session.read("task.json"))
+    rewards = [(e["iter"], round(e["value"], 6)) for e in scalars if (e["metric"], e["variant"]) == ("reward", "mean")]
+    assert rewards == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert task["hyperparams"]["algorithm"]["group_size"]["value"] == "8"
+    assert task["hyperparams"]["run"]["steps"]["value"] == "3"
+
+
+@pytest.mark.parametrize("use", ["tensorboard", "wandb"])
+def test_a_folder_that_cannot_be_written_costs_one_warning_and_nothing_else(tmp_path, metrics, use):
+    (tmp_path / "tracking").write_text("a file where the folder should be")
+    record(make_config(use), tmp_path, metrics, (1, 2, 3))
+    said = warnings(tmp_path)
+    assert len(said) == 1
+    assert said[0].startswith(f"{use} could not be opened, the run goes on without it: ")
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_refused_network_and_a_wrong_key_cost_a_warning_and_no_time_of_a_step(tmp_path, metrics, monkeypatch):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr("app.tracking.recorder.DASHBOARD_DEADLINE_S", dict.fromkeys(dashboards_states(), 1.0))
+    config = make_config("wandb")
+    config.tracking.offline = False
+    with RunRecorder(config, tmp_path) as recorder:
+        start = time.monotonic()
+        recorder.log(1, metrics(1))
+        assert time.monotonic() - start < 0.5
+    assert len(warnings(tmp_path)) == 1
+    assert warnings(tmp_path)[0].startswith("wandb ")
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
+
+
+def dashboards_states():
+    from app.tracking.summary import Status
+
+    return list(Status)
+
+
+class Slow:
+    """A dashboard that takes nothing until it is let go."""
+
+    def __init__(self):
+        self.go, self.taken = threading.Event(), []
+
+    def log(self, step, metrics):
+        self.go.wait(20)
+        if step == 3:
+            raise ConnectionError("gone for a moment")
+        self.taken.append(step)
+
+    def alert(self, step, title, text):
+        self.taken.append(title)
+
+    def close(self, status):
+        self.taken.append(status)
+
+
+def make_start(tmp_path, said):
+    return Start({}, tmp_path / "slow", "project", "run", True, None, said.append)
+
+
+def test_a_slow_dashboard_drops_and_counts_what_its_queue_cannot_hold(tmp_path, monkeypatch):
+    slow, said = Slow(), []
+    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, start: slow)
+    feed = Feed("slow", make_start(tmp_path, said), capacity=4)
+    start = time.monotonic()
+    for step in range(100):
+        feed.log(step, {"lr": 1.0})
+        time.sleep(0.001)
+    assert time.monotonic() - start < 5
+    slow.go.set()
+    feed.close("finished", 10)
+    assert feed.dropped >= 94
+    assert slow.taken[-1] == "finished"
+    assert said[0] == "slow is too slow: what does not fit its queue is dropped."
+    assert said[-1] == f"slow was too slow: {feed.dropped} messages were not sent to it."
+
+
+def test_a_message_that_fails_is_said_and_the_next_ones_are_sent(tmp_path, monkeypatch):
+    slow, said = Slow(), []
+    slow.go.set()
+    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, start: slow)
+    feed = Feed("slow", make_start(tmp_path, said))
+    for step in (2, 3, 4):
+        feed.log(step, {"lr": 1.0})
+    feed.alert(4, "mismatch", "it grew")
+    feed.close("failed", 10)
+    assert slow.taken == [2, 4, "mismatch", "failed"]
+    assert said == ["slow refused what it was sent, the run goes on without it: gone for a moment"]
+
+
+def test_a_dashboard_that_never_ends_is_left_behind_at_the_deadline(tmp_path, monkeypatch):
+    slow, said = Slow(), []
+    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, start: slow)
+    feed = Feed("slow", make_start(tmp_path, said))
+    feed.log(1, {"lr": 1.0})
+    start = time.monotonic()
+    feed.close("finished", 0.2)
+    assert time.monotonic() - start < 2
+    assert said == ["slow did not end within 0 s; the run ends without it."]
+    slow.go.set()
+
+
+def test_progress_remembers_the_run_and_the_last_step_for_a_resumption_only(tmp_path):
+    path = tmp_path / "tracking/x.json"
+    first = Progress(path, resumed=False)
+    first.opened("abc")
+    for step in (1, 2, 3):
+        assert first.is_new(step)
+        first.sent(step)
+    second = Progress(path, resumed=True)
+    assert (second.run_id, second.is_new(3), second.is_new(4)) == ("abc", False, True)
+    assert Progress(path, resumed=False).run_id is None
