@@ -1,0 +1,45 @@
+"""A character tokenizer, and files of rows."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if not enable_thinking %}~{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    """One token a character, no special token added by itself, no chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [chr(code) for code in range(32, 127)] + ["\n"]
+    inner = Tokenizer(models.WordLevel({letter: place for place, letter in enumerate(letters)}))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=False)
+
+
+@pytest.fixture
+def chat_tokenizer(tokenizer: Any) -> Any:
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[..., str]:
+    """Write rows (or lines of text, as they stand) to a file; gives its path."""
+
+    def write(*rows: Any, name: str = "rows.jsonl") -> str:
+        path = tmp_path / name
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return str(path)
+
+    return write
