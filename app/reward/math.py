@@ -24,19 +24,20 @@ ORNAMENT = " \t\n.,;:$"  # around an answer, without meaning
 
 
 def math(trajectories: Sequence[Trajectory]) -> list[float]:
-    """One value, 0 or 1, for each trajectory. `ValueError` where the reference answer itself has no mathematics."""
+    """One value, 0 or 1, for each trajectory. `ValueError` where the reference answer itself says nothing."""
     return [float(equal(trajectory.prompt.answer, trajectory.text)) for trajectory in trajectories]
 
 
 def equal(reference: str, text: str) -> bool:
     """Whether the final answer of `text` is that of `reference`, which may be marked or stand alone."""
-    expected = _clean(marked(reference) or reference)
-    given = marked(text)
+    expected, given = _clean(marked(reference) or reference), marked(text)
+    if not expected:
+        raise ValueError(f"the reference answer {reference!r} says nothing")
     if given is not None and _clean(given) == expected:
         return True
     if expected.replace(" ", "").isalpha() and len(expected) > 1:
         return given is not None and _clean(given).casefold() == expected.casefold()
-    gold = _reference(expected)
+    gold = _parsed_reference(expected)
     if given is None:
         return verify(gold, parse(text[-TAIL:], parsing_timeout=None), timeout_seconds=None)
     if verify(gold, _parse_marked(_clean(given)), timeout_seconds=None):
@@ -46,11 +47,9 @@ def equal(reference: str, text: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _reference(expected: str) -> list[Any]:
-    parsed = _parse_marked(expected)
-    if not parsed:
-        raise ValueError(f"the reference answer {expected!r} is nothing that math-verify can parse")
-    return parsed
+def _parsed_reference(expected: str) -> list[Any]:
+    """Parsed once for all completions of a prompt."""
+    return _parse_marked(expected)
 
 
 def _parse_marked(answer: str) -> list[Any]:

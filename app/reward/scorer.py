@@ -88,9 +88,7 @@ class Scorer:
         """Start all of them in the background; only a user's own reward, which may not be loadable, is waited for."""
         # the kernel kills a worker when the thread that started it ends: these threads live as long as we do
         self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="reward")
-        started = [self._threads.submit(worker.start) for worker in self._workers]
-        for worker in self._workers:
-            self._free.put(worker)
+        started = [self._threads.submit(self._prepare, worker) for worker in self._workers]
         target = self._config._target_
         if target is None:
             return
@@ -101,6 +99,13 @@ class Scorer:
             self.close()
             accepted = "a function or class that can be called with a list of trajectories"
             raise ConfigError(f"reward._target_={target} is not accepted: give {accepted}; {error}.") from error
+
+    def _prepare(self, worker: WorkerProcess) -> None:
+        """In a thread: start a worker, then offer it, so that it is never in two hands."""
+        try:
+            worker.start()
+        finally:
+            self._free.put(worker)
 
     async def _score_isolated(
         self, trajectories: Sequence[Trajectory], values: Values, threads: ThreadPoolExecutor

@@ -71,6 +71,9 @@ def test_a_chat_template_that_refuses_the_messages_is_a_configuration_error(toke
 
 
 def test_a_prompt_without_any_token_is_refused(jsonl, tokenizer):
-    path = jsonl(*[{"question": "é", "answer": "2"}] * 2)  # a letter that the tokenizer drops
+    from tokenizers import normalizers
+
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("é", "")
+    path = jsonl(*[{"question": "é", "answer": "2"}] * 2)
     with pytest.raises(ConfigError, match=r"give text that the model's tokenizer knows; row \d of arithmetic has no"):
         build(DataConfig(path=path), tokenizer, seed=0, max_prompt_tokens=8)

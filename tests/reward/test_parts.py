@@ -1,0 +1,105 @@
+import pytest
+
+from app.reward.answer import marked
+from app.reward.exact import exact
+from app.reward.format import format
+from app.reward.math import equal
+from app.reward.part import INSTANT, built_in
+from app.reward.schema import BUILT_IN
+
+
+def test_exact_compares_what_is_left_without_blanks(trajectory):
+    texts = ["42", " 42\n", "42.", "4 2", "", "The answer is 42"]
+    assert exact([trajectory(text) for text in texts]) == [1, 1, 0, 0, 0, 0]
+
+
+def test_format_wants_a_marked_answer_whatever_it_is(trajectory):
+    texts = [
+        "\\boxed{7}",
+        "so\n#### 7",
+        "####7",
+        "7",
+        "\\boxed{}",
+        "\\boxed{7",
+        "####",
+        "#### \n7",
+        "\\boxed{\\frac{1}{2}}",
+    ]
+    assert format([trajectory(text) for text in texts]) == [1, 1, 1, 0, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("first \\boxed{1}, then \\boxed{2}.", "2"),
+        ("\\boxed{\\frac{1}{2}} and more", "\\frac{1}{2}"),
+        ("#### 1\n#### 1,234 dollars\nbye", "1,234 dollars"),
+        ("#### 1 but \\boxed{3}", "3"),
+        ("plain 3", None),
+    ],
+)
+def test_the_last_mark_counts_and_a_box_before_hashes(text, answer):
+    assert marked(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("reference", "text"),
+    [
+        ("42", "We get \\boxed{42}."),
+        ("42", "so it is 42.0\n#### 42.0"),
+        ("42", "Answer: 42"),
+        ("34", "Answer: $34$"),
+        ("46", "46"),
+        ("#### 42", "\\boxed{42}"),
+        ("\\boxed{42}", "42"),
+        ("1/2", "\\boxed{0.5}"),
+        ("\\frac{1}{2}", "\\boxed{\\frac{2}{4}}"),
+        ("2\\sqrt{3}", "\\boxed{\\sqrt{12}}"),
+        ("1,234", "#### 1234"),
+        ("1234", "\\boxed{1{,}234}"),
+        ("18", "#### $18"),
+        ("18", "#### 18 dollars"),
+        ("18", "#### \\frac{36}{2}"),
+        ("50", "\\boxed{50\\%}"),
+        ("70", "\\boxed{70.}"),
+        ("5", "\\boxed{5 \\text{ apples}}"),
+        ("3", "\\boxed{x=3}"),
+        ("(1,2)", "\\boxed{(1, 2)}"),
+        ("\\{1,2\\}", "\\boxed{\\{2,1\\}}"),
+        ("Paris", "\\boxed{\\text{Paris}}"),
+        ("A", "\\boxed{\\text{A}}"),
+    ],
+)
+def test_math_finds_equal_answers_equal(reference, text):
+    assert equal(reference, text)
+
+
+@pytest.mark.parametrize(
+    ("reference", "text"),
+    [
+        ("42", "\\boxed{43}"),
+        ("42", "42 at first, but \\boxed{41}"),
+        ("42", ""),
+        ("42", "\\boxed{}"),
+        ("42", "I do not know"),
+        ("5", "\\boxed{x^2 + 5}"),
+        ("5", "\\boxed{2 or 5}"),
+        ("0.333", "\\boxed{1/3}"),
+        ("Paris", "\\boxed{sPiar}"),
+        ("Paris", "it may be Paris"),
+    ],
+)
+def test_math_finds_different_answers_different(reference, text):
+    assert not equal(reference, text)
+
+
+def test_a_reference_that_says_nothing_is_an_error_not_a_zero():
+    for reference in ("", " . ", "$$"):
+        with pytest.raises(ValueError, match=r"the reference answer .* says nothing"):
+            equal(reference, "\\boxed{...}")
+
+
+def test_every_built_in_part_can_be_loaded(trajectory):
+    for name in BUILT_IN:
+        assert list(built_in(name, 1.0).load()([trajectory("\\boxed{42}")])) == [float(name != "exact")]
+    assert set(INSTANT) < set(BUILT_IN)
