@@ -395,14 +395,14 @@ def test_workers_die_with_a_parent_that_is_killed_even_while_they_hang(trajector
         "asyncio.run(main())\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
-    assert parent.stdout is not None
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        try:
+            assert parent.stdout is not None
+            pids = [int(pid) for pid in parent.stdout.readline().split()]
+            time.sleep(0.5)  # one of them is computing the tower by now
+        finally:
+            parent.send_signal(signal.SIGKILL)
     assert len(pids) == 2
-    time.sleep(0.5)  # one of them is computing the tower by now
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    parent.stdout.close()
     deadline = time.monotonic() + 5
     while alive := [pid for pid in pids if _runs(pid)]:
         assert time.monotonic() < deadline, f"{alive} outlived their parent"

@@ -1,0 +1,47 @@
+"""The shipped choices of `data=`, composed as the command composes them."""
+
+from hydra import compose, initialize_config_dir
+
+from app import config as configuration
+from app.config import RunConfig
+from app.data import rows
+from app.data.schema import Template
+from app.main import conf_path
+
+
+def composed(*overrides: str) -> RunConfig:
+    with initialize_config_dir(conf_path(), version_base="1.3"):
+        return configuration.resolve(compose("config", list(overrides)))
+
+
+def test_a_file_of_gsm8ks_form_takes_the_place_of_the_hub_set(jsonl):
+    path = jsonl(*[{"question": f"What is {n}+1?", "answer": f"{n}+1=<<{n}+1>>\n#### {n + 1}"} for n in range(40)])
+    config = composed("data=gsm8k", f"data.path={path}")
+    loaded = rows.load(config.data, seed=config.seed)
+    assert (len(loaded.train), len(loaded.evals["test"])) == (38, 2)
+    assert loaded.train[0].answer == str(loaded.train[0].index + 1)
+    assert config.data.template is Template.chat
+    assert config.reward.parts == {"math": 1.0}
+
+
+def test_rows_of_dapos_form_are_read_and_repeats_dropped(jsonl):
+    records = [
+        {"prompt": [{"role": "user", "content": f"q{n}"}], "reward_model": {"ground_truth": str(n), "style": "rule"}}
+        for n in range(3)
+    ]
+    train, aime = jsonl(*records * 4), jsonl(*records * 2, name="aime.jsonl")
+    config = composed("data=dapo_math", f"data.path={train}", f"data.eval_sets.aime24.path={aime}")
+    loaded = rows.load(config.data, seed=0)
+    assert [(row.question, row.answer) for row in loaded.train] == [("q0", "0"), ("q1", "1"), ("q2", "2")]
+    assert len(loaded.evals["aime24"]) == 3
+
+
+def test_a_reward_named_on_the_command_line_wins_over_the_datas():
+    assert composed("data=gsm8k", "reward=exact").reward.parts == {"exact": 1.0}
+    assert composed("data=arithmetic").reward.parts == {"exact": 1.0}
+
+
+def test_a_users_own_reward_and_its_arguments_can_be_named_on_the_command_line():
+    reward = composed("reward._target_=my_rewards.short", "+reward.args.limit=200").reward
+    assert reward._target_ == "my_rewards.short"
+    assert reward.args == {"limit": 200}
