@@ -178,7 +178,7 @@ def test_the_guilty_trajectory_fails_and_the_others_of_its_call_do_not(own_rewar
         "    return [1.0] * len(trajectories)\n"
     )
     for text, kind in (("raise", "exception"), ("hang", "timeout"), ("die", "died")):
-        with scorer(_target_=f"{module}.touchy", timeout_s=0.5) as made:
+        with scorer(_target_=f"{module}.touchy", timeout_s=1.0) as made:
             assert score(made, [trajectory(one) for one in ("a", text, "b")]) == [1, 0, 1]
             assert failed(made) == {kind: 1}
 
@@ -221,7 +221,7 @@ def test_a_pathological_answer_costs_at_most_the_limit_and_the_worker_is_replace
         before = made._workers[0].pid
         begin = time.perf_counter()
         assert score(made, [trajectory(TOWER)]) == [0]
-        assert time.perf_counter() - begin < 1.3
+        assert time.perf_counter() - begin < 1.8
         assert made._workers[0].pid != before
         assert not os.path.exists(f"/proc/{before}")
         assert score(made, [trajectory("\\boxed{42}"), trajectory("9**9**9**9"), trajectory("42")]) == [1, 0, 1]
