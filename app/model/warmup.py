@@ -45,7 +45,7 @@ def warm_up(
 ) -> float:
     """Train `model` in place; returns its greedy accuracy on `held_out`, which lies within the band of `tiny`."""
     choose = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.5, fused=True)
     judged = _encode(tokenizer, [(row.question, row.answer) for row in held_out])
     for step in range(SKILL_STEPS):
         chosen = choose.sample(train, min(ROWS_PER_STEP, len(train)))

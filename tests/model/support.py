@@ -1,0 +1,105 @@
+"""Random models and packed batches for the tests of `app.model`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.model import characters
+from app.model.hub import transformers
+
+LENGTHS = (5, 17, 3, 16, 9, 1)  # one of them without a completion token
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    sequences: list[Tensor]  # each [L]
+    input_ids: Tensor  # [1, T]
+    position_ids: Tensor  # [1, T]
+    cu_seqlens: Tensor  # [S + 1]
+    predict: Tensor  # [N]
+    targets: Tensor  # [N]
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        names = ("input_ids", "position_ids", "cu_seqlens", "predict", "targets")
+        return {name: getattr(self, name) for name in names}
+
+
+def batch(vocabulary: int, lengths: tuple[int, ...] = LENGTHS, *, prompt: int = 2, seed: int = 0) -> Batch:
+    """Random sequences whose tokens from `prompt` on are the completion."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences = [torch.randint(4, vocabulary, (length,), generator=generator) for length in lengths]
+    return pack(sequences, prompt)
+
+
+def pack(sequences: list[Tensor], prompt: int = 2) -> Batch:
+    starts = [0]
+    for sequence in sequences:
+        starts.append(starts[-1] + len(sequence))
+    predict = [
+        start + place - 1
+        for start, sequence in zip(starts, sequences, strict=False)
+        for place in range(prompt, len(sequence))
+    ]
+    packed = torch.cat(sequences)
+    return Batch(
+        sequences=sequences,
+        input_ids=packed[None],
+        position_ids=torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None],
+        cu_seqlens=torch.tensor(starts, dtype=torch.int32),
+        predict=torch.tensor(predict),
+        targets=packed[torch.tensor(predict) + 1],
+    )
+
+
+def save_qwen3(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
+    """A random Qwen3 directory with grouped heads, wide enough weights to tell tokens apart."""
+    config = transformers().Qwen3Config(
+        vocab_size=101,  # odd, so that two ranks hold different numbers of rows
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+        dtype="float32",
+    )
+    return _save(transformers().Qwen3ForCausalLM, config, folder, seed)
+
+
+def _save(kind: Any, config: Any, folder: Path, seed: int) -> Path:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        kind(config).save_pretrained(folder)
+    characters.tokenizer(256).save_pretrained(folder)
+    return folder
+
+
+def reference(path: Path, given: Batch, temperature: float, prompt: int = 2) -> tuple[Any, Tensor, Tensor]:
+    """transformers' own forward of each sequence alone: the model, log-probabilities [N] and entropies [N]."""
+    model = transformers().AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    logprobs, entropies = [], []
+    for sequence in given.sequences:
+        if len(sequence) <= prompt:
+            continue
+        logits = model(input_ids=sequence[None], use_cache=False).logits[0, prompt - 1 : -1] / temperature
+        logs = torch.log_softmax(logits.float(), dim=-1)
+        logprobs.append(logs.gather(1, sequence[prompt:, None]).squeeze(1))
+        entropies.append(-(logs.exp() * logs).sum(dim=1))
+    return model, torch.cat(logprobs), torch.cat(entropies)
+
+
+def weights(given: Batch) -> Tensor:
+    """A made-up loss: log-probabilities times these [N]."""
+    return torch.linspace(-1.0, 1.0, len(given.targets))
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    """Largest difference over the largest value."""
+    return ((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-12)).item()

@@ -1,0 +1,45 @@
+"""Where models come from, and the sentence for each thing that is wrong with a directory."""
+
+from pathlib import Path
+
+import pytest
+
+from app.errors import ConfigError
+from app.model.directory import load_tokenizer, locate
+from app.model.schema import ModelConfig
+from tests.model.support import save_qwen3
+
+
+def test_a_local_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path / "qwen3")
+    assert locate(ModelConfig(path=str(path)), seed=0) == path
+
+
+@pytest.mark.parametrize(
+    ("removed", "said"),
+    [("config.json", "no config.json"), ("tokenizer.json", "with a tokenizer"), ("model.safetensors", "has none")],
+)
+def test_an_incomplete_directory_is_one_sentence(removed: str, said: str, tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path / "qwen3")
+    (path / removed).unlink()
+    with pytest.raises(ConfigError, match=rf"^model\.path={path} is not accepted: give .*{said}.*\.$"):
+        locate(ModelConfig(path=str(path)), seed=0)
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "./no-such-model", "a/b/c"])
+def test_a_missing_directory_is_one_sentence_without_asking_the_hub(path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\.path={path} is not accepted: give a directory"):
+        locate(ModelConfig(path=path), seed=0)
+
+
+def test_a_hub_model_that_cannot_be_fetched_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"^model\.path=nobody/nothing is not accepted: .*hub model.*\.$"):
+        locate(ModelConfig(path="nobody/nothing"), seed=0)
+
+
+def test_a_broken_tokenizer_is_one_sentence(tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path / "qwen3")
+    (path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="tokenizer can be read"):
+        load_tokenizer(path)

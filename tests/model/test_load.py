@@ -1,0 +1,76 @@
+"""What `load` refuses, and what it computes that no checkpoint holds."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from app.errors import ConfigError
+from app.model.hub import transformers
+from app.model.load import load
+from app.model.policy import named_checkpoint_tensors
+from tests.model.support import save_qwen3
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return save_qwen3(tmp_path / "qwen3")
+
+
+def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> None:
+    tensors = load_file(path / "model.safetensors") | change
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, path / "model.safetensors")
+
+
+def test_parameters_and_computed_buffers_equal_transformers_own(path: Path) -> None:
+    theirs = transformers().AutoModelForCausalLM.from_pretrained(path)
+    ours = load(path, mesh=None, device="cpu")
+    assert ours.training
+    for name, parameter in named_checkpoint_tensors(ours):
+        assert torch.equal(parameter, theirs.state_dict()[name]), name
+    buffers = dict(ours.causal_lm.named_buffers())
+    assert buffers.keys() == dict(theirs.named_buffers()).keys()
+    for name, buffer in theirs.named_buffers():
+        assert torch.equal(buffers[name], buffer), name
+
+
+def test_a_missing_tensor_is_named(path: Path) -> None:
+    rewrite(path, {"model.layers.1.mlp.up_proj.weight": None})
+    with pytest.raises(ConfigError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight\.$"):
+        load(path, mesh=None, device="cpu")
+
+
+def test_tensors_left_over_are_named_but_not_by_the_hundred(path: Path) -> None:
+    rewrite(path, {f"adapter.{index}": torch.zeros(1) for index in range(7)})
+    with pytest.raises(ConfigError, match=r"also has adapter\.0, .*, adapter\.4 and 2 more\.$"):
+        load(path, mesh=None, device="cpu")
+
+
+def test_a_tensor_of_another_shape_is_named(path: Path) -> None:
+    rewrite(path, {"model.norm.weight": torch.ones(31)})
+    with pytest.raises(ConfigError, match=r"has in another shape model\.norm\.weight \(31,\) for \(32,\)\.$"):
+        load(path, mesh=None, device="cpu")
+
+
+def test_a_stored_copy_of_a_tied_head_is_no_error(path: Path) -> None:
+    rewrite(path, {"lm_head.weight": load_file(path / "model.safetensors")["model.embed_tokens.weight"].clone()})
+    assert "lm_head.weight" not in dict(named_checkpoint_tensors(load(path, mesh=None, device="cpu")))
+
+
+def test_a_broken_file_is_one_sentence(path: Path) -> None:
+    (path / "model.safetensors").write_bytes(b"no tensors here")
+    with pytest.raises(ConfigError, match="safetensors can be read"):
+        load(path, mesh=None, device="cpu")
+
+
+def test_something_that_is_no_causal_language_model_is_one_sentence(path: Path) -> None:
+    (path / "config.json").write_text('{"model_type": "no_such_model"}')
+    with pytest.raises(ConfigError, match=r"^model\.path=.* transformers can build .*\.$"):
+        load(path, mesh=None, device="cpu")
+
+
+def test_mixed_precision_needs_a_mesh(path: Path) -> None:
+    with pytest.raises(ValueError, match="without a mesh"):
+        load(path, mesh=None, device="cpu", compute_dtype=torch.bfloat16)

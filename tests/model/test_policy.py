@@ -1,0 +1,78 @@
+"""A packed pass is what transformers computes for each sequence alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.model.load import load
+from app.model.policy import PolicyModel, named_checkpoint_tensors
+from tests.model.support import batch, pack, reference, relative, save_qwen3, weights
+
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3(tmp_path_factory.mktemp("qwen3"), tied=request.param)
+
+
+def plain(path: Path, **options: bool) -> PolicyModel:
+    return load(path, mesh=None, device="cpu", **options)
+
+
+def test_packed_logprobs_and_entropies_equal_those_of_each_sequence_alone(path: Path) -> None:
+    given = batch(101)
+    _, logprobs, entropies = reference(path, given, TEMPERATURE)
+    ours, our_entropies = plain(path)(**given.inputs, temperature=TEMPERATURE)
+    assert ours.dtype == our_entropies.dtype == torch.float32
+    assert relative(ours, logprobs) < 1e-5
+    assert relative(our_entropies, entropies) < 1e-5
+    assert not our_entropies.requires_grad
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packed_gradients_equal_the_sum_over_sequences_alone(path: Path, checkpointing: bool) -> None:
+    given = batch(101)
+    model, logprobs, _ = reference(path, given, TEMPERATURE)
+    (logprobs * weights(given)).sum().backward()
+    policy = plain(path, activation_checkpointing=checkpointing)
+    ours, _ = policy(**given.inputs, temperature=TEMPERATURE, chunk_tokens=7)
+    (ours * weights(given)).sum().backward()
+    theirs = dict(model.named_parameters())
+    for name, parameter in named_checkpoint_tensors(policy):
+        assert relative(parameter.grad, theirs[name].grad) < 1e-5, name
+
+
+def test_no_token_sees_another_sequence(path: Path) -> None:
+    given = batch(101)
+    policy = plain(path)
+    before, _ = policy(**given.inputs, temperature=1.0)
+    sequences = [sequence.clone() for sequence in given.sequences]
+    sequences[1] = torch.flip(sequences[1], [0])
+    after, _ = policy(**pack(sequences).inputs, temperature=1.0)
+    first = len(sequences[0]) - 2
+    changed = slice(first, first + len(sequences[1]) - 2)
+    same = torch.ones(len(before), dtype=torch.bool)
+    same[changed] = False
+    assert torch.equal(before[same], after[same])
+    assert (before[changed] - after[changed]).abs().max() > 0.1
+
+
+def test_no_token_sees_what_follows_it(path: Path) -> None:
+    given = batch(101)
+    policy = plain(path)
+    before, _ = policy(**given.inputs, temperature=1.0)
+    sequences = [sequence.clone() for sequence in given.sequences]
+    sequences[1][-1] = 4 + (sequences[1][-1] - 3) % 97  # another last token
+    after, _ = policy(**pack(sequences).inputs, temperature=1.0)
+    different = (before != after).nonzero().flatten().tolist()
+    assert different == [len(sequences[0]) - 2 + len(sequences[1]) - 3]
+
+
+def test_a_pass_without_completion_tokens_still_has_zero_gradients(path: Path) -> None:
+    policy = plain(path)
+    logprobs, _ = policy(**batch(101, (2,)).inputs, temperature=1.0)
+    assert logprobs.shape == (0,)
+    logprobs.sum().backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in policy.parameters())
