@@ -1,8 +1,9 @@
 """What in a run's numbers should worry somebody, and what to try.
 
 A rule looks at the steps so far and answers with a sentence or with None. Always: an alarm is raised when its rule
-begins to hold, is silent while it goes on holding, and is not raised again for `QUIET_STEPS` steps. What was not
-measured raises nothing. Thresholds are generous: an alarm that cries over healthy runs is read by nobody.
+begins to hold, is silent while it goes on holding, and is not raised again for `QUIET_STEPS` steps, then for four times
+as many, and so on. What was not measured raises nothing. Thresholds are generous: an alarm that cries over healthy runs
+is read by nobody.
 
 The list comes from what users of RL systems found out days too late (all rewards 0 because of a parser, weights that
 never arrived, entropy gone, completions all cut off).
@@ -42,7 +43,8 @@ class Alarms:
             "entropy collapse": (EntropyRule(), ENTROPY_ADVICE),
         }
         self._holding: set[str] = set()
-        self._raised: dict[str, int] = {}
+        self._quiet_until: dict[str, int] = {}
+        self._quiet_steps = dict.fromkeys(self._rules, QUIET_STEPS)
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
         """The alarms that this step raises."""
@@ -50,9 +52,10 @@ class Alarms:
         raised = []
         for name, (rule, advice) in self._rules.items():
             what = rule(self._steps)
-            quiet = step - self._raised.get(name, -QUIET_STEPS) < QUIET_STEPS
+            quiet = step < self._quiet_until.get(name, step)
             if what is not None and name not in self._holding and not quiet:
-                self._raised[name] = step
+                self._quiet_until[name] = step + self._quiet_steps[name]
+                self._quiet_steps[name] *= 4
                 raised.append(Alarm(name, step, what, advice))
             (self._holding.discard if what is None else self._holding.add)(name)
         return raised
@@ -101,7 +104,10 @@ def _exploded(steps: Steps, name: str, what: str, floor: float, limit: float) ->
 
 
 class EntropyRule:
-    """Entropy below a tenth of what the first steps had, while the answers are not right yet."""
+    """Entropy below a twentieth of what the first steps had, while many answers are wrong.
+
+    Where the answers are right, low entropy is what learning looks like.
+    """
 
     def __init__(self) -> None:
         self._first: list[float] = []
@@ -113,9 +119,8 @@ class EntropyRule:
         if len(self._first) < 5:
             self._first.append(now[0])
             return None
-        accuracy = last(steps, "reward/accuracy", 1)
-        start = fmean(self._first)
-        if now[0] < 0.1 * start and not (accuracy and accuracy[0] >= 0.9):
+        start, accuracy = fmean(self._first), last(steps, "reward/accuracy", 5)
+        if now[0] < 0.05 * start and not (accuracy and fmean(accuracy) >= 0.7):
             return f"Entropy fell from {start:.3g} to {now[0]:.2g}: the policy hardly explores any more."
         return None
 

@@ -1,0 +1,199 @@
+import json
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+from omegaconf import OmegaConf
+
+from app.config import RunConfig
+from app.tracking import report_data
+from app.tracking.recorder import RunRecorder
+from app.tracking.report import write_report
+from app.tracking.verdict import Tone, checks, learned, sane, speed
+
+VOID = {"meta", "link", "input", "br", "hr", "img"}
+
+
+class Page(HTMLParser):
+    """Text, embedded data and outside addresses of a page; tags must be closed in order."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.text, self.data, self.addresses, self._open = [], None, [], []
+        self.feed(path.read_text(encoding="utf-8"))
+        assert self._open == []
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in VOID:
+            self._open.append((tag, dict(attributes)))
+        self.addresses += [value for name, value in attributes if name in ("src", "href")]
+
+    def handle_endtag(self, tag):
+        assert self._open.pop()[0] == tag
+
+    def handle_data(self, data):
+        tag, attributes = self._open[-1] if self._open else ("", {})
+        if attributes.get("id") == "data":
+            self.data = json.loads(data)
+        elif tag not in ("style", "script"):
+            self.text.append(data)
+
+    @property
+    def words(self):
+        return " ".join(" ".join(self.text).split())
+
+
+def run_folder(folder, group, *, steps=20, lr=1e-3, typed=(), change=lambda step, metrics: metrics):
+    config = RunConfig(steps=steps)
+    config.trainer.lr = lr
+    (folder / "config").mkdir(parents=True)
+    OmegaConf.save(OmegaConf.structured(config), folder / "config/config.yaml")
+    OmegaConf.save(OmegaConf.create(list(typed)), folder / "config/overrides.yaml")
+    with RunRecorder(config, folder) as recorder:
+        recorder.evaluated(0, {"eval": {"accuracy": 0.3}})
+        for step in range(1, steps + 1):
+            metrics = {
+                "reward/mean": step / steps,
+                "reward/accuracy": step / steps,
+                "mismatch/kl": 1e-8,
+                "time/step": 1.0,
+                "time/generate": 0.6,
+                "time/train": 0.3,
+                "time/sync": 0.06,
+                "sync/load_seconds": 0.04,
+                "sync/bytes": 1000.0,
+                "some/other": 1.0,
+            }
+            recorder.log(step, change(step, metrics))
+            recorder.samples(step, [group(step, [0.0, 1.0])], lambda ids: "</script><b>what is & why")
+        recorder.evaluated(steps, {"eval": {"accuracy": 0.9}})
+    return folder
+
+
+def test_the_report_answers_the_three_questions_in_one_file_without_addresses(tmp_path, group):
+    folder = run_folder(tmp_path / "run", group, typed=["trainer.lr=0.001"])
+    page = Page(folder / "report.html")
+    assert "Did it learn? Yes Held-out accuracy went from 30.0% to 90.0%." in page.words
+    assert "Where does the time go? Generating (60%) A step takes 1.00 s (median)" in page.words
+    assert "generate 60%, train 30%, sync 6%, other 4%." in page.words
+    assert "Is it sane? Yes All 1 checks are within their usual range; 0 warnings." in page.words
+    assert "tiny · grpo · colocate · cpu finished" in page.words
+    assert "trainer.lr typed 0.001 1e-06" in page.words
+    assert all(address.startswith(("#", "data:,")) for address in page.addresses)
+    assert "http" not in (folder / "report.html").read_text().replace("http://www.w3.org/2000/svg", "")
+
+
+def test_the_numbers_and_samples_are_in_the_file_and_cannot_become_markup(tmp_path, group):
+    data = Page(run_folder(tmp_path / "run", group) / "report.html").data
+    run = data["runs"][0]
+    assert run["steps"] == list(range(21))
+    assert run["series"]["reward/mean"][:3] == [None, 0.05, 0.1]
+    assert run["phases"] == {"generate": 0.6, "train": 0.3, "sync": 0.06, "other": pytest.approx(0.04)}
+    assert [at["step"] for at in run["samples"]] == list(range(1, 21))
+    row = run["samples"][0]["rows"][1]
+    assert (row["question"], row["reward"], row["parts"]) == ("</script><b>what is & why", 1.0, {"exact": 1.0})
+    shown = {metric for chart in data["charts"] for metric in chart["metrics"]}
+    assert set(run["series"]) <= shown | {"time/step"}, "a metric is on no chart"
+    assert next(chart["section"] for chart in data["charts"] if chart["metrics"] == ["some/other"]) == "more"
+
+
+def test_several_runs_are_compared_side_by_side_with_what_differs(tmp_path, group):
+    folders = [
+        run_folder(tmp_path / name / "2026-01-01", group, lr=lr) for name, lr in (("slow", 1e-4), ("fast", 1e-2))
+    ]
+    assert report_data.find_runs(tmp_path) == sorted(folders)
+    page = Page(write_report(folders, tmp_path / "compare/report.html"))
+    assert "2 runs side by side" in page.words
+    assert "slow/2026-01-01 finished 20 30.0% 90.0% 90.0% 1.00 s" in page.words
+    assert "setting slow/2026-01-01 fast/2026-01-01 trainer.lr 0.0001 0.01 All other metrics" in page.words
+    assert [run["name"] for run in page.data["runs"]] == ["slow/2026-01-01", "fast/2026-01-01"]
+
+
+def test_trouble_is_named(tmp_path, group):
+    def change(step, metrics):
+        trouble = {"mismatch/kl": 0.5, "reward/accuracy": 0.1, "reward/zero_spread_fraction": 1.0, "grad_norm": 1.0}
+        return {**metrics, **trouble} if step > 10 else metrics
+
+    folder = run_folder(tmp_path / "run", group, change=change)
+    run = report_data.read_run(folder)
+    assert [check.name for check in checks(run) if check.tone is Tone.warning] == ["Mismatch", "No spread"]
+    assert sane(run).sentence == "Out of the usual: mismatch, no spread; 2 warnings."
+    words = Page(folder / "report.html").words
+    assert "step 11 The engine's and the trainer's log-probabilities differ: mismatch/kl is 0.5" in words
+    assert "step 13 In 100% of the groups all completions earn the same" in words
+
+
+def test_a_failed_run_and_an_empty_folder_have_a_report_too(tmp_path):
+    with pytest.raises(RuntimeError), RunRecorder(RunConfig(), tmp_path / "failed"):
+        raise RuntimeError("engine <0> died")
+    words = Page(tmp_path / "failed/report.html").words
+    assert "failed" in words
+    assert "RuntimeError: engine <0> died" in words
+    (tmp_path / "empty").mkdir()
+    assert "Too early" in Page(write_report([tmp_path / "empty"], tmp_path / "empty/report.html")).words
+    with pytest.raises(ValueError, match="at least one"):
+        write_report([], tmp_path / "report.html")
+
+
+def test_a_report_that_cannot_be_made_is_said_and_the_run_stays_finished(tmp_path, metrics):
+    (tmp_path / "report.html").mkdir()
+    with RunRecorder(RunConfig(), tmp_path) as recorder:
+        recorder.log(1, metrics(1))
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
+    assert "report.html could not be made" in (tmp_path / "logs/warnings.jsonl").read_text()
+
+
+def test_long_runs_stay_small():
+    rows = [{"step": step, "lr": float(step)} for step in range(1, 5001)]
+    steps, series = report_data.curves(rows)
+    assert len(steps) == 556
+    assert (steps[0], steps[-1]) == (9, 5000)
+    assert (series["lr"][0], series["lr"][-1]) == (5.0, 4998.0)
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "word"),
+    [
+        ([0.3, 0.9], "Yes"),
+        ([0.3, 0.9, 0.4], "Yes, then lost some"),
+        ([0.5, 0.51], "Not visibly"),
+        ([0.5, 0.3], "No, it got worse"),
+    ],
+)
+def test_learning_is_judged_by_the_held_out_accuracy(tmp_path, accuracy, word):
+    with RunRecorder(RunConfig(), tmp_path) as recorder:
+        for step, value in enumerate(accuracy):
+            recorder.evaluated(step, {"eval": {"accuracy": value}})
+    assert learned(report_data.read_run(tmp_path)).word == word
+
+
+def test_without_evaluation_learning_is_judged_by_the_reward_and_overlap_is_said(tmp_path):
+    with RunRecorder(RunConfig(), tmp_path) as recorder:
+        for step in range(1, 11):
+            times = {"time/step": 1.0, "time/generate": 0.9, "time/train": 0.8, "time/sync": 0.01}
+            recorder.log(step, {"reward/mean": step / 10, **times})
+    run = report_data.read_run(tmp_path)
+    assert learned(run).word == "Yes"
+    assert "Reward went from 0.15 (first fifth) to 0.95 (last fifth)" in learned(run).sentence
+    assert "generate 90%, train 80%, sync 1%, other 0% (they overlap)" in speed(run).sentence
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="Chromium is not installed")
+def test_chromium_draws_the_charts_and_pages_the_samples(tmp_path, group):
+    folder = run_folder(tmp_path / "run", group)
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    done = subprocess.run(
+        ["chromium", *flags.split(), "--disable-component-update", "--disable-sync", "--virtual-time-budget=3000"]
+        + [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{folder / 'report.html'}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.count("<figure>") == 9
+    assert done.stdout.count("<path d=") >= 5  # curves
+    assert done.stdout.count("<rect ") == 20 * 4  # generate, train, sync; load
+    assert '<output id="sample-where">step 20</output>' in done.stdout
+    assert done.stdout.count('<article class="sample">') == 2
+    assert "&lt;/script&gt;&lt;b&gt;what is &amp; why" in done.stdout
