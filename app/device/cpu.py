@@ -9,7 +9,7 @@ DEVICE = Device(
     collective="gloo",
     resource="CPU",
     visibility=None,
-    attention="bucketed_sdpa",
+    attention="packed_sdpa",
     engine_args={
         "device": "cpu",
         "attention-backend": "torch_native",

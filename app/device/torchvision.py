@@ -12,7 +12,7 @@ def define_operators() -> None:
     import torch
 
     built_for_accelerator = torch.version.cuda is not None or getattr(torch.version, "hip", None) is not None
-    if built_for_accelerator or _library:
+    if built_for_accelerator or hasattr(torch.ops.torchvision, "nms"):
         return
     library = torch.library.Library("torchvision", "DEF")
     for operator in ("nms", "qnms"):

@@ -72,7 +72,11 @@ async def build(config: RunConfig, device: Device, folder: Path, recorder: RunRe
     async with contextlib.AsyncExitStack() as stack:
         prepared = prepare(config, recorder.doing)
         path, prompts = prepared.model_path, prepared.prompts
-        scorer = Scorer(config.reward)
+        scorer = Scorer(
+            config.reward,
+            step_trajectories=config.algorithm.trajectories_per_step,
+            log=folder / "logs" / "reward.log",
+        )
         stack.callback(scorer.close)
         recorder.doing("starting Ray")
         stack.callback(_shutdown_ray)

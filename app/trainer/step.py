@@ -19,7 +19,7 @@ from app.algorithm import metrics as tables
 from app.algorithm.metrics import Over
 from app.algorithm.schema import AlgorithmConfig, Correction
 from app.errors import TrainerError
-from app.model.policy import PolicyModel
+from app.model.policy import PolicyModel, packs_sequences
 from app.trainer.optimizer import Optimizer
 from app.trainer.packing import MicroBatch, Sample, full_prefix, pack, plan_passes, samples_of
 from app.types import ScoredGroup, StepReport
@@ -63,7 +63,7 @@ class SplitStep:
     ):
         self.model, self.optimizer, self.settings, self.device = model, optimizer, settings, device
         self.reference = reference
-        self.packs = model.packs_sequences  # whether the model tells packed sequences apart
+        self.packs = packs_sequences(model.config, model.attention)  # whether the model tells packed sequences apart
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._version: int | None = None
@@ -159,7 +159,7 @@ class SplitStep:
         self._seconds["forward_backward"] += time.perf_counter() - started
 
     def _forward(
-        self, model: PolicyModel, micro: MicroBatch, *, entropy_grad: bool = False
+        self, model: PolicyModel, micro: MicroBatch, *, entropy_gradient: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return model(
             input_ids=micro.input_ids,
@@ -168,7 +168,7 @@ class SplitStep:
             predict=micro.predict,
             targets=micro.targets,
             temperature=self.settings.temperature,
-            entropy_grad=entropy_grad,
+            entropy_gradient=entropy_gradient,
         )
 
     def _remember_old(self, micro: MicroBatch) -> None:
@@ -183,7 +183,7 @@ class SplitStep:
         if self.reference is not None:
             with torch.no_grad():
                 reference, _ = self._forward(self.reference, micro)
-        logprobs, entropy = self._forward(self.model, micro, entropy_grad=algorithm.entropy_coefficient > 0)
+        logprobs, entropy = self._forward(self.model, micro, entropy_gradient=algorithm.entropy_coefficient > 0)
         old = None
         if self._old and not micro.dummy:
             old = torch.cat([self._old[key] for key in micro.keys]).to(logprobs.device)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from app.errors import SyncError
-from app.model.load import named_checkpoint_tensors
+from app.model.policy import named_checkpoint_tensors
 from app.weight_sync import group
 from app.weight_sync.plan import Bucket, TensorMeta
 
