@@ -15,7 +15,7 @@ from typing import Any
 
 from app.tracking.format import count, duration, seconds
 from app.tracking.report_charts import charts
-from app.tracking.report_data import MISSING, RunData, read_run
+from app.tracking.report_data import MISSING, RunData, find_runs, read_run
 from app.tracking.verdict import checks, phase_medians, verdicts
 
 NAME = "report.html"
@@ -45,6 +45,14 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     part.write_text(page, encoding="utf-8")
     part.replace(out)
     return out
+
+
+def report_below(folder: Path) -> Path:
+    """The report of the run in `folder`, or of all runs below it side by side, as `folder/report.html` (`mode=report`).
+
+    Raises `ValueError` where there is no run.
+    """
+    return write_report(find_runs(folder), folder / NAME)
 
 
 def _embedded(runs: Sequence[RunData], names: Sequence[str]) -> str:
@@ -135,12 +143,13 @@ def _checks(run: RunData) -> str:
 
 
 def _warnings(runs: Sequence[RunData], names: Sequence[str]) -> str:
-    items = [
-        f"<li><span class='step'>step {item.get('step', 0)}{f' · {escape(name)}' if len(runs) > 1 else ''}</span>"
-        f"{escape(str(item['text']).removeprefix(f'step {item.get("step", 0)}: '))}</li>"
-        for run, name in zip(runs, names, strict=True)
-        for item in run.warnings
-    ]
+    items = []
+    for run, name in zip(runs, names, strict=True):
+        for warning in run.warnings:
+            step = f"step {warning.get('step', 0)}"
+            where = f"{step} · {escape(name)}" if len(runs) > 1 else step
+            text = str(warning["text"]).removeprefix(f"{step}: ")
+            items.append(f"<li><span class='step'>{where}</span> {escape(text)}</li>")
     return f"<ul class='warnings'>{''.join(items)}</ul>" if items else "<p class='none'>No warnings.</p>"
 
 

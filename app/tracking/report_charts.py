@@ -60,7 +60,8 @@ CHARTS = (
         "seconds",
         "stack",
     ),
-    Chart("speed", "Throughput", ("throughput/completion_tokens_per_second",), ("completion tokens/s",), "count"),
+    Chart("speed", "Generation", ("throughput/completion_tokens_per_second",), ("completion tokens/s",), "count"),
+    Chart("speed", "Training", ("trainer/tokens_per_second",), ("tokens/s",), "count"),
 )
 
 
@@ -71,6 +72,10 @@ def charts(runs: Sequence[RunData]) -> list[Chart]:
     memory = tuple(name for name in measured if name.startswith("memory/"))
     phases = tuple(name for name in measured if name.startswith("sync/") and name.endswith("_seconds"))
     phases = tuple(name for name in phases if name != "sync/total_seconds")
+    passes = tuple(name for name in measured if name.startswith("reward/pass@"))
+    if passes:
+        labels = tuple(name.removeprefix("reward/") for name in passes)
+        shown.append(Chart("learning", "Right at least once in k", passes, labels, "percent"))
     if memory:
         shown.append(Chart("speed", "Memory", memory, form="count"))
     if phases:

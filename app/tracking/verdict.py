@@ -158,12 +158,16 @@ class Rule:
 FAILED, RESTARTS = "reward/failed_fraction", "recovery/engine_restarts"
 CUT, EQUAL = "completion/truncated_fraction", "reward/zero_spread_fraction"
 RULES = (
-    Rule("Mismatch", "mismatch/kl", max, lambda v, _: v < 0.01, "{:.2g}", "largest KL of the engine's log-probabilities"),
+    Rule(
+        "Mismatch", "mismatch/kl", max, lambda v, _: v < 0.01, "{:.2g}", "largest KL of the engine's log-probabilities"
+    ),
     Rule("Staleness", "staleness/max", max, _within_bound, "{:.0f} pushes", "largest, against placement.max_staleness"),
     Rule("Gradient norm", "grad_norm", max, lambda v, _: v < 100, "{:.3g}", "largest, before clipping"),
     Rule("Entropy", "entropy", _newest, lambda v, run: v > 1e-3 or _solved(run), "{:.3g}", "what is left at the end"),
     Rule("Truncated", CUT, _newest, lambda v, _: v < 0.5, "{:.1%}", "of the last step's completions"),
-    Rule("No spread", EQUAL, _newest, lambda v, run: v < 0.9 or _solved(run), "{:.1%}", "of the last groups: no gradient"),
+    Rule(
+        "No spread", EQUAL, _newest, lambda v, run: v < 0.9 or _solved(run), "{:.1%}", "of the last groups: no gradient"
+    ),
     Rule("Rewards failed", FAILED, max, lambda v, _: v < 0.05, "{:.1%}", "most in one step: timeouts and crashes"),
     Rule("Engine restarts", RESTARTS, max, lambda v, _: v == 0, "{:.0f}", "engines lost and started again"),
 )
