@@ -127,7 +127,7 @@ def _comparison(runs: Sequence[RunData], names: Sequence[str]) -> str:
         ]
         for index, (run, name) in enumerate(zip(runs, names, strict=True))
     ]
-    return f"<section><div class='scroll'>{_table(head, rows)}</div></section>"
+    return f"<section><div class='scroll compare'>{_table(head, rows)}</div></section>"
 
 
 def _checks(run: RunData) -> str:

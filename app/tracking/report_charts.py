@@ -35,9 +35,6 @@ class Chart:
 CHARTS = (
     Chart("learning", "Reward", ("reward/mean",), ("mean of the step",)),
     Chart("learning", "Accuracy", ("eval/accuracy", "reward/accuracy"), ("held out", "training, sampled"), "percent"),
-    Chart(
-        "learning", "Completion length", ("completion/length_mean", "completion/length_p95"), ("mean", "p95"), "count"
-    ),
     Chart("learning", "Entropy", ("entropy",), note="nats per token"),
     Chart("sanity", "Mismatch of engine and trainer", ("mismatch/kl",), ("KL",), log=True),
     Chart("sanity", "KL", ("kl/old", "kl/reference"), ("to the old policy", "to the reference")),
@@ -52,6 +49,7 @@ CHARTS = (
     Chart("sanity", "Gradient norm", ("grad_norm",), note="before clipping"),
     Chart("sanity", "Policy loss", ("loss/policy",)),
     Chart("sanity", "Clipped ratios", ("clip/high_fraction", "clip/low_fraction"), ("high", "low"), "percent"),
+    Chart("sanity", "Completion length", ("completion/length_mean", "completion/length_p95"), ("mean", "p95"), "count"),
     Chart(
         "time",
         "Seconds of each step",
@@ -64,6 +62,8 @@ CHARTS = (
     Chart("speed", "Training", ("trainer/tokens_per_second",), ("tokens/s",), "count"),
 )
 
+PUSH_PHASES = ("pause", "begin", "gather", "load", "end", "resume")
+
 
 def charts(runs: Sequence[RunData]) -> list[Chart]:
     """The charts for which a run has numbers: the ones above, what their prefix says, and all the rest."""
@@ -71,7 +71,7 @@ def charts(runs: Sequence[RunData]) -> list[Chart]:
     shown = [chart for chart in CHARTS if any(name in measured for name in chart.metrics)]
     memory = tuple(name for name in measured if name.startswith("memory/"))
     phases = tuple(name for name in measured if name.startswith("sync/") and name.endswith("_seconds"))
-    phases = tuple(name for name in phases if name != "sync/total_seconds")
+    phases = tuple(sorted((name for name in phases if name != "sync/total_seconds"), key=_in_order))
     passes = tuple(name for name in measured if name.startswith("reward/pass@"))
     if passes:
         labels = tuple(name.removeprefix("reward/") for name in passes)
@@ -86,3 +86,9 @@ def charts(runs: Sequence[RunData]) -> list[Chart]:
     named = {name for chart in shown for name in chart.metrics} | {"time/step", "sync/total_seconds"}
     rest = [name for name in measured if name not in named]
     return shown + [Chart("more", name, (name,), (name,)) for name in rest]
+
+
+def _in_order(name: str) -> tuple[int, str]:
+    """The phases of a push as they follow each other."""
+    phase = name.removeprefix("sync/").removesuffix("_seconds")
+    return (PUSH_PHASES.index(phase) if phase in PUSH_PHASES else len(PUSH_PHASES), name)

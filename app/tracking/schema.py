@@ -10,7 +10,7 @@ class TrackingConfig:
     use: list[str] = field(default_factory=list)  # further trackers: tensorboard, wandb, clearml
     project: str = "hydra-posttrain"
     run_name: str | None = None  # null: the run folder's name and its parent's
-    offline: bool = False  # wandb and clearml keep their records in the run folder instead of sending them
+    offline: bool = False  # wandb and clearml record in the run folder and send nothing
     samples_per_step: int = 8  # trajectories written to samples/; 0 writes none
 
 

@@ -37,7 +37,7 @@ function niceTicks(low, high, count) {
   const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough);
   const ticks = [];
-  for (let t = Math.floor(low / step + 1e-9) * step; t <= high + step * 1e-6; t += step) ticks.push(+t.toPrecision(12));
+  for (let t = Math.floor(low / step + 1e-9) * step; t <= high + step * 1e-6; t += step) ticks.push(Math.abs(t) < step * 1e-6 ? 0 : +t.toPrecision(12));
   if (ticks[ticks.length - 1] < high - step * 1e-6) ticks.push(+(ticks[ticks.length - 1] + step).toPrecision(12));
   return ticks;
 }
