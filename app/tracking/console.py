@@ -106,7 +106,7 @@ class RunConsole:
                 TextColumn("·"),
                 TimeElapsedColumn(),
                 _Remaining(),
-                TextColumn("[dim]{task.fields[doing]}"),
+                TextColumn("{task.fields[doing]}", style="dim", markup=False),
                 console=self._console,
                 expand=True,
                 refresh_per_second=4,

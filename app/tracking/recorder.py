@@ -21,6 +21,7 @@ from app.tracking import report as reports
 from app.tracking import timeline as timelines
 from app.tracking.alarms import Alarms
 from app.tracking.console import RunConsole
+from app.tracking.report_data import WARNINGS
 from app.tracking.samples import Decode
 from app.tracking.summary import Status, Summary
 from app.types import Group
@@ -28,7 +29,6 @@ from app.types import Group
 log = logging.getLogger("app.run")
 
 Metrics = Mapping[str, float]
-WARNINGS = "logs/warnings.jsonl"
 DASHBOARD_DEADLINE_S = {Status.finished: 30.0, Status.interrupted: 4.0, Status.failed: 4.0}
 
 
@@ -59,6 +59,7 @@ class RunRecorder:
         self._resumed_at = self._step = step
         self._metrics.close()
         jsonl.cut(self.folder / jsonl.NAME, step)
+        jsonl.cut(self.folder / WARNINGS, step)
         samples.cut(self.folder, step)
         self.timeline.load(self.folder)
         self._metrics = jsonl.MetricsFile(self.folder / jsonl.NAME)

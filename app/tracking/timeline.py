@@ -2,7 +2,7 @@
 
 Always: the spans of a row of the trace nest or follow each other; what overlaps on one track (groups that are generated
 at the same time) is laid out on further rows when the file is written. Size is bounded: the newest `capacity` spans are
-kept and the file says how many older ones are not. A span costs about a microsecond.
+kept and the file says how many older ones are not. A span costs some microseconds.
 
 Format: "Trace Event Format" (Chromium), complete events (`ph: X`) in microseconds and metadata events (`ph: M`).
 """
