@@ -3,6 +3,8 @@
 from app.device.base import Device
 from app.device.schema import DeviceKind
 
+YIELDING = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that wait give their core to another process
+
 DEVICE = Device(
     kind=DeviceKind.cpu,
     torch_type="cpu",
@@ -18,7 +20,9 @@ DEVICE = Device(
         "max-total-tokens": 65536,
         "max-running-requests": 256,
         "mem-fraction-static": 0.3,
+        "sleep-on-idle": True,  # the scheduler's loop would take a core from the trainer
     },
-    engine_env={"SGLANG_PLATFORM": "torch_cpu", "POSTTRAIN_ENGINE_DEVICE": "cpu"},
+    engine_env={"SGLANG_PLATFORM": "torch_cpu", "POSTTRAIN_ENGINE_DEVICE": "cpu", **YIELDING},
+    trainer_env=YIELDING,
     shares_memory=False,
 )

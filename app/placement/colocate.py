@@ -53,7 +53,7 @@ class Colocate:
         ended = time.perf_counter()
         seconds = {"generate": generated - started, "train": trained - generated, "sync": ended - trained}
         stale = staleness_metrics(collected.groups, self.version) if collected.groups else {}
-        recorder.samples(step, collected.groups)
+        recorder.samples(step, collected.groups, self.parts.sampler.tokenizer.decode)
         self.version = step
         recorder.log(step, {**stale, **spread, **self._metrics(collected, report, sync, seconds)})
 

@@ -45,7 +45,10 @@ def test_a_reloaded_export_is_bit_equal(
     for name, tensor in state(policy).items():
         assert torch.equal(theirs.state_dict()[name], tensor), name
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1 or file_bytes > 8192
-    assert load_tokenizer(tmp_path / "out")("1+2=")["input_ids"] == load_tokenizer(tmp_path / "source")("1+2=")["input_ids"]
+    assert (
+        load_tokenizer(tmp_path / "out")("1+2=")["input_ids"]
+        == load_tokenizer(tmp_path / "source")("1+2=")["input_ids"]
+    )
 
 
 def test_what_was_not_trained_is_copied_and_a_stale_tied_head_is_left_out(tmp_path: Path) -> None:
