@@ -1,6 +1,6 @@
 """Makes transformers importable beside a CPU build of torch.
 
-Every module of this application that needs transformers gets it from here; see app/device/torchvision.py for the reason.
+Every module of this application that needs transformers gets it from here; app/device/torchvision.py says why.
 """
 
 from functools import cache

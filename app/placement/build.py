@@ -54,9 +54,15 @@ async def _until_signal(work: Any) -> float:
 
 async def _run(config: RunConfig, device: Device, folder: Path, recorder: RunRecorder) -> float:
     from app.placement.colocate import Colocate
+    from app.placement.fully_async import FullyAsync
+    from app.placement.train import Conductor
 
+    stories: dict[PlacementKind, type[Conductor]] = {
+        PlacementKind.colocate: Colocate,
+        PlacementKind.fully_async: FullyAsync,
+    }
     async with build(config, device, folder, recorder) as parts:
-        return await Colocate(parts).run()
+        return await stories[config.placement.kind](parts).run()
 
 
 @asynccontextmanager
@@ -203,7 +209,7 @@ def _trainer(config: RunConfig, device: Device, path: Path, folder: Path, reserv
         seed=config.seed,
         logs=folder / "logs",
     )
-    make = ray.remote(concurrency_groups={"answers": 1})(TrainerRank)
+    make = ray.remote(concurrency_groups={"answers": 1})(TrainerRank)  # type: ignore[call-overload]
     environment = {"env_vars": dict(device.trainer_env)} if device.trainer_env else None
     actors = [
         make.options(runtime_env=environment, **reservation.rank_options(rank)).remote(spec, rank)

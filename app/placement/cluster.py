@@ -1,8 +1,8 @@
 """Ray: start or join a cluster, reserve the devices, and give all of it back.
 
-Devices are reserved in one placement group, so that a run has all of them or none. colocate: a bundle a device, shared by
-a trainer rank and the engine rank on the same card. fully_async: a bundle a trainer rank and a bundle an engine, of as
-many devices as it is wide, which keeps an engine on one node.
+Devices are reserved in one placement group, so that a run has all of them or none. colocate: a bundle a device, shared
+by a trainer rank and the engine rank on the same card. fully_async: a bundle a trainer rank and a bundle an engine, of
+as many devices as it is wide, which keeps an engine on one node.
 """
 
 import logging
@@ -68,7 +68,7 @@ def bundles(config: RunConfig, device: Device) -> list[dict[str, float]]:
 
 def connect(config: RunConfig, device: Device) -> None:
     """Start a local Ray, or join the cluster at `cluster.address`."""
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     os.environ.setdefault(
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
     )  # an actor without devices of its own sees them all
@@ -81,7 +81,7 @@ def connect(config: RunConfig, device: Device) -> None:
         return
     needed = sum(int(bundle.get("CPU", 0)) for bundle in bundles(config, device))
     cores = max(needed, os.cpu_count() or 1)  # on CPU a device is a share of the cores
-    npus = {device.resource: device.count()} if device.kind is DeviceKind.npu else {}
+    npus: dict[str, float] = {device.resource: device.count()} if device.kind is DeviceKind.npu else {}
     ray.init(
         num_cpus=cores,
         resources=npus,
@@ -100,7 +100,7 @@ def reserve(config: RunConfig, device: Device) -> Reservation:
         total, have = sum(bundle.get(device.resource, 0) for bundle in wanted), ray.cluster_resources()
         raise RunError(
             f"the run needs {total:g} {device.resource} (placement={config.placement.kind.name}), the cluster has "
-            f"{have.get(device.resource, 0):g}, of which {ray.available_resources().get(device.resource, 0):g} are free; "
-            f"waited cluster.timeout_s={config.cluster.timeout_s:.0f} s."
+            f"{have.get(device.resource, 0):g}, {ray.available_resources().get(device.resource, 0):g} of them free; waited "
+            f" cluster.timeout_s={config.cluster.timeout_s:.0f} s."
         )
     return Reservation(group, config, device)

@@ -26,7 +26,7 @@ async def evaluate(
 
 
 def measure(groups: Sequence[Group], samples: int) -> dict[str, float]:
-    """Accuracy (the mean over completions), mean reward and length, truncated fraction, and pass@k for several samples."""
+    """Accuracy (over completions), mean reward and length, truncated fraction; pass@k of several samples."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     right = [sum(correct(trajectory) for trajectory in group.trajectories) for group in groups]
     powers = [2**power for power in range(1, samples.bit_length()) if 2**power <= samples]

@@ -1,4 +1,4 @@
-"""`mode=plan`: who would sit on which device, and the batch arithmetic, on any machine and without starting anything."""
+"""`mode=plan`: who would sit on which device, and the batch arithmetic; on any machine, without starting anything."""
 
 from app.config import RunConfig
 from app.placement.schema import PlacementKind
@@ -55,7 +55,7 @@ def _step(config: RunConfig) -> list[str]:
     room = (placement.max_staleness + 1) * config.algorithm.prompts_per_step
     return [
         "Schedule: generation and training at the same time",
-        f"  staleness at most {placement.max_staleness} push(es); completions in flight at a push: {placement.in_flight.name}",
+        f"  staleness at most {placement.max_staleness} push(es); in flight at a push: {placement.in_flight.name}",
         f"  groups are trained on {'as they arrive' if config.stream else 'when all of a step are there'}",
         f"  buffer of {room} groups; correction: {config.correction.name}",
     ]

@@ -11,6 +11,10 @@ from app.tracking.timeline import Timeline
 from app.types import FinishReason, Group, GroupRequest, Prompt, Sampling, Trajectory
 
 
+class Aborted(EngineError):
+    """The completions of a prompt were aborted, by us or by the engine; they are partial and never trained on."""
+
+
 class Sampler:
     """Turns prompts into groups whose rewards are known."""
 
@@ -18,11 +22,11 @@ class Sampler:
         self.pool, self.scorer, self.tokenizer, self.timeline = pool, scorer, tokenizer, timeline
 
     async def group(self, prompt: Prompt, *, size: int, sampling: Sampling, version: int) -> Group:
-        """`size` scored trajectories of one prompt. Raises `EngineError` if one of them was aborted."""
+        """`size` scored trajectories of one prompt. Raises `Aborted` if one of them was."""
         with self.timeline.span("generate", prompt.id):
             completions = await self.pool.generate(GroupRequest(prompt.id, prompt.token_ids, size, sampling, version))
         if any(completion.finish_reason is FinishReason.abort for completion in completions):
-            raise EngineError(f"the completions of prompt {prompt.id} were aborted")
+            raise Aborted(f"the completions of prompt {prompt.id} were aborted")
         texts = self.tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
         trajectories = [Trajectory(prompt, c, text) for c, text in zip(completions, texts, strict=True)]
         with self.timeline.span("score", prompt.id):

@@ -148,9 +148,10 @@ class EngineHost:
     async def _or_failure(self, work: Awaitable[T]) -> T:
         """The work's result, or the engine's failure if that comes first."""
         assert self._failure is not None
-        task = asyncio.ensure_future(work)
+        task: asyncio.Future[T] = asyncio.ensure_future(work)
+        both: list[asyncio.Future[Any]] = [task, self._failure]
         try:
-            await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         finally:
             finished = task.done()
             if not finished:
@@ -190,8 +191,8 @@ class EngineHost:
                 waiting = ", ".join(list(self._running)[:5])
                 self._fail(
                     EngineError(
-                        f"{self.spec.name} made no progress for rollout.stall_timeout_s={self.spec.stall_timeout_s:.0f} s "
-                        f"with {len(self._running)} prompts in flight ({waiting})"
+                        f"{self.spec.name} made no progress for rollout.stall_timeout_s="
+                        f"{self.spec.stall_timeout_s:.0f} s with {len(self._running)} prompts in flight ({waiting})"
                     )
                 )
                 return

@@ -67,6 +67,7 @@ class SplitStep:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._version: int | None = None
+        self._old: dict[Key, torch.Tensor] = {}
         self._forget()
 
     @property
@@ -129,7 +130,7 @@ class SplitStep:
     def _forget(self) -> None:
         self._pending: list[Sample] = []
         self._groups: list[int] = []
-        self._old: dict[Key, torch.Tensor] = {}
+        self._old = {}
         self._now = Accumulated()
         self._total = Accumulated()
         self._updates = 0
@@ -280,7 +281,10 @@ def _reduce(mine: Accumulated) -> Accumulated:
     summed = total.tolist()
     seen, sums = summed[4 : 4 + len(names)], summed[4 + len(names) :]
     return Accumulated(
-        *summed[:4],
+        summed[0],
+        summed[1],
+        summed[2],
+        summed[3],
         {
             name: sign[name] * extremes[i].item() if tables.TABLE[name] in EXTREMES else sums[i]
             for i, name in enumerate(names)

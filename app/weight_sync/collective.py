@@ -129,7 +129,9 @@ class CollectiveSync:
         for index, bucket in enumerate(self._buckets):
             await self.ranks.call("sync", "send", index=index)
             last = index + 1 == len(self._buckets)
-            work = [self._receive(engine, bucket, version, last) for engine in self.engines]
+            work: list[Coroutine[Any, Any, Any]] = [
+                self._receive(engine, bucket, version, last) for engine in self.engines
+            ]
             if not last:
                 work.append(self.ranks.call("sync", "gather", index=index + 1))
             await self._together(f"bucket {index} of {len(self._buckets)}", *work)

@@ -7,7 +7,14 @@ never meet it, since that one prefixes its store differently.
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+from torch.distributed.distributed_c10d import (
+    Backend,
+    GroupName,
+    PrefixStore,
+    _new_process_group_helper,
+    _world,
+    rendezvous,
+)
 
 
 def join(*, backend: str, url: str, world_size: int, rank: int, name: str, timeout_s: float) -> dist.ProcessGroup:
@@ -21,7 +28,7 @@ def join(*, backend: str, url: str, world_size: int, rank: int, name: str, timeo
         [],
         Backend(backend),
         PrefixStore(name, store),
-        group_name=name,
+        group_name=GroupName(name),
         backend_options=None,
         timeout=timeout,
     )

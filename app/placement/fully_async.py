@@ -1,0 +1,156 @@
+"""fully_async: generation never waits for training, training never waits for the slowest completion.
+
+    producer   prompts ─ admission ─→ engines ─→ rewards ─→ buffer ((max_staleness + 1) · prompts_per_step groups)
+                 ↑ gate                                        │ staleness is checked here, when a group is taken
+    consumer     └── open ← push ← finish step ← feed groups ←─┘ as they arrive (stream) or when all are there
+
+A group is never trained on when its oldest token is more than `max_staleness` pushes old. Completions in flight at a
+push finish first (drain), or continue with a recomputed (retract) or the old cache (in_place).
+"""
+
+import asyncio
+import time
+
+from app.errors import RunError, TrainerError
+from app.placement.buffer import GroupBuffer
+from app.placement.metrics import Tally, step_metrics
+from app.placement.parts import Parts
+from app.placement.producer import Producer
+from app.placement.staleness import Admission
+from app.placement.train import Conductor
+from app.placement.watchdog import watch
+from app.types import Group, ScoredGroup, StepReport
+
+
+class FullyAsync(Conductor):
+    def __init__(self, parts: Parts, version: int = 0):
+        super().__init__(parts, version)
+        algorithm, placement = self.config.algorithm, self.config.placement
+        self.wanted = algorithm.prompts_per_step
+        self.admission = Admission.at(
+            version,
+            prompts_per_step=self.wanted,
+            max_staleness=placement.max_staleness,
+            max_in_flight=self.config.rollout.max_inflight_groups,
+            last_step=self.config.steps,
+        )
+        self.buffer = GroupBuffer((placement.max_staleness + 1) * self.wanted)
+        self.tally = Tally()
+        self.producer = Producer(parts, self.admission, self.buffer, self.tally)
+        self.steps_finished = 0
+        self._waited = 0.0  # seconds of this step in which the trainer had nothing to do
+
+    async def run(self) -> float:
+        """Train to the last step; returns the last evaluation's accuracy."""
+        await self.parts.sync.push(self.version)
+        await self.evaluate_first()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                others = [
+                    tasks.create_task(self.producer.run(), name="producer"),
+                    tasks.create_task(watch(self), name="watchdog"),
+                ]
+                await tasks.create_task(self._consume(), name="consumer")
+                for other in others:
+                    other.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+        return self.accuracy
+
+    async def _consume(self) -> None:
+        while not self.finished:
+            await self._step(self.version + 1)
+            await self.evaluate_if_due()
+            self.admission.gate_open = True
+            self.producer.look_again()
+
+    async def _step(self, step: int) -> None:
+        recorder, pool = self.parts.recorder, self.parts.pool
+        started, busy = time.perf_counter(), pool.busy_seconds()
+        self._waited = 0.0
+        with recorder.timeline.span("driver", "train", step=step):
+            scored, report = await self._train(step)
+        trained = time.perf_counter()
+        with recorder.timeline.span("driver", "sync", step=step):
+            self.admission.gate_open = False
+            await self.producer.abort_stale(step)
+            sync = await self.parts.sync.push(step)
+        ended = time.perf_counter()
+        trained_version, self.version = self.version, step
+        self.admission.push(step, missing=self.wanted - len(scored))
+        self.steps_finished += 1
+        total = ended - started
+        seconds = {
+            "step": total,
+            "generate": pool.busy_seconds() - busy,
+            "wait": self._waited,
+            "train": trained - started - self._waited,
+            "sync": ended - trained,
+        }
+        idle = {
+            "idle/trainer": (self._waited + seconds["sync"]) / total,
+            "idle/rollout": 1 - seconds["generate"] / total,
+        }
+        recorder.samples(step, [each.group for each in scored], self.parts.sampler.tokenizer.decode)
+        tally = self.tally.take()
+        line = step_metrics(scored, tally, report, sync, seconds, trained_version=trained_version)
+        recorder.log(step, {**line, **idle})
+
+    async def _train(self, step: int) -> tuple[list[ScoredGroup], StepReport]:
+        """One step of the split trainer. When it fails, what it was fed goes back to the head of the buffer."""
+        trainer, fed = self.parts.trainer, list[ScoredGroup]()
+        await trainer.begin_step(version=step)
+        try:
+            while len(fed) < self.wanted and not self._refilled_enough():
+                fresh = [self.scored(group) for group in await self._take(self.wanted - len(fed))]
+                fed += fresh
+                if self.config.stream and fresh:
+                    await trainer.train_groups(fresh)
+            self.require_groups(len(fed))
+            if not self.config.stream:
+                if self.config.algorithm.needs_old_logprobs:
+                    await trainer.old_logprobs(fed)
+                await trainer.train_groups(fed)
+            return fed, await trainer.finish_step()
+        except TrainerError:
+            self.buffer.put_back([each.group for each in fed])
+            await trainer.abort_step()
+            raise
+
+    async def _take(self, most: int) -> list[Group]:
+        """Groups fresh enough to be trained on now; staler ones are dropped, counted, their prompts sampled anew."""
+        started = time.perf_counter()
+        taken, stale = await self.buffer.take(most, usable=lambda group: self.admission.usable(group.oldest_version))
+        self._waited += time.perf_counter() - started
+        if stale:
+            self.tally.dropped += len(stale)
+            self.admission.give_back(len(stale))
+            self.parts.cursor.give_back([group.prompt.id for group in stale])
+            self.producer.look_again()
+        return taken
+
+    def _refilled_enough(self) -> bool:
+        """Whether dynamic sampling filtered so much that the step goes on with what is there."""
+        return len(self.tally.filtered) >= self.config.algorithm.max_refill_rounds * self.wanted
+
+    def situation(self) -> str:
+        """What everyone waits for, in one line."""
+        admission = self.admission
+        return (
+            f"step {self.version + 1}: {len(self.buffer)} groups in the buffer, {admission.in_flight} in flight "
+            f"({', '.join(list(self.producer.running)[:5])}), room for {admission.capacity} more, "
+            f"gate {'open' if admission.gate_open else 'shut'}"
+        )
+
+
+def first_failure(failures: BaseExceptionGroup) -> BaseException:
+    """The failure that ended the others: our own sentences before anything else, cancellations last."""
+    flat: list[BaseException] = []
+    waiting: list[BaseException] = [failures]
+    while waiting:
+        error = waiting.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            waiting += error.exceptions
+        else:
+            flat.append(error)
+    return min(flat, key=lambda error: (not isinstance(error, RunError), isinstance(error, asyncio.CancelledError)))

@@ -1,0 +1,82 @@
+"""The producing half of fully_async: admits prompts while staleness allows, and puts finished groups into the buffer.
+
+    cursor → admission → engines → reward workers → filter → buffer
+               ↑ capacity comes back: filtered, aborted, dropped, pushed
+
+What always holds: every dispatched group ends exactly once; a prompt whose group was aborted goes back to the cursor's
+head, so that no prompt is lost and long ones are not at a disadvantage. Back-pressure is at admission and nowhere else.
+"""
+
+import asyncio
+
+from app.algorithm.advantage import has_spread
+from app.placement.buffer import GroupBuffer
+from app.placement.metrics import Tally
+from app.placement.parts import Parts
+from app.placement.sampler import Aborted
+from app.placement.staleness import Admission
+from app.types import Group, Prompt
+
+
+class Producer:
+    def __init__(self, parts: Parts, admission: Admission, buffer: GroupBuffer, tally: Tally):
+        self.parts, self.admission, self.buffer, self.tally = parts, admission, buffer, tally
+        self.running: dict[str, int] = {}  # prompt id → version it was dispatched at
+        self._changed = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def run(self) -> None:
+        """Dispatch for ever; ends by being cancelled, or with the first failure of a group."""
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                while self.admission.capacity > 0:
+                    prompt = next(self.parts.cursor)
+                    self.admission.dispatch()
+                    self.running[prompt.id] = self.admission.version
+                    groups.create_task(self._group(prompt), name=f"group {prompt.id}")
+                self._changed.clear()
+                await self._changed.wait()
+
+    def look_again(self) -> None:
+        """Capacity may have changed."""
+        self._changed.set()
+
+    async def abort_stale(self, version: int) -> None:
+        """End the requests that could not be used any more once `version` is pushed."""
+        limit = version - self.admission.max_staleness
+        stale = [prompt_id for prompt_id, begun in self.running.items() if begun < limit]
+        if stale:
+            await self.parts.pool.broadcast("abort", stale)
+
+    async def _group(self, prompt: Prompt) -> None:
+        algorithm = self.parts.config.algorithm
+        try:
+            group = await self.parts.sampler.group(
+                prompt, size=algorithm.group_size, sampling=self.parts.sampling, version=self.admission.version
+            )
+        except Aborted:
+            self.tally.aborted += 1
+            self._ended(prompt)
+            self.parts.cursor.give_back([prompt.id])
+        except BaseException:
+            self._ended(prompt)
+            raise
+        else:
+            self._finished(prompt, group)
+        finally:
+            self.look_again()
+
+    def _finished(self, prompt: Prompt, group: Group) -> None:
+        if self.parts.config.algorithm.dynamic_sampling and not has_spread(group):
+            self.tally.filtered.append(group)
+            self._ended(prompt)
+            self.buffer.wake()  # the consumer may want to stop waiting for refills
+        else:
+            del self.running[prompt.id]
+            self.admission.accept()
+            self.buffer.put(group)
+
+    def _ended(self, prompt: Prompt) -> None:
+        del self.running[prompt.id]
+        self.admission.release()
