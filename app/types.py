@@ -1,6 +1,6 @@
 """What flows through a run: prompt → completion → trajectory → group → scored group → step report.
 
-Everything here is immutable and holds numpy arrays, so that it crosses process borders without torch and without copies.
+Everything here is immutable and holds numpy arrays: it crosses process borders without torch and without copies.
 `T` is the number of completion tokens, `P` of prompt tokens, `G` the group size.
 """
 

@@ -32,7 +32,7 @@ def ray_session() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def engine(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """One SGLang server with the tiny model, behind its host actor. Tests leave it resumed, idle, with these weights."""
+    """One SGLang server with the tiny model, behind its host actor. Tests leave it idle, with these weights."""
     started = make_engine(tiny_model, tmp_path_factory.mktemp("engine"))
     asyncio.run(started.start(300))
     yield started

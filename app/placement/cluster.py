@@ -7,6 +7,7 @@ as many devices as it is wide, which keeps an engine on one node.
 
 import logging
 import os
+import signal
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,15 @@ def connect(config: RunConfig, device: Device) -> None:
     os.environ.setdefault(
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
     )  # an actor without devices of its own sees them all
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it announces its default, token mode
+    ours = signal.getsignal(signal.SIGTERM)
+    try:
+        _init(config, device, quiet)
+    finally:
+        signal.signal(signal.SIGTERM, ours)  # Ray's own handler would exit without ending what the run started
+
+
+def _init(config: RunConfig, device: Device, quiet: dict[str, Any]) -> None:
     if config.cluster.address is not None:
         try:
             ray.init(address=config.cluster.address, **quiet)
@@ -99,8 +108,8 @@ def reserve(config: RunConfig, device: Device) -> Reservation:
         remove_placement_group(group)
         total, have = sum(bundle.get(device.resource, 0) for bundle in wanted), ray.cluster_resources()
         raise RunError(
-            f"the run needs {total:g} {device.resource} (placement={config.placement.kind.name}), the cluster has "
-            f"{have.get(device.resource, 0):g}, {ray.available_resources().get(device.resource, 0):g} of them free; waited "
-            f" cluster.timeout_s={config.cluster.timeout_s:.0f} s."
+            f"the run needs {total:g} {device.resource} (placement={config.placement.kind.name}), the cluster "
+            f"has {have.get(device.resource, 0):g}, {ray.available_resources().get(device.resource, 0):g} free; "
+            f"waited cluster.timeout_s={config.cluster.timeout_s:.0f} s."
         )
     return Reservation(group, config, device)

@@ -20,6 +20,7 @@ from app.types import Completion, EngineLoad, EnginePart, GroupRequest, InFlight
 HEALTH_POLL_SECONDS = 0.25
 STALL_POLL_SECONDS = 5.0
 IDLE_POLL_SECONDS = 0.02
+DEATH_SECONDS = 1.0  # from a broken connection to the news of the process that broke it
 MEMORY_TAGS = {EnginePart.weights: "weights", EnginePart.kv_cache: "kv_cache", EnginePart.graphs: "cuda_graph"}
 T = TypeVar("T")
 
@@ -156,6 +157,9 @@ class EngineHost:
             finished = task.done()
             if not finished:
                 task.cancel()
+        if task.done() and not task.cancelled() and isinstance(task.exception(), EngineError) and self._server:
+            # a broken connection is often the first sign of a death, whose own error says more
+            await asyncio.wait([self._failure], timeout=DEATH_SECONDS)
         if self._failure.done() and (not finished or task.exception() is not None):
             raise self._failure.result()
         return task.result()

@@ -1,7 +1,7 @@
 """What we add to SGLang, through its public entry points only: a platform for plain-torch CPUs.
 
-Inactive unless the server was started by us (`POSTTRAIN_ENGINE_DEVICE`), so that installing this package changes nothing
-for other uses of SGLang in the same environment.
+Inactive unless the server was started by us (`POSTTRAIN_ENGINE_DEVICE`), so that installing this package changes
+nothing for other uses of SGLang in the same environment.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The optimizer of one rank: AdamW or SGD over sharded float32 masters, linear warm-up, clipping, a guard against NaN."""
+"""The optimizer of one rank: AdamW or SGD over sharded float32 masters, warm-up, clipping, a guard against NaN."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Optimizer:
         self._skipped_in_a_row = 0
 
     def update(self, *, scale: float) -> Outcome:
-        """Scale the gradients, clip, step. A gradient that is not finite is skipped and counted; too many in a row end the run."""
+        """Scale the gradients, clip, step. One that is not finite is skipped; too many in a row raise an error."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         torch._foreach_mul_(gradients, scale)
         norm = grad_norm(gradients)

@@ -1,8 +1,8 @@
 """Which trajectory is computed by which rank in which pass, and the packed tensors of one pass.
 
 A pass is one forward and backward on every rank at the same time. Every rank plans for all of them from the same
-lengths, so the plans agree without talking. A bin holds up to `budget` tokens without padding; a longer trajectory has a
-bin of its own. Bins are balanced by cost, linear plus quadratic in length.
+lengths, so the plans agree without talking. A bin holds up to `budget` tokens without padding; a longer trajectory
+has a bin of its own. Bins are balanced by cost, linear plus quadratic in length.
 """
 
 import math

@@ -1,0 +1,161 @@
+"""The application end to end, with the real parts, as a user starts it."""
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.placement.runs import Run
+
+ALWAYS = [
+    "step",
+    "policy_version",
+    "reward/mean",
+    "reward/accuracy",
+    "loss/policy",
+    "grad_norm",
+    "lr",
+    "entropy",
+    "staleness/mean",
+    "staleness/max",
+    "mismatch/kl",
+    "tokens/completion",
+    "time/step",
+    "time/generate",
+    "time/train",
+    "time/sync",
+    "throughput/completion_tokens_per_second",
+]
+QUICK = ["eval.before_train=false", "data.arithmetic.eval_problems=20"]
+
+
+@pytest.fixture
+def start(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def start_run(*overrides: str) -> Run:
+        runs.append(Run(tmp_path, *overrides))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        run.end()
+
+
+def test_a_colocate_run_finishes_and_leaves_what_it_promises(start: Callable[..., Run]) -> None:
+    run = start("steps=3", *QUICK)
+    assert run.wait() == 0, run.text
+    assert run.gone_within(15), run.processes()
+    steps = [line for line in run.metrics() if "time/step" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    for line in steps:
+        assert set(ALWAYS) <= set(line)
+        assert line["policy_version"] == line["step"]
+        assert line["mismatch/kl"] < 1e-6
+        assert line["mismatch/abs_difference"] < 1e-4
+        assert line["ratio/max"] == pytest.approx(1.0)
+        assert line["staleness/max"] == 0
+        assert line["time/generate"] + line["time/train"] + line["time/sync"] == pytest.approx(line["time/step"])
+        assert line["sync/bytes"] > 100_000
+    summary = run.summary()
+    assert (summary["status"], summary["steps"]) == ("finished", 3)
+    assert 0 <= summary["eval/accuracy_last"] <= 1
+    sample = json.loads((run.folder / "samples" / "step_3.jsonl").read_text().splitlines()[0])
+    assert sample["reward"] in (0.0, 1.0)
+    for log in ("driver.log", "engine_0.log", "trainer_0.log"):
+        assert (run.folder / "logs" / log).exists()
+    assert (run.folder / "report.html").exists()
+
+
+def test_a_fully_async_run_never_trains_beyond_its_staleness_bound(start: Callable[..., Run]) -> None:
+    run = start("placement=fully_async", "steps=6", "placement.max_staleness=1", "placement.in_flight=in_place", *QUICK)
+    assert run.wait() == 0, run.text
+    assert run.gone_within(15), run.processes()
+    steps = [line for line in run.metrics() if "time/step" in line]
+    assert [line["policy_version"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert max(line["staleness/max"] for line in steps) <= 1
+    assert all(line["rollout/groups"] == 16 for line in steps)
+    assert run.summary()["status"] == "finished"
+
+
+def test_a_gsm8k_file_is_trained_on_with_template_and_math_verify(start: Callable[..., Run], tmp_path: Path) -> None:
+    rng = random.Random(0)
+    rows = []
+    for _ in range(40):
+        a, b = rng.randrange(10, 50), rng.randrange(10, 50)
+        rows.append({"question": f"Ann has {a} apples, Bob {b}. How many?", "answer": f"{a}+{b}={a + b}\n#### {a + b}"})
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = start("data=gsm8k", f"data.path={file}", "steps=1", "algorithm.prompts_per_step=4", *QUICK)
+    assert run.wait() == 0, run.text
+    line = next(line for line in run.metrics() if line["step"] == 1)
+    assert "reward/math" in line
+    sample = json.loads((run.folder / "samples" / "step_1.jsonl").read_text().splitlines()[0])
+    assert "boxed" in json.dumps(sample)
+
+
+def test_kill_9_of_the_driver_leaves_no_process(start: Callable[..., Run]) -> None:
+    run = start("steps=500", *QUICK)
+    run.wait_for_step(1)
+    names = " ".join(run.processes().values())
+    for part in ("app.rollout.launcher", "sglang::", "raylet", "gcs_server", "TrainerRank", "EngineHost"):
+        assert part in names
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait(10)
+    assert run.gone_within(15), run.processes()
+
+
+def test_a_killed_engine_ends_the_run_with_its_name_and_log(start: Callable[..., Run]) -> None:
+    run = start("steps=500", "recovery.engine_failures=0", *QUICK)
+    run.wait_for_step(1)
+    os.kill(run.pid_of("app.rollout.launcher"), signal.SIGKILL)
+    assert run.wait(60) == 1
+    assert run.gone_within(15), run.processes()
+    assert "engine 0" in run.last_lines
+    assert "SIGKILL" in run.text
+    assert "engine_0.log" in run.text
+    assert "Traceback" not in run.text
+    assert run.summary()["status"] == "failed"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_so_and_leaves_nothing(start: Callable[..., Run], number: signal.Signals) -> None:
+    run = start("steps=500", *QUICK)
+    run.wait_for_step(1)
+    os.kill(run.process.pid, number)
+    assert run.wait(30) == 130
+    assert run.gone_within(15), run.processes()
+    assert run.summary()["status"] == "interrupted"
+    assert f"interrupted by {number.name}" in run.last_lines
+
+
+@pytest.mark.soak
+def test_a_killed_trainer_rank_ends_the_run_with_its_name(start: Callable[..., Run]) -> None:
+    run = start("steps=500", "recovery.max_restarts=0", *QUICK)
+    run.wait_for_step(1)
+    os.kill(run.pid_of("TrainerRank"), signal.SIGKILL)
+    assert run.wait(60) == 1
+    assert run.gone_within(15), run.processes()
+    assert "trainer rank 0 died" in run.last_lines
+    assert "Traceback" not in run.text
+    assert run.summary()["status"] == "failed"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_quickstart_learns(start: Callable[..., Run], seed: int) -> None:
+    run = start(f"seed={seed}")
+    assert run.wait(800) == 0, run.text
+    summary = run.summary()
+    assert summary["eval/accuracy_first"] < 0.5
+    assert summary["eval/accuracy_last"] >= 0.9
+    steps = [line for line in run.metrics() if "time/step" in line]
+    assert max(line["mismatch/kl"] for line in steps) < 1e-6
+    assert float(np.median([line["time/step"] for line in steps])) > 0

@@ -1,0 +1,90 @@
+"""Every bad input ends with one sentence that names the key, exit code 2, no traceback, and no output folder."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMPOSED = [  # overrides, what the sentence must contain
+    (["model=foo"], ["model/foo", "tiny", "qwen35_9b"]),
+    (["steps=abc"], ["steps=abc", "Integer"]),
+    (["stepz=3"], ["stepz", "did you mean steps"]),
+    (["+stepz=3"], ["stepz", "did you mean steps"]),
+    (["+rollout.temprature=1"], ["rollout.temprature", "rollout.temperature"]),
+    (["mode=foo"], ["mode=foo", "train", "plan"]),
+    (["placement.in_flight=later"], ["placement.in_flight=later", "drain"]),
+    (["algorithm.group_size=1"], ["algorithm.group_size=1", "at least 2"]),
+    (["steps=0"], ["steps=0", "at least 1"]),
+    (["algorithm.prompts_per_step=-4"], ["algorithm.prompts_per_step=-4", "at least 1"]),
+    (["rollout.temperature=-1"], ["rollout.temperature=-1.0", "above 0"]),
+    (["trainer.lr=0"], ["trainer.lr=0.0", "above 0"]),
+    (["algorithm.updates_per_step=5"], ["algorithm.updates_per_step=5", "divisor"]),
+    (["algorithm.kl_coefficient=0.1"], ["algorithm.kl_coefficient=0.1", "algorithm.kl"]),
+    (["algorithm.dual_clip=0.5"], ["algorithm.dual_clip=0.5", "above 1"]),
+    (["rollout.tensor_parallel=2"], ["rollout.tensor_parallel=2", "placement.devices=1"]),
+    (["placement.max_staleness=1"], ["placement.max_staleness=1", "placement=colocate"]),
+    (["placement=fully_async", "placement.stream=on", "algorithm.updates_per_step=2"], ["placement.stream=on", "auto"]),
+    (["model.path=/no/such/model"], ["model.path=/no/such/model", "directory"]),
+    (["tracking.use=[foo]"], ["tracking.use=foo", "wandb"]),
+    (["device=cuda"], ["device=cuda", "device=cpu"]),
+    (["device=npu"], ["device=npu", "device=cpu"]),
+]
+
+
+def run(*overrides: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "app", *overrides, f"hydra.run.dir={folder / 'run'}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def assert_one_sentence(result: subprocess.CompletedProcess[str], wanted: list[str], folder: Path) -> None:
+    assert result.returncode == 2, result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    for part in wanted:
+        assert part in lines[0]
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(("overrides", "wanted"), COMPOSED, ids=[" ".join(case[0]) for case in COMPOSED])
+def test_a_wrong_setting_gets_one_sentence(overrides: list[str], wanted: list[str], tmp_path: Path) -> None:
+    assert_one_sentence(run(*overrides, folder=tmp_path), wanted, tmp_path)
+
+
+def write_rows(path: Path, rows: list[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_data_file_that_is_missing_empty_or_lacks_its_answers_gets_one_sentence(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    missing = ["data=gsm8k", f"data.path={tmp_path / 'none.jsonl'}"]
+    assert_one_sentence(run(*missing, folder=tmp_path), ["data.path", "none.jsonl"], tmp_path)
+    empty = write_rows(tmp_path / "empty.jsonl", [])
+    assert_one_sentence(
+        run("data=gsm8k", f"data.path={empty}", folder=tmp_path), ["data.path", "empty.jsonl"], tmp_path
+    )
+    bare = write_rows(tmp_path / "bare.jsonl", [{"question": "1+1?"}, {"question": "1+2?"}])
+    assert_one_sentence(run("data=gsm8k", f"data.path={bare}", folder=tmp_path), ["data.answer", "answer"], tmp_path)
+
+
+def test_when_all_prompts_are_too_long_the_sentence_names_the_limit(tmp_path: Path, tiny_model: Path) -> None:
+    result = run("rollout.max_prompt_tokens=2", folder=tmp_path)
+    assert_one_sentence(result, ["rollout.max_prompt_tokens"], tmp_path)
+
+
+def test_a_busy_port_gets_one_sentence(tmp_path: Path, tiny_model: Path) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        result = run(f"rollout.port={port}", folder=tmp_path)
+    assert_one_sentence(result, [f"rollout.port={port}", "in use"], tmp_path)
