@@ -44,14 +44,14 @@ def pack(sequences: list[Tensor], prompt: int = 2) -> Batch:
         for start, sequence in zip(starts, sequences, strict=False)
         for place in range(prompt, len(sequence))
     ]
-    packed = torch.cat(sequences)
+    packed, places = torch.cat(sequences), torch.tensor(predict, dtype=torch.int64)
     return Batch(
         sequences=sequences,
         input_ids=packed[None],
         position_ids=torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None],
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
-        predict=torch.tensor(predict),
-        targets=packed[torch.tensor(predict) + 1],
+        predict=places,
+        targets=packed[places + 1],
     )
 
 

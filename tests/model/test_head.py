@@ -20,9 +20,10 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_logprobs_and_entropies_equal_a_loop_over_tokens() -> None:
     hidden, weight, targets = inputs()
-    logprobs, entropies = token_logprobs(hidden, weight, targets, TEMPERATURE, chunk_tokens=4)
+    with torch.no_grad():
+        logprobs, entropies = token_logprobs(hidden, weight, targets, TEMPERATURE, chunk_tokens=4)
     for token in range(TOKENS):
-        scores = [float(hidden[token] @ weight[word]) / TEMPERATURE for word in range(VOCABULARY)]
+        scores = [float(hidden[token].detach() @ weight[word].detach()) / TEMPERATURE for word in range(VOCABULARY)]
         total = sum(math.exp(score) for score in scores)
         probabilities = [math.exp(score) / total for score in scores]
         assert float(logprobs[token]) == pytest.approx(math.log(probabilities[targets[token]]), abs=1e-12)
