@@ -22,6 +22,7 @@ from app.model.checkpoint import Checkpoint, match, open_checkpoint
 from app.model.hub import transformers
 from app.model.policy import PolicyModel
 
+FLOAT32 = ("A_log", "dt_bias")  # decays of linear attention: their exponential amplifies what bf16 rounds away
 Owners = list[tuple[nn.Module, str]]
 
 
@@ -112,8 +113,43 @@ def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _shard(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in policy.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
+        _shard_layer(layer, mesh, precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
+
+
+def _shard_layer(layer: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
+    """One group per layer; a second one of its own precision for the parameters that stay in float32.
+
+    A precision belongs to a group, and a group to modules, so the layer's other modules become a group of their own
+    and the layer's group keeps what they leave: a few hundred numbers.
+    """
+    if precision.param_dtype == torch.float32 or not any(name in FLOAT32 for _, name in _own_parameters(layer)):
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+        return
+    fully_shard(_beside_float32(layer), mesh=mesh, mp_policy=precision)
+    exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(layer, mesh=mesh, mp_policy=exact)
+
+
+def _beside_float32(module: nn.Module) -> list[nn.Module]:
+    """The largest modules within this one without a float32 parameter, in the order of their registration.
+
+    Not a convolution: mixers read its weight without calling it, and a group follows its modules' calls.
+    """
+    found: list[nn.Module] = []
+    for child in module.children():
+        if any(name in FLOAT32 for _, name in _own_parameters(child)):
+            found += _beside_float32(child)
+        elif not isinstance(child, nn.Conv1d):
+            found.append(child)
+    return found
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Every parameter as the module that holds it and its name there."""
+    for holder in module.modules():
+        for name in holder._parameters:
+            yield holder, name
 
 
 @torch.no_grad()

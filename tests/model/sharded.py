@@ -16,24 +16,29 @@ from app.model.policy import named_checkpoint_tensors
 from tests.model.support import batch, weights
 
 Result = dict[str, Any]
+Runs = list[list[Result]]  # by options, by model
 
 
-def run(paths: list[Path], ranks: int, out: Path, **options: Any) -> list[Result]:
-    """Load, forward and backward each model on `ranks` gloo ranks."""
+def run(paths: list[Path], out: Path, options: list[dict[str, Any]]) -> dict[int, Runs]:
+    """Load, forward and backward each model with each set of `load`'s options, on one gloo rank and on two."""
     rendezvous = out.with_suffix(".rendezvous")
-    mp.spawn(_rank, (ranks, rendezvous, paths, out, options), nprocs=ranks, join=True)  # type: ignore[attr-defined]
+    mp.spawn(_rank, (rendezvous, paths, out, options), nprocs=2, join=True)  # type: ignore[attr-defined]
     return torch.load(out)
 
 
-def _rank(rank: int, ranks: int, rendezvous: Path, paths: list[Path], out: Path, options: dict[str, Any]) -> None:
+def _rank(rank: int, rendezvous: Path, paths: list[Path], out: Path, options: list[dict[str, Any]]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     try:
-        mesh = init_device_mesh("cpu", (ranks,))
-        results = [_one(path, mesh, options) for path in paths]
+        alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "ranks"))["ranks"]
+        together = init_device_mesh("cpu", (2,))
+        runs = {
+            mesh.size(): [[_one(path, mesh, chosen) for path in paths] for chosen in options]
+            for mesh in (alone, together)
+        }
         if rank == 0:
-            torch.save(results, out)
+            torch.save(runs, out)
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -42,9 +47,10 @@ def _rank(rank: int, ranks: int, rendezvous: Path, paths: list[Path], out: Path,
 def _one(path: Path, mesh: Any, options: dict[str, Any]) -> Result:
     """Each rank computes the whole batch: FSDP2 averages gradients over ranks, so they stay those of one rank."""
     policy = load(path, mesh=mesh, device="cpu", **options)
+    compute: dict[str, str] = {}
+    policy.layers[0].mlp.register_forward_pre_hook(lambda *_: compute.update(_dtypes(policy.layers[0])))
     given = batch(101)
     logprobs, entropies = policy(**given.inputs, temperature=0.7, chunk_tokens=7)
-    compute = {name: str(p.dtype) for name, p in policy.causal_lm.named_parameters(remove_duplicate=False)}
     (logprobs * weights(given)).sum().backward()
     tensors, gradients, local_rows = {}, {}, {}
     for name, parameter in named_checkpoint_tensors(policy):
@@ -60,6 +66,11 @@ def _one(path: Path, mesh: Any, options: dict[str, Any]) -> Result:
         "local_rows": local_rows,
         "compute": compute,
     }
+
+
+def _dtypes(layer: torch.nn.Module) -> dict[str, str]:
+    """What a layer's parameters are while it computes."""
+    return {name: str(parameter.dtype) for name, parameter in layer.named_parameters()}
 
 
 def _full(tensor: Any) -> Tensor:

@@ -1,10 +1,13 @@
 """Random models and packed batches for the tests of `app.model`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.model import characters
@@ -71,6 +74,45 @@ def save_qwen3(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
         dtype="float32",
     )
     return _save(transformers().Qwen3ForCausalLM, config, folder, seed)
+
+
+def save_qwen35(folder: Path, *, seed: int = 0) -> Path:
+    """A random Qwen3.5 in the hub's layout: text model nested, with a vision tower and multi-token prediction."""
+    text = {
+        "vocab_size": 101,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,  # three of linear attention, one of full attention
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]},
+    }
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = transformers().Qwen3_5Config(
+        text_config=text,
+        vision_config=vision | {"num_position_embeddings": 16},
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    _save(transformers().Qwen3_5ForConditionalGeneration, config, folder, seed)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"mtp.fc.weight": torch.ones(2, 3)}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+SAVE: dict[str, Callable[[Path], Path]] = {
+    "tied": save_qwen3,
+    "untied": partial(save_qwen3, tied=False),
+    "qwen35": save_qwen35,
+}
 
 
 def _save(kind: Any, config: Any, folder: Path, seed: int) -> Path:

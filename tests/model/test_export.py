@@ -14,7 +14,7 @@ from app.model.export import export
 from app.model.hub import transformers
 from app.model.load import load
 from app.model.policy import PolicyModel, named_checkpoint_tensors
-from tests.model.support import batch, save_qwen3
+from tests.model.support import batch, save_qwen3, save_qwen35
 
 
 def trained(path: Path) -> PolicyModel:
@@ -82,3 +82,23 @@ def test_a_used_directory_and_an_unknown_tensor_are_refused_and_leave_nothing(tm
     with pytest.raises(RunError, match="is not empty"):
         export(source, [], source, None)
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+
+
+def test_qwen35_keeps_the_hub_names_and_what_only_the_hub_has(tmp_path: Path) -> None:
+    source = save_qwen35(tmp_path / "source")
+    policy = trained(source)
+    names = list(state(policy))
+    assert "model.language_model.layers.0.linear_attn.A_log" in names
+    assert "lm_head.weight" in names
+    export(source, state(policy).items(), tmp_path / "out")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "out"))
+    assert before.keys() == after.keys()
+    for name in before:
+        assert torch.equal(before[name], after[name]) is (name not in names), name
+    again = load(tmp_path / "out", mesh=None, device="cpu")
+    given = batch(101).inputs
+    assert torch.equal(again(**given, temperature=1.0)[0], policy(**given, temperature=1.0)[0])
+    whole = transformers().AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    assert torch.equal(
+        whole.state_dict()["model.language_model.norm.weight"], after["model.language_model.norm.weight"]
+    )

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from app.model.load import load
-from app.model.policy import PolicyModel, named_checkpoint_tensors
-from tests.model.support import batch, pack, reference, relative, save_qwen3, weights
+from app.model.policy import PolicyModel
+from tests.model.support import SAVE, batch, pack, reference, relative, weights
 
 TEMPERATURE = 0.7
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=SAVE)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3(tmp_path_factory.mktemp("qwen3"), tied=request.param)
+    return SAVE[request.param](tmp_path_factory.mktemp(request.param))
 
 
 def plain(path: Path, **options: bool) -> PolicyModel:
@@ -40,7 +40,7 @@ def test_packed_gradients_equal_the_sum_over_sequences_alone(path: Path, checkpo
     ours, _ = policy(**given.inputs, temperature=TEMPERATURE, chunk_tokens=7)
     (ours * weights(given)).sum().backward()
     theirs = dict(model.named_parameters())
-    for name, parameter in named_checkpoint_tensors(policy):
+    for name, parameter in policy.causal_lm.named_parameters():
         assert relative(parameter.grad, theirs[name].grad) < 1e-5, name
 
 

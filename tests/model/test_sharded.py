@@ -8,22 +8,32 @@ import torch
 from app.model.load import load
 from app.model.policy import named_checkpoint_tensors
 from tests.model import sharded
-from tests.model.support import batch, relative, save_qwen3, weights
+from tests.model.support import SAVE, batch, relative, weights
 
-KINDS = ("tied", "untied")
+KINDS = tuple(SAVE)
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return [save_qwen3(tmp_path_factory.mktemp(kind), tied=kind == "tied") for kind in KINDS]
+    return [SAVE[kind](tmp_path_factory.mktemp(kind)) for kind in KINDS]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def results(
-    request: pytest.FixtureRequest, paths: list[Path], tmp_path_factory: pytest.TempPathFactory
-) -> list[sharded.Result]:
-    out = tmp_path_factory.mktemp("results") / "results.pt"
-    return sharded.run(paths, request.param, out, activation_checkpointing=request.param == 2)
+@pytest.fixture(scope="module")
+def all_runs(paths: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[int, sharded.Runs]:
+    options = [{}, {"compute_dtype": torch.bfloat16, "activation_checkpointing": True}]
+    return sharded.run(paths, tmp_path_factory.mktemp("runs") / "runs.pt", options)
+
+
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+def runs(request: pytest.FixtureRequest, all_runs: dict[int, sharded.Runs]) -> sharded.Runs:
+    """In float32; in bf16 with activation checkpointing."""
+    return all_runs[request.param]
+
+
+@pytest.fixture
+def results(runs: sharded.Runs) -> list[sharded.Result]:
+    """In float32, by kind of model."""
+    return runs[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,7 +55,35 @@ def test_shards_give_the_same_logprobs_and_gradients_as_a_plain_module(
 
 
 def test_a_tied_head_is_one_parameter_and_each_rank_holds_its_rows(results: list[sharded.Result]) -> None:
-    tied, untied = results
+    tied, untied, _ = results
     assert "lm_head.weight" not in tied["tensors"]
     assert "lm_head.weight" in untied["tensors"]
     assert untied["local_rows"]["lm_head.weight"] in (101, 51)  # of 101: all, or the larger half
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_shards_equal_a_plain_module_of_bf16_parameters(kind: str, paths: list[Path], runs: sharded.Runs) -> None:
+    exact, mixed = (results[KINDS.index(kind)] for results in runs)
+    policy = load(paths[KINDS.index(kind)], mesh=None, device="cpu")
+    for name, parameter in policy.named_parameters():
+        if not name.endswith(("A_log", "dt_bias", "conv1d.weight")):
+            parameter.data = parameter.data.bfloat16()
+    given = batch(101)
+    logprobs, _ = policy(**given.inputs, temperature=0.7, chunk_tokens=7)
+    (logprobs * weights(given)).sum().backward()
+    assert mixed["logprobs"].dtype == torch.float32
+    assert relative(mixed["logprobs"], logprobs.detach()) < 1e-6
+    for name, parameter in named_checkpoint_tensors(policy):
+        gradient = mixed["gradients"][name]
+        assert gradient.dtype == mixed["tensors"][name].dtype == torch.float32
+        assert torch.equal(mixed["tensors"][name], exact["tensors"][name]), name
+        assert relative(gradient, parameter.grad.float()) < 1e-3, name
+
+
+def test_decays_of_linear_attention_compute_in_float32_beside_bf16(runs: sharded.Runs) -> None:
+    exact, mixed = (results[KINDS.index("qwen35")] for results in runs)
+    assert set(exact["compute"].values()) == {"torch.float32"}
+    kept = {name: dtype for name, dtype in mixed["compute"].items() if dtype == "torch.float32"}
+    assert {name.rpartition(".")[2] for name in kept if "conv1d" not in name} == {"A_log", "dt_bias"}
+    assert mixed["compute"]["linear_attn.in_proj_qkv.weight"] == "torch.bfloat16"
+    assert mixed["compute"]["mlp.up_proj.weight"] == "torch.bfloat16"

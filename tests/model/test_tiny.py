@@ -47,7 +47,7 @@ def test_the_same_seed_makes_the_same_bytes_whatever_the_caller_did_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warmup, "SKILL_STEPS", 12)
-    monkeypatch.setattr(warmup, "_form_habit", lambda *_: 0.3)
+    monkeypatch.setattr(warmup, "MORE_ROUNDS", 0)
     loose = TinyConfig(accuracy_low=1e-9, accuracy_high=0.999)
     monkeypatch.setattr(warmup, "greedy_accuracy", lambda *_: 0.3)
     folders = []

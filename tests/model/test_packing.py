@@ -1,0 +1,66 @@
+"""Padding and unpadding are inverses, and each one's gradient is the other."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.model.packing import FILLED, Packing
+from app.model.policy import packs_sequences
+from tests.model.support import save_qwen3, save_qwen35
+
+
+def packing(lengths: list[int]) -> Packing:
+    return Packing.of(torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_every_token_comes_back_and_padding_stands_to_the_right(lengths: list[int]) -> None:
+    layout = packing(lengths)
+    tokens = torch.arange(sum(lengths), dtype=torch.float64)[:, None]
+    rows = [row for bucket in layout.pad(tokens) for row in bucket[:, :, 0].tolist()]
+    starts = {sum(lengths[:sequence]): length for sequence, length in enumerate(lengths)}
+    assert sorted(row[0] for row in rows) == sorted(starts)
+    for row in rows:
+        length = starts[row[0]]
+        assert row == [row[0] + min(place, length - 1) for place in range(len(row))]
+        assert length >= FILLED * len(row)
+    assert torch.equal(layout.unpad(layout.pad(tokens)), tokens)
+
+
+def test_gradients_equal_those_of_torch_indexing_with_padding_left_out() -> None:
+    layout = packing([3, 1, 7, 6])
+    x = torch.randn(17, 2, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(17, 2, dtype=torch.float64)
+    layout.unpad([bucket.sin() for bucket in layout.pad(x)]).mul(weights).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, x.detach().cos() * weights, rtol=1e-12, atol=1e-12)
+
+
+def test_garbage_at_padding_reaches_nothing() -> None:
+    layout = packing([4, 3])
+    x = torch.ones(7, 1, requires_grad=True)
+    (bucket,) = layout.pad(x)
+    poisoned = bucket.masked_fill(~layout.real.view(2, 4, 1), torch.nan)
+    layout.unpad([poisoned]).sum().backward()
+    assert x.grad is not None
+    assert x.grad.flatten().tolist() == [1.0] * 7
+
+
+@pytest.mark.parametrize("borders", [[0], [0, 3, 3], [1, 4]])
+def test_wrong_borders_are_refused(borders: list[int]) -> None:
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        Packing.of(torch.tensor(borders))
+
+
+def test_linear_attention_is_packed_only_where_borders_are_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from app.model.hub import transformers
+
+    full, linear = (
+        transformers().AutoConfig.from_pretrained(save(tmp_path_factory.mktemp("model")))
+        for save in (save_qwen3, save_qwen35)
+    )
+    assert packs_sequences(full, "flash_attention_2")
+    assert packs_sequences(linear, "packed_sdpa")
+    assert not packs_sequences(linear, "flash_attention_2")
