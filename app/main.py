@@ -43,12 +43,12 @@ class Validate(Callback):
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         try:
             resolved = configuration.resolve(config)
-            _refuse_unbuilt(resolved)
             if resolved.mode is Mode.plan:
                 from app.placement.plan import describe
 
                 sys.stdout.write(describe(resolved) + "\n")
                 raise SystemExit(0)
+            _refuse_unbuilt(resolved)
             from app.placement.prepare import prepare
 
             prepare(resolved, doing=lambda _: None)

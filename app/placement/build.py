@@ -8,15 +8,20 @@ import secrets
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.config import RunConfig
+from app.config import Mode, RunConfig
 from app.device import Device, device_of
 from app.device.schema import DeviceKind
 from app.errors import Interrupted, RunError
+from app.placement.fully_async import first_failure
 from app.placement.parts import Parts
+from app.placement.prepare import Prepared, prepare
+from app.placement.sampler import Sampler
 from app.placement.schema import PlacementKind
+from app.rollout.pool import EnginePool
 from app.tracking.recorder import RunRecorder
 
 log = logging.getLogger(__name__)
@@ -54,6 +59,7 @@ async def _until_signal(work: Any) -> float:
 
 async def _run(config: RunConfig, device: Device, folder: Path, recorder: RunRecorder) -> float:
     from app.placement.colocate import Colocate
+    from app.placement.evaluate import evaluate_alone
     from app.placement.fully_async import FullyAsync
     from app.placement.train import Conductor
 
@@ -61,23 +67,59 @@ async def _run(config: RunConfig, device: Device, folder: Path, recorder: RunRec
         PlacementKind.colocate: Colocate,
         PlacementKind.fully_async: FullyAsync,
     }
+    if config.mode is Mode.eval:
+        async with rollout_side(config, device, folder, recorder) as side:
+            return await evaluate_alone(side.sampler, side.prepared.prompts.evals, config, recorder)
     async with build(config, device, folder, recorder) as parts:
         return await stories[config.placement.kind](parts).run()
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSide:
+    """What generates and scores: enough for an evaluation."""
+
+    prepared: Prepared
+    reservation: Any
+    engines: list[Any]
+    pool: EnginePool
+    sampler: Sampler
 
 
 @asynccontextmanager
 async def build(config: RunConfig, device: Device, folder: Path, recorder: RunRecorder) -> AsyncIterator[Parts]:
     """All parts, started; all of them ended when the block is left."""
     from app.offload.trainer import Offload
+
+    async with contextlib.AsyncExitStack() as stack:
+        side = await stack.enter_async_context(rollout_side(config, device, folder, recorder, wait=False))
+        trainer = _trainer(config, device, side.prepared.model_path, folder, side.reservation)
+        stack.callback(_kill_ranks, trainer)
+        await _together(trainer.setup(), *_starts(config, side.engines))
+        await trainer.attach("offload", Offload)
+        sync = _sync(config, device, trainer, side.engines)
+        await sync.prepare()
+        yield Parts(
+            config=config,
+            trainer=trainer,
+            pool=side.pool,
+            sync=sync,
+            sampler=side.sampler,
+            cursor=side.prepared.prompts.train,
+            evals=side.prepared.prompts.evals,
+            recorder=recorder,
+        )
+
+
+@asynccontextmanager
+async def rollout_side(
+    config: RunConfig, device: Device, folder: Path, recorder: RunRecorder, *, wait: bool = True
+) -> AsyncIterator[RolloutSide]:
+    """Ray, engines and reward workers. Without `wait` the engines are left to be started with the trainer."""
     from app.placement import cluster
-    from app.placement.prepare import prepare
-    from app.placement.sampler import Sampler
     from app.reward.scorer import Scorer
-    from app.rollout.pool import EnginePool
 
     async with contextlib.AsyncExitStack() as stack:
         prepared = prepare(config, recorder.doing)
-        path, prompts = prepared.model_path, prepared.prompts
         scorer = Scorer(
             config.reward,
             step_trajectories=config.algorithm.trajectories_per_step,
@@ -88,26 +130,19 @@ async def build(config: RunConfig, device: Device, folder: Path, recorder: RunRe
         stack.callback(_shutdown_ray)
         cluster.connect(config, device)
         reservation = cluster.reserve(config, device)
-        recorder.doing(f"starting {config.engines} engine(s) and {config.placement.trainer_ranks} trainer rank(s)")
-        engines = _engines(config, device, path, folder, reservation)
+        trained = "" if wait else f" and {config.placement.trainer_ranks} trainer rank(s)"
+        recorder.doing(f"starting {config.engines} engine(s){trained}")
+        engines = _engines(config, device, prepared.model_path, folder, reservation)
         stack.push_async_callback(_stop_engines, engines)
-        trainer = _trainer(config, device, path, folder, reservation)
-        stack.callback(_kill_ranks, trainer)
-        await _together(trainer.setup(), *(engine.start(config.rollout.start_timeout_s) for engine in engines))
-        await trainer.attach("offload", Offload)
-        sync = _sync(config, device, trainer, engines)
-        await sync.prepare()
+        if wait:
+            await _together(*_starts(config, engines))
         pool = EnginePool(engines)
-        yield Parts(
-            config=config,
-            trainer=trainer,
-            pool=pool,
-            sync=sync,
-            sampler=Sampler(pool, scorer, prepared.tokenizer, recorder.timeline),
-            cursor=prompts.train,
-            evals=prompts.evals,
-            recorder=recorder,
-        )
+        sampler = Sampler(pool, scorer, prepared.tokenizer, recorder.timeline)
+        yield RolloutSide(prepared, reservation, engines, pool, sampler)
+
+
+def _starts(config: RunConfig, engines: list[Any]) -> list[Any]:
+    return [engine.start(config.rollout.start_timeout_s) for engine in engines]
 
 
 def _engines(config: RunConfig, device: Device, path: Path, folder: Path, reservation: Any) -> list[Any]:
@@ -233,9 +268,12 @@ def _sync(config: RunConfig, device: Device, trainer: Any, engines: list[Any]) -
 
 async def _together(*work: Any) -> None:
     """All of it; the first failure is raised and the rest is cancelled."""
-    async with asyncio.TaskGroup() as group:
-        for each in work:
-            group.create_task(each)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for each in work:
+                group.create_task(each)
+    except BaseExceptionGroup as failures:
+        raise first_failure(failures) from None
 
 
 async def _stop_engines(engines: list[Any]) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from app.algorithm.metrics import correct, pass_at_k
 from app.config import RunConfig
 from app.placement.sampler import Sampler
+from app.tracking.recorder import RunRecorder
 from app.types import Group, Prompt, Sampling
 
 
@@ -23,6 +24,16 @@ async def evaluate(
         kept[name] = [group async for group in stream]
         results[name] = measure(kept[name], settings.samples)
     return results, kept
+
+
+async def evaluate_alone(
+    sampler: Sampler, sets: Mapping[str, Sequence[Prompt]], config: RunConfig, recorder: RunRecorder
+) -> float:
+    """`mode=eval`: every set once, with samples written; returns the mean accuracy over the sets."""
+    results, groups = await evaluate(sampler, sets, config, version=0)
+    recorder.evaluated(0, results)
+    recorder.samples(0, [group for kept in groups.values() for group in kept], sampler.tokenizer.decode)
+    return sum(metrics["accuracy"] for metrics in results.values()) / len(results)
 
 
 def measure(groups: Sequence[Group], samples: int) -> dict[str, float]:

@@ -1,10 +1,21 @@
 """What the design names and is not built yet: refused at start, so that nobody runs something else unknowingly."""
 
 from app.config import Mode, RunConfig
+from app.device.schema import DeviceKind
 from app.errors import ConfigError
+from app.placement.schema import PlacementKind
 
 
 def refuse(config: RunConfig) -> None:
     """Raise `ConfigError` with one sentence where the configuration asks for what is not built yet."""
-    if config.mode not in (Mode.train, Mode.plan):
-        raise ConfigError(f"mode={config.mode.name} is not built yet: use mode=train or mode=plan.")
+    built = (Mode.train, Mode.eval, Mode.plan)
+    if config.mode not in built:
+        raise ConfigError(f"mode={config.mode.name} is not built yet: use {', '.join(mode.name for mode in built)}.")
+    if config.resume != "never" or config.checkpoint.every or config.checkpoint.export:
+        raise ConfigError("resume, checkpoint.every and checkpoint.export are not built yet: leave them as they are.")
+    shared = config.placement.kind is PlacementKind.colocate and config.device.kind is not DeviceKind.cpu
+    if shared and (config.offload.engine or config.offload.trainer):
+        raise ConfigError(
+            f"offload.engine and offload.trainer are not built yet for device={config.device.kind.name}: "
+            "set both to false, or use placement=fully_async."
+        )
