@@ -16,7 +16,7 @@ from app.trainer.schema import TrainerConfig
 class Outcome:
     """What an update did."""
 
-    applied: bool  # False: the gradient was not finite, nothing was changed
+    applied: bool  # False: the gradient was not finite, or there was none; nothing was changed
     grad_norm: float  # before clipping
     lr: float  # the one that was used
 
@@ -34,9 +34,11 @@ class Optimizer:
     def update(self, *, scale: float) -> Outcome:
         """Scale the gradients, clip, step. One that is not finite is skipped; too many in a row raise an error."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        lr = self.lr()
+        if not gradients:  # a step without trajectories, on every rank
+            return Outcome(False, 0.0, lr)
         torch._foreach_mul_(gradients, scale)
         norm = grad_norm(gradients)
-        lr = self.lr()
         if not torch.isfinite(norm):
             self._skip()
             return Outcome(False, float(norm), lr)
@@ -72,8 +74,6 @@ class Optimizer:
 
 def grad_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """The 2-norm over all parameters and all ranks: each rank squares its shards, one number is reduced."""
-    if not gradients:
-        return torch.zeros(())
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     squared = torch.stack(torch._foreach_norm(local)).double().square().sum().cpu()
     if any(isinstance(gradient, DTensor) for gradient in gradients):
@@ -82,12 +82,9 @@ def grad_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _make(parameters: list[torch.nn.Parameter], config: TrainerConfig) -> torch.optim.Optimizer:
-    if config.optimizer is schema.Optimizer.sgd:
-        return torch.optim.SGD(parameters, lr=config.lr, weight_decay=config.weight_decay)
     decayed = [parameter for parameter in parameters if parameter.dim() > 1]
     plain = [parameter for parameter in parameters if parameter.dim() <= 1]  # norms and biases are not decayed
-    return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-    )
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    if config.optimizer is schema.Optimizer.sgd:
+        return torch.optim.SGD(groups, lr=config.lr)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2))

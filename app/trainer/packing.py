@@ -85,7 +85,8 @@ def plan_passes(lengths: Sequence[int], *, ranks: int, budget: int, alone: bool 
         bins = [[index] for index in order]
     else:
         wanted = math.ceil(sum(lengths) / budget)
-        bins = _fill(order, lengths, budget, max(ranks, math.ceil(wanted / ranks) * ranks), ranks)
+        filled = _fill(order, lengths, budget, max(ranks, math.ceil(wanted / ranks) * ranks), ranks)
+        bins = [members for members in filled if members]  # a trajectory above the budget leaves bins over
     bins += [[] for _ in range(-len(bins) % ranks)]
     bins.sort(key=lambda members: -sum(cost(lengths[index]) for index in members))
     return [bins[start : start + ranks] for start in range(0, len(bins), ranks)]

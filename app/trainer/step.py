@@ -10,6 +10,7 @@ The idea of the split is NeMo-RL's (2026), there for Megatron; this is its FSDP2
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
 import torch
 import torch.distributed as dist
@@ -102,7 +103,7 @@ class SplitStep:
             self._update()
         else:
             per_update = algorithm.prompts_per_update * algorithm.group_size
-            for start in range(0, len(self._pending), per_update):
+            for start in range(0, max(len(self._pending), 1), per_update):
                 self._compute(self._pending[start : start + per_update])
                 self._update()
         report = StepReport(self._version, self._updates, self._metrics())
@@ -117,9 +118,10 @@ class SplitStep:
         """Fix π_old of these groups at the current parameters, for all updates of the step."""
         self._require_open("old_logprobs")
         samples = samples_of(groups, mask_truncated=False)
+        mine: dict[Key, torch.Tensor] = {}
         with torch.no_grad():
-            self._for_each_pass(samples, self._remember_old)
-        self._old = _share(self._old, samples)
+            self._for_each_pass(samples, lambda micro: mine.update(self._old_of(micro)))
+        self._old |= _share(mine, samples)  # further groups may follow
 
     # --- inside
 
@@ -172,11 +174,12 @@ class SplitStep:
             entropy_gradient=entropy_gradient,
         )
 
-    def _remember_old(self, micro: MicroBatch) -> None:
+    def _old_of(self, micro: MicroBatch) -> dict[Key, torch.Tensor]:
         logprobs, _ = self._forward(self.model, micro)
-        if not micro.dummy:
-            pieces = logprobs.split([int(length) for length in micro.lengths.tolist()])
-            self._old.update(zip(micro.keys, (piece.cpu() for piece in pieces), strict=True))
+        if micro.dummy:
+            return {}
+        pieces = logprobs.split([int(length) for length in micro.lengths.tolist()])
+        return dict(zip(micro.keys, (piece.cpu() for piece in pieces), strict=True))
 
     def _forward_backward(self, micro: MicroBatch) -> None:
         algorithm = self.settings.algorithm
@@ -225,7 +228,7 @@ class SplitStep:
         self._update_metrics |= {
             "grad_norm": outcome.grad_norm,
             "lr": outcome.lr,
-            "updates/skipped": self._update_metrics.get("updates/skipped", 0.0) + (not outcome.applied),
+            "updates/skipped": self._update_metrics.get("updates/skipped", 0.0) + (not isfinite(outcome.grad_norm)),
         }
         self._total = _add(self._total, counted)
         self._now = Accumulated()
@@ -239,7 +242,8 @@ class SplitStep:
             sequences=total.sequences,
             max_completion_tokens=self.settings.max_completion_tokens,
         )
-        metrics = tables.finalise(total.sums, tokens=total.tokens, sequences=total.sequences, loss=loss)
+        sums = total.sums or dict.fromkeys(tables.TABLE, 0.0)  # a step without trajectories has a full line too
+        metrics = tables.finalise(sums, tokens=total.tokens, sequences=total.sequences, loss=loss)
         computed = total.input_tokens + total.padding_tokens
         seconds = sum(self._seconds.values())
         return {

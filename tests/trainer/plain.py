@@ -1,0 +1,82 @@
+"""A step computed without the application: transformers, one trajectory at a time, the papers' formulas, float64."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.algorithm.schema import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
+from app.model.hub import transformers
+from app.types import ScoredGroup, Trajectory
+from tests.trainer.support import LIMIT, TEMPERATURE
+
+
+def transformers_model(path: Path) -> Any:
+    return transformers().AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float64)
+
+
+def token_logprobs(model: Any, trajectory: Trajectory, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of a completion, both [T] float64."""
+    prompt = torch.as_tensor(trajectory.prompt.token_ids, dtype=torch.int64)
+    completion = torch.as_tensor(trajectory.completion.token_ids, dtype=torch.int64)
+    logits = model(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logs = torch.log_softmax(logits.double() / temperature, dim=-1)
+    return logs.gather(1, completion[:, None]).squeeze(1), -(logs.exp() * logs).sum(dim=1)
+
+
+def loss(
+    model: Any,
+    groups: Sequence[ScoredGroup],
+    config: AlgorithmConfig,
+    correction: Correction,
+    *,
+    old: dict[tuple[str, int], Tensor] | None = None,
+    reference: Any = None,
+) -> Tensor:
+    """What an update descends on; `old` are π_old's log-probabilities where they are not the current ones."""
+    terms, tokens, sequences = [], 0, 0
+    for scored in groups:
+        for member, trajectory in enumerate(scored.group.trajectories):
+            sequences += 1
+            length = len(trajectory.completion.token_ids)
+            tokens += length
+            if length == 0 or (config.mask_truncated and trajectory.completion.truncated):
+                continue
+            logprobs, entropy = token_logprobs(model, trajectory, TEMPERATURE)
+            before = old[scored.group.prompt.id, member] if old else logprobs.detach()
+            token_losses = -surrogate(logprobs, before, trajectory, float(scored.advantages[member]), config, correction)
+            if config.kl is Kl.k3:
+                with torch.no_grad():
+                    theirs, _ = token_logprobs(reference, trajectory, TEMPERATURE)
+                difference = theirs - logprobs
+                token_losses = token_losses + config.kl_coefficient * (difference.exp() - difference - 1)
+            token_losses = token_losses - config.entropy_coefficient * entropy
+            inside = length if config.aggregation is Aggregation.seq_mean_token_mean else 1
+            terms.append(token_losses.sum() / inside)
+    outside = {
+        Aggregation.token_mean: tokens,
+        Aggregation.seq_mean_token_mean: sequences,
+        Aggregation.seq_mean_token_sum: sequences,
+        Aggregation.seq_mean_token_sum_norm: sequences * LIMIT,
+    }[config.aggregation]
+    return torch.stack(terms).sum() / outside
+
+
+def surrogate(
+    logprobs: Tensor,
+    before: Tensor,
+    trajectory: Trajectory,
+    advantage: float,
+    config: AlgorithmConfig,
+    correction: Correction,
+) -> Tensor:
+    sampler = torch.as_tensor(trajectory.completion.logprobs, dtype=torch.float64)
+    difference = logprobs - (sampler if config.old_policy is OldPolicy.sampler else before)
+    if config.ratio is RatioLevel.sequence:  # GSPO: every token of a sequence has the sequence's ratio
+        difference = difference.mean().expand(len(logprobs))
+    ratio = difference.exp()
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    weight = (before - sampler).exp().clamp(max=config.tis_max) if correction is Correction.tis else 1.0
+    return weight * torch.minimum(ratio * advantage, clipped * advantage)

@@ -1,0 +1,218 @@
+"""Steps on a small random Qwen3: hand-made groups, one scenario in one process or on gloo ranks, what came out of it."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from app.algorithm.schema import AlgorithmConfig, Correction
+from app.model.load import load
+from app.model.policy import PolicyModel, named_checkpoint_tensors
+from app.trainer import schema
+from app.trainer.optimizer import Optimizer, Outcome
+from app.trainer.schema import TrainerConfig
+from app.trainer.step import SplitStep, StepSettings
+from app.types import Completion, FinishReason, Group, Prompt, ScoredGroup, StepReport, Trajectory, VersionSpan
+
+VOCABULARY = 101
+TEMPERATURE = 0.7
+LIMIT = 12  # completion tokens
+SGD = TrainerConfig(optimizer=schema.Optimizer.sgd, lr=0.05, weight_decay=0.0, max_grad_norm=1e9)
+
+
+def scored_groups(count: int, size: int = 4, *, seed: int = 0, shortest: int = 0) -> list[ScoredGroup]:
+    """Random tokens, lengths and advantages; completions of `LIMIT` tokens are truncated, some have none at all."""
+    random = np.random.default_rng(seed)
+    groups = []
+    for index in range(count):
+        prompt = Prompt(f"random/{index}@0", _tokens(random, random.integers(1, 7)), "", "random")
+        trajectories = [_trajectory(prompt, random, int(random.integers(shortest, LIMIT + 1))) for _ in range(size)]
+        advantages = random.normal(size=size).astype(np.float32)
+        groups.append(ScoredGroup(Group(prompt, tuple(trajectories)), advantages))
+    return groups
+
+
+def _tokens(random: np.random.Generator, count: int) -> np.ndarray:
+    return random.integers(0, VOCABULARY, count).astype(np.int32)
+
+
+def _trajectory(prompt: Prompt, random: np.random.Generator, length: int) -> Trajectory:
+    reason = FinishReason.length if length == LIMIT else FinishReason.stop
+    logprobs = random.normal(-3, 1, length).astype(np.float32)
+    return Trajectory(
+        prompt, Completion(_tokens(random, length), logprobs, reason, (VersionSpan(0, 0, length),)), "", reward=0.0
+    )
+
+
+def with_logprobs(groups: Sequence[ScoredGroup], logprobs: Sequence[np.ndarray]) -> list[ScoredGroup]:
+    """The groups with these sampler log-probabilities, one array a trajectory, in order."""
+    given = iter(logprobs)
+    return [
+        ScoredGroup(
+            Group(
+                scored.group.prompt,
+                tuple(
+                    replace(each, completion=replace(each.completion, logprobs=next(given)))
+                    for each in scored.group.trajectories
+                ),
+            ),
+            scored.advantages,
+        )
+        for scored in groups
+    ]
+
+
+def sampled(path: Path, groups: Sequence[ScoredGroup], *, noise: float = 0.1, seed: int = 1) -> list[ScoredGroup]:
+    """The groups as if an engine that is off by some noise had sampled them from the model of this directory."""
+    from tests.trainer.plain import token_logprobs, transformers_model
+
+    random, model = np.random.default_rng(seed), transformers_model(path)
+    with torch.no_grad():
+        own = [token_logprobs(model, each, TEMPERATURE)[0].numpy() for g in groups for each in g.group.trajectories]
+    return with_logprobs(groups, [(one + random.normal(0, noise, len(one))).astype(np.float32) for one in own])
+
+
+def unreadable(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+    """The groups with a token that the model does not have: their forward raises `IndexError`."""
+    return [
+        replace(scored, group=replace(scored.group, trajectories=tuple(map(_unreadable, scored.group.trajectories))))
+        for scored in groups
+    ]
+
+
+def _unreadable(trajectory: Trajectory) -> Trajectory:
+    prompt = replace(trajectory.prompt, token_ids=np.full_like(trajectory.prompt.token_ids, VOCABULARY))
+    return replace(trajectory, prompt=prompt)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A step, and what happened before it."""
+
+    algorithm: AlgorithmConfig
+    groups: Sequence[ScoredGroup]
+    correction: Correction = Correction.none
+    trainer: TrainerConfig = field(default_factory=lambda: SGD)
+    budget: int = 40  # tokens per rank and pass
+    pieces: int = 1  # how many calls the groups are fed in
+    before: str | None = None  # "abort", "failed forward", "failed backward": an open step that was given up
+    reference: Path | None = None  # directory of the frozen reference
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is the same on all ranks."""
+
+    version: int
+    updates: int
+    metrics: dict[str, float]
+    gradients: list[dict[str, Tensor]]  # of each update, by parameter, divided and not clipped
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+
+    def moved(self, name: str) -> Tensor:
+        return self.after[name] - self.before[name]
+
+
+class Recording(Optimizer):
+    """The optimizer, which also keeps what it was given."""
+
+    def __init__(self, policy: PolicyModel, config: TrainerConfig):
+        super().__init__(policy.parameters(), config)
+        self.policy = policy
+        self.gradients: list[dict[str, Tensor]] = []
+
+    def update(self, *, scale: float) -> Outcome:
+        named = named_checkpoint_tensors(self.policy)
+        self.gradients.append({name: full(p.grad) * scale for name, p in named if p.grad is not None})
+        return super().update(scale=scale)
+
+
+def full(tensor: Any) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def parameters(policy: PolicyModel) -> dict[str, Tensor]:
+    return {name: full(parameter) for name, parameter in named_checkpoint_tensors(policy)}
+
+
+def make_step(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> SplitStep:
+    policy = load(path, mesh=mesh, device="cpu")
+    reference = None
+    if scenario.reference is not None:
+        reference = load(scenario.reference, mesh=mesh, device="cpu").requires_grad_(False)
+    settings = StepSettings(scenario.algorithm, scenario.correction, TEMPERATURE, LIMIT, scenario.budget)
+    return SplitStep(policy, Recording(policy, scenario.trainer), settings, torch.device("cpu"), reference)
+
+
+def play(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> Result:
+    """The whole scenario on this rank."""
+    step = make_step(path, scenario, mesh)
+    before = parameters(step.model)
+    if scenario.before is not None:
+        give_up(step, scenario)
+    report = train(step, scenario)
+    assert isinstance(step.optimizer, Recording)
+    return Result(
+        report.version,
+        report.updates,
+        dict(report.metrics),
+        step.optimizer.gradients,
+        before,
+        parameters(step.model),
+    )
+
+
+def train(step: SplitStep, scenario: Scenario, version: int = 1) -> StepReport:
+    step.begin(version)
+    for piece in cut(scenario.groups, scenario.pieces):
+        if scenario.algorithm.needs_old_logprobs:
+            step.old_logprobs(piece)
+    for piece in cut(scenario.groups, scenario.pieces):
+        step.feed(piece)
+    return step.finish()
+
+
+def cut(groups: Sequence[ScoredGroup], pieces: int) -> list[Sequence[ScoredGroup]]:
+    borders = np.linspace(0, len(groups), pieces + 1).astype(int)
+    return [groups[start:end] for start, end in zip(borders, borders[1:], strict=False)]
+
+
+class Planned(Exception):
+    """What a broken backward raises."""
+
+
+def give_up(step: SplitStep, scenario: Scenario) -> None:
+    """A step that computed something and was then aborted, for one of three reasons."""
+    others = scored_groups(6, seed=9, shortest=3)
+    step.begin(7)
+    if scenario.algorithm.needs_old_logprobs:
+        step.old_logprobs(others)
+    step.feed(others)
+    expected: type[Exception] | None = None
+    hook = None
+    if scenario.before == "failed forward":
+        others, expected = unreadable(others), IndexError
+    elif scenario.before == "failed backward":
+        expected = Planned
+        hook = step.model.layers[0].register_full_backward_pre_hook(_broken)
+    with contextlib.suppress(expected) if expected else contextlib.nullcontext():
+        step.feed(others)
+        assert expected is None, "the feed did not fail"
+    if hook is not None:
+        hook.remove()
+    assert step.open
+    step.abort()
+    assert not step.open
+
+
+def _broken(*_: object) -> None:
+    raise Planned

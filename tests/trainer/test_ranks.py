@@ -1,0 +1,83 @@
+"""Two FSDP2 ranks give what one process gives, however the step was fed and whatever was given up before."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.trainer.schema import TrainerConfig
+from tests.model.support import save_qwen3
+from tests.trainer.ranks import play_on
+from tests.trainer.support import Result, Scenario, play, sampled, scored_groups
+from tests.trainer.test_step import ALGORITHMS, DAPO, GRPO, assert_same
+
+TWO_UPDATES = replace(GRPO, updates_per_step=2, clip_low=0.05, clip_high=0.05)
+ADAM = TrainerConfig(lr=1e-3)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def scenarios(path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Scenario]:
+    groups = sampled(path, scored_groups(8))
+    reference = save_qwen3(tmp_path_factory.mktemp("reference"), seed=1)
+    algorithms = {
+        name: Scenario(algorithm, groups, correction, reference=reference if algorithm.needs_reference else None)
+        for name, (algorithm, correction) in ALGORITHMS.items()
+    }
+    three = sampled(path, scored_groups(1, size=3, seed=5, shortest=2))
+    return {
+        **algorithms,
+        "in 2 pieces": Scenario(DAPO, groups, pieces=2),
+        "in 7 pieces": Scenario(DAPO, groups, pieces=7, budget=15),
+        "two updates": Scenario(TWO_UPDATES, groups),
+        "two updates in 3 pieces": Scenario(TWO_UPDATES, groups, pieces=3),
+        "three trajectories": Scenario(GRPO, three, budget=1),
+        "no groups": Scenario(GRPO, []),
+        "alone": Scenario(GRPO, groups, trainer=ADAM),
+        "abort": Scenario(GRPO, groups, trainer=ADAM, before="abort"),
+        "failed forward": Scenario(GRPO, groups, trainer=ADAM, before="failed forward"),
+        "failed backward": Scenario(GRPO, groups, trainer=ADAM, before="failed backward"),
+    }
+
+
+@pytest.fixture(scope="module")
+def on_two(path: Path, scenarios: dict[str, Scenario], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    return play_on(2, path, scenarios, tmp_path_factory.mktemp("ranks") / "results.pt")
+
+
+@pytest.mark.parametrize(
+    "name", [*ALGORITHMS, "in 2 pieces", "in 7 pieces", "two updates", "two updates in 3 pieces", "three trajectories"]
+)
+def test_two_ranks_make_the_step_of_one(
+    name: str, path: Path, scenarios: dict[str, Scenario], on_two: dict[str, Result]
+) -> None:
+    assert_same(on_two[name], play(path, scenarios[name]))
+
+
+def test_pieces_do_not_change_the_step_of_two_ranks(on_two: dict[str, Result]) -> None:
+    assert_same(on_two["in 2 pieces"], on_two["dapo against the sampler"])
+    assert_same(on_two["in 7 pieces"], on_two["dapo against the sampler"])
+
+
+@pytest.mark.parametrize("before", ["abort", "failed forward", "failed backward"])
+def test_abort_then_step_equals_step_alone(before: str, on_two: dict[str, Result]) -> None:
+    for name, parameter in on_two["alone"].after.items():
+        assert torch.equal(on_two[before].after[name], parameter), name
+        assert not torch.equal(parameter, on_two["alone"].before[name]), name
+
+
+def test_a_rank_without_a_trajectory_computes_a_dummy_pass(on_two: dict[str, Result]) -> None:
+    """Three trajectories, each above the budget: two passes, and one of the four bins is empty."""
+    metrics = on_two["three trajectories"].metrics
+    padded = metrics["trainer/padding_fraction"]
+    assert padded == pytest.approx(2 / (metrics["trainer/tokens"] + 2))  # a dummy is two tokens long
+
+
+def test_two_ranks_step_without_groups(on_two: dict[str, Result]) -> None:
+    result = on_two["no groups"]
+    assert (result.updates, result.metrics["grad_norm"], result.metrics["loss/policy"]) == (0, 0.0, 0.0)

@@ -1,0 +1,264 @@
+"""The split step on one process: its state machine, its arithmetic against a step computed without the application."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.algorithm.schema import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
+from app.errors import TrainerError
+from app.trainer.schema import TrainerConfig
+from app.types import ScoredGroup
+from tests.model.support import relative, save_qwen3
+from tests.trainer import plain
+from tests.trainer.support import (
+    SGD,
+    TEMPERATURE,
+    Result,
+    Scenario,
+    make_step,
+    parameters,
+    play,
+    sampled,
+    scored_groups,
+    train,
+    unreadable,
+)
+
+GRPO = AlgorithmConfig(prompts_per_step=8, group_size=4)
+DAPO = replace(GRPO, aggregation=Aggregation.token_mean, clip_high=0.28, old_policy=OldPolicy.sampler)
+ALGORITHMS = {
+    "grpo": (GRPO, Correction.none),
+    "dapo against the sampler": (DAPO, Correction.none),
+    "dapo masked": (replace(DAPO, mask_truncated=True), Correction.none),
+    "dr_grpo": (replace(GRPO, aggregation=Aggregation.seq_mean_token_sum_norm), Correction.none),
+    "sums with tis": (replace(GRPO, aggregation=Aggregation.seq_mean_token_sum, tis_max=1.1), Correction.tis),
+    "gspo": (replace(GRPO, ratio=RatioLevel.sequence, old_policy=OldPolicy.sampler, clip_low=0.02), Correction.none),
+    "kl and entropy": (replace(GRPO, kl=Kl.k3, kl_coefficient=0.1, entropy_coefficient=0.01), Correction.none),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3(tmp_path_factory.mktemp("reference"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def groups(path: Path) -> list[ScoredGroup]:
+    return sampled(path, scored_groups(8))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_loss_and_gradients_are_those_of_transformers_one_trajectory_at_a_time(
+    name: str, path: Path, reference: Path, groups: list[ScoredGroup]
+) -> None:
+    algorithm, correction = ALGORITHMS[name]
+    frozen = reference if algorithm.needs_reference else None
+    ours = play(path, Scenario(algorithm, groups, correction, reference=frozen))
+    model = plain.transformers_model(path)
+    loss = plain.loss(model, groups, algorithm, correction, reference=frozen and plain.transformers_model(frozen))
+    loss.backward()
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert ours.metrics["loss/total"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+    norm = torch.stack([gradient.norm() for gradient in theirs.values()]).norm().item()
+    assert ours.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    for parameter, gradient in ours.gradients[0].items():
+        assert relative(gradient, theirs[parameter]) < 1e-5, parameter
+        assert relative(ours.after[parameter], ours.before[parameter] - SGD.lr * theirs[parameter]) < 1e-6, parameter
+
+
+def test_metrics_have_their_own_denominators(path: Path, groups: list[ScoredGroup]) -> None:
+    metrics = play(path, Scenario(GRPO, groups)).metrics
+    model = plain.transformers_model(path)
+    logprobs, entropies, sampler = [], [], []
+    with torch.no_grad():
+        for scored in groups:
+            for trajectory in scored.group.trajectories:
+                logs, entropy = plain.token_logprobs(model, trajectory, TEMPERATURE)
+                logprobs.append(logs)
+                entropies.append(entropy)
+                sampler.append(torch.as_tensor(trajectory.completion.logprobs).double())
+    difference = torch.cat(logprobs) - torch.cat(sampler)
+    assert metrics["entropy"] == pytest.approx(torch.cat(entropies).mean().item(), rel=1e-5)
+    assert metrics["mismatch/abs_difference"] == pytest.approx(difference.abs().mean().item(), rel=1e-4)
+    assert metrics["mismatch/kl"] == pytest.approx((difference.exp() - difference - 1).mean().item(), rel=1e-4)
+    assert metrics["mismatch/max_ratio"] == pytest.approx(difference.exp().max().item(), rel=1e-5)
+    assert (metrics["ratio/max"], metrics["ratio/min"], metrics["ratio/mean"]) == (1.0, 1.0, 1.0)
+    assert metrics["trainer/tokens"] == sum(t.tokens for scored in groups for t in scored.group.trajectories)
+    assert metrics["trainer/padding_fraction"] == 0.0  # one rank has no dummy passes
+
+
+@pytest.mark.parametrize("budget", [1, 40, 100_000])
+@pytest.mark.parametrize("pieces", [1, 2, 7])
+def test_pieces_and_budget_do_not_change_the_step(
+    pieces: int, budget: int, path: Path, groups: list[ScoredGroup]
+) -> None:
+    whole = play(path, Scenario(DAPO, groups))
+    assert_same(play(path, Scenario(DAPO, groups, pieces=pieces, budget=budget)), whole)
+
+
+def test_an_open_step_computes_what_fills_its_budget_when_it_is_fed(path: Path, groups: list[ScoredGroup]) -> None:
+    step = make_step(path, Scenario(GRPO, groups, budget=100))
+    step.begin(1)
+    step.feed(groups[:4])
+    early = {name: parameter.grad for name, parameter in step.model.named_parameters()}
+    assert all(gradient is not None and gradient.abs().max() > 0 for gradient in early.values())
+    step.finish()
+
+
+@pytest.mark.parametrize(
+    ("before", "updates"), [("abort", 1), ("abort", 2), ("failed forward", 1), ("failed backward", 1)]
+)
+def test_abort_then_step_equals_step_alone(before: str, updates: int, path: Path, groups: list[ScoredGroup]) -> None:
+    algorithm = replace(GRPO, updates_per_step=updates)
+    scenario = Scenario(algorithm, groups, trainer=TrainerConfig(lr=1e-3))
+    alone, after = play(path, scenario), play(path, replace(scenario, before=before))
+    for name, parameter in alone.after.items():
+        assert torch.equal(after.after[name], parameter), name
+        assert not torch.equal(parameter, alone.before[name]), name
+    timings = ("time/", "trainer/tokens_per_second")
+    assert {k: v for k, v in after.metrics.items() if not k.startswith(timings)} == {
+        k: v for k, v in alone.metrics.items() if not k.startswith(timings)
+    }
+
+
+def test_an_aborted_step_leaves_no_trace_in_the_next_ones(path: Path, groups: list[ScoredGroup]) -> None:
+    scenario = Scenario(GRPO, groups, trainer=TrainerConfig(lr=1e-3, warmup_steps=3))
+    plain_run, with_aborts = make_step(path, scenario), make_step(path, scenario)
+    for version in (1, 2, 3):
+        train(plain_run, scenario, version)
+        with_aborts.begin(version)
+        with_aborts.feed(groups[:5])
+        with_aborts.abort()
+        train(with_aborts, scenario, version)
+    for (name, ours), theirs in zip(parameters(with_aborts.model).items(), parameters(plain_run.model).values()):
+        assert torch.equal(ours, theirs), name
+
+
+def test_two_updates_take_their_ratios_against_the_policy_that_began_the_step(
+    path: Path, groups: list[ScoredGroup]
+) -> None:
+    algorithm = replace(GRPO, updates_per_step=2, clip_low=0.05, clip_high=0.05)
+    ours = play(path, Scenario(algorithm, groups))
+    model = plain.transformers_model(path)
+    with torch.no_grad():
+        old = {
+            (scored.group.prompt.id, member): plain.token_logprobs(model, trajectory, TEMPERATURE)[0]
+            for scored in groups
+            for member, trajectory in enumerate(scored.group.trajectories)
+        }
+    assert ours.updates == len(ours.gradients) == 2
+    for update, part in enumerate((groups[:4], groups[4:])):
+        model.zero_grad()
+        plain.loss(model, part, algorithm, Correction.none, old=old).backward()
+        for name, parameter in model.named_parameters():
+            assert relative(ours.gradients[update][name], parameter.grad) < 1e-5, (update, name)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= SGD.lr * parameter.grad
+    for name, parameter in model.named_parameters():
+        assert relative(ours.after[name], parameter.detach()) < 1e-6, name
+    assert ours.metrics["ratio/max"] > 1.05
+    assert ours.metrics["clip/high_fraction"] > 0
+
+
+def test_the_first_of_several_updates_has_ratios_of_one(path: Path, groups: list[ScoredGroup]) -> None:
+    halves = replace(GRPO, updates_per_step=2)
+    first = play(path, Scenario(halves, groups[:4]))
+    assert first.updates == 1
+    assert first.metrics["ratio/max"] == pytest.approx(1.0, abs=1e-5)
+    assert first.metrics["ratio/min"] == pytest.approx(1.0, abs=1e-5)
+    assert_same(first, play(path, Scenario(GRPO, groups[:4])), skip=("ratio/", "kl/old"))
+
+
+def test_a_policy_equal_to_its_sampler_has_no_mismatch(path: Path) -> None:
+    exact = sampled(path, scored_groups(8), noise=0.0)
+    metrics = play(path, Scenario(GRPO, exact)).metrics
+    assert metrics["mismatch/abs_difference"] < 1e-5
+    assert metrics["mismatch/kl"] < 1e-6
+    assert metrics["mismatch/effective_sample_size"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_clipping_bounds_the_step(path: Path, groups: list[ScoredGroup]) -> None:
+    free = play(path, Scenario(GRPO, groups))
+    limit = free.metrics["grad_norm"] / 10
+    clipped = play(path, Scenario(GRPO, groups, trainer=replace(SGD, max_grad_norm=limit)))
+    assert clipped.metrics["grad_norm"] == free.metrics["grad_norm"]
+    for name in free.after:
+        assert relative(clipped.moved(name), free.moved(name) / 10) < 1e-3, name
+
+
+def test_a_step_without_finite_gradients_is_skipped_and_counted(path: Path, groups: list[ScoredGroup]) -> None:
+    broken = [replace(groups[0], advantages=groups[0].advantages * float("nan")), *groups[1:]]
+    result = play(path, Scenario(GRPO, broken))
+    assert (result.updates, result.metrics["updates/skipped"]) == (0, 1.0)
+    assert all(torch.equal(result.after[name], before) for name, before in result.before.items())
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_step_without_groups_changes_nothing_and_reports_zeros(updates: int, path: Path) -> None:
+    result = play(path, Scenario(replace(GRPO, updates_per_step=updates), []))
+    assert result.updates == 0
+    assert all(torch.equal(result.after[name], before) for name, before in result.before.items())
+    assert {result.metrics[name] for name in ("loss/policy", "grad_norm", "entropy", "mismatch/kl")} == {0.0}
+    assert result.metrics["lr"] == SGD.lr
+
+
+CALLS: dict[str, Callable[..., object]] = {
+    "train_groups": lambda step, groups: step.feed(groups),
+    "old_logprobs": lambda step, groups: step.old_logprobs(groups),
+    "finish_step": lambda step, groups: step.finish(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_closed_step_refuses_all_but_begin_and_abort(call: str, path: Path, groups: list[ScoredGroup]) -> None:
+    step = make_step(path, Scenario(GRPO, groups))
+    step.abort()
+    with pytest.raises(TrainerError, match=f"{call} without an open step"):
+        CALLS[call](step, groups)
+    train(step, Scenario(GRPO, groups))
+    with pytest.raises(TrainerError, match=f"{call} without an open step"):
+        CALLS[call](step, groups)
+
+
+def test_a_step_that_is_open_cannot_begin(path: Path, groups: list[ScoredGroup]) -> None:
+    step = make_step(path, Scenario(GRPO, groups))
+    step.begin(4)
+    step.feed(groups)
+    with pytest.raises(TrainerError, match=r"begin_step\(5\) while the step of version 4 is open"):
+        step.begin(5)
+    report = step.finish()
+    assert (report.version, report.updates) == (4, 1)
+    assert report.metrics["trainer/tokens"] > 0
+
+
+def test_a_step_stays_open_after_a_failure_until_it_is_aborted(path: Path, groups: list[ScoredGroup]) -> None:
+    step = make_step(path, Scenario(GRPO, groups))
+    step.begin(1)
+    with pytest.raises(IndexError):
+        step.feed(unreadable(groups))
+    assert step.open
+    step.abort()
+    assert not step.open
+    assert all(parameter.grad is None for parameter in step.model.parameters())
+
+
+def assert_same(one: Result, other: Result, *, skip: tuple[str, ...] = ()) -> None:
+    """Loss metrics, gradients and their norm to 1e-5, parameters after the SGD step."""
+    for name, value in other.metrics.items():
+        if not name.startswith(("time/", "trainer/", *skip)):
+            assert one.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    assert len(one.gradients) == len(other.gradients)
+    for ours, theirs in zip(one.gradients, other.gradients, strict=True):
+        for name, gradient in theirs.items():
+            assert relative(ours[name], gradient) < 1e-5, name
+    for name, parameter in other.after.items():
+        assert relative(one.after[name], parameter) < 1e-6, name
