@@ -23,6 +23,7 @@ from app.errors import TrainerError
 from app.model.policy import PolicyModel, packs_sequences
 from app.trainer.optimizer import Optimizer
 from app.trainer.packing import MicroBatch, Sample, full_prefix, pack, plan_passes, samples_of
+from app.trainer.recover import forget_failed_pass
 from app.types import ScoredGroup, StepReport
 
 Key = tuple[str, int]  # prompt id and member
@@ -111,7 +112,10 @@ class SplitStep:
         return report
 
     def abort(self) -> None:
-        """Forget the open step. Harmless when none is open."""
+        """Forget the open step. Harmless when none is open; after a pass that raised, the model is put in order."""
+        if self._in_pass:
+            for model in filter(None, (self.model, self.reference)):
+                forget_failed_pass(model)
         self._close()
 
     def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
@@ -136,6 +140,7 @@ class SplitStep:
         self._now = Accumulated()
         self._total = Accumulated()
         self._updates = 0
+        self._in_pass = False  # stays true when a pass raises
         self._update_metrics: dict[str, float] = {}
         self._started = time.perf_counter()
         self._seconds = {"forward_backward": 0.0, "optimizer": 0.0}
@@ -154,7 +159,9 @@ class SplitStep:
             alone=not self.packs,
         )
         for bins in passes:
+            self._in_pass = True
             work(pack([samples[index] for index in bins[self.rank]], self.device))
+            self._in_pass = False
 
     def _compute(self, samples: Sequence[Sample]) -> None:
         started = time.perf_counter()

@@ -46,7 +46,9 @@ def loss(
                 continue
             logprobs, entropy = token_logprobs(model, trajectory, TEMPERATURE)
             before = old[scored.group.prompt.id, member] if old else logprobs.detach()
-            token_losses = -surrogate(logprobs, before, trajectory, float(scored.advantages[member]), config, correction)
+            token_losses = -surrogate(
+                logprobs, before, trajectory, float(scored.advantages[member]), config, correction
+            )
             if config.kl is Kl.k3:
                 with torch.no_grad():
                     theirs, _ = token_logprobs(reference, trajectory, TEMPERATURE)

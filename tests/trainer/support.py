@@ -203,7 +203,7 @@ def give_up(step: SplitStep, scenario: Scenario) -> None:
         others, expected = unreadable(others), IndexError
     elif scenario.before == "failed backward":
         expected = Planned
-        hook = step.model.layers[0].register_full_backward_pre_hook(_broken)
+        hook = step.model.layers[1].self_attn.register_full_backward_pre_hook(_broken)
     with contextlib.suppress(expected) if expected else contextlib.nullcontext():
         step.feed(others)
         assert expected is None, "the feed did not fail"

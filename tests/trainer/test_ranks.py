@@ -18,7 +18,7 @@ ADAM = TrainerConfig(lr=1e-3)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3(tmp_path_factory.mktemp("policy"))
+    return save_qwen3(tmp_path_factory.mktemp("policy"), tied=False)
 
 
 @pytest.fixture(scope="module")
