@@ -1,5 +1,8 @@
 """One value per kind of device: everything that shared code must know about it, and nothing else does."""
 
+import os
+import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -9,6 +12,8 @@ from app.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+QUERY_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,16 @@ class Device:
     trainer_env: Mapping[str, str] = field(default_factory=dict)
     shares_memory: bool = True  # trainer and engine fill the same memory, so that offloading frees some
     plugin: str | None = None  # module that registers the device type with torch
+    toolkit: str | None = None  # command that shows driver and devices
+    driver_paths: tuple[str, ...] = ()  # files of the driver that a container must be given
+    memory_query: tuple[str, ...] | None = None  # command whose first line is the memory of a device in MiB
+    card: str = ""  # what the numbers below stand for, where the machine cannot be asked
+    card_memory_gib: float | None = None  # None: a share of this machine's memory
+    peak_tflops: float | None = None  # of the card, dense bfloat16; None: not worth an estimate
+    trainer_runtime_gib: float = 0.0  # a rank's own: context, kernels, collective buffers; stays when offloaded
+    engine_runtime_gib: float = 0.0  # an engine rank's own
+    push_seconds_per_gb: float = 0.0  # of a weight sync over `collective`
+    steps_in_place: bool = False  # the optimizer updates tensor by tensor, without temporaries of all of them
 
     def torch_device(self, index: int = 0) -> "torch.device":
         import torch
@@ -40,6 +55,16 @@ class Device:
             return torch.get_num_threads()
         module = getattr(torch, self.torch_type, None)
         return module.device_count() if module is not None and module.is_available() else 0
+
+    def memory_gib(self) -> float | None:
+        """Memory of one device (of this machine, where the device is the CPU), without torch; None: cannot be asked."""
+        if self.kind is DeviceKind.cpu:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        if self.memory_query is None or shutil.which(self.memory_query[0]) is None:
+            return None
+        asked = subprocess.run(self.memory_query, capture_output=True, text=True, timeout=QUERY_SECONDS)
+        lines = asked.stdout.split()
+        return float(lines[0]) / 1024 if asked.returncode == 0 and lines else None
 
     def require(self) -> None:
         """Raise `ConfigError` where this machine has no such device."""

@@ -25,4 +25,9 @@ DEVICE = Device(
     engine_env={"SGLANG_PLATFORM": "torch_cpu", "POSTTRAIN_ENGINE_DEVICE": "cpu", **YIELDING},
     trainer_env=YIELDING,
     shares_memory=False,
+    card="this machine's memory",
+    trainer_runtime_gib=0.7,
+    engine_runtime_gib=1.8,  # three processes
+    push_seconds_per_gb=2.0,
+    steps_in_place=True,
 )

@@ -14,4 +14,12 @@ DEVICE = Device(
     # cuMem must agree on both sides of a group; graphs on memory-saver memory hang
     engine_env={"NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
     trainer_env={"NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
+    toolkit="nvidia-smi",
+    memory_query=("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"),
+    card="an 80 GB H100",
+    card_memory_gib=80.0,
+    peak_tflops=989.0,
+    trainer_runtime_gib=1.5,
+    engine_runtime_gib=1.5,
+    push_seconds_per_gb=0.12,
 )

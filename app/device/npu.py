@@ -22,4 +22,12 @@ DEVICE = Device(
     engine_env={**HCCL, "SGLANG_SET_CPU_AFFINITY": "1", "ASCEND_COREDUMP_SIGNAL": "none"},
     trainer_env={**HCCL, "ASCEND_COREDUMP_SIGNAL": "none"},
     plugin="torch_npu",
+    toolkit="npu-smi",
+    driver_paths=("/usr/local/Ascend/driver", "/etc/ascend_install.info"),
+    card="a 64 GB Atlas A2 card or A3 die",
+    card_memory_gib=64.0,
+    peak_tflops=376.0,
+    trainer_runtime_gib=2.0,
+    engine_runtime_gib=2.0,
+    push_seconds_per_gb=0.19,
 )

@@ -1,19 +1,37 @@
-"""`mode=plan`: who would sit on which device, and the batch arithmetic; on any machine, without starting anything."""
+"""`mode=plan`: what a run would do, on any machine and without starting anything.
+
+Who sits on which device, the batch arithmetic, memory per role and phase, an engine's command line, a push's size.
+Always holds: nothing is fetched, started or written, and neither torch nor Ray nor SGLang is imported.
+"""
 
 from app.config import RunConfig
+from app.device import device_of
+from app.placement import plan_text
+from app.placement.build import engine_flags
+from app.placement.plan_architecture import architecture_of
+from app.placement.plan_memory import devices
 from app.placement.schema import PlacementKind
 
 
 def describe(config: RunConfig) -> str:
-    """The plan as text. (Memory per role and phase comes with the device work.)"""
-    return "\n".join([*_devices(config), "", *_batch(config), "", *_step(config)])
+    """The plan as text."""
+    device, model = device_of(config.device.kind), architecture_of(config.model)
+    flags = engine_flags(config, device)
+    sections = [_devices(config), _batch(config)]
+    if model is None:
+        unknown = f"Memory: model.path={config.model.path} is not here, or not a dense decoder; give a local directory"
+        sections.append([unknown])
+    else:
+        sections += [plan_text.memory(config, device, model, flags), plan_text.push(config, device, model)]
+    sections += [plan_text.engines(config, device, flags), _step(config)]
+    return "\n\n".join("\n".join(section) for section in sections)
 
 
 def _devices(config: RunConfig) -> list[str]:
     placement, width = config.placement, config.rollout.tensor_parallel
     kind, ranks, engines = config.device.kind.name, placement.trainer_ranks, config.engines
     colocate = placement.kind is PlacementKind.colocate
-    total = ranks if colocate else ranks + (0 if config.rollout.urls else placement.engine_devices)
+    total = devices(config)
     lines = [f"{config.model.name} · {config.algorithm.name} · {placement.kind.name} on {total} {kind} device(s)"]
     for device in range(total):
         roles = []

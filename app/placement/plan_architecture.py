@@ -1,0 +1,184 @@
+"""What the plan must know of a model: its shapes, and the counts that follow from them.
+
+From the `config.json` of a local directory; from a table for the two hub models that ship with a configuration; from
+the settings of the tiny model. Counting needs no model class, so that a plan needs no torch. Qwen3.5 keeps a KV cache in
+one layer of four only; the others keep a state of fixed size per request.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.model.characters import CHARACTERS, SPECIAL
+from app.model.schema import ModelConfig
+
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text")
+QUERY_KEY_NORMS = ("qwen3", "qwen3_5_text")
+CHECKPOINT_CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttention:
+    """A gated delta-net layer."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int  # of a head
+    value_dim: int  # of a head
+    convolution: int  # kernel size
+
+    @property
+    def channels(self) -> int:
+        """Channels that pass through the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    def parameters(self, hidden: int) -> int:
+        projections = hidden * (self.channels + self.values + 2 * self.value_heads) + self.values * hidden
+        return projections + self.channels * self.convolution + 2 * self.value_heads + self.value_dim
+
+    def state_bytes(self, conv_bytes: int) -> int:
+        """Of one layer and request: the float32 recurrent state and the convolution's last inputs."""
+        recurrent = 4 * self.value_heads * self.key_dim * self.value_dim
+        return recurrent + conv_bytes * self.channels * (self.convolution - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A dense decoder."""
+
+    layers: int
+    full_layers: int  # layers with full attention, which keep a KV cache
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool  # the head is the embedding
+    gated: bool = False  # the query projection brings an output gate
+    head_norms: bool = True  # of queries and keys
+    linear: LinearAttention | None = None  # the other layers
+    vision_parameters: int = 0  # of a tower that the engine loads and the trainer does not
+
+    @property
+    def full_layer_parameters(self) -> int:
+        width = self.heads * self.head_dim
+        attention = self.hidden * (width * (2 if self.gated else 1) + 2 * self.kv_heads * self.head_dim + width)
+        return attention + (2 * self.head_dim if self.head_norms else 0) + self._mlp_and_norms
+
+    @property
+    def linear_layer_parameters(self) -> int:
+        return 0 if self.linear is None else self.linear.parameters(self.hidden) + self._mlp_and_norms
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of the largest layer."""
+        return max(self.full_layer_parameters, self.linear_layer_parameters)
+
+    @property
+    def root_parameters(self) -> int:
+        """Outside of the layers: embedding, head and last norm, which FSDP2 gathers together."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        linear_layers = self.layers - self.full_layers
+        layers = self.full_layers * self.full_layer_parameters + linear_layers * self.linear_layer_parameters
+        return self.root_parameters + layers
+
+    @property
+    def largest_tensor(self) -> int:
+        """Elements."""
+        return max(self.vocabulary, self.ffn) * self.hidden
+
+    def kv_bytes_per_token(self, item: int, tensor_parallel: int = 1) -> int:
+        """KV cache of one token on one engine rank; heads are shared out until each rank has one."""
+        return self.full_layers * 2 * max(1, self.kv_heads // tensor_parallel) * self.head_dim * item
+
+    def state_bytes_per_request(self, conv_bytes: int, tensor_parallel: int = 1) -> int:
+        """State of the linear layers of one request on one engine rank; 0 without such layers."""
+        if self.linear is None:
+            return 0
+        return (self.layers - self.full_layers) * self.linear.state_bytes(conv_bytes) // tensor_parallel
+
+    @property
+    def _mlp_and_norms(self) -> int:
+        return 3 * self.hidden * self.ffn + 2 * self.hidden
+
+
+QWEN3_4B = Architecture(36, 36, 2560, 9728, 32, 8, 128, 151_936, tied=True)
+QWEN35_9B = Architecture(
+    32,
+    8,
+    4096,
+    12288,
+    16,
+    4,
+    256,
+    248_320,
+    tied=False,
+    gated=True,
+    linear=LinearAttention(16, 32, 128, 128, 4),
+    vision_parameters=456_010_480,
+)
+KNOWN = {"Qwen/Qwen3-4B": QWEN3_4B, "Qwen/Qwen3.5-9B": QWEN35_9B}
+
+
+def architecture_of(model: ModelConfig) -> Architecture | None:
+    """The shapes of a configured model; None where they cannot be told without fetching it."""
+    if model.path is None:
+        tiny = model.tiny
+        size, vocabulary = tiny.hidden // tiny.heads, len(SPECIAL) + len(CHARACTERS)
+        shape = (tiny.layers, tiny.layers, tiny.hidden, 2 * tiny.hidden, tiny.heads, tiny.heads // 2, size, vocabulary)
+        return Architecture(*shape, tied=True)
+    file = Path(model.path).expanduser() / CHECKPOINT_CONFIG
+    if file.is_file():
+        return from_config(json.loads(file.read_text()))
+    return KNOWN.get(model.path)
+
+
+def from_config(config: dict[str, Any]) -> Architecture | None:
+    """The shapes in a checkpoint's `config.json`; None for a kind that is not counted here (such as experts)."""
+    text = config.get("text_config", config)
+    kind = text.get("model_type")
+    if kind not in DENSE:
+        return None
+    layers, heads = text["num_hidden_layers"], text["num_attention_heads"]
+    linear = _linear(text) if "linear_num_value_heads" in text else None
+    return Architecture(
+        layers=layers,
+        full_layers=_full_layers(text) if linear else layers,
+        hidden=text["hidden_size"],
+        ffn=text["intermediate_size"],
+        heads=heads,
+        kv_heads=text.get("num_key_value_heads", heads),
+        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+        vocabulary=text["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        gated=linear is not None,
+        head_norms=kind in QUERY_KEY_NORMS,
+        linear=linear,
+        vision_parameters=QWEN35_9B.vision_parameters if "vision_config" in config else 0,
+    )
+
+
+def _linear(text: dict[str, Any]) -> LinearAttention:
+    return LinearAttention(
+        key_heads=text["linear_num_key_heads"],
+        value_heads=text["linear_num_value_heads"],
+        key_dim=text["linear_key_head_dim"],
+        value_dim=text["linear_value_head_dim"],
+        convolution=text["linear_conv_kernel_dim"],
+    )
+
+
+def _full_layers(text: dict[str, Any]) -> int:
+    kinds = text.get("layer_types")
+    if kinds:
+        return sum(kind == "full_attention" for kind in kinds)
+    return text["num_hidden_layers"] // text.get("full_attention_interval", 4)

@@ -1,0 +1,14 @@
+"""Composes configurations in tests as the command line would."""
+
+from hydra import compose, initialize_config_dir
+
+from app import config as configuration
+from app.config import RunConfig
+from app.main import conf_path
+
+
+def composed(*overrides: str) -> RunConfig:
+    """The resolved configuration of `python -m app <overrides>`."""
+    configuration.register()
+    with initialize_config_dir(conf_path(), version_base="1.3"):
+        return configuration.resolve(compose("config", overrides=list(overrides)))

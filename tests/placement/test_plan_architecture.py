@@ -1,0 +1,88 @@
+"""Parameter counts are transformers' own; cache and state are counted by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from app.model.schema import ModelConfig
+from app.placement.plan_architecture import QWEN3_4B, QWEN35_9B, architecture_of, from_config
+
+
+def on_meta(config: object) -> int:
+    import torch
+
+    from app.model.hub import transformers
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in transformers().AutoModelForCausalLM.from_config(config).parameters())
+
+
+def test_qwen3_4b_has_the_parameters_that_transformers_builds() -> None:
+    from app.model.hub import transformers
+
+    built = transformers().Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+    assert QWEN3_4B.parameters == on_meta(built) == 4_022_468_096
+    assert from_config(built.to_dict()) == QWEN3_4B
+
+
+def test_qwen35_9b_has_the_parameters_that_transformers_builds() -> None:
+    from app.model.hub import transformers
+
+    built = transformers().Qwen3_5TextConfig()
+    assert QWEN35_9B.parameters == on_meta(built) == 8_953_803_264
+    text_only = from_config(built.to_dict())
+    assert text_only is not None
+    assert text_only.parameters == QWEN35_9B.parameters
+    assert text_only.full_layers == 8
+
+
+def test_a_composite_checkpoint_is_counted_by_its_text_model_and_its_tower() -> None:
+    from app.model.hub import transformers
+
+    text = transformers().Qwen3_5TextConfig().to_dict()
+    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "tie_word_embeddings": False}
+    assert from_config(whole) == QWEN35_9B
+
+
+def test_only_every_fourth_layer_of_qwen35_has_a_cache() -> None:
+    assert QWEN3_4B.kv_bytes_per_token(2) == 36 * 2 * 8 * 128 * 2 == 147_456
+    assert QWEN35_9B.kv_bytes_per_token(2) == 8 * 2 * 4 * 256 * 2 == 32_768
+    assert QWEN35_9B.kv_bytes_per_token(2, tensor_parallel=8) == 8 * 2 * 1 * 256 * 2  # a head each, at least
+
+
+def test_the_state_of_a_request_is_counted_by_hand() -> None:
+    recurrent = 32 * 128 * 128 * 4  # value heads × key dim × value dim, float32
+    convolution = (2 * 16 * 128 + 32 * 128) * 3 * 2  # channels × the last three inputs, bfloat16
+    assert QWEN35_9B.state_bytes_per_request(2) == 24 * (recurrent + convolution) == 51_511_296
+    assert QWEN35_9B.state_bytes_per_request(2, tensor_parallel=4) == 12_877_824
+    assert QWEN3_4B.state_bytes_per_request(2) == 0
+
+
+def test_the_tiny_model_is_counted_without_making_it(tiny_model: Path) -> None:
+    made = from_config(json.loads((tiny_model / "config.json").read_text()))
+    assert architecture_of(ModelConfig()) == made
+    assert made is not None
+    assert made.parameters == 80_512
+
+
+def test_a_local_directory_is_read(tiny_model: Path) -> None:
+    assert architecture_of(ModelConfig(path=str(tiny_model))) == architecture_of(ModelConfig())
+
+
+@pytest.mark.parametrize("path", ["somebody/something", "/nowhere"])
+def test_a_model_that_is_not_here_has_no_architecture(path: str) -> None:
+    assert architecture_of(ModelConfig(path=path)) is None
+
+
+def test_experts_are_not_counted_as_dense() -> None:
+    assert from_config({"model_type": "qwen3_moe"}) is None

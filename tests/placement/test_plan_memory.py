@@ -1,0 +1,137 @@
+"""The plan's memory against hand calculation."""
+
+import pytest
+
+from app.config import RunConfig
+from app.device import device_of
+from app.placement.build import engine_flags
+from app.placement.plan_architecture import QWEN3_4B, QWEN35_9B, Architecture
+from app.placement.plan_memory import Phase, capacity, devices, of, phases, tightest
+from app.placement.plan_trainer import GIB, HEAD_CHUNK_BYTES
+from tests.placement.compose import composed
+
+P = 8_953_803_264  # parameters of Qwen3.5-9B
+ROOT = 2 * 248_320 * 4096 + 4096
+LINEAR = 24 * (4096 * (8192 + 4096 + 64) + 4096 * 4096 + 8192 * 4 + 64 + 128)  # gated delta-nets
+FULL = 8 * (4096 * (8192 + 2 * 1024) + 4096 * 4096 + 2 * 256)  # gated attention
+MLP = 32 * (3 * 4096 * 12288 + 2 * 4096)
+
+
+def planned(model: Architecture, *overrides: str) -> dict[tuple[str, str], Phase]:
+    config = composed(*overrides)
+    device = device_of(config.device.kind)
+    _, trainer, engine = of(config, device, model, engine_flags(config, device))
+    return {(phase.device, phase.name): phase for phase in phases(config, device, trainer, engine)}
+
+
+@pytest.fixture(scope="module")
+def mission() -> dict[tuple[str, str], Phase]:
+    return planned(QWEN35_9B, "device=npu", "placement=fully_async", "model=qwen35_9b")
+
+
+def test_the_hand_count_is_the_models() -> None:
+    assert ROOT + LINEAR + FULL + MLP == P
+
+
+def test_shards_of_the_mission_are_a_quarter_each(mission: dict[tuple[str, str], Phase]) -> None:
+    items = mission["trainer device", "backward of a layer"].items
+    assert items["masters"] == P * 4 / 4
+    assert items["gradients"] == P * 4 / 4
+    assert items["Adam"] == P * 8 / 4
+    assert "reference" not in items
+
+
+def test_what_a_layer_gathers_and_leaves_unreduced(mission: dict[tuple[str, str], Phase]) -> None:
+    items = mission["trainer device", "backward of a layer"].items
+    layer = LINEAR // 24 + MLP // 32  # a linear layer is the larger kind
+    head = 248_320 * 4096
+    assert items["gathered"] == ROOT * 2 + 3 * layer * 2
+    assert items["unreduced gradients"] == (head + layer) * 2 + 2 * layer * 4
+
+
+def test_checkpointing_keeps_a_layers_input_only(mission: dict[tuple[str, str], Phase]) -> None:
+    saved = mission["trainer device", "loss and head"].items["activations"]
+    assert saved == 32 * 10_240 * 4096 * 2
+    without = planned(QWEN35_9B, "device=npu", "model=qwen35_9b", "trainer.activation_checkpointing=false")
+    assert without["shared device", "loss and head"].items["activations"] > 10 * saved
+
+
+def test_logits_take_three_chunks(mission: dict[tuple[str, str], Phase]) -> None:
+    assert mission["trainer device", "loss and head"].items["logits"] == 3 * HEAD_CHUNK_BYTES
+
+
+def test_the_chunk_is_the_heads_own() -> None:
+    from app.model.head import CHUNK_ELEMENTS
+
+    assert HEAD_CHUNK_BYTES == CHUNK_ELEMENTS * 4
+
+
+def test_the_engine_of_the_mission(mission: dict[tuple[str, str], Phase]) -> None:
+    items = mission["engine device", "generate"].items
+    weights = (P + 456_010_480) * 2 / 4
+    rest = 0.7 * 64 * GIB - weights
+    slots = int(rest * 0.9 / 1.9 // 12_877_824)
+    tokens = int((rest - slots * 12_877_824) // 8192)
+    assert items["engine weights"] == weights
+    assert items["recurrent states"] == slots * 12_877_824
+    assert items["KV cache"] == tokens * 8192
+    assert (slots, tokens) == (1596, 2_788_784)
+
+
+def test_push_buffers_are_two_of_the_largest_tensor(mission: dict[tuple[str, str], Phase]) -> None:
+    embedding = 248_320 * 4096 * 2  # larger than weight_sync.bucket_mib
+    assert mission["trainer device", "push"].items["push buffers"] == 2 * embedding
+    assert mission["engine device", "push"].items["received bucket"] == 2 * embedding
+
+
+def test_colocate_leaves_nothing_of_the_trainer_but_its_buffers_while_it_generates() -> None:
+    found = planned(QWEN3_4B, "device=cuda", "model=qwen3_4b", "device.memory_gib=80")
+    generate, push = found["shared device", "generate"].items, found["shared device", "push"].items
+    assert "masters" not in generate
+    assert "Adam" not in push
+    assert push["masters"] == QWEN3_4B.parameters * 4 / 4
+    assert "KV cache" not in push
+    assert "KV cache" not in found["shared device", "backward of a layer"].items
+
+
+def test_colocate_without_offload_keeps_both_sides() -> None:
+    found = planned(
+        QWEN3_4B,
+        "device=cuda",
+        "model=qwen3_4b",
+        "device.memory_gib=80",
+        "offload.engine=false",
+        "offload.trainer=false",
+    )
+    assert "Adam" in found["shared device", "generate"].items
+    assert "KV cache" in found["shared device", "optimizer update"].items
+    assert tightest(list(found.values())).bytes > 80 * GIB  # what offloading is for
+
+
+def test_a_reference_adds_its_shards_and_its_root() -> None:
+    found = planned(QWEN3_4B, "device=cuda", "model=qwen3_4b", "algorithm.kl=k3", "algorithm.kl_coefficient=0.04")
+    reference = found["shared device", "generate"].items["reference"]
+    assert reference == QWEN3_4B.parameters + (151_936 * 2560 + 2560) * 2  # a quarter of 4 bytes each, and the root
+
+
+def test_sgd_has_no_moments() -> None:
+    found = planned(QWEN3_4B, "device=cuda", "model=qwen3_4b", "trainer.optimizer=sgd")
+    assert ("shared device", "optimizer update") not in found
+    assert all("Adam" not in phase.items for phase in found.values())
+
+
+def test_memory_comes_from_the_setting_then_from_the_machine_then_from_a_usual_card() -> None:
+    npu = composed("device=npu", "model=qwen35_9b")
+    assert capacity(npu, device_of(npu.device.kind)).bytes == 64 * GIB
+    assert "assumed" in capacity(npu, device_of(npu.device.kind)).source
+    told = composed("device=npu", "model=qwen35_9b", "device.memory_gib=32")
+    assert capacity(told, device_of(told.device.kind)).bytes == 32 * GIB
+    cpu: RunConfig = composed("placement.devices=2")
+    alone = composed()
+    assert 2 * capacity(cpu, device_of(cpu.device.kind)).bytes == capacity(alone, device_of(alone.device.kind)).bytes
+
+
+def test_the_mission_takes_eight_devices_and_the_default_run_one() -> None:
+    assert devices(composed("device=npu", "placement=fully_async", "model=qwen35_9b")) == 8
+    assert devices(composed()) == 1
+    assert devices(composed("rollout.urls=[http://127.0.0.1:30000]", "placement=fully_async")) == 1
