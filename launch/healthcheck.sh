@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# A container is healthy while a run writes: some file of its output folder changed within HEALTH_MINUTES (30).
+#   bash launch/healthcheck.sh [FOLDER]
+set -euo pipefail
+folder=${1:-${POSTTRAIN_OUTPUTS:-/workspace/outputs}} minutes=${HEALTH_MINUTES:-30}
+if [ -z "$(find "$folder" -type f -mmin "-$minutes" -print -quit)" ]; then
+  echo "nothing under $folder was written in the last $minutes minutes" >&2
+  exit 1
+fi

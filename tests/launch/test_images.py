@@ -1,0 +1,74 @@
+"""The images' files: linted, versions as arguments with the defaults of the requirements, a context that suffices."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+IMAGES = ["Dockerfile.cuda", "Dockerfile.npu"]
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def arguments(name: str) -> dict[str, str]:
+    return dict(re.findall(r"^ARG (\w+)=(.*)$", text(name), re.M))
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / "launch" / "requirements" / name).read_text().splitlines()
+    return dict(line.replace("[default]", "").split("==") for line in lines if "==" in line)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_hadolint_finds_nothing(name: str) -> None:
+    found = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if found is None:
+        pytest.skip("hadolint is not installed (launch/requirements/cpu.txt brings it)")
+    done = subprocess.run([found, name], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_versions_are_those_of_the_requirements() -> None:
+    npu, cuda = arguments("Dockerfile.npu"), arguments("Dockerfile.cuda")
+    assert cuda["SGLANG_VERSION"] == pins("cuda.txt")["sglang"]
+    assert npu["TORCH_VERSION"] == pins("npu.txt")["torch"]
+    assert npu["TORCH_NPU_VERSION"] == pins("npu.txt")["torch_npu"]
+    assert npu["TRANSFORMERS_VERSION"] == pins("npu.txt")["transformers"]
+    assert npu["SGLANG_TAG"] == f"v{cuda['SGLANG_VERSION']}"
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_no_version_stands_outside_of_an_argument(name: str) -> None:
+    body = [line for line in text(name).splitlines() if not line.startswith(("ARG", "#"))]
+    assert [line for line in body if re.search(r"[=:@v]\d+\.\d+", line)] == []
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_last_stage_runs_the_application_behind_tini(name: str) -> None:
+    last = text(name).split("\nFROM ")[-1]
+    assert 'ENTRYPOINT ["/usr/bin/tini", "--", "bash", "/opt/launch/entrypoint.sh"]' in last
+    assert "HEALTHCHECK" in last
+    assert "pip install" not in last
+    assert "COPY --from=build /opt/venv /opt/venv" in last
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_build_context_holds_what_is_copied(name: str) -> None:
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = [word for line in re.findall(r"^COPY (?!--from)(.*)$", text(name), re.M) for word in line.split()[:-1]]
+    assert copied
+    for path in copied:
+        assert (ROOT / path).exists(), path
+        assert path.split("/")[0] in allowed, path
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu"])
+def test_requirements_of_the_images_bring_rays_job_server(device: str) -> None:
+    assert "ray[default]==" in text(f"launch/requirements/{device}.txt")

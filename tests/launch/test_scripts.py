@@ -1,0 +1,183 @@
+"""The launch scripts: linted, with help and a dry run; the parts that need no device are run for real."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), *(ROOT / "launch").glob("*.sbatch")])
+WITH_HELP = ["run.sh", "ray_cluster.sh", "slurm.sbatch", "docker.sh"]
+MISSION = ["device=npu", "placement=fully_async", "model=qwen35_9b"]
+
+
+def bash(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    return subprocess.run(
+        ["bash", *words], cwd=ROOT, capture_output=True, text=True, env={**kept, **environment}, timeout=60
+    )
+
+
+def tool(name: str) -> str:
+    """A linter of the development requirements."""
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if found is None:
+        pytest.skip(f"{name} is not installed (launch/requirements/cpu.txt brings it)")
+    return found
+
+
+def test_shellcheck_finds_nothing() -> None:
+    done = subprocess.run([tool("shellcheck"), *map(str, SCRIPTS)], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_valid_bash(script: Path) -> None:
+    done = bash("-n", str(script))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", WITH_HELP)
+def test_help_shows_a_command_of_the_script_itself(name: str) -> None:
+    done = bash(f"launch/{name}", "--help")
+    assert done.returncode == 0
+    assert f"launch/{name}" in done.stdout
+    assert "set -euo" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["launch/run.sh", "--nonsense"],
+        ["launch/ray_cluster.sh"],
+        ["launch/ray_cluster.sh", "--device", "npu", "head"],
+        ["launch/ray_cluster.sh", "--device", "tpu", "--devices", "8", "head"],
+        ["launch/ray_cluster.sh", "--device", "npu", "--devices", "8", "worker"],
+        ["launch/docker.sh", "tpu"],
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_wrong_usage_is_one_sentence_and_exit_code_2(words: list[str]) -> None:
+    done = bash(*words)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+def test_run_checks_the_machine_first() -> None:
+    lines = bash("launch/run.sh", "--dry-run", *MISSION, PYTHON="python3").stdout.splitlines()
+    assert lines == [f"python3 -m app {' '.join(MISSION)} mode=doctor ", f"python3 -m app {' '.join(MISSION)} "] or (
+        [line.split(" ", 1)[1] for line in lines]
+        == [f"-m app {' '.join(MISSION)} mode=doctor ", f"-m app {' '.join(MISSION)} "]
+    )
+
+
+def test_a_cluster_offers_each_devices_resource() -> None:
+    def start(device: str) -> str:
+        return bash("launch/ray_cluster.sh", "--dry-run", "--device", device, "--devices", "4", "head").stdout
+
+    assert "--num-cpus=4" in start("cpu")
+    assert "--num-gpus=4" in start("cuda")
+    assert '--resources={"NPU":4}' in start("npu").replace("\\", "")
+
+
+def test_a_worker_joins_the_head() -> None:
+    done = bash(
+        "launch/ray_cluster.sh", "--dry-run", "--device", "cuda", "--devices", "8", "worker", "10.0.0.1", PORT="7000"
+    )
+    assert done.stdout.startswith("ray start --address=10.0.0.1:7000 --num-gpus=8")
+
+
+def test_slurm_starts_a_head_a_worker_and_the_application() -> None:
+    head, worker, application = bash("launch/slurm.sbatch", "--dry-run", *MISSION, DEVICES="8").stdout.splitlines()
+    assert "--nodelist=node0 ray start --head" in head
+    assert "--nodelist=node1 ray start --address=node0:6379" in worker
+    assert application.rstrip().endswith(
+        f"python3 -m app {' '.join(MISSION)} cluster.address=node0:6379 cluster.timeout_s=600"
+    )
+
+
+def slurm_stand_in(folder: Path) -> dict[str, str]:
+    """Commands named as Slurm's that run what they are given on this machine."""
+    folder.mkdir()
+    commands = {
+        "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+        "scontrol": "echo here",
+        "ray": 'if [ "$1" = start ]; then exec sleep 60; fi',  # --block; status answers at once
+        "python": 'trap "exit 130" TERM; echo "$@" > "$SAID"; if [ "$3" = wait ]; then sleep 60 & wait; fi; exit 7',
+    }
+    for name, body in commands.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    return {
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "PYTHON": str(folder / "python"),
+        "SLURM_JOB_NODELIST": "here",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SAID": str(folder / "said"),
+    }
+
+
+def test_a_slurm_job_ends_with_the_applications_exit_code(tmp_path: Path) -> None:
+    environment = slurm_stand_in(tmp_path / "bin")
+    assert bash("launch/slurm.sbatch", "device=cuda", **environment).returncode == 7
+    said = (tmp_path / "bin" / "said").read_text()
+    assert said == "-m app device=cuda cluster.address=here:6379 cluster.timeout_s=600\n"
+
+
+def test_slurms_warning_reaches_the_application(tmp_path: Path) -> None:
+    environment = slurm_stand_in(tmp_path / "bin")
+    job = subprocess.Popen(["bash", "launch/slurm.sbatch", "wait"], cwd=ROOT, env={**os.environ, **environment})
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "bin" / "said").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(20) == 130
+
+
+def test_docker_gets_the_devices_and_the_driver_of_npus() -> None:
+    command = bash("launch/docker.sh", "--dry-run", "npu", *MISSION, NPUS="2").stdout
+    assert "--device=/dev/davinci0 --device=/dev/davinci1 --device=/dev/davinci_manager" in command
+    assert "/usr/local/Ascend/driver:/usr/local/Ascend/driver:ro" in command
+    assert command.rstrip().endswith(f"hydra-posttrain:npu {' '.join(MISSION)}")
+
+
+def test_docker_keeps_secrets_off_the_command_line() -> None:
+    command = bash("launch/docker.sh", "--dry-run", "cuda", HF_TOKEN="hidden", WANDB_API_KEY="hidden").stdout
+    assert "hidden" not in command
+    assert "-e HF_TOKEN -e WANDB_API_KEY" in command
+
+
+def test_the_entrypoint_becomes_the_application_within_the_toolkits_environment(tmp_path: Path) -> None:
+    toolkit = tmp_path / "toolkit"
+    toolkit.mkdir()
+    (toolkit / "set_env.sh").write_text("export FROM_TOOLKIT=yes\n")
+    (tmp_path / "python").write_text('#!/usr/bin/env bash\necho "$$ $FROM_TOOLKIT $*"; exit 3\n')
+    (tmp_path / "python").chmod(0o755)
+    started = subprocess.Popen(
+        ["bash", "launch/entrypoint.sh", *MISSION],
+        cwd=ROOT,
+        env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "ASCEND_TOOLKIT": str(toolkit)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    said, _ = started.communicate(timeout=30)
+    assert said == f"{started.pid} yes -m app {' '.join(MISSION)}\n"  # the shell's own pid: signals reach it
+    assert started.returncode == 3
+
+
+def test_a_container_is_healthy_while_its_run_writes(tmp_path: Path) -> None:
+    assert bash("launch/healthcheck.sh", str(tmp_path)).returncode == 1
+    written = tmp_path / "run" / "logs" / "engine_0.log"
+    written.parent.mkdir(parents=True)
+    written.write_text("tokens")
+    assert bash("launch/healthcheck.sh", str(tmp_path)).returncode == 0
+    hour_ago = time.time() - 3600
+    os.utime(written, (hour_ago, hour_ago))
+    assert bash("launch/healthcheck.sh", str(tmp_path)).returncode == 1
+    assert bash("launch/healthcheck.sh", str(tmp_path), HEALTH_MINUTES="90").returncode == 0
