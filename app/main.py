@@ -7,6 +7,7 @@ interrupted with 130. With HYDRA_FULL_ERROR=1 in the environment every error kee
 import math
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,7 @@ class Validate(Callback):
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         try:
             resolved = configuration.resolve(config)
-            if resolved.mode is Mode.plan:
-                from app.placement.plan import describe
-
-                sys.stdout.write(describe(resolved) + "\n")
-                raise SystemExit(0)
+            _answer(resolved)
             _refuse_unbuilt(resolved)
             from app.placement.prepare import prepare
 
@@ -55,6 +52,9 @@ class Validate(Callback):
         except ConfigError as error:
             say(error)
             raise SystemExit(CONFIG_EXIT) from None
+        except Exception as error:  # a bug: Hydra would warn of it and start the run
+            traceback.print_exception(error)
+            raise SystemExit(FAILED_EXIT) from None
 
 
 @hydra.main(version_base="1.3", config_path=conf_path(), config_name="config")
@@ -96,6 +96,21 @@ def cli() -> None:
             raise
         say(configuration.sentence(error))
         raise SystemExit(CONFIG_EXIT) from None
+
+
+def _answer(config: RunConfig) -> None:
+    """The modes that start and write nothing: say what they found and leave."""
+    if config.mode is Mode.plan:
+        from app.placement.plan import describe
+
+        sys.stdout.write(describe(config) + "\n")
+        raise SystemExit(0)
+    if config.mode is Mode.doctor:
+        from app.placement.doctor import report
+
+        text, code = report(config)
+        sys.stdout.write(text + "\n")
+        raise SystemExit(code)
 
 
 def _refuse_unbuilt(config: RunConfig) -> None:

@@ -31,8 +31,13 @@ class Device:
     trainer_env: Mapping[str, str] = field(default_factory=dict)
     shares_memory: bool = True  # trainer and engine fill the same memory, so that offloading frees some
     plugin: str | None = None  # module that registers the device type with torch
-    toolkit: str | None = None  # command that shows driver and devices
+    packages: Mapping[str, str] = field(default_factory=dict)  # further ones it needs → what for
+    attention_packages: tuple[str, ...] = ()  # any one of them brings `attention`; none: torch has it
+    toolkit: tuple[str, ...] | None = None  # command that shows driver and devices
+    toolkit_variable: str | None = None  # names the toolkit's folder once its environment is sourced
     driver_paths: tuple[str, ...] = ()  # files of the driver that a container must be given
+    allocator_variables: tuple[str, ...] = ()  # where expandable segments could be asked for
+    machine_env: Mapping[str, str] = field(default_factory=dict)  # what nodes of a cluster are started with
     memory_query: tuple[str, ...] | None = None  # command whose first line is the memory of a device in MiB
     card: str = ""  # what the numbers below stand for, where the machine cannot be asked
     card_memory_gib: float | None = None  # None: a share of this machine's memory

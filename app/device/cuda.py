@@ -14,7 +14,9 @@ DEVICE = Device(
     # cuMem must agree on both sides of a group; graphs on memory-saver memory hang
     engine_env={"NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
     trainer_env={"NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
-    toolkit="nvidia-smi",
+    attention_packages=("flash_attn", "kernels"),
+    toolkit=("nvidia-smi",),
+    allocator_variables=("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
     memory_query=("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"),
     card="an 80 GB H100",
     card_memory_gib=80.0,
