@@ -31,3 +31,13 @@ ray_resources() {
     *) fail "device $1 is not known: give cpu, cuda or npu" ;;
   esac
 }
+
+# Nodes of a cluster share a token (~/.ray/auth_token), or anyone in the network could run code in it: ray_token ray head
+ray_token() {
+  export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+  if [ "$RAY_AUTH_MODE" != token ] || [ -n "${RAY_AUTH_TOKEN-}" ] || [ -f "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ]; then
+    return
+  fi
+  [ "$2" = head ] || fail "this node has no token: copy ~/.ray/auth_token from the head (or RAY_AUTH_MODE=disabled on all)"
+  if $dry_run; then run "$1" get-auth-token --generate; else "$1" get-auth-token --generate > /dev/null; fi
+}

@@ -4,6 +4,7 @@
 #   bash launch/ray_cluster.sh [--dry-run] --device npu --devices 8 worker HEAD_ADDRESS
 #   bash launch/run.sh device=npu placement=fully_async model=qwen35_9b cluster.address=HEAD_ADDRESS:6379
 #   bash launch/ray_cluster.sh stop        on each node
+# The head makes a token on first use, ~/.ray/auth_token: copy it to the other nodes before they join.
 # PORT is the head's port (6379). RAY is the command (ray).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -28,6 +29,7 @@ case $role in
     # Ray must leave the visible devices alone: a rank and an engine on one card are told their index by us
     [ "$device" != npu ] || export RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1
     ulimit -n "$(ulimit -Hn)"
+    ray_token "$ray" "$role"
     ;;
 esac
 case $role in

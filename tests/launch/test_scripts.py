@@ -79,22 +79,39 @@ def test_run_checks_the_machine_first() -> None:
 
 def test_a_cluster_offers_each_devices_resource() -> None:
     def start(device: str) -> str:
-        return bash("launch/ray_cluster.sh", "--dry-run", "--device", device, "--devices", "4", "head").stdout
+        return bash(
+            "launch/ray_cluster.sh", "--dry-run", "--device", device, "--devices", "4", "head", RAY_AUTH_TOKEN="x"
+        ).stdout
 
     assert "--num-cpus=4" in start("cpu")
     assert "--num-gpus=4" in start("cuda")
     assert '--resources={"NPU":4}' in start("npu").replace("\\", "")
 
 
+JOIN = ["launch/ray_cluster.sh", "--dry-run", "--device", "cuda", "--devices", "8", "worker", "10.0.0.1"]
+
+
 def test_a_worker_joins_the_head() -> None:
-    done = bash(
-        "launch/ray_cluster.sh", "--dry-run", "--device", "cuda", "--devices", "8", "worker", "10.0.0.1", PORT="7000"
-    )
+    done = bash(*JOIN, PORT="7000", RAY_AUTH_TOKEN="of-the-head")
     assert done.stdout.startswith("ray start --address=10.0.0.1:7000 --num-gpus=8")
 
 
+def test_a_cluster_has_a_token(tmp_path: Path) -> None:
+    head = ["launch/ray_cluster.sh", "--dry-run", "--device", "cuda", "--devices", "8", "head"]
+    assert bash(*head, HOME=str(tmp_path)).stdout.startswith("ray get-auth-token --generate")
+    refused = bash(*JOIN, HOME=str(tmp_path))
+    assert refused.returncode == 2
+    assert "copy ~/.ray/auth_token from the head" in refused.stderr
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("secret")
+    assert bash(*head, HOME=str(tmp_path)).stdout.startswith("ray start --head")
+    assert bash(*JOIN, HOME=str(tmp_path)).returncode == 0
+
+
 def test_slurm_starts_a_head_a_worker_and_the_application() -> None:
-    head, worker, application = bash("launch/slurm.sbatch", "--dry-run", *MISSION, DEVICES="8").stdout.splitlines()
+    head, worker, application = bash(
+        "launch/slurm.sbatch", "--dry-run", *MISSION, DEVICES="8", RAY_AUTH_TOKEN="x"
+    ).stdout.splitlines()
     assert "--nodelist=node0 ray start --head" in head
     assert "--nodelist=node1 ray start --address=node0:6379" in worker
     assert application.rstrip().endswith(
@@ -120,6 +137,7 @@ def slurm_stand_in(folder: Path) -> dict[str, str]:
         "SLURM_JOB_NODELIST": "here",
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SAID": str(folder / "said"),
+        "RAY_AUTH_TOKEN": "of-the-nodes",
     }
 
 
