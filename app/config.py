@@ -53,6 +53,7 @@ class RunConfig:
     weight_sync: weight_sync_schema.WeightSyncConfig = field(default_factory=weight_sync_schema.WeightSyncConfig)
     offload: offload_schema.OffloadConfig = field(default_factory=offload_schema.OffloadConfig)
     checkpoint: trainer_schema.CheckpointConfig = field(default_factory=trainer_schema.CheckpointConfig)
+    profile: trainer_schema.ProfileConfig = field(default_factory=trainer_schema.ProfileConfig)
     eval: placement_schema.EvalConfig = field(default_factory=placement_schema.EvalConfig)
     recovery: placement_schema.RecoveryConfig = field(default_factory=placement_schema.RecoveryConfig)
     cluster: placement_schema.ClusterConfig = field(default_factory=placement_schema.ClusterConfig)

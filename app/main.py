@@ -44,7 +44,7 @@ class Validate(Callback):
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         try:
             resolved = configuration.resolve(config)
-            _answer(resolved)
+            _answer(resolved, Path(config.hydra.run.dir))
             _refuse_unbuilt(resolved)
             from app.placement.prepare import prepare
 
@@ -98,8 +98,8 @@ def cli() -> None:
         raise SystemExit(CONFIG_EXIT) from None
 
 
-def _answer(config: RunConfig) -> None:
-    """The modes that start and write nothing: say what they found and leave."""
+def _answer(config: RunConfig, folder: Path) -> None:
+    """The modes that start nothing and make no folder: say what they found and leave."""
     if config.mode is Mode.plan:
         from app.placement.plan import describe
 
@@ -111,6 +111,17 @@ def _answer(config: RunConfig) -> None:
         text, code = report(config)
         sys.stdout.write(text + "\n")
         raise SystemExit(code)
+
+    if config.mode is Mode.report:
+        from app.tracking.report import report_below
+
+        try:
+            say(str(report_below(folder)))
+        except ValueError as error:
+            raise ConfigError(
+                f"hydra.run.dir={folder} is not accepted: give a run's or a sweep's folder; {error}."
+            ) from None
+        raise SystemExit(0)
 
 
 def _refuse_unbuilt(config: RunConfig) -> None:

@@ -187,6 +187,7 @@ def _engines(config: RunConfig, device: Device, path: Path, folder: Path, reserv
 
 def engine_flags(config: RunConfig, device: Device) -> dict[str, object]:
     """SGLang's flags: ours, then the device's, then the configuration's, which win."""
+    colocate = config.placement.kind is PlacementKind.colocate
     return {
         "dtype": config.device.dtype.name,
         "tp-size": config.rollout.tensor_parallel,
@@ -195,7 +196,7 @@ def engine_flags(config: RunConfig, device: Device) -> dict[str, object]:
         "mem-fraction-static": config.rollout.memory_fraction,
         "trust-remote-code": config.model.trust_remote_code,
         "log-level-http": "warning",
-        "enable-memory-saver": device.shares_memory and config.offload.engine,
+        "enable-memory-saver": colocate and device.shares_memory and config.offload.engine,
         **device.engine_args,
         **config.device.engine_args,
         **config.rollout.engine_args,
@@ -243,6 +244,7 @@ def _trainer(config: RunConfig, device: Device, path: Path, folder: Path, reserv
         threads=_threads(config, ranks),
         seed=config.seed,
         logs=folder / "logs",
+        profile_steps=tuple(config.profile.steps),
     )
     make = ray.remote(concurrency_groups={"answers": 1})(TrainerRank)  # type: ignore[call-overload]
     environment = {"env_vars": dict(device.trainer_env)} if device.trainer_env else None

@@ -13,17 +13,19 @@ from app.types import Group, Prompt, Sampling
 
 async def evaluate(
     sampler: Sampler, sets: Mapping[str, Sequence[Prompt]], config: RunConfig, version: int
-) -> tuple[dict[str, dict[str, float]], dict[str, list[Group]]]:
-    """Metrics and groups of each set. Nothing else may be generating: one version samples all of it."""
+) -> tuple[dict[str, dict[str, float]], list[Group]]:
+    """Metrics of each set, and the groups of all. Nothing else may be generating: one version samples all of it."""
     settings = config.eval
     sampling = Sampling(settings.temperature, settings.top_p, config.rollout.max_completion_tokens)
     limit = config.rollout.max_inflight_groups * config.algorithm.group_size // settings.samples
-    results, kept = {}, {}
+    results: dict[str, dict[str, float]] = {}
+    everything: list[Group] = []
     for name, prompts in sets.items():
         stream = sampler.groups(prompts, size=settings.samples, sampling=sampling, version=version, limit=max(1, limit))
-        kept[name] = [group async for group in stream]
-        results[name] = measure(kept[name], settings.samples)
-    return results, kept
+        groups = [group async for group in stream]
+        results[name] = measure(groups, settings.samples)
+        everything += groups
+    return results, everything
 
 
 async def evaluate_alone(
@@ -31,8 +33,7 @@ async def evaluate_alone(
 ) -> float:
     """`mode=eval`: every set once, with samples written; returns the mean accuracy over the sets."""
     results, groups = await evaluate(sampler, sets, config, version=0)
-    recorder.evaluated(0, results)
-    recorder.samples(0, [group for kept in groups.values() for group in kept], sampler.tokenizer.decode)
+    recorder.evaluated(0, results, groups, sampler.tokenizer.decode)
     return sum(metrics["accuracy"] for metrics in results.values()) / len(results)
 
 

@@ -1,8 +1,8 @@
 """What the plan must know of a model: its shapes, and the counts that follow from them.
 
-From the `config.json` of a local directory; from a table for the two hub models that ship with a configuration; from
-the settings of the tiny model. Counting needs no model class, so that a plan needs no torch. Qwen3.5 keeps a KV cache in
-one layer of four only; the others keep a state of fixed size per request.
+From the `config.json` of a local directory; from a table for the two hub models that ship with a configuration;
+from the settings of the tiny model. Counting needs no model class, so that a plan needs no torch. Qwen3.5 keeps a KV
+cache in one layer of four only; the others keep a state of fixed size per request.
 """
 
 import json

@@ -53,6 +53,6 @@ class Conductor(ABC):
 
     async def _evaluate(self) -> None:
         with self.parts.recorder.timeline.span("driver", "evaluate", step=self.version):
-            results, _ = await evaluate(self.parts.sampler, self.parts.evals, self.config, self.version)
-        self.parts.recorder.evaluated(self.version, results)
+            results, groups = await evaluate(self.parts.sampler, self.parts.evals, self.config, self.version)
+        self.parts.recorder.evaluated(self.version, results, groups, self.parts.sampler.tokenizer.decode)
         self.accuracy = sum(metrics["accuracy"] for metrics in results.values()) / len(results)

@@ -95,7 +95,7 @@ class Feed:
         self.name, self.dropped = name, 0
         self._start = start
         self._queue: queue.Queue[Callable[[Dashboard], None]] = queue.Queue(capacity)
-        self._ending, self._given_up = threading.Event(), False
+        self._ending, self._given_up, self._abandoned = threading.Event(), False, False
         self._status = "running"
         self._thread = threading.Thread(target=self._work, name=f"tracking-{name}", daemon=True)
         self._thread.start()
@@ -114,6 +114,7 @@ class Feed:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._start.warn(f"{self.name} did not end within {timeout_s:.0f} s; the run ends without it.")
+            self._abandoned = True  # what its end throws now was said already
             self._guarded("could not be abandoned", lambda: abandon_dashboard(self.name))
         if self.dropped:
             self._start.warn(f"{self.name} was too slow: {self.dropped} messages were not sent to it.")
@@ -147,7 +148,8 @@ class Feed:
         except (Exception, SystemExit) as error:  # a third party's anything: it must not reach training
             log.info("%s %s", self.name, what, exc_info=True)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            self._start.warn(f"{self.name} {what}, the run goes on without it: {reason}")
+            if not self._abandoned:
+                self._start.warn(f"{self.name} {what}, the run goes on without it: {reason}")
             return None
 
 

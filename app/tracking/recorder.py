@@ -84,8 +84,18 @@ class RunRecorder:
                 feed.alert(step, alarm.name, f"{alarm.what} {alarm.advice}")
         self.timeline.write_if_due(self.folder)
 
-    def evaluated(self, step: int, results: Mapping[str, Metrics]) -> None:
-        """Record an evaluation after `step` (0: before training), by set name; they join the step's line."""
+    def evaluated(
+        self,
+        step: int,
+        results: Mapping[str, Metrics],
+        groups: Sequence[Group] = (),
+        decode: Decode | None = None,
+    ) -> None:
+        """Record an evaluation after `step` (0: before training), by set name; they join the step's line.
+
+        Of its groups some are kept in `samples/eval_<step>.jsonl`.
+        """
+        samples.write_samples(self.folder, step, groups, self.config.tracking.samples_per_step, decode, kind="eval")
         self._record(step, evaluation_metrics(results))
         self._console.evaluated(step, results)
 

@@ -18,13 +18,16 @@ Decode = Callable[[Sequence[int]], str]  # token ids → text
 
 
 def write_samples(
-    folder: Path, step: int, groups: Sequence[Group], count: int, decode: Decode | None = None
+    folder: Path, step: int, groups: Sequence[Group], count: int, decode: Decode | None = None, *, kind: str = "step"
 ) -> Path | None:
-    """Write `count` trajectories (fewer if there are no more); None where that is none. `decode` gives the question."""
+    """Write `count` trajectories (fewer if there are no more); None where that is none. `decode` gives the question.
+
+    `kind` is `step` for what was trained on, `eval` for what an evaluation after that step sampled.
+    """
     chosen = choose(groups, count)
     if not chosen:
         return None
-    path = sample_path(folder, step)
+    path = sample_path(folder, step, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row(trajectory, decode), ensure_ascii=False) + "\n" for trajectory in chosen]
     path.write_text("".join(lines), encoding="utf-8")
@@ -60,8 +63,8 @@ def row(trajectory: Trajectory, decode: Decode | None) -> dict[str, object]:
     }
 
 
-def sample_path(folder: Path, step: int) -> Path:
-    return folder / FOLDER / f"step_{step}.jsonl"
+def sample_path(folder: Path, step: int, kind: str = "step") -> Path:
+    return folder / FOLDER / f"{kind}_{step}.jsonl"
 
 
 def cut(folder: Path, step: int) -> None:

@@ -27,6 +27,7 @@ from app.device.schema import DeviceKind, Dtype
 from app.device.torchvision import define_operators
 from app.process import log_to
 from app.trainer.optimizer import Optimizer
+from app.trainer.profile import FOLDER, StepProfiler
 from app.trainer.schema import TrainerConfig
 from app.trainer.step import SplitStep, StepSettings
 from app.types import ScoredGroup, StepReport
@@ -47,6 +48,7 @@ class RankSpec:
     threads: int  # per rank, on CPU
     seed: int
     logs: Path  # folder
+    profile_steps: tuple[int, ...] = ()
 
 
 class TrainerRank:
@@ -57,6 +59,7 @@ class TrainerRank:
         self.spec, self.rank = spec, rank
         self.device = device_of(spec.device)
         self.parts: dict[str, Any] = {}
+        self.profiler = StepProfiler(spec.profile_steps, spec.logs.parent / FOLDER, rank)
 
     def node_address(self) -> str:
         return ray.util.get_node_ip_address()
@@ -110,6 +113,7 @@ class TrainerRank:
 
     def begin_step(self, version: int) -> None:
         self.step.begin(version)
+        self.profiler.begin(version)
 
     def train_groups(self, groups: Sequence[ScoredGroup]) -> None:
         self.step.feed(groups)
@@ -118,9 +122,12 @@ class TrainerRank:
         self.step.old_logprobs(groups)
 
     def finish_step(self) -> StepReport:
-        return self.step.finish()
+        report = self.step.finish()
+        self.profiler.finish(report.version)
+        return report
 
     def abort_step(self) -> None:
+        self.profiler.abort()
         self.step.abort()
 
     # --- other parts

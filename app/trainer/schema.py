@@ -1,6 +1,6 @@
-"""Settings of `trainer` and `checkpoint`."""
+"""Settings of `trainer`, `checkpoint` and `profile`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from app.errors import expect
@@ -31,6 +31,11 @@ class CheckpointConfig:
     every: int = 0  # steps; 0 saves none
     keep: int = 2  # newest checkpoints kept
     export: bool = False  # also write a Hugging Face directory at the end
+
+
+@dataclass
+class ProfileConfig:
+    steps: list[int] = field(default_factory=list)  # torch profiler traces of these steps; none by default
 
 
 def validate(config: TrainerConfig, checkpoint: CheckpointConfig) -> None:

@@ -1,8 +1,8 @@
 """The split train step of one rank: CLOSED → begin → OPEN → groups… → finish or abort → CLOSED.
 
-What always holds: microbatches are computed with a denominator of 1; token and sequence counts accumulate in
-float64; `finish` reduces the counts over the ranks, divides the gradients once, clips, updates. So neither the number of
-pieces a step was fed in nor the number of ranks changes the result. `abort` leaves parameters and optimizer as they were.
+What always holds: microbatches are computed with a denominator of 1; token and sequence counts accumulate in float64;
+`finish` reduces the counts over the ranks, divides the gradients once, clips, updates. So neither the number of pieces
+a step was fed in nor the number of ranks changes the result. `abort` leaves parameters and optimizer as they were.
 The idea of the split is NeMo-RL's (2026), there for Megatron; this is its FSDP2 form: gradient accumulation in sharded
 `.grad` is linear, so dividing at the end is exact.
 """

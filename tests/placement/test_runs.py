@@ -4,6 +4,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -97,6 +99,36 @@ def test_a_gsm8k_file_is_trained_on_with_template_and_math_verify(start: Callabl
     assert "reward/math" in line
     sample = json.loads((run.folder / "samples" / "step_1.jsonl").read_text().splitlines()[0])
     assert "boxed" in json.dumps(sample)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_sweep_leaves_a_summary_for_each_of_its_runs(tmp_path: Path, tiny_model: Path) -> None:
+    overrides = ["-m", "algorithm=grpo,dapo", "placement=colocate,fully_async", "steps=2", *QUICK]
+    command = [sys.executable, "-m", "app", *overrides, f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr
+    summaries = [json.loads(path.read_text()) for path in (tmp_path / "sweep").rglob("summary.json")]
+    assert [summary["status"] for summary in summaries] == ["finished"] * 4
+
+
+@pytest.mark.soak
+def test_an_evaluation_alone_measures_every_set_and_keeps_samples(start: Callable[..., Run]) -> None:
+    run = start("mode=eval", "eval.samples=4", "eval.temperature=1.0", "data.arithmetic.eval_problems=20")
+    assert run.wait() == 0, run.text
+    line = run.metrics()[0]
+    assert 0 <= line["eval/accuracy"] <= line["eval/pass@2"] <= line["eval/pass@4"] <= 1
+    assert (run.folder / "samples" / "eval_0.jsonl").exists()
+
+
+@pytest.mark.soak
+def test_an_engine_that_dies_at_start_is_named_with_its_log(start: Callable[..., Run]) -> None:
+    run = start("+rollout.engine_args.no-such-flag=1", *QUICK)
+    assert run.wait() == 1, run.text
+    assert run.gone_within(15), run.processes()
+    assert "engine 0" in run.last_lines
+    assert "no-such-flag" in run.text
+    assert "Traceback (most recent" not in run.last_lines
 
 
 def test_kill_9_of_the_driver_leaves_no_process(start: Callable[..., Run]) -> None:
