@@ -15,6 +15,10 @@ CONNECT_SECONDS = 10.0
 CALL_SECONDS = 600.0
 
 
+class ConnectionLost(EngineError):
+    """The server could not be reached, or went away in the middle of a call."""
+
+
 class Client:
     """Speaks to one server."""
 
@@ -35,28 +39,35 @@ class Client:
         try:
             timeout = aiohttp.ClientTimeout(total=seconds)
             async with self._session.get(self.url + route, timeout=timeout) as reply:
-                if reply.status in (401, 403):
-                    raise EngineError(f"{self.name} at {self.url} refused our key (HTTP {reply.status})")
+                self._check_key(reply)
                 return reply.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    async def get(self, route: str) -> dict[str, Any]:
-        async with self._session.get(self.url + route, timeout=aiohttp.ClientTimeout(total=CALL_SECONDS)) as reply:
-            return await self._read(reply, route)
+    async def get(self, route: str, *, seconds: float | None = CALL_SECONDS) -> Any:
+        """Raises `EngineError` like `post`."""
+        return await self._call("GET", route, None, seconds)
 
     async def post(self, route: str, body: dict[str, Any], *, seconds: float | None = CALL_SECONDS) -> Any:
         """Raises `EngineError` when the server refuses, answers `success: false`, or not within `seconds`."""
+        return await self._call("POST", route, body, seconds)
+
+    async def _call(self, method: str, route: str, body: dict[str, Any] | None, seconds: float | None) -> Any:
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
-            timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
-            async with self._session.post(self.url + route, json=body, timeout=timeout) as reply:
+            async with self._session.request(method, self.url + route, json=body, timeout=timeout) as reply:
                 return await self._read(reply, route)
+        except aiohttp.ClientError as error:  # a connection that takes too long is both, and belongs here
+            raise ConnectionLost(f"{self.name}: {route} failed: {type(error).__name__}: {error}") from error
         except TimeoutError:
             raise EngineError(f"{self.name}: no answer to {route} within {seconds:.0f} s") from None
-        except aiohttp.ClientError as error:
-            raise EngineError(f"{self.name}: {route} failed: {type(error).__name__}: {error}") from error
+
+    def _check_key(self, reply: aiohttp.ClientResponse) -> None:
+        if reply.status in (401, 403):
+            raise EngineError(f"{self.name} at {self.url} refused our key (HTTP {reply.status})")
 
     async def _read(self, reply: aiohttp.ClientResponse, route: str) -> Any:
+        self._check_key(reply)
         text = await reply.text()
         try:
             answer = json.loads(text) if text else {}
@@ -70,14 +81,14 @@ class Client:
             raise EngineError(f"{self.name}: {route} was refused (HTTP {reply.status}): {said}")
         return answer
 
-    async def generate(self, request: GroupRequest, seeds: Sequence[int]) -> list[Completion]:
-        """One call for the whole group; each member has a seed of its own."""
+    async def generate(self, request: GroupRequest, names: Sequence[str], seeds: Sequence[int]) -> list[Completion]:
+        """One call for the whole group; each member has a name, which `/abort_request` takes, and a seed of its own."""
         assert len(set(seeds)) == request.group_size, "the seeds of a group differ"
         sampling = request.sampling
         prompt = request.token_ids.tolist()
         body = {
             "input_ids": [prompt] * request.group_size,
-            "rid": member_ids(request.prompt_id, request.group_size),
+            "rid": list(names),
             "sampling_params": [
                 {
                     "temperature": sampling.temperature,
@@ -96,11 +107,6 @@ class Client:
         return [await parse(answer, request.version) for answer in answers]
 
 
-def member_ids(prompt_id: str, group_size: int) -> list[str]:
-    """Request ids of a group's members."""
-    return [f"{prompt_id}#{member}" for member in range(group_size)]
-
-
 async def parse(answer: dict[str, Any], version: int) -> Completion:
     """One answer of `/generate`; lets other requests in between, since long answers take milliseconds."""
     await asyncio.sleep(0)
@@ -113,13 +119,16 @@ async def parse(answer: dict[str, Any], version: int) -> Completion:
 
 
 def spans(meta: dict[str, Any], tokens: int, version: int) -> tuple[VersionSpan, ...]:
-    """Version spans as the server reports them; servers that do not: all tokens count as sampled at submission."""
-    reported = meta.get("weight_versions")
-    if not reported:
-        return (VersionSpan(version, 0, tokens),)
-    found = tuple(
-        VersionSpan(int(span["version"]), int(span["start"]), int(span["end"]))
-        for span in reported
-        if str(span["version"]).isdigit()
-    )
-    return found if found and found[-1].end == tokens else (VersionSpan(version, 0, tokens),)
+    """Version spans as the server reports them. What it does not report counts as sampled by `version`.
+
+    That is the version pushed last when the request was made: all tokens where there are no spans (older servers), or
+    none without a gap, and those of weights that no push brought, whose version is a word and not a number.
+    """
+    found, end = [], 0
+    for span in meta.get("weight_versions") or []:
+        number = str(span["version"])
+        if span["start"] != end:
+            break
+        end = int(span["end"])
+        found.append(VersionSpan(int(number) if number.isdigit() else version, int(span["start"]), end))
+    return tuple(found) if found and end == tokens else (VersionSpan(version, 0, tokens),)

@@ -5,6 +5,8 @@ with an error that names the engine and shows the end of its log.
 """
 
 import asyncio
+import itertools
+import secrets
 import zlib
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -13,14 +15,14 @@ from typing import Any, TypeVar
 
 from app.errors import EngineError
 from app.process import log_to
-from app.rollout.client import Client, member_ids
+from app.rollout.client import Client, ConnectionLost
 from app.rollout.server import Server, ServerSpec, free_port
 from app.types import Completion, EngineLoad, EnginePart, GroupRequest, InFlight
 
 HEALTH_POLL_SECONDS = 0.25
 STALL_POLL_SECONDS = 5.0
 IDLE_POLL_SECONDS = 0.02
-DEATH_SECONDS = 1.0  # from a broken connection to the news of the process that broke it
+DEATH_SECONDS = 3.0  # from a lost connection until the operating system tells of the server's death
 MEMORY_TAGS = {EnginePart.weights: "weights", EnginePart.kv_cache: "kv_cache", EnginePart.graphs: "cuda_graph"}
 T = TypeVar("T")
 
@@ -48,7 +50,8 @@ class EngineHost:
         self.spec = spec
         self._server = Server(spec.server) if spec.server else None
         self._client: Client | None = None
-        self._running: dict[str, int] = {}  # prompt id → group size
+        self._running: dict[str, list[str]] = {}  # prompt id → names of its members
+        self._calls = (f"{secrets.token_hex(4)}-{call}" for call in itertools.count())  # names that no other host uses
         self._tokens = 0
         self._paused = False
         self._failure: asyncio.Future[EngineError] | None = None
@@ -67,7 +70,7 @@ class EngineHost:
             self._client = Client(self.spec.name, self.spec.url, self.spec.key)
         await self._or_failure(self._wait_healthy(self._client))
         self._watchers.append(asyncio.create_task(self._watch_progress(self._client)))
-        info = await self._client.get("/server_info")
+        info = await self._or_failure(self._client.get("/server_info"))
         return {
             "url": self._client.url,
             "version": str(info.get("version", "")),
@@ -86,9 +89,9 @@ class EngineHost:
         client = self._ready()
         if request.prompt_id in self._running:
             raise EngineError(f"{self.spec.name}: prompt {request.prompt_id} is in flight already")
-        self._running[request.prompt_id] = request.group_size
+        names = self._running[request.prompt_id] = self._members(request)
         try:
-            completions = await self._or_failure(client.generate(request, self._seeds(request)))
+            completions = await self._or_failure(client.generate(request, names, self._seeds(request)))
         finally:
             del self._running[request.prompt_id]
         self._tokens += sum(len(completion.token_ids) for completion in completions)
@@ -112,8 +115,8 @@ class EngineHost:
             await self._post("/abort_request", {"abort_all": True, "rid": ""})
             return
         for prompt_id in prompt_ids:
-            for rid in member_ids(prompt_id, self._running.get(prompt_id, 0)):
-                await self._post("/abort_request", {"rid": rid})
+            for name in self._running.get(prompt_id, ()):
+                await self._post("/abort_request", {"rid": name})
 
     async def release(self, part: EnginePart) -> None:
         if self.spec.releases_memory:
@@ -141,6 +144,11 @@ class EngineHost:
     async def _post(self, route: str, body: dict[str, Any]) -> Any:
         return await self._or_failure(self._ready().post(route, body))
 
+    def _members(self, request: GroupRequest) -> list[str]:
+        """A name for each member. A server refuses one that it still knows, also of a request that was given up."""
+        call = next(self._calls)
+        return [f"{call}/{request.prompt_id}#{member}" for member in range(request.group_size)]
+
     def _seeds(self, request: GroupRequest) -> list[int]:
         """A seed for each member, from the run's seed and the prompt; members never share one."""
         first = zlib.crc32(f"{self.spec.seed}/{request.prompt_id}".encode()) & 0x3FFFFFFF
@@ -157,8 +165,8 @@ class EngineHost:
             finished = task.done()
             if not finished:
                 task.cancel()
-        if task.done() and not task.cancelled() and isinstance(task.exception(), EngineError) and self._server:
-            # a broken connection is often the first sign of a death, whose own error says more
+        if finished and not task.cancelled() and self._server and isinstance(task.exception(), ConnectionLost):
+            # often the first sign of a death, whose own error says more
             await asyncio.wait([self._failure], timeout=DEATH_SECONDS)
         if self._failure.done() and (not finished or task.exception() is not None):
             raise self._failure.result()
@@ -189,7 +197,12 @@ class EngineHost:
         while True:
             await asyncio.sleep(min(STALL_POLL_SECONDS, self.spec.stall_timeout_s / 4))
             seconds = max(2.0, self.spec.stall_timeout_s / 2)
-            if not self._running or self._paused or await client.healthy("/health_generate", seconds):
+            try:
+                alive = not self._running or self._paused or await client.healthy("/health_generate", seconds)
+            except EngineError as error:  # our key is refused all of a sudden: somebody else's server
+                self._fail(error)
+                return
+            if alive:
                 alive_at = loop.time()
             elif loop.time() - alive_at > self.spec.stall_timeout_s:
                 waiting = ", ".join(list(self._running)[:5])

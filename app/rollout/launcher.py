@@ -1,12 +1,16 @@
 """The main module of an SGLang server process.
 
 SGLang spawns its children, which import this module again, so what stands at its top happens in every process of the
-server. The process dies with the host that started it, and takes its children along. The key comes through the
-environment, so that no process list shows it.
+server. The whole process group dies with the host that started it, whatever its members are doing then: a watcher waits
+for the end of standard input, whose other end the host holds. The key comes through the environment, so that no process
+list shows it, and no log record does.
 """
 
+import logging
 import os
+import signal
 import sys
+from typing import Any
 
 from app.device.torchvision import define_operators
 from app.process import die_with_parent
@@ -18,12 +22,36 @@ PARENT_VARIABLE = "POSTTRAIN_ENGINE_PARENT"
 def main() -> None:
     die_with_parent(int(os.environ[PARENT_VARIABLE]))
     key = os.environ.pop(KEY_VARIABLE)
+    watch_host()
+    hide_in_logs(key)
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
     run_server(prepare_server_args([*sys.argv[1:], "--api-key", key]))
+
+
+def watch_host() -> None:
+    """Fork a process that kills the group when the host ends: children that still start would outlive it."""
+    if os.fork() == 0:
+        while os.read(0, 1):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+
+def hide_in_logs(secret: str) -> None:
+    """SGLang logs all its arguments."""
+    make = logging.getLogRecordFactory()
+
+    def without_secret(*arguments: Any, **named: Any) -> logging.LogRecord:
+        record = make(*arguments, **named)
+        message = record.getMessage()
+        if secret in message:
+            record.msg, record.args = message.replace(secret, "***"), None
+        return record
+
+    logging.setLogRecordFactory(without_secret)
 
 
 define_operators()

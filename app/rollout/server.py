@@ -1,7 +1,7 @@
 """One SGLang server process: its command line, its start, its death.
 
-The server runs in a process group of its own with a random key, writes to a log of its own, and dies with the process
-that started it.
+The server runs in a process group of its own with a random key and writes to a log of its own. No process of the group
+outlives the one that started it, nor the group's leader.
 """
 
 import asyncio
@@ -86,7 +86,7 @@ class Server:
         with self.spec.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self.spec.command(),
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE,  # never written to: it ends when we do
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
                 env=environment,
@@ -99,9 +99,10 @@ class Server:
         return self._process.pid
 
     async def died(self) -> EngineError:
-        """Wait for the process to end; the error says how it ended and what its log said last."""
+        """Wait for the process to end, and end its children; the error says how it ended and what its log said last."""
         assert self._process is not None
         code = await self._process.wait()
+        self._kill_group()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return EngineError(
             f"{self.spec.name} (pid {self.pid}) {how}; log: {self.spec.log}; its last lines:\n{self.tail()}"
@@ -119,6 +120,9 @@ class Server:
         """End the whole process group at once: a server has nothing to save, and a polite one takes seconds."""
         if self._process is None:
             return
+        self._kill_group()
+        await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+
+    def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        await asyncio.wait_for(self._process.wait(), STOP_SECONDS)

@@ -1,8 +1,9 @@
-"""Steps on a small random Qwen3: hand-made groups, one scenario in one process or on gloo ranks, what came out of it."""
+"""Steps on a small random Qwen3: hand-made groups, a scenario in one process or on gloo ranks, what came out of it."""
 
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,7 @@ def train(step: SplitStep, scenario: Scenario, version: int = 1) -> StepReport:
 
 def cut(groups: Sequence[ScoredGroup], pieces: int) -> list[Sequence[ScoredGroup]]:
     borders = np.linspace(0, len(groups), pieces + 1).astype(int)
-    return [groups[start:end] for start, end in zip(borders, borders[1:], strict=False)]
+    return [groups[start:end] for start, end in pairwise(borders)]
 
 
 class Planned(Exception):

@@ -1,0 +1,178 @@
+"""What goes over the wire, and how answers and failures are read."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from app.errors import EngineError
+from app.rollout import client as clients
+from app.rollout.client import Client, ConnectionLost, parse, spans
+from app.types import FinishReason, VersionSpan
+from tests.rollout.support import host_spec, remote, request
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def span(version: str, start: int, end: int) -> dict[str, Any]:
+    return {"version": version, "start": start, "end": end}
+
+
+@pytest.mark.parametrize(
+    ("reported", "expected"),
+    [
+        (None, [(4, 0, 10)]),
+        ([], [(4, 0, 10)]),
+        ([span("5", 0, 10)], [(5, 0, 10)]),
+        ([span("4", 0, 3), span("5", 3, 10)], [(4, 0, 3), (5, 3, 10)]),
+        ([span("default", 0, 3), span("5", 3, 10)], [(4, 0, 3), (5, 3, 10)]),  # weights that no push brought
+        ([span("5", 3, 10)], [(4, 0, 10)]),  # a gap: nothing of it is believed
+        ([span("4", 0, 3), span("5", 4, 10)], [(4, 0, 10)]),
+        ([span("5", 0, 9)], [(4, 0, 10)]),
+    ],
+)
+def test_spans_cover_all_tokens_without_gaps(reported: Any, expected: list[tuple[int, int, int]]) -> None:
+    assert spans({"weight_versions": reported}, 10, 4) == tuple(VersionSpan(*each) for each in expected)
+
+
+def answer(pairs: list[tuple[float, int]], reason: str | None) -> dict[str, Any]:
+    finish = None if reason is None else {"type": reason}
+    return {"meta_info": {"output_token_logprobs": [[*pair, None] for pair in pairs], "finish_reason": finish}}
+
+
+@pytest.mark.parametrize("reason", [*FinishReason, None])
+def test_an_answer_becomes_a_completion(reason: FinishReason | None) -> None:
+    completion = asyncio.run(parse(answer([(-0.5, 7), (-1.25, 2)], reason and reason.value), 3))
+    assert completion.token_ids.dtype == np.int32
+    assert completion.token_ids.tolist() == [7, 2]
+    assert completion.logprobs.dtype == np.float32
+    assert completion.logprobs.tolist() == [-0.5, -1.25]
+    assert completion.finish_reason is (reason or FinishReason.abort)
+    assert completion.spans == (VersionSpan(3, 0, 2),)
+
+
+def test_an_answer_without_tokens_is_an_empty_completion() -> None:
+    completion = asyncio.run(parse({"meta_info": {"finish_reason": {"type": "abort"}}}, 3))
+    assert (len(completion.token_ids), len(completion.logprobs)) == (0, 0)
+    assert completion.finish_reason is FinishReason.abort
+
+
+@asynccontextmanager
+async def serving(**routes: Handler) -> AsyncIterator[str]:
+    """A web server of this process; routes by name."""
+    application = web.Application()
+    for name, handler in routes.items():
+        application.router.add_route("*", f"/{name}", handler)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def failure(url: str, *, key: str | None = None, seconds: float | None = 1.0) -> EngineError:
+    client = Client("engine 1", url, key)
+    try:
+        with pytest.raises(EngineError) as caught:
+            await client.post("/flush", {}, seconds=seconds)
+        return caught.value
+    finally:
+        await client.close()
+
+
+async def refused(_: web.Request) -> web.Response:
+    return web.json_response({"success": False, "message": "there is no such group"})
+
+
+async def broken(_: web.Request) -> web.Response:
+    return web.Response(status=500, text="Internal Server Error")
+
+
+async def locked(_: web.Request) -> web.Response:
+    return web.json_response({"error": "Unauthorized"}, status=401)
+
+
+async def silent(_: web.Request) -> web.Response:
+    await asyncio.sleep(30)
+    return web.Response()
+
+
+async def hanging_up(given: web.Request) -> web.Response:
+    assert given.transport is not None
+    given.transport.close()
+    return web.Response()
+
+
+@pytest.mark.parametrize(
+    ("handler", "sentence"),
+    [
+        (refused, "engine 1: /flush was refused (HTTP 200): there is no such group"),
+        (broken, "engine 1: /flush was refused (HTTP 500): Internal Server Error"),
+        (locked, "engine 1 at {url} refused our key (HTTP 401)"),
+        (silent, "engine 1: no answer to /flush within 1 s"),
+        (hanging_up, "engine 1: /flush failed: ServerDisconnectedError: Server disconnected"),
+    ],
+)
+def test_a_call_that_fails_says_which_engine_and_why(handler: Handler, sentence: str) -> None:
+    async def run() -> None:
+        async with serving(flush=handler) as url:
+            assert str(await failure(url)) == sentence.format(url=url)
+
+    asyncio.run(run())
+
+
+def test_a_server_that_does_not_accept_connections_is_a_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for generation, which has no deadline of its own."""
+    monkeypatch.setattr(clients, "CONNECT_SECONDS", 0.2)
+    with socket.socket() as listening, socket.socket() as first, socket.socket() as second:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        for filler in (first, second):  # a full backlog: further connections hang
+            filler.setblocking(False)
+            filler.connect_ex(listening.getsockname())
+        error = asyncio.run(failure(f"http://127.0.0.1:{listening.getsockname()[1]}", seconds=None))
+    assert isinstance(error, ConnectionLost)
+    assert "engine 1: /flush failed: ConnectionTimeoutError" in str(error)
+
+
+def test_the_members_of_a_group_have_seeds_and_names_of_their_own(ray_session: None, tmp_path: Path) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def good(_: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def generate(given: web.Request) -> web.Response:
+        body = await given.json()
+        bodies.append(body)
+        return web.json_response([answer([(-0.5, 7)], "stop") for _ in body["rid"]])
+
+    async def run() -> None:
+        async with serving(health=good, server_info=good, generate=generate) as url:
+            engine = remote(host_spec(tmp_path, name="engine 1", url=url))
+            await engine.start(60)
+            for name in ("data/0@0", "data/0@1", "data/1@0", "data/0@0"):
+                completions = await engine.generate(request(name, group_size=8, temperature=0.7, max_tokens=5))
+                assert [each.token_ids.tolist() for each in completions] == [[7]] * 8
+            assert (await engine.load()).completion_tokens == 32
+            await engine.stop()
+
+    asyncio.run(run())
+    seeds = [[each["sampling_seed"] for each in body["sampling_params"]] for body in bodies]
+    assert [len(set(group)) for group in seeds] == [8, 8, 8, 8]
+    assert len({seed for group in seeds[:3] for seed in group}) == 24
+    assert seeds[0] == seeds[3]  # the same run asks the same
+    assert all(each.endswith(f"/data/0@0#{member}") for member, each in enumerate(bodies[0]["rid"]))
+    assert len({name for body in bodies for name in body["rid"]}) == 32  # the same prompt gets new names
+    assert bodies[0]["input_ids"] == [[21, 15, 22, 33]] * 8
+    assert bodies[0]["return_logprob"] is True
+    first = {name: value for name, value in bodies[0]["sampling_params"][0].items() if name != "sampling_seed"}
+    assert first == {"temperature": 0.7, "top_p": 1.0, "max_new_tokens": 5}

@@ -1,0 +1,188 @@
+"""A server that hangs, dies, or loses its host; keys. One real server, put through all of it in order."""
+
+import asyncio
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from app.errors import EngineError
+from app.rollout.remote import RemoteEngine
+from app.types import FinishReason
+from tests.rollout.support import (
+    HOT,
+    KEY,
+    group_of,
+    host_spec,
+    in_flight,
+    remote,
+    request,
+    server_spec,
+    until,
+    without_end,
+)
+
+
+@dataclass(frozen=True)
+class Own:
+    """A server of ours."""
+
+    engine: RemoteEngine
+    url: str
+    pid: int
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def own(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Own]:
+    """Completions end at their token limit, and 4 are sampled at a time; the last test of this module kills it."""
+    folder = tmp_path_factory.mktemp("own")
+    model = without_end(tiny_model, folder)
+    server = server_spec(model, folder, name="engine 5", max_running_requests=4)
+    engine = remote(host_spec(folder, name="engine 5", server=server))
+    info = asyncio.run(engine.start(300))
+    yield Own(engine, info["url"], info["pid"], server.log)
+    asyncio.run(engine.stop())
+    ray.kill(engine.actor)
+
+
+@pytest.fixture(scope="module")
+def visitor(own: Own, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
+    """A host for the same server, as `rollout.urls` makes one: it starts no process."""
+    folder = tmp_path_factory.mktemp("visitor")
+    engine = remote(host_spec(folder, name="engine 6", url=own.url, key=KEY, stall_timeout_s=3))
+    info = asyncio.run(engine.start(60))
+    assert (info["url"], info["pid"]) == (own.url, None)
+    assert info["version"]
+    yield engine
+    asyncio.run(engine.stop())
+    ray.kill(engine.actor)
+
+
+def test_a_server_answers_only_with_its_key(own: Own) -> None:
+    for headers in ({}, {"Authorization": "Bearer another"}):
+        call = urllib.request.Request(own.url + "/server_info", headers=headers)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(call, timeout=10)
+        assert refused.value.code == 401
+
+
+def test_no_process_list_and_no_log_shows_the_key(own: Own) -> None:
+    processes = group_of(own.pid)
+    assert len(processes) >= 4  # the server, its watcher, its scheduler, its detokenizer
+    assert not [process for process in processes if KEY in " ".join(process.cmdline())]
+    assert KEY not in own.log.read_text()
+
+
+def test_a_running_server_is_used_by_its_address(own: Own, visitor: RemoteEngine) -> None:
+    """At the same time as by others, for the same prompt."""
+
+    async def run() -> None:
+        theirs = await in_flight(own.engine, request(group_size=2, temperature=HOT, max_tokens=300), 0.1)
+        assert len(await visitor.generate(request(group_size=2))) == 2
+        assert not theirs.done()
+        await visitor.abort(["test/0@0"])
+        assert {completion.finish_reason for completion in await theirs} == {FinishReason.length}
+
+    asyncio.run(run())
+
+
+def test_a_wrong_key_is_one_sentence(own: Own, tmp_path: Path) -> None:
+    engine = remote(host_spec(tmp_path, name="engine 9", url=own.url, key="another"))
+    with pytest.raises(EngineError) as refused:
+        asyncio.run(engine.start(60))
+    ray.kill(engine.actor)
+    assert str(refused.value) == f"engine 9 at {own.url} refused our key (HTTP 401)"
+
+
+def test_aborted_members_that_were_still_waiting_are_empty(own: Own) -> None:
+    async def run() -> list[list[int]]:
+        task = await in_flight(own.engine, request(group_size=12, temperature=HOT, max_tokens=1000), 0.5)
+        await own.engine.abort(["test/0@0"])
+        completions = await asyncio.wait_for(task, 10)
+        assert {completion.finish_reason for completion in completions} == {FinishReason.abort}
+        assert all(len(each.token_ids) == len(each.logprobs) == each.spans[-1].end for each in completions)
+        return [each.token_ids.tolist() for each in completions]
+
+    tokens = asyncio.run(run())
+    assert sum(bool(each) for each in tokens) >= 4
+    assert sum(not each for each in tokens) >= 4
+
+
+def test_a_server_that_stalls_fails_what_is_in_flight(own: Own, visitor: RemoteEngine) -> None:
+    async def run() -> EngineError:
+        task = await in_flight(visitor, request(group_size=4, temperature=HOT, max_tokens=2000))
+        os.killpg(own.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(EngineError) as stalled:
+                await asyncio.wait_for(task, 20)
+        finally:
+            os.killpg(own.pid, signal.SIGCONT)
+        return stalled.value
+
+    assert str(asyncio.run(run())) == (
+        "engine 6 made no progress for rollout.stall_timeout_s=3 s with 1 prompts in flight (test/0@0)"
+    )
+
+
+def test_a_killed_server_fails_what_is_in_flight_within_5_seconds(own: Own) -> None:
+    async def run() -> tuple[EngineError, EngineError, float]:
+        task = await in_flight(own.engine, request(group_size=4, temperature=HOT, max_tokens=2000))
+        os.kill(own.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        with pytest.raises(EngineError) as pending:
+            await asyncio.wait_for(task, 10)
+        seconds = time.monotonic() - killed
+        with pytest.raises(EngineError) as later:
+            await own.engine.generate(request())
+        return pending.value, later.value, seconds
+
+    pending, later, seconds = asyncio.run(run())
+    assert seconds < 5
+    head, *tail = str(pending).splitlines()
+    assert head == f"engine 5 (pid {own.pid}) was killed by SIGKILL; log: {own.log}; its last lines:"
+    assert tail
+    assert [line.removeprefix("  | ") for line in tail] == own.log.read_text().splitlines()[-len(tail) :]
+    assert str(later) == str(pending)
+    assert until(lambda: not group_of(own.pid), 5) < 5
+
+
+def test_a_server_that_dies_at_its_start_shows_the_end_of_its_log(
+    ray_session: None, tiny_model: Path, tmp_path: Path
+) -> None:
+    server = server_spec(tiny_model, tmp_path, name="engine 7", no_such_flag=1)
+    engine = remote(host_spec(tmp_path, name="engine 7", server=server))
+    with pytest.raises(EngineError) as died:
+        asyncio.run(engine.start(120))
+    asyncio.run(engine.stop())
+    message = str(died.value)
+    assert message.startswith("engine 7 (pid ")
+    assert f") exited with code 2; log: {server.log}; its last lines:\n  | " in message
+    assert "unrecognized arguments: --no-such-flag 1" in message
+
+
+def test_a_server_ends_with_its_host(ray_session: None, tiny_model: Path, tmp_path: Path) -> None:
+    """Killed while it starts, when it has children already."""
+    server = server_spec(tiny_model, tmp_path, name="engine 8")
+    engine = remote(host_spec(tmp_path, name="engine 8", server=server))
+    started = engine.actor.start.remote()
+
+    def leader() -> psutil.Process | None:
+        port = str(server.port)
+        return next((p for p in psutil.process_iter(["cmdline"]) if port in (p.info["cmdline"] or ())), None)
+
+    until(lambda: (found := leader()) is not None and len(group_of(found.pid)) >= 4, 120)
+    found = leader()
+    assert found is not None
+    ray.kill(engine.actor)
+    assert until(lambda: not group_of(found.pid), 5) < 5
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(started, timeout=10)

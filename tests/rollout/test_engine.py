@@ -1,0 +1,140 @@
+"""What a real SGLang server samples through its host: groups, log-probabilities, pauses, aborts."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from app.errors import EngineError
+from app.model.hub import transformers
+from app.rollout.remote import RemoteEngine
+from app.types import Completion, FinishReason, GroupRequest, InFlight
+from tests.rollout.support import HOT, in_flight, request
+
+
+def assert_whole(completions: list[Completion], given: GroupRequest) -> None:
+    assert len(completions) == given.group_size
+    for completion in completions:
+        assert len(completion.token_ids) == len(completion.logprobs) <= given.sampling.max_tokens
+        assert completion.token_ids.dtype == np.int32
+        assert completion.logprobs.dtype == np.float32
+        assert np.isfinite(completion.logprobs).all()
+        assert (completion.logprobs <= 0).all()
+        ends = [0, *(span.end for span in completion.spans)]
+        assert [span.start for span in completion.spans] == ends[:-1]
+        assert ends[-1] == len(completion.token_ids)
+
+
+def assert_logprobs(model: Path, completions: list[Completion], given: GroupRequest) -> None:
+    """They are transformers' own, to 1e-4."""
+    policy = transformers().AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    prompt = torch.as_tensor(given.token_ids, dtype=torch.int64)
+    for completion in completions:
+        tokens = torch.tensor(completion.token_ids, dtype=torch.int64)
+        with torch.no_grad():
+            logits = policy(input_ids=torch.cat([prompt, tokens])[None]).logits[0, len(prompt) - 1 : -1]
+        logs = torch.log_softmax(logits / given.sampling.temperature, dim=-1)
+        theirs = logs.gather(1, tokens[:, None]).squeeze(1).numpy()
+        assert np.abs(completion.logprobs - theirs).max() < 1e-4
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, HOT])
+def test_sampled_logprobs_are_those_of_transformers_at_the_temperature(
+    temperature: float, engine: RemoteEngine, tiny_model: Path
+) -> None:
+    given = request(group_size=16, temperature=temperature, max_tokens=24)
+    completions = asyncio.run(engine.generate(given))
+    assert_whole(completions, given)
+    assert len({completion.token_ids.tobytes() for completion in completions}) > 1
+    assert {completion.finish_reason for completion in completions} <= {FinishReason.stop, FinishReason.length}
+    for completion in completions:
+        full = len(completion.token_ids) == given.sampling.max_tokens
+        assert full or completion.finish_reason is FinishReason.stop
+    assert_logprobs(tiny_model, completions, given)
+
+
+def test_members_of_a_group_differ(engine: RemoteEngine) -> None:
+    given = request(group_size=8, temperature=HOT, max_tokens=12)
+    completions = asyncio.run(engine.generate(given))
+    assert len({completion.token_ids.tobytes() for completion in completions}) == 8
+
+
+def test_greedy_completions_are_all_the_same(engine: RemoteEngine) -> None:
+    given = request(group_size=3, temperature=0.0, max_tokens=12)
+    completions = asyncio.run(engine.generate(given)) + asyncio.run(engine.generate(given))
+    assert len({completion.token_ids.tobytes() for completion in completions}) == 1
+
+
+def test_abort_ends_the_group_of_a_prompt_and_no_other(engine: RemoteEngine) -> None:
+    async def run() -> tuple[list[Completion], list[Completion]]:
+        long = [request(name, group_size=32, temperature=HOT, max_tokens=300) for name in ("a/1@0", "a/2@0")]
+        first = asyncio.create_task(engine.generate(long[0]))
+        second = await in_flight(engine, long[1])
+        assert (await engine.load()).groups == 2
+        await engine.abort(["a/1@0", "not/there@0"])
+        return await first, await second
+
+    aborted, finished = asyncio.run(run())
+    partial = [completion for completion in aborted if completion.finish_reason is FinishReason.abort]
+    assert partial
+    assert max(len(completion.token_ids) for completion in partial) > 0
+    assert all(len(completion.token_ids) == len(completion.logprobs) < 300 for completion in partial)
+    assert not any(completion.finish_reason is FinishReason.abort for completion in finished)
+
+
+def test_abort_ends_everything(engine: RemoteEngine) -> None:
+    async def run() -> list[Completion]:
+        task = await in_flight(engine, request(group_size=32, temperature=HOT, max_tokens=2000))
+        await engine.abort()
+        return await asyncio.wait_for(task, 10)
+
+    assert any(completion.finish_reason is FinishReason.abort for completion in asyncio.run(run()))
+    assert asyncio.run(engine.load()).groups == 0
+
+
+@pytest.mark.parametrize("how", [InFlight.in_place, InFlight.retract])
+def test_a_paused_group_continues_when_resumed(how: InFlight, engine: RemoteEngine, tiny_model: Path) -> None:
+    given = request(group_size=16, temperature=HOT, max_tokens=120)
+
+    async def run() -> list[Completion]:
+        task = await in_flight(engine, given, 0.15)
+        await engine.pause(how)
+        await asyncio.sleep(1.0)
+        assert not task.done()
+        await engine.resume()
+        return await asyncio.wait_for(task, 30)
+
+    completions = asyncio.run(run())
+    assert_whole(completions, given)
+    assert not any(completion.finish_reason is FinishReason.abort for completion in completions)
+    assert_logprobs(tiny_model, completions, given)
+
+
+def test_drain_waits_for_what_is_in_flight(engine: RemoteEngine) -> None:
+    async def run() -> None:
+        task = await in_flight(engine, request(group_size=16, temperature=HOT, max_tokens=120), 0.1)
+        await engine.pause(InFlight.drain)
+        assert (await engine.load()).groups == 0
+        completions = await asyncio.wait_for(task, 2)
+        assert not any(completion.finish_reason is FinishReason.abort for completion in completions)
+        await engine.resume()
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_is_in_flight_is_refused_a_second_time(engine: RemoteEngine) -> None:
+    async def run() -> None:
+        task = await in_flight(engine, request(group_size=16, temperature=HOT, max_tokens=120), 0.1)
+        with pytest.raises(EngineError, match="engine 0: prompt test/0@0 is in flight already"):
+            await engine.generate(request())
+        await task
+
+    asyncio.run(run())
+
+
+def test_a_request_that_the_server_refuses_says_why(engine: RemoteEngine) -> None:
+    with pytest.raises(EngineError, match=r"^engine 0: /generate was refused \(HTTP 400\): .*"):
+        asyncio.run(engine.generate(request(max_tokens=-1)))
+    assert len(asyncio.run(engine.generate(request()))) == 4  # and it serves on

@@ -1,0 +1,72 @@
+"""The pool gives a group to the engine with the least to do."""
+
+import asyncio
+
+import pytest
+
+from app.errors import EngineError
+from app.rollout.pool import EnginePool
+from app.types import Completion, GroupRequest, InFlight
+from tests.rollout.support import request
+
+
+class Slow:
+    """An engine that finishes a group when it is told to."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, asyncio.Future[list[Completion]]] = {}
+        self.calls: list[object] = []
+
+    async def generate(self, given: GroupRequest) -> list[Completion]:
+        self.groups[given.prompt_id] = asyncio.get_running_loop().create_future()
+        return await self.groups[given.prompt_id]
+
+    async def pause(self, in_flight: InFlight) -> None:
+        self.calls.append(in_flight)
+
+
+async def asked(pool: EnginePool, name: str, group_size: int) -> asyncio.Task[list[Completion]]:
+    task = asyncio.create_task(pool.generate(request(name, group_size=group_size)))
+    await asyncio.sleep(0)
+    return task
+
+
+def test_work_goes_to_the_engine_with_the_fewest_completions_outstanding() -> None:
+    async def run() -> None:
+        one, two = Slow(), Slow()
+        pool = EnginePool([one, two])
+        first = await asked(pool, "a", 8)
+        for name in ("b", "c"):
+            await asked(pool, name, 3)
+        await asked(pool, "d", 3)  # two has 6 outstanding, one 8
+        assert (list(one.groups), list(two.groups)) == (["a"], ["b", "c", "d"])
+        one.groups["a"].set_result([])
+        assert await first == []
+        await asked(pool, "e", 1)
+        assert list(one.groups) == ["a", "e"]
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_failed_a_group_has_no_work_left_from_it() -> None:
+    async def run() -> None:
+        one, two = Slow(), Slow()
+        pool = EnginePool([one, two])
+        failing = await asked(pool, "a", 8)
+        one.groups["a"].set_exception(EngineError("engine 0 died"))
+        with pytest.raises(EngineError, match="engine 0 died"):
+            await failing
+        cancelled = await asked(pool, "b", 8)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        await asked(pool, "c", 1)
+        await asked(pool, "d", 1)
+        assert (list(one.groups), list(two.groups)) == (["a", "b", "c"], ["d"])
+
+    asyncio.run(run())
+
+
+def test_a_broadcast_reaches_every_engine() -> None:
+    one, two = Slow(), Slow()
+    asyncio.run(EnginePool([one, two]).broadcast("pause", InFlight.drain))
+    assert one.calls == two.calls == [InFlight.drain]

@@ -1,0 +1,41 @@
+"""The command line of a server, and ports."""
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from app.errors import EngineError
+from app.rollout.host import address
+from app.rollout.server import Server, free_port, port_is_free
+from tests.rollout.support import KEY, server_spec
+
+
+def test_the_command_has_the_flags_and_not_the_key(tmp_path: Path) -> None:
+    spec = server_spec(tmp_path, tmp_path, name="engine 0", tp_size=2, trust_remote_code=False, log_level=None)
+    command = spec.command()
+    assert command[1:7] == ["-m", "app.rollout.launcher", "--model-path", str(tmp_path), "--host", "127.0.0.1"]
+    assert command[command.index("--tp-size") + 1] == "2"
+    assert "--disable-cuda-graph" in command
+    assert command[command.index("--disable-cuda-graph") + 1].startswith("--")  # a bare flag
+    assert not {"--trust-remote-code", "--log-level"} & set(command)
+    assert KEY not in " ".join(command)
+
+
+def test_a_port_that_is_in_use_is_refused_with_one_sentence(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert not port_is_free("127.0.0.1", port)
+        spec = server_spec(tmp_path, tmp_path, name="engine 3")
+        object.__setattr__(spec, "port", port)
+        with pytest.raises(EngineError, match=rf"^engine 3: rollout\.port={port} is not accepted: the port is in use"):
+            asyncio.run(Server(spec).start())
+    assert port_is_free("127.0.0.1", free_port())
+
+
+def test_an_address_of_six_groups_gets_brackets() -> None:
+    assert address("10.0.0.7", 30000) == "http://10.0.0.7:30000"
+    assert address("fd00::7", 30000) == "http://[fd00::7]:30000"
