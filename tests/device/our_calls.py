@@ -1,0 +1,88 @@
+"""What this application asks of SGLang, read from our own source, so that no list of it can go stale."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.device.packages import APP
+
+CALLERS = (APP / "rollout", APP / "weight_sync")
+CALLS = {"update", "_post", "post", "get", "healthy"}
+
+
+def _trees() -> Iterator[tuple[Path, ast.Module]]:
+    for folder in CALLERS:
+        for path in sorted(folder.rglob("*.py")):
+            yield path, ast.parse(path.read_text())
+
+
+def requests() -> dict[str, set[str]]:
+    """Route → the fields that we send, as far as they stand in the call or in a dictionary beside it."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for _, tree in _trees():
+        for function in ast.walk(tree):
+            if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            dictionaries = _dictionaries(function)
+            for call in ast.walk(function):
+                route = _route(call)
+                if route is not None:
+                    assert isinstance(call, ast.Call)
+                    found[route] |= {key for argument in call.args[1:] for key in _keys(argument, dictionaries)}
+    return dict(found)
+
+
+def _route(call: ast.AST) -> str | None:
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in CALLS):
+        return None
+    if not (call.args and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str)):
+        return None
+    value = call.args[0].value
+    if value.startswith("/"):
+        return value
+    return f"/{value}" if call.func.attr == "update" and value.isidentifier() else None
+
+
+def _dictionaries(function: ast.AST) -> dict[str, ast.Dict]:
+    return {
+        node.targets[0].id: node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and isinstance(node.targets[0], ast.Name)
+    }
+
+
+def _keys(argument: ast.expr, dictionaries: dict[str, ast.Dict]) -> set[str]:
+    body = dictionaries.get(argument.id) if isinstance(argument, ast.Name) else argument
+    if not isinstance(body, ast.Dict):
+        return set()
+    return {key.value for key in body.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+
+
+def sampling_fields() -> set[str]:
+    """The keys of the dictionaries under `sampling_params`."""
+    for _, tree in _trees():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Dict):
+                continue
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value == "sampling_params":
+                    return {
+                        inner.value
+                        for each in ast.walk(value)
+                        if isinstance(each, ast.Dict)
+                        for inner in each.keys
+                        if isinstance(inner, ast.Constant) and isinstance(inner.value, str)
+                    }
+    return set()
+
+
+def imports(package: str) -> set[tuple[str, str]]:
+    """(module, name) of everything that we import from a package."""
+    return {
+        (node.module, alias.name)
+        for _, tree in _trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == package
+        for alias in node.names
+    }

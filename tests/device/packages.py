@@ -1,0 +1,74 @@
+"""Packages as text: the installed one, or a wheel of the package index, parsed and never imported."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+APP = ROOT / "app"
+
+
+@dataclass(frozen=True)
+class Package:
+    """Files of one version of a package, named by their path from site-packages."""
+
+    name: str
+    names: tuple[str, ...]
+    read: Callable[[str], str]
+
+    def has(self, path: str) -> bool:
+        return path in self.names
+
+    def under(self, folder: str, ending: str = ".py") -> Iterator[str]:
+        return (name for name in self.names if name.startswith(folder) and name.endswith(ending))
+
+    def tree(self, path: str) -> ast.Module:
+        return ast.parse(self.read(path))
+
+    def defines(self, path: str, name: str) -> bool:
+        """Whether a module defines a function or class, or imports it under that name."""
+        for node in ast.walk(self.tree(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == name:
+                return True
+            if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
+                return True
+        return False
+
+    def mentions(self, text: str, folder: str) -> bool:
+        return any(text in self.read(path) for path in self.under(folder))
+
+
+@cache
+def installed(module: str) -> Package:
+    """The package in this environment; the test is skipped where there is none."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"{module} is not installed")
+    folder = Path(spec.origin).parent
+    names = tuple(str(path.relative_to(folder.parent)) for path in folder.rglob("*.py"))
+    return Package(module, names, lambda name: (folder.parent / name).read_text())
+
+
+@cache
+def wheel(requirement: str, folder: Path) -> Package:
+    """A wheel, fetched through pip and read as an archive."""
+    into = folder / requirement.replace("==", "-")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
+    done = subprocess.run([*command, "--dest", str(into), requirement], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (file,) = into.glob("*.whl")
+    archive = zipfile.ZipFile(file)
+    return Package(requirement, tuple(archive.namelist()), lambda name: archive.read(name).decode())
+
+
+def metadata(package: Package) -> str:
+    (path,) = [name for name in package.names if name.endswith(".dist-info/METADATA")]
+    return package.read(path)

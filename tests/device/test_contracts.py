@@ -1,0 +1,169 @@
+"""Contracts with the packages that we cannot all run here: what we use of them is there, in every supported version.
+
+Quick: the installed SGLang and Ray. Soak: wheels of the other versions, fetched and parsed.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from app.device import device_of
+from app.device.schema import DeviceKind
+from app.placement.build import engine_flags
+from tests.device import our_calls, sglang_api
+from tests.device.packages import Package, installed, metadata, wheel
+from tests.placement.compose import composed
+
+OLDEST, NEWEST = "sglang==0.5.17", "sglang==0.5.23"
+SESSIONS = {"/begin_weight_update", "/end_weight_update"}  # since 0.5.21; the push asks once whether they are there
+ENDPOINTS = ("device=cpu", "device=cuda model=qwen3_4b", "device=npu model=qwen35_9b placement=fully_async")
+PLATFORM = "sglang/srt/platforms"
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("wheels")
+
+
+@pytest.fixture(
+    params=["installed", pytest.param(OLDEST, marks=pytest.mark.soak), pytest.param(NEWEST, marks=pytest.mark.soak)]
+)
+def sglang(request: pytest.FixtureRequest, wheels: Path) -> Package:
+    return installed("sglang") if request.param == "installed" else wheel(request.param, wheels)
+
+
+@pytest.mark.parametrize("line", ENDPOINTS)
+def test_every_server_flag_exists(sglang: Package, line: str) -> None:
+    config = composed(*line.split())
+    flags = {*engine_flags(config, device_of(config.device.kind)), "model-path", "host", "port", "api-key"}
+    assert flags - sglang_api.flags(sglang) == set()
+
+
+def test_the_flag_check_would_see_a_missing_one(sglang: Package) -> None:
+    known = sglang_api.flags(sglang)
+    assert "no-such-flag" not in known
+    assert 200 < len(known) < 2000
+
+
+def test_every_route_exists(sglang: Package) -> None:
+    asked = set(our_calls.requests())
+    assert {"/generate", "/pause_generation", "/update_weights_from_distributed", "/server_info"} <= asked
+    optional = SESSIONS if sglang.name == OLDEST else set()
+    assert asked - optional - set(sglang_api.routes(sglang)) == set()
+
+
+def test_every_field_of_every_body_exists(sglang: Package) -> None:
+    routes, checked = sglang_api.routes(sglang), 0
+    for route, sent in our_calls.requests().items():
+        body = routes.get(route)
+        if not sent or (route in SESSIONS and body is None):
+            continue
+        assert body is not None, route
+        assert sent - sglang_api.fields(sglang, body) == set(), route
+        checked += len(sent)
+    assert checked >= 15
+
+
+def test_every_sampling_parameter_exists(sglang: Package) -> None:
+    asked = our_calls.sampling_fields()
+    assert {"temperature", "max_new_tokens"} <= asked
+    assert asked - sglang_api.fields(sglang, "SamplingParams", sglang_api.SAMPLING) == set()
+
+
+def test_everything_we_import_exists(sglang: Package) -> None:
+    asked = our_calls.imports("sglang")
+    assert len(asked) >= 7
+    missing = []
+    for module, name in sorted(asked):
+        path = module.replace(".", "/")
+        file = f"{path}.py" if sglang.has(f"{path}.py") else f"{path}/__init__.py"
+        if not (sglang.has(file) and sglang.defines(file, name)):
+            missing.append(f"{module}.{name}")
+    assert missing == []
+
+
+def test_the_platforms_methods_that_we_override_exist(sglang: Package) -> None:
+    for name in ("get_default_attention_backend", "get_dispatch_key_name"):
+        assert sglang.mentions(f"def {name}", PLATFORM), name
+
+
+def test_both_entry_point_groups_exist(sglang: Package) -> None:
+    for group in ("sglang.srt.platforms", "sglang.srt.plugins"):
+        assert sglang.mentions(f'"{group}"', "sglang/srt"), group
+
+
+def test_the_push_meets_sglangs_process_group(sglang: Package) -> None:
+    assert sglang.mentions("def init_custom_process_group", "sglang/srt/utils")
+    assert sglang.mentions("PrefixStore(group_name", "sglang/srt/utils")
+    assert sglang.mentions('"flattened_bucket"', "sglang/srt")
+
+
+@pytest.mark.parametrize("kind", list(DeviceKind))
+def test_every_variable_of_sglang_that_we_set_is_read(sglang: Package, kind: DeviceKind) -> None:
+    ours = [name for name in device_of(kind).engine_env if name.startswith(("SGLANG_", "SGL_"))]
+    assert [name for name in ours if not sglang.mentions(name, "sglang/srt")] == []
+
+
+def test_sglang_knows_our_devices_and_collectives(sglang: Package) -> None:
+    for kind in DeviceKind:
+        assert sglang.mentions(f'"{device_of(kind).torch_type}"', "sglang/srt"), kind
+    assert sglang.mentions("hccl", "sglang/srt")
+
+
+def test_ray_knows_npus_as_we_call_them() -> None:
+    ray, npu = installed("ray"), device_of(DeviceKind.npu)
+    accelerator = ray.read("ray/_private/accelerators/npu.py")
+    assert f'return "{npu.resource}"' in accelerator
+    assert f'"{npu.visibility}"' in accelerator
+    for variable in npu.machine_env:
+        assert f'"{variable}"' in accelerator
+
+
+def test_ray_has_the_calls_and_variables_that_we_use() -> None:
+    ray = installed("ray")
+    assert ray.defines("ray/util/placement_group.py", "remove_placement_group")
+    assert ray.defines("ray/util/scheduling_strategies.py", "PlacementGroupSchedulingStrategy")
+    assert ray.mentions("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "ray/_private")
+    assert ray.mentions("RAY_DEDUP_LOGS", "ray/_private")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("requirement", ["ray==2.50.0", "ray==2.60.0"])
+def test_supported_versions_of_ray_know_npus_as_we_call_them(requirement: str, wheels: Path) -> None:
+    ray, npu = wheel(requirement, wheels), device_of(DeviceKind.npu)
+    accelerator = ray.read("ray/_private/accelerators/npu.py")
+    for text in (f'return "{npu.resource}"', f'"{npu.visibility}"', *(f'"{name}"' for name in npu.machine_env)):
+        assert text in accelerator
+    assert ray.defines("ray/util/scheduling_strategies.py", "PlacementGroupSchedulingStrategy")
+    assert ray.mentions("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "ray/_private")
+
+
+@pytest.mark.soak
+def test_torch_npu_is_built_for_the_torch_of_the_requirements(wheels: Path) -> None:
+    pins = (Path(__file__).parents[2] / "launch" / "requirements" / "npu.txt").read_text().splitlines()
+    (plugin,) = [line for line in pins if line.startswith("torch_npu==")]
+    (torch,) = [line for line in pins if line.startswith("torch==")]
+    package = wheel(plugin, wheels)
+    assert f"Requires-Dist: {torch}" in metadata(package)
+    npu = device_of(DeviceKind.npu)
+    assert package.mentions(f'"{npu.collective}"', "torch_npu/distributed") or package.mentions(
+        f'"{npu.collective}"', "torch_npu/__init__"
+    )
+    assert package.mentions(f'rename_privateuse1_backend("{npu.torch_type}")', "torch_npu/")
+    for name in ("empty_cache", "mem_get_info", "max_memory_allocated", "device_count", "is_available"):
+        assert package.mentions(f"def {name}", "torch_npu/npu"), name
+
+
+@pytest.mark.soak
+def test_torch_memory_saver_has_the_calls_that_engines_make(wheels: Path) -> None:
+    saver = wheel("torch_memory_saver==0.0.10", wheels)
+    for name in ("region", "pause", "resume", "cuda_graph", "disable", "configure_subprocess"):
+        assert saver.mentions(f"def {name}", "torch_memory_saver/"), name
+    assert saver.mentions("hook_mode", "torch_memory_saver/")
+
+
+@pytest.mark.soak
+def test_our_contract_with_the_newest_sglang_is_the_one_that_runs_here(wheels: Path) -> None:
+    here, there = installed("sglang"), wheel(NEWEST, wheels)
+    assert sglang_api.flags(here) == sglang_api.flags(there)
+    assert sglang_api.routes(here) == sglang_api.routes(there)
