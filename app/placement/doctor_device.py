@@ -41,6 +41,8 @@ def environment(config: RunConfig, device: Device) -> Iterator[Finding]:
         yield Finding("environment", Verdict.warn, told, "unset it, or change it in app/device if yours is right")
     if ours and not other:
         yield Finding("environment", Verdict.ok, f"nothing is set against the {len(ours)} variables that the run sets")
+    if device.visibility is not None and device.visibility in os.environ:
+        yield _visible(device.visibility, os.environ[device.visibility], plan_memory.devices(config))
     saving = config.placement.kind is PlacementKind.colocate and config.offload.engine and device.shares_memory
     for name in device.allocator_variables:
         if saving and EXPANDABLE in os.environ.get(name, ""):
@@ -70,6 +72,13 @@ def _sourced(variable: str) -> Finding:
     good = folder is not None and Path(folder).is_dir()
     told = f"{variable}={folder}" if folder else f"{variable} is not set"
     return judged("toolkit", good, told, "source the toolkit's set_env.sh before Python")
+
+
+def _visible(variable: str, chosen: str, needed: int) -> Finding:
+    """A selection of devices that the run inherits."""
+    count = len([index for index in chosen.split(",") if index.strip()])
+    told = f"{variable}={chosen} leaves {count} device(s), the run takes {needed}"
+    return judged("visible devices", count >= needed, told, f"name {needed} of them, or unset {variable}")
 
 
 def _seen(config: RunConfig, device: Device) -> Finding:

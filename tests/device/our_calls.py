@@ -2,7 +2,7 @@
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from tests.device.packages import APP
@@ -77,11 +77,12 @@ def sampling_fields() -> set[str]:
     return set()
 
 
-def imports(package: str) -> set[tuple[str, str]]:
-    """(module, name) of everything that we import from a package."""
+def imports(package: str, skip: Collection[str] = ()) -> set[tuple[str, str]]:
+    """(module, name) of everything that we import from a package, but for files of the names in `skip`."""
     return {
         (node.module, alias.name)
-        for _, tree in _trees()
+        for path, tree in _trees()
+        if path.name not in skip
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == package
         for alias in node.names

@@ -3,6 +3,7 @@
 Quick: the installed SGLang and Ray. Soak: wheels of the other versions, fetched and parsed.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ OLDEST, NEWEST = "sglang==0.5.17", "sglang==0.5.23"
 SESSIONS = {"/begin_weight_update", "/end_weight_update"}  # since 0.5.21; the push asks once whether they are there
 ENDPOINTS = ("device=cpu", "device=cuda model=qwen3_4b", "device=npu model=qwen35_9b placement=fully_async")
 PLATFORM = "sglang/srt/platforms"
+CPU_ONLY = ("platform.py",)
 
 
 @pytest.fixture(scope="session")
@@ -71,8 +73,9 @@ def test_every_sampling_parameter_exists(sglang: Package) -> None:
 
 
 def test_everything_we_import_exists(sglang: Package) -> None:
-    asked = our_calls.imports("sglang")
-    assert len(asked) >= 7
+    """A plain-torch CPU runs the newest version only: what its platform is made of came later than the oldest one."""
+    asked = our_calls.imports("sglang", skip=CPU_ONLY if sglang.name == OLDEST else ())
+    assert len(asked) >= 3
     missing = []
     for module, name in sorted(asked):
         path = module.replace(".", "/")
@@ -144,12 +147,11 @@ def test_torch_npu_is_built_for_the_torch_of_the_requirements(wheels: Path) -> N
     (plugin,) = [line for line in pins if line.startswith("torch_npu==")]
     (torch,) = [line for line in pins if line.startswith("torch==")]
     package = wheel(plugin, wheels)
-    assert f"Requires-Dist: {torch}" in metadata(package)
+    # on x86-64 of the CPU build alone, for which Dockerfile.npu asks for an index
+    assert re.search(rf"^Requires-Dist: torch ?==?=?{torch.split('==')[1]}(\+cpu)?$", metadata(package), re.M)
     npu = device_of(DeviceKind.npu)
-    assert package.mentions(f'"{npu.collective}"', "torch_npu/distributed") or package.mentions(
-        f'"{npu.collective}"', "torch_npu/__init__"
-    )
-    assert package.mentions(f'rename_privateuse1_backend("{npu.torch_type}")', "torch_npu/")
+    assert package.mentions(f'rename_privateuse1_backend("{npu.torch_type}")', "torch_npu/_init")
+    assert package.mentions(f'"{npu.collective}"', "torch_npu/_init")
     for name in ("empty_cache", "mem_get_info", "max_memory_allocated", "device_count", "is_available"):
         assert package.mentions(f"def {name}", "torch_npu/npu"), name
 

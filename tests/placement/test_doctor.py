@@ -153,6 +153,14 @@ def test_a_variable_set_against_ours_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert found.told == "HCCL_CONNECT_TIMEOUT=60 gives way to 1500"
 
 
+def test_too_few_visible_devices_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3")
+    config = composed(*MISSION)
+    found = of(list(doctor_device.environment(config, device_of(config.device.kind))), "visible devices")
+    assert found.verdict is Verdict.fail
+    assert "leaves 4 device(s), the run takes 8" in found.told
+
+
 def test_a_plan_that_does_not_fit_warns() -> None:
     config = composed(*MISSION, "device.memory_gib=32")
     found = of(list(doctor_device.hardware(config, device_of(config.device.kind))), "memory")

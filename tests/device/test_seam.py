@@ -1,0 +1,106 @@
+"""The seam: shared code names no device and no collective library; each kind is one complete value."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from app.device import Device, device_of
+from app.device.schema import DeviceKind
+from tests.device.packages import APP
+
+NAMES = re.compile(r"(?<![a-z])(cuda|npu|nccl|hccl)(?![a-z])", re.I)
+SEAM = APP / "device"
+# a Ray that we start ourselves is told how many devices of a kind that it does not count by itself
+ALLOWED = {"app/placement/cluster.py": {"npu"}}
+# SGLang's own words, which are the same on every device
+WORDS_OF_SGLANG = {"cuda_graph", "disable-cuda-graph"}
+
+
+def spoken(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, token) of every name and text outside of comments and docstrings."""
+    source = path.read_text()
+    docstrings = {
+        (node.body[0].lineno, node.body[0].end_lineno)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+        and isinstance(node.body[0].value, ast.Constant)
+    }
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        inside = any(first <= token.start[0] <= (last or first) for first, last in docstrings)
+        if token.type in (tokenize.NAME, tokenize.STRING) and not inside:
+            yield token.start[0], token.string
+
+
+def said(path: Path) -> list[str]:
+    name = str(path.relative_to(APP.parent))
+    allowed = WORDS_OF_SGLANG | ALLOWED.get(name, set())
+    return [
+        f"{name}:{line}: {text}"
+        for line, text in spoken(path)
+        if NAMES.search(text) and text.strip("\"'") not in allowed
+    ]
+
+
+def test_shared_code_names_no_device() -> None:
+    outside = [path for path in APP.rglob("*.py") if SEAM not in path.parents]
+    assert [place for path in outside for place in said(path)] == []
+
+
+def test_the_seam_check_sees_names_and_ignores_comments(tmp_path: Path) -> None:
+    file = APP / "device" / "npu.py"
+    assert any("hccl" in place for place in said(file))
+    commented = tmp_path / "commented.py"
+    commented.write_text('"""Runs on npu."""\n# as nccl does\nvalue = "cuda_graph"\n')
+    assert [text for _, text in spoken(commented) if NAMES.search(text)] == ['"cuda_graph"']
+
+
+def test_every_field_of_a_device_is_used() -> None:
+    """A value that nobody reads is a promise that nobody keeps."""
+    source = "\n".join(path.read_text() for path in APP.rglob("*.py"))
+    unused = [each.name for each in fields(Device) if not re.search(rf"(device|self|npu|cpu)\.{each.name}\b", source)]
+    assert unused == []
+
+
+@pytest.mark.parametrize("kind", list(DeviceKind))
+def test_every_kind_has_a_complete_value(kind: DeviceKind) -> None:
+    device = device_of(kind)
+    assert device.kind is kind
+    assert device.engine_args["device"] == device.torch_type == kind.name
+    assert device.push_seconds_per_gb > 0
+    assert device.shares_memory == (device.card_memory_gib is not None)
+    assert device.shares_memory == (device.visibility is not None)
+
+
+def test_the_whole_application_imports_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def poisoned(*_: object, **__: object) -> bool:
+        raise AssertionError("shared code asked for an accelerator")
+
+    monkeypatch.setattr(torch.cuda, "is_available", poisoned)
+    monkeypatch.setattr(torch.cuda, "device_count", poisoned)
+    assert device_of(DeviceKind.cpu).count() >= 1
+    device_of(DeviceKind.cpu).require()
+    assert device_of(DeviceKind.cpu).torch_device() == torch.device("cpu")
+
+
+def test_memory_is_asked_of_this_machine_for_cpu_only() -> None:
+    memory = device_of(DeviceKind.cpu).memory_gib()
+    assert memory is not None
+    assert 0.5 < memory < 65_536
+    assert device_of(DeviceKind.npu).memory_gib() is None
+
+
+def test_a_device_that_is_not_here_is_refused_in_one_sentence() -> None:
+    from app.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"device=npu cannot be used here: torch_npu does not import"):
+        device_of(DeviceKind.npu).require()
