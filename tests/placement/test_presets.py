@@ -1,0 +1,81 @@
+"""Every preset that ships composes, and says what its name says."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from app import config as configuration
+from app.main import conf_path
+from app.placement.plan import describe
+from app.placement.plan_memory import devices
+from tests.placement.compose import composed
+
+CONF = Path(conf_path())
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
+
+
+def sweep(name: str, *overrides: str) -> DictConfig:
+    configuration.register()
+    with initialize_config_dir(conf_path(), version_base="1.3"):
+        return compose("config", overrides=[f"sweep={name}", *overrides], return_hydra_config=True)
+
+
+def test_presets_are_there() -> None:
+    assert len(EXPERIMENTS) >= 6
+    assert len(SWEEPS) >= 4
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_composes_to_what_its_name_says(name: str) -> None:
+    config = composed(f"experiment={name}")
+    place, model = name.split("_", 1)[0], name.rsplit("_", 1)[1]
+    kind, count = place.rstrip("0123456789"), int(place.lstrip("abcdefghijklmnopqrstuvwxyz"))
+    assert config.device.kind.name == kind
+    assert devices(config) == count
+    assert config.model.name.endswith(model)
+    assert config.placement.kind.name == name.split("_", 1)[1].rsplit("_", 1)[0]
+    assert config.data.name == "dapo_math"
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_fits_its_devices(name: str) -> None:
+    text = describe(composed(f"experiment={name}"))
+    assert "DOES NOT FIT" not in text
+    assert "NO ROOM" not in text
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name.startswith("npu")])
+def test_the_twins_differ_in_their_device_only(name: str) -> None:
+    npu, cuda = composed(f"experiment={name}"), composed(f"experiment={name.replace('npu', 'cuda')}")
+    assert npu.placement == cuda.placement
+    assert npu.trainer == cuda.trainer
+    assert npu.rollout == cuda.rollout
+    assert npu.device != cuda.device
+
+
+def test_the_command_line_wins_over_an_experiment() -> None:
+    config = composed("experiment=npu8_fully_async_9b", "placement.max_staleness=1", "steps=5")
+    assert (config.placement.max_staleness, config.steps) == (1, 5)
+    assert config.rollout.engine_args["cuda-graph-max-bs-decode"] == 512
+
+
+@pytest.mark.parametrize("name", [name for name in SWEEPS if name != "optuna"])
+def test_every_job_of_a_sweep_composes(name: str) -> None:
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    composition = sweep(name)
+    assert composition.hydra.mode.name == "MULTIRUN"
+    lines = [f"{key}={values}" for key, values in composition.hydra.sweeper.params.items()]
+    (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(lines), None)
+    assert 6 <= len(jobs) <= 9
+    for job in jobs:
+        composed(*job)
+
+
+def test_the_optuna_sweep_composes_where_its_plugin_is_installed() -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    assert sweep("optuna").hydra.sweeper.n_trials == 12
