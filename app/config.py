@@ -64,6 +64,11 @@ class RunConfig:
         return len(self.rollout.urls) or self.placement.engine_devices // self.rollout.tensor_parallel
 
     @property
+    def shared_devices(self) -> bool:
+        """Whether each engine rank stands on the card of a trainer rank."""
+        return self.placement.kind is placement_schema.PlacementKind.colocate and not self.rollout.urls
+
+    @property
     def stream(self) -> bool:
         """Whether groups are trained on as they arrive."""
         asynchronous = self.placement.kind is placement_schema.PlacementKind.fully_async
@@ -171,6 +176,7 @@ def _validate_together(config: RunConfig) -> None:
         config.placement.stream,
         "auto or off with placement=colocate",
     )
+    weight_sync_schema.transport_of(config.weight_sync, shared_devices=config.shared_devices)
     local = config.model.path
     if local is not None and (local.startswith((".", "/", "~")) and not Path(local).expanduser().is_dir()):
         expect(False, "model.path", local, "an existing directory of the Hugging Face form, or a hub id")

@@ -89,6 +89,7 @@ class RolloutSide:
 async def build(config: RunConfig, device: Device, folder: Path, recorder: RunRecorder) -> AsyncIterator[Parts]:
     """All parts, started; all of them ended when the block is left."""
     from app.offload.trainer import Offload
+    from app.weight_sync.make import make_sync
 
     async with contextlib.AsyncExitStack() as stack:
         side = await stack.enter_async_context(rollout_side(config, device, folder, recorder, wait=False))
@@ -96,7 +97,7 @@ async def build(config: RunConfig, device: Device, folder: Path, recorder: RunRe
         stack.callback(_kill_ranks, trainer)
         await _together(trainer.setup(), *_starts(config, side.engines))
         await trainer.attach("offload", Offload)
-        sync = _sync(config, device, trainer, side.engines)
+        sync = make_sync(config, device, trainer, side.engines, folder)
         await sync.prepare()
         yield Parts(
             config=config,
@@ -253,19 +254,6 @@ def _trainer(config: RunConfig, device: Device, path: Path, folder: Path, reserv
         for rank in range(ranks)
     ]
     return FsdpTrainer(actors, timeout_s=config.trainer.timeout_s, logs=folder / "logs")
-
-
-def _sync(config: RunConfig, device: Device, trainer: Any, engines: list[Any]) -> Any:
-    from app.weight_sync.collective import CollectiveSync
-
-    return CollectiveSync(
-        trainer,
-        engines,
-        config.weight_sync,
-        backend=device.collective,
-        tensor_parallel=config.rollout.tensor_parallel,
-        in_flight=config.placement.in_flight,
-    )
 
 
 async def _together(*work: Any) -> None:

@@ -127,6 +127,8 @@ def spans(meta: dict[str, Any], tokens: int, version: int) -> tuple[VersionSpan,
     found, end = [], 0
     for span in meta.get("weight_versions") or []:
         number = str(span["version"])
+        if span["start"] == span["end"]:
+            continue
         if span["start"] != end:
             break
         end = int(span["end"])

@@ -54,6 +54,8 @@ class EngineHost:
         self._calls = (f"{secrets.token_hex(4)}-{call}" for call in itertools.count())  # names that no other host uses
         self._tokens = 0
         self._paused = False
+        self._open = asyncio.Event()  # cleared while draining
+        self._open.set()
         self._failure: asyncio.Future[EngineError] | None = None
         self._watchers: list[asyncio.Task[None]] = []
 
@@ -87,6 +89,7 @@ class EngineHost:
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
         client = self._ready()
+        await self._or_failure(self._open.wait())
         if request.prompt_id in self._running:
             raise EngineError(f"{self.spec.name}: prompt {request.prompt_id} is in flight already")
         names = self._running[request.prompt_id] = self._members(request)
@@ -98,17 +101,22 @@ class EngineHost:
         return completions
 
     async def pause(self, in_flight: InFlight) -> None:
+        """Whatever is asked for after this waits for `resume`: a paused engine may be half updated."""
+        if self._paused:
+            return
         if in_flight is InFlight.drain:
+            self._open.clear()
             while self._running:
                 await self._or_failure(asyncio.sleep(IDLE_POLL_SECONDS))
-        else:
-            await self._post("/pause_generation", {"mode": in_flight.value})
-            self._paused = True
+            in_flight = InFlight.retract  # nothing is left to retract
+        await self._post("/pause_generation", {"mode": in_flight.value})
+        self._paused = True
 
     async def resume(self) -> None:
         if self._paused:
             await self._post("/continue_generation", {})
             self._paused = False
+        self._open.set()
 
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
         if prompt_ids is None:

@@ -1,220 +1,172 @@
-"""Push over a process group: trainer rank 0 broadcasts flattened buckets to every engine rank.
+"""Transport `collective`: trainer rank 0 broadcasts flattened buckets to every engine rank over a process group.
 
-    driver        gather 0 | send 0, ask engines for 0, gather 1 | send 1, ask engines for 1, gather 2 | …
-    trainer       ▓▓ gather ▓▓ ░ wire ░ (gather of the next bucket runs meanwhile)
-    engine                     ░ wire ░ ▒ load ▒ → reply
+    driver    ask engines for k, tell ranks to advance  │ replies of k │ ask for k + 1 …
+    rank 0    ░ wire k ░ (▓ gather k + 1 ▓ meanwhile)   │              │ ░ wire k + 1 ░
+    engine    ░ wire k ░ ▒ load k ▒ → reply             │              │
 
-The driver speaks HTTP to the engines: an update call receives one bucket, loads it, and replies. The broadcast is started
-before the reply can come, so the two are raced: a refusal or a missing reply ends the broadcast by destroying the group.
-The group is made once and reused. After a failure it is rebuilt by the next push, and no engine is resumed: it may hold
-weights of two policies.
+A server replies only after loading, so the broadcast starts before any reply can come and is raced against them: a
+refusal or a missing reply aborts the group on both sides, and the next push builds a new one. Without failures a group
+is built once.
 """
 
 import asyncio
-import logging
 import secrets
-import time
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
-from app.errors import EngineError, RunError, SyncError
+import torch
+
+from app.errors import SyncError
 from app.protocols import RolloutEngine
-from app.types import InFlight, SyncReport
-from app.weight_sync.plan import Bucket, plan_buckets
-from app.weight_sync.schema import WeightSyncConfig
+from app.weight_sync.group import Group
+from app.weight_sync.plan import Bucket
 from app.weight_sync.sender import Sender
+from app.weight_sync.transport import RANKS, SENDER, Ranks, name_of
+from app.weight_sync.waits import Waits, give_up_on
 
-log = logging.getLogger(__name__)
-MIB = 1024 * 1024
-
-
-class Ranks(Protocol):
-    """What the driver needs of the trainer: parts on every rank."""
-
-    async def attach(self, name: str, make: Any) -> None: ...
-
-    async def call(self, part: str, method: str, /, **arguments: Any) -> list[Any]: ...
-
-    async def source(self) -> tuple[str, int]:
-        """Address of rank 0 and a free port there."""
-        ...
+JOIN_POLL_SECONDS = 0.01
+LEAVE_SECONDS = 3.0
 
 
-class CollectiveSync:
-    """Implements `WeightSync` (app/protocols.py)."""
+class BroadcastSender(Sender):
+    """Rank 0 is the source; the others only gather."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        engines: Sequence[RolloutEngine],
-        config: WeightSyncConfig,
-        *,
-        backend: str,
-        tensor_parallel: int,
-        in_flight: InFlight,
-    ):
-        self.ranks, self.engines, self.config = ranks, list(engines), config
-        self.backend, self.tensor_parallel, self.in_flight = backend, tensor_parallel, in_flight
-        self._buckets: Sequence[Bucket] = ()
-        self._name: str | None = None  # of the group in use
-        self._sessions: bool | None = None  # whether the servers have begin/end sessions; None: not asked yet
+    def __init__(self, host: Any):
+        super().__init__(host)
+        self._group: Group | None = None
+        self._work: Any = None
 
-    async def prepare(self) -> None:
-        """Attach the senders and cut the plan; once, when the trainer has loaded its model."""
-        await self.ranks.attach("sync", Sender)
-        tensors = (await self.ranks.call("sync", "describe"))[0]
-        self._buckets = plan_buckets(tensors, capacity=int(self.config.bucket_mib * MIB))
-        await self.ranks.call("sync", "prepare", buckets=self._buckets)
+    def connect(self, *, backend: str, address: str, world_size: int, name: str, timeout_s: float) -> int:
+        """Open the group; returns the port at which the engines meet it (rank 0)."""
+        if self.rank != 0:
+            return 0
+        self._timeout_s = timeout_s
+        self._group = Group(backend=backend, address=address, world_size=world_size, name=name, timeout_s=timeout_s)
+        return self._group.port
 
-    async def push(self, version: int) -> SyncReport:
-        """Carry the trainer's parameters into every engine as policy `version`."""
-        clock = Clock()
-        reused = self._name is not None
+    def joined(self) -> bool:
+        if self._group is None:
+            return True
         try:
-            await self._each("pause", lambda engine: engine.pause(self.in_flight))
-            clock.mark("pause")
-            if self._name is None:
-                await self._connect()
-                clock.mark("connect")
-            await self._transfer(version, clock)
-            await self._each("resume", lambda engine: engine.resume())
-            clock.mark("resume")
-        except BaseException:
-            await self._give_up()
-            raise
-        return SyncReport(
-            version=version,
-            bytes=sum(bucket.bytes for bucket in self._buckets),
-            buckets=len(self._buckets),
-            seconds=clock.total(),
-            group_reused=reused,
-        )
+            return self._group.joined()
+        except (RuntimeError, ValueError, OSError) as error:
+            raise SyncError(f"trainer rank 0: the process group was not built: {first_line(error)}") from error
 
-    async def _connect(self) -> None:
-        """Both sides of the group are started together and awaited together."""
-        address, port = await self.ranks.source()
-        name = f"weight_update_{secrets.token_hex(4)}"
-        world = 1 + len(self.engines) * self.tensor_parallel
-        shown = f"[{address}]" if ":" in address else address
-        sender = self.ranks.call(
-            "sync",
-            "connect",
-            backend=self.backend,
-            url=f"tcp://{shown}:{port}",
-            world_size=world,
-            name=name,
-            timeout_s=self.config.timeout_s,
-        )
-        receivers = [
-            engine.update(
+    def hand_over(self, index: int) -> None:
+        if self.rank != 0:
+            return
+        self.finish(self._timeout_s)
+        assert self._group is not None, "connected"
+        self._work = self._group.broadcast(self.buffers[index % len(self.buffers)][: self.buckets[index].bytes])
+
+    def finish(self, timeout_s: float) -> None:
+        if self._work is None:
+            return
+        try:
+            self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise SyncError(f"trainer rank 0: the broadcast failed: {first_line(error)}") from error
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).current_stream().synchronize()
+        self._work = None
+
+    def abandon(self) -> None:
+        self._leave(abort=True)
+
+    def disconnect(self) -> None:
+        self._leave(abort=False)
+
+    def _leave(self, *, abort: bool) -> None:
+        group, self._group, self._work = self._group, None, None
+        if group is not None:
+            group.leave(self.device, abort=abort)
+
+
+class Collective:
+    """Implements `Carrier`."""
+
+    sender = BroadcastSender
+    route = "update_weights_from_distributed"
+
+    def __init__(self, *, backend: str, tensor_parallel: int):
+        self.backend, self.tensor_parallel = backend, tensor_parallel
+        self._name: str | None = None  # of the group in use
+        self._members: list[RolloutEngine] = []
+
+    async def connect(self, waits: Waits, ranks: Ranks, engines: Sequence[RolloutEngine]) -> bool:
+        if self._name is not None and self._members == list(engines):
+            return True
+        if self._name is not None:
+            await self._disconnect(ranks, "disconnect")
+        address, _ = await ranks.source()
+        # the name is known before anyone joins, so that a failure on the way is cleaned up too
+        self._name, self._members = f"weight_update_{secrets.token_hex(4)}", list(engines)
+        world = 1 + len(engines) * self.tensor_parallel
+        phase = "building the process group"
+        opened = await waits.all_of(phase, {RANKS: self._open(ranks, address, world, waits.timeout_s)})
+        port = opened[RANKS][0]
+        receivers = {
+            name_of(engine, index): engine.update(
                 "init_weights_update_group",
                 {
-                    "master_address": address,
+                    "master_address": bracketed(address),
                     "master_port": port,
                     "rank_offset": 1 + index * self.tensor_parallel,
                     "world_size": world,
-                    "group_name": name,
+                    "group_name": self._name,
                     "backend": self.backend,
                 },
             )
-            for index, engine in enumerate(self.engines)
-        ]
-        await self._together("building the process group", sender, *receivers)
-        self._name = name
+            for index, engine in enumerate(engines)
+        }
+        await waits.all_of(phase, {**receivers, RANKS: self._joined(ranks)})
+        return False
 
-    async def _transfer(self, version: int, clock: "Clock") -> None:
-        await self._begin_session()
-        await self.ranks.call("sync", "gather", index=0)
-        clock.mark("gather")
-        for index, bucket in enumerate(self._buckets):
-            await self.ranks.call("sync", "send", index=index)
-            last = index + 1 == len(self._buckets)
-            work: list[Coroutine[Any, Any, Any]] = [
-                self._receive(engine, bucket, version, last) for engine in self.engines
-            ]
-            if not last:
-                work.append(self.ranks.call("sync", "gather", index=index + 1))
-            await self._together(f"bucket {index} of {len(self._buckets)}", *work)
-            await self.ranks.call("sync", "sent", index=index, timeout_s=self.config.timeout_s)
-        clock.mark("load")
-        if self._sessions:
-            await self._each("end", lambda engine: engine.update("end_weight_update", {}))
-        clock.mark("end")
+    def ask(self, engine: int, bucket: Bucket, offered: Sequence[Any]) -> dict[str, Any]:
+        return {
+            "names": [tensor.name for tensor in bucket.tensors],
+            "dtypes": [tensor.dtype for tensor in bucket.tensors],
+            "shapes": [list(tensor.shape) for tensor in bucket.tensors],
+            "group_name": self._name,
+            "load_format": "flattened_bucket",
+        }
 
-    async def _receive(self, engine: RolloutEngine, bucket: Bucket, version: int, last: bool) -> None:
-        await engine.update(
-            "update_weights_from_distributed",
-            {
-                "names": [tensor.name for tensor in bucket.tensors],
-                "dtypes": [tensor.dtype for tensor in bucket.tensors],
-                "shapes": [list(tensor.shape) for tensor in bucket.tensors],
-                "group_name": self._name,
-                "load_format": "flattened_bucket",
-                "flush_cache": last and self.in_flight is not InFlight.in_place,
-                "weight_version": str(version),
-            },
+    async def abandon(self, ranks: Ranks, engines: Sequence[RolloutEngine]) -> None:
+        await self._disconnect(ranks, "abandon")
+
+    async def _open(self, ranks: Ranks, address: str, world: int, timeout_s: float) -> list[int]:
+        return await ranks.call(
+            SENDER,
+            "connect",
+            backend=self.backend,
+            address=address,
+            world_size=world,
+            name=self._name,
+            timeout_s=timeout_s,
         )
 
-    async def _begin_session(self) -> None:
-        """Servers since 0.5.21 take updates in sessions only; older ones have no such route (404)."""
-        if self._sessions is False:
-            return
-        try:
-            await self._each("begin", lambda engine: engine.update("begin_weight_update", {}))
-            self._sessions = True
-        except EngineError as error:
-            if self._sessions is None and "HTTP 404" in str(error):
-                self._sessions = False
-            else:
-                raise
+    async def _joined(self, ranks: Ranks) -> None:
+        while not all(await ranks.call(SENDER, "joined")):  # noqa: ASYNC110 (the event is another process's)
+            await asyncio.sleep(JOIN_POLL_SECONDS)
 
-    async def _each(self, phase: str, call: Any) -> None:
-        await self._together(phase, *(call(engine) for engine in self.engines))
-
-    async def _together(self, phase: str, *work: Coroutine[Any, Any, Any]) -> None:
-        """All of them, within the deadline; the first failure ends the wait."""
-        tasks = [asyncio.ensure_future(each) for each in work]
-        done, waiting = await asyncio.wait(tasks, timeout=self.config.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-        failed = next((task.exception() for task in done if task.exception()), None)
-        for task in waiting:
-            task.cancel()
-        if failed is not None:
-            raise SyncError(f"push failed at {phase}: {failed}") from failed
-        if waiting:
-            who = [
-                getattr(self.engines[i], "name", f"engine {i}")
-                for i, task in enumerate(tasks[: len(self.engines)])
-                if task in waiting
-            ]
-            raise SyncError(
-                f"push did not pass {phase} within weight_sync.timeout_s={self.config.timeout_s:.0f} s; "
-                f"waiting for {', '.join(who) or 'trainer ranks'}"
-            )
-
-    async def _give_up(self) -> None:
-        """Leave the group on both sides, so that the next push builds a new one."""
+    async def _disconnect(self, ranks: Ranks, how: str) -> None:
+        """The source first: its abort is what frees engines that wait inside a broadcast."""
         name, self._name = self._name, None
         if name is None:
             return
-        leaving = [self.ranks.call("sync", "disconnect")]
-        leaving += [engine.update("destroy_weights_update_group", {"group_name": name}) for engine in self.engines]  # type: ignore[misc]
-        outcomes = await asyncio.gather(*leaving, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, RunError):
-                log.warning("after the failed push: %s", outcome)
+        await give_up_on({RANKS: ranks.call(SENDER, how)}, LEAVE_SECONDS / 2)
+        leaving = {
+            name_of(engine, index): engine.update("destroy_weights_update_group", {"group_name": name})
+            for index, engine in enumerate(self._members)
+        }
+        await give_up_on(leaving, LEAVE_SECONDS / 2)
 
 
-class Clock:
-    """Seconds of the phases of a push."""
+def bracketed(address: str) -> str:
+    """An address as it stands in a URL."""
+    return f"[{address}]" if ":" in address else address
 
-    def __init__(self) -> None:
-        self._started = self._last = time.perf_counter()
-        self._seconds: dict[str, float] = {}
 
-    def mark(self, phase: str) -> None:
-        now = time.perf_counter()
-        self._seconds[phase] = now - self._last
-        self._last = now
-
-    def total(self) -> dict[str, float]:
-        return {**self._seconds, "total": time.perf_counter() - self._started}
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

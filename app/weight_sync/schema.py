@@ -14,7 +14,7 @@ class Transport(Enum):
 
 class Verify(Enum):
     never = "never"
-    first = "first"  # the first push is compared with the exported checkpoint
+    first = "first"  # the first push, and the first of a trained policy, are compared with the exported checkpoint
     always = "always"  # and the engines' checksums with each other after each push
 
 
@@ -29,3 +29,17 @@ class WeightSyncConfig:
 def validate(config: WeightSyncConfig) -> None:
     expect(config.bucket_mib > 0, "weight_sync.bucket_mib", config.bucket_mib, "a number of MiB above 0")
     expect(config.timeout_s > 0, "weight_sync.timeout_s", config.timeout_s, "a number of seconds above 0")
+
+
+def transport_of(config: WeightSyncConfig, *, shared_devices: bool) -> Transport:
+    """The transport in force. `shared_devices`: each engine rank stands on the card of a trainer rank of ours."""
+    if config.transport is Transport.auto:
+        return Transport.handle if shared_devices else Transport.collective
+    expect(
+        config.transport is Transport.collective or shared_devices,
+        "weight_sync.transport",
+        config.transport,
+        "auto or collective: a handle needs trainer and engine on the same devices, as in placement=colocate without "
+        "rollout.urls",
+    )
+    return config.transport

@@ -1,21 +1,19 @@
-"""The trainer ranks' part of a push: gathers shards into buckets, and rank 0 broadcasts them.
+"""The trainer ranks' part of a push: gathers shards into buckets and hands them over.
 
-Gathering is a collective, so all ranks do it for every bucket; only rank 0 keeps what was gathered. Shards are cast to
-the engine's dtype before they are gathered: half the bytes. There are two buffers, allocated once, so that the next
-bucket is gathered while the last one is on the wire.
+Gathering is a collective, so all ranks do it for every bucket. There are two buffers, allocated once and outside of any
+region of the memory saver, so that bucket k + 1 is gathered while bucket k is on the wire and loaded.
 """
 
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from app.errors import SyncError
 from app.model.policy import named_checkpoint_tensors
-from app.weight_sync import group
+from app.weight_sync import shards
 from app.weight_sync.plan import Bucket, TensorMeta
 
 if TYPE_CHECKING:
@@ -26,72 +24,86 @@ KEPT_FLOAT32 = ("A_log", "dt_bias")  # linear attention's decay, which engines k
 
 
 class Sender:
-    """Attached to every trainer rank; rank 0 is the source."""
+    """Attached to every trainer rank as part `sync`. A transport says which ranks keep what was gathered."""
+
+    everywhere = False  # whether every rank keeps it, or rank 0 alone
 
     def __init__(self, host: "TrainerRank"):
-        self.model, self.rank, self.device = host.model, host.rank, host.torch_device
+        self.host, self.rank, self.device = host, host.rank, host.torch_device
         self.dtype = host.spec.dtype.name
-        self._tensors = dict(named_checkpoint_tensors(self.model))
-        self._buckets: Sequence[Bucket] = ()
-        self._buffers: list[torch.Tensor] = []
-        self._group: dist.ProcessGroup | None = None
-        self._work: Any = None
+        self.tensors = dict(named_checkpoint_tensors(host.model))
+        self.buckets: Sequence[Bucket] = ()
+        self.buffers: list[Tensor] = []
 
     def describe(self) -> list[TensorMeta]:
         """What is to be sent, in model order."""
         return [
             TensorMeta(name, "float32" if name.endswith(KEPT_FLOAT32) else self.dtype, tuple(tensor.shape))
-            for name, tensor in self._tensors.items()
+            for name, tensor in self.tensors.items()
         ]
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        """Take the plan; rank 0 allocates its buffers."""
-        self._buckets = buckets
-        size = max(bucket.bytes for bucket in buckets)
-        if self.rank == 0:
-            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(BUFFERS)]
+        """Take the plan, and allocate the buffers of the ranks that keep buckets."""
+        self.buckets = buckets
+        self.buffers = []
+        if self.keeps:
+            size = max(bucket.bytes for bucket in buckets)
+            self.buffers = [self.allocate(size) for _ in range(min(BUFFERS, len(buckets)))]
+
+    @property
+    def keeps(self) -> bool:
+        return self.everywhere or self.rank == 0
+
+    def allocate(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def first(self) -> Any:
+        """Gather bucket 0; returns what the driver needs to ask for it."""
+        self.gather(0)
+        return self.offer(0)
+
+    def advance(self, index: int) -> Any:
+        """Hand bucket `index` over, and gather the next one meanwhile; returns what the driver needs for that one."""
+        self.hand_over(index)
+        if index + 1 == len(self.buckets):
+            return None
+        self.gather(index + 1)
+        return self.offer(index + 1)
 
     def gather(self, index: int) -> None:
-        """Collect bucket `index` from all ranks into rank 0's buffer."""
-        bucket = self._buckets[index]
-        with torch.no_grad():
-            for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
-                shard = self._tensors[meta.name].detach().to(getattr(torch, meta.dtype))
-                whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
-                if self.rank == 0:
-                    room = self._buffers[index % BUFFERS][offset : offset + meta.bytes]
-                    room.view(whole.dtype).copy_(whole.reshape(-1))
+        bucket = self.buckets[index]
+        buffer = self.buffers[index % BUFFERS] if self.keeps else None
+        for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
+            dtype = getattr(torch, meta.dtype)
+            room = buffer[offset : offset + meta.bytes].view(dtype) if buffer is not None else None
+            shards.gather(self.tensors[meta.name], dtype, room, everywhere=self.everywhere)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).current_stream().synchronize()
 
-    def connect(self, *, backend: str, url: str, world_size: int, name: str, timeout_s: float) -> None:
-        """Rank 0 joins the group of the engines; the others have nothing to do."""
+    def offer(self, index: int) -> Any:
+        """What travels to the driver for a gathered bucket; small."""
+
+    def hand_over(self, index: int) -> None:
+        """Start what this side does for a bucket that the engines are asked to take."""
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until this side is done with the last bucket."""
+
+    def abandon(self) -> None:
+        """Give up what is under way; the next push starts from scratch."""
+
+    def export(self, folder: Path) -> None:
+        """Write the parameters as they are (float32 masters) as a checkpoint, without going through a bucket."""
+        from app.model.export import export
+
+        whole = self._whole_tensors()
         if self.rank == 0:
-            self._group = group.join(
-                backend=backend, url=url, world_size=world_size, rank=0, name=name, timeout_s=timeout_s
-            )
+            export(self.host.spec.model_path, whole, folder, torch.float32)
+        else:
+            for _ in whole:  # gathering is a collective
+                pass
 
-    def disconnect(self) -> None:
-        """Leave the group; what is still on its wire is given up."""
-        if self._group is not None:
-            abandoned, self._group = self._group, None
-            if self._work is not None:
-                abandoned._get_backend(self.device).abort()  # a broadcast that nobody will receive
-                self._work = None
-            dist.destroy_process_group(abandoned)
-
-    def send(self, index: int) -> None:
-        """Start the broadcast of a gathered bucket."""
-        if self.rank == 0:
-            if self._group is None:
-                raise SyncError("trainer rank 0: send before connect")
-            buffer = self._buffers[index % BUFFERS][: self._buckets[index].bytes]
-            self._work = dist.broadcast(buffer, src=0, group=self._group, async_op=True)
-
-    def sent(self, index: int, timeout_s: float) -> None:
-        """Wait until the broadcast of bucket `index` is through."""
-        if self.rank == 0 and self._work is not None:
-            try:
-                self._work.wait(timedelta(seconds=timeout_s))
-            except RuntimeError as error:
-                told = str(error).splitlines()[0]
-                raise SyncError(f"trainer rank 0: broadcast of bucket {index} failed: {told}") from error
-            self._work = None
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.tensors.items():
+            tensor = tensor.detach()
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

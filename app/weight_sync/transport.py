@@ -1,0 +1,53 @@
+"""What a push needs of the way that buckets take; the push itself knows no transport."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from app.protocols import RolloutEngine
+from app.weight_sync.plan import Bucket
+from app.weight_sync.sender import Sender
+from app.weight_sync.waits import Waits
+
+SENDER = "sync"  # name of the trainer ranks' part
+RANKS = "trainer ranks"  # in messages
+
+
+class Ranks(Protocol):
+    """What the driver needs of the trainer: parts on every rank."""
+
+    async def attach(self, name: str, make: Callable[..., Any]) -> None: ...
+
+    async def call(self, part: str, method: str, /, **arguments: Any) -> list[Any]: ...
+
+    async def source(self) -> tuple[str, int]:
+        """Address of rank 0, and a port that is free there."""
+        ...
+
+
+class Carrier(Protocol):
+    """One transport."""
+
+    @property
+    def sender(self) -> type[Sender]: ...
+
+    @property
+    def route(self) -> str:
+        """The server's update call."""
+        ...
+
+    async def connect(self, waits: Waits, ranks: Ranks, engines: Sequence[RolloutEngine]) -> bool:
+        """Make the way ready; True when it was ready already."""
+        ...
+
+    def ask(self, engine: int, bucket: Bucket, offered: Sequence[Any]) -> dict[str, Any]:
+        """The body of an engine's update call, but for cache and version; `offered` by each trainer rank."""
+        ...
+
+    async def abandon(self, ranks: Ranks, engines: Sequence[RolloutEngine]) -> None:
+        """Tear the way down on both sides, whatever state it is in; never waits long."""
+        ...
+
+
+def name_of(engine: RolloutEngine, index: int) -> str:
+    """The engine's own name, or its place."""
+    return str(getattr(engine, "name", f"engine {index}"))
