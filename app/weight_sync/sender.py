@@ -92,6 +92,10 @@ class Sender:
     def abandon(self) -> None:
         """Give up what is under way; the next push starts from scratch."""
 
+    def release(self) -> None:
+        """Free the buffers; `prepare` allocates them again."""
+        self.buffers = []
+
     def export(self, folder: Path) -> None:
         """Write the parameters as they are (float32 masters) as a checkpoint, without going through a bucket."""
         from app.model.export import export

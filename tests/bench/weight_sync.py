@@ -1,0 +1,268 @@
+"""How long a push takes beside the least it could: `python -m tests.bench.weight_sync [--rounds 5] [--out FILE]`.
+
+A model of Qwen3-0.6B's shapes (1.2 GB in bf16), one trainer rank, one real SGLang server on this machine's CPU. Every
+round measures, one after the other: a memory copy of the model's bytes, a bare `dist.broadcast` of them to another
+process, a push over each transport, and the naive way (export, then `update_weights_from_disk`). Ratios are medians of
+the rounds' own ratios, so that a busy machine disturbs both sides alike. Prints one JSON line.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from app.device.schema import Dtype
+from app.types import InFlight
+from app.weight_sync.group import Group
+from app.weight_sync.push import MIB, Push
+from app.weight_sync.schema import Verify
+from app.weight_sync.transport import SENDER
+
+BUCKET_MIB = 512.0
+SHAPES = {  # Qwen3-0.6B
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+def make_model(folder: Path) -> Path:
+    from app.model import characters
+    from app.model.hub import transformers
+
+    config = transformers().Qwen3Config(**SHAPES, dtype="bfloat16")
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = transformers().Qwen3ForCausalLM(config)
+    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.02)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    characters.tokenizer(4096).save_pretrained(folder)
+    return folder
+
+
+class Baselines:
+    """A part of trainer rank 0: what the bytes cost without a push."""
+
+    def __init__(self, host: Any):
+        self._group: Group | None = None
+
+    def copy(self, sizes: list[int]) -> float:
+        source, target = (torch.ones(max(sizes), dtype=torch.uint8) for _ in range(2))
+        began = time.perf_counter()
+        for size in sizes:
+            target[:size].copy_(source[:size])
+        return time.perf_counter() - began
+
+    def meet(self) -> int:
+        self._group = Group(backend="gloo", address="127.0.0.1", world_size=2, name="bare", timeout_s=120)
+        return self._group.port
+
+    def broadcast(self, sizes: list[int]) -> float:
+        assert self._group is not None
+        while not self._group.joined():
+            time.sleep(0.01)
+        buffer = torch.ones(max(sizes), dtype=torch.uint8)
+        self._group.broadcast(buffer[:1]).wait()
+        began = time.perf_counter()
+        for size in sizes:
+            self._group.broadcast(buffer[:size]).wait()
+        return time.perf_counter() - began
+
+
+class Receiver:
+    """The other process of the bare broadcast."""
+
+    def meet(self, port: int) -> None:
+        from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+        torch.set_num_threads(1)
+        store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=120), wait_for_workers=False)
+        self.group, _ = _new_process_group_helper(
+            2, 1, [], Backend("gloo"), PrefixStore("bare", store), group_name="bare", timeout=timedelta(seconds=120)
+        )
+        _world.pg_group_ranks[self.group] = {0: 0, 1: 1}
+
+    def receive(self, sizes: list[int]) -> None:
+        buffer = torch.ones(max(sizes), dtype=torch.uint8)
+        for size in [1, *sizes]:
+            dist.broadcast(buffer[:size], src=0, group=self.group)
+
+
+class Peak:
+    """The largest PSS of some processes while a block runs, less what they had before."""
+
+    def __init__(self, processes: list[psutil.Process]):
+        self.processes, self.mib, self._stop = processes, 0.0, threading.Event()
+
+    def __enter__(self) -> "Peak":
+        self._before = self._pss()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            self.mib = max(self.mib, self._pss() - self._before)
+            self._stop.wait(0.02)
+
+    def _pss(self) -> float:
+        return sum(process.memory_full_info().pss for process in self.processes) / MIB
+
+
+async def measure(rounds: int, folder: Path) -> dict[str, Any]:
+    import ray
+
+    from tests.conftest import make_engine
+    from tests.weight_sync.support import make_trainer, started
+
+    model = make_model(folder / "model")
+    engine = make_engine(model, folder, dtype="bfloat16", max_total_tokens=2048, log_level="warning")
+    info = await engine.start(600)
+    trainer = await started(make_trainer(model, folder, dtype=Dtype.bfloat16), weights=False)
+    await trainer.attach("baselines", Baselines)
+    receiver = ray.remote(num_cpus=0)(Receiver).remote()
+    meeting = receiver.meet.remote((await trainer.call("baselines", "meet"))[0])
+    await meeting
+    rank = psutil.Process(await trainer.ranks[0].pid.remote())
+    servers = [psutil.Process(info["pid"]), *psutil.Process(info["pid"]).children(recursive=True)]
+
+    seconds: dict[str, list[float]] = {name: [] for name in ("copy", "broadcast", "handle", "collective", "disk")}
+    phases: dict[str, dict[str, float]] = {}
+    extra: dict[str, float] = {}
+    for transport in ("handle", "collective"):
+        trainer_mib, engine_mib = await extra_memory(transport, trainer, engine, folder, rank, servers)
+        extra |= {f"{transport}_trainer_extra_mib": trainer_mib, f"{transport}_engine_extra_mib": engine_mib}
+    for _ in range(rounds):
+        for transport in ("handle", "collective"):
+            push = await quiet_push(transport, trainer, engine, folder)
+            sizes = [bucket.bytes for bucket in push._buckets]
+            await push.push(1)  # builds the group, touches every page
+            seconds["copy"].append((await trainer.call("baselines", "copy", sizes=sizes))[0])
+            if transport == "collective":
+                receiving = receiver.receive.remote(sizes)
+                seconds["broadcast"].append((await trainer.call("baselines", "broadcast", sizes=sizes))[0])
+                await receiving
+            report = await push.push(2)
+            seconds[transport].append(report.seconds["total"])
+            phases[transport] = {phase: round(value, 3) for phase, value in report.seconds.items()}
+            await push.carrier.abandon(push.ranks, push.engines)
+        seconds["disk"].append(await from_disk(trainer, engine, folder / "export"))
+    copies = [min(pair) for pair in zip(seconds["copy"][::2], seconds["copy"][1::2], strict=True)]
+    least = [bare + copy for bare, copy in zip(seconds["broadcast"], copies, strict=True)]
+    return {
+        "what": "weight_sync",
+        "model_bytes": sum(sizes),
+        "bucket_mib": BUCKET_MIB,
+        "buckets": len(sizes),
+        "median_seconds": {name: round(statistics.median(values), 3) for name, values in seconds.items()},
+        "collective_over_broadcast_and_copy": ratio(seconds["collective"], least),
+        "handle_over_copy": ratio([value - 0.05 for value in seconds["handle"]], copies),
+        "disk_over_handle": ratio(seconds["disk"], seconds["handle"]),
+        "disk_over_collective": ratio(seconds["disk"], seconds["collective"]),
+        "targets": {"collective_over_broadcast_and_copy": 1.5, "handle_over_copy": 3.0},
+        "phases_of_last_round": phases,
+        **{name: round(value) for name, value in extra.items()},
+        "rounds": rounds,
+        "machine": machine(),
+    }
+
+
+async def quiet_push(transport: str, trainer: Any, engine: Any, folder: Path) -> Push:
+    from tests.weight_sync.support import make_push
+
+    return await make_push(
+        transport,
+        trainer,
+        [engine],
+        folder,
+        bucket_mib=BUCKET_MIB,
+        verify=Verify.never,
+        in_flight=InFlight.retract,
+        timeout_s=300,
+    )
+
+
+async def extra_memory(
+    transport: str, trainer: Any, engine: Any, folder: Path, rank: psutil.Process, servers: list[psutil.Process]
+) -> tuple[float, float]:
+    """Peak PSS of the trainer rank and of the server over a push, its buffers included."""
+    with Peak([rank]) as trainer_peak, Peak(servers) as engine_peak:
+        push = await quiet_push(transport, trainer, engine, folder)
+        await push.push(1)
+    await push.carrier.abandon(push.ranks, push.engines)
+    await trainer.call(SENDER, "release")
+    return trainer_peak.mib, engine_peak.mib
+
+
+async def from_disk(trainer: Any, engine: Any, folder: Path) -> float:
+    import shutil
+
+    began = time.perf_counter()
+    await trainer.call(SENDER, "export", folder=folder)
+    await engine.update("update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
+    took = time.perf_counter() - began
+    shutil.rmtree(folder)
+    return took
+
+
+def ratio(upper: list[float], lower: list[float]) -> float:
+    return round(statistics.median(a / b for a, b in zip(upper, lower, strict=True)), 2)
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cores": os.cpu_count(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", "sglang", "ray")},
+    }
+
+
+def main() -> None:
+    import ray
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * MIB)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            found = json.dumps(asyncio.run(measure(chosen.rounds, Path(folder))))
+    finally:
+        ray.shutdown()
+    print(found)
+    if chosen.out:
+        chosen.out.write_text(found + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Real parts for the tests of a push: trainer ranks, engines behind a proxy, and what the trainer's weights become."""
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from aiohttp import ClientSession, ClientTimeout, web
+
+from app.algorithm.schema import AlgorithmConfig, Correction
+from app.device.schema import DeviceKind, Dtype
+from app.trainer.schema import TrainerConfig
+from app.types import Completion, GroupRequest, InFlight, Sampling
+from app.weight_sync.collective import Collective
+from app.weight_sync.handle import Handle
+from app.weight_sync.push import Push
+from app.weight_sync.schema import Verify, WeightSyncConfig
+from app.weight_sync.verify import Verifier
+
+PROMPT = np.array([5, 6, 7, 8, 9, 10], dtype=np.int32)
+TRANSPORTS = ("handle", "collective")
+
+
+class Weights:
+    """A trainer rank's part that sets the parameters: the checkpoint's, plus noise of a seed."""
+
+    def __init__(self, host: Any):
+        self.parameters = list(host.model.parameters())
+        self.original = [parameter.detach().clone() for parameter in self.parameters]
+
+    def set(self, seed: int) -> None:
+        """Seed 0 is the checkpoint itself."""
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter, original in zip(self.parameters, self.original, strict=True):
+                parameter.copy_(original)
+                if seed:
+                    parameter.add_(0.05 * torch.randn_like(parameter))
+
+
+def make_trainer(model: Path, folder: Path, *, ranks: int = 1, dtype: Dtype = Dtype.float32) -> Any:
+    """Ray actors of real trainer ranks, not set up."""
+    import ray
+
+    from app.trainer.fsdp import FsdpTrainer
+    from app.trainer.rank import RankSpec, TrainerRank
+    from app.trainer.step import StepSettings
+
+    settings = StepSettings(
+        algorithm=AlgorithmConfig(),
+        correction=Correction.none,
+        temperature=1.0,
+        max_completion_tokens=16,
+        tokens_per_microbatch=1024,
+    )
+    spec = RankSpec(
+        device=DeviceKind.cpu,
+        dtype=dtype,
+        model_path=model,
+        trust_remote_code=False,
+        trainer=TrainerConfig(),
+        step=settings,
+        reference=False,
+        ranks=ranks,
+        threads=1,
+        seed=0,
+        logs=folder,
+    )
+    make = ray.remote(concurrency_groups={"answers": 1}, num_cpus=0)(TrainerRank)
+    return FsdpTrainer([make.remote(spec, rank) for rank in range(ranks)], timeout_s=120, logs=folder)
+
+
+async def started(trainer: Any, *, weights: bool = True) -> Any:
+    await trainer.setup()
+    if weights:
+        await trainer.attach("weights", Weights)
+    return trainer
+
+
+async def make_push(
+    transport: str,
+    trainer: Any,
+    engines: list[Any],
+    folder: Path,
+    *,
+    bucket_mib: float = 512.0,
+    verify: Verify = Verify.first,
+    in_flight: InFlight = InFlight.drain,
+    timeout_s: float = 60.0,
+    tensor_parallel: int = 1,
+) -> Push:
+    """A push over this transport, prepared."""
+    width = tensor_parallel
+    carrier = (
+        Handle(tensor_parallel=width) if transport == "handle" else Collective(backend="gloo", tensor_parallel=width)
+    )
+    config = WeightSyncConfig(bucket_mib=bucket_mib, verify=verify, timeout_s=timeout_s)
+    push = Push(trainer, engines, config, carrier, Verifier(verify, folder / "verify"), in_flight=in_flight)
+    await push.prepare()
+    return push
+
+
+async def set_weights(trainer: Any, seed: int) -> None:
+    await trainer.call("weights", "set", seed=seed)
+
+
+async def checksum(engine: Any) -> list[str]:
+    """One hash of all parameters for each tensor-parallel rank of an engine."""
+    answer = await engine.update("weights_checker", {"action": "checksum"})
+    return [rank["per_gpu_checksum"] for rank in answer["ranks"]]
+
+
+def request(*, tokens: int = 12, temperature: float = 1.0, group_size: int = 2, version: int = 0) -> GroupRequest:
+    return GroupRequest(f"test/{secrets.token_hex(4)}", PROMPT, group_size, Sampling(temperature, 1.0, tokens), version)
+
+
+def logprobs_of(model: Path, completion: Completion, seed: int) -> np.ndarray:
+    """transformers' log-probabilities of a completion under the checkpoint with the noise of `seed`."""
+    from app.model.hub import transformers
+
+    reference = transformers().AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    parameters = list(reference.parameters())
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in parameters:
+            if seed:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        tokens = torch.tensor([[*PROMPT.tolist(), *completion.token_ids.tolist()]])
+        logs = torch.log_softmax(reference(tokens).logits[0, len(PROMPT) - 1 : -1].float(), dim=-1)
+    return logs.gather(1, tokens[0, len(PROMPT) :, None]).squeeze(1).numpy()
+
+
+# --- an engine seen through a proxy
+
+Rule = Callable[[web.Request, Callable[[], Awaitable[web.Response]]], Awaitable[web.StreamResponse]]
+
+
+class Proxy:
+    """Stands in front of a real server, in a thread of its own, and spoils what a test asks for."""
+
+    def __init__(self, target: str):
+        self.target = target
+        self.rules: dict[str, Rule] = {}  # route → what happens there
+        self.seen: list[str] = []
+        self.url = ""
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(30)
+
+    async def _listen(self) -> None:
+        application = web.Application(client_max_size=2**30)
+        application.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await self._runner.setup()
+        assert self._runner.server is not None
+        listening = await self._loop.create_server(self._runner.server, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+
+    def stop(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(30)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _handle(self, incoming: web.Request) -> web.StreamResponse:
+        body = await incoming.read()
+        self.seen.append(incoming.path)
+
+        async def forward() -> web.Response:
+            headers = {
+                key: value for key, value in incoming.headers.items() if key in ("Authorization", "Content-Type")
+            }
+            async with (
+                ClientSession(timeout=ClientTimeout(total=None)) as session,
+                session.request(incoming.method, self.target + incoming.path_qs, data=body, headers=headers) as reply,
+            ):
+                return web.Response(status=reply.status, body=await reply.read(), content_type=reply.content_type)
+
+        rule = self.rules.get(incoming.path)
+        return await (rule(incoming, forward) if rule else forward())
+
+
+async def address_of(engine: Any) -> tuple[str, str]:
+    """URL and key of the server of an engine."""
+    return await engine.actor.__ray_call__.remote(lambda host: (host._client.url, host.spec.server.key))
+
+
+def engine_at(url: str, key: str, folder: Path, name: str) -> Any:
+    """A host of a server that runs already, not started."""
+    import ray
+
+    from app.rollout.host import EngineHost, HostSpec
+    from app.rollout.remote import RemoteEngine
+
+    spec = HostSpec(
+        name=name,
+        seed=0,
+        start_timeout_s=60,
+        stall_timeout_s=60,
+        releases_memory=False,
+        log=folder / f"{name.replace(' ', '_')}.log",
+        url=url,
+        key=key,
+    )
+    return RemoteEngine(name, ray.remote(EngineHost).options(max_concurrency=64, num_cpus=0).remote(spec))
+
+
+async def refuse(incoming: web.Request, forward: Any) -> web.Response:
+    return web.json_response({"success": False, "message": "refused by the test"}, status=400)
+
+
+async def no_such_route(incoming: web.Request, forward: Any) -> web.Response:
+    return web.json_response({"detail": "Not Found"}, status=404)
+
+
+async def drop_reply(incoming: web.Request, forward: Any) -> web.Response:
+    """The server does its work; nobody hears of it."""
+    await forward()
+    await asyncio.sleep(3600)
+    raise AssertionError
+
+
+def delay_reply(seconds: float) -> Rule:
+    async def rule(incoming: web.Request, forward: Any) -> web.Response:
+        answer = await forward()
+        await asyncio.sleep(seconds)
+        return answer
+
+    return rule
+
+
+def once(rule: Rule, at: int = 0) -> Rule:
+    """Spoil only the call of this number."""
+    calls = iter(range(10**9))
+
+    async def spoiling(incoming: web.Request, forward: Any) -> web.StreamResponse:
+        return await (rule(incoming, forward) if next(calls) == at else forward())
+
+    return spoiling

@@ -1,0 +1,105 @@
+"""The parts of a push that need no server."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from app.config import RunConfig
+from app.device.schema import DeviceKind
+from app.errors import ConfigError, EngineError, SyncError
+from app.placement.schema import PlacementKind
+from app.types import VersionSpan
+from app.weight_sync.backends import backend_of
+from app.weight_sync.collective import bracketed
+from app.weight_sync.schema import Transport, WeightSyncConfig, transport_of
+from app.weight_sync.verify import expect_equal
+from app.weight_sync.waits import Waits
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("npu", "hccl")])
+def test_each_device_has_its_backend(device: str, backend: str) -> None:
+    assert device in DeviceKind.__members__
+    assert backend_of(device) == backend
+
+
+def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"cpu \(gloo\), cuda \(nccl\), npu \(hccl\)"):
+        backend_of("tpu")
+
+
+def test_auto_is_handle_on_shared_devices_and_collective_elsewhere() -> None:
+    assert transport_of(WeightSyncConfig(), shared_devices=True) is Transport.handle
+    assert transport_of(WeightSyncConfig(), shared_devices=False) is Transport.collective
+    collective = WeightSyncConfig(transport=Transport.collective)
+    assert transport_of(collective, shared_devices=True) is Transport.collective
+
+
+def test_handles_between_separate_devices_are_refused() -> None:
+    config = RunConfig()
+    assert config.shared_devices
+    config.placement.kind = PlacementKind.fully_async
+    with pytest.raises(ConfigError, match=r"weight_sync.transport=handle is not accepted: give auto or collective"):
+        transport_of(WeightSyncConfig(transport=Transport.handle), shared_devices=config.shared_devices)
+
+
+def test_an_ipv6_address_gets_brackets() -> None:
+    assert bracketed("10.0.0.1") == "10.0.0.1"
+    assert bracketed("fe80::1") == "[fe80::1]"
+
+
+async def sleeping(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+async def failing(seconds: float, error: Exception) -> None:
+    await asyncio.sleep(seconds)
+    raise error
+
+
+def wait(timeout_s: float, **work: Any) -> Any:
+    async def both() -> Any:
+        return await Waits(5, timeout_s).all_of("bucket 3 of 9", work)
+
+    return asyncio.run(both())
+
+
+def test_a_missing_answer_is_named_when_the_deadline_passes() -> None:
+    began = time.monotonic()
+    with pytest.raises(SyncError, match=r"policy 5 .* bucket 3 of 9 within weight_sync.timeout_s=0.2 s: .*from one"):
+        wait(0.2, one=sleeping(9), two=sleeping(0))
+    assert time.monotonic() - began < 2
+
+
+def test_the_first_failure_ends_the_wait_and_its_echoes_are_told() -> None:
+    dead, broken = EngineError("engine 1 was killed"), EngineError("connection closed")
+    with pytest.raises(SyncError, match=r"bucket 3 of 9: two: connection closed; three: engine 1 was killed"):
+        wait(60, one=sleeping(60), two=failing(0, broken), three=failing(0.1, dead))
+
+
+def test_a_bug_keeps_its_own_type() -> None:
+    with pytest.raises(ZeroDivisionError):
+        wait(60, one=failing(0, ZeroDivisionError()), two=failing(0, EngineError("echo")))
+
+
+def test_a_difference_names_engine_rank_and_parameter() -> None:
+    right = {(0, "a"): "1", (0, "b"): "2", (1, "b"): "3"}
+    expect_equal(4, "engine 1 differs from engine 0", right, dict(right))
+    with pytest.raises(SyncError, match=r"policy 4: .*engine 1 differs from engine 0 in b \(rank 1\)$"):
+        expect_equal(4, "engine 1 differs from engine 0", right, {**right, (1, "b"): "4"})
+
+
+SPANS = [
+    ([{"version": "default", "start": 0, "end": 4}, {"version": "3", "start": 4, "end": 9}], [(2, 0, 4), (3, 4, 9)]),
+    ([{"version": "3", "start": 0, "end": 9}], [(3, 0, 9)]),
+    ([{"version": "3", "start": 0, "end": 5}], [(2, 0, 9)]),  # not all tokens: as if nothing were said
+    ([], [(2, 0, 9)]),
+]
+
+
+@pytest.mark.parametrize(("reported", "expected"), SPANS)
+def test_version_spans_cover_the_completion(reported: list[Any], expected: list[Any]) -> None:
+    from app.rollout.client import spans
+
+    assert spans({"weight_versions": reported}, 9, 2) == tuple(VersionSpan(*each) for each in expected)

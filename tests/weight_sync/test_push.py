@@ -1,0 +1,134 @@
+"""A push puts exactly the trainer's weights into a real server, over both transports, whatever is going on there."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.types import InFlight
+from app.weight_sync.schema import Verify
+from tests.weight_sync.support import (
+    TRANSPORTS,
+    checksum,
+    logprobs_of,
+    make_push,
+    no_such_route,
+    request,
+    set_weights,
+)
+
+LARGEST_MIB = 0.05  # smaller than some tensors of the tiny model, larger than others
+
+
+@pytest.mark.parametrize("bucket_mib", [1e-6, LARGEST_MIB, 512.0])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_push_equals_loading_the_export(
+    transport: str, bucket_mib: float, trainer: Any, engine: Any, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        await set_weights(trainer, 1)
+        before = await checksum(engine)
+        push = await make_push(transport, trainer, [engine], tmp_path, bucket_mib=bucket_mib)
+        report = await push.push(7)  # verify=first compares with the export, or raises
+        assert await checksum(engine) != before
+        assert report.bytes == sum(bucket.bytes for bucket in push._buckets)
+        assert (report.buckets == 1) == (bucket_mib == 512.0)
+        assert {"gather", "pause", "connect", "load", "verify", "resume", "total"} == set(report.seconds)
+        await set_weights(trainer, 0)
+        assert (await push.push(8)).group_reused
+        assert await checksum(engine) == before
+        assert not (tmp_path / "verify").exists()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_logprobs_after_a_push_are_those_of_the_pushed_weights(
+    transport: str, trainer: Any, engine: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        push = await make_push(transport, trainer, [engine], tmp_path, verify=Verify.never)
+        for version, seed in ((3, 0), (4, 2)):
+            await set_weights(trainer, seed)
+            await push.push(version)
+            (completion, _) = await engine.generate(request())
+            assert [span.version for span in completion.spans] == [version]
+            expected = logprobs_of(tiny_model, completion, seed)
+            assert np.abs(completion.logprobs - expected).max() < 1e-4
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("in_flight", list(InFlight))
+def test_generation_lives_through_a_push(in_flight: InFlight, trainer: Any, engine: Any, tmp_path: Path) -> None:
+    """drain: all tokens of the old policy; retract and in_place: both policies, in the order of their pushes."""
+
+    async def scenario() -> None:
+        push = await make_push("collective", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight)
+        await set_weights(trainer, 0)
+        await push.push(10)
+        generating = asyncio.create_task(engine.generate(endless(600)))
+        await asyncio.sleep(0.3)
+        await set_weights(trainer, 3)
+        await push.push(11)
+        assert generating.done() == (in_flight is InFlight.drain)
+        for completion in await generating:
+            versions = [span.version for span in completion.spans]
+            assert versions == ([10] if in_flight is InFlight.drain else [10, 11])
+            assert completion.spans[0].start == 0
+            assert completion.spans[-1].end == len(completion.token_ids) == len(completion.logprobs)
+        (after, _) = await engine.generate(request())
+        assert [span.version for span in after.spans] == [11]
+
+    asyncio.run(scenario())
+
+
+def test_what_is_asked_for_during_a_drain_is_sampled_by_the_new_policy(
+    trainer: Any, engine: Any, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        push = await make_push("handle", trainer, [engine], tmp_path, verify=Verify.never)
+        await push.push(20)
+        first = asyncio.create_task(engine.generate(endless(400)))
+        await asyncio.sleep(0.2)
+        pushing = asyncio.create_task(push.push(21))
+        await asyncio.sleep(0.1)
+        (late, _) = await engine.generate(request())
+        await pushing
+        assert [span.version for span in (await first)[0].spans] == [20]
+        assert [span.version for span in late.spans] == [21]
+
+    asyncio.run(scenario())
+
+
+def endless(tokens: int) -> Any:
+    """Sampling so hot that it rarely meets the stop token."""
+    return request(tokens=tokens, temperature=50.0)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_server_without_update_sessions_is_pushed_to(
+    transport: str, trainer: Any, engine: Any, proxied: Any, tmp_path: Path
+) -> None:
+    """SGLang up to 0.5.20 has no such routes. The proxy opens a session itself, since the real server wants one."""
+
+    async def scenario() -> None:
+        proxy, old = proxied
+        for route in ("/begin_weight_update", "/end_weight_update"):
+            proxy.rules[route] = no_such_route
+        push = await make_push(transport, trainer, [old], tmp_path)
+        await set_weights(trainer, 1)
+        for version in (1, 2):
+            await engine.update("begin_weight_update", {})
+            push.verifier = type(push.verifier)(Verify.never, tmp_path)
+            await push.push(version)
+            await engine.update("end_weight_update", {})
+        assert proxy.seen.count("/begin_weight_update") == 1  # asked once, remembered
+        assert "/end_weight_update" not in proxy.seen
+        after = await checksum(engine)
+        await (await make_push(transport, trainer, [engine], tmp_path, verify=Verify.never)).push(3)
+        assert await checksum(engine) == after
+
+    asyncio.run(scenario())

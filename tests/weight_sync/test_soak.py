@@ -1,0 +1,226 @@
+"""Pushes between every shape of trainer and engines, with processes killed and stopped, and many in a row.
+
+Run with `-m soak`; a few minutes each on two cores.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from app.device.schema import Dtype
+from app.errors import SyncError
+from app.types import InFlight
+from app.weight_sync.schema import Verify
+from tests.conftest import make_engine
+from tests.weight_sync.support import (
+    TRANSPORTS,
+    checksum,
+    make_push,
+    make_trainer,
+    request,
+    set_weights,
+    started,
+)
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
+PUSHES = 200
+TIMEOUT_S = 8.0
+RESULT = Path(__file__).parents[1] / "bench" / "results" / "weight_sync_soak.json"
+
+
+@contextlib.contextmanager
+def killed(*actors: Any) -> Iterator[None]:
+    import ray
+
+    try:
+        yield
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
+def test_two_ranks_push_the_same_bytes_into_every_shape_of_engines(
+    dtype: Dtype, width: int, ray_session: None, tiny_model: Path, tmp_path: Path
+) -> None:
+    """width 1: two engines; width 2: one engine of two ranks. Both transports, and one trainer rank to two engines."""
+
+    async def scenario() -> None:
+        engines = [
+            make_engine(tiny_model, tmp_path, name=f"engine {i}", dtype=dtype.name, tp_size=width)
+            for i in range(2 // width)
+        ]
+        trainers = [make_trainer(tiny_model, tmp_path / f"{ranks}", ranks=ranks, dtype=dtype) for ranks in (2, 1)]
+        with killed(*(engine.actor for engine in engines), *(rank for trainer in trainers for rank in trainer.ranks)):
+            for each in engines:
+                await each.start(300)
+            two, one = [await started(trainer) for trainer in trainers]
+            for trainer, transports in ((two, TRANSPORTS), (one, ("collective",))):
+                for transport in transports:
+                    for bucket_mib in (0.02, 512.0):
+                        push = await make_push(
+                            transport,
+                            trainer,
+                            engines,
+                            tmp_path,
+                            bucket_mib=bucket_mib,
+                            verify=Verify.always,
+                            tensor_parallel=width,
+                        )
+                        await set_weights(trainer, 1)
+                        await push.push(1)  # compared with the export, and the engines with each other
+                        noisy = [await checksum(engine) for engine in engines]
+                        await set_weights(trainer, 0)
+                        await push.push(2)
+                        plain = [await checksum(engine) for engine in engines]
+                        assert noisy[0] != plain[0]
+                        assert noisy[0] == noisy[-1]
+                        assert plain[0] == plain[-1]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("moment", ["before", "in", "after"])
+def test_a_killed_engine_fails_its_push_and_its_replacement_gets_the_next(
+    moment: str, transport: str, ray_session: None, tiny_model: Path, tmp_path: Path
+) -> None:
+    asyncio.run(lose_an_engine(signal.SIGKILL, moment, transport, tiny_model, tmp_path))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("moment", ["before", "in"])
+def test_a_stopped_engine_fails_its_push_in_time_and_its_replacement_gets_the_next(
+    moment: str, transport: str, ray_session: None, tiny_model: Path, tmp_path: Path
+) -> None:
+    asyncio.run(lose_an_engine(signal.SIGSTOP, moment, transport, tiny_model, tmp_path))
+
+
+async def lose_an_engine(number: signal.Signals, moment: str, transport: str, model: Path, folder: Path) -> None:
+    """Two engines, one of which is lost; the other one is unharmed, and serves the next policy with the new one."""
+    engines = [make_engine(model, folder, name=f"engine {i}") for i in range(3)]
+    ranks = 2 if transport == "handle" else 1
+    trainer = make_trainer(model, folder, ranks=ranks)
+    with killed(*(engine.actor for engine in engines), *trainer.ranks):
+        infos = [await engine.start(300) for engine in engines]
+        await started(trainer)
+        push = await make_push(
+            transport, trainer, engines[:2], folder, bucket_mib=0.01, verify=Verify.always, timeout_s=TIMEOUT_S
+        )
+        await push.push(1)
+        await set_weights(trainer, 1)
+        if moment == "before":
+            signal_group(infos[1]["pid"], number)
+        pushing = asyncio.create_task(push.push(2))
+        if moment == "in":
+            await asyncio.sleep(0.05)
+            assert not pushing.done()
+            signal_group(infos[1]["pid"], number)
+        if moment == "after":
+            await pushing
+            signal_group(infos[1]["pid"], number)
+            pushing = asyncio.create_task(push.push(3))
+        began = time.monotonic()
+        with pytest.raises(SyncError, match="engine 1"):
+            await pushing
+        assert time.monotonic() - began < TIMEOUT_S + 5
+        await engines[1].stop()
+        push.change_engines([engines[0], engines[2]])
+        report = await push.push(4)
+        assert report.group_reused == (transport == "handle")
+        hashes = [await checksum(engine) for engine in (engines[0], engines[2])]
+        assert hashes[0] == hashes[1]
+        for engine in (engines[0], engines[2]):
+            (completion, _) = await engine.generate(request())
+            assert [span.version for span in completion.spans] == [4]
+
+
+def signal_group(pid: int, number: signal.Signals) -> None:
+    os.killpg(pid, number)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_trainer_rank_fails_the_push_and_leaves_the_engine_answering(
+    transport: str, ray_session: None, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Rank 1 dies in a push of two ranks; another trainer then pushes to the same engines."""
+
+    async def scenario() -> None:
+        engines = [make_engine(tiny_model, tmp_path, name=f"engine {i}") for i in range(2)]
+        lost, other = (make_trainer(tiny_model, tmp_path / name, ranks=2) for name in ("lost", "other"))
+        with killed(*(engine.actor for engine in engines), *lost.ranks, *other.ranks):
+            for engine in engines:
+                await engine.start(300)
+            await started(lost)
+            push = await make_push(
+                transport, lost, engines, tmp_path, bucket_mib=0.01, verify=Verify.never, timeout_s=TIMEOUT_S
+            )
+            await push.push(1)
+            pid = await lost.ranks[1].pid.remote()
+            pushing = asyncio.create_task(push.push(2))
+            await asyncio.sleep(0.03)
+            os.kill(pid, signal.SIGKILL)
+            began = time.monotonic()
+            with contextlib.suppress(SyncError):
+                await pushing  # it may have been through already
+            with pytest.raises(SyncError, match="trainer rank"):
+                await push.push(3)
+            assert time.monotonic() - began < TIMEOUT_S + 5
+            await started(other)
+            await set_weights(other, 1)
+            again = await make_push(transport, other, engines, tmp_path, verify=Verify.always)
+            await again.push(4)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_many_pushes_do_not_grow(
+    transport: str, ray_session: None, tiny_model: Path, tmp_path: Path, engine: Any
+) -> None:
+    """Memory, file handles and shared memory after 200 pushes are those after 20."""
+
+    async def scenario() -> dict[str, Any]:
+        trainer = make_trainer(tiny_model, tmp_path)
+        with killed(*trainer.ranks):
+            await started(trainer)
+            push = await make_push(
+                transport, trainer, [engine], tmp_path, bucket_mib=0.05, verify=Verify.never, in_flight=InFlight.retract
+            )
+            server = await engine.actor.__ray_call__.remote(lambda host: host._server.pid)
+            processes = [psutil.Process(await trainer.ranks[0].pid.remote()), psutil.Process(server)]
+            processes += processes[1].children(recursive=True)
+            usages = []
+            for version in range(1, PUSHES + 1):
+                await push.push(version)
+                if version in (20, PUSHES):
+                    usages.append(usage(processes))
+            await set_weights(trainer, 0)
+            await push.push(0)
+        early, late = usages
+        assert late["handles"] <= early["handles"] + 5
+        assert late["shared_files"] <= early["shared_files"]
+        assert late["mib"] <= early["mib"] + 30
+        return {"pushes": PUSHES, "after_20": early, f"after_{PUSHES}": late}
+
+    found = asyncio.run(scenario())
+    known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    RESULT.write_text(json.dumps({**known, transport: found}, indent=2) + "\n")
+
+
+def usage(processes: list[psutil.Process]) -> dict[str, float]:
+    return {
+        "mib": round(sum(process.memory_full_info().pss for process in processes) / 2**20, 1),
+        "handles": sum(process.num_fds() for process in processes),
+        "shared_files": len(list(Path("/dev/shm").glob("torch_*"))),
+    }
