@@ -208,7 +208,20 @@ def _engine_threads(config: RunConfig, device: Device) -> dict[str, str]:
     """On CPU the cores are shared: by the engines alone in colocate, with the trainer's ranks in fully_async."""
     if device.kind is not DeviceKind.cpu:
         return {}
-    return {"OMP_NUM_THREADS": str(_threads(config, config.engines * config.rollout.tensor_parallel))}
+    width = config.rollout.tensor_parallel
+    threads = {"OMP_NUM_THREADS": str(_threads(config, config.engines * width))}
+    return threads | ({"SGLANG_CPU_OMP_THREADS_BIND": cores_of_ranks(os.cpu_count() or 1, width)} if width > 1 else {})
+
+
+def cores_of_ranks(cores: int, width: int) -> str:
+    """The cores of each rank of an engine, as SGLang wants to be told where there are more ranks than NUMA nodes.
+
+    >>> cores_of_ranks(8, 2), cores_of_ranks(2, 3)
+    ('0-3|4-7', '0|1|0')
+    """
+    share = max(1, cores // width)
+    firsts = [rank * share % cores for rank in range(width)]
+    return "|".join(f"{first}-{first + share - 1}" if share > 1 else f"{first}" for first in firsts)
 
 
 def _threads(config: RunConfig, processes: int) -> int:

@@ -18,6 +18,7 @@ import pytest
 
 from app.device.schema import Dtype
 from app.errors import SyncError
+from app.placement.build import cores_of_ranks
 from app.types import InFlight
 from app.weight_sync.schema import Verify
 from tests.conftest import make_engine
@@ -63,6 +64,7 @@ def test_two_ranks_push_the_same_bytes_into_every_shape_of_engines(
         trainers = [make_trainer(tiny_model, tmp_path / f"{ranks}", ranks=ranks, dtype=dtype) for ranks in (2, 1)]
         with killed(*(engine.actor for engine in engines), *(rank for trainer in trainers for rank in trainer.ranks)):
             for each in engines:
+                await each.actor.__ray_call__.remote(bind_ranks)
                 await each.start(300)
             two, one = [await started(trainer) for trainer in trainers]
             for trainer, transports in ((two, TRANSPORTS), (one, ("collective",))):
@@ -88,6 +90,11 @@ def test_two_ranks_push_the_same_bytes_into_every_shape_of_engines(
                         assert plain[0] == plain[-1]
 
     asyncio.run(scenario())
+
+
+def bind_ranks(host: Any) -> None:
+    """On a CPU, SGLang wants to be told where the ranks of an engine run."""
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(os.cpu_count() or 1, 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
