@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from app import config as configuration
@@ -44,7 +44,7 @@ class Validate(Callback):
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         try:
             resolved = configuration.resolve(config)
-            _answer(resolved, Path(config.hydra.run.dir))
+            _answer(resolved, config)
             _refuse_unbuilt(resolved)
             from app.placement.prepare import prepare
 
@@ -98,7 +98,7 @@ def cli() -> None:
         raise SystemExit(CONFIG_EXIT) from None
 
 
-def _answer(config: RunConfig, folder: Path) -> None:
+def _answer(config: RunConfig, composed: DictConfig) -> None:
     """The modes that start nothing and make no folder: say what they found and leave."""
     if config.mode is Mode.plan:
         from app.placement.plan import describe
@@ -115,8 +115,9 @@ def _answer(config: RunConfig, folder: Path) -> None:
     if config.mode is Mode.report:
         from app.tracking.report import report_below
 
+        folder = OmegaConf.to_container(composed.hydra.run, resolve=False)["dir"]  # type: ignore[index,call-overload]
         try:
-            say(str(report_below(folder)))
+            say(str(report_below(Path(folder))))
         except ValueError as error:
             raise ConfigError(
                 f"hydra.run.dir={folder} is not accepted: give a run's or a sweep's folder; {error}."
