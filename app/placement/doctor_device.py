@@ -10,8 +10,8 @@ from app.config import RunConfig
 from app.device import Device
 from app.errors import ConfigError
 from app.placement import plan_memory
-from app.placement.build import engine_flags
 from app.placement.finding import Finding, Verdict, judged
+from app.placement.flags import engine_flags
 from app.placement.plan_architecture import architecture_of
 from app.placement.plan_trainer import GIB
 from app.placement.schema import PlacementKind

@@ -7,7 +7,7 @@ Always holds: nothing is fetched, started or written, and neither torch nor Ray 
 from app.config import RunConfig
 from app.device import device_of
 from app.placement import plan_text
-from app.placement.build import engine_flags
+from app.placement.flags import engine_flags
 from app.placement.plan_architecture import architecture_of
 from app.placement.plan_memory import devices
 from app.placement.schema import PlacementKind

@@ -1,0 +1,23 @@
+"""The command line of an engine, as far as SGLang's flags go. Light: the plan shows it without any heavy library."""
+
+from app.config import RunConfig
+from app.device import Device
+from app.placement.schema import PlacementKind
+
+
+def engine_flags(config: RunConfig, device: Device) -> dict[str, object]:
+    """SGLang's flags: ours, then the device's, then the configuration's, which win."""
+    colocate = config.placement.kind is PlacementKind.colocate
+    return {
+        "dtype": config.device.dtype.name,
+        "tp-size": config.rollout.tensor_parallel,
+        "random-seed": config.seed,
+        "skip-tokenizer-init": True,
+        "mem-fraction-static": config.rollout.memory_fraction,
+        "trust-remote-code": config.model.trust_remote_code,
+        "log-level-http": "warning",
+        "enable-memory-saver": colocate and device.shares_memory and config.offload.engine,
+        **device.engine_args,
+        **config.device.engine_args,
+        **config.rollout.engine_args,
+    }
