@@ -1,7 +1,6 @@
 """Where the parts meet. Placement code speaks to these and to nothing behind them."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from app.types import (
@@ -72,16 +71,6 @@ class Trainer(Protocol):
     async def offload(self, part: TrainerPart) -> None: ...
 
     async def onload(self, part: TrainerPart) -> None: ...
-
-    async def save(self, path: Path) -> None: ...
-
-    async def restore(self, path: Path) -> int:
-        """Load a checkpoint; returns its policy version."""
-        ...
-
-    async def export(self, path: Path) -> None:
-        """Write a Hugging Face directory."""
-        ...
 
 
 class WeightSync(Protocol):

@@ -10,7 +10,7 @@ import pytest
 
 from app.device import device_of
 from app.device.schema import DeviceKind
-from app.placement.build import engine_flags
+from app.placement.flags import engine_flags
 from tests.device import our_calls, sglang_api
 from tests.device.packages import Package, installed, metadata, wheel
 from tests.placement.compose import composed

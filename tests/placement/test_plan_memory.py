@@ -4,7 +4,7 @@ import pytest
 
 from app.config import RunConfig
 from app.device import device_of
-from app.placement.build import engine_flags
+from app.placement.flags import engine_flags
 from app.placement.plan_architecture import QWEN3_4B, QWEN35_9B, Architecture
 from app.placement.plan_memory import Phase, capacity, devices, of, phases, tightest
 from app.placement.plan_trainer import GIB, HEAD_CHUNK_BYTES

@@ -18,7 +18,7 @@ import pytest
 
 from app.device.schema import Dtype
 from app.errors import SyncError
-from app.placement.build import cores_of_ranks
+from app.placement.actors import cores_of_ranks
 from app.types import InFlight
 from app.weight_sync.schema import Verify
 from tests.conftest import make_engine
