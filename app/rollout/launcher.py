@@ -17,11 +17,15 @@ from app.process import die_with_parent
 
 KEY_VARIABLE = "POSTTRAIN_ENGINE_KEY"
 PARENT_VARIABLE = "POSTTRAIN_ENGINE_PARENT"
+# SGLang would take over a minute to leave after one of its processes crashed; whoever wants the dumps sets them to 1
+CRASH_DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 
 
 def main() -> None:
     die_with_parent(int(os.environ[PARENT_VARIABLE]))
     key = os.environ.pop(KEY_VARIABLE)
+    for variable in CRASH_DUMPS:
+        os.environ.setdefault(variable, "0")
     watch_host()
     hide_in_logs(key)
     from sglang.launch_server import run_server
