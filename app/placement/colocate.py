@@ -59,10 +59,10 @@ class Colocate(Conductor):
     async def _train(self, step: int, scored: list[ScoredGroup]) -> StepReport:
         trainer = self.parts.trainer
         await trainer.begin_step(version=step)
-        if self.config.algorithm.needs_old_logprobs:
+        if scored and self.config.algorithm.needs_old_logprobs:
             await trainer.old_logprobs(scored)
         await trainer.train_groups(scored)
-        return await trainer.finish_step()
+        return await self.finish_step(step, len(scored))
 
     async def _to_engines(self, version: int) -> SyncReport:
         """Hand the devices to the engines, with the policy of `version` in them."""

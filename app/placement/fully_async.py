@@ -9,6 +9,7 @@ push finish first (drain), or continue with a recomputed (retract) or the old ca
 """
 
 import asyncio
+import contextlib
 import time
 
 from app.errors import RunError, TrainerError
@@ -20,6 +21,8 @@ from app.placement.staleness import Admission
 from app.placement.train import Conductor
 from app.placement.watchdog import watch
 from app.types import Group, ScoredGroup, StepReport
+
+ABORT_SECONDS = 30.0  # for a trainer that has failed: it may be gone
 
 
 class FullyAsync(Conductor):
@@ -38,6 +41,7 @@ class FullyAsync(Conductor):
         self.tally = Tally()
         self.producer = Producer(parts, self.admission, self.buffer, self.tally)
         self.steps_finished = 0
+        self._doing = "starting"
         self._waited = 0.0  # seconds of this step in which the trainer had nothing to do
 
     async def run(self) -> float:
@@ -60,6 +64,7 @@ class FullyAsync(Conductor):
     async def _consume(self) -> None:
         while not self.finished:
             await self._step(self.version + 1)
+            self._doing = "evaluating"
             await self.evaluate_if_due()
             self.admission.gate_open = True
             self.producer.look_again()
@@ -72,12 +77,14 @@ class FullyAsync(Conductor):
             scored, report = await self._train(step)
         trained = time.perf_counter()
         with recorder.timeline.span("driver", "sync", step=step):
+            self._doing = "pushing"
             self.admission.gate_open = False
             await self.producer.abort_stale(step)
             sync = await self.parts.sync.push(step)
         ended = time.perf_counter()
         trained_version, self.version = self.version, step
         self.admission.push(step, missing=self.wanted - len(scored))
+        self.producer.forget(each.group for each in scored)
         self.steps_finished += 1
         total = ended - started
         seconds = {
@@ -105,40 +112,59 @@ class FullyAsync(Conductor):
                 fresh = [self.scored(group) for group in await self._take(self.wanted - len(fed))]
                 fed += fresh
                 if self.config.stream and fresh:
+                    self._doing = "training"
                     await trainer.train_groups(fresh)
             self.require_groups(len(fed))
+            self._doing = "training"
             if not self.config.stream:
-                if self.config.algorithm.needs_old_logprobs:
+                fed = self.producer.in_order(fed)
+                if fed and self.config.algorithm.needs_old_logprobs:
+                    self._doing = "computing old log-probabilities"
                     await trainer.old_logprobs(fed)
+                    self._doing = "training"
                 await trainer.train_groups(fed)
-            return fed, await trainer.finish_step()
+            self._doing = "finishing the step"
+            with self.parts.recorder.timeline.span("trainer", "finish", step=step):
+                return fed, await self.finish_step(step, len(fed))
         except TrainerError:
             self.buffer.put_back([each.group for each in fed])
-            await trainer.abort_step()
+            with contextlib.suppress(TrainerError, TimeoutError):  # what failed first says more
+                await asyncio.wait_for(trainer.abort_step(), ABORT_SECONDS)
             raise
 
     async def _take(self, most: int) -> list[Group]:
         """Groups fresh enough to be trained on now; staler ones are dropped, counted, their prompts sampled anew."""
+        self._doing = "waiting for groups"
         started = time.perf_counter()
-        taken, stale = await self.buffer.take(most, usable=lambda group: self.admission.usable(group.oldest_version))
+        with self.parts.recorder.timeline.span("trainer", "wait", step=self.version + 1):
+            taken, stale = await self.buffer.take(
+                most, usable=lambda group: self.admission.usable(group.oldest_version)
+            )
         self._waited += time.perf_counter() - started
         if stale:
             self.tally.dropped += len(stale)
             self.admission.give_back(len(stale))
+            self.producer.forget(stale)
             self.parts.cursor.give_back([group.prompt.id for group in stale])
             self.producer.look_again()
         return taken
 
     def _refilled_enough(self) -> bool:
-        """Whether dynamic sampling filtered so much that the step goes on with what is there."""
-        return len(self.tally.filtered) >= self.config.algorithm.max_refill_rounds * self.wanted
+        """Whether dynamic sampling filtered so much that the step goes on with what is there, which it takes first."""
+        limit = (1 + self.config.algorithm.max_refill_rounds) * self.wanted  # the first round is no refill
+        return not len(self.buffer) and len(self.tally.filtered) >= limit
+
+    @property
+    def progress(self) -> tuple[object, ...]:
+        """Changes whenever a group is finished or a phase of a step."""
+        return self.parts.sampler.finished, self.steps_finished, self._doing
 
     def situation(self) -> str:
         """What everyone waits for, in one line."""
-        admission = self.admission
+        admission, waiting = self.admission, ", ".join(list(self.producer.running)[:5])
         return (
-            f"step {self.version + 1}: {len(self.buffer)} groups in the buffer, {admission.in_flight} in flight "
-            f"({', '.join(list(self.producer.running)[:5])}), room for {admission.capacity} more, "
+            f"step {self.version + 1}, {self._doing}: {len(self.buffer)} groups in the buffer, "
+            f"{admission.in_flight} in flight ({waiting}), room for {admission.capacity} more, "
             f"gate {'open' if admission.gate_open else 'shut'}"
         )
 

@@ -8,6 +8,9 @@ head, so that no prompt is lost and long ones are not at a disadvantage. Back-pr
 """
 
 import asyncio
+import itertools
+from collections.abc import Iterable
+from functools import partial
 
 from app.algorithm.advantage import has_spread
 from app.placement.buffer import GroupBuffer
@@ -15,7 +18,7 @@ from app.placement.metrics import Tally
 from app.placement.parts import Parts
 from app.placement.sampler import Aborted
 from app.placement.staleness import Admission
-from app.types import Group, Prompt
+from app.types import Group, Prompt, ScoredGroup
 
 
 class Producer:
@@ -26,6 +29,9 @@ class Producer:
         self._idle = asyncio.Event()
         self._idle.set()
 
+        self._numbers = itertools.count()
+        self._order: dict[str, int] = {}  # prompt id → number of its dispatch; of groups in flight or in the buffer
+
     async def run(self) -> None:
         """Dispatch for ever; ends by being cancelled, or with the first failure of a group."""
         async with asyncio.TaskGroup() as groups:
@@ -34,13 +40,25 @@ class Producer:
                     prompt = next(self.parts.cursor)
                     self.admission.dispatch()
                     self.running[prompt.id] = self.admission.version
-                    groups.create_task(self._group(prompt), name=f"group {prompt.id}")
+                    self._order[prompt.id] = next(self._numbers)
+                    task = groups.create_task(self._group(prompt), name=f"group {prompt.id}")
+                    # also for a task that is cancelled before its first instruction
+                    task.add_done_callback(partial(self._over, prompt))
                 self._changed.clear()
                 await self._changed.wait()
 
     def look_again(self) -> None:
         """Capacity may have changed."""
         self._changed.set()
+
+    def in_order(self, scored: Iterable[ScoredGroup]) -> list[ScoredGroup]:
+        """In the order of dispatch: arrival is short completions first, which would sort them into the same update."""
+        return sorted(scored, key=lambda each: self._order[each.group.prompt.id])
+
+    def forget(self, groups: Iterable[Group]) -> None:
+        """These left the buffer for good: trained on, or dropped."""
+        for group in groups:
+            del self._order[group.prompt.id]
 
     async def abort_stale(self, version: int) -> None:
         """End the requests that could not be used any more once `version` is pushed."""
@@ -59,9 +77,6 @@ class Producer:
             self.tally.aborted += 1
             self._ended(prompt)
             self.parts.cursor.give_back([prompt.id])
-        except BaseException:
-            self._ended(prompt)
-            raise
         else:
             self._finished(prompt, group)
         finally:
@@ -78,5 +93,10 @@ class Producer:
             self.buffer.put(group)
 
     def _ended(self, prompt: Prompt) -> None:
-        del self.running[prompt.id]
+        del self.running[prompt.id], self._order[prompt.id]
         self.admission.release()
+
+    def _over(self, prompt: Prompt, _: asyncio.Task[None]) -> None:
+        """Failed or cancelled, if it has not ended otherwise."""
+        if prompt.id in self.running:
+            self._ended(prompt)

@@ -16,10 +16,11 @@ class Aborted(EngineError):
 
 
 class Sampler:
-    """Turns prompts into groups whose rewards are known."""
+    """Turns prompts into groups whose rewards are known. `finished` counts them: the progress that a watchdog sees."""
 
     def __init__(self, pool: EnginePool, scorer: Scorer, tokenizer: Any, timeline: Timeline):
         self.pool, self.scorer, self.tokenizer, self.timeline = pool, scorer, tokenizer, timeline
+        self.finished = 0
 
     async def group(self, prompt: Prompt, *, size: int, sampling: Sampling, version: int) -> Group:
         """`size` scored trajectories of one prompt. Raises `Aborted` if one of them was."""
@@ -30,7 +31,9 @@ class Sampler:
         texts = self.tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
         trajectories = [Trajectory(prompt, c, text) for c, text in zip(completions, texts, strict=True)]
         with self.timeline.span("score", prompt.id):
-            return Group(prompt, tuple(await self.scorer.score(trajectories)))
+            group = Group(prompt, tuple(await self.scorer.score(trajectories)))
+        self.finished += 1
+        return group
 
     async def groups(
         self, prompts: Sequence[Prompt], *, size: int, sampling: Sampling, version: int, limit: int

@@ -6,7 +6,7 @@ from app.algorithm.advantage import score
 from app.errors import RunError
 from app.placement.evaluate import evaluate
 from app.placement.parts import Parts
-from app.types import Group, ScoredGroup
+from app.types import Group, ScoredGroup, StepReport
 
 EMPTY_STEPS = 3  # in a row; then the run says that nothing can be learnt
 
@@ -50,6 +50,13 @@ class Conductor(ABC):
                 "group equal, so nothing can be learnt from this data any more. Harder or easier problems, or "
                 "algorithm.dynamic_sampling=false, would change that."
             )
+
+    async def finish_step(self, step: int, groups: int) -> StepReport:
+        """Finish the open step; one that dynamic sampling left without any group makes no update."""
+        if groups:
+            return await self.parts.trainer.finish_step()
+        await self.parts.trainer.abort_step()
+        return StepReport(step, 0, {})
 
     async def _evaluate(self) -> None:
         with self.parts.recorder.timeline.span("driver", "evaluate", step=self.version):

@@ -1,0 +1,363 @@
+"""Engines, a trainer and a push whose times are given, in virtual time, around the real placement code.
+
+The event loop's clock jumps to the next timer whenever nothing is ready: an hour of a run takes milliseconds and every
+run is the same. The trainer keeps a ledger of what it was fed and what it trained on.
+"""
+
+import asyncio
+import random
+import selectors
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from app.algorithm.schema import AlgorithmConfig
+from app.config import RunConfig
+from app.data.cursor import PromptCursor
+from app.errors import TrainerError
+from app.model.characters import tokenizer
+from app.placement.parts import Parts
+from app.placement.sampler import Sampler
+from app.placement.schema import EvalConfig, PlacementConfig, PlacementKind, Stream
+from app.reward.schema import RewardConfig
+from app.reward.scorer import Scorer
+from app.rollout.pool import EnginePool
+from app.rollout.schema import RolloutConfig
+from app.tracking.timeline import Timeline
+from app.types import (
+    Completion,
+    EngineLoad,
+    EnginePart,
+    FinishReason,
+    Group,
+    GroupRequest,
+    InFlight,
+    Prompt,
+    ScoredGroup,
+    StepReport,
+    SyncReport,
+    TrainerPart,
+    VersionSpan,
+)
+
+T = TypeVar("T")
+RIGHT, WRONG = 22, 21  # the tokens "1" and "0" of the character tokenizer; every prompt's answer is "1"
+
+
+class Deadlock(Exception):
+    """Nothing is ready and no timer is set: everyone waits for ever."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Its time is the number of virtual seconds since it was made."""
+
+    def __init__(self) -> None:
+        super().__init__(_Jump(self))
+        self.virtual = 0.0
+
+    def time(self) -> float:
+        return self.virtual
+
+
+class _Jump(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self.loop = loop
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is None:
+            raise Deadlock
+        self.loop.virtual += max(0.0, timeout)
+        return super().select(0)
+
+
+def run_virtual(work: Coroutine[Any, Any, T]) -> T:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(work)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@dataclass
+class SimEngine:
+    """Takes `seconds(prompt id)` for a group; which members are right says `right(prompt id, member)`."""
+
+    seconds: Callable[[str], float]
+    right: Callable[[str, int], bool]
+    tokens: int = 4  # per completion
+    version: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+    aborted: list[str] = field(default_factory=list)
+    begun: list[tuple[float, int, str]] = field(default_factory=list)  # time, version, prompt id
+    busy: float = 0.0  # group-seconds
+    fail: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self._running: dict[str, asyncio.Event] = {}  # set: aborted
+        self._changed: dict[str, asyncio.Event] = {}
+        self._go = asyncio.Event()
+        self._go.set()
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        if self.fail is not None:
+            raise self.fail
+        assert request.prompt_id not in self._running, "one prompt twice in flight"
+        self.begun.append((now(), self.version, request.prompt_id))
+        self.calls[request.prompt_id] += 1
+        aborted = self._running[request.prompt_id] = asyncio.Event()
+        changed = self._changed[request.prompt_id] = asyncio.Event()
+        shares: list[tuple[int, float]] = []  # version, seconds
+        left = self.seconds(request.prompt_id)
+        try:
+            while left > 1e-9 and not aborted.is_set():
+                await self._go.wait()
+                changed.clear()
+                started, version = now(), self.version
+                await _within(changed, left)
+                left -= now() - started
+                self.busy += now() - started
+                shares.append((version, now() - started))
+        finally:
+            del self._running[request.prompt_id], self._changed[request.prompt_id]
+        spans = _spans(shares, self.tokens)
+        reason = FinishReason.abort if aborted.is_set() else FinishReason.stop
+        return [
+            self._completion(self.right(request.prompt_id, member), reason, spans)
+            for member in range(request.group_size)
+        ]
+
+    def _completion(self, right: bool, reason: FinishReason, spans: tuple[VersionSpan, ...]) -> Completion:
+        tokens = np.full(self.tokens, 5, dtype=np.int32)  # blanks: the reward strips them
+        tokens[-1] = RIGHT if right else WRONG
+        return Completion(tokens, np.zeros(self.tokens, dtype=np.float32), reason, spans)
+
+    async def pause(self, in_flight: InFlight) -> None:
+        if in_flight is InFlight.drain:
+            while self._running:
+                await asyncio.sleep(0.02)  # noqa: ASYNC110
+        else:
+            self._go.clear()
+            self._interrupt(list(self._changed))
+
+    async def resume(self) -> None:
+        self._go.set()
+
+    async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
+        for prompt_id in list(self._running) if prompt_ids is None else prompt_ids:
+            if prompt_id in self._running:
+                self.aborted.append(prompt_id)
+                self._running[prompt_id].set()
+                self._interrupt([prompt_id])
+
+    def _interrupt(self, prompt_ids: Sequence[str]) -> None:
+        for prompt_id in prompt_ids:
+            self._changed[prompt_id].set()
+
+    async def release(self, part: EnginePart) -> None: ...
+
+    async def reload(self, part: EnginePart) -> None: ...
+
+    async def update(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    async def load(self) -> EngineLoad:
+        return EngineLoad(len(self._running), 0)
+
+
+async def _within(event: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return
+
+
+def _spans(shares: Sequence[tuple[int, float]], tokens: int) -> tuple[VersionSpan, ...]:
+    """Tokens in proportion to the time that each version sampled; every version at least one while there are."""
+    total, spans, begin, elapsed = sum(seconds for _, seconds in shares) or 1.0, [], 0, 0.0
+    for index, (version, seconds) in enumerate(shares):
+        elapsed += seconds
+        end = tokens if index + 1 == len(shares) else min(tokens - 1, max(begin + 1, round(tokens * elapsed / total)))
+        if end > begin:
+            spans.append(VersionSpan(version, begin, end))
+            begin = end
+    return tuple(spans)
+
+
+@dataclass
+class SimTrainer:
+    """The split step's state machine with a ledger; `seconds` per group, `finish` per step."""
+
+    seconds: float = 0.0
+    finish: float = 0.0
+    busy: float = 0.0
+    open: int | None = None
+    fed: list[Group] = field(default_factory=list)
+    trained: list[tuple[int, list[Group]]] = field(default_factory=list)  # version trained, groups
+    finished_at: list[float] = field(default_factory=list)
+    aborts: int = 0
+    fail: Mapping[str, Exception] = field(default_factory=dict)  # by call; raised once
+    hang: str | None = None
+
+    async def begin_step(self, *, version: int) -> None:
+        self._raise("begin_step")
+        assert self.open is None, "begin twice"
+        self.open, self.fed = version, []
+
+    async def train_groups(self, groups: Sequence[ScoredGroup]) -> None:
+        assert self.open is not None
+        await self._work("train_groups", self.seconds * len(groups))
+        self.fed += [each.group for each in groups]
+
+    async def finish_step(self) -> StepReport:
+        assert self.open is not None
+        assert self.fed, "an update without a gradient"
+        await self._work("finish_step", self.finish)
+        version, self.open = self.open, None
+        self.trained.append((version - 1, self.fed))
+        self.finished_at.append(now())
+        return StepReport(version, 1, {"loss/policy": 0.0})
+
+    async def abort_step(self) -> None:
+        self.aborts += 1
+        self.open, self.fed = None, []
+        self._raise("abort_step")
+
+    async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None: ...
+
+    async def offload(self, part: TrainerPart) -> None: ...
+
+    async def onload(self, part: TrainerPart) -> None: ...
+
+    async def save(self, path: Path) -> None: ...
+
+    async def restore(self, path: Path) -> int:
+        return 0
+
+    async def export(self, path: Path) -> None: ...
+
+    async def _work(self, call: str, seconds: float) -> None:
+        self._raise(call)
+        if self.hang == call:
+            await asyncio.Event().wait()
+        await asyncio.sleep(seconds)
+        self.busy += seconds
+
+    def _raise(self, call: str) -> None:
+        if call in self.fail:
+            raise self.fail[call]
+
+    @property
+    def ids(self) -> list[str]:
+        return [group.prompt.id for _, groups in self.trained for group in groups]
+
+
+@dataclass
+class SimSync:
+    engines: Sequence[SimEngine]
+    in_flight: InFlight
+    seconds: float = 0.0
+    pushed: list[tuple[float, int]] = field(default_factory=list)
+    fail_at: int | None = None
+
+    async def push(self, version: int) -> SyncReport:
+        if version == self.fail_at:
+            raise TrainerError("push failed on purpose")
+        await asyncio.gather(*(engine.pause(self.in_flight) for engine in self.engines))
+        await asyncio.sleep(self.seconds)
+        for engine in self.engines:
+            engine.version = version
+        await asyncio.gather(*(engine.resume() for engine in self.engines))
+        self.pushed.append((now(), version))
+        return SyncReport(version, 0, 0, {"total": self.seconds})
+
+
+@dataclass
+class Lines:
+    """What the placement code tells a recorder, kept in lists."""
+
+    folder: Path
+    timeline: Timeline = field(default_factory=Timeline)
+    lines: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[tuple[float, int]] = field(default_factory=list)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.lines.append({"step": step, **metrics})
+
+    def samples(self, step: int, groups: Sequence[Group], decode: object = None) -> None: ...
+
+    def evaluated(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        self.evaluations.append((now(), step))
+
+
+def config(kind: PlacementKind = PlacementKind.fully_async, **changes: Any) -> RunConfig:
+    """A small run; `changes` are settings by their last name."""
+    made = RunConfig(
+        steps=6,
+        algorithm=AlgorithmConfig(prompts_per_step=4, group_size=2),
+        placement=PlacementConfig(kind=kind, stream=Stream.auto),
+        rollout=RolloutConfig(max_inflight_groups=8, max_completion_tokens=16),
+        eval=EvalConfig(before_train=False),
+    )
+    for name, value in changes.items():
+        section = next(
+            each
+            for each in (made.algorithm, made.placement, made.rollout, made.eval, made.trainer, made)
+            if hasattr(each, name)
+        )
+        setattr(section, name, value)
+    return made
+
+
+def prompts(count: int, source: str = "sim") -> list[Prompt]:
+    return [Prompt(f"{source}/{row}", np.arange(3, dtype=np.int32), "1", source) for row in range(count)]
+
+
+@dataclass
+class World:
+    """Everything around one run."""
+
+    config: RunConfig
+    folder: Path
+    seconds: Callable[[str], float] = lambda prompt_id: 1.0
+    right: Callable[[str, int], bool] = lambda prompt_id, member: member % 2 == 0
+    engine_count: int = 2
+    push_seconds: float = 0.1
+    rows: int = 50
+    eval_rows: int = 2
+    trainer: SimTrainer = field(default_factory=lambda: SimTrainer(seconds=0.1, finish=0.2))
+
+    def __post_init__(self) -> None:
+        self.cursor = PromptCursor(prompts(self.rows), seed=0, shuffle=True)
+        self.recorder = Lines(self.folder)
+        self.scorer = Scorer(RewardConfig(parts={"exact": 1.0}))
+
+    def parts(self) -> Parts:
+        """Made inside the loop that they live in."""
+        self.engines = [SimEngine(self.seconds, self.right) for _ in range(self.engine_count)]
+        self.sync = SimSync(self.engines, self.config.placement.in_flight, self.push_seconds)
+        pool = EnginePool(self.engines)
+        return Parts(
+            config=self.config,
+            trainer=self.trainer,
+            pool=pool,
+            sync=self.sync,
+            sampler=Sampler(pool, self.scorer, tokenizer(256), self.recorder.timeline),
+            cursor=self.cursor,
+            evals={"eval": prompts(self.eval_rows, "eval")},
+            recorder=self.recorder,  # type: ignore[arg-type]
+        )
+
+
+def long_tailed(seed: int, *, median: float = 1.0, sigma: float = 0.8, limit: float = 20.0) -> Callable[[str], float]:
+    """Log-normal seconds, the same for a prompt whenever it is asked; cut at `limit` as lengths are."""
+
+    def seconds(prompt_id: str) -> float:
+        return min(limit, median * random.Random(f"{seed}/{prompt_id}").lognormvariate(0.0, sigma))
+
+    return seconds

@@ -1,0 +1,385 @@
+"""fully_async's controller around simulated engines and trainers, in virtual time."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.algorithm.advantage import score
+from app.config import RunConfig
+from app.errors import EngineError, RunError, TrainerError
+from app.placement.colocate import Colocate
+from app.placement.fully_async import FullyAsync
+from app.placement.schema import PlacementKind, Stream
+from app.types import InFlight, Trajectory
+from tests.placement.simulated import World, config, long_tailed, now, run_virtual
+
+MODES = [(1, InFlight.drain), (1, InFlight.retract), (2, InFlight.in_place)]
+
+
+def run(world: World) -> float:
+    """The whole run; its virtual seconds."""
+
+    async def story() -> float:
+        await FullyAsync(world.parts()).run()
+        return now()
+
+    return run_virtual(story())
+
+
+def dispatched(world: World) -> Counter[str]:
+    """How often each training prompt was sent to an engine."""
+    calls: Counter[str] = sum((engine.calls for engine in world.engines), Counter())
+    return Counter({prompt_id: n for prompt_id, n in calls.items() if not prompt_id.startswith("eval/")})
+
+
+def total(world: World, name: str) -> float:
+    return sum(line[f"rollout/{name}_groups"] for line in world.recorder.lines)
+
+
+def assert_ledger(world: World) -> None:
+    """Every dispatched group ended exactly once, and no prompt was lost or trained on twice."""
+    sent, trained = dispatched(world), world.trainer.ids
+    assert len(trained) == len(set(trained))
+    useless = {p for p in sent if world.config.algorithm.dynamic_sampling and not spread(world, p)}
+    returned = set(world.cursor.state()["returned"])
+    assert set(sent) == set(trained) | useless | returned
+    assert not set(trained) & (useless | returned)
+    ends = len(trained) + total(world, "filtered") + total(world, "dropped") + total(world, "aborted")
+    assert sent.total() == ends
+    drawn = round(world.cursor.epoch * len(world.cursor))
+    assert len(sent) == drawn
+
+
+def spread(world: World, prompt_id: str) -> bool:
+    return len({world.right(prompt_id, member) for member in range(world.config.algorithm.group_size)}) > 1
+
+
+def assert_bound(world: World) -> None:
+    for version, groups in world.trainer.trained:
+        assert all(version - group.oldest_version <= world.config.placement.max_staleness for group in groups)
+    assert max(line["staleness/max"] for line in world.recorder.lines) <= world.config.placement.max_staleness
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[RunConfig, int, float, float]:
+    staleness = draw(st.integers(0, 3))
+    made = config(
+        steps=draw(st.integers(1, 7)),
+        prompts_per_step=draw(st.integers(1, 5)),
+        max_staleness=staleness,
+        in_flight=draw(st.sampled_from(InFlight)) if staleness else InFlight.drain,
+        max_inflight_groups=draw(st.integers(1, 12)),
+        stream=draw(st.sampled_from([Stream.auto, Stream.off])),
+        dynamic_sampling=draw(st.booleans()),
+        every=draw(st.integers(0, 2)),
+    )
+    return made, draw(st.integers(0, 999)), draw(st.sampled_from([0.0, 0.3, 3.0])), draw(st.floats(0, 0.7))
+
+
+@settings(max_examples=25, deadline=None)
+@given(schedules())
+def test_any_run_ends_within_its_bound_and_every_group_ends_once(
+    tmp_path_factory: pytest.TempPathFactory, schedule: tuple[RunConfig, int, float, float]
+) -> None:
+    made, seed, train_seconds, useless = schedule
+    rolls = long_tailed(seed, sigma=1.2)
+    right: Callable[[str, int], bool] = lambda p, m: m % 2 == 0 and long_tailed(seed + 1, sigma=1)(p) > useless  # noqa: E731
+    world = World(made, tmp_path_factory.getbasetemp(), rolls, right)
+    world.trainer.seconds = train_seconds
+    run(world)
+    assert len(world.trainer.ids) == made.steps * made.algorithm.prompts_per_step
+    assert [version for _, version in world.sync.pushed] == list(range(made.steps + 1))
+    assert_bound(world)
+    assert_ledger(world)
+
+
+@pytest.mark.parametrize(("staleness", "mode"), MODES)
+def test_stale_groups_are_aborted_or_dropped_and_their_prompts_sampled_again(
+    tmp_path: Path, staleness: int, mode: InFlight
+) -> None:
+    tails = {f"sim/{row}": 9.0 for row in range(0, 50, 5)}
+    made = config(steps=12, max_staleness=staleness, in_flight=mode, max_inflight_groups=12)
+    world = World(made, tmp_path, lambda prompt_id: tails.get(prompt_id.split("@")[0], 0.5))
+    run(world)
+    assert_bound(world)
+    assert_ledger(world)
+    aborted = [prompt_id for engine in world.engines for prompt_id in engine.aborted]
+    assert len(aborted) == total(world, "aborted")
+    if mode is InFlight.drain:  # whoever is in flight finishes before it could become too stale
+        assert not aborted
+    else:
+        assert aborted
+        assert any(span.version > 0 for _, groups in world.trainer.trained for g in groups for span in spans(g))
+        assert any(len(spans(group)) > 1 for _, groups in world.trainer.trained for group in groups)
+
+
+def spans(group: object) -> Sequence:
+    return group.trajectories[0].completion.spans  # type: ignore[attr-defined]
+
+
+def test_staleness_is_used_and_saves_time(tmp_path: Path) -> None:
+    seconds = {}
+    for staleness, mode in ((0, InFlight.drain), (1, InFlight.drain), (1, InFlight.in_place)):
+        world = World(config(steps=20, max_staleness=staleness, in_flight=mode), tmp_path, long_tailed(3))
+        seconds[staleness, mode] = run(world)
+    on_policy, drained, continued = seconds.values()
+    assert continued < drained < on_policy
+
+
+def test_the_last_steps_dispatch_nothing_that_nobody_needs(tmp_path: Path) -> None:
+    world = World(config(steps=3, max_staleness=2, in_flight=InFlight.in_place, max_inflight_groups=50), tmp_path)
+    run(world)
+    assert dispatched(world).total() == 3 * 4
+    assert world.cursor.state()["returned"] == []
+
+
+def test_groups_are_trained_on_as_they_arrive_only_when_streamed(tmp_path: Path) -> None:
+    def feeds(stream: Stream) -> list[int]:
+        world = World(config(steps=1, stream=stream), tmp_path, long_tailed(1))
+        sizes: list[int] = []
+        feed = world.trainer.train_groups
+
+        async def count(groups: Sequence) -> None:
+            sizes.append(len(groups))
+            await feed(groups)
+
+        world.trainer.train_groups = count  # type: ignore[method-assign]
+        run(world)
+        return sizes
+
+    assert len(feeds(Stream.auto)) > 1
+    assert feeds(Stream.off) == [4]
+
+
+def test_not_streamed_groups_are_trained_on_in_the_order_of_their_dispatch(tmp_path: Path) -> None:
+    world = World(config(steps=1, stream=Stream.off, updates_per_step=2), tmp_path, long_tailed(1))
+    run(world)
+    order = [prompt_id for engine in world.engines for _, _, prompt_id in engine.begun]
+    arrival = sorted(order, key=world.seconds)
+    drawn = [prompt.id for prompt in World(world.config, tmp_path).cursor.take(4)]
+    assert world.trainer.ids == drawn
+    assert arrival != drawn
+
+
+def test_evaluation_follows_a_push_at_once_with_the_gate_shut(tmp_path: Path) -> None:
+    made = config(steps=6, max_staleness=2, in_flight=InFlight.in_place, every=2)
+    world = World(made, tmp_path, long_tailed(2), eval_rows=30)
+    run(world)
+    pushed = {version: at for at, version in world.sync.pushed}
+    assert [step for _, step in world.recorder.evaluations] == [2, 4, 6]
+    begun = sorted(entry for engine in world.engines for entry in engine.begun)
+    for ended, step in world.recorder.evaluations:
+        during = [(at, version, p) for at, version, p in begun if pushed[step] < at < ended or p.startswith("eval/")]
+        inside = [(at, version, p) for at, version, p in during if pushed[step] <= at <= ended]
+        evals = [entry for entry in inside if entry[2].startswith("eval/")]
+        assert evals[0][0] == pytest.approx(pushed[step])
+        assert {version for _, version, _ in evals} == {step}
+        assert len(evals) == 30
+        training = [at for at, _, p in inside if not p.startswith("eval/")]
+        assert not [at for at in training if pushed[step] < at < ended]
+
+
+class Broken:
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        raise RunError("the reward failed on purpose")
+
+
+def engine_fails(world: World) -> None:
+    world.seconds = lambda prompt_id: 1.0 if prompt_id in first else fail()  # type: ignore[assignment]
+    first = {prompt.id for prompt in World(world.config, world.folder).cursor.take(9)}
+
+    def fail() -> float:
+        raise EngineError("engine 1 failed on purpose")
+
+
+def reward_fails(world: World) -> None:
+    world.scorer = Broken()  # type: ignore[assignment]
+
+
+def trainer_fails(world: World) -> None:
+    world.trainer.fail = {
+        "train_groups": TrainerError("rank 0 failed on purpose"),
+        "abort_step": TrainerError("rank 0 is gone"),
+    }
+
+
+def finish_fails(world: World) -> None:
+    world.trainer.fail = {"finish_step": TrainerError("rank 3 failed on purpose")}
+
+
+@pytest.mark.parametrize("breaks", [engine_fails, reward_fails, trainer_fails, finish_fails])
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_failure_anywhere_ends_the_run_with_its_own_sentence(
+    tmp_path: Path, breaks: Callable[[World], None], staleness: int
+) -> None:
+    world = World(config(max_staleness=staleness), tmp_path)
+    breaks(world)
+    with pytest.raises(RunError, match="on purpose"):
+        run(world)
+
+
+def test_a_failed_push_ends_the_run_with_its_own_sentence(tmp_path: Path) -> None:
+    world = World(config(), tmp_path)
+
+    async def story() -> None:
+        parts = world.parts()
+        world.sync.fail_at = 2
+        await FullyAsync(parts).run()
+
+    with pytest.raises(TrainerError, match="push failed on purpose"):
+        run_virtual(story())
+    assert len(world.trainer.trained) == 2
+
+
+def test_an_aborted_step_puts_its_groups_back_at_the_head_and_they_train_next(tmp_path: Path) -> None:
+    world = World(config(max_staleness=1), tmp_path, long_tailed(4))
+
+    async def story() -> tuple[list[str], FullyAsync]:
+        parts = world.parts()
+        made = FullyAsync(parts)
+        producer = asyncio.create_task(made.producer.run())
+        await asyncio.sleep(30)  # all that admission allows has arrived
+        world.trainer.fail = {"finish_step": TrainerError("on purpose")}
+        with pytest.raises(TrainerError):
+            await made._train(1)
+        fed = [group.prompt.id for group in made.buffer._groups][:4]
+        assert len(made.buffer) == 8
+        world.trainer.fail = {}
+        scored, _ = await made._train(1)
+        producer.cancel()
+        assert [each.group.prompt.id for each in scored] == fed
+        return fed, made
+
+    fed, made = run_virtual(story())
+    assert world.trainer.ids == fed
+    assert made.admission.accepted == 8  # neither counted twice nor given back
+
+
+def test_groups_of_an_aborted_step_are_dropped_once_they_are_too_stale(tmp_path: Path) -> None:
+    world = World(config(max_staleness=0), tmp_path)
+
+    async def story() -> list[str]:
+        made = FullyAsync(world.parts())
+        producer = asyncio.create_task(made.producer.run())
+        world.trainer.fail = {"finish_step": TrainerError("on purpose")}
+        with pytest.raises(TrainerError):
+            await made._train(1)
+        old = [group.prompt.id for group in made.buffer._groups]
+        world.trainer.fail = {}
+        made.admission.push(1, missing=4)  # as if another trainer had gone on
+        for engine in world.engines:
+            engine.version = 1
+        made.version = 1
+        scored, _ = await made._train(2)
+        producer.cancel()
+        assert made.tally.dropped == len(old) == 4
+        assert sorted(each.group.prompt.id for each in scored) == sorted(old)  # the same prompts, sampled anew
+        return old
+
+    run_virtual(story())
+    assert all(group.oldest_version == 1 for _, groups in world.trainer.trained for group in groups)
+
+
+def test_dynamic_sampling_ends_after_its_refill_rounds_and_trains_on_what_is_there(tmp_path: Path) -> None:
+    made = config(steps=2, dynamic_sampling=True, max_refill_rounds=3)
+    useful = {prompt.id for prompt in World(made, tmp_path).cursor.take(3)}
+    world = World(made, tmp_path, right=lambda prompt_id, member: prompt_id in useful and member == 0)
+
+    async def story() -> FullyAsync:
+        run = FullyAsync(world.parts())
+        await run.run()
+        return run
+
+    made_run = run_virtual(story())
+    assert [len(groups) for _, groups in world.trainer.trained] == [3]  # the second step had nothing: no update
+    assert [line["rollout/groups"] for line in world.recorder.lines] == [3, 0]
+    assert [version for _, version in world.sync.pushed] == [0, 1, 2]
+    assert all(16 <= line["rollout/filtered_groups"] < 16 + 8 for line in world.recorder.lines)
+    assert made_run.admission.accepted == 8
+    assert made_run.admission.in_flight == 0
+
+
+def test_what_was_filtered_while_groups_wait_does_not_cut_a_step_short(tmp_path: Path) -> None:
+    made = config(steps=5, prompts_per_step=2, max_staleness=3, dynamic_sampling=True, max_refill_rounds=1)
+    world = World(made, tmp_path, long_tailed(6), lambda prompt_id, member: member == 0 and hash_of(prompt_id) % 3 > 0)
+    world.trainer.seconds = 5.0  # much is filtered while the trainer is busy
+    run(world)
+    assert [line["rollout/groups"] for line in world.recorder.lines] == [2] * 5
+    assert_ledger(world)
+
+
+def hash_of(prompt_id: str) -> int:
+    return int(prompt_id.split("/")[1].split("@")[0])
+
+
+@pytest.mark.parametrize("placement", [FullyAsync, Colocate])
+def test_several_steps_with_nothing_to_learn_end_the_run_with_the_reason(tmp_path: Path, placement: type) -> None:
+    kind = PlacementKind.colocate if placement is Colocate else PlacementKind.fully_async
+    world = World(config(kind, dynamic_sampling=True, max_refill_rounds=2), tmp_path, right=lambda p, m: True)
+
+    async def story() -> None:
+        await placement(world.parts()).run()
+
+    with pytest.raises(RunError, match="3 steps in a row had no group to train on"):
+        run_virtual(story())
+    assert world.trainer.trained == []
+
+
+def quick_watchdog(**changes: object) -> RunConfig:
+    made = config(timeout_s=5.0, stall_timeout_s=5.0, **changes)
+    made.weight_sync.timeout_s = 5.0
+    return made
+
+
+def test_the_watchdog_names_the_prompts_that_everyone_waits_for(tmp_path: Path) -> None:
+    world = World(quick_watchdog(), tmp_path, lambda prompt_id: 1e6 if prompt_id.startswith("sim/7@") else 1.0, rows=8)
+    with pytest.raises(RunError, match=r"nothing happened for 5 s: step \d, waiting for groups: .*sim/7@0") as failure:
+        run(world)
+    assert "1 in flight" in str(failure.value)
+    assert "generate" in (tmp_path / "logs" / "stacks.log").read_text()
+
+
+def test_the_watchdog_names_the_phase_in_which_the_trainer_hangs(tmp_path: Path) -> None:
+    world = World(quick_watchdog(max_staleness=1), tmp_path)
+    world.trainer.hang = "finish_step"
+    with pytest.raises(RunError, match="nothing happened for 5 s: step 1, finishing the step"):
+        run(world)
+
+
+def test_a_long_evaluation_is_progress(tmp_path: Path) -> None:
+    world = World(quick_watchdog(steps=2, every=1), tmp_path, lambda prompt_id: 3.0, eval_rows=200)
+    seconds = run(world)
+    assert [step for _, step in world.recorder.evaluations] == [1, 2]
+    assert seconds > 2 * 15
+
+
+def test_filtering_for_a_long_time_is_progress(tmp_path: Path) -> None:
+    made = quick_watchdog(steps=1, dynamic_sampling=True, max_refill_rounds=50, max_inflight_groups=1)
+    world = World(made, tmp_path, lambda p: 3.0, lambda prompt_id, member: member == 0 and hash_of(prompt_id) == 7)
+    assert run(world) > 100
+
+
+def test_the_trainer_waits_less_and_says_so(tmp_path: Path) -> None:
+    world = World(config(max_staleness=1), tmp_path)
+    run(world)
+    tracks = {span.track for span in world.recorder.timeline._spans}
+    names = {span.name for span in world.recorder.timeline._spans if span.track == "trainer"}
+    assert {"driver", "trainer", "generate", "score"} <= tracks
+    assert names == {"wait", "finish"}
+    assert all({"idle/trainer", "idle/rollout", "time/wait"} <= set(line) for line in world.recorder.lines)
+
+
+def test_scores_are_those_of_the_algorithm(tmp_path: Path) -> None:
+    world = World(config(steps=1), tmp_path)
+    run(world)
+    for _, groups in world.trainer.trained:
+        for group in groups:
+            assert group.rewards.tolist() == [1.0, 0.0]
+            assert score(group, world.config.algorithm, max_completion_tokens=16).advantages.tolist() == pytest.approx(
+                [0.7071, -0.7071], abs=1e-4
+            )

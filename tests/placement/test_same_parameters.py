@@ -1,0 +1,146 @@
+"""With recorded completions in place of sampling, fully_async at staleness 0 and colocate give the same parameters.
+
+The trainer is the real split step over a small random Qwen3; completions, their times and their rewards are recorded.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from app.algorithm.schema import Aggregation, AlgorithmConfig
+from app.config import RunConfig
+from app.model.load import load
+from app.placement.colocate import Colocate
+from app.placement.fully_async import FullyAsync
+from app.placement.schema import PlacementKind, Stream
+from app.trainer.optimizer import Optimizer
+from app.trainer.schema import Optimizer as Kind
+from app.trainer.schema import TrainerConfig
+from app.trainer.step import SplitStep, StepSettings
+from app.types import Completion, FinishReason, GroupRequest, ScoredGroup, StepReport, TrainerPart, VersionSpan
+from tests.model.support import save_qwen3
+from tests.placement.simulated import RIGHT, WRONG, SimEngine, World, config, run_virtual
+
+STEPS = 3
+GRPO = AlgorithmConfig(prompts_per_step=6, group_size=4)
+DAPO = AlgorithmConfig(
+    name="dapo",
+    prompts_per_step=6,
+    group_size=4,
+    clip_high=0.28,
+    aggregation=Aggregation.token_mean,
+    dynamic_sampling=True,
+)
+SEVERAL_UPDATES = AlgorithmConfig(prompts_per_step=6, group_size=4, updates_per_step=3, dynamic_sampling=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3(tmp_path_factory.mktemp("qwen3"))
+
+
+class Recorded(SimEngine):
+    """Gives each prompt its recorded completions, whoever asks and whenever."""
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        await super().generate(request)
+        rng = np.random.default_rng(abs(hash_of(request.prompt_id)))
+        useless = rng.random() < 0.3
+        completions = []
+        for member in range(request.group_size):
+            length = int(rng.integers(2, 14))
+            tokens = np.full(length, 5, dtype=np.int32)  # blanks, which the reward strips, and the answer
+            tokens[0] = 4
+            tokens[-1] = RIGHT if useless or (member + rng.integers(2)) % 2 or member == 0 else WRONG
+            tokens[-1] = WRONG if member == 1 and not useless else tokens[-1]
+            logprobs = rng.normal(-3.0, 1.0, length).astype(np.float32)
+            spans = (VersionSpan(request.version, 0, length),)
+            completions.append(Completion(tokens, logprobs, FinishReason.stop, spans))
+        return completions
+
+
+def hash_of(prompt_id: str) -> int:
+    return random.Random(prompt_id).getrandbits(32)
+
+
+class InProcess:
+    """`Trainer` over a split step in this process."""
+
+    def __init__(self, path: Path, made: RunConfig, optimizer: Kind):
+        self.model = load(path, mesh=None, device="cpu")
+        settings = TrainerConfig(lr=0.05 if optimizer is Kind.sgd else 1e-3, optimizer=optimizer, weight_decay=0.0)
+        step = StepSettings(made.algorithm, made.correction, 1.0, 16, tokens_per_microbatch=40)
+        self.step = SplitStep(self.model, Optimizer(self.model.parameters(), settings), step, torch.device("cpu"))
+        self.reports: list[StepReport] = []
+
+    async def begin_step(self, *, version: int) -> None:
+        self.step.begin(version)
+
+    async def train_groups(self, groups: Sequence[ScoredGroup]) -> None:
+        await asyncio.sleep(0.5)
+        self.step.feed(groups)
+
+    async def finish_step(self) -> StepReport:
+        self.reports.append(self.step.finish())
+        return self.reports[-1]
+
+    async def abort_step(self) -> None:
+        self.step.abort()
+
+    async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
+        self.step.old_logprobs(groups)
+
+    async def offload(self, part: TrainerPart) -> None: ...
+
+    async def onload(self, part: TrainerPart) -> None: ...
+
+    @property
+    def parameters(self) -> torch.Tensor:
+        return torch.cat([parameter.detach().double().flatten() for parameter in self.model.parameters()])
+
+
+def train(folder: Path, model: Path, made: RunConfig, optimizer: Kind) -> InProcess:
+    trainer = InProcess(model, made, optimizer)
+    seconds = lambda prompt_id: 0.2 + random.Random(f"time {prompt_id}").random() * 3  # noqa: E731
+    world = World(made, folder, seconds, trainer=trainer)  # type: ignore[arg-type]
+    placement = Colocate if made.placement.kind is PlacementKind.colocate else FullyAsync
+
+    async def story() -> None:
+        parts = world.parts()
+        parts.pool.engines[:] = [Recorded(seconds, world.right) for _ in range(2)]
+        world.sync.engines = parts.pool.engines
+        await placement(parts).run()
+
+    run_virtual(story())
+    return trainer
+
+
+@pytest.mark.parametrize("optimizer", [Kind.sgd, Kind.adamw])
+@pytest.mark.parametrize(
+    ("algorithm", "stream"),
+    [(GRPO, Stream.auto), (GRPO, Stream.off), (DAPO, Stream.auto), (DAPO, Stream.off), (SEVERAL_UPDATES, Stream.off)],
+    ids=["grpo streamed", "grpo", "dapo streamed", "dapo", "several updates"],
+)
+def test_fully_async_at_staleness_0_and_colocate_give_the_same_parameters(
+    tmp_path: Path, model: Path, algorithm: AlgorithmConfig, stream: Stream, optimizer: Kind
+) -> None:
+    torch.set_num_threads(1)
+    common = {"steps": STEPS, "algorithm": algorithm, "max_inflight_groups": 5}
+    begin = load(model, mesh=None, device="cpu")
+    first = torch.cat([parameter.detach().double().flatten() for parameter in begin.parameters()])
+    colocate = train(tmp_path, model, config(PlacementKind.colocate, **common), optimizer)
+    asynchronous = train(tmp_path, model, config(max_staleness=0, stream=stream, **common), optimizer)
+    moved = (colocate.parameters - first).norm()
+    assert moved > 1e-4 * first.norm()
+    apart = (colocate.parameters - asynchronous.parameters).norm()
+    assert apart < 1e-6 * first.norm()
+    assert apart < 1e-3 * moved  # not for want of moving
+    for one, other in zip(colocate.reports, asynchronous.reports, strict=True):
+        assert one.updates == other.updates == algorithm.updates_per_step
+        assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"], rel=1e-5)
+        assert one.metrics["mismatch/kl"] == pytest.approx(other.metrics["mismatch/kl"], rel=1e-5)
