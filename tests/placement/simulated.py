@@ -103,6 +103,8 @@ class SimEngine:
         self._changed: dict[str, asyncio.Event] = {}
         self._go = asyncio.Event()
         self._go.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
         if self.fail is not None:
@@ -110,6 +112,7 @@ class SimEngine:
         assert request.prompt_id not in self._running, "one prompt twice in flight"
         self.begun.append((now(), self.version, request.prompt_id))
         self.calls[request.prompt_id] += 1
+        self._idle.clear()
         aborted = self._running[request.prompt_id] = asyncio.Event()
         changed = self._changed[request.prompt_id] = asyncio.Event()
         shares: list[tuple[int, float]] = []  # version, seconds
@@ -125,6 +128,8 @@ class SimEngine:
                 shares.append((version, now() - started))
         finally:
             del self._running[request.prompt_id], self._changed[request.prompt_id]
+            if not self._running:
+                self._idle.set()
         spans = _spans(shares, self.tokens)
         reason = FinishReason.abort if aborted.is_set() else FinishReason.stop
         return [
@@ -139,8 +144,7 @@ class SimEngine:
 
     async def pause(self, in_flight: InFlight) -> None:
         if in_flight is InFlight.drain:
-            while self._running:
-                await asyncio.sleep(0.02)  # noqa: ASYNC110
+            await self._idle.wait()
         else:
             self._go.clear()
             self._interrupt(list(self._changed))

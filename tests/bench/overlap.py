@@ -1,0 +1,161 @@
+"""How much of generation and training fully_async hides: step time over the ideal, max(generation, training).
+
+    python -m tests.bench.overlap
+
+The real controllers, admission and buffer; engines and trainer are simulated in virtual time. A group takes log-normal
+seconds with a long tail that is cut at the length limit, whatever else its engine does (decoding is bound by memory
+bandwidth), so generation of a step is the sum of its groups' seconds over the groups in flight. colocate has both
+halves of the devices for each phase. The verl presets take lengths and times from its published runs (Qwen2.5-Math-7B,
+DAPO, H20; 512 prompts a step): the longest group is as long as its colocate generation, training as its update_actor.
+"""
+
+import json
+import os
+import platform
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from app.placement.colocate import Colocate
+from app.placement.fully_async import FullyAsync
+from app.placement.schema import PlacementKind
+from app.types import InFlight
+from tests.placement.simulated import SimTrainer, World, config, now, run_virtual
+
+SIGMA, CUT = 0.6, 5.0  # of the log-normal; limit over median
+WARM_UP, MEASURED = 4, 10  # steps
+ENGINES = 16
+MODES = {
+    "staleness 0 streamed": (0, InFlight.drain),
+    "staleness 1 drained": (1, InFlight.drain),
+    "staleness 1": (1, InFlight.retract),
+    "staleness 2": (2, InFlight.retract),
+    "staleness 4": (4, InFlight.retract),
+}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Seconds of one step, and groups."""
+
+    prompts: int  # groups a step
+    in_flight: int  # groups that the rollout half of the devices generates at once
+    longest: float  # seconds of the longest groups
+    training: float  # on the trainer's half of the devices
+    colocate_training: float  # on all devices, with everything else that colocate does in turn
+    push: float
+    dominated: bool  # one side takes at most half of the other
+    published: float | None = None  # speed-up over colocate
+
+
+def synthetic(generation: float, training: float) -> Preset:
+    """A quarter of a step's groups in flight; `generation` and `training` are each side's seconds alone."""
+    longest = generation / 4 / MEAN
+    return Preset(
+        128, 32, longest, training, training / 2, 0.5, 2 * min(generation, training) <= max(generation, training)
+    )
+
+
+def _mean_over_longest() -> float:
+    rng = random.Random(0)
+    return fmean(min(1.0, rng.lognormvariate(0.0, SIGMA) / CUT) for _ in range(100_000))
+
+
+MEAN = _mean_over_longest()
+PRESETS = {
+    "generation takes twice as long": synthetic(100, 50),
+    "training takes twice as long": synthetic(50, 100),
+    "balanced": synthetic(100, 100),
+    "verl 7B, 32 cards": Preset(512, 256, 357.41, 313.81, 790.10 - 357.41, 3.0, False, 790.10 / 294.77),
+    "verl 7B, 128 cards": Preset(512, 256, 177.85, 113.16, 356.30 - 177.85, 3.0, False, 356.30 / 150.63),
+}
+
+
+def durations(longest: float) -> Callable[[str], float]:
+    """Seconds of a group, the same whenever its prompt is sampled."""
+    return lambda prompt_id: longest * min(1.0, random.Random(f"overlap/{prompt_id}").lognormvariate(0, SIGMA) / CUT)
+
+
+def measure(preset: Preset, staleness: int | None, in_flight: InFlight, folder: Path) -> dict[str, float]:
+    """Mean step after the warm-up; `staleness` None is colocate."""
+    colocate = staleness is None
+    made = config(
+        PlacementKind.colocate if colocate else PlacementKind.fully_async,
+        steps=WARM_UP + MEASURED,
+        prompts_per_step=preset.prompts,
+        max_staleness=staleness or 0,
+        in_flight=in_flight,
+        max_inflight_groups=preset.in_flight * (2 if colocate else 1),
+    )
+    training = preset.colocate_training if colocate else preset.training
+    trainer = SimTrainer(seconds=training / preset.prompts)
+    world = World(
+        made,
+        folder,
+        durations(preset.longest),
+        engine_count=ENGINES,
+        push_seconds=preset.push,
+        rows=20 * preset.prompts,
+        eval_rows=1,
+        trainer=trainer,
+    )
+    placement = Colocate if colocate else FullyAsync
+
+    async def story() -> float:
+        await placement(world.parts()).run()
+        return now()
+
+    run_virtual(story())
+    step = (trainer.finished_at[-1] - trainer.finished_at[WARM_UP - 1]) / MEASURED
+    trained = trainer.trained[WARM_UP:]
+    mean = fmean(world.seconds(group.prompt.id) for _, groups in trained for group in groups)
+    ideal = max(preset.prompts * mean / preset.in_flight, preset.training)
+    staleness_seen = [version - group.oldest_version for version, groups in trained for group in groups]
+    lost = sum(line["rollout/aborted_groups"] + line["rollout/dropped_groups"] for line in world.recorder.lines)
+    return {
+        "step_seconds": step,
+        "over_ideal": step / ideal,
+        "staleness_mean": fmean(staleness_seen),
+        "staleness_max": max(staleness_seen),
+        "lost_groups_fraction": lost / (preset.prompts * made.steps),
+    }
+
+
+def main() -> None:
+    result: dict[str, object] = {}
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as name:
+        for title, preset in PRESETS.items():
+            colocate = measure(preset, None, InFlight.drain, Path(name))
+            rows: dict[str, object] = {"colocate": rounded(colocate)}
+            for mode, (staleness, in_flight) in MODES.items():
+                row = measure(preset, staleness, in_flight, Path(name))
+                row["speedup_over_colocate"] = colocate["step_seconds"] / row["step_seconds"]
+                rows[mode] = rounded(row)
+                if preset.dominated and staleness >= 1 and in_flight is not InFlight.drain:
+                    worst = max(worst, row["over_ideal"])
+            if preset.published:
+                rows["published_speedup"] = round(preset.published, 2)
+            result[title] = rows
+    print(
+        json.dumps(
+            {
+                "benchmark": "overlap",
+                "worst_over_ideal_where_one_side_dominates": round(worst, 3),
+                "target": 1.10,
+                "presets": result,
+                "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}; virtual time",
+            }
+        )
+    )
+
+
+def rounded(row: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in row.items()}
+
+
+if __name__ == "__main__":
+    main()
