@@ -72,15 +72,9 @@ class BroadcastSender(Sender):
         self._work = None
 
     def abandon(self) -> None:
-        self._leave(abort=True)
-
-    def disconnect(self) -> None:
-        self._leave(abort=False)
-
-    def _leave(self, *, abort: bool) -> None:
         group, self._group, self._work = self._group, None, None
         if group is not None:
-            group.leave(self.device, abort=abort)
+            group.leave(self.device)
 
 
 class Collective:
@@ -95,10 +89,8 @@ class Collective:
         self._members: list[RolloutEngine] = []
 
     async def connect(self, waits: Waits, ranks: Ranks, engines: Sequence[RolloutEngine]) -> bool:
-        if self._name is not None and self._members == list(engines):
-            return True
         if self._name is not None:
-            await self._disconnect(ranks, "disconnect")
+            return True
         address, _ = await ranks.source()
         # the name is known before anyone joins, so that a failure on the way is cleaned up too
         self._name, self._members = f"weight_update_{secrets.token_hex(4)}", list(engines)
@@ -132,8 +124,17 @@ class Collective:
             "load_format": "flattened_bucket",
         }
 
-    async def abandon(self, ranks: Ranks, engines: Sequence[RolloutEngine]) -> None:
-        await self._disconnect(ranks, "abandon")
+    async def abandon(self, ranks: Ranks) -> None:
+        """The source first: its abort is what frees engines that wait inside a broadcast."""
+        name, self._name = self._name, None
+        if name is None:
+            return
+        await give_up_on({RANKS: ranks.call(SENDER, "abandon")}, LEAVE_SECONDS / 2)
+        leaving = {
+            name_of(engine, index): engine.update("destroy_weights_update_group", {"group_name": name})
+            for index, engine in enumerate(self._members)
+        }
+        await give_up_on(leaving, LEAVE_SECONDS / 2)
 
     async def _open(self, ranks: Ranks, address: str, world: int, timeout_s: float) -> list[int]:
         return await ranks.call(
@@ -149,18 +150,6 @@ class Collective:
     async def _joined(self, ranks: Ranks) -> None:
         while not all(await ranks.call(SENDER, "joined")):  # noqa: ASYNC110 (the event is another process's)
             await asyncio.sleep(JOIN_POLL_SECONDS)
-
-    async def _disconnect(self, ranks: Ranks, how: str) -> None:
-        """The source first: its abort is what frees engines that wait inside a broadcast."""
-        name, self._name = self._name, None
-        if name is None:
-            return
-        await give_up_on({RANKS: ranks.call(SENDER, how)}, LEAVE_SECONDS / 2)
-        leaving = {
-            name_of(engine, index): engine.update("destroy_weights_update_group", {"group_name": name})
-            for index, engine in enumerate(self._members)
-        }
-        await give_up_on(leaving, LEAVE_SECONDS / 2)
 
 
 def bracketed(address: str) -> str:

@@ -43,14 +43,13 @@ class Group:
         assert work is not None
         return work
 
-    def leave(self, device: torch.device, *, abort: bool) -> None:
-        """Leave; with `abort` a broadcast that nobody will receive ends at once. A pending join ends by itself."""
+    def leave(self, device: torch.device) -> None:
+        """Leave; a broadcast that nobody will receive ends at once, a pending join when its deadline passes."""
         self._store = None
         if self._group is None:
             return
         group, self._group = self._group, None
-        if abort:
-            group._get_backend(device).abort()
+        group._get_backend(device).abort()
         dist.destroy_process_group(group)
 
     def _join(self) -> None:

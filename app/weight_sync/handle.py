@@ -67,5 +67,5 @@ class Handle:
             "load_format": "flattened_bucket",
         }
 
-    async def abandon(self, ranks: Ranks, engines: Sequence[RolloutEngine]) -> None:
+    async def abandon(self, ranks: Ranks) -> None:
         await give_up_on({RANKS: ranks.call(SENDER, "abandon")}, ABANDON_SECONDS)

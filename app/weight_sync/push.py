@@ -45,6 +45,7 @@ class Push:
         self.carrier, self.verifier, self.in_flight = carrier, verifier, in_flight
         self._buckets: Sequence[Bucket] = ()
         self._without_sessions: set[str] = set()  # engines of SGLang 0.5.20 and older
+        self._stale = False  # whether the carrier's way leads to other members
 
     async def prepare(self) -> None:
         """Attach the senders and cut the plan; once, when the trainer has loaded its model."""
@@ -54,14 +55,18 @@ class Push:
         await self.ranks.call(SENDER, "prepare", buckets=self._buckets)
 
     def change_engines(self, engines: Sequence[RolloutEngine]) -> None:
-        """Push to these from now on; the next push rebuilds what depends on the members."""
+        """Push to these from now on (also when one of them restarted its server): the next push builds the way anew."""
         self.engines = list(engines)
         self._without_sessions.clear()
+        self._stale = True
 
     async def push(self, version: int) -> SyncReport:
         """Carry the trainer's parameters into every engine as policy `version`. Raises `SyncError`."""
         waits, clock = Waits(version, self.config.timeout_s), Clock()
         try:
+            if self._stale:
+                await self.carrier.abandon(self.ranks)
+                self._stale = False
             offered = (await waits.all_of("gathering bucket 0", {RANKS: self.ranks.call(SENDER, "first")}))[RANKS]
             clock.mark("gather")
             await waits.all_of("pause", self._each(self._pause), deadline=False)  # each has its own
@@ -75,7 +80,7 @@ class Push:
             await waits.all_of("resume", self._each(lambda engine, _: engine.resume()))
             clock.mark("resume")
         except BaseException:
-            await self.carrier.abandon(self.ranks, self.engines)
+            await self.carrier.abandon(self.ranks)
             raise
         return SyncReport(
             version=version,
@@ -120,8 +125,7 @@ class Push:
         pausing = asyncio.ensure_future(engine.pause(self.in_flight))
         try:
             while not (await asyncio.wait({pausing}, timeout=seconds))[0]:
-                draining = self.in_flight is InFlight.drain and (await asyncio.wait_for(engine.load(), seconds)).groups
-                if not draining:
+                if self.in_flight is not InFlight.drain or not (await engine.load()).groups:
                     raise SyncError(f"{name_of(engine, place)}: no answer within weight_sync.timeout_s={seconds:g} s")
             pausing.result()
         finally:

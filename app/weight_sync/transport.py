@@ -43,7 +43,7 @@ class Carrier(Protocol):
         """The body of an engine's update call, but for cache and version; `offered` by each trainer rank."""
         ...
 
-    async def abandon(self, ranks: Ranks, engines: Sequence[RolloutEngine]) -> None:
+    async def abandon(self, ranks: Ranks) -> None:
         """Tear the way down on both sides, whatever state it is in; never waits long."""
         ...
 

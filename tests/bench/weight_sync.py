@@ -130,10 +130,16 @@ class Peak:
     def _watch(self) -> None:
         while not self._stop.is_set():
             self.mib = max(self.mib, self._pss() - self._before)
-            self._stop.wait(0.02)
+            self._stop.wait(0.05)
 
     def _pss(self) -> float:
-        return sum(process.memory_full_info().pss for process in self.processes) / MIB
+        return sum(pss_kib(process.pid) for process in self.processes) / 1024
+
+
+def pss_kib(pid: int) -> int:
+    """From the kernel's own sum: reading the full map of a large process would disturb what is measured."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 async def measure(rounds: int, folder: Path) -> dict[str, Any]:
@@ -172,7 +178,7 @@ async def measure(rounds: int, folder: Path) -> dict[str, Any]:
             report = await push.push(2)
             seconds[transport].append(report.seconds["total"])
             phases[transport] = {phase: round(value, 3) for phase, value in report.seconds.items()}
-            await push.carrier.abandon(push.ranks, push.engines)
+            await push.carrier.abandon(push.ranks)
         seconds["disk"].append(await from_disk(trainer, engine, folder / "export"))
     copies = [min(pair) for pair in zip(seconds["copy"][::2], seconds["copy"][1::2], strict=True)]
     least = [bare + copy for bare, copy in zip(seconds["broadcast"], copies, strict=True)]
@@ -216,7 +222,7 @@ async def extra_memory(
     with Peak([rank]) as trainer_peak, Peak(servers) as engine_peak:
         push = await quiet_push(transport, trainer, engine, folder)
         await push.push(1)
-    await push.carrier.abandon(push.ranks, push.engines)
+    await push.carrier.abandon(push.ranks)
     await trainer.call(SENDER, "release")
     return trainer_peak.mib, engine_peak.mib
 

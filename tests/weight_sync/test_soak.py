@@ -63,9 +63,8 @@ def test_two_ranks_push_the_same_bytes_into_every_shape_of_engines(
         ]
         trainers = [make_trainer(tiny_model, tmp_path / f"{ranks}", ranks=ranks, dtype=dtype) for ranks in (2, 1)]
         with killed(*(engine.actor for engine in engines), *(rank for trainer in trainers for rank in trainer.ranks)):
-            for each in engines:
-                await each.actor.__ray_call__.remote(bind_ranks)
-                await each.start(300)
+            await asyncio.gather(*(each.actor.__ray_call__.remote(bind_ranks) for each in engines))
+            await asyncio.gather(*(each.start(600) for each in engines))
             two, one = [await started(trainer) for trainer in trainers]
             for trainer, transports in ((two, TRANSPORTS), (one, ("collective",))):
                 for transport in transports:
@@ -97,63 +96,65 @@ def bind_ranks(host: Any) -> None:
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(os.cpu_count() or 1, 2)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("moment", ["before", "in", "after"])
-def test_a_killed_engine_fails_its_push_and_its_replacement_gets_the_next(
-    moment: str, transport: str, ray_session: None, tiny_model: Path, tmp_path: Path
-) -> None:
-    asyncio.run(lose_an_engine(signal.SIGKILL, moment, transport, tiny_model, tmp_path))
+LOSSES = [
+    (signal.SIGKILL, "before"),
+    (signal.SIGKILL, "in"),
+    (signal.SIGKILL, "after"),
+    (signal.SIGSTOP, "before"),
+    (signal.SIGSTOP, "in"),
+]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("moment", ["before", "in"])
-def test_a_stopped_engine_fails_its_push_in_time_and_its_replacement_gets_the_next(
-    moment: str, transport: str, ray_session: None, tiny_model: Path, tmp_path: Path
+def test_a_lost_engine_fails_its_push_in_time_and_its_replacement_gets_the_next(
+    transport: str, ray_session: None, tiny_model: Path, tmp_path: Path
 ) -> None:
-    asyncio.run(lose_an_engine(signal.SIGSTOP, moment, transport, tiny_model, tmp_path))
+    """Of two engines the second one is killed or stopped, again and again; the first one lives through all of it."""
+
+    async def scenario() -> None:
+        engines = [make_engine(tiny_model, tmp_path, name=f"engine {i}") for i in range(2 + len(LOSSES))]
+        trainer = make_trainer(tiny_model, tmp_path, ranks=2)
+        with killed(*(engine.actor for engine in engines), *trainer.ranks):
+            survivor, *others = engines
+            infos = await asyncio.gather(*(engine.start(600) for engine in engines[:2]))
+            pid = infos[1]["pid"]
+            await started(trainer)
+            push = await make_push(
+                transport, trainer, engines[:2], tmp_path, bucket_mib=0.01, verify=Verify.always, timeout_s=TIMEOUT_S
+            )
+            await push.push(0)
+            for turn, (number, moment) in enumerate(LOSSES):
+                await set_weights(trainer, turn)
+                await lose(others[turn], pid, number, moment, push, 10 * turn)
+                pid = (await others[turn + 1].start(600))["pid"]
+                push.change_engines([survivor, others[turn + 1]])
+                await push.push(10 * turn + 5)
+                hashes = [await checksum(engine) for engine in push.engines]
+                assert hashes[0] == hashes[1]
+                for engine in push.engines:
+                    (completion, _) = await engine.generate(request())
+                    assert [span.version for span in completion.spans] == [10 * turn + 5]
+
+    asyncio.run(scenario())
 
 
-async def lose_an_engine(number: signal.Signals, moment: str, transport: str, model: Path, folder: Path) -> None:
-    """Two engines, one of which is lost; the other one is unharmed, and serves the next policy with the new one."""
-    engines = [make_engine(model, folder, name=f"engine {i}") for i in range(3)]
-    ranks = 2 if transport == "handle" else 1
-    trainer = make_trainer(model, folder, ranks=ranks)
-    with killed(*(engine.actor for engine in engines), *trainer.ranks):
-        infos = [await engine.start(300) for engine in engines]
-        await started(trainer)
-        push = await make_push(
-            transport, trainer, engines[:2], folder, bucket_mib=0.01, verify=Verify.always, timeout_s=TIMEOUT_S
-        )
-        await push.push(1)
-        await set_weights(trainer, 1)
-        if moment == "before":
-            signal_group(infos[1]["pid"], number)
-        pushing = asyncio.create_task(push.push(2))
-        if moment == "in":
-            await asyncio.sleep(0.05)
-            assert not pushing.done()
-            signal_group(infos[1]["pid"], number)
-        if moment == "after":
-            await pushing
-            signal_group(infos[1]["pid"], number)
-            pushing = asyncio.create_task(push.push(3))
-        began = time.monotonic()
-        with pytest.raises(SyncError, match="engine 1"):
-            await pushing
-        assert time.monotonic() - began < TIMEOUT_S + 5
-        await engines[1].stop()
-        push.change_engines([engines[0], engines[2]])
-        report = await push.push(4)
-        assert report.group_reused == (transport == "handle")
-        hashes = [await checksum(engine) for engine in (engines[0], engines[2])]
-        assert hashes[0] == hashes[1]
-        for engine in (engines[0], engines[2]):
-            (completion, _) = await engine.generate(request())
-            assert [span.version for span in completion.spans] == [4]
-
-
-def signal_group(pid: int, number: signal.Signals) -> None:
-    os.killpg(pid, number)
+async def lose(engine: Any, pid: int, number: signal.Signals, moment: str, push: Any, version: int) -> None:
+    """Kill or stop a server around a push, whose error comes in time and names it."""
+    if moment == "before":
+        os.killpg(pid, number)
+    pushing = asyncio.create_task(push.push(version + 1))
+    if moment == "in":
+        await asyncio.sleep(0.05)
+        os.killpg(pid, number)
+    if moment == "after":
+        await pushing
+        os.killpg(pid, number)
+        pushing = asyncio.create_task(push.push(version + 2))
+    began = time.monotonic()
+    with pytest.raises(SyncError, match=engine.name):
+        await pushing
+    assert time.monotonic() - began < TIMEOUT_S + 5
+    await engine.stop()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -166,8 +167,7 @@ def test_a_killed_trainer_rank_fails_the_push_and_leaves_the_engine_answering(
         engines = [make_engine(tiny_model, tmp_path, name=f"engine {i}") for i in range(2)]
         lost, other = (make_trainer(tiny_model, tmp_path / name, ranks=2) for name in ("lost", "other"))
         with killed(*(engine.actor for engine in engines), *lost.ranks, *other.ranks):
-            for engine in engines:
-                await engine.start(300)
+            await asyncio.gather(*(engine.start(600) for engine in engines))
             await started(lost)
             push = await make_push(
                 transport, lost, engines, tmp_path, bucket_mib=0.01, verify=Verify.never, timeout_s=TIMEOUT_S

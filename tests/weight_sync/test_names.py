@@ -1,0 +1,86 @@
+"""A push speaks the hub checkpoint's names, which is what an engine's loader of that family expects."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from app.device.schema import Dtype
+from app.model import characters
+from app.model.hub import transformers
+from app.model.load import load
+from app.weight_sync.plan import TensorMeta
+from app.weight_sync.sender import Sender
+from tests.model.support import save_qwen3
+
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "max_position_embeddings": 128,
+}
+
+
+def described(path: Path) -> dict[str, TensorMeta]:
+    model = load(path, mesh=None, device="cpu")
+    host: Any = SimpleNamespace(
+        model=model, rank=0, torch_device=torch.device("cpu"), spec=SimpleNamespace(dtype=Dtype.bfloat16)
+    )
+    return {tensor.name: tensor for tensor in Sender(host).describe()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_qwen3_is_sent_under_the_names_of_its_checkpoint(tied: bool, tmp_path: Path) -> None:
+    sent = described(save_qwen3(tmp_path, tied=tied))
+    stored = load_file(tmp_path / "model.safetensors")
+    assert set(sent) == set(stored) - ({"lm_head.weight"} if tied else set())
+    assert all(sent[name].shape == tuple(stored[name].shape) for name in sent)
+    assert {tensor.dtype for tensor in sent.values()} == {"bfloat16"}
+    assert {"model.embed_tokens.weight", "model.layers.0.self_attn.q_norm.weight", "model.norm.weight"} <= set(sent)
+
+
+def test_qwen35_is_sent_under_the_names_of_the_hub_checkpoint_without_vision(tmp_path: Path) -> None:
+    """The hub checkpoint is the vision-language one: `model.language_model.*` beside `model.visual.*` and `mtp.*`."""
+    sent = described(save_qwen35(tmp_path))
+    stored = load_file(tmp_path / "model.safetensors")
+    text = {name for name in stored if not name.startswith(("model.visual.", "mtp."))}
+    assert set(sent) == text
+    assert all(name.startswith(("model.language_model.", "lm_head.")) for name in sent)
+    kept = {name for name, tensor in sent.items() if tensor.dtype == "float32"}
+    assert kept == {name for name in text if name.endswith(("A_log", "dt_bias"))}
+    assert len(kept) == 2 * 3  # three linear layers of four
+    assert all(
+        as_sglang_reads(name).startswith(("model.layers.", "model.embed", "model.norm", "lm_head")) for name in sent
+    )
+
+
+def as_sglang_reads(name: str) -> str:
+    """What `sglang.srt.models.qwen3_5` makes of a checkpoint's name before it looks for the parameter."""
+    return name.replace("model.language_model.", "model.")
+
+
+def save_qwen35(folder: Path) -> Path:
+    """A tiny checkpoint laid out as the hub's."""
+    hub = transformers()
+    config = hub.Qwen3_5Config(text_config=TEXT, tie_word_embeddings=False)
+    config.text_config.tie_word_embeddings = False
+    model = hub.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    own = load_file(folder / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor.clone() for name, tensor in own.items()}
+    extra = {"model.visual.patch_embed.proj.weight": torch.zeros(4, 4), "mtp.norm.weight": torch.zeros(4)}
+    save_file({**renamed, **extra}, folder / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
+    characters.tokenizer(128).save_pretrained(folder)
+    return folder
