@@ -44,8 +44,8 @@ class HandleSender(Sender):
         return payload.serialize(self.buffers[index % BUFFERS], self.buckets[index])
 
     def abandon(self) -> None:
-        """Take new buffers: a request that is still on its way must not find the memory of a later bucket."""
-        self.prepare(self.buckets)
+        """Give the buffers up: a request that is still on its way must not find the memory of a later bucket."""
+        self.release()
 
 
 class Handle:

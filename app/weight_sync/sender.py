@@ -45,10 +45,13 @@ class Sender:
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """Take the plan, and allocate the buffers of the ranks that keep buckets."""
         self.buckets = buckets
-        self.buffers = []
+        self._allocate_buffers()
+
+    def _allocate_buffers(self) -> None:
         if self.keeps:
-            size = max(bucket.bytes for bucket in buckets)
-            self.buffers = [self.allocate(size) for _ in range(min(BUFFERS, len(buckets)))]
+            size = max(bucket.bytes for bucket in self.buckets)
+            self.buffers = []  # the old ones go before the new ones come
+            self.buffers = [self.allocate(size) for _ in range(min(BUFFERS, len(self.buckets)))]
 
     @property
     def keeps(self) -> bool:
@@ -59,6 +62,8 @@ class Sender:
 
     def first(self) -> Any:
         """Gather bucket 0; returns what the driver needs to ask for it."""
+        if not self.buffers:
+            self._allocate_buffers()
         self.gather(0)
         return self.offer(0)
 
@@ -93,7 +98,7 @@ class Sender:
         """Give up what is under way; the next push starts from scratch."""
 
     def release(self) -> None:
-        """Free the buffers; `prepare` allocates them again."""
+        """Free the buffers; the next push allocates them again."""
         self.buffers = []
 
     def export(self, folder: Path) -> None:

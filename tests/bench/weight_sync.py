@@ -245,6 +245,7 @@ def ratio(upper: list[float], lower: list[float]) -> float:
 def machine() -> dict[str, Any]:
     return {
         "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 1),  # well above the cores: others were at work, ratios are too high
         "architecture": platform.machine(),
         "python": platform.python_version(),
         **{package: version(package) for package in ("torch", "sglang", "ray")},
