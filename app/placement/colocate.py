@@ -53,7 +53,7 @@ class Colocate(Conductor):
             "sync": ended - trained,
         }
         recorder.samples(step, groups, self.parts.sampler.tokenizer.decode)
-        recorder.log(step, step_metrics(scored, tally, report, sync, seconds, trained_version=self.version))
+        self.log(step, step_metrics(scored, tally, report, sync, seconds, trained_version=self.version))
         self.version = step
 
     async def _train(self, step: int, scored: list[ScoredGroup]) -> StepReport:

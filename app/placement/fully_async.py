@@ -101,7 +101,7 @@ class FullyAsync(Conductor):
         recorder.samples(step, [each.group for each in scored], self.parts.sampler.tokenizer.decode)
         tally = self.tally.take()
         line = step_metrics(scored, tally, report, sync, seconds, trained_version=trained_version)
-        recorder.log(step, {**line, **idle})
+        self.log(step, {**line, **idle})
 
     async def _train(self, step: int) -> tuple[list[ScoredGroup], StepReport]:
         """One step of the split trainer. When it fails, what it was fed goes back to the head of the buffer."""

@@ -1,6 +1,7 @@
 """What both placements do alike around the trainer: score a group, evaluate, and end a run that learns nothing."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 from app.algorithm.advantage import score
 from app.errors import RunError
@@ -57,6 +58,12 @@ class Conductor(ABC):
             return await self.parts.trainer.finish_step()
         await self.parts.trainer.abort_step()
         return StepReport(step, 0, {})
+
+    def log(self, step: int, line: Mapping[str, float]) -> None:
+        """Record a step's line, with what the rewards had to say; raises `RunError` when too many of them failed."""
+        scorer = self.parts.sampler.scorer
+        self.parts.recorder.log(step, {**line, **scorer.metrics})
+        scorer.check()
 
     async def _evaluate(self) -> None:
         with self.parts.recorder.timeline.span("driver", "evaluate", step=self.version):
