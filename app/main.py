@@ -44,7 +44,10 @@ class Validate(Callback):
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         try:
             resolved = configuration.resolve(config)
-            _answer(resolved, config)
+            if (code := _answer(resolved)) is not None:
+                raise SystemExit(code)
+            if resolved.mode is Mode.report:
+                _report(config)
             _refuse_unbuilt(resolved)
             from app.placement.prepare import prepare
 
@@ -62,17 +65,32 @@ def main(composed: DictConfig) -> float:
     """One job. What ends it with a sentence leaves as `SystemExit`, which Hydra lets through untouched."""
     try:
         config = configuration.resolve(composed)
+        if (code := _answer(config)) is not None:  # in a sweep, whose jobs have no `on_run_start`
+            return float(code)
         _refuse_unbuilt(config)
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        if config.mode is Mode.parity:
+            from app.placement.parity import compare
+
+            return _parity(*compare(config, folder))
         from app.placement.build import run
 
-        return run(config, Path(HydraConfig.get().runtime.output_dir))
+        return run(config, folder)
     except (RunError, ConfigError) as error:
         if FULL_ERROR_WANTED:
             raise
         say(error)
-        if HydraConfig.get().mode is RunMode.MULTIRUN:
-            return math.nan  # the other jobs of the sweep go on
+        if HydraConfig.get().mode is RunMode.MULTIRUN and not isinstance(error, Interrupted):
+            return -math.inf  # the other jobs of the sweep go on; Optuna ends a study that is told NaN
         raise SystemExit(exit_code(error)) from None
+
+
+def _parity(text: str, worst: float, passed: bool) -> float:
+    """The worst error as a share of what is allowed; a job that does not pass ends with code 1, but not its sweep."""
+    sys.stdout.write(text + "\n")
+    if not passed and HydraConfig.get().mode is not RunMode.MULTIRUN:
+        raise SystemExit(FAILED_EXIT)
+    return worst
 
 
 def exit_code(error: Exception) -> int:
@@ -98,31 +116,34 @@ def cli() -> None:
         raise SystemExit(CONFIG_EXIT) from None
 
 
-def _answer(config: RunConfig, composed: DictConfig) -> None:
-    """The modes that start nothing and make no folder: say what they found and leave."""
+def _answer(config: RunConfig) -> int | None:
+    """The exit code of a mode that starts and writes nothing, after it was answered; None: the mode is another."""
     if config.mode is Mode.plan:
         from app.placement.plan import describe
 
         sys.stdout.write(describe(config) + "\n")
-        raise SystemExit(0)
+        return 0
     if config.mode is Mode.doctor:
         from app.placement.doctor import report
 
         text, code = report(config)
         sys.stdout.write(text + "\n")
-        raise SystemExit(code)
+        return code
+    return None
 
-    if config.mode is Mode.report:
-        from app.tracking.report import report_below
 
-        folder = OmegaConf.to_container(composed.hydra.run, resolve=False)["dir"]  # type: ignore[index,call-overload]
-        try:
-            say(str(report_below(Path(folder))))
-        except ValueError as error:
-            raise ConfigError(
-                f"hydra.run.dir={folder} is not accepted: give a run's or a sweep's folder; {error}."
-            ) from None
-        raise SystemExit(0)
+def _report(composed: DictConfig) -> None:
+    """Write the report of the run or sweep in `hydra.run.dir`, say where it is, and leave."""
+    from app.tracking.report import report_below
+
+    folder = OmegaConf.to_container(composed.hydra.run, resolve=False)["dir"]  # type: ignore[index,call-overload]
+    try:
+        say(str(report_below(Path(folder))))
+    except ValueError as error:
+        raise ConfigError(
+            f"hydra.run.dir={folder} is not accepted: give a run's or a sweep's folder; {error}."
+        ) from None
+    raise SystemExit(0)
 
 
 def _refuse_unbuilt(config: RunConfig) -> None:

@@ -8,7 +8,7 @@ from app.placement.schema import PlacementKind
 
 def refuse(config: RunConfig) -> None:
     """Raise `ConfigError` with one sentence where the configuration asks for what is not built yet."""
-    built = (Mode.train, Mode.eval, Mode.plan, Mode.doctor, Mode.report)
+    built = (Mode.train, Mode.eval, Mode.plan, Mode.doctor, Mode.parity, Mode.report)
     if config.mode not in built:
         raise ConfigError(f"mode={config.mode.name} is not built yet: use {', '.join(mode.name for mode in built)}.")
     if config.resume != "never" or config.checkpoint.every or config.checkpoint.export:

@@ -1,8 +1,8 @@
 """`mode=plan` as a user runs it."""
 
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,12 +16,13 @@ HEAVY = ("torch", "ray", "sglang", "transformers", "torch_npu")
 
 
 def test_the_missions_plan_comes_within_five_seconds_and_writes_nothing(tmp_path: Path) -> None:
-    started = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     outputs = set((ROOT / "outputs").glob("*/*"))
     done = subprocess.run(
         [sys.executable, "-m", "app", "mode=plan", *MISSION], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert time.monotonic() - started < 5
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5  # of a core: the machine may be busy
     assert "npu 7: engine 0 (tensor-parallel rank 3 of 4)" in done.stdout
     assert "tightest: trainer device, backward of a layer" in done.stdout
     assert set((ROOT / "outputs").glob("*/*")) == outputs
@@ -72,3 +73,11 @@ def test_an_unknown_model_still_gets_the_rest_of_the_plan(model: str) -> None:
     text = describe(composed(f"model.path={model}"))
     assert f"Memory: model.path={model} is not here" in text
     assert "A step" in text
+
+
+def test_a_sweep_of_plans_starts_no_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "app", "-m", "mode=plan", "steps=1,2", f"hydra.sweep.dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("A step\n") == 2
+    assert list(tmp_path.rglob("summary.json")) == []

@@ -1,0 +1,80 @@
+"""Parity between devices: this CPU agrees with itself, bfloat16 within its bounds, and a wrong kernel is found."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.device.schema import Dtype
+from app.model.attention import PACKED_SDPA
+from app.placement import parity
+from app.placement.parity import BOUNDS, FILE, LENGTHS, Outcome, compare, comparisons, compute, fixed_batch, layer_of
+from tests.placement.compose import composed
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path) -> Outcome:
+    return compute(tiny_model, CPU, Dtype.float32, PACKED_SDPA, False)
+
+
+def failing(here: Outcome, reference: Outcome, dtype: Dtype) -> list[str]:
+    return [line.what for line in comparisons(here, reference, BOUNDS[dtype]) if not line.passed]
+
+
+def test_the_cpu_agrees_with_itself_and_says_so(tiny_model: Path, tmp_path: Path) -> None:
+    text, worst, passed = compare(composed(f"model.path={tiny_model}"), tmp_path)
+    assert passed
+    assert worst < 0.01
+    assert "ok    gradient of layer 1" in text
+    said = json.loads((tmp_path / FILE).read_text())
+    assert said["passed"] is True
+    assert {line["what"] for line in said["comparisons"]} >= {"log-probabilities", "loss", "gradient of layer 0"}
+
+
+def test_the_reference_is_transformers_own_sequence_by_sequence(tiny_model: Path, reference: Outcome) -> None:
+    from app.model.hub import transformers
+
+    model = transformers().AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    batch, start, wanted = fixed_batch(model.config.vocab_size), 0, []
+    for length in LENGTHS:
+        tokens = batch["input_ids"][:, start : start + length]
+        logprobs = model(tokens).logits[0].log_softmax(-1)
+        places = range(length // 2 - 1, length - 1)
+        wanted += [logprobs[place, tokens[0, place + 1]].item() for place in places]
+        start += length
+    assert reference.logprobs.tolist() == pytest.approx(wanted, abs=2e-5)
+
+
+def test_bfloat16_stays_within_its_bounds(tiny_model: Path, reference: Outcome) -> None:
+    here = compute(tiny_model, CPU, Dtype.bfloat16, PACKED_SDPA, False)
+    assert failing(here, reference, Dtype.bfloat16) == []
+    assert "gradient of layer 0" in failing(here, reference, Dtype.float32)  # it was not float32 by accident
+
+
+def test_attention_over_the_borders_is_found_even_in_bfloat16(
+    tiny_model: Path, reference: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = fixed_batch(100)
+    borderless = {**batch, "cu_seqlens": torch.tensor([0, sum(LENGTHS)], dtype=torch.int32)}
+    monkeypatch.setattr(parity, "fixed_batch", lambda _: dict(borderless))
+    here = compute(tiny_model, CPU, Dtype.float32, PACKED_SDPA, False)
+    assert {"log-probabilities", "gradient of layer 0"} <= set(failing(here, reference, Dtype.bfloat16))
+
+
+def test_a_missing_or_broken_gradient_fails(reference: Outcome) -> None:
+    name = next(name for name in reference.gradients if "layers.1." in name)
+    missing = {key: value for key, value in reference.gradients.items() if key != name}
+    assert failing(replace(reference, gradients=missing), reference, Dtype.bfloat16) == ["gradient of layer 1"]
+    broken = {**reference.gradients, name: reference.gradients[name] * math.nan}
+    assert failing(replace(reference, gradients=broken), reference, Dtype.bfloat16) == ["gradient of layer 1"]
+
+
+def test_gradients_are_grouped_by_layer() -> None:
+    assert layer_of("model.language_model.layers.12.mlp.up_proj.weight") == "layer 12"
+    assert layer_of("model.embed_tokens.weight") == "embed_tokens"
+    assert layer_of("lm_head.weight") == "lm_head"
