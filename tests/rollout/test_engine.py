@@ -112,14 +112,17 @@ def test_a_paused_group_continues_when_resumed(how: InFlight, engine: RemoteEngi
     assert_logprobs(tiny_model, completions, given)
 
 
-def test_drain_waits_for_what_is_in_flight(engine: RemoteEngine) -> None:
+def test_drain_waits_for_what_is_in_flight_and_holds_what_comes_after(engine: RemoteEngine) -> None:
     async def run() -> None:
         task = await in_flight(engine, request(group_size=16, temperature=HOT, max_tokens=120), 0.1)
         await engine.pause(InFlight.drain)
         assert (await engine.load()).groups == 0
         completions = await asyncio.wait_for(task, 2)
         assert not any(completion.finish_reason is FinishReason.abort for completion in completions)
+        held = await in_flight(engine, request("later/0@0"), 0.5)  # what is asked for meanwhile waits
+        assert (await engine.load()).groups == 0
         await engine.resume()
+        assert len(await asyncio.wait_for(held, 10)) == 4
 
     asyncio.run(run())
 
