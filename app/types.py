@@ -91,6 +91,7 @@ class Completion:
     logprobs: np.ndarray  # [T] float32
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]  # cover 0:T without gaps
+    text: str | None = None  # decoded by the engine's host, without special tokens; null: not decoded there
 
     @property
     def oldest_version(self) -> int:

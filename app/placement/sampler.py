@@ -8,7 +8,7 @@ from app.errors import EngineError
 from app.reward.scorer import Scorer
 from app.rollout.pool import EnginePool
 from app.tracking.timeline import Timeline
-from app.types import FinishReason, Group, GroupRequest, Prompt, Sampling, Trajectory
+from app.types import Completion, FinishReason, Group, GroupRequest, Prompt, Sampling, Trajectory
 
 
 class Aborted(EngineError):
@@ -28,12 +28,17 @@ class Sampler:
             completions = await self.pool.generate(GroupRequest(prompt.id, prompt.token_ids, size, sampling, version))
         if any(completion.finish_reason is FinishReason.abort for completion in completions):
             raise Aborted(f"the completions of prompt {prompt.id} were aborted")
-        texts = self.tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
-        trajectories = [Trajectory(prompt, c, text) for c, text in zip(completions, texts, strict=True)]
+        trajectories = [Trajectory(prompt, completion, self._text(completion)) for completion in completions]
         with self.timeline.span("score", prompt.id):
             group = Group(prompt, tuple(await self.scorer.score(trajectories)))
         self.finished += 1
         return group
+
+    def _text(self, completion: Completion) -> str:
+        """Hosts of servers that we did not start leave the decoding to us."""
+        if completion.text is not None:
+            return completion.text
+        return self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
 
     async def groups(
         self, prompts: Sequence[Prompt], *, size: int, sampling: Sampling, version: int, limit: int

@@ -1,7 +1,8 @@
 """The host of one engine: a Ray actor that owns the SGLang process and the HTTP client.
 
-JSON is parsed here and not in the driver. When the server dies or stops making progress, every request in flight fails
-with an error that names the engine and shows the end of its log.
+JSON is parsed and tokens are decoded here and not in the driver, whose time is shared by all engines. When the server
+dies or stops making progress, every request in flight fails with an error that names the engine and shows the end of
+its log.
 """
 
 import asyncio
@@ -9,11 +10,12 @@ import itertools
 import secrets
 import zlib
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from app.errors import EngineError
+from app.model.directory import load_tokenizer
 from app.process import log_to
 from app.rollout.client import Client, ConnectionLost
 from app.rollout.server import Server, ServerSpec, free_port
@@ -58,6 +60,7 @@ class EngineHost:
         self._open.set()
         self._failure: asyncio.Future[EngineError] | None = None
         self._watchers: list[asyncio.Task[None]] = []
+        self._tokenizer: Any = None  # of a server of our own; of another one the driver's is the one to trust
 
     async def start(self) -> dict[str, Any]:
         """Start the server (or find the running one) and wait for its health; returns what it says of itself."""
@@ -67,6 +70,10 @@ class EngineHost:
             self._watchers.append(asyncio.create_task(self._watch_death(self._server)))
             server = self._server.spec
             self._client = Client(self.spec.name, address(server.host, server.port), server.key)
+            trusted = bool(server.flags.get("trust-remote-code"))
+            self._tokenizer = await asyncio.to_thread(
+                load_tokenizer, Path(server.model_path), trust_remote_code=trusted
+            )
         else:
             assert self.spec.url is not None
             self._client = Client(self.spec.name, self.spec.url, self.spec.key)
@@ -98,7 +105,7 @@ class EngineHost:
         finally:
             del self._running[request.prompt_id]
         self._tokens += sum(len(completion.token_ids) for completion in completions)
-        return completions
+        return completions if self._tokenizer is None else await asyncio.to_thread(self._decoded, completions)
 
     async def pause(self, in_flight: InFlight) -> None:
         """Whatever is asked for after this waits for `resume`: a paused engine may be half updated."""
@@ -141,6 +148,10 @@ class EngineHost:
         return EngineLoad(groups=len(self._running), completion_tokens=self._tokens)
 
     # --- inside
+
+    def _decoded(self, completions: Sequence[Completion]) -> list[Completion]:
+        texts = self._tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
+        return [replace(completion, text=text) for completion, text in zip(completions, texts, strict=True)]
 
     def _ready(self) -> Client:
         if self._client is None or self._failure is None:
