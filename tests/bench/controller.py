@@ -1,0 +1,137 @@
+"""What one driver costs: its own CPU time per completion, with payloads as the engine hosts send them.
+
+    python -m tests.bench.controller
+
+The real controller, sampler, scorer (`exact`), admission, buffer and recorder. 1,000 simulated engines in virtual time
+answer groups of 8 completions of 8,000 tokens with log-probabilities and text. A group is unpickled when it arrives and
+pickled when it goes to the trainer, as between Ray's processes: arrays out of band, read in place, copied once into
+shared memory. Not counted: Ray's own calls. Decoding is the engine hosts' work; what it would cost here is printed.
+"""
+
+import json
+import os
+import pickle
+import platform
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from app.model.characters import tokenizer
+from app.placement.fully_async import FullyAsync
+from app.tracking.recorder import RunRecorder
+from app.types import Completion, FinishReason, GroupRequest, InFlight, ScoredGroup, VersionSpan
+from tests.placement.simulated import SimEngine, SimTrainer, World, config, run_virtual
+
+ENGINES, GROUP, TOKENS = 1000, 8, 8000
+PROMPTS, STEPS = 250, 6  # groups a step
+TARGET_US = 300
+
+
+class Hosts(SimEngine):
+    """Answers with a recorded payload under the version that samples it."""
+
+    payload = b""
+    arrays: list[bytes] = []  # noqa: RUF012
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        short = await super().generate(request)
+        arrays = pickle.loads(self.payload, buffers=self.arrays)[: request.group_size]
+        return [
+            Completion(tokens, logprobs, FinishReason.stop, (VersionSpan(self.version, 0, TOKENS),), text)
+            for (tokens, logprobs, text), _ in zip(arrays, short, strict=True)
+        ]
+
+
+class Receiver(SimTrainer):
+    shared = memoryview(bytearray(TOKENS * 4))
+
+    async def train_groups(self, groups: Sequence[ScoredGroup]) -> None:
+        arrays: list[pickle.PickleBuffer] = []
+        pickle.dumps(list(groups), protocol=5, buffer_callback=arrays.append)
+        for array in arrays:
+            view = array.raw()
+            self.shared[: view.nbytes] = view
+        await super().train_groups(groups)
+
+
+def payload() -> tuple[bytes, list[bytes]]:
+    """A pickled group and its arrays."""
+    rng = np.random.default_rng(0)
+    texts = ["x" * TOKENS + " 1" if member % 2 else "x" * TOKENS for member in range(GROUP)]
+    arrays = [
+        (rng.integers(5, 99, TOKENS, dtype=np.int32), rng.normal(-1, 1, TOKENS).astype(np.float32), text)
+        for text in texts
+    ]
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(arrays, protocol=5, buffer_callback=buffers.append)
+    return data, [bytes(buffer.raw()) for buffer in buffers]
+
+
+def decode_us() -> float:
+    """CPU time of decoding one completion here."""
+    decoder, rng = tokenizer(TOKENS), np.random.default_rng(0)
+    tokens = rng.integers(5, 99, TOKENS, dtype=np.int32)
+    started = time.process_time()
+    for _ in range(20):
+        decoder.decode(tokens.tolist(), skip_special_tokens=True)
+    return (time.process_time() - started) / 20 * 1e6
+
+
+def run_once(folder: Path) -> float:
+    """CPU seconds of a whole run of this process."""
+    made = config(
+        steps=STEPS,
+        prompts_per_step=PROMPTS,
+        group_size=GROUP,
+        max_staleness=2,
+        in_flight=InFlight.retract,
+        max_inflight_groups=ENGINES,
+        max_completion_tokens=TOKENS,
+    )
+    seconds = lambda prompt_id: 30 * random.Random(prompt_id).lognormvariate(0, 0.5)  # noqa: E731
+    world = World(made, folder, seconds, rows=5000, eval_rows=1, trainer=Receiver(seconds=0.1))
+    Hosts.payload, Hosts.arrays = payload()
+
+    async def story(recorder: RunRecorder) -> float:
+        world.recorder = recorder  # type: ignore[assignment]
+        parts = world.parts()
+        parts.pool.engines[:] = [Hosts(seconds, world.right) for _ in range(ENGINES)]
+        parts.pool._outstanding[:] = [0] * ENGINES
+        world.sync.engines = parts.pool.engines
+        started = time.process_time()
+        await FullyAsync(parts).run()
+        return time.process_time() - started
+
+    with RunRecorder(made, folder) as recorder:
+        return run_virtual(story(recorder))
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        cpu = run_once(Path(name))
+    completions = PROMPTS * STEPS * GROUP
+    each = cpu / completions * 1e6
+    print(
+        json.dumps(
+            {
+                "benchmark": "controller",
+                "driver_cpu_us_per_completion": round(each, 1),
+                "target_us": TARGET_US,
+                "of_target": round(each / TARGET_US, 3),
+                "limit_completions_per_second": round(1e6 / each),
+                "decoding_here_would_add_us": round(decode_us(), 1),
+                "completions": completions,
+                "engines": ENGINES,
+                "tokens_per_completion": TOKENS,
+                "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}",
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
