@@ -81,7 +81,7 @@ def schedules(draw: st.DrawFn) -> tuple[RunConfig, int, float, float]:
     return made, draw(st.integers(0, 999)), draw(st.sampled_from([0.0, 0.3, 3.0])), draw(st.floats(0, 0.7))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(schedules())
 def test_any_run_ends_within_its_bound_and_every_group_ends_once(
     tmp_path_factory: pytest.TempPathFactory, schedule: tuple[RunConfig, int, float, float]
