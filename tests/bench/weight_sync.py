@@ -1,4 +1,4 @@
-"""How long a push takes beside the least it could: `python -m tests.bench.weight_sync [--rounds 5] [--out FILE]`.
+"""How long a push takes beside the least it could: `python -m tests.bench.weight_sync [--out FILE]`.
 
 A model of Qwen3-0.6B's shapes (1.2 GB in bf16), one trainer rank, one real SGLang server on this machine's CPU. Every
 round measures, one after the other: a memory copy of the model's bytes, a bare `dist.broadcast` of them to another
@@ -31,7 +31,6 @@ from app.weight_sync.push import MIB, Push
 from app.weight_sync.schema import Verify
 from app.weight_sync.transport import SENDER
 
-BUCKET_MIB = 512.0
 SHAPES = {  # Qwen3-0.6B
     "vocab_size": 151936,
     "hidden_size": 1024,
@@ -142,7 +141,7 @@ def pss_kib(pid: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
-async def measure(rounds: int, folder: Path) -> dict[str, Any]:
+async def measure(rounds: int, bucket_mib: float, folder: Path) -> dict[str, Any]:
     import ray
 
     from tests.conftest import make_engine
@@ -163,11 +162,11 @@ async def measure(rounds: int, folder: Path) -> dict[str, Any]:
     phases: dict[str, dict[str, float]] = {}
     extra: dict[str, float] = {}
     for transport in ("handle", "collective"):
-        trainer_mib, engine_mib = await extra_memory(transport, trainer, engine, folder, rank, servers)
+        trainer_mib, engine_mib = await extra_memory(transport, trainer, engine, folder, bucket_mib, rank, servers)
         extra |= {f"{transport}_trainer_extra_mib": trainer_mib, f"{transport}_engine_extra_mib": engine_mib}
     for _ in range(rounds):
         for transport in ("handle", "collective"):
-            push = await quiet_push(transport, trainer, engine, folder)
+            push = await quiet_push(transport, trainer, engine, folder, bucket_mib)
             sizes = [bucket.bytes for bucket in push._buckets]
             await push.push(1)  # builds the group, touches every page
             seconds["copy"].append((await trainer.call("baselines", "copy", sizes=sizes))[0])
@@ -185,7 +184,7 @@ async def measure(rounds: int, folder: Path) -> dict[str, Any]:
     return {
         "what": "weight_sync",
         "model_bytes": sum(sizes),
-        "bucket_mib": BUCKET_MIB,
+        "bucket_mib": bucket_mib,
         "buckets": len(sizes),
         "median_seconds": {name: round(statistics.median(values), 3) for name, values in seconds.items()},
         "collective_over_broadcast_and_copy": ratio(seconds["collective"], least),
@@ -200,7 +199,7 @@ async def measure(rounds: int, folder: Path) -> dict[str, Any]:
     }
 
 
-async def quiet_push(transport: str, trainer: Any, engine: Any, folder: Path) -> Push:
+async def quiet_push(transport: str, trainer: Any, engine: Any, folder: Path, bucket_mib: float) -> Push:
     from tests.weight_sync.support import make_push
 
     return await make_push(
@@ -208,7 +207,7 @@ async def quiet_push(transport: str, trainer: Any, engine: Any, folder: Path) ->
         trainer,
         [engine],
         folder,
-        bucket_mib=BUCKET_MIB,
+        bucket_mib=bucket_mib,
         verify=Verify.never,
         in_flight=InFlight.retract,
         timeout_s=300,
@@ -216,11 +215,17 @@ async def quiet_push(transport: str, trainer: Any, engine: Any, folder: Path) ->
 
 
 async def extra_memory(
-    transport: str, trainer: Any, engine: Any, folder: Path, rank: psutil.Process, servers: list[psutil.Process]
+    transport: str,
+    trainer: Any,
+    engine: Any,
+    folder: Path,
+    bucket_mib: float,
+    rank: psutil.Process,
+    servers: list[psutil.Process],
 ) -> tuple[float, float]:
     """Peak PSS of the trainer rank and of the server over a push, its buffers included."""
     with Peak([rank]) as trainer_peak, Peak(servers) as engine_peak:
-        push = await quiet_push(transport, trainer, engine, folder)
+        push = await quiet_push(transport, trainer, engine, folder, bucket_mib)
         await push.push(1)
     await push.carrier.abandon(push.ranks)
     await trainer.call(SENDER, "release")
@@ -257,13 +262,14 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bucket-mib", type=float, default=512.0)
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * MIB)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            found = json.dumps(asyncio.run(measure(chosen.rounds, Path(folder))))
+            found = json.dumps(asyncio.run(measure(chosen.rounds, chosen.bucket_mib, Path(folder))))
     finally:
         ray.shutdown()
     print(found)
