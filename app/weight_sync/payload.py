@@ -26,11 +26,11 @@ CUDA_DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`
 
 def allocate(size: int, device: torch.device) -> Tensor:
     """`size` bytes that other processes can be given a handle of, every page of them touched."""
-    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-    if device.type == "cpu":
-        with _by_name():
-            buffer.share_memory_()
-    return buffer
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    # made where it will be shared: `share_memory_` would copy, and so need the room twice
+    storage = torch.UntypedStorage._new_using_filename_cpu(size)
+    return torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
 
 
 def serialize(buffer: Tensor, bucket: Bucket) -> str:
