@@ -21,6 +21,8 @@ def requests() -> dict[str, set[str]]:
     """Route → the fields that we send, as far as they stand in the call or in a dictionary beside it."""
     found: dict[str, set[str]] = defaultdict(set)
     for _, tree in _trees():
+        for carrier, keys in _carriers(tree):
+            found[carrier] |= keys
         for function in ast.walk(tree):
             if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
@@ -31,6 +33,25 @@ def requests() -> dict[str, set[str]]:
                     assert isinstance(call, ast.Call)
                     found[route] |= {key for argument in call.args[1:] for key in _keys(argument, dictionaries)}
     return dict(found)
+
+
+def _carriers(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
+    """Classes that name their call as `route = "..."`, with the fields that their `ask` returns."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        routes = [
+            part.value.value
+            for part in node.body
+            if isinstance(part, ast.Assign)
+            and isinstance(part.targets[0], ast.Name)
+            and part.targets[0].id == "route"
+            and isinstance(part.value, ast.Constant)
+        ]
+        asks = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "ask"]
+        for route in routes:
+            returned = [each.value for ask in asks for each in ast.walk(ask) if isinstance(each, ast.Return)]
+            yield f"/{route}", {key for body in returned if body is not None for key in _keys(body, {})}
 
 
 def _route(call: ast.AST) -> str | None:

@@ -50,6 +50,7 @@ def test_the_flag_check_would_see_a_missing_one(sglang: Package) -> None:
 def test_every_route_exists(sglang: Package) -> None:
     asked = set(our_calls.requests())
     assert {"/generate", "/pause_generation", "/update_weights_from_distributed", "/server_info"} <= asked
+    assert "/update_weights_from_tensor" in asked
     optional = SESSIONS if sglang.name == OLDEST else set()
     assert asked - optional - set(sglang_api.routes(sglang)) == set()
 
