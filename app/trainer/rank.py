@@ -80,7 +80,9 @@ class TrainerRank:
         torch.manual_seed(self.spec.seed)
         if self.device.plugin:
             __import__(self.device.plugin)
-        self.torch_device = self.device.torch_device()
+        self.torch_device = self.device.torch_device(self._device_index())
+        if self.device.torch_type != "cpu":
+            torch.get_device_module(self.device.torch_type).set_device(self.torch_device)
         dist.init_process_group(
             backend=self._backends(),
             init_method=f"tcp://{bracketed(address)}:{port}",
@@ -103,6 +105,14 @@ class TrainerRank:
         self.optimizer = Optimizer(self.model.parameters(), self.spec.trainer)
         self.step = SplitStep(self.model, self.optimizer, self.spec.step, self.torch_device, self.reference)
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def _device_index(self) -> int:
+        """Which of the devices that this process sees is its own: Ray shows some kinds one device, others all."""
+        own = [str(each) for each in ray.get_runtime_context().get_accelerator_ids().get(self.device.resource, [])]
+        shown = [each for each in os.environ.get(self.device.visibility or "", "").split(",") if each]
+        if not own:
+            return 0
+        return shown.index(own[0]) if own[0] in shown else int(own[0])
 
     def _backends(self) -> str:
         """Collectives of small numbers run on the host, whatever the device's own backend is."""
