@@ -95,6 +95,7 @@ async def build(config: RunConfig, device: Device, folder: Path, recorder: RunRe
         await _together(trainer.setup(), *_starts(config, side.engines))
         await trainer.attach("offload", Offload)
         sync = make_sync(config, device, trainer, side.engines, folder)
+        stack.push_async_callback(sync.close)
         await sync.prepare()
         yield Parts(
             config=config,

@@ -47,6 +47,13 @@ class HandleSender(Sender):
         """Give the buffers up: a request that is still on its way must not find the memory of a later bucket."""
         self.release()
 
+    def close(self) -> None:
+        """Named memory stays while a handle of it was not redeemed, so it is unlinked here; nobody asks for it again."""
+        names = [payload.file_of(buffer) for buffer in self.buffers if self.device.type == "cpu"]
+        self.release()
+        for name in names:
+            (SHARED_MEMORY / name).unlink(missing_ok=True)
+
 
 class Handle:
     """Implements `Carrier`."""

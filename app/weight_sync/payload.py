@@ -33,6 +33,12 @@ def allocate(size: int, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
 
 
+def file_of(buffer: Tensor) -> str:
+    """The name of a CPU buffer's shared memory."""
+    _, name, _ = buffer.untyped_storage()._share_filename_cpu_()
+    return name.decode().lstrip("/")
+
+
 def serialize(buffer: Tensor, bucket: Bucket) -> str:
     """The payload of a bucket in `buffer` (from `allocate`) for one engine rank.
 

@@ -21,10 +21,11 @@ from app.weight_sync.plan import Bucket, plan_buckets
 from app.weight_sync.schema import WeightSyncConfig
 from app.weight_sync.transport import RANKS, SENDER, Carrier, Ranks, name_of
 from app.weight_sync.verify import Verifier
-from app.weight_sync.waits import Waits
+from app.weight_sync.waits import Waits, give_up_on
 
 log = logging.getLogger(__name__)
 MIB = 1024 * 1024
+CLOSE_SECONDS = 3.0
 OPEN_ALREADY = "already open"  # what a server says of a session that a failed push left
 
 
@@ -59,6 +60,10 @@ class Push:
         self.engines = list(engines)
         self._without_sessions.clear()
         self._stale = True
+
+    async def close(self) -> None:
+        """Free what the ranks hold: shared memory outlives a process that is killed."""
+        await give_up_on({RANKS: self.ranks.call(SENDER, "close")}, CLOSE_SECONDS)
 
     async def push(self, version: int) -> SyncReport:
         """Carry the trainer's parameters into every engine as policy `version`. Raises `SyncError`."""

@@ -101,6 +101,10 @@ class Sender:
         """Free the buffers; the next push allocates them again."""
         self.buffers = []
 
+    def close(self) -> None:
+        """The run ends: leave nothing behind."""
+        self.release()
+
     def export(self, folder: Path) -> None:
         """Write the parameters as they are (float32 masters) as a checkpoint, without going through a bucket."""
         from app.model.export import export

@@ -66,8 +66,8 @@ async def give_up_on(work: Work, seconds: float) -> None:
     for who, task in tasks.items():
         task.cancel()
         if task in waiting:
-            log.warning("after the failed push: no answer from %s", who)
+            log.warning("gave up waiting for %s", who)
         elif isinstance(error := task.exception(), RunError):
-            log.warning("after the failed push: %s: %s", who, error)
+            log.warning("giving up: %s: %s", who, error)
         elif error is not None:
             raise error

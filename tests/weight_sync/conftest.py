@@ -29,6 +29,7 @@ async def restore(trainer: Any, engine: Any, folder: Path) -> None:
     await set_weights(trainer, 0)
     push = await make_push("handle", trainer, [engine], folder, verify=Verify.never)
     await push.push(0)
+    await push.close()
 
 
 @pytest.fixture(scope="package")
