@@ -48,7 +48,7 @@ class HandleSender(Sender):
         self.release()
 
     def close(self) -> None:
-        """Named memory stays while a handle of it was not redeemed, so it is unlinked here; nobody asks for it again."""
+        """Named memory stays while a handle of it is not redeemed, so it is unlinked here: nobody asks for it again."""
         names = [payload.file_of(buffer) for buffer in self.buffers if self.device.type == "cpu"]
         self.release()
         for name in names:
