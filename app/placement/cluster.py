@@ -70,9 +70,8 @@ def bundles(config: RunConfig, device: Device) -> list[dict[str, float]]:
 def connect(config: RunConfig, device: Device) -> None:
     """Start a local Ray, or join the cluster at `cluster.address`."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-    os.environ.setdefault(
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
-    )  # an actor without devices of its own sees them all
+    # our ranks and engines are not background work; an actor without devices of its own sees them all
+    os.environ |= {"RAY_worker_niceness": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it announces its default, token mode
     ours = signal.getsignal(signal.SIGTERM)
     try:

@@ -295,7 +295,13 @@ class Lines:
 
     def samples(self, step: int, groups: Sequence[Group], decode: object = None) -> None: ...
 
-    def evaluated(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+    def evaluated(
+        self,
+        step: int,
+        results: Mapping[str, Mapping[str, float]],
+        groups: Sequence[Group] = (),
+        decode: object = None,
+    ) -> None:
         self.evaluations.append((now(), step))
 
 
