@@ -48,7 +48,6 @@ class Validate(Callback):
                 raise SystemExit(code)
             if resolved.mode is Mode.report:
                 _report(config)
-            _refuse_unbuilt(resolved)
             from app.placement.prepare import prepare
 
             prepare(resolved, doing=lambda _: None)
@@ -67,7 +66,6 @@ def main(composed: DictConfig) -> float:
         config = configuration.resolve(composed)
         if (code := _answer(config)) is not None:  # in a sweep, whose jobs have no `on_run_start`
             return float(code)
-        _refuse_unbuilt(config)
         folder = Path(HydraConfig.get().runtime.output_dir)
         if config.mode is Mode.parity:
             from app.placement.parity import compare
@@ -144,10 +142,3 @@ def _report(composed: DictConfig) -> None:
             f"hydra.run.dir={folder} is not accepted: give a run's or a sweep's folder; {error}."
         ) from None
     raise SystemExit(0)
-
-
-def _refuse_unbuilt(config: RunConfig) -> None:
-    """What the design names and a later change brings: one sentence until then."""
-    from app.placement.unbuilt import refuse
-
-    refuse(config)

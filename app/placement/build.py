@@ -16,6 +16,7 @@ from app.errors import Interrupted, RunError
 from app.placement.fully_async import first_failure
 from app.placement.parts import Parts
 from app.placement.prepare import Prepared, prepare
+from app.placement.reaper import reaper
 from app.placement.sampler import Sampler
 from app.placement.schema import PlacementKind
 from app.rollout.pool import EnginePool
@@ -126,6 +127,7 @@ async def rollout_side(
             log=folder / "logs" / "reward.log",
         )
         stack.callback(scorer.close)
+        stack.enter_context(reaper())
         recorder.doing("starting Ray")
         stack.callback(_shutdown_ray)
         cluster.connect(config, device)

@@ -45,13 +45,13 @@ def test_shards_give_the_same_logprobs_and_gradients_as_a_plain_module(
     given = batch(101)
     logprobs, entropies = policy(**given.inputs, temperature=0.7)
     (logprobs * weights(given)).sum().backward()
-    assert relative(ours["logprobs"], logprobs.detach()) < 1e-6
-    assert relative(ours["entropies"], entropies) < 1e-6
+    assert relative(ours["logprobs"], logprobs.detach()) < 1e-5
+    assert relative(ours["entropies"], entropies) < 1e-5
     plain = dict(named_checkpoint_tensors(policy))
     assert list(plain) == list(ours["tensors"])
     for name, parameter in plain.items():
         assert torch.equal(ours["tensors"][name], parameter.detach()), name
-        assert relative(ours["gradients"][name], parameter.grad) < 1e-6, name
+        assert relative(ours["gradients"][name], parameter.grad) < 1e-5, name
 
 
 def test_a_tied_head_is_one_parameter_and_each_rank_holds_its_rows(results: list[sharded.Result]) -> None:

@@ -100,7 +100,7 @@ def test_a_wrong_key_is_refused_and_said(trainer: Any, engine: Any, tmp_path: Pa
         with pytest.raises(EngineError, match="HTTP 401"):
             await stranger.start(30)
         push = await make_push("collective", trainer, [stranger], tmp_path, timeout_s=TIMEOUT_S)
-        with pytest.raises(SyncError, match=r"pause: engine with a wrong key: .*HTTP 401"):
+        with pytest.raises(SyncError, match=r"pause: engine with a wrong key.*HTTP 401"):
             await push.push(1)
 
     asyncio.run(scenario())
