@@ -1,8 +1,8 @@
 """Ends what a run started when its driver is gone, also when that was killed.
 
-A small process waits for the end of a pipe that the driver holds. Then it kills every process that carries the run's mark
-in its environment, which all of them inherited: Ray's, ours, SGLang's. Most of them end by themselves; Ray's agents may
-take longer than anybody wants to wait.
+A small process waits for the end of a pipe that the driver holds. Then it kills every process that carries the run's
+mark in its environment, which all of them inherited: Ray's, ours, SGLang's. Most of them end by themselves; Ray's
+agents may take longer than anybody wants to wait.
 """
 
 import os
