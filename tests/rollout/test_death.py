@@ -105,7 +105,7 @@ def test_a_wrong_key_is_one_sentence(own: Own, tmp_path: Path) -> None:
 
 def test_aborted_members_that_were_still_waiting_are_empty(own: Own) -> None:
     async def run() -> list[list[int]]:
-        task = await in_flight(own.engine, request(group_size=12, temperature=HOT, max_tokens=1000), 0.5)
+        task = await in_flight(own.engine, request(group_size=64, temperature=HOT, max_tokens=1000))
         await own.engine.abort(["test/0@0"])
         completions = await asyncio.wait_for(task, 10)
         assert {completion.finish_reason for completion in completions} == {FinishReason.abort}

@@ -161,8 +161,15 @@ class Proxy:
         self.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
 
     def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(30)
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _end(self) -> None:
+        await self._runner.cleanup()
+        unanswered = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in unanswered:  # replies that a rule holds back
+            task.cancel()
+        await asyncio.gather(*unanswered, return_exceptions=True)
 
     async def _handle(self, incoming: web.Request) -> web.StreamResponse:
         body = await incoming.read()
