@@ -108,7 +108,7 @@ def test_what_is_asked_for_during_a_drain_is_sampled_by_the_new_policy(
 
 
 def endless(tokens: int) -> Any:
-    """So many members that some are still being sampled at the push, hot so that each meets its stop token by chance."""
+    """So many members that some are in flight at the push, hot so that each meets its stop token by chance."""
     return request(tokens=tokens, temperature=50.0, group_size=32)
 
 
