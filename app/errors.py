@@ -19,8 +19,16 @@ class EngineError(RunError):
     """An engine died, stalled or refused a call."""
 
 
+class EngineLost(EngineError):
+    """An engine died or stalled: nothing that it was asked for will come."""
+
+
 class TrainerError(RunError):
     """A trainer rank died, stalled or failed."""
+
+
+class TrainerLost(TrainerError):
+    """The trainer's ranks cannot go on: one is gone, or the parameters are in the middle of a step's updates."""
 
 
 class SyncError(RunError):

@@ -44,6 +44,10 @@ class RolloutEngine(Protocol):
 
     async def load(self) -> EngineLoad: ...
 
+    async def check(self) -> None:
+        """Raise `EngineLost` if the server is gone or does not answer."""
+        ...
+
 
 class Trainer(Protocol):
     """Driver-side face of the FSDP2 ranks: a split step CLOSED → begin → OPEN → groups… → finish or abort → CLOSED."""

@@ -1,10 +1,13 @@
 """Where training stands in its data: an endless, resumable stream of prompts.
 
 Epoch by epoch, each in its own order, which follows from (seed, epoch) alone. So the whole state is a few numbers:
-which epoch, how many of its prompts were handed out, and which of those were handed back unfinished.
+which epoch, how many of its prompts were handed out, and which of those are not settled.
+
+    handed out → settled (trained on, or filtered: never again)
+               → given back (handed out again before anything new)
 
 Always holds: within an epoch every prompt is handed out exactly once, plus once more for each time it was given back;
-prompts given back come first; a restored cursor continues exactly where the saved one stood.
+a restored cursor first hands out what was out when its state was taken, then what had been given back, then goes on.
 """
 
 import hashlib
@@ -29,6 +32,7 @@ class PromptCursor(Iterator[Prompt]):
             raise ValueError("a cursor needs prompts, each with an id of its own")
         self._seed, self._shuffle = seed, shuffle
         self._fingerprint = _fingerprint(self._prompts, seed, shuffle)
+        self._out: dict[str, None] = {}  # ids that are neither settled nor given back, in the order of handing out
         self._returned: deque[str] = deque()  # ids to hand out again, first come first
         self._epoch, self._position = 0, 0  # `position` prompts of `epoch` were handed out
         self._order = self._order_of(0)
@@ -38,8 +42,11 @@ class PromptCursor(Iterator[Prompt]):
         return len(self._prompts)
 
     def __next__(self) -> Prompt:
-        if self._returned:
-            return self.prompt(self._returned.popleft())
+        prompt = self.prompt(self._returned.popleft()) if self._returned else self._fresh()
+        self._out[prompt.id] = None
+        return prompt
+
+    def _fresh(self) -> Prompt:
         if self._position == len(self):
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._order_of(self._epoch)
@@ -58,24 +65,23 @@ class PromptCursor(Iterator[Prompt]):
 
     def prompt(self, prompt_id: str) -> Prompt:
         """The prompt of an id that this cursor handed out; `KeyError` for any other."""
-        place, _ = self._locate(prompt_id)
-        return replace(self._prompts[place], id=prompt_id)
+        return replace(self._prompts[self._place(prompt_id)], id=prompt_id)
+
+    def settle(self, prompt_ids: Sequence[str]) -> None:
+        """These were trained on or filtered: they are done with. `KeyError` if one is not out."""
+        self._remove(prompt_ids)
 
     def give_back(self, prompt_ids: Sequence[str]) -> None:
         """Put unfinished prompts at the head, in this order. `KeyError` if one is not out."""
-        self._refuse_unless_out(prompt_ids)
+        self._remove(prompt_ids)
         self._returned.extendleft(reversed(prompt_ids))
 
-    def state(self, unfinished: Sequence[str] = ()) -> dict[str, Any]:
-        """Where the stream stands, as JSON can hold it.
-
-        `unfinished` prompts are out but not trained on: a restored cursor hands them out first, this one goes on.
-        """
-        self._refuse_unless_out(unfinished)
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands, as JSON can hold it. What is out now a restored cursor hands out first."""
         return {
             "epoch": self._epoch,
             "position": self._position,
-            "returned": [*unfinished, *self._returned],
+            "returned": [*self._out, *self._returned],
             "fingerprint": self._fingerprint,
         }
 
@@ -89,6 +95,7 @@ class PromptCursor(Iterator[Prompt]):
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._order_of(self._epoch)
         self._returned = deque(state["returned"])
+        self._out = {}
 
     def _order_of(self, epoch: int) -> np.ndarray:
         """[prompts] int64: places in the order of this epoch."""
@@ -97,24 +104,21 @@ class PromptCursor(Iterator[Prompt]):
         # the legacy generator's streams are frozen: a checkpoint survives a newer numpy
         return np.random.RandomState([self._seed, epoch]).permutation(len(self))
 
-    def _locate(self, prompt_id: str) -> tuple[int, int]:
-        """(place, epoch) of an id; `KeyError` if it was never handed out."""
+    def _place(self, prompt_id: str) -> int:
+        """The place of an id; `KeyError` if it was never handed out."""
         base, _, epoch_text = prompt_id.rpartition("@")
         if base not in self._places or not epoch_text.isdecimal():
             raise KeyError(f"no prompt {prompt_id}")
         place, epoch = self._places[base], int(epoch_text)
-        ahead = epoch == self._epoch and place in self._order[self._position :]
-        if epoch > self._epoch or ahead:
+        if epoch > self._epoch or (epoch == self._epoch and place in self._order[self._position :]):
             raise KeyError(f"prompt {prompt_id} was not handed out yet")
-        return place, epoch
+        return place
 
-    def _refuse_unless_out(self, prompt_ids: Sequence[str]) -> None:
-        waiting = set(self._returned)
+    def _remove(self, prompt_ids: Sequence[str]) -> None:
         for prompt_id in prompt_ids:
-            self._locate(prompt_id)
-            if prompt_id in waiting:
-                raise KeyError(f"prompt {prompt_id} was given back already")
-            waiting.add(prompt_id)
+            if prompt_id not in self._out:
+                raise KeyError(f"prompt {prompt_id} is not out")
+            del self._out[prompt_id]
 
 
 def _fingerprint(prompts: Sequence[Prompt], seed: int, shuffle: bool) -> str:

@@ -14,6 +14,7 @@ import time
 
 from app.errors import RunError, TrainerError
 from app.placement.buffer import GroupBuffer
+from app.placement.failures import first_failure
 from app.placement.metrics import Tally, step_metrics
 from app.placement.parts import Parts
 from app.placement.producer import Producer
@@ -168,15 +169,3 @@ class FullyAsync(Conductor):
             f"gate {'open' if admission.gate_open else 'shut'}"
         )
 
-
-def first_failure(failures: BaseExceptionGroup) -> BaseException:
-    """The failure that ended the others: our own sentences before anything else, cancellations last."""
-    flat: list[BaseException] = []
-    waiting: list[BaseException] = [failures]
-    while waiting:
-        error = waiting.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            waiting += error.exceptions
-        else:
-            flat.append(error)
-    return min(flat, key=lambda error: (not isinstance(error, RunError), isinstance(error, asyncio.CancelledError)))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from app.errors import EngineError
+from app.errors import EngineError, EngineLost
 from app.model.directory import load_tokenizer
 from app.process import log_to
 from app.rollout.client import Client, ConnectionLost
@@ -24,6 +24,7 @@ from app.types import Completion, EngineLoad, EnginePart, GroupRequest, InFlight
 HEALTH_POLL_SECONDS = 0.25
 STALL_POLL_SECONDS = 5.0
 IDLE_POLL_SECONDS = 0.02
+CHECK_SECONDS = 10.0
 DEATH_SECONDS = 3.0  # from a lost connection until the operating system tells of the server's death
 MEMORY_TAGS = {EnginePart.weights: "weights", EnginePart.kv_cache: "kv_cache", EnginePart.graphs: "cuda_graph"}
 T = TypeVar("T")
@@ -147,6 +148,12 @@ class EngineHost:
     async def load(self) -> EngineLoad:
         return EngineLoad(groups=len(self._running), completion_tokens=self._tokens)
 
+    async def check(self) -> None:
+        """Raise `EngineLost` if the server is gone or does not answer, whatever it may be busy with."""
+        if not await self._or_failure(self._ready().healthy(seconds=CHECK_SECONDS)):
+            self._fail(EngineLost(f"{self.spec.name} did not answer to /health within {CHECK_SECONDS:.0f} s"))
+        self._ready()
+
     # --- inside
 
     def _decoded(self, completions: Sequence[Completion]) -> list[Completion]:
@@ -184,9 +191,11 @@ class EngineHost:
             finished = task.done()
             if not finished:
                 task.cancel()
-        if finished and not task.cancelled() and self._server and isinstance(task.exception(), ConnectionLost):
-            # often the first sign of a death, whose own error says more
-            await asyncio.wait([self._failure], timeout=DEATH_SECONDS)
+        if finished and not task.cancelled() and isinstance(gone := task.exception(), ConnectionLost):
+            if self._server:  # often the first sign of a death, whose own error says more
+                await asyncio.wait([self._failure], timeout=DEATH_SECONDS)
+            else:  # whoever comes back at that address may have other weights
+                self._fail(EngineLost(str(gone)))
         if self._failure.done() and (not finished or task.exception() is not None):
             raise self._failure.result()
         return task.result()
@@ -226,7 +235,7 @@ class EngineHost:
             elif loop.time() - alive_at > self.spec.stall_timeout_s:
                 waiting = ", ".join(list(self._running)[:5])
                 self._fail(
-                    EngineError(
+                    EngineLost(
                         f"{self.spec.name} made no progress for rollout.stall_timeout_s="
                         f"{self.spec.stall_timeout_s:.0f} s with {len(self._running)} prompts in flight ({waiting})"
                     )

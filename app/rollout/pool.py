@@ -1,12 +1,17 @@
-"""Shares groups among engines: the one with the least outstanding work first."""
+"""Shares groups among engines: the one with the least outstanding work first. Knows which of them are lost.
+
+Always holds: a lost engine is asked for nothing until another one was put in its place; while all are lost, groups wait
+for that. Whoever replaces engines ends the run when it cannot, so nobody waits in vain.
+"""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
+from app.errors import EngineLost
 from app.protocols import RolloutEngine
-from app.types import Completion, GroupRequest
 
 
 class EnginePool:
@@ -14,35 +19,74 @@ class EnginePool:
 
     def __init__(self, engines: Sequence[RolloutEngine]):
         self.engines = list(engines)
+        self.lost: dict[int, EngineLost] = {}  # place → why
+        self.loss = asyncio.Event()  # set when an engine was lost
+        self._changed = asyncio.Event()  # set when one came back
         self._outstanding = [0] * len(self.engines)  # completions asked for and not there yet
         self._busy, self._counted_at = 0.0, time.perf_counter()  # engine-seconds with work, and until when
 
-    async def generate(self, request: GroupRequest) -> list[Completion]:
-        """One group, on whichever engine has the least to do."""
-        async with self._least_busy(request.group_size) as engine:
-            return await engine.generate(request)
+    @property
+    def living(self) -> list[RolloutEngine]:
+        return [engine for place, engine in enumerate(self.engines) if place not in self.lost]
 
-    async def broadcast(self, method: str, *arguments: object) -> None:
-        """Call a method on every engine at once."""
-        await asyncio.gather(*(getattr(engine, method)(*arguments) for engine in self.engines))
+    def lose(self, engine: RolloutEngine, why: EngineLost) -> None:
+        """Ask this engine for nothing more. Harmless for one that was replaced meanwhile."""
+        for place, known in enumerate(self.engines):
+            if known is engine:
+                self.lost[place] = why
+                self.loss.set()
+
+    def restore(self, place: int) -> None:
+        """The engine in this place may be asked again."""
+        del self.lost[place]
+        self._changed.set()
+
+    async def some(self) -> list[RolloutEngine]:
+        """The living engines, as soon as there are any."""
+        while not self.living:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.living
 
     @asynccontextmanager
-    async def _least_busy(self, work: int) -> AsyncIterator[RolloutEngine]:
-        index = min(range(len(self.engines)), key=self._outstanding.__getitem__)
-        self._account()
-        self._outstanding[index] += work
+    async def least_busy(self, work: int) -> AsyncIterator[tuple[str, RolloutEngine]]:
+        """The engine with the least to do, for `work` completions, and its name. One that is lost meanwhile is noted."""
+        await self.some()
+        places = [place for place in range(len(self.engines)) if place not in self.lost]
+        place = min(places, key=self._outstanding.__getitem__)
+        engine = self.engines[place]
+        self._account(place, work)
         try:
-            yield self.engines[index]
+            yield f"engine {place}", engine
+        except EngineLost as error:
+            self.lose(engine, error)
+            raise
         finally:
-            self._account()
-            self._outstanding[index] -= work
+            self._account(place, -work)
+
+    async def broadcast(self, method: str, *arguments: object) -> None:
+        """Call a method on every living engine at once; one that is lost by it is left behind."""
+        await asyncio.gather(*(self._ask(engine, method, arguments) for engine in self.living))
+
+    async def check(self) -> bool:
+        """Ask the living engines whether they are alive; whether none was lost."""
+        asked = self.living
+        await asyncio.gather(*(self._ask(engine, "check", ()) for engine in asked))
+        return all(engine in self.living for engine in asked)
+
+    async def _ask(self, engine: Any, method: str, arguments: Sequence[object]) -> None:
+        try:
+            await getattr(engine, method)(*arguments)
+        except EngineLost as error:
+            self.lose(engine, error)
 
     def busy_seconds(self) -> float:
         """Time that an engine had something to do, the mean over engines, since the pool was made."""
         self._account()
         return self._busy / len(self.engines)
 
-    def _account(self) -> None:
+    def _account(self, place: int = 0, work: int = 0) -> None:
         now = time.perf_counter()
-        self._busy += (now - self._counted_at) * sum(1 for work in self._outstanding if work)
+        self._busy += (now - self._counted_at) * sum(1 for asked in self._outstanding if asked)
         self._counted_at = now
+        self._outstanding[place] += work

@@ -1,14 +1,19 @@
 """The driver's face of an engine: `RolloutEngine` over the Ray actor that hosts it."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
+import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from app.errors import EngineError, RunError
+from app.errors import EngineError, EngineLost, RunError
 from app.types import Completion, EngineLoad, EnginePart, GroupRequest, InFlight
 
+log = logging.getLogger(__name__)
+STOP_SECONDS = 10.0
+CHECK_SECONDS = 30.0
 CALL_SECONDS = 900.0  # for anything but generation, whose deadline is by progress and kept by the host
 
 
@@ -23,6 +28,14 @@ class RemoteEngine:
 
     async def stop(self) -> None:
         await self._call("stop", seconds=30)
+
+    async def end(self) -> None:
+        """End the server and its host, whatever state they are in: politely first."""
+        try:
+            await asyncio.wait_for(self.stop(), STOP_SECONDS)
+        except (RunError, TimeoutError) as error:
+            log.warning("%s did not stop by itself: %s", self.name, error)
+        ray.kill(self.actor)
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
         return await self._call("generate", request, seconds=None)
@@ -48,18 +61,21 @@ class RemoteEngine:
     async def load(self) -> EngineLoad:
         return await self._call("load")
 
+    async def check(self) -> None:
+        await self._call("check", seconds=CHECK_SECONDS)
+
     async def _call(self, method: str, *arguments: Any, seconds: float | None = CALL_SECONDS) -> Any:
         try:
             return await asyncio.wait_for(_awaitable(getattr(self.actor, method).remote(*arguments)), seconds)
         except TimeoutError:
-            raise EngineError(f"{self.name}: {method} did not return within {seconds:.0f} s") from None
+            raise EngineLost(f"{self.name}: {method} did not return within {seconds:.0f} s") from None
         except RayTaskError as error:
             if isinstance(error.cause, RunError):
                 raise error.cause from None
             told = f"{type(error.cause).__name__}: {error.cause}".splitlines()[0]
             raise EngineError(f"{self.name}: {method} failed: {told}") from error
         except RayActorError as error:
-            raise EngineError(f"{self.name}: its host died during {method}: {str(error).splitlines()[0]}") from error
+            raise EngineLost(f"{self.name}: its host died during {method}: {str(error).splitlines()[0]}") from error
 
 
 async def _awaitable(reference: Any) -> Any:

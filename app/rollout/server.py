@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.errors import EngineError
+from app.errors import EngineError, EngineLost
 from app.rollout.launcher import KEY_VARIABLE, PARENT_VARIABLE
 
 LOG_TAIL_LINES = 12
@@ -98,13 +98,13 @@ class Server:
         assert self._process is not None
         return self._process.pid
 
-    async def died(self) -> EngineError:
+    async def died(self) -> EngineLost:
         """Wait for the process to end, and end its children; the error says how it ended and what its log said last."""
         assert self._process is not None
         code = await self._process.wait()
         self._kill_group()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return EngineError(
+        return EngineLost(
             f"{self.spec.name} (pid {self.pid}) {how}; log: {self.spec.log}; its last lines:\n{self.tail()}"
         )
 

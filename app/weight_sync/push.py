@@ -11,7 +11,7 @@ reply per bucket twinkle's, the race of broadcast and reply follows from SGLang'
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from app.errors import EngineError, SyncError
@@ -42,7 +42,8 @@ class Push:
         *,
         in_flight: InFlight,
     ):
-        self.ranks, self.engines, self.config = ranks, list(engines), config
+        self.ranks, self.config = ranks, config
+        self.engines = dict(enumerate(engines))  # by place, which says whose card an engine stands on
         self.carrier, self.verifier, self.in_flight = carrier, verifier, in_flight
         self._buckets: Sequence[Bucket] = ()
         self._without_sessions: set[str] = set()  # engines of SGLang 0.5.20 and older
@@ -55,9 +56,11 @@ class Push:
         self._buckets = plan_buckets(tensors, capacity=int(self.config.bucket_mib * MIB))
         await self.ranks.call(SENDER, "prepare", buckets=self._buckets)
 
-    def change_engines(self, engines: Sequence[RolloutEngine]) -> None:
-        """Push to these from now on (also when one of them restarted its server): the next push builds the way anew."""
-        self.engines = list(engines)
+    def change_engines(self, engines: Mapping[int, RolloutEngine]) -> None:
+        """Push to these, by their places, from now on; the next push builds the way anew if they are others."""
+        if self.engines == dict(engines):
+            return
+        self.engines = dict(engines)
         self._without_sessions.clear()
         self._stale = True
 
@@ -76,11 +79,11 @@ class Push:
             clock.mark("gather")
             await waits.all_of("pause", self._each(self._pause), deadline=False)  # each has its own
             clock.mark("pause")
-            reused = await self.carrier.connect(waits, self.ranks, self.engines)
+            reused = await self.carrier.connect(waits, self.ranks, self._members)
             clock.mark("connect")
             await self._load(waits, offered)
             clock.mark("load")
-            await self.verifier.after(waits, self.ranks, self.engines, flush=self._flush)
+            await self.verifier.after(waits, self.ranks, self._members, flush=self._flush)
             clock.mark("verify")
             await waits.all_of("resume", self._each(lambda engine, _: engine.resume()))
             clock.mark("resume")
@@ -94,6 +97,14 @@ class Push:
             seconds=clock.total(),
             group_reused=reused,
         )
+
+    async def abandon(self) -> None:
+        """Tear the way down on both sides: the ranks, or some of them, are gone."""
+        await self.carrier.abandon(self.ranks)
+
+    @property
+    def _members(self) -> list[RolloutEngine]:
+        return list(self.engines.values())
 
     async def _load(self, waits: Waits, offered: Sequence[Any]) -> None:
         """Every bucket into every engine, the next one being gathered meanwhile."""
@@ -110,7 +121,7 @@ class Push:
                         name_of(engine, place): engine.update(
                             self.carrier.route, {**self.carrier.ask(place, bucket, offered), **stamp}
                         )
-                        for place, engine in enumerate(self.engines)
+                        for place, engine in self.engines.items()
                     },
                 },
             )
@@ -160,7 +171,7 @@ class Push:
     def _each(
         self, call: Callable[[RolloutEngine, int], Coroutine[Any, Any, Any]]
     ) -> dict[str, Coroutine[Any, Any, Any]]:
-        return {name_of(engine, place): call(engine, place) for place, engine in enumerate(self.engines)}
+        return {name_of(engine, place): call(engine, place) for place, engine in self.engines.items()}
 
 
 class Clock:
