@@ -31,6 +31,10 @@ class TrainerLost(TrainerError):
     """The trainer's ranks cannot go on: one is gone, or the parameters are in the middle of a step's updates."""
 
 
+class CheckpointError(RunError):
+    """A checkpoint could not be written or read, or is not one of this model: names its folder."""
+
+
 class SyncError(RunError):
     """A push failed: names engine, rank, bucket and phase."""
 

@@ -1,6 +1,7 @@
 """Where the parts meet. Placement code speaks to these and to nothing behind them."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from app.types import (
@@ -68,6 +69,10 @@ class Trainer(Protocol):
         """Forget the open step: no update, no new version. Harmless when no step is open."""
         ...
 
+    async def version(self) -> int | None:
+        """The policy that the parameters are; None in the middle of a step's updates."""
+        ...
+
     async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
         """Fix π_old of these groups at the current parameters (only where the algorithm needs it)."""
         ...
@@ -75,6 +80,25 @@ class Trainer(Protocol):
     async def offload(self, part: TrainerPart) -> None: ...
 
     async def onload(self, part: TrainerPart) -> None: ...
+
+    async def checkpoint_bytes(self) -> int:
+        """Bytes that a checkpoint takes, over all ranks."""
+        ...
+
+    async def capture(self) -> int:
+        """Copy what a checkpoint holds to host memory, also while parts are offloaded; returns the bytes of all ranks.
+
+        Only between steps, as `restore`.
+        """
+        ...
+
+    async def write(self, folder: Path) -> None:
+        """Write what was captured into a folder that all ranks see; steps may go on meanwhile."""
+        ...
+
+    async def restore(self, folder: Path, *, version: int) -> None:
+        """Take over a checkpoint of policy `version`, of any number of ranks; nothing may be offloaded."""
+        ...
 
 
 class WeightSync(Protocol):

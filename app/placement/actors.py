@@ -85,7 +85,7 @@ def _threads(config: RunConfig, processes: int) -> int:
 
 def make_trainer(config: RunConfig, device: Device, path: Path, folder: Path, reservation: Reservation) -> FsdpTrainer:
     """The trainer's ranks, created and not set up."""
-    from app.trainer.rank import RankSpec, TrainerRank
+    from app.trainer.rank import THREADS, RankSpec, TrainerRank
     from app.trainer.step import StepSettings
 
     ranks = config.placement.trainer_ranks
@@ -109,7 +109,7 @@ def make_trainer(config: RunConfig, device: Device, path: Path, folder: Path, re
         logs=folder / "logs",
         profile_steps=tuple(config.profile.steps),
     )
-    make = ray.remote(concurrency_groups={"answers": 1})(TrainerRank)  # type: ignore[call-overload]
+    make = ray.remote(concurrency_groups=THREADS)(TrainerRank)  # type: ignore[call-overload]
     environment = {"env_vars": dict(device.trainer_env)} if device.trainer_env else None
     actors = [
         make.options(runtime_env=environment, **reservation.rank_options(rank)).remote(spec, rank)

@@ -12,6 +12,8 @@ from app.errors import RunError, TrainerError
 from app.types import ScoredGroup, StepReport, TrainerPart
 
 STACKS_SECONDS = 10.0
+SETTLE_SECONDS = 5.0  # within which ranks that are not stuck answer after another one's failure
+BESIDE = ("write",)  # runs in a thread of its own: its failure says nothing about the calls in the queue
 
 
 class FsdpTrainer:
@@ -19,6 +21,12 @@ class FsdpTrainer:
 
     def __init__(self, ranks: Sequence[Any], *, timeout_s: float, logs: Path):
         self.ranks, self.timeout_s, self.logs = list(ranks), timeout_s, logs
+        self._broken: str | None = None
+
+    @property
+    def broken(self) -> bool:
+        """Whether a rank died or is stuck, so that all of them have to be made anew. Every call is refused then."""
+        return self._broken is not None
 
     async def setup(self) -> int:
         """Join the ranks and load the model; returns the number of parameters."""
@@ -43,11 +51,32 @@ class FsdpTrainer:
     async def abort_step(self) -> None:
         await self._all("abort_step")
 
+    async def version(self) -> int | None:
+        versions = set(await self._all("version"))
+        return versions.pop() if len(versions) == 1 else None
+
     async def offload(self, part: TrainerPart) -> None:
         await self.call("offload", "offload", part=part)
 
     async def onload(self, part: TrainerPart) -> None:
         await self.call("offload", "onload", part=part)
+
+    async def checkpoint_bytes(self) -> int:
+        return sum(await self._all("checkpoint_bytes"))
+
+    async def capture(self) -> int:
+        return sum(await self._all("capture"))
+
+    async def write(self, folder: Path) -> None:
+        await self._all("write", folder)
+
+    async def save(self, folder: Path) -> None:
+        """Capture and write, one after the other; `Checkpoints` (app/trainer/checkpoint.py) does it beside training."""
+        await self.capture()
+        await self.write(folder)
+
+    async def restore(self, folder: Path, *, version: int) -> None:
+        await self._all("restore", folder, version)
 
     async def attach(self, name: str, make: Callable[..., Any]) -> None:
         """Give every rank a further part."""
@@ -67,26 +96,49 @@ class FsdpTrainer:
         )
 
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
-        calls = {
-            asyncio.ensure_future(_awaitable(getattr(rank, method).remote(*arguments))): index
-            for index, rank in enumerate(self.ranks)
-        }
-        # the first failure ends the wait: the other ranks may be waiting for the one that failed
+        if self._broken is not None:
+            raise TrainerError(f"{method}: the trainer cannot go on, {self._broken}")
+        calls = self._ask(method, *arguments)
         done, waiting = await asyncio.wait(calls, timeout=self.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-        for call in done:
-            error = call.exception()
-            if error is not None:
-                for other in waiting:
-                    other.cancel()
-                raise explained(error, f"trainer rank {calls[call]}", method)
+        failed = [call for call in done if call.exception() is not None]
+        if failed:
+            raise await self._failure(method, calls, failed[0])
         if waiting:
             late = sorted(calls[call] for call in waiting)
             (self.logs / "stacks.log").write_text(await self.stacks())
+            self._broken = f"since trainer rank {_listed(late)} did not finish {method} in time"
             raise TrainerError(
-                f"trainer rank {', '.join(map(str, late))} did not finish {method} within "
+                f"trainer rank {_listed(late)} did not finish {method} within "
                 f"trainer.timeout_s={self.timeout_s:.0f} s; stacks: {self.logs / 'stacks.log'}"
             )
         return [call.result() for call in calls]
+
+    def _ask(self, method: str, *arguments: Any) -> dict["asyncio.Future[Any]", int]:
+        """The call on every rank → its rank."""
+        references = [getattr(rank, method).remote(*arguments) for rank in self.ranks]
+        return {asyncio.ensure_future(_awaitable(reference)): rank for rank, reference in enumerate(references)}
+
+    async def _failure(self, method: str, calls: dict["asyncio.Future[Any]", int], first: Any) -> BaseException:
+        """What to raise when a rank failed, after it was found out whether the others wait for it for ever.
+
+        A rank that died is named before those whose collective broke off because of it.
+        """
+        probes = {} if method in BESIDE else self._ask("ready")
+        await asyncio.wait([*calls, *probes], timeout=SETTLE_SECONDS)
+        stuck = {rank for call, rank in (calls | probes).items() if not call.done()}
+        for call in (*calls, *probes):
+            call.cancel()
+        answers = [(rank, call.exception()) for call, rank in (*probes.items(), *calls.items()) if call.done()]
+        died = sorted({rank for rank, error in answers if isinstance(error, RayActorError)})
+        culprit = died[0] if died else calls[first]
+        if died or stuck:
+            self._broken = f"since trainer rank {culprit} {'died' if died else 'failed'} during {method}"
+        error = dict(answers)[culprit] or first.exception()
+        return explained(error, f"trainer rank {culprit}", method)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 async def _awaitable(reference: Any) -> Any:

@@ -1,6 +1,6 @@
 """The optimizer of one rank: AdamW or SGD over sharded float32 masters, warm-up, clipping, a guard against NaN."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from app.errors import TrainerError
 from app.trainer import schema
 from app.trainer.schema import TrainerConfig
+
+SLOTS = {schema.Optimizer.adamw: ("step", "exp_avg", "exp_avg_sq"), schema.Optimizer.sgd: ()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,12 @@ class Optimizer:
         self.config = config
         self.torch = _make(self.parameters, config)
         self.updates = 0  # applied ones; the schedule counts them
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """What it keeps of every parameter that it updated."""
+        return SLOTS[self.config.optimizer]
 
     def update(self, *, scale: float) -> Outcome:
         """Scale the gradients, clip, step. One that is not finite is skipped; too many in a row raise an error."""
@@ -42,7 +49,7 @@ class Optimizer:
         if not torch.isfinite(norm):
             self._skip()
             return Outcome(False, float(norm), lr)
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
         limit = self.config.max_grad_norm
         if norm > limit:
             torch._foreach_mul_(gradients, float(limit / norm))
@@ -62,12 +69,28 @@ class Optimizer:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def state(self) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+        """(parameter, slot, value) of every parameter that was updated before."""
+        for parameter in self.parameters:
+            kept = self.torch.state.get(parameter, {})
+            yield from ((parameter, slot, kept[slot]) for slot in self.slots if slot in kept)
+
+    def restore(
+        self, kept: Mapping[torch.Tensor, Mapping[str, torch.Tensor]], *, updates: int, skipped_in_a_row: int
+    ) -> None:
+        """Go on where another optimizer stood: slot → value of each parameter that it had updated."""
+        groups = self.torch.param_groups
+        order = [parameter for group in groups for parameter in group["params"]]
+        state = {place: dict(kept[parameter]) for place, parameter in enumerate(order) if parameter in kept}
+        self.torch.load_state_dict({"state": state, "param_groups": self.torch.state_dict()["param_groups"]})
+        self.updates, self.skipped_in_a_row = updates, skipped_in_a_row
+
     def _skip(self) -> None:
         self.zero_grad()
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row > self.config.max_skipped_updates:
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > self.config.max_skipped_updates:
             raise TrainerError(
-                f"the gradient was not finite {self._skipped_in_a_row} updates in a row, more than "
+                f"the gradient was not finite {self.skipped_in_a_row} updates in a row, more than "
                 f"trainer.max_skipped_updates={self.config.max_skipped_updates}"
             )
 

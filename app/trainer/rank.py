@@ -25,12 +25,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from app.device import device_of
 from app.device.schema import DeviceKind, Dtype
 from app.device.torchvision import define_operators
+from app.errors import TrainerError
 from app.process import log_to
 from app.trainer.optimizer import Optimizer
 from app.trainer.profile import FOLDER, StepProfiler
 from app.trainer.schema import TrainerConfig
+from app.trainer.state import RankState
 from app.trainer.step import SplitStep, StepSettings
 from app.types import ScoredGroup, StepReport
+
+THREADS = {"answers": 1, "checkpoint": 1}  # Ray's concurrency groups: what runs beside the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,7 @@ class TrainerRank:
         self.reference = make().requires_grad_(False) if self.spec.reference else None
         self.optimizer = Optimizer(self.model.parameters(), self.spec.trainer)
         self.step = SplitStep(self.model, self.optimizer, self.spec.step, self.torch_device, self.reference)
+        self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=self.spec.trainer.timeout_s)
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def _device_index(self) -> int:
@@ -139,6 +144,37 @@ class TrainerRank:
     def abort_step(self) -> None:
         self.profiler.abort()
         self.step.abort()
+
+    def version(self) -> int | None:
+        return self.step.version
+
+    # --- checkpoints
+
+    def checkpoint_bytes(self) -> int:
+        return self.state.bytes
+
+    def capture(self) -> int:
+        self._require_closed("capture")
+        return self.state.capture()
+
+    @ray.method(concurrency_group="checkpoint")
+    def write(self, folder: Path) -> None:
+        """In a thread of its own, so that steps go on."""
+        self.state.write(folder)
+
+    def restore(self, folder: Path, version: int) -> None:
+        self._require_closed("restore")
+        self.state.restore(folder)
+        self.step.version = version
+
+    def ready(self) -> None:
+        """Return when everything that was asked for before is done, also on the device."""
+        if self.device.torch_type != "cpu":
+            torch.get_device_module(self.device.torch_type).synchronize(self.torch_device)
+
+    def _require_closed(self, call: str) -> None:
+        if self.step.open:
+            raise TrainerError(f"{call} while a step is open: finish or abort it first")
 
     # --- other parts
 

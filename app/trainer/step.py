@@ -68,7 +68,8 @@ class SplitStep:
         self.packs = packs_sequences(model.config, model.attention)  # whether the model tells packed sequences apart
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self._version: int | None = None
+        self.version: int | None = 0  # the policy that the parameters are; None in the middle of a step's updates
+        self._version: int | None = None  # of the open step
         self._old: dict[Key, torch.Tensor] = {}
         self._forget()
 
@@ -108,6 +109,7 @@ class SplitStep:
                 self._compute(self._pending[start : start + per_update])
                 self._update()
         report = StepReport(self._version, self._updates, self._metrics())
+        self.version = self._version
         self._close()
         return report
 
@@ -229,6 +231,7 @@ class SplitStep:
             sequences=counted.sequences,
             max_completion_tokens=self.settings.max_completion_tokens,
         )
+        self.version = None
         # FSDP2 averages over the ranks; what is wanted is the sum over them, divided once
         outcome = self.optimizer.update(scale=self.ranks / max(denominator, 1.0))
         self._updates += outcome.applied

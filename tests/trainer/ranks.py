@@ -1,13 +1,15 @@
-"""What each rank of the two-rank tests runs; started by `play_on`, which returns rank 0's results."""
+"""Work on several gloo ranks, each a process of its own; rank 0's results come back."""
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from app.device.torchvision import define_operators
 from tests.trainer.support import Result, Scenario, play
@@ -15,12 +17,23 @@ from tests.trainer.support import Result, Scenario, play
 
 def play_on(ranks: int, path: Path, scenarios: dict[str, Scenario], out: Path) -> dict[str, Result]:
     """Every scenario, one after the other, on `ranks` gloo ranks."""
+    return run_on(ranks, _play_all, out, path, scenarios)
+
+
+def _play_all(mesh: DeviceMesh, path: Path, scenarios: dict[str, Scenario]) -> dict[str, Result]:
+    return {name: play(path, scenario, mesh) for name, scenario in scenarios.items()}
+
+
+def run_on(ranks: int, work: Callable[..., Any], out: Path, *arguments: Any) -> Any:
+    """What `work`, a module's function, returns on rank 0; it gets the ranks' mesh first."""
     rendezvous = out.with_suffix(".rendezvous")
-    mp.spawn(_rank, (ranks, rendezvous, path, scenarios, out), nprocs=ranks, join=True)  # type: ignore[attr-defined]
+    mp.spawn(_rank, (ranks, rendezvous, work, arguments, out), nprocs=ranks, join=True)  # type: ignore[attr-defined]
     return torch.load(out, weights_only=False)
 
 
-def _rank(rank: int, ranks: int, rendezvous: Path, path: Path, scenarios: dict[str, Scenario], out: Path) -> None:
+def _rank(
+    rank: int, ranks: int, rendezvous: Path, work: Callable[..., Any], arguments: tuple[Any, ...], out: Path
+) -> None:
     define_operators()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -28,8 +41,7 @@ def _rank(rank: int, ranks: int, rendezvous: Path, path: Path, scenarios: dict[s
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
     )
     try:
-        mesh = init_device_mesh("cpu", (ranks,))
-        results = {name: play(path, scenario, mesh) for name, scenario in scenarios.items()}
+        results = work(init_device_mesh("cpu", (ranks,)), *arguments)
         if rank == 0:
             torch.save(results, out)
         dist.barrier()

@@ -47,7 +47,7 @@ def make_trainer(model: Path, folder: Path, *, ranks: int = 1, dtype: Dtype = Dt
     import ray
 
     from app.trainer.fsdp import FsdpTrainer
-    from app.trainer.rank import RankSpec, TrainerRank
+    from app.trainer.rank import THREADS, RankSpec, TrainerRank
     from app.trainer.step import StepSettings
 
     settings = StepSettings(
@@ -70,7 +70,7 @@ def make_trainer(model: Path, folder: Path, *, ranks: int = 1, dtype: Dtype = Dt
         seed=0,
         logs=folder,
     )
-    make = ray.remote(concurrency_groups={"answers": 1}, num_cpus=0)(TrainerRank)
+    make = ray.remote(concurrency_groups=THREADS, num_cpus=0)(TrainerRank)
     return FsdpTrainer([make.remote(spec, rank) for rank in range(ranks)], timeout_s=120, logs=folder)
 
 

@@ -1,0 +1,87 @@
+"""Several steps in a row, with a checkpoint captured on the way, or continued from one."""
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from app.trainer.schema import TrainerConfig
+from app.trainer.state import RankState
+from app.trainer.step import SplitStep
+from app.types import ScoredGroup
+from tests.trainer.support import Scenario, make_step, parameters, train
+from tests.trainer.test_step import GRPO
+
+TRAINER = TrainerConfig(lr=1e-3, warmup_steps=6)
+STEPS, SAVED = 4, 2
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What came of it; the same on all ranks but the random numbers, which are rank 0's."""
+
+    metrics: dict[int, dict[str, float]]  # by step
+    saved: dict[str, Tensor]  # parameters when the checkpoint was captured, or just restored
+    after: dict[str, Tensor]  # at the end
+    numbers: list[float]  # drawn from each generator after the checkpoint
+
+
+def trainer_of(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> tuple[SplitStep, RankState]:
+    step = make_step(path, scenario, mesh)
+    return step, RankState(step.model, step.optimizer, torch.device("cpu"), timeout_s=60)
+
+
+def from_the_start(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup], folder: Path) -> Lineage:
+    """Four steps; the second is captured and written while the others are made."""
+    torch.manual_seed(11)
+    step, state = trainer_of(path, Scenario(GRPO, groups, trainer=TRAINER), mesh)
+    metrics = {version: _step(step, groups, version) for version in range(1, SAVED + 1)}
+    folder.mkdir(exist_ok=True)
+    state.capture()
+    saved, numbers = parameters(step.model), _draw()
+    with ThreadPoolExecutor(1) as beside:
+        writing = beside.submit(state.write, folder)
+        metrics |= {version: _step(step, groups, version) for version in range(SAVED + 1, STEPS + 1)}
+        writing.result()
+    return Lineage(metrics, saved, parameters(step.model), numbers)
+
+
+def from_a_checkpoint(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup], folder: Path) -> Lineage:
+    """The last two steps, by a trainer that was used for something else before."""
+    torch.manual_seed(12)
+    step, state = trainer_of(path, Scenario(GRPO, groups, trainer=TRAINER), mesh)
+    _step(step, groups[::-1], 9)
+    step.begin(10)
+    step.old_logprobs(groups)  # leaves the root's parameters gathered
+    step.abort()
+    state.restore(folder)
+    saved, numbers = parameters(step.model), _draw()
+    metrics = {version: _step(step, groups, version) for version in range(SAVED + 1, STEPS + 1)}
+    return Lineage(metrics, saved, parameters(step.model), numbers)
+
+
+def on_two_ranks(
+    mesh: DeviceMesh, path: Path, groups: Sequence[ScoredGroup], one: Path, two: Path
+) -> dict[str, Lineage]:
+    """Everything that needs two ranks, in one start of them: `one` was made by one rank, `two` is made here."""
+    return {
+        "2": from_the_start(mesh, path, groups, two),
+        "2 to 2": from_a_checkpoint(mesh, path, groups, two),
+        "1 to 2": from_a_checkpoint(mesh, path, groups, one),
+    }
+
+
+def _step(step: SplitStep, groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:
+    """Each step has data of its own."""
+    count = len(groups) - version % 3
+    return dict(train(step, Scenario(GRPO, groups[:count], trainer=TRAINER), version).metrics)
+
+
+def _draw() -> list[float]:
+    return [random.random(), float(np.random.random()), torch.rand(()).item()]
