@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from app import config as configuration
 from app.config import Mode, RunConfig
-from app.errors import ConfigError, Interrupted, RunError
+from app.errors import ConfigError, Interrupted, RunError, expect
 
 CONFIG_EXIT, FAILED_EXIT, INTERRUPTED_EXIT = 2, 1, 130
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -43,6 +43,8 @@ class Validate(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         try:
+            configuration.resolve(config)
+            _continue(config)
             resolved = configuration.resolve(config)
             if (code := _answer(resolved)) is not None:
                 raise SystemExit(code)
@@ -51,9 +53,9 @@ class Validate(Callback):
             from app.placement.prepare import prepare
 
             prepare(resolved, doing=lambda _: None)
-        except ConfigError as error:
+        except (ConfigError, RunError) as error:
             say(error)
-            raise SystemExit(CONFIG_EXIT) from None
+            raise SystemExit(exit_code(error)) from None
         except Exception as error:  # a bug: Hydra would warn of it and start the run
             traceback.print_exception(error)
             raise SystemExit(FAILED_EXIT) from None
@@ -64,6 +66,8 @@ def main(composed: DictConfig) -> float:
     """One job. What ends it with a sentence leaves as `SystemExit`, which Hydra lets through untouched."""
     try:
         config = configuration.resolve(composed)
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            expect(config.resume == "never", "resume", config.resume, "never in a sweep, whose jobs all begin anew")
         if (code := _answer(config)) is not None:  # in a sweep, whose jobs have no `on_run_start`
             return float(code)
         folder = Path(HydraConfig.get().runtime.output_dir)
@@ -78,6 +82,7 @@ def main(composed: DictConfig) -> float:
         if FULL_ERROR_WANTED:
             raise
         say(error)
+        _say_how_to_go_on()
         if HydraConfig.get().mode is RunMode.MULTIRUN and not isinstance(error, Interrupted):
             return -math.inf  # the other jobs of the sweep go on; Optuna ends a study that is told NaN
         raise SystemExit(exit_code(error)) from None
@@ -128,6 +133,28 @@ def _answer(config: RunConfig) -> int | None:
         sys.stdout.write(text + "\n")
         return code
     return None
+
+
+def _continue(composed: DictConfig) -> None:
+    """Take over the configuration of the run that is resumed; leaves if that has nothing left to do."""
+    if composed.mode != Mode.train:
+        return
+    from app.placement.resume import continue_run, finished_at
+
+    for sentence in continue_run(composed):
+        say(sentence)
+    step = finished_at(composed)
+    if step is not None:
+        say(f"the run in {composed.hydra.run.dir} is finished at step {step}: give steps=… above that to go on.")
+        raise SystemExit(0)
+
+
+def _say_how_to_go_on() -> None:
+    from app.trainer.checkpoint import FOLDER, LATEST
+
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    if (folder / FOLDER / LATEST).exists():
+        say(f"go on with: python -m app resume={folder}")
 
 
 def _report(composed: DictConfig) -> None:

@@ -10,6 +10,7 @@ from app.types import (
     EnginePart,
     GroupRequest,
     InFlight,
+    MemoryUse,
     ScoredGroup,
     StepReport,
     SyncReport,
@@ -45,6 +46,10 @@ class RolloutEngine(Protocol):
 
     async def load(self) -> EngineLoad: ...
 
+    async def memory(self) -> MemoryUse:
+        """Of the server that we started, and its host."""
+        ...
+
     async def check(self) -> None:
         """Raise `EngineLost` if the server is gone or does not answer."""
         ...
@@ -71,6 +76,10 @@ class Trainer(Protocol):
 
     async def version(self) -> int | None:
         """The policy that the parameters are; None in the middle of a step's updates."""
+        ...
+
+    async def memory(self) -> list[MemoryUse]:
+        """Of each rank; answers also while a step is computed."""
         ...
 
     async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:

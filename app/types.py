@@ -155,6 +155,15 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What a part of the run holds, in bytes, and how full its machine is."""
+
+    resident: int  # RSS of its processes, shared pages counted in each
+    host_used: float  # share of the machine's memory (of the container's limit, where it has one)
+    device_peak: int | None = None  # largest allocation since it was asked last; None: no device of its own
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """What a finished step says of itself. Each metric was divided by its own denominator already."""
 

@@ -4,6 +4,7 @@ What `locate` returns is a complete Hugging Face directory: config.json, a token
 downstream asks where it came from.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,17 @@ from app.model.schema import ModelConfig
 
 CONFIG = "config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any one of them
+SHAPES = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+)
 HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.py"]
 
 
@@ -39,6 +51,13 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
         raise ConfigError(
             f"model.path={path} is not accepted: give a directory whose tokenizer can be read ({_first_line(error)})."
         ) from error
+
+
+def identity(path: Path) -> dict[str, Any]:
+    """What makes two model directories the same to a checkpoint, and as `source` where this one is."""
+    config = json.loads((path / CONFIG).read_text())
+    config |= config.get("text_config", {})
+    return {**{key: config[key] for key in SHAPES if key in config}, "source": str(path.absolute())}
 
 
 def _names_a_file(path: str) -> bool:

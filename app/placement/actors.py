@@ -20,40 +20,37 @@ from app.trainer.fsdp import FsdpTrainer
 ENGINE_KEY = "POSTTRAIN_SERVER_KEY"  # environment: the key of servers named by rollout.urls
 
 
-def make_engines(
-    config: RunConfig, device: Device, path: Path, folder: Path, reservation: Reservation
-) -> list[RemoteEngine]:
-    """The hosts of all engines, created and not started."""
-    rollout, engines = config.rollout, []
-    for index in range(config.engines):
-        name = f"engine {index}"
-        server = None
-        if not rollout.urls:
-            server = ServerSpec(
-                name=name,
-                model_path=str(path),
-                host="127.0.0.1",
-                port=free_port() if rollout.port is None else rollout.port + index,
-                key=secrets.token_urlsafe(24),
-                flags=engine_flags(config, device),
-                environment={**device.engine_env, **_engine_threads(config, device)},
-                log=folder / "logs" / f"engine_{index}.log",
-            )
-        spec = HostSpec(
+def make_engine(
+    config: RunConfig, device: Device, path: Path, folder: Path, reservation: Reservation, index: int
+) -> RemoteEngine:
+    """The host of an engine, created and not started; also of one that takes the place of another."""
+    rollout, name = config.rollout, f"engine {index}"
+    server = None
+    if not rollout.urls:
+        server = ServerSpec(
             name=name,
-            seed=config.seed,
-            start_timeout_s=rollout.start_timeout_s,
-            stall_timeout_s=rollout.stall_timeout_s,
-            releases_memory=device.shares_memory and config.offload.engine,
-            log=folder / "logs" / f"engine_host_{index}.log",
-            server=server,
-            url=rollout.urls[index] if rollout.urls else None,
-            key=os.environ.get(ENGINE_KEY) if rollout.urls else None,
+            model_path=str(path),
+            host="127.0.0.1",
+            port=free_port() if rollout.port is None else rollout.port + index,
+            key=secrets.token_urlsafe(24),
+            flags=engine_flags(config, device),
+            environment={**device.engine_env, **_engine_threads(config, device)},
+            log=folder / "logs" / f"engine_{index}.log",
         )
-        options = {"num_cpus": 0} if rollout.urls else reservation.engine_options(index)
-        actor = ray.remote(EngineHost).options(max_concurrency=4096, **options).remote(spec)
-        engines.append(RemoteEngine(name, actor))
-    return engines
+    spec = HostSpec(
+        name=name,
+        seed=config.seed,
+        start_timeout_s=rollout.start_timeout_s,
+        stall_timeout_s=rollout.stall_timeout_s,
+        releases_memory=device.shares_memory and config.offload.engine,
+        log=folder / "logs" / f"engine_host_{index}.log",
+        server=server,
+        url=rollout.urls[index] if rollout.urls else None,
+        key=os.environ.get(ENGINE_KEY) if rollout.urls else None,
+    )
+    options = {"num_cpus": 0} if rollout.urls else reservation.engine_options(index)
+    actor = ray.remote(EngineHost).options(max_concurrency=4096, **options).remote(spec)
+    return RemoteEngine(name, actor)
 
 
 def _engine_threads(config: RunConfig, device: Device) -> dict[str, str]:

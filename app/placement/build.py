@@ -1,35 +1,32 @@
-"""Builds the parts of a run, introduces them to each other, and ends them all, however the run ends."""
+"""Builds what outlives a trainer (Ray, engines, reward workers), runs, and ends everything, however the run ends."""
 
 import asyncio
 import contextlib
-import logging
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from app.config import Mode, RunConfig
 from app.device import Device, device_of
-from app.errors import Interrupted, RunError
-from app.placement.fully_async import first_failure
-from app.placement.parts import Parts
+from app.errors import Interrupted
+from app.placement.failures import first_failure
 from app.placement.prepare import Prepared, prepare
 from app.placement.reaper import reaper
+from app.placement.recovery import Recovery
+from app.placement.resume import only_driver
 from app.placement.sampler import Sampler
-from app.placement.schema import PlacementKind
 from app.rollout.pool import EnginePool
 from app.tracking.recorder import RunRecorder
-
-log = logging.getLogger(__name__)
-STOP_SECONDS = 10.0
 
 
 def run(config: RunConfig, folder: Path) -> float:
     """The whole run; returns the last evaluation's accuracy."""
     device = device_of(config.device.kind)
-    with RunRecorder(config, folder) as recorder:
+    with only_driver(folder), RunRecorder(config, folder) as recorder:
         return asyncio.run(_until_signal(_run(config, device, folder, recorder)))
 
 
@@ -55,68 +52,39 @@ async def _until_signal(work: Any) -> float:
 
 
 async def _run(config: RunConfig, device: Device, folder: Path, recorder: RunRecorder) -> float:
-    from app.placement.colocate import Colocate
     from app.placement.evaluate import evaluate_alone
-    from app.placement.fully_async import FullyAsync
-    from app.placement.train import Conductor
+    from app.placement.lives import live
 
-    stories: dict[PlacementKind, type[Conductor]] = {
-        PlacementKind.colocate: Colocate,
-        PlacementKind.fully_async: FullyAsync,
-    }
-    if config.mode is Mode.eval:
-        async with rollout_side(config, device, folder, recorder) as side:
+    async with rollout_side(config, device, folder, recorder) as side:
+        if config.mode is not Mode.eval:
+            return await live(config, device, folder, recorder, side)
+        await together(*side.starts(config.rollout.start_timeout_s))
+        async with side.recovery.watching():
             return await evaluate_alone(side.sampler, side.prepared.prompts.evals, config, recorder)
-    async with build(config, device, folder, recorder) as parts:
-        return await stories[config.placement.kind](parts).run()
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSide:
-    """What generates and scores: enough for an evaluation."""
+    """What generates and scores: enough for an evaluation. It stays when the trainer has to be made anew."""
 
     prepared: Prepared
     reservation: Any
-    engines: list[Any]
     pool: EnginePool
+    recovery: Recovery
     sampler: Sampler
 
-
-@asynccontextmanager
-async def build(config: RunConfig, device: Device, folder: Path, recorder: RunRecorder) -> AsyncIterator[Parts]:
-    """All parts, started; all of them ended when the block is left."""
-    from app.offload.trainer import Offload
-    from app.placement.actors import make_trainer
-    from app.weight_sync.make import make_sync
-
-    async with contextlib.AsyncExitStack() as stack:
-        side = await stack.enter_async_context(rollout_side(config, device, folder, recorder, wait=False))
-        trainer = make_trainer(config, device, side.prepared.model_path, folder, side.reservation)
-        stack.callback(_kill_ranks, trainer)
-        await _together(trainer.setup(), *_starts(config, side.engines))
-        await trainer.attach("offload", Offload)
-        sync = make_sync(config, device, trainer, side.engines, folder)
-        stack.push_async_callback(sync.close)
-        await sync.prepare()
-        yield Parts(
-            config=config,
-            trainer=trainer,
-            pool=side.pool,
-            sync=sync,
-            sampler=side.sampler,
-            cursor=side.prepared.prompts.train,
-            evals=side.prepared.prompts.evals,
-            recorder=recorder,
-        )
+    def starts(self, timeout_s: float) -> list[Coroutine[Any, Any, Any]]:
+        """Of the engines: to be awaited together with whatever else starts."""
+        return [engine.start(timeout_s) for engine in self.pool.engines]  # type: ignore[attr-defined]
 
 
 @asynccontextmanager
 async def rollout_side(
-    config: RunConfig, device: Device, folder: Path, recorder: RunRecorder, *, wait: bool = True
+    config: RunConfig, device: Device, folder: Path, recorder: RunRecorder
 ) -> AsyncIterator[RolloutSide]:
-    """Ray, engines and reward workers. Without `wait` the engines are left to be started with the trainer."""
+    """Ray, engines and reward workers. The engines are left to be started with the trainer."""
     from app.placement import cluster
-    from app.placement.actors import make_engines
+    from app.placement.actors import make_engine
     from app.reward.scorer import Scorer
 
     async with contextlib.AsyncExitStack() as stack:
@@ -132,22 +100,17 @@ async def rollout_side(
         stack.callback(_shutdown_ray)
         cluster.connect(config, device)
         reservation = cluster.reserve(config, device)
-        trained = "" if wait else f" and {config.placement.trainer_ranks} trainer rank(s)"
+        trained = "" if config.mode is Mode.eval else f" and {config.placement.trainer_ranks} trainer rank(s)"
         recorder.doing(f"starting {config.engines} engine(s){trained}")
-        engines = make_engines(config, device, prepared.model_path, folder, reservation)
-        stack.push_async_callback(_stop_engines, engines)
-        if wait:
-            await _together(*_starts(config, engines))
-        pool = EnginePool(engines)
-        sampler = Sampler(pool, scorer, prepared.tokenizer, recorder.timeline)
-        yield RolloutSide(prepared, reservation, engines, pool, sampler)
+        make = partial(make_engine, config, device, prepared.model_path, folder, reservation)
+        pool = EnginePool([make(place) for place in range(config.engines)])
+        stack.push_async_callback(_stop_engines, pool)
+        sampler = Sampler(pool, scorer, prepared.tokenizer, recorder.timeline, config.recovery)
+        recovery = Recovery(config, pool, make, recorder.warn)
+        yield RolloutSide(prepared, reservation, pool, recovery, sampler)
 
 
-def _starts(config: RunConfig, engines: list[Any]) -> list[Any]:
-    return [engine.start(config.rollout.start_timeout_s) for engine in engines]
-
-
-async def _together(*work: Any) -> None:
+async def together(*work: Any) -> None:
     """All of it; the first failure is raised and the rest is cancelled."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -157,19 +120,8 @@ async def _together(*work: Any) -> None:
         raise first_failure(failures) from None
 
 
-async def _stop_engines(engines: list[Any]) -> None:
-    """Politely first; what does not answer dies with its host."""
-    stopping = [asyncio.wait_for(engine.stop(), STOP_SECONDS) for engine in engines]
-    for engine, outcome in zip(engines, await asyncio.gather(*stopping, return_exceptions=True), strict=True):
-        if isinstance(outcome, (RunError, TimeoutError)):
-            log.warning("%s did not stop by itself: %s", engine.name, outcome)
-
-
-def _kill_ranks(trainer: Any) -> None:
-    import ray
-
-    for rank in trainer.ranks:
-        ray.kill(rank)
+async def _stop_engines(pool: EnginePool) -> None:
+    await asyncio.gather(*(engine.end() for engine in pool.engines))  # type: ignore[attr-defined]
 
 
 def _shutdown_ray() -> None:

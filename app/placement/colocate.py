@@ -8,11 +8,16 @@ The parameters are still on the device when they are pushed, since shards in pau
 comes back only after they have left.
 """
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
+from app.errors import TrainerError
 from app.placement.collect import collect
 from app.placement.metrics import step_metrics
 from app.placement.parts import Parts
+from app.placement.recovery import Engines
 from app.placement.train import Conductor
 from app.types import EnginePart, InFlight, ScoredGroup, StepReport, SyncReport, TrainerPart
 
@@ -21,6 +26,7 @@ class Colocate(Conductor):
     def __init__(self, parts: Parts, version: int = 0):
         super().__init__(parts, version)
         self._offloads = self.config.offload
+        parts.sync.parameters_at_hand = self._parameters_at_hand
 
     async def run(self) -> float:
         """Train to the last step; returns the last evaluation's accuracy."""
@@ -28,11 +34,11 @@ class Colocate(Conductor):
         await self.evaluate_first()
         while not self.finished:
             await self._step(self.version + 1)
-            await self.evaluate_if_due()
+            await self.after_step()
         return self.accuracy
 
     async def _step(self, step: int) -> None:
-        recorder, timeline = self.parts.recorder, self.parts.recorder.timeline
+        timeline = self.parts.recorder.timeline
         started = time.perf_counter()
         with timeline.span("driver", "generate", step=step):
             groups, tally = await collect(self.parts, self.version)
@@ -52,11 +58,19 @@ class Colocate(Conductor):
             "train": trained - generated,
             "sync": ended - trained,
         }
-        recorder.samples(step, groups, self.parts.sampler.tokenizer.decode)
-        self.log(step, step_metrics(scored, tally, report, sync, seconds, trained_version=self.version))
-        self.version = step
+        tally.failed = self.parts.sampler.take_lost()
+        line = step_metrics(scored, tally, report, sync, seconds, trained_version=self.version)
+        await self.commit(step, groups, tally.filtered, line)
 
     async def _train(self, step: int, scored: list[ScoredGroup]) -> StepReport:
+        """The whole step, once more from the same groups if the trainer failed and lives."""
+        while True:
+            try:
+                return await self._attempt(step, scored)
+            except TrainerError as error:
+                await self.survive(error)
+
+    async def _attempt(self, step: int, scored: list[ScoredGroup]) -> StepReport:
         trainer = self.parts.trainer
         await trainer.begin_step(version=step)
         if scored and self.config.algorithm.needs_old_logprobs:
@@ -78,11 +92,29 @@ class Colocate(Conductor):
         if self._offloads.engine:
             await pool.broadcast("reload", EnginePart.kv_cache)
             await pool.broadcast("reload", EnginePart.graphs)
+        self.parts.sync.engines_turn()
         return report
+
+    @asynccontextmanager
+    async def _parameters_at_hand(self, engines: Engines) -> AsyncIterator[None]:
+        """While engines generate: make room on the cards of those that were just started, and read the parameters."""
+        trainer, caches = self.parts.trainer, (EnginePart.kv_cache, EnginePart.graphs)
+        if self._offloads.engine:
+            for part in caches:
+                await asyncio.gather(*(engine.release(part) for engine in engines.values()))
+        if self._offloads.trainer:
+            await trainer.onload(TrainerPart.parameters)
+        yield
+        if self._offloads.trainer:
+            await trainer.offload(TrainerPart.parameters)
+        if self._offloads.engine:
+            for part in caches:
+                await asyncio.gather(*(engine.reload(part) for engine in engines.values()))
 
     async def _to_trainer(self) -> None:
         """Hand the devices to the trainer."""
         trainer, pool = self.parts.trainer, self.parts.pool
+        await self.parts.sync.trainers_turn()
         if self._offloads.engine:
             await pool.broadcast("pause", InFlight.drain)
             for part in (EnginePart.graphs, EnginePart.kv_cache, EnginePart.weights):

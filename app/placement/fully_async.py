@@ -9,10 +9,9 @@ push finish first (drain), or continue with a recomputed (retract) or the old ca
 """
 
 import asyncio
-import contextlib
 import time
 
-from app.errors import RunError, TrainerError
+from app.errors import TrainerError
 from app.placement.buffer import GroupBuffer
 from app.placement.failures import first_failure
 from app.placement.metrics import Tally, step_metrics
@@ -22,8 +21,6 @@ from app.placement.staleness import Admission
 from app.placement.train import Conductor
 from app.placement.watchdog import watch
 from app.types import Group, ScoredGroup, StepReport
-
-ABORT_SECONDS = 30.0  # for a trainer that has failed: it may be gone
 
 
 class FullyAsync(Conductor):
@@ -49,6 +46,7 @@ class FullyAsync(Conductor):
         """Train to the last step; returns the last evaluation's accuracy."""
         await self.parts.sync.push(self.version)
         await self.evaluate_first()
+        self.admission.gate_open = True
         try:
             async with asyncio.TaskGroup() as tasks:
                 others = [
@@ -64,9 +62,13 @@ class FullyAsync(Conductor):
 
     async def _consume(self) -> None:
         while not self.finished:
-            await self._step(self.version + 1)
+            try:
+                await self._step(self.version + 1)
+            except TrainerError as error:
+                await self.survive(error)
+                continue
             self._doing = "evaluating"
-            await self.evaluate_if_due()
+            await self.after_step()
             self.admission.gate_open = True
             self.producer.look_again()
 
@@ -83,7 +85,6 @@ class FullyAsync(Conductor):
             await self.producer.abort_stale(step)
             sync = await self.parts.sync.push(step)
         ended = time.perf_counter()
-        trained_version, self.version = self.version, step
         self.admission.push(step, missing=self.wanted - len(scored))
         self.producer.forget(each.group for each in scored)
         self.steps_finished += 1
@@ -99,10 +100,10 @@ class FullyAsync(Conductor):
             "idle/trainer": (self._waited + seconds["sync"]) / total,
             "idle/rollout": 1 - seconds["generate"] / total,
         }
-        recorder.samples(step, [each.group for each in scored], self.parts.sampler.tokenizer.decode)
         tally = self.tally.take()
-        line = step_metrics(scored, tally, report, sync, seconds, trained_version=trained_version)
-        self.log(step, {**line, **idle})
+        tally.failed = self.parts.sampler.take_lost()
+        line = step_metrics(scored, tally, report, sync, seconds, trained_version=self.version)
+        await self.commit(step, [each.group for each in scored], tally.filtered, {**line, **idle})
 
     async def _train(self, step: int) -> tuple[list[ScoredGroup], StepReport]:
         """One step of the split trainer. When it fails, what it was fed goes back to the head of the buffer."""
@@ -129,8 +130,6 @@ class FullyAsync(Conductor):
                 return fed, await self.finish_step(step, len(fed))
         except TrainerError:
             self.buffer.put_back([each.group for each in fed])
-            with contextlib.suppress(TrainerError, TimeoutError):  # what failed first says more
-                await asyncio.wait_for(trainer.abort_step(), ABORT_SECONDS)
             raise
 
     async def _take(self, most: int) -> list[Group]:
@@ -168,4 +167,3 @@ class FullyAsync(Conductor):
             f"{admission.in_flight} in flight ({waiting}), room for {admission.capacity} more, "
             f"gate {'open' if admission.gate_open else 'shut'}"
         )
-

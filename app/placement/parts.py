@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from app.config import RunConfig
 from app.data.cursor import PromptCursor
+from app.placement.memory import Memory
+from app.placement.recovery import Recovery
 from app.placement.sampler import Sampler
-from app.protocols import Trainer, WeightSync
+from app.protocols import Trainer
 from app.rollout.pool import EnginePool
 from app.tracking.recorder import RunRecorder
+from app.trainer.checkpoint import Checkpoints
 from app.types import Prompt, Sampling
 
 
@@ -17,11 +21,14 @@ class Parts:
     config: RunConfig
     trainer: Trainer
     pool: EnginePool
-    sync: WeightSync
+    sync: Recovery  # pushes, and replaces engines
     sampler: Sampler
     cursor: PromptCursor
     evals: Mapping[str, Sequence[Prompt]]
     recorder: RunRecorder
+    checkpoints: Checkpoints
+    memory: Memory
+    model: Mapping[str, Any]  # `identity` of the source checkpoint
 
     @property
     def sampling(self) -> Sampling:

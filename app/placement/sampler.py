@@ -4,11 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from app.errors import EngineError
+from app.errors import EngineError, EngineLost
+from app.placement.schema import RecoveryConfig
 from app.reward.scorer import Scorer
+from app.rollout.client import ConnectionLost
 from app.rollout.pool import EnginePool
 from app.tracking.timeline import Timeline
 from app.types import Completion, FinishReason, Group, GroupRequest, Prompt, Sampling, Trajectory
+
+PAUSE_SECONDS = 0.25  # before a prompt is sent again; doubled each time
 
 
 class Aborted(EngineError):
@@ -16,16 +20,21 @@ class Aborted(EngineError):
 
 
 class Sampler:
-    """Turns prompts into groups whose rewards are known. `finished` counts them: the progress that a watchdog sees."""
+    """Turns prompts into groups whose rewards are known.
 
-    def __init__(self, pool: EnginePool, scorer: Scorer, tokenizer: Any, timeline: Timeline):
+    `finished` counts them: the progress that a watchdog sees. A prompt that is lost to an engine, or refused by one, is
+    sent again after a pause that doubles, within the budgets of `recovery`.
+    """
+
+    def __init__(self, pool: EnginePool, scorer: Scorer, tokenizer: Any, timeline: Timeline, recovery: RecoveryConfig):
         self.pool, self.scorer, self.tokenizer, self.timeline = pool, scorer, tokenizer, timeline
+        self.recovery = recovery
         self.finished = 0
+        self.lost = 0  # groups that were lost to an engine and sent again
 
     async def group(self, prompt: Prompt, *, size: int, sampling: Sampling, version: int) -> Group:
         """`size` scored trajectories of one prompt. Raises `Aborted` if one of them was."""
-        with self.timeline.span("generate", prompt.id):
-            completions = await self.pool.generate(GroupRequest(prompt.id, prompt.token_ids, size, sampling, version))
+        completions = await self._completions(GroupRequest(prompt.id, prompt.token_ids, size, sampling, version))
         if any(completion.finish_reason is FinishReason.abort for completion in completions):
             raise Aborted(f"the completions of prompt {prompt.id} were aborted")
         trajectories = [Trajectory(prompt, completion, self._text(completion)) for completion in completions]
@@ -33,6 +42,27 @@ class Sampler:
             group = Group(prompt, tuple(await self.scorer.score(trajectories)))
         self.finished += 1
         return group
+
+    async def _completions(self, request: GroupRequest) -> list[Completion]:
+        lost = refused = 0
+        while True:
+            try:
+                async with self.pool.least_busy(request.group_size) as (name, engine):
+                    with self.timeline.span(f"generate {name}", request.prompt_id):
+                        return await engine.generate(request)
+            except (EngineLost, ConnectionLost) as error:
+                lost += 1
+                self.lost += 1
+                _check_budget(request, "lost to engines", lost, "engine_failures", self.recovery, error)
+            except EngineError as error:
+                refused += 1
+                _check_budget(request, "refused", refused, "data_failures", self.recovery, error)
+            await asyncio.sleep(PAUSE_SECONDS * 2 ** (lost + refused - 1))
+
+    def take_lost(self) -> int:
+        """Groups lost since this was asked last."""
+        lost, self.lost = self.lost, 0
+        return lost
 
     def _text(self, completion: Completion) -> str:
         """Hosts of servers that we did not start leave the decoding to us."""
@@ -58,3 +88,14 @@ class Sampler:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+
+
+def _check_budget(
+    request: GroupRequest, what: str, times: int, budget: str, recovery: RecoveryConfig, error: EngineError
+) -> None:
+    """Raise the error that ends the run when a prompt failed too often."""
+    limit = getattr(recovery, budget)
+    if times > limit:
+        raise EngineError(
+            f"prompt {request.prompt_id} was {what} {times} times (recovery.{budget}={limit}); the last time: {error}"
+        ) from error

@@ -1,25 +1,35 @@
-"""What both placements do alike around the trainer: score a group, evaluate, and end a run that learns nothing."""
+"""What both placements do alike around the trainer: score, evaluate, commit, save, try a failed step again.
 
+A step is committed in one go: its line, its prompts in the ledger, the cursor that will not hand them out again; then,
+when it is due, a checkpoint of exactly that. So whatever a resumed run starts from, each prompt before it was trained
+on once, or filtered, and each other one is still to come.
+"""
+
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from app.algorithm.advantage import score
-from app.errors import RunError
+from app.errors import RunError, TrainerError, TrainerLost
 from app.placement.evaluate import evaluate
 from app.placement.parts import Parts
+from app.trainer.checkpoint import RunState
 from app.types import Group, ScoredGroup, StepReport
 
+ABORT_SECONDS = 30.0  # for a trainer that has failed: it may be gone
+CURSOR = "cursor"
 EMPTY_STEPS = 3  # in a row; then the run says that nothing can be learnt
 
 
 class Conductor(ABC):
-    """Shared by `Colocate` and `FullyAsync`; `version` is the policy that was pushed last."""
+    """Shared by `Colocate` and `FullyAsync`; `version` is the policy that was pushed last, after as many steps."""
 
     def __init__(self, parts: Parts, version: int = 0):
         self.parts, self.version = parts, version
         self.config = parts.config
         self.accuracy = 0.0  # of the last evaluation
         self._empty = 0
+        self._failures = 0  # of the trainer, without any step between
 
     @abstractmethod
     async def run(self) -> float:
@@ -55,15 +65,74 @@ class Conductor(ABC):
     async def finish_step(self, step: int, groups: int) -> StepReport:
         """Finish the open step; one that dynamic sampling left without any group makes no update."""
         if groups:
-            return await self.parts.trainer.finish_step()
+            async with self.parts.sync.updating(step):
+                return await self.parts.trainer.finish_step()
         await self.parts.trainer.abort_step()
         return StepReport(step, 0, {})
 
-    def log(self, step: int, line: Mapping[str, float]) -> None:
-        """Record a step's line, with what the rewards had to say; raises `RunError` when too many of them failed."""
-        scorer = self.parts.sampler.scorer
-        self.parts.recorder.log(step, {**line, **scorer.metrics})
+    async def commit(
+        self, step: int, groups: Sequence[Group], filtered: Sequence[Group], line: Mapping[str, float]
+    ) -> None:
+        """The step is done: record it and settle its prompts. Raises `RunError` when too many rewards failed."""
+        parts, ids = self.parts, [[group.prompt.id for group in each] for each in (groups, filtered)]
+        recorder, scorer = parts.recorder, parts.sampler.scorer
+        memory = await parts.memory.sample()
+        restarts = {"recovery/engine_restarts": float(parts.sync.restarts)}
+        recorder.samples(step, groups, parts.sampler.tokenizer.decode)
+        recorder.log(step, {**line, **scorer.metrics, **memory, **restarts, **parts.checkpoints.metrics})
+        recorder.prompts(step, trained=ids[0], filtered=ids[1])
+        parts.cursor.settle([*ids[0], *ids[1]])
+        self.version, self._failures = step, 0
         scorer.check()
+
+    async def after_step(self) -> None:
+        """Evaluate and save when it is time to, and end the run before the machine's memory does."""
+        await self.evaluate_if_due()
+        every = self.config.checkpoint.every
+        if every and (self.finished or self.version % every == 0):
+            await self.save()
+        try:
+            self.parts.memory.check()
+        except RunError:
+            if every:
+                await self.save()
+            raise
+
+    async def save(self) -> None:
+        """A checkpoint of the last committed step; training waits until it is captured."""
+        parts = self.parts
+        state = RunState(self.version, self.version, {CURSOR: parts.cursor.state()}, parts.model)
+        with parts.recorder.timeline.span("driver", "checkpoint", step=self.version):
+            await parts.checkpoints.save(parts.trainer, state)
+
+    async def leave(self) -> None:
+        """The run was asked to stop: save what is not saved yet, within `checkpoint.grace_s`."""
+        if not self.config.checkpoint.every:
+            return
+        try:
+            async with asyncio.timeout(self.config.checkpoint.grace_s):
+                await self.parts.trainer.abort_step()
+                version = await self.parts.trainer.version()
+                if version is not None and version <= self.version:  # else an update was under way
+                    await self.save()
+                await self.parts.checkpoints.wait()
+        except (TimeoutError, RunError) as error:
+            self.parts.recorder.warn(f"step {self.version} was not saved: {str(error) or 'checkpoint.grace_s passed'}")
+
+    async def survive(self, error: TrainerError) -> None:
+        """After a failed step: abort it, so that it can be tried again. Raises `TrainerLost` if it cannot be."""
+        self._failures += 1
+        trainer = self.parts.trainer
+        try:
+            await asyncio.wait_for(trainer.abort_step(), ABORT_SECONDS)
+            version = await trainer.version()
+        except (TrainerError, TimeoutError):
+            raise TrainerLost(str(error)) from error  # what failed first says more
+        if isinstance(error, TrainerLost) or version is None or version > self.version:
+            raise TrainerLost(str(error)) from error
+        if self._failures > self.config.recovery.max_restarts:
+            raise error
+        self.parts.recorder.warn(f"step {self.version + 1} failed and is tried again: {error}")
 
     async def _evaluate(self) -> None:
         with self.parts.recorder.timeline.span("driver", "evaluate", step=self.version):

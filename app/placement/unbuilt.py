@@ -11,8 +11,8 @@ def refuse(config: RunConfig) -> None:
     built = (Mode.train, Mode.eval, Mode.plan, Mode.doctor, Mode.parity, Mode.report)
     if config.mode not in built:
         raise ConfigError(f"mode={config.mode.name} is not built yet: use {', '.join(mode.name for mode in built)}.")
-    if config.resume != "never" or config.checkpoint.every or config.checkpoint.export:
-        raise ConfigError("resume, checkpoint.every and checkpoint.export are not built yet: leave them as they are.")
+    if config.checkpoint.export:
+        raise ConfigError("checkpoint.export is not built yet: leave it as it is.")
     shared = config.placement.kind is PlacementKind.colocate and config.device.kind is not DeviceKind.cpu
     if shared and (config.offload.engine or config.offload.trainer):
         raise ConfigError(

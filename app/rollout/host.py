@@ -7,6 +7,7 @@ its log.
 
 import asyncio
 import itertools
+import os
 import secrets
 import zlib
 from collections.abc import Awaitable, Sequence
@@ -16,10 +17,10 @@ from typing import Any, TypeVar
 
 from app.errors import EngineError, EngineLost
 from app.model.directory import load_tokenizer
-from app.process import log_to
+from app.process import group_members, log_to, memory_use
 from app.rollout.client import Client, ConnectionLost
 from app.rollout.server import Server, ServerSpec, free_port
-from app.types import Completion, EngineLoad, EnginePart, GroupRequest, InFlight
+from app.types import Completion, EngineLoad, EnginePart, GroupRequest, InFlight, MemoryUse
 
 HEALTH_POLL_SECONDS = 0.25
 STALL_POLL_SECONDS = 5.0
@@ -147,6 +148,10 @@ class EngineHost:
 
     async def load(self) -> EngineLoad:
         return EngineLoad(groups=len(self._running), completion_tokens=self._tokens)
+
+    async def memory(self) -> MemoryUse:
+        servers = group_members(self._server.pid) if self._server else []
+        return memory_use([os.getpid(), *servers])
 
     async def check(self) -> None:
         """Raise `EngineLost` if the server is gone or does not answer, whatever it may be busy with."""

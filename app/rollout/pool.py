@@ -50,7 +50,7 @@ class EnginePool:
 
     @asynccontextmanager
     async def least_busy(self, work: int) -> AsyncIterator[tuple[str, RolloutEngine]]:
-        """The engine with the least to do, for `work` completions, and its name. One that is lost meanwhile is noted."""
+        """The engine with the least to do, for `work` completions, and its name; notes when it is lost."""
         await self.some()
         places = [place for place in range(len(self.engines)) if place not in self.lost]
         place = min(places, key=self._outstanding.__getitem__)
@@ -64,21 +64,17 @@ class EnginePool:
         finally:
             self._account(place, -work)
 
-    async def broadcast(self, method: str, *arguments: object) -> None:
-        """Call a method on every living engine at once; one that is lost by it is left behind."""
-        await asyncio.gather(*(self._ask(engine, method, arguments) for engine in self.living))
+    async def broadcast(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method on every living engine at once: the answers, without those of engines that are lost by it."""
+        answers = await asyncio.gather(*(self._ask(engine, method, arguments) for engine in self.living))
+        return [answer for each in answers for answer in each]
 
-    async def check(self) -> bool:
-        """Ask the living engines whether they are alive; whether none was lost."""
-        asked = self.living
-        await asyncio.gather(*(self._ask(engine, "check", ()) for engine in asked))
-        return all(engine in self.living for engine in asked)
-
-    async def _ask(self, engine: Any, method: str, arguments: Sequence[object]) -> None:
+    async def _ask(self, engine: Any, method: str, arguments: Sequence[object]) -> list[Any]:
         try:
-            await getattr(engine, method)(*arguments)
+            return [await getattr(engine, method)(*arguments)]
         except EngineLost as error:
             self.lose(engine, error)
+            return []
 
     def busy_seconds(self) -> float:
         """Time that an engine had something to do, the mean over engines, since the pool was made."""

@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from app.errors import EngineError, EngineLost, RunError
-from app.types import Completion, EngineLoad, EnginePart, GroupRequest, InFlight
+from app.types import Completion, EngineLoad, EnginePart, GroupRequest, InFlight, MemoryUse
 
 log = logging.getLogger(__name__)
 STOP_SECONDS = 10.0
@@ -60,6 +60,9 @@ class RemoteEngine:
 
     async def load(self) -> EngineLoad:
         return await self._call("load")
+
+    async def memory(self) -> MemoryUse:
+        return await self._call("memory")
 
     async def check(self) -> None:
         await self._call("check", seconds=CHECK_SECONDS)

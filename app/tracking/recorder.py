@@ -29,6 +29,7 @@ from app.types import Group
 log = logging.getLogger("app.run")
 
 Metrics = Mapping[str, float]
+PROMPTS = "prompts.jsonl"
 DASHBOARD_DEADLINE_S = {Status.finished: 30.0, Status.interrupted: 4.0, Status.failed: 4.0}
 
 
@@ -50,16 +51,21 @@ class RunRecorder:
         self._warning_lock = threading.Lock()
         self._ended = False
         self._metrics = jsonl.MetricsFile(folder / jsonl.NAME)
+        self.used = self._metrics.last_step is not None  # by an earlier attempt
         self._summary = Summary(folder)
         self._summary.write()
         self._console = RunConsole(config, folder)
 
     def resume(self, step: int) -> None:
-        """Go on after `step`: forget what an earlier attempt recorded of later steps. Before anything is logged."""
+        """Go on after `step`: forget what an earlier attempt, or this one, recorded of later steps."""
+        for feed in self._feeds or ():
+            feed.close(Status.interrupted.value, DASHBOARD_DEADLINE_S[Status.failed])
+        self._feeds = None
         self._resumed_at = self._step = step
         self._metrics.close()
         jsonl.cut(self.folder / jsonl.NAME, step)
         jsonl.cut(self.folder / WARNINGS, step)
+        jsonl.cut(self.folder / PROMPTS, step)
         samples.cut(self.folder, step)
         self.timeline.load(self.folder)
         self._metrics = jsonl.MetricsFile(self.folder / jsonl.NAME)
@@ -98,6 +104,11 @@ class RunRecorder:
         samples.write_samples(self.folder, step, groups, self.config.tracking.samples_per_step, decode, kind="eval")
         self._record(step, evaluation_metrics(results))
         self._console.evaluated(step, results)
+
+    def prompts(self, step: int, *, trained: Sequence[str], filtered: Sequence[str]) -> None:
+        """Enter the ids of a step's prompts in `prompts.jsonl`: what was trained on, and what taught nothing."""
+        with (self.folder / PROMPTS).open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"step": step, "trained": [*trained], "filtered": [*filtered]}) + "\n")
 
     def samples(self, step: int, groups: Sequence[Group], decode: Decode | None = None) -> None:
         """Keep `tracking.samples_per_step` trajectories of a step; `decode` turns prompt tokens into the question."""

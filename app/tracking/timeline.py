@@ -83,9 +83,9 @@ class Timeline:
         self._next_write = start + max(WRITE_EVERY_S, taken / WRITING_SHARE)
 
     def load(self, folder: Path) -> None:
-        """Take in the file that an earlier attempt of this run left."""
+        """Take in the file that an earlier attempt of this run left, unless this one has spans of its own already."""
         path = folder / NAME
-        if not path.exists():
+        if self._added or not path.exists():
             return
         content = json.loads(path.read_text(encoding="utf-8"))
         zero, tracks = content["otherData"]["zero_unix_seconds"], {}

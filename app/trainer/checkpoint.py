@@ -115,6 +115,14 @@ class Checkpoints:
             raise CheckpointError(f"a checkpoint in {self.folder} was not written within {self.timeout_s:.0f} s")
         task.result()
 
+    async def settle(self, seconds: float) -> None:
+        """The run fails: let the last checkpoint be finished within `seconds`, or give it up."""
+        task, self._writing = self._writing, None
+        if task is not None:
+            await asyncio.wait({task}, timeout=seconds)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
     def latest(self) -> Path | None:
         return latest(self.folder.parent)
 

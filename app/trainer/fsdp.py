@@ -9,11 +9,11 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from app.errors import RunError, TrainerError
-from app.types import ScoredGroup, StepReport, TrainerPart
+from app.types import MemoryUse, ScoredGroup, StepReport, TrainerPart
 
 STACKS_SECONDS = 10.0
 SETTLE_SECONDS = 5.0  # within which ranks that are not stuck answer after another one's failure
-BESIDE = ("write",)  # runs in a thread of its own: its failure says nothing about the calls in the queue
+BESIDE = ("write", "memory")  # runs in a thread of its own: its failure says nothing about the calls in the queue
 
 
 class FsdpTrainer:
@@ -54,6 +54,9 @@ class FsdpTrainer:
     async def version(self) -> int | None:
         versions = set(await self._all("version"))
         return versions.pop() if len(versions) == 1 else None
+
+    async def memory(self) -> list[MemoryUse]:
+        return await self._all("memory")
 
     async def offload(self, part: TrainerPart) -> None:
         await self.call("offload", "offload", part=part)

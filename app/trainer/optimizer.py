@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from app.errors import TrainerError
+from app.errors import RunError
 from app.trainer import schema
 from app.trainer.schema import TrainerConfig
 
@@ -89,7 +89,7 @@ class Optimizer:
         self.zero_grad()
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row > self.config.max_skipped_updates:
-            raise TrainerError(
+            raise RunError(
                 f"the gradient was not finite {self.skipped_in_a_row} updates in a row, more than "
                 f"trainer.max_skipped_updates={self.config.max_skipped_updates}"
             )

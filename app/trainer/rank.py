@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ from app.device import device_of
 from app.device.schema import DeviceKind, Dtype
 from app.device.torchvision import define_operators
 from app.errors import TrainerError
-from app.process import log_to
+from app.process import log_to, memory_use
 from app.trainer.optimizer import Optimizer
 from app.trainer.profile import FOLDER, StepProfiler
 from app.trainer.schema import TrainerConfig
 from app.trainer.state import RankState
 from app.trainer.step import SplitStep, StepSettings
-from app.types import ScoredGroup, StepReport
+from app.types import MemoryUse, ScoredGroup, StepReport
 
 THREADS = {"answers": 1, "checkpoint": 1}  # Ray's concurrency groups: what runs beside the step
 
@@ -196,6 +196,16 @@ class TrainerRank:
             + "".join(traceback.format_stack(frame))
             for ident, frame in sys._current_frames().items()
         )
+
+    @ray.method(concurrency_group="answers")
+    def memory(self) -> MemoryUse:
+        """Also the device's peak since this was asked last."""
+        if self.device.torch_type == "cpu":
+            return memory_use([os.getpid()])
+        module = torch.get_device_module(self.device.torch_type)
+        peak = int(module.max_memory_allocated(self.torch_device))
+        module.reset_peak_memory_stats(self.torch_device)
+        return replace(memory_use([os.getpid()]), device_peak=peak)
 
     @ray.method(concurrency_group="answers")
     def pid(self) -> int:

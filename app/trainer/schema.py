@@ -30,6 +30,7 @@ class TrainerConfig:
 class CheckpointConfig:
     every: int = 0  # steps; 0 saves none
     keep: int = 2  # newest checkpoints kept
+    grace_s: float = 25.0  # for a last checkpoint after SIGINT or SIGTERM
     export: bool = False  # also write a Hugging Face directory at the end
 
 
@@ -50,4 +51,5 @@ def validate(config: TrainerConfig, checkpoint: CheckpointConfig) -> None:
         expect(getattr(config, key) >= 1, name + key, getattr(config, key), "a whole number of at least 1")
     expect(config.timeout_s > 0, name + "timeout_s", config.timeout_s, "a number of seconds above 0")
     expect(checkpoint.every >= 0, "checkpoint.every", checkpoint.every, "a whole number of at least 0")
+    expect(checkpoint.grace_s > 0, "checkpoint.grace_s", checkpoint.grace_s, "a number of seconds above 0")
     expect(checkpoint.keep >= 1, "checkpoint.keep", checkpoint.keep, "a whole number of at least 1")

@@ -18,9 +18,11 @@ import numpy as np
 from app.algorithm.schema import AlgorithmConfig
 from app.config import RunConfig
 from app.data.cursor import PromptCursor
-from app.errors import TrainerError
+from app.errors import EngineLost, SyncError
 from app.model.characters import tokenizer
+from app.placement.memory import Memory
 from app.placement.parts import Parts
+from app.placement.recovery import Recovery
 from app.placement.sampler import Sampler
 from app.placement.schema import EvalConfig, PlacementConfig, PlacementKind, Stream
 from app.reward.schema import RewardConfig
@@ -28,6 +30,7 @@ from app.reward.scorer import Scorer
 from app.rollout.pool import EnginePool
 from app.rollout.schema import RolloutConfig
 from app.tracking.timeline import Timeline
+from app.trainer.checkpoint import Checkpoints
 from app.types import (
     Completion,
     EngineLoad,
@@ -36,6 +39,7 @@ from app.types import (
     Group,
     GroupRequest,
     InFlight,
+    MemoryUse,
     Prompt,
     ScoredGroup,
     StepReport,
@@ -97,6 +101,7 @@ class SimEngine:
     begun: list[tuple[float, int, str]] = field(default_factory=list)  # time, version, prompt id
     busy: float = 0.0  # group-seconds
     fail: Exception | None = None
+    start_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self._running: dict[str, asyncio.Event] = {}  # set: aborted
@@ -108,21 +113,23 @@ class SimEngine:
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
         if self.fail is not None:
-            raise self.fail
+            raise type(self.fail)(*self.fail.args)  # a new one each time: tracebacks grow
         assert request.prompt_id not in self._running, "one prompt twice in flight"
+        left = self.seconds(request.prompt_id)
         self.begun.append((now(), self.version, request.prompt_id))
         self.calls[request.prompt_id] += 1
         self._idle.clear()
         aborted = self._running[request.prompt_id] = asyncio.Event()
         changed = self._changed[request.prompt_id] = asyncio.Event()
         shares: list[tuple[int, float]] = []  # version, seconds
-        left = self.seconds(request.prompt_id)
         try:
             while left > 1e-9 and not aborted.is_set():
                 await self._go.wait()
                 changed.clear()
                 started, version = now(), self.version
                 await _within(changed, left)
+                if self.fail is not None:
+                    raise type(self.fail)(*self.fail.args)
                 left -= now() - started
                 self.busy += now() - started
                 shares.append((version, now() - started))
@@ -172,6 +179,24 @@ class SimEngine:
 
     async def load(self) -> EngineLoad:
         return EngineLoad(len(self._running), 0)
+
+    async def memory(self) -> MemoryUse:
+        return MemoryUse(0, 0.0)
+
+    async def check(self) -> None:
+        if isinstance(self.fail, EngineLost):
+            raise type(self.fail)(*self.fail.args)  # a new one each time: tracebacks grow
+
+    async def start(self, timeout_s: float) -> None:
+        await asyncio.sleep(self.start_seconds)
+
+    async def end(self) -> None: ...
+
+    def die(self) -> None:
+        """Whatever is in flight, and whatever comes, fails."""
+        self.fail = EngineLost("engine died on purpose")
+        self._go.set()
+        self._interrupt(list(self._changed))
 
 
 async def _within(event: asyncio.Event, seconds: float) -> None:
@@ -238,12 +263,22 @@ class SimTrainer:
 
     async def onload(self, part: TrainerPart) -> None: ...
 
-    async def save(self, path: Path) -> None: ...
+    async def version(self) -> int | None:
+        self._raise("version")
+        return self.trained[-1][0] + 1 if self.trained else 0
 
-    async def restore(self, path: Path) -> int:
+    async def memory(self) -> list[MemoryUse]:
+        return [MemoryUse(0, 0.0)]
+
+    async def checkpoint_bytes(self) -> int:
         return 0
 
-    async def export(self, path: Path) -> None: ...
+    async def capture(self) -> int:
+        return 0
+
+    async def write(self, folder: Path) -> None: ...
+
+    async def restore(self, folder: Path, *, version: int) -> None: ...
 
     async def _work(self, call: str, seconds: float) -> None:
         self._raise(call)
@@ -269,12 +304,17 @@ class SimSync:
     pushed: list[tuple[float, int]] = field(default_factory=list)
     fail_at: int | None = None
 
+    def change_engines(self, engines: Mapping[int, Any]) -> None:
+        self.engines = list(engines.values())
+
     async def push(self, version: int) -> SyncReport:
         if version == self.fail_at:
-            raise TrainerError("push failed on purpose")
+            raise SyncError("push failed on purpose")
         await asyncio.gather(*(engine.pause(self.in_flight) for engine in self.engines))
         await asyncio.sleep(self.seconds)
         for engine in self.engines:
+            if engine.fail is not None:
+                raise SyncError("an engine was lost")
             engine.version = version
         await asyncio.gather(*(engine.resume() for engine in self.engines))
         self.pushed.append((now(), version))
@@ -289,9 +329,17 @@ class Lines:
     timeline: Timeline = field(default_factory=Timeline)
     lines: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[tuple[float, int]] = field(default_factory=list)
+    ledger: list[tuple[int, list[str], list[str]]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.lines.append({"step": step, **metrics})
+
+    def prompts(self, step: int, *, trained: Sequence[str], filtered: Sequence[str]) -> None:
+        self.ledger.append((step, [*trained], [*filtered]))
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
 
     def samples(self, step: int, groups: Sequence[Group], decode: object = None) -> None: ...
 
@@ -340,6 +388,7 @@ class World:
     push_seconds: float = 0.1
     rows: int = 50
     eval_rows: int = 2
+    start_seconds: float = 5.0  # of an engine that replaces another
     trainer: SimTrainer = field(default_factory=lambda: SimTrainer(seconds=0.1, finish=0.2))
 
     def __post_init__(self) -> None:
@@ -352,16 +401,26 @@ class World:
         self.engines = [SimEngine(self.seconds, self.right) for _ in range(self.engine_count)]
         self.sync = SimSync(self.engines, self.config.placement.in_flight, self.push_seconds)
         pool = EnginePool(self.engines)
+        self.recovery = Recovery(self.config, pool, self.replace, self.recorder.warn)
+        self.recovery.attach(self.trainer, self.sync, 0)
         return Parts(
             config=self.config,
             trainer=self.trainer,
             pool=pool,
-            sync=self.sync,
-            sampler=Sampler(pool, self.scorer, tokenizer(256), self.recorder.timeline),
+            sync=self.recovery,
+            sampler=Sampler(pool, self.scorer, tokenizer(256), self.recorder.timeline, self.config.recovery),
             cursor=self.cursor,
             evals={"eval": prompts(self.eval_rows, "eval")},
             recorder=self.recorder,  # type: ignore[arg-type]
+            checkpoints=Checkpoints(self.folder, 2),
+            memory=Memory(self.trainer, pool),
+            model={},
         )
+
+    def replace(self, place: int) -> SimEngine:
+        """An engine that takes the place of a lost one; it knows no pushed policy yet."""
+        self.engines.append(SimEngine(self.seconds, self.right, version=-1, start_seconds=self.start_seconds))
+        return self.engines[-1]
 
 
 def long_tailed(seed: int, *, median: float = 1.0, sigma: float = 0.8, limit: float = 20.0) -> Callable[[str], float]:

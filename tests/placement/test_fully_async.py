@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.algorithm.advantage import score
 from app.config import RunConfig
-from app.errors import EngineError, RunError, TrainerError
+from app.errors import EngineError, RunError, SyncError, TrainerError
 from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
 from app.placement.schema import PlacementKind, Stream
@@ -25,7 +25,9 @@ def run(world: World) -> float:
     """The whole run; its virtual seconds."""
 
     async def story() -> float:
-        await FullyAsync(world.parts()).run()
+        parts = world.parts()
+        async with parts.sync.watching():
+            await FullyAsync(parts).run()
         return now()
 
     return run_virtual(story())
@@ -231,7 +233,7 @@ def test_a_failed_push_ends_the_run_with_its_own_sentence(tmp_path: Path) -> Non
         world.sync.fail_at = 2
         await FullyAsync(parts).run()
 
-    with pytest.raises(TrainerError, match="push failed on purpose"):
+    with pytest.raises(SyncError, match="push failed on purpose"):
         run_virtual(story())
     assert len(world.trainer.trained) == 2
 
@@ -245,8 +247,9 @@ def test_an_aborted_step_puts_its_groups_back_at_the_head_and_they_train_next(tm
         producer = asyncio.create_task(made.producer.run())
         await asyncio.sleep(30)  # all that admission allows has arrived
         world.trainer.fail = {"finish_step": TrainerError("on purpose")}
-        with pytest.raises(TrainerError):
+        with pytest.raises(TrainerError) as failed:
             await made._train(1)
+        await made.survive(failed.value)
         fed = [group.prompt.id for group in made.buffer._groups][:4]
         assert len(made.buffer) == 8
         world.trainer.fail = {}
@@ -267,8 +270,9 @@ def test_groups_of_an_aborted_step_are_dropped_once_they_are_too_stale(tmp_path:
         made = FullyAsync(world.parts())
         producer = asyncio.create_task(made.producer.run())
         world.trainer.fail = {"finish_step": TrainerError("on purpose")}
-        with pytest.raises(TrainerError):
+        with pytest.raises(TrainerError) as failed:
             await made._train(1)
+        await made.survive(failed.value)
         old = [group.prompt.id for group in made.buffer._groups]
         world.trainer.fail = {}
         made.admission.push(1, missing=4)  # as if another trainer had gone on
@@ -369,7 +373,7 @@ def test_the_trainer_waits_less_and_says_so(tmp_path: Path) -> None:
     run(world)
     tracks = {span.track for span in world.recorder.timeline._spans}
     names = {span.name for span in world.recorder.timeline._spans if span.track == "trainer"}
-    assert {"driver", "trainer", "generate", "score"} <= tracks
+    assert {"driver", "trainer", "generate engine 0", "generate engine 1", "score"} <= tracks
     assert names == {"wait", "finish"}
     assert all({"idle/trainer", "idle/rollout", "time/wait"} <= set(line) for line in world.recorder.lines)
 

@@ -22,7 +22,16 @@ from app.trainer.optimizer import Optimizer
 from app.trainer.schema import Optimizer as Kind
 from app.trainer.schema import TrainerConfig
 from app.trainer.step import SplitStep, StepSettings
-from app.types import Completion, FinishReason, GroupRequest, ScoredGroup, StepReport, TrainerPart, VersionSpan
+from app.types import (
+    Completion,
+    FinishReason,
+    GroupRequest,
+    MemoryUse,
+    ScoredGroup,
+    StepReport,
+    TrainerPart,
+    VersionSpan,
+)
 from tests.model.support import save_qwen3
 from tests.placement.simulated import RIGHT, WRONG, SimEngine, World, config, run_virtual
 
@@ -94,6 +103,9 @@ class InProcess:
 
     async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
         self.step.old_logprobs(groups)
+
+    async def memory(self) -> list[MemoryUse]:
+        return []
 
     async def offload(self, part: TrainerPart) -> None: ...
 

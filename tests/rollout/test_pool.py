@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from app.errors import EngineError
+from app.errors import EngineError, EngineLost
 from app.rollout.pool import EnginePool
 from app.types import Completion, GroupRequest, InFlight
 from tests.rollout.support import request
@@ -26,7 +26,11 @@ class Slow:
 
 
 async def asked(pool: EnginePool, name: str, group_size: int) -> asyncio.Task[list[Completion]]:
-    task = asyncio.create_task(pool.generate(request(name, group_size=group_size)))
+    async def generate() -> list[Completion]:
+        async with pool.least_busy(group_size) as (_, engine):
+            return await engine.generate(request(name, group_size=group_size))
+
+    task = asyncio.create_task(generate())
     await asyncio.sleep(0)
     return task
 
@@ -70,3 +74,29 @@ def test_a_broadcast_reaches_every_engine() -> None:
     one, two = Slow(), Slow()
     asyncio.run(EnginePool([one, two]).broadcast("pause", InFlight.drain))
     assert one.calls == two.calls == [InFlight.drain]
+
+
+def test_a_lost_engine_is_asked_for_nothing_until_another_stands_in_its_place() -> None:
+    async def run() -> None:
+        one, two, new = Slow(), Slow(), Slow()
+        pool = EnginePool([one, two])
+        failing = await asked(pool, "a", 1)
+        one.groups["a"].set_exception(EngineLost("engine 0 was killed"))
+        with pytest.raises(EngineLost, match="engine 0 was killed"):
+            await failing
+        assert pool.loss.is_set()
+        assert pool.living == [two]
+        for name in ("b", "c"):
+            await asked(pool, name, 4)
+        assert (list(one.groups), list(two.groups)) == (["a"], ["b", "c"])
+        pool.lose(two, EngineLost("engine 1 was killed"))
+        waiting = await asked(pool, "d", 1)
+        assert await pool.broadcast("pause", InFlight.drain) == []
+        assert not waiting.done()
+        pool.engines[0] = new
+        pool.restore(0)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert list(new.groups) == ["d"]
+
+    asyncio.run(run())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from app.errors import TrainerError
+from app.errors import RunError
 from app.trainer import schema
 from app.trainer.optimizer import Optimizer, Outcome
 from app.trainer.schema import TrainerConfig
@@ -65,7 +65,7 @@ def test_too_many_skipped_updates_in_a_row_end_the_run() -> None:
     optimizer = Optimizer(matrix_and_norm(), TrainerConfig(max_skipped_updates=2))
     for value in (float("nan"), float("nan"), 0.0, float("nan"), float("nan")):  # a good one starts the count anew
         update(optimizer, value)
-    with pytest.raises(TrainerError, match=r"not finite 3 updates in a row, more than trainer\.max_skipped_updates=2"):
+    with pytest.raises(RunError, match=r"not finite 3 updates in a row, more than trainer\.max_skipped_updates=2"):
         update(optimizer, float("nan"))
 
 

@@ -1,0 +1,154 @@
+"""The trainer's lives within one run: each begins at the last checkpoint, or at the beginning, and ends with the run or
+with the trainer's death.
+
+    trainer up → restore → push → train … → finished
+         ↑ engines forget what is in flight ← trainer lost (up to recovery.max_restarts times)
+
+A resumed run is the same thing with everything else new as well.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.config import RunConfig
+from app.device import Device
+from app.errors import RunError, TrainerError, TrainerLost
+from app.placement.colocate import Colocate
+from app.placement.fully_async import FullyAsync
+from app.placement.memory import Memory
+from app.placement.parts import Parts
+from app.placement.resume import checkpoint_of
+from app.placement.schema import PlacementKind
+from app.placement.train import CURSOR, Conductor
+from app.tracking.recorder import RunRecorder
+from app.trainer.checkpoint import Checkpoints, require_model
+from app.weight_sync.push import Push
+
+if TYPE_CHECKING:
+    from app.placement.build import RolloutSide
+
+STORIES: dict[PlacementKind, type[Conductor]] = {
+    PlacementKind.colocate: Colocate,
+    PlacementKind.fully_async: FullyAsync,
+}
+
+
+async def live(config: RunConfig, device: Device, folder: Path, recorder: RunRecorder, side: "RolloutSide") -> float:
+    """Train to the end; returns the last evaluation's accuracy."""
+    checkpoints = Checkpoints(folder, config.checkpoint.keep)
+    beginning = side.prepared.prompts.train.state()
+    restarts = 0
+    while True:
+        try:
+            async with _trainer(config, device, folder, side, first=restarts == 0) as (trainer, sync):
+                if config.checkpoint.every and restarts == 0:
+                    checkpoints.prepare(await trainer.checkpoint_bytes())
+                parts = _parts(config, recorder, side, checkpoints, trainer)
+                version = await _stand(parts, beginning, afresh=restarts == 0)
+                side.recovery.attach(trainer, sync, version)
+                try:
+                    return await _run(STORIES[config.placement.kind](parts, version), side)
+                except TrainerError as error:
+                    await sync.abandon()
+                    if isinstance(error, TrainerLost) or trainer.broken:
+                        raise TrainerLost(str(error)) from error
+                    raise
+        except TrainerLost as error:
+            restarts += 1
+            if not config.checkpoint.every or restarts > config.recovery.max_restarts:
+                raise
+            point = checkpoints.latest()
+            recorder.warn(
+                f"the trainer was lost and begins again at {point.name if point else 'the beginning'} "
+                f"(restart {restarts} of recovery.max_restarts={config.recovery.max_restarts}): {error}"
+            )
+            await side.recovery.forget()
+
+
+async def _run(story: Conductor, side: "RolloutSide") -> float:
+    async with side.recovery.watching():
+        try:
+            accuracy = await story.run()
+        except asyncio.CancelledError:
+            await story.leave()
+            raise
+        except RunError:
+            await story.parts.checkpoints.settle(story.config.checkpoint.grace_s)
+            raise
+        await story.parts.checkpoints.wait()
+        return accuracy
+
+
+async def _stand(parts: Parts, beginning: dict[str, Any], *, afresh: bool) -> int:
+    """Put trainer, prompts and records where the run goes on; returns the policy's version.
+
+    `afresh`: with the driver's first trainer, whose records of this life are empty.
+    """
+    named = checkpoint_of(parts.config.resume) if afresh else None
+    point = named or parts.checkpoints.latest()
+    if point is None:
+        if not afresh or parts.recorder.used:
+            parts.cursor.restore(beginning)
+            parts.recorder.resume(0)
+        return 0
+    state = parts.checkpoints.read_state(point)
+    require_model(state, parts.model, point)
+    parts.recorder.doing(f"going on after step {state.step}, from {point}")
+    await parts.trainer.restore(point, version=state.version)
+    parts.checkpoints.rewind(point)
+    parts.cursor.restore(state.extra[CURSOR])
+    parts.recorder.resume(state.step)
+    return state.version
+
+
+@asynccontextmanager
+async def _trainer(
+    config: RunConfig, device: Device, folder: Path, side: "RolloutSide", *, first: bool
+) -> AsyncIterator[tuple[Any, Push]]:
+    """The ranks and their sync; both ended when the block is left. The engines are started with the first ones."""
+    from app.offload.trainer import Offload
+    from app.placement.actors import make_trainer
+    from app.placement.build import together
+    from app.weight_sync.make import make_sync
+
+    async with contextlib.AsyncExitStack() as stack:
+        trainer = make_trainer(config, device, side.prepared.model_path, folder, side.reservation)
+        stack.callback(_kill_ranks, trainer)
+        await together(trainer.setup(), *(side.starts(config.rollout.start_timeout_s) if first else ()))
+        await trainer.attach("offload", Offload)
+        sync = make_sync(config, device, trainer, side.pool.engines, folder)
+        stack.push_async_callback(sync.close)
+        await sync.prepare()
+        yield trainer, sync
+
+
+def _kill_ranks(trainer: Any) -> None:
+    import ray
+
+    for rank in trainer.ranks:
+        ray.kill(rank)
+
+
+def _parts(
+    config: RunConfig, recorder: RunRecorder, side: "RolloutSide", checkpoints: Checkpoints, trainer: Any
+) -> Parts:
+    from app.model.directory import identity
+
+    prompts = side.prepared.prompts
+    return Parts(
+        config=config,
+        trainer=trainer,
+        pool=side.pool,
+        sync=side.recovery,
+        sampler=side.sampler,
+        cursor=prompts.train,
+        evals=prompts.evals,
+        recorder=recorder,
+        checkpoints=checkpoints,
+        memory=Memory(trainer, side.pool),
+        model=identity(side.prepared.model_path),
+    )

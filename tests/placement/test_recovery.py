@@ -1,0 +1,227 @@
+"""Engines that die, a trainer that fails, in virtual time: the run ends as an undisturbed one does, or says why not."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.errors import EngineError, TrainerError, TrainerLost
+from app.placement.colocate import Colocate
+from app.placement.fully_async import FullyAsync
+from app.placement.parts import Parts
+from app.placement.schema import PlacementKind
+from app.placement.train import Conductor
+from app.types import InFlight
+from tests.placement.simulated import SimTrainer, World, config, long_tailed, now, run_virtual
+
+STORIES: dict[PlacementKind, type[Conductor]] = {
+    PlacementKind.colocate: Colocate,
+    PlacementKind.fully_async: FullyAsync,
+}
+BOTH = pytest.mark.parametrize("kind", list(STORIES))
+
+
+def play(world: World, *deaths: tuple[float, int], limit: float = 1e6) -> float:
+    """The whole run; at each time one more of its engines dies, counted from the first. Its virtual seconds."""
+
+    async def kill(parts: Parts) -> None:
+        for time, which in sorted(deaths):
+            await asyncio.sleep(time - now())
+            world.engines[which % len(world.engines)].die()
+
+    async def story() -> float:
+        parts = world.parts()
+        killer = asyncio.create_task(kill(parts))
+        async with asyncio.timeout(limit), parts.sync.watching():
+            await STORIES[world.config.placement.kind](parts).run()
+        killer.cancel()
+        return now()
+
+    return run_virtual(story())
+
+
+def assert_sound(world: World) -> None:
+    """Every step trained on as many groups as it wants, each prompt once, and no engine served what was not pushed."""
+    trained = world.trainer.ids
+    assert len(world.trainer.trained) == world.config.steps
+    assert Counter(trained).most_common(1)[0][1] == 1
+    assert len(trained) == world.config.steps * world.config.algorithm.prompts_per_step
+    assert all(version >= 0 for engine in world.engines for _, version, _ in engine.begun)
+    for version, groups in world.trainer.trained:
+        assert all(version - group.oldest_version <= world.config.placement.max_staleness for group in groups)
+    assert [each[1] for each in world.recorder.ledger] == [
+        [group.prompt.id for group in groups] for _, groups in world.trainer.trained
+    ]
+
+
+@BOTH
+def test_an_engine_that_dies_is_replaced_and_its_prompts_are_sent_again(kind: PlacementKind, tmp_path: Path) -> None:
+    world = World(config(kind), tmp_path)
+    play(world, (0.5, 0))
+    assert_sound(world)
+    assert len(world.engines) == 3
+    assert world.engines[2].begun
+    assert [line["recovery/engine_restarts"] for line in world.recorder.lines][-1] == 1
+    assert sum(line["rollout/failed_groups"] for line in world.recorder.lines) >= 1
+    assert world.recorder.warnings == ["engine died on purpose (started again, attempt 1)"]
+
+
+@BOTH
+def test_the_only_engine_may_die(kind: PlacementKind, tmp_path: Path) -> None:
+    world = World(config(kind), tmp_path, engine_count=1)
+    play(world, (0.5, 0), (12.0, 1))
+    assert_sound(world)
+    assert len(world.engines) == 3
+
+
+def test_the_other_engine_goes_on_while_one_is_replaced(tmp_path: Path) -> None:
+    world = World(config(max_staleness=2), tmp_path, start_seconds=20.0)
+    play(world, (0.5, 0))
+    assert_sound(world)
+    meanwhile = [time for time, _, _ in world.engines[1].begun if 0.5 < time < 20]
+    assert len(meanwhile) > 10
+
+
+@BOTH
+def test_an_engine_that_dies_during_a_push_is_replaced_and_the_push_repeated(
+    kind: PlacementKind, tmp_path: Path
+) -> None:
+    world = World(config(kind), tmp_path, push_seconds=1.0)
+    play(world, (0.7, 1))  # the first push
+    assert_sound(world)
+    assert world.recorder.warnings[0] == "an engine was lost (push 0 is repeated, attempt 2)"
+    assert len(world.engines) == 3
+
+
+@given(
+    kind=st.sampled_from(list(STORIES)),
+    deaths=st.lists(st.tuples(st.floats(0.1, 40.0), st.integers(0, 5)), max_size=4),
+    engines=st.integers(1, 3),
+    staleness=st.integers(0, 2),
+    in_flight=st.sampled_from(list(InFlight)),
+    seed=st.integers(0, 10),
+)
+@settings(deadline=None, max_examples=60)
+def test_whenever_engines_die_nothing_is_lost_or_trained_on_twice(
+    tmp_path_factory: pytest.TempPathFactory,
+    kind: PlacementKind,
+    deaths: list[tuple[float, int]],
+    engines: int,
+    staleness: int,
+    in_flight: InFlight,
+    seed: int,
+) -> None:
+    if kind is PlacementKind.colocate:
+        staleness = 0
+    if staleness == 0:
+        in_flight = InFlight.drain
+    folder = tmp_path_factory.mktemp("deaths")
+    made = config(kind, max_staleness=staleness, in_flight=in_flight)
+    made.recovery.engine_failures = 20  # of one prompt
+    world = World(made, folder, long_tailed(seed), engine_count=engines, push_seconds=0.5)
+    play(world, *deaths, limit=3000.0)
+    assert_sound(world)
+
+
+@BOTH
+def test_a_prompt_that_is_lost_too_often_ends_the_run(kind: PlacementKind, tmp_path: Path) -> None:
+    world = World(config(kind), tmp_path, lambda _: 100.0, engine_count=1)
+    with pytest.raises(
+        EngineError, match=r"^prompt sim/\d+@0 was lost to engines 6 times"
+    ):
+        play(world, *((10.0 + 30 * turn, turn) for turn in range(7)))
+
+
+@BOTH
+def test_an_engine_that_does_not_start_again_ends_the_run_with_a_sentence(kind: PlacementKind, tmp_path: Path) -> None:
+    world = World(config(kind), tmp_path, engine_count=1)
+    made = world.replace
+
+    def dead(place: int) -> object:
+        engine = made(place)
+
+        async def start(timeout_s: float) -> None:
+            raise EngineError("no memory on purpose")
+
+        engine.start = start  # type: ignore[method-assign]
+        return engine
+
+    world.replace = dead  # type: ignore[method-assign, assignment]
+    with pytest.raises(
+        EngineError, match=r"^engine 0 was lost and could not be started again in 6 attempts"
+    ):
+        play(world, (0.5, 0))
+
+
+class Faltering(SimTrainer):
+    """Fails `times` times at a call."""
+
+    def __init__(self, call: str, times: int, *, parameters: int | None = -1) -> None:
+        super().__init__(seconds=0.1, finish=0.2)
+        self.call, self.times, self.parameters = call, times, parameters
+
+    def _raise(self, call: str) -> None:
+        if call == self.call and self.times:
+            self.times -= 1
+            raise TrainerError("rank 1 failed on purpose")
+
+    async def version(self) -> int | None:
+        return await super().version() if self.parameters == -1 else self.parameters
+
+
+@BOTH
+@pytest.mark.parametrize("call", ["train_groups", "finish_step"])
+def test_a_step_that_failed_is_tried_again_from_the_same_groups(kind: PlacementKind, call: str, tmp_path: Path) -> None:
+    world = World(config(kind), tmp_path, trainer=Faltering(call, 2))
+    play(world)
+    assert_sound(world)
+    assert world.trainer.aborts == 2
+    calls: Counter[str] = sum((engine.calls for engine in world.engines), Counter())
+    assert max(calls.values()) == 1  # nothing was sampled twice
+    assert world.recorder.warnings == ["step 1 failed and is tried again: rank 1 failed on purpose"] * 2
+
+
+@BOTH
+def test_a_step_that_fails_every_time_ends_the_run(kind: PlacementKind, tmp_path: Path) -> None:
+    world = World(config(kind), tmp_path, trainer=Faltering("train_groups", 99))
+    with pytest.raises(TrainerError, match="rank 1 failed on purpose"):
+        play(world)
+    assert world.trainer.aborts == 4  # recovery.max_restarts=3, and the last failure
+
+
+@BOTH
+@pytest.mark.parametrize("parameters", [None, 1])
+def test_a_step_is_not_repeated_on_parameters_that_it_may_have_changed(
+    kind: PlacementKind, parameters: int | None, tmp_path: Path
+) -> None:
+    world = World(config(kind), tmp_path, trainer=Faltering("finish_step", 1, parameters=parameters))
+    with pytest.raises(TrainerLost, match="rank 1 failed on purpose"):
+        play(world)
+
+
+@BOTH
+def test_a_checkpoint_holds_the_prompts_that_are_not_done_with(
+    kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def at_once(work: Callable[..., object], *arguments: object) -> object:
+        return work(*arguments)  # virtual time would run away from a thread
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    made = config(kind, max_staleness=0 if kind is PlacementKind.colocate else 2, steps=5)
+    made.checkpoint.every = 2
+    world = World(made, tmp_path, long_tailed(2))
+    play(world)
+    for step in (4, 5):  # the newest two
+        state = json.loads((tmp_path / "checkpoints" / f"step_{step}" / "state.json").read_text())
+        assert (state["step"], state["version"]) == (step, step)
+        cursor = state["extra"]["cursor"]
+        settled = {prompt for at, trained, _ in world.recorder.ledger if at <= step for prompt in trained}
+        assert len(settled) == step * 4
+        assert not settled & set(cursor["returned"])
+        assert len(settled) + len(cursor["returned"]) == cursor["position"] + cursor["epoch"] * len(world.cursor)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_4", "step_5"]
