@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
+from app.config import RunConfig, sentence
 from app.errors import ConfigError, RunError
 from app.tracking import jsonl
 from app.trainer.checkpoint import FOLDER, latest, read_state
@@ -50,17 +52,16 @@ def continue_run(composed: DictConfig) -> list[str]:
 
     Raises `ConfigError` for a folder that is no run's, or one that is used where `resume=never`.
     """
-    resume, folder = str(composed.resume), Path(str(OmegaConf.select(composed, "hydra.run.dir")))
+    resume, folder = str(composed.resume), _given_folder(composed)
     if resume == NEVER:
         _require_unused(folder)
         return []
     if resume != AUTO:
         folder = _folder_of(resume)
         composed.hydra.run.dir = str(folder)
-    elif not (folder / SAVED).is_file():
+    elif folder is None or not (folder / SAVED).is_file():
         return []  # nothing to go on with: a new run
-    saved = OmegaConf.load(folder / SAVED)
-    assert isinstance(saved, DictConfig)
+    saved = _saved(folder)
     given = [override.lstrip("+~").split("=", 1)[0] for override in composed.hydra.overrides.task]
     anew = {key: OmegaConf.select(composed, key) for key in given if _resumable(key)}
     ignored = [
@@ -81,8 +82,8 @@ def finished_at(composed: DictConfig) -> int | None:
     """The last step of a run that is to be resumed and has none left to do."""
     if str(composed.resume) == NEVER:
         return None
-    folder = Path(str(OmegaConf.select(composed, "hydra.run.dir")))
-    point = checkpoint_of(str(composed.resume)) or latest(folder)
+    folder = _given_folder(composed)
+    point = checkpoint_of(str(composed.resume)) or (folder and latest(folder))
     if point is None:
         return None
     step = read_state(point).step
@@ -107,6 +108,16 @@ def only_driver(folder: Path) -> Iterator[None]:
         yield
 
 
+def _saved(folder: Path) -> DictConfig:
+    """The configuration that a run was begun with, in the types of today."""
+    try:
+        saved = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(folder / SAVED))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{folder / SAVED} is not a configuration of this version: {sentence(error)}") from error
+    assert isinstance(saved, DictConfig)
+    return saved
+
+
 def _folder_of(resume: str) -> Path:
     folder = Path(resume)
     if checkpoint_of(resume) is not None:
@@ -119,7 +130,17 @@ def _folder_of(resume: str) -> Path:
     return folder
 
 
-def _require_unused(folder: Path) -> None:
+def _given_folder(composed: DictConfig) -> Path | None:
+    """`hydra.run.dir`; None for the default, which names a new folder each time."""
+    try:
+        return Path(str(OmegaConf.select(composed, "hydra.run.dir")))
+    except InterpolationResolutionError:  # of the choices, which Hydra does not know yet
+        return None
+
+
+def _require_unused(folder: Path | None) -> None:
+    if folder is None:
+        return
     path = folder / jsonl.NAME
     if path.is_file() and path.stat().st_size:
         raise ConfigError(

@@ -131,9 +131,7 @@ def test_whenever_engines_die_nothing_is_lost_or_trained_on_twice(
 @BOTH
 def test_a_prompt_that_is_lost_too_often_ends_the_run(kind: PlacementKind, tmp_path: Path) -> None:
     world = World(config(kind), tmp_path, lambda _: 100.0, engine_count=1)
-    with pytest.raises(
-        EngineError, match=r"^prompt sim/\d+@0 was lost to engines 6 times"
-    ):
+    with pytest.raises(EngineError, match=r"^prompt sim/\d+@0 was lost to engines 6 times"):
         play(world, *((10.0 + 30 * turn, turn) for turn in range(7)))
 
 
@@ -152,9 +150,7 @@ def test_an_engine_that_does_not_start_again_ends_the_run_with_a_sentence(kind: 
         return engine
 
     world.replace = dead  # type: ignore[method-assign, assignment]
-    with pytest.raises(
-        EngineError, match=r"^engine 0 was lost and could not be started again in 6 attempts"
-    ):
+    with pytest.raises(EngineError, match=r"^engine 0 was lost and could not be started again in 6 attempts"):
         play(world, (0.5, 0))
 
 
