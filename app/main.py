@@ -50,6 +50,8 @@ class Validate(Callback):
                 raise SystemExit(code)
             if resolved.mode is Mode.report:
                 _report(config)
+            if resolved.mode is Mode.export:
+                _export(resolved, config)
             from app.placement.prepare import prepare
 
             prepare(resolved, doing=lambda _: None)
@@ -75,6 +77,11 @@ def main(composed: DictConfig) -> float:
             from app.placement.parity import compare
 
             return _parity(*compare(config, folder))
+        if config.mode is Mode.export:  # in a sweep
+            from app.placement.export import export_run
+
+            say(str(export_run(config, folder)))
+            return 0.0
         from app.placement.build import run
 
         return run(config, folder)
@@ -161,7 +168,7 @@ def _report(composed: DictConfig) -> None:
     """Write the report of the run or sweep in `hydra.run.dir`, say where it is, and leave."""
     from app.tracking.report import report_below
 
-    folder = OmegaConf.to_container(composed.hydra.run, resolve=False)["dir"]  # type: ignore[index,call-overload]
+    folder = _given_folder(composed)
     try:
         say(str(report_below(Path(folder))))
     except ValueError as error:
@@ -169,3 +176,16 @@ def _report(composed: DictConfig) -> None:
             f"hydra.run.dir={folder} is not accepted: give a run's or a sweep's folder; {error}."
         ) from None
     raise SystemExit(0)
+
+
+def _export(config: RunConfig, composed: DictConfig) -> None:
+    """Export the run in `hydra.run.dir` or at `resume=<path>`, say where it is, and leave; nothing else is written."""
+    from app.placement.export import export_run
+
+    say(str(export_run(config, Path(_given_folder(composed)))))
+    raise SystemExit(0)
+
+
+def _given_folder(composed: DictConfig) -> str:
+    """`hydra.run.dir` as it was given; the default of a new run names no existing folder."""
+    return OmegaConf.to_container(composed.hydra.run, resolve=False)["dir"]  # type: ignore[index,call-overload]

@@ -18,6 +18,7 @@ from app.config import RunConfig
 from app.device import Device
 from app.errors import RunError, TrainerError, TrainerLost
 from app.placement.colocate import Colocate
+from app.placement.export import export_trained
 from app.placement.fully_async import FullyAsync
 from app.placement.memory import Memory
 from app.placement.parts import Parts
@@ -51,7 +52,7 @@ async def live(config: RunConfig, device: Device, folder: Path, recorder: RunRec
                 version = await _stand(parts, beginning, afresh=restarts == 0)
                 side.recovery.attach(trainer, sync, version)
                 try:
-                    return await _run(STORIES[config.placement.kind](parts, version), side)
+                    return await _run(STORIES[config.placement.kind](parts, version), side, folder)
                 except TrainerError as error:
                     await sync.abandon()
                     if isinstance(error, TrainerLost) or trainer.broken:
@@ -69,7 +70,8 @@ async def live(config: RunConfig, device: Device, folder: Path, recorder: RunRec
             await side.recovery.forget()
 
 
-async def _run(story: Conductor, side: "RolloutSide") -> float:
+async def _run(story: Conductor, side: "RolloutSide", folder: Path) -> float:
+    config, recorder = story.config, story.parts.recorder
     async with side.recovery.watching():
         try:
             accuracy = await story.run()
@@ -80,7 +82,10 @@ async def _run(story: Conductor, side: "RolloutSide") -> float:
             await story.parts.checkpoints.settle(story.config.checkpoint.grace_s)
             raise
         await story.parts.checkpoints.wait()
-        return accuracy
+    if config.checkpoint.export:
+        recorder.doing("exporting the model")
+        await export_trained(story.parts.trainer, config, folder)
+    return accuracy
 
 
 async def _stand(parts: Parts, beginning: dict[str, Any], *, afresh: bool) -> int:

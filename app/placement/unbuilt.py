@@ -1,6 +1,6 @@
 """What the design names and is not built yet: refused at start, so that nobody runs something else unknowingly."""
 
-from app.config import Mode, RunConfig
+from app.config import RunConfig
 from app.device.schema import DeviceKind
 from app.errors import ConfigError
 from app.placement.schema import PlacementKind
@@ -8,11 +8,6 @@ from app.placement.schema import PlacementKind
 
 def refuse(config: RunConfig) -> None:
     """Raise `ConfigError` with one sentence where the configuration asks for what is not built yet."""
-    built = (Mode.train, Mode.eval, Mode.plan, Mode.doctor, Mode.parity, Mode.report)
-    if config.mode not in built:
-        raise ConfigError(f"mode={config.mode.name} is not built yet: use {', '.join(mode.name for mode in built)}.")
-    if config.checkpoint.export:
-        raise ConfigError("checkpoint.export is not built yet: leave it as it is.")
     shared = config.placement.kind is PlacementKind.colocate and config.device.kind is not DeviceKind.cpu
     if shared and (config.offload.engine or config.offload.trainer):
         raise ConfigError(

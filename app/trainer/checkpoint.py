@@ -191,6 +191,11 @@ def latest(folder: Path) -> Path | None:
     return path
 
 
+def find(path: Path) -> Path | None:
+    """A checkpoint by its own folder or by its run's, whose latest it is then."""
+    return path if (path / STATE).is_file() else latest(path)
+
+
 def read_state(path: Path) -> RunState:
     """The driver's side of a checkpoint, after its files were found to be all there; raises `CheckpointError`."""
     try:

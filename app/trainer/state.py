@@ -11,6 +11,7 @@ background write has a process group of its own: its collectives would mix with 
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -88,10 +89,7 @@ class RankState:
     def restore(self, folder: Path) -> None:
         """Take over a checkpoint's parameters, optimizer, schedule and random numbers. Nothing may be offloaded."""
         self._reshard()
-        try:
-            saved: dict[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        except UNREADABLE as error:
-            raise CheckpointError(f"checkpoint {folder} cannot be read: {line(error)}") from error
+        saved = _saved(folder)
         parameters = self._parameters()
         self._require_same(saved, folder)
         target = {MODEL + name: parameter.detach() for name, parameter in parameters.items()}
@@ -152,6 +150,25 @@ class RankState:
         if self._schedule not in saved:
             name = self.optimizer.config.optimizer.name
             raise CheckpointError(f"checkpoint {folder} was made with another optimizer than trainer.optimizer={name}")
+
+
+def weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(source checkpoint's name, tensor on the host) of a checkpoint, one after the other, by a single process."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
+    for key, stored in _saved(folder).items():
+        if key.startswith(MODEL):
+            target = {key: torch.empty(stored.size, dtype=stored.properties.dtype)}
+            with _explained(folder, "read"):
+                dcp.load(target, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+            yield key.removeprefix(MODEL), target[key]
+
+
+def _saved(folder: Path) -> dict[str, Any]:
+    """What torch.distributed.checkpoint says of every tensor, by key."""
+    try:
+        return dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    except UNREADABLE as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {line(error)}") from error
 
 
 def _slots(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

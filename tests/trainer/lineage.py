@@ -20,6 +20,7 @@ from tests.trainer.test_step import GRPO
 
 TRAINER = TrainerConfig(lr=1e-3, warmup_steps=6)
 STEPS, SAVED = 4, 2
+BUDGET = 100  # tokens per rank and pass
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def trainer_of(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -
 def from_the_start(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup], folder: Path) -> Lineage:
     """Four steps; the second is captured and written while the others are made."""
     torch.manual_seed(11)
-    step, state = trainer_of(path, Scenario(GRPO, groups, trainer=TRAINER), mesh)
+    step, state = trainer_of(path, Scenario(GRPO, groups, trainer=TRAINER, budget=BUDGET), mesh)
     metrics = {version: _step(step, groups, version) for version in range(1, SAVED + 1)}
     folder.mkdir(exist_ok=True)
     state.capture()
@@ -55,7 +56,7 @@ def from_the_start(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredG
 def from_a_checkpoint(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup], folder: Path) -> Lineage:
     """The last two steps, by a trainer that was used for something else before."""
     torch.manual_seed(12)
-    step, state = trainer_of(path, Scenario(GRPO, groups, trainer=TRAINER), mesh)
+    step, state = trainer_of(path, Scenario(GRPO, groups, trainer=TRAINER, budget=BUDGET), mesh)
     _step(step, groups[::-1], 9)
     step.begin(10)
     step.old_logprobs(groups)  # leaves the root's parameters gathered
@@ -80,7 +81,7 @@ def on_two_ranks(
 def _step(step: SplitStep, groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:
     """Each step has data of its own."""
     count = len(groups) - version % 3
-    return dict(train(step, Scenario(GRPO, groups[:count], trainer=TRAINER), version).metrics)
+    return dict(train(step, Scenario(GRPO, groups[:count], trainer=TRAINER, budget=BUDGET), version).metrics)
 
 
 def _draw() -> list[float]:

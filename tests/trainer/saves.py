@@ -1,10 +1,12 @@
-"""A process that saves one checkpoint after the other until it is killed: `python -m tests.trainer.saves MODEL FOLDER`.
+"""A trainer of one process that saves checkpoints.
 
-It says the step of each that it committed.
+`python -m tests.trainer.saves MODEL FOLDER` saves one after the other until it is killed, and says the step of each
+that it committed.
 """
 
 import asyncio
 import sys
+import threading
 from itertools import count
 from pathlib import Path
 
@@ -13,10 +15,34 @@ import torch
 from app.device.torchvision import define_operators
 from app.trainer.checkpoint import Checkpoints, RunState, latest, read_state
 from app.trainer.schema import TrainerConfig
+from app.trainer.state import RankState
 from tests.trainer.lineage import trainer_of
 from tests.trainer.support import Scenario, scored_groups, train
-from tests.trainer.test_checkpoint import OneProcess
 from tests.trainer.test_step import GRPO
+
+DEADLINE_S = 120.0
+
+
+class OneProcess:
+    """A trainer of one process under the calls that `Checkpoints` makes."""
+
+    def __init__(self, state: RankState):
+        self.state = state
+        self.gate = threading.Event()  # writes wait for it
+        self.gate.set()
+
+    async def checkpoint_bytes(self) -> int:
+        return self.state.bytes
+
+    async def capture(self) -> int:
+        return self.state.capture()
+
+    async def write(self, folder: Path) -> None:
+        await asyncio.to_thread(self._write, folder)
+
+    def _write(self, folder: Path) -> None:
+        assert self.gate.wait(DEADLINE_S)
+        self.state.write(folder)
 
 
 async def save_for_ever(path: Path, folder: Path) -> None:

@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,15 +17,22 @@ import torch
 from app.errors import CheckpointError, ConfigError
 from app.trainer import schema
 from app.trainer.checkpoint import Checkpoints, RunState, latest, read_state, require_model
-from app.trainer.state import RankState
 from app.types import ScoredGroup
 from tests.model.support import relative, save_qwen3, save_qwen35
 from tests.trainer.lineage import Lineage, from_a_checkpoint, from_the_start, on_two_ranks, trainer_of
 from tests.trainer.ranks import run_on
+from tests.trainer.saves import DEADLINE_S, OneProcess
 from tests.trainer.support import Scenario, full, parameters, sampled, scored_groups, train
 from tests.trainer.test_step import GRPO
 
-DEADLINE_S = 120.0
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """So small a model computes faster on one thread, and the more so on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +42,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def groups(path: Path) -> list[ScoredGroup]:
-    return sampled(path, scored_groups(8))
+    return sampled(path, scored_groups(4))
 
 
 # --- the state of the ranks
@@ -151,28 +157,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(
 
 
 # --- the checkpoints of a run
-
-
-class OneProcess:
-    """A trainer of one process under the calls that `Checkpoints` makes."""
-
-    def __init__(self, state: RankState):
-        self.state = state
-        self.gate = threading.Event()  # writes wait for it
-        self.gate.set()
-
-    async def checkpoint_bytes(self) -> int:
-        return self.state.bytes
-
-    async def capture(self) -> int:
-        return self.state.capture()
-
-    async def write(self, folder: Path) -> None:
-        await asyncio.to_thread(self._write, folder)
-
-    def _write(self, folder: Path) -> None:
-        assert self.gate.wait(DEADLINE_S)
-        self.state.write(folder)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,147 @@
+"""An exported run is a model directory like the one it began with, and computes what its trainer computes."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from app.config import RunConfig
+from app.errors import CheckpointError, ConfigError
+from app.model.directory import identity
+from app.model.schema import ModelConfig
+from app.placement.export import export_run
+from app.trainer import schema
+from app.trainer.checkpoint import Checkpoints, RunState
+from app.trainer.step import SplitStep
+from app.types import GroupRequest, Sampling
+from tests.conftest import make_engine
+from tests.model.support import batch, save_qwen3, save_qwen35
+from tests.placement.runs import Run
+from tests.trainer.lineage import trainer_of
+from tests.trainer.plain import transformers_model
+from tests.trainer.saves import OneProcess
+from tests.trainer.support import Scenario, scored_groups, train
+from tests.trainer.test_step import GRPO
+
+QUICK = ["eval.before_train=false", "data.arithmetic.eval_problems=20"]
+
+
+def trained(source: Path, run: Path) -> SplitStep:
+    """The trainer of a run whose only checkpoint is of step 3."""
+    scenario = Scenario(GRPO, scored_groups(2), trainer=schema.TrainerConfig(lr=0.05))
+    step, state = trainer_of(source, scenario)
+    train(step, scenario)
+
+    async def save() -> None:
+        checkpoints = Checkpoints(run, keep=1)
+        await checkpoints.save(OneProcess(state), RunState(3, 3, model=identity(source)))
+        await checkpoints.wait()
+
+    asyncio.run(save())
+    return step
+
+
+def config_of(source: Path, **settings: str) -> RunConfig:
+    return RunConfig(model=ModelConfig(path=str(source)), **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [save_qwen3, save_qwen35])
+def test_transformers_computes_with_an_export_what_the_trainer_computes(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    source, run = make(tmp_path / "source"), tmp_path / "run"
+    step = trained(source, run)
+    out = export_run(config_of(source), run)
+    assert out == run / "export"
+    given = batch(101)
+    with torch.no_grad():
+        ours, _ = step.model(**given.inputs, temperature=1.0)
+        theirs = []
+        for sequence in given.sequences:
+            logits = transformers_model(out)(input_ids=sequence[None]).logits[0].double()
+            picked = logits.log_softmax(-1)[:-1].gather(1, sequence[1:, None])[:, 0]
+            theirs.append(picked[1:])  # the first two tokens are the prompt
+    torch.testing.assert_close(ours.double(), torch.cat(theirs), atol=2e-5, rtol=0)
+    before, after = (load_file(each / "model.safetensors") for each in (source, out))
+    assert {name: (each.shape, each.dtype) for name, each in after.items()} == {
+        name: (each.shape, each.dtype) for name, each in before.items()
+    }
+    untrained = {name for name in before if torch.equal(before[name], after[name])}
+    assert all("visual" in name or name.startswith("mtp") for name in untrained), untrained
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            assert (out / file.name).read_bytes() == file.read_bytes()
+
+
+def test_an_export_replaces_the_one_before_and_leaves_nothing_else(tmp_path: Path) -> None:
+    source, run = save_qwen3(tmp_path / "source"), tmp_path / "run"
+    trained(source, run)
+    (run / "export").mkdir()
+    (run / "export" / "old.txt").touch()
+    export_run(config_of(source, resume=str(run / "checkpoints" / "step_3")), tmp_path / "nowhere")
+    assert {each.name for each in run.iterdir()} == {"checkpoints", "export"}
+    assert not (run / "export" / "old.txt").exists()
+
+
+def test_what_cannot_be_exported_gets_one_sentence(tmp_path: Path) -> None:
+    source, run = save_qwen3(tmp_path / "source"), tmp_path / "run"
+    with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*run is not accepted: give the folder of a run that has"):
+        export_run(config_of(source), run)
+    with pytest.raises(ConfigError, match=r"resume=.*run is not accepted: give the folder of a run that has"):
+        export_run(config_of(source, resume=str(run)), tmp_path)
+    trained(source, run)
+    other = save_qwen3(tmp_path / "other", tied=False)
+    source.rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="step_3 is of another model: its tie_word_embeddings is True"):
+        export_run(config_of(other), run)
+    weights = tmp_path / "moved" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ConfigError, match=r"moved is not accepted: give a directory whose safetensors can be read"):
+        export_run(config_of(tmp_path / "moved"), run)
+    assert {each.name for each in run.iterdir()} == {"checkpoints"}
+
+
+def test_the_command_exports_a_run_without_touching_its_record(tmp_path: Path) -> None:
+    source, run = save_qwen3(tmp_path / "source"), tmp_path / "run"
+    trained(source, run)
+    command = [sys.executable, "-m", "app", "mode=export", f"hydra.run.dir={run}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (0, str(run / "export"))
+    assert {each.name for each in run.iterdir()} == {"checkpoints", "export"}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_an_engine_samples_from_an_export_with_the_log_probabilities_of_transformers(
+    ray_session: None, tiny_model: Path, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, "steps=2", "checkpoint.export=true", "trainer.lr=1e-3", *QUICK)
+    assert run.wait() == 0, run.text
+    out = run.folder / "export"
+    assert not list(run.folder.glob("*.tmp"))
+    old, new = (load_file(each / "model.safetensors") for each in (tiny_model, out))
+    assert not any(torch.equal(old[name], new[name]) for name in old)
+    prompt = np.array([5, 6, 7, 8], dtype=np.int32)
+    request = GroupRequest("p/0@0", prompt, 4, Sampling(1.0, 1.0, 12), 0)
+
+    async def sample() -> list:
+        engine = make_engine(out, tmp_path)
+        await engine.start(300)
+        try:
+            return await engine.generate(request)
+        finally:
+            await engine.stop()
+
+    model = transformers_model(out)
+    for completion in asyncio.run(sample()):
+        tokens = torch.tensor([*prompt, *completion.token_ids], dtype=torch.int64)
+        with torch.no_grad():
+            logprobs = model(input_ids=tokens[None]).logits[0].double().log_softmax(-1)
+        expected = logprobs[len(prompt) - 1 : -1].gather(1, tokens[len(prompt) :, None])[:, 0]
+        assert np.abs(completion.logprobs - expected.numpy()).max() < 1e-4
