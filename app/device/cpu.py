@@ -14,7 +14,7 @@ DEVICE = Device(
     attention="packed_sdpa",
     engine_args={
         "device": "cpu",
-        "attention-backend": "torch_native",
+        "attention-backend": "torch_batched",  # app/rollout/attention.py
         "sampling-backend": "pytorch",
         "disable-cuda-graph": True,
         "max-total-tokens": 65536,

@@ -10,7 +10,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities()
 
     def get_default_attention_backend(self) -> str:
-        return "torch_native"
+        return "torch_batched"
 
     def get_dispatch_key_name(self) -> str:
         return "native"

@@ -19,7 +19,7 @@ OLDEST, NEWEST = "sglang==0.5.17", "sglang==0.5.23"
 SESSIONS = {"/begin_weight_update", "/end_weight_update"}  # since 0.5.21; the push asks once whether they are there
 ENDPOINTS = ("device=cpu", "device=cuda model=qwen3_4b", "device=npu model=qwen35_9b placement=fully_async")
 PLATFORM = "sglang/srt/platforms"
-CPU_ONLY = ("platform.py",)
+CPU_ONLY = ("platform.py", "attention.py")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,109 @@
+"""What the engine's batched attention gains on a CPU: `python -m tests.bench.generation [--out FILE]`.
+
+Two real SGLang servers with the same model, one with SGLang's torch_native attention, one with ours, take turns at the
+same requests on otherwise idle cores. The temperature makes all tokens about as likely as each other, so completions
+end by chance: a long tail, cut at the limit. The ratio is the median of the rounds' own ratios. Prints one JSON line.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.rollout.remote import RemoteEngine
+from app.types import GroupRequest, Sampling
+from app.weight_sync.push import MIB
+from tests.bench.machine import machine
+
+GROUP_SIZE = 8
+PROMPT_TOKENS = 16
+HOT = 50.0
+BACKENDS = ("torch_native", "torch_batched")
+
+
+def requests(name: str, groups: int, max_tokens: int, temperature: float) -> list[GroupRequest]:
+    random = np.random.default_rng(0)
+    sampling = Sampling(temperature=temperature, top_p=1.0, max_tokens=max_tokens)
+    prompts = random.integers(4, 60, (groups, PROMPT_TOKENS)).astype(np.int32)
+    return [GroupRequest(f"{name}/{index}", prompt, GROUP_SIZE, sampling, 0) for index, prompt in enumerate(prompts)]
+
+
+async def tokens_per_second(engine: RemoteEngine, asked: list[GroupRequest]) -> float:
+    began = time.perf_counter()
+    groups = await asyncio.gather(*(engine.generate(request) for request in asked))
+    tokens = sum(len(completion.token_ids) for group in groups for completion in group)
+    return tokens / (time.perf_counter() - began)
+
+
+async def measure(model: Path, rounds: int, max_tokens: int, folder: Path) -> dict[str, Any]:
+    from tests.conftest import make_engine
+
+    flags = {"max_total_tokens": 65536, "max_running_requests": 256}
+    engines = {name: make_engine(model, folder, name=name, attention_backend=name, **flags) for name in BACKENDS}
+    for engine in engines.values():
+        await engine.start(600)
+    found = {}
+    for concurrent in (32, 64, 128):
+        speed: dict[str, list[float]] = {name: [] for name in BACKENDS}
+        for number in range(1 + rounds):
+            asked = requests(f"{concurrent}/{number}", concurrent // GROUP_SIZE, max_tokens, HOT)
+            for name, engine in engines.items():
+                measured = await tokens_per_second(engine, asked)
+                if number:  # the first round warms up
+                    speed[name].append(measured)
+        native, batched = (speed[name] for name in BACKENDS)
+        found[f"{concurrent} requests"] = {
+            **{f"{name}_tokens_per_second": round(statistics.median(values)) for name, values in speed.items()},
+            "batched_over_native": round(statistics.median(b / n for b, n in zip(batched, native, strict=True)), 2),
+        }
+    for engine in engines.values():
+        await engine.stop()
+    return found
+
+
+async def all_models(rounds: int, max_tokens: int, folder: Path) -> dict[str, Any]:
+    from app.model.directory import locate
+    from app.model.schema import ModelConfig
+    from tests.bench.peer_model import save_peer_model
+
+    tiny = locate(ModelConfig(), seed=0)
+    peer = save_peer_model(folder / "peer")
+    return {
+        "what": "generation",
+        "max_tokens": max_tokens,
+        "rounds": rounds,
+        "tiny": await measure(tiny, rounds, max_tokens, folder),
+        "qwen3 of 6 layers, 256 wide": await measure(peer, rounds, max_tokens, folder),
+        "machine": machine(),
+    }
+
+
+def main() -> None:
+    import ray
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * MIB)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            found = json.dumps(asyncio.run(all_models(chosen.rounds, chosen.max_tokens, Path(folder))))
+    finally:
+        ray.shutdown()
+    print(found)
+    if chosen.out:
+        chosen.out.write_text(found + "\n")
+
+
+if __name__ == "__main__":
+    main()
