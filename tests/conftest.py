@@ -63,7 +63,7 @@ def make_engine(model: Path, folder: Path, *, name: str = "engine 0", seed: int 
             "max-total-tokens": 16384,
             **{flag.replace("_", "-"): value for flag, value in flags.items()},
         },
-        environment={**DEVICE.engine_env, "OMP_NUM_THREADS": "1"},
+        environment={**DEVICE.engine_env, "OMP_NUM_THREADS": os.environ.get("BENCH_THREADS", "1")},
         log=folder / f"{name.replace(' ', '_')}.log",
     )
     spec = HostSpec(

@@ -32,14 +32,14 @@ def composed(*overrides: str) -> RunConfig:
     return resolve(compose("config", list(overrides)))
 
 
-def test_all_36_combinations_of_model_algorithm_placement_and_device_compose() -> None:
-    models, algorithms = ["tiny", "qwen3_4b", "qwen35_9b"], ["grpo", "dapo"]
+def test_all_48_combinations_of_model_algorithm_placement_and_device_compose() -> None:
+    models, algorithms = ["tiny", "tiny_qwen35", "qwen3_4b", "qwen35_9b"], ["grpo", "dapo"]
     placements, devices = ["colocate", "fully_async"], ["cpu", "cuda", "npu"]
     seen = set()
     for model, algorithm, placement, device in itertools.product(models, algorithms, placements, devices):
         config = composed(f"model={model}", f"algorithm={algorithm}", f"placement={placement}", f"device={device}")
         seen.add((config.model.name, config.algorithm.name, config.placement.kind.name, config.device.kind.name))
-    assert len(seen) == 36
+    assert len(seen) == 48
 
 
 @pytest.mark.parametrize("algorithm", ["dr_grpo", "gspo"])

@@ -22,7 +22,12 @@ DEVICE = Device(
         "mem-fraction-static": 0.3,
         "sleep-on-idle": True,  # the scheduler's loop would take a core from the trainer
     },
-    engine_env={"SGLANG_PLATFORM": "torch_cpu", "POSTTRAIN_ENGINE_DEVICE": "cpu", **YIELDING},
+    engine_env={
+        "SGLANG_PLATFORM": "torch_cpu",
+        "POSTTRAIN_ENGINE_DEVICE": "cpu",
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",  # the state of linear attention's convolution; bfloat16 by default
+        **YIELDING,
+    },
     trainer_env=YIELDING,
     shares_memory=False,
     card="this machine's memory",

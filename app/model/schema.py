@@ -1,14 +1,21 @@
 """Settings of `model=`."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from app.errors import expect
+
+
+class Family(Enum):
+    qwen3 = "qwen3"
+    qwen35 = "qwen35"  # every second layer has linear attention, the others full attention
 
 
 @dataclass
 class TinyConfig:
     """The tiny model that is made on first use; read only where `model.path` is null."""
 
+    family: Family = Family.qwen3
     hidden: int = 64
     layers: int = 2
     heads: int = 4

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from app.model.characters import CHARACTERS, SPECIAL
-from app.model.schema import ModelConfig
+from app.model.schema import Family, ModelConfig, TinyConfig
+from app.model.tiny import FULL_ATTENTION_INTERVAL
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text")
 QUERY_KEY_NORMS = ("qwen3", "qwen3_5_text")
@@ -132,14 +133,19 @@ KNOWN = {"Qwen/Qwen3-4B": QWEN3_4B, "Qwen/Qwen3.5-9B": QWEN35_9B}
 def architecture_of(model: ModelConfig) -> Architecture | None:
     """The shapes of a configured model; None where they cannot be told without fetching it."""
     if model.path is None:
-        tiny = model.tiny
-        size, vocabulary = tiny.hidden // tiny.heads, len(SPECIAL) + len(CHARACTERS)
-        shape = (tiny.layers, tiny.layers, tiny.hidden, 2 * tiny.hidden, tiny.heads, tiny.heads // 2, size, vocabulary)
-        return Architecture(*shape, tied=True)
+        return _tiny(model.tiny)
     file = Path(model.path).expanduser() / CHECKPOINT_CONFIG
     if file.is_file():
         return from_config(json.loads(file.read_text()))
     return KNOWN.get(model.path)
+
+
+def _tiny(tiny: TinyConfig) -> Architecture:
+    size, vocabulary = tiny.hidden // tiny.heads, len(SPECIAL) + len(CHARACTERS)
+    linear = LinearAttention(tiny.heads // 2, tiny.heads, size, size, 4) if tiny.family is Family.qwen35 else None
+    full = tiny.layers if linear is None else tiny.layers // FULL_ATTENTION_INTERVAL
+    shape = (tiny.layers, full, tiny.hidden, 2 * tiny.hidden, tiny.heads, tiny.heads // 2, size, vocabulary)
+    return Architecture(*shape, tied=True, gated=linear is not None, linear=linear)
 
 
 def from_config(config: dict[str, Any]) -> Architecture | None:

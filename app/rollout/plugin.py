@@ -1,4 +1,5 @@
-"""What we add to SGLang, through its public entry points only: a platform for plain-torch CPUs and its attention.
+"""What we add to SGLang, through its public entry points only: a platform for plain-torch CPUs, its attention, and
+the kernels that Qwen3.5 needs there.
 
 Inactive unless the server was started by us (`POSTTRAIN_ENGINE_DEVICE`), so that installing this package changes
 nothing for other uses of SGLang in the same environment.
@@ -17,6 +18,7 @@ def platform() -> str | None:
 def load() -> None:
     """Entry point `sglang.srt.plugins`: runs in every SGLang process before models are imported."""
     if os.environ.get(DEVICE_VARIABLE) == "cpu":
-        from app.rollout.attention import register
+        from app.rollout import attention, gated_delta
 
-        register()
+        attention.register()
+        gated_delta.register()

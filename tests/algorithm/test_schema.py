@@ -11,7 +11,7 @@ from app.errors import ConfigError
 
 CONF = Path(__file__).parents[2] / "conf"
 ALGORITHMS = ["grpo", "dapo", "dr_grpo", "gspo"]
-MODELS = ["tiny", "qwen3_4b", "qwen35_9b"]
+MODELS = ["tiny", "tiny_qwen35", "qwen3_4b", "qwen35_9b"]
 
 
 def composed(*overrides: str) -> configuration.RunConfig:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from app.model.schema import ModelConfig
+from app.model.schema import Family, ModelConfig, TinyConfig
 from app.placement.plan_architecture import QWEN3_4B, QWEN35_9B, architecture_of, from_config
 
 
@@ -73,6 +73,17 @@ def test_the_tiny_model_is_counted_without_making_it(tiny_model: Path) -> None:
     assert architecture_of(ModelConfig()) == made
     assert made is not None
     assert made.parameters == 80_512
+
+
+def test_the_tiny_qwen35_is_counted_without_making_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from app.model.tiny import ensure
+
+    monkeypatch.setattr("app.model.warmup.warm_up", lambda *_: 0.3)
+    config = ModelConfig(tiny=TinyConfig(family=Family.qwen35, layers=5, cache=str(tmp_path)))
+    made = from_config(json.loads((ensure(config, seed=0) / "config.json").read_text()))
+    assert architecture_of(config) == made
+    assert made is not None
+    assert (made.layers, made.full_layers) == (5, 2)
 
 
 def test_a_local_directory_is_read(tiny_model: Path) -> None:

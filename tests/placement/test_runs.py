@@ -103,6 +103,22 @@ def test_a_gsm8k_file_is_trained_on_with_template_and_math_verify(start: Callabl
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("placement", ["colocate", "fully_async"])
+def test_the_second_model_family_is_generated_trained_and_pushed(placement: str, start: Callable[..., Run]) -> None:
+    """colocate pushes by handle, fully_async over a process group; each push is compared with the export."""
+    run = start("model=tiny_qwen35", f"placement={placement}", "steps=3", "weight_sync.verify=always", *QUICK)
+    assert run.wait(600) == 0, run.text
+    assert run.gone_within(15), run.processes()
+    steps = [line for line in run.metrics() if "time/step" in line]
+    assert [line["policy_version"] for line in steps] == [1, 2, 3]
+    for line in steps:
+        assert line["mismatch/abs_difference"] < 1e-4
+        assert line["grad_norm"] > 0
+        assert line["sync/bytes"] > 100_000
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_a_sweep_leaves_a_summary_for_each_of_its_runs(tmp_path: Path, tiny_model: Path) -> None:
     overrides = ["-m", "algorithm=grpo,dapo", "placement=colocate,fully_async", "steps=2", *QUICK]
     command = [sys.executable, "-m", "app", *overrides, f"hydra.sweep.dir={tmp_path / 'sweep'}"]

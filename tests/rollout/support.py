@@ -4,13 +4,14 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import ray
+import torch
 
 from app.device.cpu import DEVICE
 from app.rollout.host import EngineHost, HostSpec
@@ -80,6 +81,25 @@ def host_spec(
 def remote(spec: HostSpec) -> RemoteEngine:
     """The host of this specification, not started."""
     return RemoteEngine(spec.name, ray.remote(EngineHost).options(max_concurrency=1024, num_cpus=0).remote(spec))
+
+
+def largest_difference(
+    model: Path, asked: Sequence[GroupRequest], groups: Sequence[Sequence[Completion]], *, seed: int = 0
+) -> float:
+    """Between the log-probabilities of these completions and transformers' own, with the noise of `seed`."""
+    from tests.weight_sync.support import noisy_model
+
+    policy, found = noisy_model(model, seed), 0.0
+    for given, completions in zip(asked, groups, strict=True):
+        assert len(completions) == given.group_size
+        for completion in completions:
+            tokens = torch.as_tensor(np.concatenate([given.token_ids, completion.token_ids]), dtype=torch.int64)
+            with torch.no_grad():
+                logits = policy(input_ids=tokens[None]).logits[0, len(given.token_ids) - 1 : -1]
+            logs = torch.log_softmax(logits / given.sampling.temperature, dim=-1)
+            theirs = logs.gather(1, tokens[len(given.token_ids) :, None]).squeeze(1).numpy()
+            found = max(found, float(np.abs(completion.logprobs - theirs).max()))
+    return found
 
 
 def without_end(model: Path, folder: Path) -> Path:

@@ -118,17 +118,23 @@ def request(*, tokens: int = 12, temperature: float = 1.0, group_size: int = 2, 
     return GroupRequest(f"test/{secrets.token_hex(4)}", PROMPT, group_size, Sampling(temperature, 1.0, tokens), version)
 
 
-def logprobs_of(model: Path, completion: Completion, seed: int) -> np.ndarray:
-    """transformers' log-probabilities of a completion under the checkpoint with the noise of `seed`."""
+def noisy_model(model: Path, seed: int) -> Any:
+    """transformers' own, with the weights that `set_weights` gives the trainer."""
     from app.model.hub import transformers
 
     reference = transformers().AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    parameters = list(reference.parameters())
     torch.manual_seed(seed)
     with torch.no_grad():
-        for parameter in parameters:
+        for parameter in reference.parameters():
             if seed:
                 parameter.add_(0.05 * torch.randn_like(parameter))
+    return reference
+
+
+def logprobs_of(model: Path, completion: Completion, seed: int) -> np.ndarray:
+    """transformers' log-probabilities of a completion under the checkpoint with the noise of `seed`."""
+    reference = noisy_model(model, seed)
+    with torch.no_grad():
         tokens = torch.tensor([[*PROMPT.tolist(), *completion.token_ids.tolist()]])
         logs = torch.log_softmax(reference(tokens).logits[0, len(PROMPT) - 1 : -1].float(), dim=-1)
     return logs.gather(1, tokens[0, len(PROMPT) :, None]).squeeze(1).numpy()

@@ -1,0 +1,90 @@
+"""The second model family on a CPU: the real SGLang with our kernels equals transformers, before and after a push."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.model.schema import Family, ModelConfig, TinyConfig
+from app.model.tiny import ensure
+from app.rollout.remote import RemoteEngine
+from app.types import InFlight
+from app.weight_sync.schema import Verify
+from tests.conftest import make_engine
+from tests.rollout.support import HOT, in_flight, largest_difference, request
+from tests.rollout.test_attention import ragged, staggered
+from tests.weight_sync.support import TRANSPORTS, make_push, make_trainer, set_weights, started
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`model=tiny_qwen35` without its warm-up."""
+    tiny = TinyConfig(family=Family.qwen35, layers=4, cache=str(tmp_path_factory.mktemp("cache")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("app.model.warmup.warm_up", lambda *_: 0.3)
+        return ensure(ModelConfig(tiny=tiny), seed=0)
+
+
+@pytest.fixture(scope="module")
+def parts(ray_session: None, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """A server and a trainer rank of this model, started at the same time."""
+    import ray
+
+    folder = tmp_path_factory.mktemp("qwen35")
+    engine = make_engine(model, folder, name="engine of qwen35", disable_radix_cache=True)
+    trainer = make_trainer(model, folder)
+
+    async def start() -> None:
+        await asyncio.gather(engine.start(300), started(trainer))
+
+    asyncio.run(start())
+    yield engine, trainer
+    asyncio.run(engine.stop())
+    for rank in trainer.ranks:
+        ray.kill(rank)
+
+
+@pytest.fixture
+def engine(parts: tuple[Any, Any]) -> RemoteEngine:
+    return parts[0]
+
+
+def test_requests_that_come_and_go_have_the_logprobs_of_transformers(engine: RemoteEngine, model: Path) -> None:
+    asked = ragged(8)
+    groups = asyncio.run(staggered(engine, asked))
+    assert largest_difference(model, asked, groups) < 1e-5
+
+
+def test_a_group_that_was_retracted_has_the_logprobs_of_transformers(engine: RemoteEngine, model: Path) -> None:
+    given = request(group_size=16, temperature=HOT, max_tokens=120)
+
+    async def run() -> list[Any]:
+        task = await in_flight(engine, given, 0.15)
+        await engine.pause(InFlight.retract)
+        await engine.resume()
+        return await asyncio.wait_for(task, 60)
+
+    assert largest_difference(model, [given], [asyncio.run(run())]) < 1e-5
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_push_equals_the_export_and_logprobs_are_those_of_the_pushed_weights(
+    transport: str, parts: tuple[Any, Any], model: Path, tmp_path: Path
+) -> None:
+    engine, trainer = parts
+    given = request(f"after/{transport}", group_size=4, temperature=1.0, max_tokens=12)
+
+    async def scenario() -> list[Any]:
+        push = await make_push(transport, trainer, [engine], tmp_path, verify=Verify.always)
+        for version, seed in ((3, 1), (4, 2)):
+            await set_weights(trainer, seed)
+            await push.push(version)
+        completions = await engine.generate(given)
+        await push.close()
+        return completions
+
+    completions = asyncio.run(scenario())
+    assert {span.version for completion in completions for span in completion.spans} == {4}
+    assert largest_difference(model, [given], [completions], seed=2) < 1e-5
