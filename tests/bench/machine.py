@@ -2,10 +2,15 @@
 
 import os
 import platform
+from collections import defaultdict
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import psutil
+
+MIB = 1024 * 1024
 
 
 def machine(*packages: str) -> dict[str, Any]:
@@ -18,13 +23,45 @@ def machine(*packages: str) -> dict[str, Any]:
     }
 
 
-def pss_mib(pids: Iterable[int]) -> float:
-    """Proportional set size of these processes together; those that have ended count nothing."""
-    total = 0
-    for pid in pids:
+def pss_by_process(processes: Iterable[psutil.Process]) -> dict[str, float]:
+    """MiB of proportional set size by what the processes are; those that have ended count nothing."""
+    found: dict[str, float] = defaultdict(float)
+    for process in processes:
         try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except (FileNotFoundError, ProcessLookupError):
+            lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+            name = kind_of(process)
+        except (OSError, psutil.Error):
             continue
-        total += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
-    return total / 1024
+        found[name] += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0) / 1024
+    return dict(found)
+
+
+def kind_of(process: psutil.Process) -> str:
+    """A short name: what the process calls itself, or the module or program that it runs."""
+    words = process.cmdline()
+    if not words:
+        return process.name()
+    if "::" in words[0]:
+        return words[0].split()[0]
+    if "-m" in words[:-1]:
+        return words[words.index("-m") + 1]
+    return next((Path(word).name for word in words[1:] if word.endswith(".py")), Path(words[0]).name)
+
+
+def rss_mib() -> float:
+    """Resident memory of this process."""
+    return _status("VmRSS")
+
+
+def peak_rss_mib() -> float:
+    """The largest resident memory of this process since `reset_peak`."""
+    return _status("VmHWM")
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1024

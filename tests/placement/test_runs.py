@@ -103,10 +103,13 @@ def test_a_gsm8k_file_is_trained_on_with_template_and_math_verify(start: Callabl
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("placement", ["colocate", "fully_async"])
-def test_the_second_model_family_is_generated_trained_and_pushed(placement: str, start: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("placement", [["colocate"], ["fully_async", "placement.max_staleness=0"]])
+def test_the_second_model_family_is_generated_trained_and_pushed(
+    placement: list[str], start: Callable[..., Run]
+) -> None:
     """colocate pushes by handle, fully_async over a process group; each push is compared with the export."""
-    run = start("model=tiny_qwen35", f"placement={placement}", "steps=3", "weight_sync.verify=always", *QUICK)
+    first, *rest = placement
+    run = start("model=tiny_qwen35", f"placement={first}", *rest, "steps=3", "weight_sync.verify=always", *QUICK)
     assert run.wait(600) == 0, run.text
     assert run.gone_within(15), run.processes()
     steps = [line for line in run.metrics() if "time/step" in line]

@@ -1,0 +1,209 @@
+"""The whole application against TRL's GRPOTrainer: `python -m tests.bench.end_to_end --peer PYTHON [--out FILE]`.
+
+The same workload on the same two cores, one after the other, in turns: a random Qwen3 (6 layers, 256 wide, 64 tokens in
+its vocabulary, so that a completion ends by chance after 64 tokens on average and at 256 at most), 16 prompts of 16
+tokens a step, groups of 8, a reward that costs nothing, one AdamW update a step, float32. PYTHON is that of an
+environment with TRL (tests/bench/trl_grpo.py says how to make one). The first two steps of each run are not counted.
+Memory is the largest sum, over all processes of a run, of the proportional set size. Prints one JSON line.
+"""
+
+import argparse
+import json
+import os
+import random
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from app.types import Trajectory
+from tests.bench.machine import machine, pss_by_process
+from tests.bench.peer_model import VOCABULARY, save_peer_model
+
+PROMPTS_PER_STEP, GROUP_SIZE, PROMPT_TOKENS, MAX_TOKENS = 16, 8, 16, 256
+WARM_UP = 2  # steps
+SAMPLE_SECONDS = 1.0
+MARK = "POSTTRAIN_BENCH_RUN"
+
+
+def reward(trajectories: list[Trajectory]) -> list[float]:
+    """TRL's side has the same."""
+    return [int(each.completion.token_ids.sum()) % 7 / 7 for each in trajectories]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    seconds: float  # median step
+    tokens_per_second: float  # completion tokens of all counted steps over their seconds
+    peak_mib: float
+    processes: dict[str, int]  # MiB at the peak, by what they are
+    detail: dict[str, float]
+
+
+def save_prompts(file: Path, count: int) -> Path:
+    choose = random.Random(0)
+    rows = [" ".join(f"w{choose.randrange(2, VOCABULARY)}" for _ in range(PROMPT_TOKENS)) for _ in range(count)]
+    file.write_text("".join(json.dumps({"question": row, "answer": "0"}) + "\n" for row in rows))
+    return file
+
+
+def peer(python: str, model: Path, prompts: Path, steps: int) -> Measured:
+    command = [python, str(Path(__file__).with_name("trl_grpo.py")), "--model", str(model), "--prompts", str(prompts)]
+    shape = {"steps": steps, "prompts-per-step": PROMPTS_PER_STEP, "group-size": GROUP_SIZE, "max-tokens": MAX_TOKENS}
+    command += [word for name, value in shape.items() for word in (f"--{name}", str(value))]
+    output, memory = watched(command)
+    said = json.loads(output.splitlines()[-1])
+    return measured(said["seconds"], said["completion_tokens"], memory, lambda: {})
+
+
+def ours(placement: str, model: Path, prompts: Path, steps: int, folder: Path) -> Measured:
+    run = folder / f"run-{secrets.token_hex(4)}"
+    overrides = {
+        "placement": placement,
+        "model.path": model,
+        "data.path": prompts,
+        "reward._target_": "tests.bench.end_to_end.reward",
+        "steps": steps,
+        "algorithm.prompts_per_step": PROMPTS_PER_STEP,
+        "algorithm.group_size": GROUP_SIZE,
+        "rollout.max_prompt_tokens": PROMPT_TOKENS,
+        "rollout.max_completion_tokens": MAX_TOKENS,
+        "trainer.lr": 1e-5,
+        "eval.every": 0,
+        "eval.before_train": "false",
+        "data.eval_fraction": 1e-9,  # one row
+        "hydra.run.dir": run,
+    }
+    _, memory = watched([sys.executable, "-m", "app", *(f"{key}={value}" for key, value in overrides.items())])
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "time/step" in line]
+    tokens = [line["tokens/completion"] for line in lines]
+
+    def detail() -> dict[str, float]:
+        names = ("time/generate", "time/train", "time/sync", "mismatch/abs_difference", "staleness/mean")
+        return {name: round(statistics.median(line[name] for line in lines[WARM_UP:]), 7) for name in names}
+
+    return measured([line["time/step"] for line in lines], tokens, memory, detail)
+
+
+def measured(
+    seconds: list[float], tokens: list[float], memory: "Memory", detail: Callable[[], dict[str, float]]
+) -> Measured:
+    counted = seconds[WARM_UP:]
+    speed = sum(tokens[WARM_UP:]) / sum(counted)
+    return Measured(statistics.median(counted), speed, memory.peak_mib, memory.by_kind, detail())
+
+
+class Memory:
+    """Follows a process and everything that it started."""
+
+    def __init__(self, pid: int, mark: str):
+        self.root, self.mark = psutil.Process(pid), mark.encode()
+        self.peak_mib, self.by_kind = 0.0, dict[str, int]()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(SAMPLE_SECONDS):
+            sizes = pss_by_process(self._processes())
+            if sum(sizes.values()) > self.peak_mib:
+                self.peak_mib = sum(sizes.values())
+                self.by_kind = {kind: round(mib) for kind, mib in sorted(sizes.items(), key=lambda each: -each[1])}
+
+    def _processes(self) -> list[psutil.Process]:
+        """By descent, and by a mark in the environment for those whose parent has ended."""
+        try:
+            found = {process.pid: process for process in [self.root, *self.root.children(recursive=True)]}
+        except psutil.NoSuchProcess:
+            return []
+        for process in psutil.process_iter():
+            try:
+                if process.pid not in found and self.mark in Path(f"/proc/{process.pid}/environ").read_bytes():
+                    found[process.pid] = process
+            except OSError:
+                continue
+        return list(found.values())
+
+
+def watched(command: list[str]) -> tuple[str, Memory]:
+    mark = secrets.token_hex(8)
+    environment = {**os.environ, MARK: mark}
+    environment.pop("OMP_NUM_THREADS", None)  # each side chooses by itself
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=environment
+    )
+    memory = Memory(process.pid, mark)
+    output, errors = process.communicate()
+    memory.stop()
+    if process.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{output}\n{errors}")
+    return output, memory
+
+
+def compare(python: str, placement: str, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
+    model = save_peer_model(folder / "model")
+    prompts = save_prompts(folder / "prompts.jsonl", PROMPTS_PER_STEP * (steps + 4))
+    found: dict[str, list[Measured]] = {"trl": [], "ours": []}
+    loads = []
+    for _ in range(rounds):
+        loads.append(round(os.getloadavg()[0], 1))
+        found["trl"].append(peer(python, model, prompts, steps))
+        found["ours"].append(ours(placement, model, prompts, steps, folder))
+    both = list(zip(found["ours"], found["trl"], strict=True))
+    return {
+        "what": "end_to_end",
+        "placement": placement,
+        "tokens_per_second_over_trl": median([a.tokens_per_second / b.tokens_per_second for a, b in both], 2),
+        "memory_over_trl": median([a.peak_mib / b.peak_mib for a, b in both], 3),
+        "targets": {"tokens_per_second_over_trl": 4.0, "memory_over_trl": 0.5},
+        **{
+            side: {
+                "seconds_per_step": median([each.seconds for each in rows], 2),
+                "completion_tokens_per_second": median([each.tokens_per_second for each in rows], 0),
+                "peak_pss_mib": median([each.peak_mib for each in rows], 0),
+                "pss_mib_at_the_peak": rows[-1].processes,
+                **rows[-1].detail,
+            }
+            for side, rows in found.items()
+        },
+        "steps": steps,
+        "rounds": rounds,
+        "load_average_before_each_round": loads,  # this benchmark's own work included
+        "machine": machine(),
+    }
+
+
+def median(values: list[float], digits: int) -> float:
+    return round(statistics.median(values), digits)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peer", required=True, help="the Python of an environment that has TRL")
+    parser.add_argument("--placement", default="colocate")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = json.dumps(compare(chosen.peer, chosen.placement, chosen.rounds, chosen.steps, Path(folder)))
+    print(found)
+    if chosen.out:
+        chosen.out.write_text(found + "\n")
+
+
+if __name__ == "__main__":
+    main()

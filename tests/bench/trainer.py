@@ -1,0 +1,231 @@
+"""A GRPO step of the trainer against the plain way: `python -m tests.bench.trainer [--rounds N] [--out FILE]`.
+
+The same random Qwen3 (512 wide, 8 layers, the real vocabulary of 151,936), the same trajectories with a long tail of
+lengths, the same loss, AdamW, float32, activation checkpointing in both. Ours is the rank's own step: FSDP2 over one
+rank, microbatches of packed tokens, the head in chunks. The plain way is transformers with what most trainers do: all
+trajectories padded to the longest, as many in a microbatch as fill the same number of positions, full logits.
+
+Every measurement is a process of its own, ours and the plain one in turns. Memory is the largest resident size during
+the step, less that before the model was loaded and four times the parameters (they, their gradients, AdamW's two
+states). Both say the norm of their gradient, so that one sees that they did the same. Prints one JSON line.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.types import Completion, FinishReason, Group, Prompt, ScoredGroup, Trajectory, VersionSpan
+from tests.bench.machine import MIB, machine, peak_rss_mib, reset_peak, rss_mib
+
+SHAPES = {
+    "vocab_size": 151936,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+PROMPTS, GROUP_SIZE, PROMPT_TOKENS = 4, 8, 16
+MEDIAN, SIGMA, LIMIT = 48, 1.0, 384  # completion tokens, log-normal
+TOGETHER = 4  # trajectories in a microbatch of the plain way
+WAYS = ("plain", "ours")
+
+
+def groups(prompts: int, seed: int) -> list[ScoredGroup]:
+    random = np.random.default_rng(seed)
+    made = []
+    for index in range(prompts):
+        prompt = Prompt(f"bench/{index}@0", tokens(random, PROMPT_TOKENS), "", "bench")
+        lengths = np.minimum(LIMIT, random.lognormal(np.log(MEDIAN), SIGMA, GROUP_SIZE).astype(int) + 1)
+        members = tuple(trajectory(prompt, random, int(length)) for length in lengths)
+        made.append(ScoredGroup(Group(prompt, members), random.normal(size=GROUP_SIZE).astype(np.float32)))
+    return made
+
+
+def trajectory(prompt: Prompt, random: np.random.Generator, length: int) -> Trajectory:
+    logprobs = np.full(length, -np.log(SHAPES["vocab_size"]), dtype=np.float32)
+    spans = (VersionSpan(0, 0, length),)
+    return Trajectory(prompt, Completion(tokens(random, length), logprobs, FinishReason.stop, spans), "", reward=0.0)
+
+
+def tokens(random: np.random.Generator, count: int) -> np.ndarray:
+    return random.integers(0, SHAPES["vocab_size"], count).astype(np.int32)
+
+
+def save_model(folder: Path) -> Path:
+    import torch
+
+    from app.model import characters
+    from app.model.hub import transformers
+
+    torch.manual_seed(0)
+    transformers().Qwen3ForCausalLM(transformers().Qwen3Config(**SHAPES, dtype="float32")).save_pretrained(folder)
+    characters.tokenizer(4096).save_pretrained(folder)
+    return folder
+
+
+# --- the two ways: load a model, then a function that makes a step and returns the norm of its gradient
+
+Step = Callable[[list[ScoredGroup]], float]
+
+
+def ours(path: Path) -> tuple[Step, int]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from app.algorithm.schema import AlgorithmConfig, Correction
+    from app.model.load import load
+    from app.trainer.optimizer import Optimizer
+    from app.trainer.schema import TrainerConfig
+    from app.trainer.step import SplitStep, StepSettings
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    policy = load(path, mesh=init_device_mesh("cpu", (1,)), device="cpu", activation_checkpointing=True)
+    config = TrainerConfig()
+    budget = TOGETHER * (PROMPT_TOKENS + LIMIT)
+    settings = StepSettings(AlgorithmConfig(), Correction.none, 1.0, LIMIT, budget)
+    step = SplitStep(policy, Optimizer(policy.parameters(), config), settings, torch.device("cpu"))
+
+    def train(scored: list[ScoredGroup]) -> float:
+        step.begin(1)
+        step.feed(scored)
+        return step.finish().metrics["grad_norm"]
+
+    return train, sum(parameter.numel() for parameter in policy.parameters())
+
+
+def plain(path: Path) -> tuple[Step, int]:
+    import torch
+
+    from app.model.hub import transformers
+    from app.trainer.schema import TrainerConfig
+
+    model = transformers().AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    config = TrainerConfig()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
+    )
+
+    def train(scored: list[ScoredGroup]) -> float:
+        flat = [each for one in scored for each in zip(one.group.trajectories, one.advantages, strict=True)]
+        longest = max(each.tokens for each, _ in flat)
+        ids = torch.zeros(len(flat), longest, dtype=torch.int64)
+        real, completed = (torch.zeros(len(flat), longest, dtype=torch.bool) for _ in range(2))
+        for row, (each, _) in enumerate(flat):
+            whole = np.concatenate([each.prompt.token_ids, each.completion.token_ids])
+            ids[row, : len(whole)] = torch.as_tensor(whole)
+            real[row, : len(whole)] = True
+            completed[row, PROMPT_TOKENS : len(whole)] = True
+        advantages = torch.tensor([float(advantage) for _, advantage in flat])
+        for start in range(0, len(flat), TOGETHER):
+            part = slice(start, start + TOGETHER)
+            logits = model(input_ids=ids[part], attention_mask=real[part], use_cache=False).logits[:, :-1]
+            logs = torch.log_softmax(logits, dim=-1).gather(2, ids[part, 1:, None]).squeeze(2)
+            ratio = (logs - logs.detach()).exp()
+            clipped = ratio.clamp(0.8, 1.2)
+            gain = torch.minimum(ratio * advantages[part, None], clipped * advantages[part, None])
+            mask = completed[part, 1:]
+            loss = -((gain * mask).sum(1) / mask.sum(1)).sum() / len(flat)
+            loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm
+
+    return train, sum(parameter.numel() for parameter in model.parameters())
+
+
+def measure(way: str, path: Path) -> dict[str, float]:
+    """In a process of its own: a short step that allocates everything, then the one that is measured."""
+    import torch
+
+    from app.model.hub import transformers
+
+    transformers().AutoModelForCausalLM  # noqa: B018  # its import is no part of the model
+    torch.set_num_threads(os.cpu_count() or 1)
+    empty = rss_mib()
+    train, parameters = {"ours": ours, "plain": plain}[way](path)
+    warm = groups(1, seed=1)
+    train([ScoredGroup(Group(warm[0].group.prompt, warm[0].group.trajectories[:2]), warm[0].advantages[:2])])
+    gc.collect()
+    reset_peak()
+    scored = groups(PROMPTS, seed=0)
+    began = time.perf_counter()
+    norm = train(scored)
+    seconds = time.perf_counter() - began
+    trained = sum(each.tokens for one in scored for each in one.group.trajectories)
+    return {
+        "seconds": seconds,
+        "tokens": trained,
+        "tokens_per_second": trained / seconds,
+        "mib_above_model": peak_rss_mib() - empty - 4 * 4 * parameters / MIB,
+        "grad_norm": norm,
+    }
+
+
+def compare(rounds: int, folder: Path) -> dict[str, Any]:
+    path = save_model(folder / "model")
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
+        for way in WAYS:
+            command = [sys.executable, "-m", "tests.bench.trainer", "--way", way, "--model", str(path)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found[way].append(json.loads(done.stdout.splitlines()[-1]))
+    lengths = [len(each.completion.token_ids) for one in groups(PROMPTS, 0) for each in one.group.trajectories]
+    both = list(zip(found["ours"], found["plain"], strict=True))
+    median = {
+        way: {name: round(statistics.median(each[name] for each in rows), 3) for name in rows[0]}
+        for way, rows in found.items()
+    }
+    return {
+        "what": "trainer",
+        "tokens_per_second_over_plain": ratio([a["tokens_per_second"] / b["tokens_per_second"] for a, b in both]),
+        "memory_over_plain": ratio([a["mib_above_model"] / b["mib_above_model"] for a, b in both]),
+        "targets": {"tokens_per_second_over_plain": 3.0, "memory_over_plain": 0.333},
+        **median,
+        "completion_tokens": {"mean": round(float(np.mean(lengths)), 1), "longest": max(lengths)},
+        "trajectories": len(lengths),
+        "rounds": rounds,
+        "machine": machine("torch", "transformers"),
+    }
+
+
+def ratio(values: list[float]) -> float:
+    return round(statistics.median(values), 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--way", choices=WAYS, help="measure this one only, in this process")
+    parser.add_argument("--model", type=Path)
+    chosen = parser.parse_args()
+    if chosen.way:
+        print(json.dumps(measure(chosen.way, chosen.model)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        found = json.dumps(compare(chosen.rounds, Path(folder)))
+    print(found)
+    if chosen.out:
+        chosen.out.write_text(found + "\n")
+
+
+if __name__ == "__main__":
+    main()

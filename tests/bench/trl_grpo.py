@@ -1,0 +1,84 @@
+"""The peer of end_to_end.py: TRL's GRPOTrainer on the same workload, on CPU. Runs in an environment that has TRL.
+
+    python -m venv peer && peer/bin/pip install torch==2.13.0 trl==1.16.0 transformers datasets
+    peer/bin/python tests/bench/trl_grpo.py --model FOLDER --prompts FILE --steps 8
+
+One JSON line: seconds and completion tokens of each step. Imports nothing of this application.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from importlib.metadata import version
+
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class StepClock(TrainerCallback):
+    """Wall time of each optimizer step."""
+
+    def __init__(self) -> None:
+        self.started: float | None = None
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        now = time.perf_counter()
+        if self.started is not None:
+            self.seconds.append(now - self.started)
+        self.started = now
+
+    def on_train_end(self, *_: object, **__: object) -> None:
+        assert self.started is not None
+        self.seconds.append(time.perf_counter() - self.started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--prompts-per-step", type=int, required=True)
+    parser.add_argument("--group-size", type=int, required=True)
+    parser.add_argument("--max-tokens", type=int, required=True)
+    args = parser.parse_args()
+    with open(args.prompts) as file:
+        prompts = [json.loads(line)["question"] for line in file][: args.prompts_per_step * args.steps]
+    lengths: list[int] = []
+
+    def reward(completion_ids: list[list[int]], **_: object) -> list[float]:
+        lengths.extend(len(ids) for ids in completion_ids)
+        return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+    clock = StepClock()
+    completions = args.prompts_per_step * args.group_size
+    GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(args.model, dtype="float32"),
+        processing_class=AutoTokenizer.from_pretrained(args.model),
+        reward_funcs=reward,
+        callbacks=[clock],
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        args=GRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            per_device_train_batch_size=completions,
+            num_generations=args.group_size,
+            max_completion_length=args.max_tokens,
+            max_steps=args.steps,
+            learning_rate=1e-5,
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        ),
+    ).train()
+    tokens = [sum(lengths[start : start + completions]) for start in range(0, len(lengths), completions)]
+    print(json.dumps({"trl": version("trl"), "seconds": clock.seconds, "completion_tokens": tokens}))
+
+
+if __name__ == "__main__":
+    main()
