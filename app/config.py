@@ -177,6 +177,9 @@ def _validate_together(config: RunConfig) -> None:
         "auto or off with placement=colocate",
     )
     weight_sync_schema.transport_of(config.weight_sync, shared_devices=config.shared_devices)
+    weight_sync_schema.validate_mode(
+        config.weight_sync, item_bytes=config.device.dtype.bytes, own_engines=not config.rollout.urls
+    )
     local = config.model.path
     if local is not None and (local.startswith((".", "/", "~")) and not Path(local).expanduser().is_dir()):
         expect(False, "model.path", local, "an existing directory of the Hugging Face form, or a hub id")

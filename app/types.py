@@ -179,15 +179,20 @@ class SyncReport:
     version: int
     bytes: int
     buckets: int
-    seconds: Mapping[str, float]  # pause, gather, load, resume, total
+    seconds: Mapping[str, float]  # gather, pause, connect, load, verify, resume: one after the other; total
     group_reused: bool = True
+    bytes_full: int | None = None  # what all weights take; None: they were what was sent
+    changed_fraction: float | None = None  # of the weights, since the last push; None: not compared
 
     @property
     def metrics(self) -> dict[str, float]:
         """The report under the names of the log."""
         phases = {f"sync/{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
+        compared = {} if self.changed_fraction is None else {"sync/changed_fraction": self.changed_fraction}
         return {
             **phases,
+            **compared,
+            "sync/bytes_full": float(self.bytes if self.bytes_full is None else self.bytes_full),
             "sync/bytes": float(self.bytes),
             "sync/buckets": float(self.buckets),
             "sync/group_reused": float(self.group_reused),

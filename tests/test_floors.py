@@ -6,7 +6,7 @@ from pathlib import Path
 APP = Path(__file__).parent.parent / "app"
 FLOOR_2 = {"rollout", "trainer", "weight_sync", "offload", "tracking"}
 FLOORS = {
-    **dict.fromkeys(["types", "protocols", "errors", "config", "process"], 0),
+    **dict.fromkeys(["types", "protocols", "errors", "config", "process", "wire"], 0),
     **dict.fromkeys(["algorithm", "reward", "data", "device", "model"], 1),
     **dict.fromkeys(FLOOR_2, 2),
     "placement": 3,

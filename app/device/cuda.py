@@ -12,7 +12,7 @@ DEVICE = Device(
     attention="flash_attention_2",
     engine_args={"device": "cuda"},
     # cuMem must agree on both sides of a group; graphs on memory-saver memory hang
-    engine_env={"NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
+    engine_env={"POSTTRAIN_ENGINE_DEVICE": "cuda", "NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
     trainer_env={"NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
     attention_packages=("flash_attn", "kernels"),
     toolkit=("nvidia-smi",),

@@ -19,7 +19,12 @@ DEVICE = Device(
     visibility="ASCEND_RT_VISIBLE_DEVICES",
     attention="flash_attention_2",  # transformers routes it to the fused NPU kernel
     engine_args={"device": "npu"},
-    engine_env={**HCCL, "SGLANG_SET_CPU_AFFINITY": "1", "ASCEND_COREDUMP_SIGNAL": "none"},
+    engine_env={
+        "POSTTRAIN_ENGINE_DEVICE": "npu",
+        **HCCL,
+        "SGLANG_SET_CPU_AFFINITY": "1",
+        "ASCEND_COREDUMP_SIGNAL": "none",
+    },
     trainer_env={**HCCL, "ASCEND_COREDUMP_SIGNAL": "none"},
     plugin="torch_npu",
     packages={

@@ -1,5 +1,5 @@
-"""What we add to SGLang, through its public entry points only: a platform for plain-torch CPUs, its attention, and
-the kernels that Qwen3.5 needs there.
+"""What we add to SGLang, through its public entry points only: a platform for plain-torch CPUs, its attention, the
+kernels that Qwen3.5 needs there, and delta pushes.
 
 Inactive unless the server was started by us (`POSTTRAIN_ENGINE_DEVICE`), so that installing this package changes
 nothing for other uses of SGLang in the same environment.
@@ -17,6 +17,10 @@ def platform() -> str | None:
 
 def load() -> None:
     """Entry point `sglang.srt.plugins`: runs in every SGLang process before models are imported."""
+    if DEVICE_VARIABLE in os.environ:
+        from app.rollout import loader
+
+        loader.register()
     if os.environ.get(DEVICE_VARIABLE) == "cpu":
         from app.rollout import attention, gated_delta
 

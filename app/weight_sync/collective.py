@@ -20,9 +20,8 @@ import torch
 from app.errors import SyncError
 from app.protocols import RolloutEngine
 from app.weight_sync.group import Group
-from app.weight_sync.plan import Bucket
-from app.weight_sync.sender import Sender
-from app.weight_sync.transport import RANKS, SENDER, Ranks, name_of
+from app.weight_sync.sender import BUFFERS, Sender
+from app.weight_sync.transport import RANKS, SENDER, Offer, Ranks, name_of
 from app.weight_sync.waits import Waits, give_up_on
 
 JOIN_POLL_SECONDS = 0.01
@@ -58,7 +57,9 @@ class BroadcastSender(Sender):
             return
         self.finish(self._timeout_s)
         assert self._group is not None, "connected"
-        self._work = self._group.broadcast(self.buffers[index % len(self.buffers)][: self.buckets[index].bytes])
+        self._work = self._group.broadcast(self.buffers[index % BUFFERS][: self.packed[index % BUFFERS].bucket.bytes])
+        if self.device.type == "cpu":  # its cores carry it; the next bucket is gathered while this one is loaded
+            self.finish(self._timeout_s)
 
     def finish(self, timeout_s: float) -> None:
         if self._work is None:
@@ -115,11 +116,12 @@ class Collective:
         await waits.all_of(phase, {**receivers, RANKS: self._joined(ranks)})
         return False
 
-    def ask(self, engine: int, bucket: Bucket, offered: Sequence[Any]) -> dict[str, Any]:
+    def ask(self, engine: int, offered: Sequence[Offer]) -> dict[str, Any]:
+        tensors = offered[0].bucket.tensors
         return {
-            "names": [tensor.name for tensor in bucket.tensors],
-            "dtypes": [tensor.dtype for tensor in bucket.tensors],
-            "shapes": [list(tensor.shape) for tensor in bucket.tensors],
+            "names": [tensor.name for tensor in tensors],
+            "dtypes": [tensor.dtype for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
             "group_name": self._name,
             "load_format": "flattened_bucket",
         }

@@ -15,9 +15,8 @@ from torch import Tensor
 from app.errors import SyncError
 from app.protocols import RolloutEngine
 from app.weight_sync import payload
-from app.weight_sync.plan import Bucket
 from app.weight_sync.sender import BUFFERS, Sender
-from app.weight_sync.transport import RANKS, SENDER, Ranks
+from app.weight_sync.transport import RANKS, SENDER, Offer, Ranks
 from app.weight_sync.waits import Waits, give_up_on
 
 ABANDON_SECONDS = 3.0
@@ -28,6 +27,10 @@ class HandleSender(Sender):
     """Every rank serves the engine rank on its card."""
 
     everywhere = True
+
+    def __init__(self, host: Any):
+        super().__init__(host)
+        self._names: list[str] = []  # of shared memory given up
 
     def allocate(self, size: int) -> Tensor:
         if self.device.type == "cpu":
@@ -40,18 +43,22 @@ class HandleSender(Sender):
                 )
         return payload.allocate(size, self.device)
 
-    def offer(self, index: int) -> str:
-        return payload.serialize(self.buffers[index % BUFFERS], self.buckets[index])
+    def handle(self, index: int) -> str:
+        return payload.serialize(self.buffers[index % BUFFERS], self.packed[index % BUFFERS].bucket)
 
     def abandon(self) -> None:
         """Give the buffers up: a request that is still on its way must not find the memory of a later bucket."""
         self.release()
 
+    def release(self) -> None:
+        if self.device.type == "cpu":
+            self._names += [payload.file_of(buffer) for buffer in self.buffers]
+        super().release()
+
     def close(self) -> None:
         """Named memory stays while a handle of it is not redeemed, so it is unlinked here: nobody asks for it again."""
-        names = [payload.file_of(buffer) for buffer in self.buffers if self.device.type == "cpu"]
         self.release()
-        for name in names:
+        for name in self._names:
             (SHARED_MEMORY / name).unlink(missing_ok=True)
 
 
@@ -67,10 +74,10 @@ class Handle:
     async def connect(self, waits: Waits, ranks: Ranks, engines: Sequence[RolloutEngine]) -> bool:
         return True
 
-    def ask(self, engine: int, bucket: Bucket, offered: Sequence[Any]) -> dict[str, Any]:
+    def ask(self, engine: int, offered: Sequence[Offer]) -> dict[str, Any]:
         first = engine * self.tensor_parallel
         return {
-            "serialized_named_tensors": list(offered[first : first + self.tensor_parallel]),
+            "serialized_named_tensors": [each.handle for each in offered[first : first + self.tensor_parallel]],
             "load_format": "flattened_bucket",
         }
 

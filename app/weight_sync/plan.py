@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,12 @@ class TensorMeta:
     shape: tuple[int, ...]
 
     @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
     def bytes(self) -> int:
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
+        return prod(self.shape) * self.item_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ def plan_buckets(tensors: Sequence[TensorMeta], *, capacity: int) -> tuple[Bucke
     buckets: list[list[TensorMeta]] = []
     filled = 0
     for tensor in tensors:
-        aligned = filled % ITEM_BYTES[tensor.dtype] == 0
+        aligned = filled % tensor.item_bytes == 0
         if not buckets or filled + tensor.bytes > capacity or not aligned:
             buckets.append([])
             filled = 0

@@ -4,22 +4,24 @@
 
 Always holds: an engine is paused from before its first changed byte until its last one is in, and after a failure it
 stays paused, since it may hold weights of two policies; the next push tears down what the failed one left, and sends
-everything again. The version is stamped with the last bucket. The order of phases is slime's, the strict request and
-reply per bucket twinkle's, the race of broadcast and reply follows from SGLang's API.
+everything again: a delta (weight_sync.mode) is only pushed onto what all engines are known to hold. The version is
+stamped with the last bucket. The order of phases is slime's, the strict request and reply per bucket twinkle's, the
+race of broadcast and reply follows from SGLang's API.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from app.errors import EngineError, SyncError
 from app.protocols import RolloutEngine
 from app.types import InFlight, SyncReport
 from app.weight_sync.plan import Bucket, plan_buckets
-from app.weight_sync.schema import WeightSyncConfig
-from app.weight_sync.transport import RANKS, SENDER, Carrier, Ranks, name_of
+from app.weight_sync.schema import SyncMode, WeightSyncConfig
+from app.weight_sync.transport import RANKS, SENDER, Carrier, Offer, Ranks, name_of
 from app.weight_sync.verify import Verifier
 from app.weight_sync.waits import Waits, give_up_on
 
@@ -48,13 +50,17 @@ class Push:
         self._buckets: Sequence[Bucket] = ()
         self._without_sessions: set[str] = set()  # engines of SGLang 0.5.20 and older
         self._stale = False  # whether the carrier's way leads to other members
+        self._held: int | None = None  # the version that all engines hold whole; None: some may not
+        self._since_full = 0  # pushes
 
     async def prepare(self) -> None:
-        """Attach the senders and cut the plan; once, when the trainer has loaded its model."""
+        """Attach the senders and cut the plan; whenever a trainer has loaded its model. The next push is a full one."""
+        self._held = None
         await self.ranks.attach(SENDER, self.carrier.sender)
         tensors = (await self.ranks.call(SENDER, "describe"))[0]
         self._buckets = plan_buckets(tensors, capacity=int(self.config.bucket_mib * MIB))
-        await self.ranks.call(SENDER, "prepare", buckets=self._buckets)
+        snapshot = self.config.snapshot if self.config.mode is SyncMode.delta else None
+        await self.ranks.call(SENDER, "prepare", buckets=self._buckets, snapshot=snapshot)
 
     def change_engines(self, engines: Mapping[int, RolloutEngine]) -> None:
         """Push to these, by their places, from now on; the next push builds the way anew if they are others."""
@@ -62,7 +68,7 @@ class Push:
             return
         self.engines = dict(engines)
         self._without_sessions.clear()
-        self._stale = True
+        self._stale, self._held = True, None
 
     async def close(self) -> None:
         """Free what the ranks hold: shared memory outlives a process that is killed."""
@@ -70,18 +76,20 @@ class Push:
 
     async def push(self, version: int) -> SyncReport:
         """Carry the trainer's parameters into every engine as policy `version`. Raises `SyncError`."""
-        waits, clock = Waits(version, self.config.timeout_s), Clock()
+        waits, clock, base = Waits(version, self.config.timeout_s), Clock(), self._base()
+        self._held = None  # until all of it is there
         try:
             if self._stale:
                 await self.carrier.abandon(self.ranks)
                 self._stale = False
-            offered = (await waits.all_of("gathering bucket 0", {RANKS: self.ranks.call(SENDER, "first")}))[RANKS]
+            gathering = {RANKS: self.ranks.call(SENDER, "first", version=version, base=base)}
+            offered = (await waits.all_of("gathering bucket 0", gathering))[RANKS]
             clock.mark("gather")
             await waits.all_of("pause", self._each(self._pause), deadline=False)  # each has its own
             clock.mark("pause")
             reused = await self.carrier.connect(waits, self.ranks, self._members)
             clock.mark("connect")
-            await self._load(waits, offered)
+            sent = await self._load(waits, offered)
             clock.mark("load")
             await self.verifier.after(waits, self.ranks, self._members, flush=self._flush)
             clock.mark("verify")
@@ -90,12 +98,16 @@ class Push:
         except BaseException:
             await self.carrier.abandon(self.ranks)
             raise
+        self._held, self._since_full = version, 0 if base is None else self._since_full + 1
+        changed = [offer.changed for offer in sent if offer.changed is not None]
         return SyncReport(
             version=version,
-            bytes=sum(bucket.bytes for bucket in self._buckets),
+            bytes=sum(offer.bucket.bytes for offer in sent),
             buckets=len(self._buckets),
             seconds=clock.total(),
             group_reused=reused,
+            bytes_full=sum(bucket.bytes for bucket in self._buckets),
+            changed_fraction=sum(changed) / self._elements if changed else None,
         )
 
     async def abandon(self) -> None:
@@ -106,11 +118,22 @@ class Push:
     def _members(self) -> list[RolloutEngine]:
         return list(self.engines.values())
 
-    async def _load(self, waits: Waits, offered: Sequence[Any]) -> None:
-        """Every bucket into every engine, the next one being gathered meanwhile."""
+    def _base(self) -> int | None:
+        """What a push may be a delta onto; None: it has to be full."""
+        every = self.config.full_every
+        due = every > 0 and self._since_full + 1 >= every
+        return None if self.config.mode is SyncMode.full or due else self._held
+
+    @property
+    def _elements(self) -> int:
+        return sum(prod(tensor.shape) for bucket in self._buckets for tensor in bucket.tensors)
+
+    async def _load(self, waits: Waits, offered: Sequence[Offer]) -> list[Offer]:
+        """Every bucket into every engine, the next one gathered meanwhile; returns what trainer rank 0 offered."""
         await waits.all_of("begin", self._each(self._begin))
-        count = len(self._buckets)
-        for index, bucket in enumerate(self._buckets):
+        count, sent = len(self._buckets), list[Offer]()
+        for index in range(count):
+            sent.append(offered[0])
             last = index + 1 == count
             stamp = {"weight_version": str(waits.version) if last else None, "flush_cache": last and self._flush}
             answers = await waits.all_of(
@@ -119,16 +142,30 @@ class Push:
                     RANKS: self.ranks.call(SENDER, "advance", index=index),
                     **{
                         name_of(engine, place): engine.update(
-                            self.carrier.route, {**self.carrier.ask(place, bucket, offered), **stamp}
+                            self.carrier.route, {**self.carrier.ask(place, offered), **stamp}
                         )
                         for place, engine in self.engines.items()
                     },
                 },
             )
+            self._expect_reply(waits, index, offered[0].reply, answers)
             offered = answers[RANKS]
         await waits.all_of(
             "end", {RANKS: self.ranks.call(SENDER, "finish", timeout_s=waits.timeout_s), **self._each(self._end)}
         )
+        return sent
+
+    def _expect_reply(self, waits: Waits, index: int, reply: str | None, answers: Mapping[str, Any]) -> None:
+        """SGLang alone answers a message of a delta push with success, and skips what it does not know."""
+        for place, engine in enumerate(self.engines):
+            name = name_of(engine, place)
+            said = answers[name].get("message", "")
+            if reply is not None and not said.startswith(reply):  # SGLang adds the version that it noted
+                raise SyncError(
+                    f"push of policy {waits.version} failed at bucket {index}: {name} answered {said!r} instead of "
+                    f"{reply!r}: weight_sync.mode=delta needs SGLang 0.5.21 or newer with this package's plugin in it; "
+                    "weight_sync.mode=full does not"
+                )
 
     @property
     def _flush(self) -> bool:

@@ -1,4 +1,4 @@
-"""The trainer ranks' part of a push: gathers shards into buckets and hands them over.
+"""The trainer ranks' part of a push: gathers shards (all, or what changed) into buckets and hands them over.
 
 Gathering is a collective, so all ranks do it for every bucket. There are two buffers, allocated once and outside of any
 region of the memory saver, so that bucket k + 1 is gathered while bucket k is on the wire and loaded.
@@ -6,7 +6,7 @@ region of the memory saver, so that bucket k + 1 is gathered while bucket k is o
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,7 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from app.model.policy import named_checkpoint_tensors
 from app.weight_sync import shards
+from app.weight_sync.delta import Delta, Packed, envelope_room
 from app.weight_sync.plan import Bucket, TensorMeta
+from app.weight_sync.schema import SnapshotPlace
+from app.weight_sync.transport import Offer
 
 if TYPE_CHECKING:
     from app.trainer.rank import TrainerRank
@@ -34,6 +37,8 @@ class Sender:
         self.tensors = dict(named_checkpoint_tensors(host.model))
         self.buckets: Sequence[Bucket] = ()
         self.buffers: list[Tensor] = []
+        self.packed: list[Packed] = []  # what lies in each of them
+        self.delta: Delta | None = None
 
     def describe(self) -> list[TensorMeta]:
         """What is to be sent, in model order."""
@@ -42,14 +47,16 @@ class Sender:
             for name, tensor in self.tensors.items()
         ]
 
-    def prepare(self, buckets: Sequence[Bucket]) -> None:
-        """Take the plan, and allocate the buffers of the ranks that keep buckets."""
+    def prepare(self, buckets: Sequence[Bucket], snapshot: SnapshotPlace | None) -> None:
+        """Take the plan, and allocate the buffers of the ranks that keep buckets. `snapshot`: for a delta push."""
         self.buckets = buckets
+        if snapshot is not None:
+            self.delta = Delta(self.tensors, self.dtype, on_host=snapshot is SnapshotPlace.host)
         self._allocate_buffers()
 
     def _allocate_buffers(self) -> None:
         if self.keeps:
-            size = max(bucket.bytes for bucket in self.buckets)
+            size = max(bucket.bytes + (envelope_room(bucket) if self.delta else 0) for bucket in self.buckets)
             self.buffers = []  # the old ones go before the new ones come
             self.buffers = [self.allocate(size) for _ in range(min(BUFFERS, len(self.buckets)))]
 
@@ -60,33 +67,42 @@ class Sender:
     def allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def first(self) -> Any:
-        """Gather bucket 0; returns what the driver needs to ask for it."""
+    def first(self, version: int, base: int | None) -> Offer:
+        """Gather bucket 0 of a push of policy `version` (`base`: only what changed since that one)."""
         if not self.buffers:
             self._allocate_buffers()
-        self.gather(0)
-        return self.offer(0)
+        self.packed = [Packed(bucket, None) for bucket in self.buckets[:BUFFERS]]
+        if self.delta is not None:
+            self.delta.begin(version, base, len(self.buckets))
+        return self.gather(0)
 
-    def advance(self, index: int) -> Any:
-        """Hand bucket `index` over, and gather the next one meanwhile; returns what the driver needs for that one."""
+    def advance(self, index: int) -> Offer | None:
+        """Hand bucket `index` over, and gather the next one meanwhile; None after the last."""
         self.hand_over(index)
-        if index + 1 == len(self.buckets):
-            return None
-        self.gather(index + 1)
-        return self.offer(index + 1)
+        return self.gather(index + 1) if index + 1 < len(self.buckets) else None
 
-    def gather(self, index: int) -> None:
-        bucket = self.buckets[index]
-        buffer = self.buffers[index % BUFFERS] if self.keeps else None
+    def gather(self, index: int) -> Offer:
+        """Fill the buffer of bucket `index`; returns what the driver needs to ask for it."""
+        bucket, turn = self.buckets[index], index % BUFFERS
+        buffer = self.buffers[turn] if self.keeps else None
+        if self.delta is not None:
+            self.packed[turn] = self.delta.pack(index, bucket, buffer, everywhere=self.everywhere)
+        else:
+            self.packed[turn] = Packed(bucket, None)
+            self._gather_whole(bucket, buffer)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).current_stream().synchronize()
+        packed = self.packed[turn]
+        return Offer(packed.bucket, packed.changed, packed.reply, self.handle(index))
+
+    def _gather_whole(self, bucket: Bucket, buffer: Tensor | None) -> None:
         for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
             dtype = getattr(torch, meta.dtype)
             room = buffer[offset : offset + meta.bytes].view(dtype) if buffer is not None else None
             shards.gather(self.tensors[meta.name], dtype, room, everywhere=self.everywhere)
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).current_stream().synchronize()
 
-    def offer(self, index: int) -> Any:
-        """What travels to the driver for a gathered bucket; small."""
+    def handle(self, index: int) -> str | None:
+        """Of the buffer of a gathered bucket, where the transport has such a thing."""
 
     def hand_over(self, index: int) -> None:
         """Start what this side does for a bucket that the engines are asked to take."""

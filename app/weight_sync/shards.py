@@ -31,6 +31,16 @@ def gather(tensor: Tensor, dtype: torch.dtype, room: Tensor | None, *, everywher
         _fill(room, cast.full_tensor())
 
 
+def gather_parts(part: Tensor, group: Any, *, everywhere: bool) -> list[Tensor] | None:
+    """The parts of all ranks, of one size and dtype, in rank order; None on the ranks that keep nothing."""
+    if not everywhere and dist.get_rank(group) != 0:
+        dist.gather(part, None, group_dst=0, group=group)
+        return None
+    whole = torch.empty(dist.get_world_size(group) * part.numel(), dtype=part.dtype, device=part.device)
+    _gather_rows(part, group, whole, everywhere)
+    return list(whole.chunk(dist.get_world_size(group)))
+
+
 def _fill(room: Tensor | None, whole: Tensor) -> None:
     if room is not None:
         room.view(whole.shape).copy_(whole)

@@ -18,7 +18,7 @@ from app.types import Completion, GroupRequest, InFlight, Sampling
 from app.weight_sync.collective import Collective
 from app.weight_sync.handle import Handle
 from app.weight_sync.push import Push
-from app.weight_sync.schema import Verify, WeightSyncConfig
+from app.weight_sync.schema import SyncMode, Verify, WeightSyncConfig
 from app.weight_sync.verify import Verifier
 
 PROMPT = np.array([5, 6, 7, 8, 9, 10], dtype=np.int32)
@@ -26,11 +26,18 @@ TRANSPORTS = ("handle", "collective")
 
 
 class Weights:
-    """A trainer rank's part that sets the parameters: the checkpoint's, plus noise of a seed."""
+    """A trainer rank's part that sets the parameters: the checkpoint's plus noise of a seed, or a small step."""
 
     def __init__(self, host: Any):
         self.parameters = list(host.model.parameters())
         self.original = [parameter.detach().clone() for parameter in self.parameters]
+
+    def step(self, seed: int, size: float) -> None:
+        """Change every parameter by about `size`, as an optimizer does: most 16-bit values stay as they are."""
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.add_(size * torch.randn_like(parameter))
 
     def set(self, seed: int) -> None:
         """Seed 0 is the checkpoint itself."""
@@ -92,13 +99,17 @@ async def make_push(
     in_flight: InFlight = InFlight.drain,
     timeout_s: float = 60.0,
     tensor_parallel: int = 1,
+    mode: SyncMode = SyncMode.full,
+    full_every: int = 0,
 ) -> Push:
     """A push over this transport, prepared."""
     width = tensor_parallel
     carrier = (
         Handle(tensor_parallel=width) if transport == "handle" else Collective(backend="gloo", tensor_parallel=width)
     )
-    config = WeightSyncConfig(bucket_mib=bucket_mib, verify=verify, timeout_s=timeout_s)
+    config = WeightSyncConfig(
+        bucket_mib=bucket_mib, verify=verify, timeout_s=timeout_s, mode=mode, full_every=full_every
+    )
     push = Push(trainer, engines, config, carrier, Verifier(verify, folder / "verify"), in_flight=in_flight)
     await push.prepare()
     return push

@@ -1,0 +1,307 @@
+"""What changed, packed by the trainer ranks and placed by the engine's loader: bit for bit what a full push places."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from app import wire
+from app.errors import ConfigError
+from app.rollout.loader import Loader
+from app.rollout.sparse import SparseTensor
+from app.weight_sync.compare import CPU_CHUNK, Kept
+from app.weight_sync.delta import Delta, envelope_room
+from app.weight_sync.plan import Bucket, TensorMeta, plan_buckets
+from app.weight_sync.schema import SyncMode, WeightSyncConfig, validate_mode
+from tests.placement.compose import composed
+
+ROWS, ROW = 6, 10
+SHAPES = {"up": (ROWS, ROW), "gate": (ROWS, ROW), "down": (ROW, ROWS), "odd": (7,), "big": (301, 257), "decay": (3,)}
+KEPT_FLOAT32 = ("decay",)
+
+
+class Model:
+    """Parameters as a tensor-parallel rank of an engine holds them, filled as SGLang's loaders fill them."""
+
+    def __init__(self, rank: int = 0, width: int = 1):
+        self.rank, self.width = rank, width
+        half, part = ROWS // width, ROW // width
+        dtype = torch.bfloat16
+        self.fused = torch.zeros(2 * half, ROW, dtype=dtype)  # up over gate, rows of this rank
+        self.down = torch.zeros(part, ROWS, dtype=dtype).t().contiguous().t()  # any strides
+        self.columns = torch.zeros(ROWS, part, dtype=dtype)  # row-parallel: columns of this rank
+        self.whole = {name: torch.zeros(SHAPES[name], dtype=dtype) for name in ("odd", "big")}
+        self.decay = torch.zeros(3)
+
+    def load_weights(self, named: Any) -> None:
+        for name, tensor in named:
+            if name in ("up", "gate"):
+                rows = self.fused.shape[0] // 2
+                place = self.fused.narrow(0, rows * (name == "gate"), rows)
+                place.copy_(tensor.narrow(0, self.rank * rows, rows))
+            if name == "up":
+                part = self.columns.shape[1]
+                self.columns.copy_(tensor.narrow(1, self.rank * part, part))
+            if name == "down":
+                rows = self.down.shape[0]
+                self.down.copy_(tensor[self.rank * rows :][:rows])
+            if name in self.whole:
+                self.whole[name].data.copy_(tensor)
+            if name == "decay":
+                self.decay.copy_(tensor)
+
+    def state(self) -> list[Tensor]:
+        return [self.fused, self.columns, self.down, *self.whole.values(), self.decay]
+
+
+def metas() -> list[TensorMeta]:
+    return [
+        TensorMeta(name, "float32" if name in KEPT_FLOAT32 else "bfloat16", shape) for name, shape in SHAPES.items()
+    ]
+
+
+class Ranks:
+    """An engine: a loader and a model for each rank, each in a thread, which sum their counts together."""
+
+    def __init__(self, width: int = 1):
+        self.width, self.counts = width, list[list[int]]()
+        self.barrier = threading.Barrier(width, action=self.total)
+        self.loaders = [Loader(self.summed) for _ in range(width)]
+        self.models = [Model(rank, width) for rank in range(width)]
+
+    def total(self) -> None:
+        self.sum, self.counts = [sum(each) for each in zip(*self.counts, strict=True)], []
+
+    def summed(self, counts: list[int]) -> list[int]:
+        self.counts.append(counts)
+        self.barrier.wait(30)
+        return self.sum
+
+    def take(self, message: Any) -> list[tuple[bool, str]]:
+        """The answers of all ranks."""
+        with ThreadPoolExecutor(self.width) as pool:
+            return list(pool.map(lambda rank: self.loaders[rank].take(self.models[rank], message), range(self.width)))
+
+    def take_all(self, messages: Any) -> None:
+        for message in messages:
+            answers = self.take(message)
+            assert all(ok for ok, _ in answers), answers
+
+
+class Sent:
+    """Master weights, their delta, and the messages of each push."""
+
+    def __init__(self, capacity: int = 10**9):
+        torch.manual_seed(0)
+        self.masters = {name: torch.randn(shape) * 0.02 for name, shape in SHAPES.items()}
+        self.buckets = plan_buckets(metas(), capacity=capacity)
+        self.delta = Delta(self.masters, "bfloat16", on_host=False)
+        self.changed = 0
+
+    def push(self, version: int, base: int | None) -> list[list[tuple[str, Tensor]]]:
+        self.delta.begin(version, base, len(self.buckets))
+        return [self.message(index, bucket) for index, bucket in enumerate(self.buckets)]
+
+    def message(self, index: int, bucket: Bucket) -> list[tuple[str, Tensor]]:
+        buffer = torch.zeros(bucket.bytes + envelope_room(bucket), dtype=torch.uint8)
+        packed = self.delta.pack(index, bucket, buffer, everywhere=True)
+        self.changed = packed.changed or 0
+        self.bytes = packed.bucket.bytes
+        assert self.bytes <= len(buffer)
+        tensors = zip(packed.bucket.tensors, packed.bucket.offsets, strict=True)
+        return [
+            (meta.name, buffer[at : at + meta.bytes].view(getattr(torch, meta.dtype)).reshape(meta.shape).clone())
+            for meta, at in tensors
+        ]
+
+    def expected(self, **shape: int) -> list[Tensor]:
+        model = Model(**shape)
+        model.load_weights(
+            (name, tensor if name in KEPT_FLOAT32 else tensor.bfloat16()) for name, tensor in self.masters.items()
+        )
+        return model.state()
+
+
+def same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(bits(one), bits(other)) for one, other in zip(found, expected, strict=True))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def ends(tensor: Tensor) -> Tensor:
+    return tensor.clone().index_fill_(0, torch.tensor([0, tensor.shape[0] - 1]), 1.0)
+
+
+CHANGES = {
+    "nothing": lambda name, tensor: tensor,
+    "a few": lambda name, tensor: torch.where(torch.rand_like(tensor) < 0.02, tensor * 1.1, tensor),
+    "all of one": lambda name, tensor: tensor * 2 if name == "big" else tensor,
+    "first and last rows": lambda name, tensor: ends(tensor),
+    "signs of zero": lambda name, tensor: torch.zeros_like(tensor).copysign_(torch.randn_like(tensor)),
+    "not a number": lambda name, tensor: torch.where(torch.rand_like(tensor) < 0.02, torch.nan, tensor),
+}
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_delta_places_what_a_full_push_would(change: str, width: int) -> None:
+    """Fused rows, columns of a row-parallel parameter, odd sizes, float32 beside bfloat16, over three pushes."""
+    sent, engine = Sent(capacity=500), Ranks(width)
+    for version, base in ((5, None), (6, 5), (7, 6)):
+        if base is not None:
+            for name, tensor in sent.masters.items():
+                tensor.copy_(CHANGES[change](name, tensor))
+        engine.take_all(sent.push(version, base))
+        for rank, (loader, model) in enumerate(zip(engine.loaders, engine.models, strict=True)):
+            assert loader.held == version
+            assert same_bits(model.state(), sent.expected(rank=rank, width=width))
+
+
+def test_only_what_changed_is_sent_and_no_message_is_larger_than_its_bucket() -> None:
+    sent = Sent()
+    full = sum(bucket.bytes for bucket in sent.buckets)
+    sent.push(0, None)
+    assert full <= sent.bytes <= full + 200
+    sent.push(1, 0)
+    assert sent.changed == 0
+    assert sent.bytes < 100
+    sent.masters["big"][100, 200] *= 2
+    ((message),) = sent.push(2, 1)
+    assert sent.changed == 1
+    low, values = dict(message)[wire.LOW], dict(message)[wire.VALUES]
+    position = 100 * 257 + 200
+    assert low.tolist() == [position & 0xFFFF if position < 2**15 else position - 2**16]
+    assert torch.equal(values, sent.masters["big"][100, 200].bfloat16().reshape(1))
+    for tensor in sent.masters.values():
+        tensor.neg_()
+    sent.push(3, 2)
+    assert sent.bytes <= full + 200  # entries would take twice as much
+
+
+def test_positions_beyond_one_block_arrive() -> None:
+    items = 3 * wire.BLOCK_ITEMS + 5
+    masters = {"long": torch.zeros(items)}
+    bucket = Bucket((TensorMeta("long", "bfloat16", (items,)),))
+    delta = Delta(masters, "bfloat16", on_host=False)
+    buffer = torch.zeros(bucket.bytes + envelope_room(bucket), dtype=torch.uint8)
+    at = torch.tensor([0, 65535, 65536, 131071, 131072, 3 * 65536 - 1, 3 * 65536, items - 1])
+    target, loader = torch.zeros(items, dtype=torch.bfloat16), Loader(lambda counts: counts)
+    model = SimpleNamespace(load_weights=lambda named: [target.copy_(tensor) for _, tensor in named])
+    for version, base in ((0, None), (1, 0)):
+        masters["long"][at] = float(version)
+        delta.begin(version, base, 1)
+        packed = delta.pack(0, bucket, buffer, everywhere=True)
+        message = [
+            (meta.name, buffer[start : start + meta.bytes].view(getattr(torch, meta.dtype)).reshape(meta.shape))
+            for meta, start in zip(packed.bucket.tensors, packed.bucket.offsets, strict=True)
+        ]
+        assert loader.take(model, message) == (True, packed.reply)
+    assert target.nonzero().squeeze(1).tolist() == at.tolist()
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ([1], "message 1 of policy 6 is out of turn"),  # the first one was lost
+        ([0, 0], "message 0 of policy 6 holds changes of policy 5, but this engine holds no full push"),
+        ([0, 1, 1], "message 1 of policy 6 is out of turn"),
+        ([0, 2], "message 2 of policy 6 is out of turn"),
+    ],
+)
+def test_a_lost_repeated_or_reordered_message_is_refused(order: list[int], said: str) -> None:
+    sent, engine = Sent(capacity=500), Ranks()
+    engine.take_all(sent.push(5, None))
+    messages = sent.push(6, 5)
+    assert len(messages) >= 3
+    answers = [engine.take(messages[index])[0] for index in order]
+    assert not answers[-1][0]
+    assert said in answers[-1][1]
+    assert engine.loaders[0].held is None
+    assert not engine.take(messages[0])[0][0]  # nothing but a full push helps now
+    engine.take_all(sent.push(7, None))
+    assert same_bits(engine.models[0].state(), sent.expected())
+
+
+def test_a_lost_push_is_noticed_by_its_version() -> None:
+    sent, engine = Sent(), Ranks()
+    engine.take_all(sent.push(5, None))
+    sent.push(6, 5)
+    ok, said = engine.take(sent.push(7, 6)[0])[0]
+    assert (ok, said) == (False, "message 0 of policy 7 holds changes of policy 6, but this engine holds policy 5")
+
+
+def test_a_push_without_envelope_leaves_nothing_to_build_on() -> None:
+    sent, engine = Sent(), Ranks()
+    engine.take_all(sent.push(5, None))
+    loader, plain = engine.loaders[0], [("up", torch.zeros(6, 10))]
+    assert loader.from_group(lambda updater, named: (True, "loaded"), None, plain) == (True, "loaded")
+    ok, said = engine.take(sent.push(6, 5)[0])[0]
+    assert not ok
+    assert "holds no full push" in said
+
+
+def test_entries_that_no_parameter_takes_fail_the_push_on_all_ranks() -> None:
+    sent, engine = Sent(), Ranks(2)
+    engine.take_all(sent.push(5, None))
+    sent.masters["big"][3, 3] *= 2
+    (message,) = sent.push(6, 5)
+    for model in engine.models:
+        del model.whole["big"]  # as if its loader skipped a name that it does not know
+    answers = engine.take(message)
+    assert answers == [(False, "message 0 of policy 6 was not loaded: big: 0 of 1 entries were written")] * 2
+
+
+def test_what_one_rank_cannot_load_fails_on_all_of_them() -> None:
+    sent, engine = Sent(), Ranks(2)
+    engine.take_all(sent.push(5, None))
+    sent.masters["big"][3, 3] *= 2
+    (message,) = sent.push(6, 5)
+    engine.models[1].whole["big"] = torch.zeros(2, 2)
+    (first, told), (second, why) = engine.take(message)
+    assert (first, second) == (False, False)
+    assert told.endswith("another rank of this engine failed")
+    assert "the loader copies (301, 257) into (2, 2)" in why
+
+
+def test_a_loader_that_computes_with_a_delta_is_refused() -> None:
+    tensor = SparseTensor(torch.empty(4, 4, device="meta"), torch.tensor([3]), torch.ones(1), [])
+    with pytest.raises(NotImplementedError, match=r"the model's loader computes aten.add"):
+        tensor + 1
+    with pytest.raises(NotImplementedError, match="repeats a tensor"):
+        torch.zeros(2, 4, 4).copy_(tensor.unsqueeze(0).expand(2, 4, 4))
+
+
+@pytest.mark.parametrize("items", [1, 3, 4, 1000, CPU_CHUNK, CPU_CHUNK + 1, 2 * CPU_CHUNK + 7])
+def test_changes_are_those_of_a_plain_comparison(items: int) -> None:
+    generator = np.random.default_rng(items)
+    shard = torch.from_numpy(generator.standard_normal(items).astype(np.float32))
+    kept = Kept(shard, torch.bfloat16, on_host=False)
+    kept.replace(shard)
+    for share in (0.0, 0.01, 1.0):
+        before = shard.bfloat16().view(torch.int16).numpy().copy()
+        shard.add_(
+            torch.from_numpy(generator.standard_normal(items).astype(np.float32) * (generator.random(items) < share))
+        )
+        after = shard.bfloat16().view(torch.int16).numpy()
+        position, value = kept.changes(shard)
+        expected = [at for at in range(items) if before[at] != after[at]]
+        assert position.tolist() == expected
+        assert value.tolist() == after[expected].tolist()
+    assert kept.changes(shard)[0].numel() == 0
+
+
+def test_delta_is_refused_for_float32_and_for_servers_that_run_already() -> None:
+    delta = WeightSyncConfig(mode=SyncMode.delta)
+    validate_mode(delta, item_bytes=2, own_engines=True)
+    with pytest.raises(ConfigError, match=r"weight_sync.mode=delta is not accepted: give full with device.dtype"):
+        composed("weight_sync.mode=delta")
+    with pytest.raises(ConfigError, match=r"weight_sync.mode=delta is not accepted: give full with rollout.urls"):
+        composed("weight_sync.mode=delta", "device.dtype=bfloat16", "rollout.urls=[http://host:1]")
+    assert composed("weight_sync.mode=delta", "device.dtype=bfloat16").weight_sync.mode is SyncMode.delta
