@@ -177,8 +177,16 @@ def _validate_together(config: RunConfig) -> None:
         "auto or off with placement=colocate",
     )
     weight_sync_schema.transport_of(config.weight_sync, shared_devices=config.shared_devices)
+    released = (
+        config.placement.kind is placement_schema.PlacementKind.colocate
+        and config.offload.engine
+        and config.device.kind is not device_schema.DeviceKind.cpu
+    )
     weight_sync_schema.validate_mode(
-        config.weight_sync, item_bytes=config.device.dtype.bytes, own_engines=not config.rollout.urls
+        config.weight_sync,
+        item_bytes=config.device.dtype.bytes,
+        own_engines=not config.rollout.urls,
+        weights_stay=not released,
     )
     local = config.model.path
     if local is not None and (local.startswith((".", "/", "~")) and not Path(local).expanduser().is_dir()):

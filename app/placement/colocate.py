@@ -86,7 +86,7 @@ class Colocate(Conductor):
             await trainer.offload(TrainerPart.optimizer)
         if self._offloads.engine:
             await pool.broadcast("reload", EnginePart.weights)
-        report = await self.parts.sync.push(version)
+        report = await self.push(version)
         if self._offloads.trainer:
             await trainer.offload(TrainerPart.parameters)
         if self._offloads.engine:

@@ -44,7 +44,7 @@ class FullyAsync(Conductor):
 
     async def run(self) -> float:
         """Train to the last step; returns the last evaluation's accuracy."""
-        await self.parts.sync.push(self.version)
+        await self.push(self.version)
         await self.evaluate_first()
         self.admission.gate_open = True
         try:
@@ -83,7 +83,7 @@ class FullyAsync(Conductor):
             self._doing = "pushing"
             self.admission.gate_open = False
             await self.producer.abort_stale(step)
-            sync = await self.parts.sync.push(step)
+            sync = await self.push(step)
         ended = time.perf_counter()
         self.admission.push(step, missing=self.wanted - len(scored))
         self.producer.forget(each.group for each in scored)

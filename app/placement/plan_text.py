@@ -10,6 +10,7 @@ from app.placement.plan_architecture import Architecture
 from app.placement.plan_engine import CONV_BYTES, EngineMemory
 from app.placement.plan_memory import Capacity, Phase, of, phases, tightest
 from app.placement.plan_trainer import GIB, MIB
+from app.weight_sync.schema import SnapshotPlace, SyncMode
 
 SHOWN = 4  # the largest items of a phase
 BACKWARD_FLOPS, RECOMPUTED_FLOPS = 6, 8  # per parameter and token
@@ -96,6 +97,10 @@ def push(config: RunConfig, device: Device, model: Architecture) -> list[str]:
         if seconds >= SHORTEST_TOLD
         else "  less than a second",
     ]
+    if config.weight_sync.mode is SyncMode.delta:
+        kept = size / config.placement.trainer_ranks
+        place = "in host memory" if config.weight_sync.snapshot is SnapshotPlace.host else "on the device"
+        lines.append(f"  of changes only (weight_sync.mode=delta): a trainer rank keeps {_gib(kept)} of it {place}")
     if device.peak_tflops is None:
         return lines
     factor = RECOMPUTED_FLOPS if config.trainer.activation_checkpointing else BACKWARD_FLOPS

@@ -12,6 +12,7 @@ from app.config import RunConfig
 from app.device import Device
 from app.placement.plan_architecture import Architecture
 from app.trainer.schema import Optimizer
+from app.weight_sync.schema import SnapshotPlace, SyncMode
 
 Items = dict[str, float]  # what → bytes
 MIB, GIB = 2**20, 2**30
@@ -48,6 +49,12 @@ class TrainerMemory:
         wanted = max(self.config.weight_sync.bucket_mib * MIB, self.model.largest_tensor * self.item)
         return min(wanted, self.model.parameters * self.item)
 
+    @property
+    def snapshot(self) -> SnapshotPlace | None:
+        """Where a rank keeps its shard as it was pushed last; None: it does not."""
+        sync = self.config.weight_sync
+        return sync.snapshot if sync.mode is SyncMode.delta else None
+
     def offloadable(self) -> Items:
         """What colocate takes off the device while the engine generates."""
         adam = self.config.trainer.optimizer is Optimizer.adamw
@@ -63,6 +70,8 @@ class TrainerMemory:
             "push buffers": PUSH_BUFFERS * self.bucket,
             "runtime": self.device.trainer_runtime_gib * GIB,
         }
+        if self.snapshot is SnapshotPlace.device:
+            items["last pushed weights"] = self.item * self.shard
         if self.config.algorithm.needs_reference:
             items["reference"] = MASTER * self.shard + self.root
         return items

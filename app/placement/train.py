@@ -14,7 +14,7 @@ from app.errors import RunError, TrainerError, TrainerLost
 from app.placement.evaluate import evaluate
 from app.placement.parts import Parts
 from app.trainer.checkpoint import RunState
-from app.types import Group, ScoredGroup, StepReport
+from app.types import Group, ScoredGroup, StepReport, SyncReport
 
 ABORT_SECONDS = 30.0  # for a trainer that has failed: it may be gone
 CURSOR = "cursor"
@@ -69,6 +69,18 @@ class Conductor(ABC):
                 return await self.parts.trainer.finish_step()
         await self.parts.trainer.abort_step()
         return StepReport(step, 0, {})
+
+    async def push(self, version: int) -> SyncReport:
+        """Push, and put its phases on the timeline: they follow each other."""
+        timeline = self.parts.recorder.timeline
+        with timeline.span("driver", "push", step=version):
+            report = await self.parts.sync.push(version)
+        begin = timeline.now() - report.seconds["total"]
+        for phase, seconds in report.seconds.items():
+            if phase != "total":
+                timeline.add("driver", phase, begin, begin + seconds, {"step": version})
+                begin += seconds
+        return report
 
     async def commit(
         self, step: int, groups: Sequence[Group], filtered: Sequence[Group], line: Mapping[str, float]

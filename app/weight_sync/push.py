@@ -157,7 +157,7 @@ class Push:
 
     def _expect_reply(self, waits: Waits, index: int, reply: str | None, answers: Mapping[str, Any]) -> None:
         """SGLang alone answers a message of a delta push with success, and skips what it does not know."""
-        for place, engine in enumerate(self.engines):
+        for place, engine in self.engines.items():
             name = name_of(engine, place)
             said = answers[name].get("message", "")
             if reply is not None and not said.startswith(reply):  # SGLang adds the version that it noted

@@ -59,8 +59,11 @@ def transport_of(config: WeightSyncConfig, *, shared_devices: bool) -> Transport
     return config.transport
 
 
-def validate_mode(config: WeightSyncConfig, *, item_bytes: int, own_engines: bool) -> None:
-    """`item_bytes`: of the engine's dtype. `own_engines`: started by us, with our plugin in them."""
+def validate_mode(config: WeightSyncConfig, *, item_bytes: int, own_engines: bool, weights_stay: bool) -> None:
+    """`item_bytes`: of the engine's dtype. `own_engines`: started by us, with our plugin in them.
+
+    `weights_stay`: in the engines from one push to the next; what a memory saver released comes back undefined.
+    """
     if config.mode is SyncMode.full:
         return
     expect(
@@ -74,4 +77,10 @@ def validate_mode(config: WeightSyncConfig, *, item_bytes: int, own_engines: boo
         "weight_sync.mode",
         config.mode,
         "full with rollout.urls: a delta is written by a plugin of engines that this run starts",
+    )
+    expect(
+        weights_stay,
+        "weight_sync.mode",
+        config.mode,
+        "full with placement=colocate and offload.engine=true, which drops the engines' weights in every step",
     )

@@ -135,3 +135,12 @@ def test_the_mission_takes_eight_devices_and_the_default_run_one() -> None:
     assert devices(composed("device=npu", "placement=fully_async", "model=qwen35_9b")) == 8
     assert devices(composed()) == 1
     assert devices(composed("rollout.urls=[http://127.0.0.1:30000]", "placement=fully_async")) == 1
+
+
+def test_a_delta_push_keeps_a_16_bit_copy_of_each_shard_where_it_was_told() -> None:
+    mission = ("device=npu", "placement=fully_async", "model=qwen35_9b", "weight_sync.mode=delta")
+    items = planned(QWEN35_9B, *mission)["trainer device", "push"].items
+    assert items["last pushed weights"] == P * 2 / 4
+    assert "last pushed weights" not in planned(QWEN35_9B, *mission[:-1])["trainer device", "push"].items
+    on_host = planned(QWEN35_9B, *mission, "weight_sync.snapshot=host")["trainer device", "push"].items
+    assert "last pushed weights" not in on_host

@@ -299,9 +299,12 @@ def test_changes_are_those_of_a_plain_comparison(items: int) -> None:
 
 def test_delta_is_refused_for_float32_and_for_servers_that_run_already() -> None:
     delta = WeightSyncConfig(mode=SyncMode.delta)
-    validate_mode(delta, item_bytes=2, own_engines=True)
+    validate_mode(delta, item_bytes=2, own_engines=True, weights_stay=True)
     with pytest.raises(ConfigError, match=r"weight_sync.mode=delta is not accepted: give full with device.dtype"):
         composed("weight_sync.mode=delta")
     with pytest.raises(ConfigError, match=r"weight_sync.mode=delta is not accepted: give full with rollout.urls"):
         composed("weight_sync.mode=delta", "device.dtype=bfloat16", "rollout.urls=[http://host:1]")
+    with pytest.raises(ConfigError, match=r"give full with placement=colocate and offload.engine=true"):
+        composed("weight_sync.mode=delta", "device=cuda", "device.dtype=bfloat16")
+    composed("weight_sync.mode=delta", "device=cuda", "placement=fully_async")
     assert composed("weight_sync.mode=delta", "device.dtype=bfloat16").weight_sync.mode is SyncMode.delta

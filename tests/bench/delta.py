@@ -1,0 +1,218 @@
+"""A delta push beside a full push of the same weights: `python -m tests.bench.delta [--out FILE]`.
+
+A model of Qwen3-0.6B's shapes (596 M parameters in bf16), one trainer rank with one thread, one real SGLang server on
+this machine's CPU, `collective` over loopback. Every round: a full push, a step of AdamW (betas 0.9 and 0.999,
+gradients of a signal-to-noise ratio of 0.1, moments kept in bf16 to save memory), a delta push, and the engine's
+checksum after it beside the one after the next full push. First some steps without a push, since Adam's first ones are
+its largest. The table of changed fractions has torch's AdamW in float32 on a sample of weights. Prints one JSON line.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.device.schema import Dtype
+from app.types import InFlight, SyncReport
+from app.weight_sync.compare import Kept
+from app.weight_sync.push import MIB, Push
+from app.weight_sync.schema import SyncMode, Verify
+from tests.bench.weight_sync import SHAPES, machine, make_model, ratio
+
+BETAS, EPSILON, SIGNAL = (0.9, 0.999), 1e-8, 0.1
+RATES = (1e-6, 3e-6, 1e-5)
+WARM_STEPS = 5
+SAMPLE = 2**22  # elements
+TABLE_STEPS = 30
+
+
+class Adam:
+    """A trainer rank's part: steps of AdamW on its master weights, from gradients that are mostly noise."""
+
+    def __init__(self, host: Any):
+        self.parameters = list(host.model.parameters())
+        self.moments = [tuple(torch.zeros_like(_local(p), dtype=torch.bfloat16) for _ in "mv") for p in self.parameters]
+        self.steps = 0
+        with torch.no_grad():  # norms are near 1 in a trained model
+            for parameter in self.parameters:
+                if parameter.dim() == 1:
+                    _local(parameter).add_(1.0)
+
+    def step(self, rate: float, count: int = 1) -> None:
+        with torch.no_grad():
+            for _ in range(count):
+                self.steps += 1
+                for parameter, (mean, square) in zip(self.parameters, self.moments, strict=True):
+                    _step(_local(parameter), mean, square, self.steps, rate)
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def _step(master: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, step: int, rate: float) -> None:
+    gradient = torch.randn_like(master).add_(SIGNAL)
+    mean.copy_(mean.float().lerp_(gradient, 1 - BETAS[0]))
+    square.copy_(square.float().lerp_(gradient.square_(), 1 - BETAS[1]))
+    root = square.float().div_(1 - BETAS[1] ** step).sqrt_().add_(EPSILON)
+    master.addcdiv_(mean.float(), root, value=-rate / (1 - BETAS[0] ** step))
+
+
+def changed_fractions() -> dict[str, dict[str, float]]:
+    """By learning rate: the share of bf16 values that a step changes, at Adam's first step and once it has settled."""
+    table = {}
+    for rate in RATES:
+        torch.manual_seed(0)
+        master = torch.nn.Parameter(0.02 * torch.randn(SAMPLE))
+        optimizer = torch.optim.AdamW([master], lr=rate, betas=BETAS, eps=EPSILON, weight_decay=0.01)
+        kept = Kept(master.detach(), torch.bfloat16, on_host=False)
+        kept.replace(master.detach())
+        found = []
+        for _ in range(TABLE_STEPS):
+            master.grad = torch.randn(SAMPLE) + SIGNAL
+            optimizer.step()
+            found.append(kept.changes(master.detach())[0].numel() / SAMPLE)
+        table[f"{rate:g}"] = {"first_step": round(found[0], 4), "settled": round(statistics.mean(found[-5:]), 4)}
+    return table
+
+
+class Under:
+    """The trainer under another name of its parts, so that two pushes keep their senders side by side."""
+
+    def __init__(self, trainer: Any, prefix: str):
+        self.trainer, self.prefix = trainer, prefix
+
+    async def attach(self, name: str, make: Any) -> None:
+        await self.trainer.attach(self.prefix + name, make)
+
+    async def call(self, part: str, method: str, /, **arguments: Any) -> list[Any]:
+        return await self.trainer.call(self.prefix + part, method, **arguments)
+
+    async def source(self) -> tuple[str, int]:
+        return await self.trainer.source()
+
+
+async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> dict[str, Any]:
+    from tests.conftest import make_engine
+    from tests.weight_sync.support import checksum, make_trainer, started
+
+    model = make_model(folder / "model")
+    engine = make_engine(model, folder, dtype="bfloat16", max_total_tokens=2048, log_level="warning")
+    await engine.start(600)
+    trainer = await started(make_trainer(model, folder, dtype=Dtype.bfloat16), weights=False)
+    await trainer.attach("adam", Adam)
+    await trainer.call("adam", "step", rate=rate, count=WARM_STEPS)
+    full = await a_push(Under(trainer, "full "), engine, folder, SyncMode.full, bucket_mib)
+    delta = await a_push(Under(trainer, "delta "), engine, folder, SyncMode.delta, bucket_mib)
+    await full.push(0)
+    reports: dict[str, list[SyncReport]] = {"full": [], "delta": []}
+    equal = []
+    for version in range(1, rounds + 1):
+        reports["full"].append(await full.push(10 * version))
+        delta.change_engines([engine])  # the full push above left the engine no version of ours to build on
+        await delta.push(10 * version + 1)
+        await trainer.call("adam", "step", rate=rate)
+        reports["delta"].append(await delta.push(10 * version + 2))
+        pushed = await checksum(engine)
+        await full.push(10 * version + 3)
+        equal.append(await checksum(engine) == pushed)
+    parameters = sum(report.bytes for report in reports["full"]) // rounds // 2
+    totals = {mode: [report.seconds["total"] for report in found] for mode, found in reports.items()}
+    return {
+        "what": "delta",
+        "parameters": parameters,
+        "shapes": SHAPES,
+        "lr": rate,
+        "bucket_mib": bucket_mib,
+        "bit_equal_to_a_full_push": all(equal),
+        "changed_fraction": median(report.changed_fraction or 0.0 for report in reports["delta"]),
+        "bytes_over_full": ratio([r.bytes for r in reports["delta"]], [r.bytes for r in reports["full"]]),
+        "seconds_over_full": ratio(totals["delta"], totals["full"]),
+        "median_seconds": {mode: median(found) for mode, found in totals.items()},
+        "phases": {mode: phases(found) for mode, found in reports.items()},
+        "parts_of_a_delta": await parts(trainer, rate),
+        "targets": {"bytes_over_full": 0.04, "seconds_over_full": 0.4},
+        "sender_extra_bytes": 2 * parameters,
+        "changed_fraction_by_lr": changed_fractions(),
+        "rounds": rounds,
+        "machine": machine(),
+    }
+
+
+async def a_push(ranks: Any, engine: Any, folder: Path, mode: SyncMode, bucket_mib: float) -> Push:
+    from tests.weight_sync.support import make_push
+
+    return await make_push(
+        "collective",
+        ranks,
+        [engine],
+        folder,
+        bucket_mib=bucket_mib,
+        verify=Verify.never,
+        in_flight=InFlight.retract,
+        timeout_s=300,
+        mode=mode,
+    )
+
+
+class Parts:
+    """A trainer rank's part: what comparing costs, without sending."""
+
+    def __init__(self, host: Any):
+        self.delta = host.parts["delta sync"].delta
+        self.buckets = host.parts["delta sync"].buckets
+
+    def compare(self) -> float:
+        """Seconds to compare all shards with what is kept of them."""
+        began = time.perf_counter()
+        for bucket in self.buckets:
+            for meta in bucket.tensors:
+                self.delta._changes(meta)
+        return time.perf_counter() - began
+
+
+async def parts(trainer: Any, rate: float) -> dict[str, float]:
+    await trainer.attach("parts", Parts)
+    await trainer.call("adam", "step", rate=rate)
+    changing = (await trainer.call("parts", "compare"))[0]
+    return {"compare_seconds": round(changing, 3)}
+
+
+def phases(reports: list[SyncReport]) -> dict[str, float]:
+    return {phase: median(report.seconds[phase] for report in reports) for phase in reports[0].seconds}
+
+
+def median(values: Any) -> float:
+    return round(statistics.median(values), 4)
+
+
+def main() -> None:
+    import ray
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--bucket-mib", type=float, default=512.0)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * MIB)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            found = json.dumps(asyncio.run(measure(chosen.rounds, chosen.lr, chosen.bucket_mib, Path(folder))))
+    finally:
+        ray.shutdown()
+    print(found)
+    if chosen.out:
+        chosen.out.write_text(found + "\n")
+
+
+if __name__ == "__main__":
+    main()
