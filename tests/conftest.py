@@ -20,6 +20,17 @@ def tiny_model() -> Path:
     return locate(ModelConfig(), seed=0)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For small models: they compute faster on one thread, the more so on a busy machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """One local Ray, with more CPU slots than cores: they are only places for actors."""

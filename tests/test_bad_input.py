@@ -30,6 +30,8 @@ COMPOSED = [  # overrides, what the sentence must contain
     (["model.path=/no/such/model"], ["model.path=/no/such/model", "directory"]),
     (["tracking.use=[foo]"], ["tracking.use=foo", "wandb"]),
     (["device=cuda"], ["device=cuda", "device=cpu"]),
+    (["mode=export"], ["hydra.run.dir=", "the folder of a run that has checkpoints", "resume=<path>"]),
+    (["mode=export", "resume=/no/such/run"], ["resume=/no/such/run", "the folder of a run that has checkpoints"]),
     (["device=npu"], ["device=npu", "device=cpu"]),
 ]
 

@@ -29,6 +29,7 @@ from tests.trainer.saves import OneProcess
 from tests.trainer.support import Scenario, scored_groups, train
 from tests.trainer.test_step import GRPO
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = ["eval.before_train=false", "data.arithmetic.eval_problems=20"]
 
 

@@ -25,14 +25,7 @@ from tests.trainer.saves import DEADLINE_S, OneProcess
 from tests.trainer.support import Scenario, full, parameters, sampled, scored_groups, train
 from tests.trainer.test_step import GRPO
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small a model computes faster on one thread, and the more so on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
