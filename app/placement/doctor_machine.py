@@ -59,7 +59,8 @@ def _disk(config: RunConfig) -> Finding:
     model, checkpoint = architecture_of(config.model), config.checkpoint
     parameters = 0 if model is None else model.parameters
     needed = FREE_GIB * GIB + (parameters * CHECKPOINT_BYTES * (checkpoint.keep + 1) if checkpoint.every else 0)
-    needed += parameters * EXPORT_BYTES if checkpoint.export else 0
+    if checkpoint.export:  # made of a checkpoint
+        needed += parameters * (EXPORT_BYTES + (0 if checkpoint.every else CHECKPOINT_BYTES))
     folder = Path(OUTPUTS) if Path(OUTPUTS).is_dir() else Path()
     free = shutil.disk_usage(folder).free
     told = f"{free / GIB:.0f} GiB free under {folder.absolute()}, the run may write {needed / GIB:.0f}"

@@ -14,9 +14,9 @@ from app.model.directory import identity, locate
 from app.protocols import Trainer
 from app.trainer import durable
 from app.trainer.checkpoint import FOLDER as CHECKPOINTS
-from app.trainer.checkpoint import RunState, find, latest, read_state, require_model
+from app.trainer.checkpoint import Checkpoints, RunState, find, latest, read_state, require_model
 
-FOLDER = "export"
+FOLDER, FINAL = "export", "final"
 
 
 def export_run(config: RunConfig, folder: Path) -> Path:
@@ -35,21 +35,20 @@ def export_run(config: RunConfig, folder: Path) -> Path:
 
 
 async def export_trained(trainer: Trainer, config: RunConfig, folder: Path) -> Path:
-    """Export what the trainer holds at the end of the run in `folder`, from its last checkpoint if that is as new."""
+    """Export what the trainer holds at the end of the run in `folder`, from its last checkpoint if that is as new.
+
+    Where it is not, one is written for this into `final/`, which stays only if the export fails: `mode=export
+    resume=<folder>/final` tries again.
+    """
     source, last = locate(config.model, seed=config.seed), latest(folder)
     if last is not None and read_state(last).step == config.steps:
         return await asyncio.to_thread(write, last, source, folder / FOLDER)
-    weights = folder / f"weights{durable.UNFINISHED}"
-    try:
-        durable.remove(weights)
-        weights.mkdir()
-        await trainer.capture()
-        await trainer.write(weights)
-        return await asyncio.to_thread(write, weights, source, folder / FOLDER)
-    except OSError as error:
-        raise RunError(f"export to {folder / FOLDER}: {durable.told(error)}") from error
-    finally:
-        shutil.rmtree(weights, ignore_errors=True)
+    final = Checkpoints(folder / FINAL, keep=1, timeout_s=config.trainer.timeout_s)
+    path = await final.save(trainer, RunState(config.steps, config.steps, model=identity(source)))
+    await final.wait()
+    out = await asyncio.to_thread(write, path, source, folder / FOLDER)
+    shutil.rmtree(folder / FINAL)
+    return out
 
 
 def write(weights: Path, source: Path, out: Path) -> Path:

@@ -29,9 +29,9 @@ class TrainerConfig:
 @dataclass
 class CheckpointConfig:
     every: int = 0  # steps; 0 saves none
-    keep: int = 2  # newest checkpoints kept
+    keep: int = 2  # newest checkpoints kept; one more is on the disk while it is written
     grace_s: float = 25.0  # for a last checkpoint after SIGINT or SIGTERM
-    export: bool = False  # also write a Hugging Face directory at the end
+    export: bool = False  # at the end, also write a Hugging Face directory: export/
 
 
 @dataclass
