@@ -1,9 +1,9 @@
 """The main module of an SGLang server process.
 
 SGLang spawns its children, which import this module again, so what stands at its top happens in every process of the
-server. The whole process group dies with the host that started it, whatever its members are doing then: a watcher waits
-for the end of standard input, whose other end the host holds. The key comes through the environment, so that no process
-list shows it, and no log record does.
+server (on a CPU they are forked and have it already, see plugin.py). The whole process group dies with the host that
+started it, whatever its members are doing then: a watcher waits for the end of standard input, whose other end the host
+holds. The key comes through the environment, so that no process list shows it, and no log record does.
 """
 
 import logging

@@ -5,9 +5,12 @@ Inactive unless the server was started by us (`POSTTRAIN_ENGINE_DEVICE`), so tha
 nothing for other uses of SGLang in the same environment.
 """
 
+import multiprocessing
 import os
+from typing import Any
 
 DEVICE_VARIABLE = "POSTTRAIN_ENGINE_DEVICE"
+CHOOSES_START_METHOD = "sglang.srt.entrypoints.engine._set_envs_and_config"
 
 
 def platform() -> str | None:
@@ -22,7 +25,19 @@ def load() -> None:
 
         loader.register()
     if os.environ.get(DEVICE_VARIABLE) == "cpu":
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
         from app.rollout import attention, gated_delta
 
         attention.register()
         gated_delta.register()
+        HookRegistry.register(CHOOSES_START_METHOD, fork_children, HookType.AFTER)
+
+
+def fork_children(result: Any, *_: Any, **__: Any) -> Any:
+    """After SGLang chose to spawn its processes, which import everything again, as they must where a device is in use.
+
+    Without a device they may be forked: they start at once and share the memory of what was imported.
+    """
+    multiprocessing.set_start_method("fork", force=True)
+    return result
