@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.errors import EngineError, TrainerError, TrainerLost
+from app.errors import EngineError, RunError, TrainerError, TrainerLost
 from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
 from app.placement.parts import Parts
 from app.placement.schema import PlacementKind
 from app.placement.train import Conductor
-from app.types import InFlight
-from tests.placement.simulated import SimTrainer, World, config, long_tailed, now, run_virtual
+from app.types import InFlight, MemoryUse
+from tests.placement.simulated import SimEngine, SimTrainer, World, config, long_tailed, now, run_virtual
 
 STORIES: dict[PlacementKind, type[Conductor]] = {
     PlacementKind.colocate: Colocate,
@@ -43,6 +43,11 @@ def play(world: World, *deaths: tuple[float, int], limit: float = 1e6) -> float:
         return now()
 
     return run_virtual(story())
+
+
+async def at_once(work: Callable[..., object], *arguments: object) -> object:
+    """Instead of `asyncio.to_thread`: virtual time would run away from a thread."""
+    return work(*arguments)
 
 
 def assert_sound(world: World) -> None:
@@ -201,12 +206,30 @@ def test_a_step_is_not_repeated_on_parameters_that_it_may_have_changed(
 
 
 @BOTH
+def test_a_machine_that_is_nearly_full_is_told_before_the_kernel_acts(
+    kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    made = config(kind)
+    made.checkpoint.every = 100
+    world = World(made, tmp_path)
+
+    async def memory(engine: SimEngine) -> MemoryUse:
+        return MemoryUse(2**30, 0.98 if engine.version >= 2 else 0.5)
+
+    monkeypatch.setattr(SimEngine, "memory", memory)
+    with pytest.raises(
+        RunError, match=r"^the machine of engine 0 has used 98.0% of its memory: .*\(the largest .* engine 0 with 1024"
+    ):
+        play(world)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_2\n"
+    assert [line["memory/host_used_fraction"] for line in world.recorder.lines][-1] == 0.98
+
+
+@BOTH
 def test_a_checkpoint_holds_the_prompts_that_are_not_done_with(
     kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def at_once(work: Callable[..., object], *arguments: object) -> object:
-        return work(*arguments)  # virtual time would run away from a thread
-
     monkeypatch.setattr(asyncio, "to_thread", at_once)
     made = config(kind, max_staleness=0 if kind is PlacementKind.colocate else 2, steps=5)
     made.checkpoint.every = 2

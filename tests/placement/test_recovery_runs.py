@@ -1,0 +1,159 @@
+"""Whatever is killed in a real run, nothing is lost and nothing is trained on twice."""
+
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.placement.runs import Run
+
+ROUNDS = 20
+PLACEMENTS = {
+    "colocate": ["placement=colocate"],
+    "fully_async": ["placement=fully_async", "placement.max_staleness=2", "placement.in_flight=retract"],
+}
+BOTH = pytest.mark.parametrize("placement", list(PLACEMENTS))
+LONG = ["resume=auto", "checkpoint.every=2", "eval.before_train=false", "data.arithmetic.eval_problems=20"]
+
+
+def assert_ledger(folder: Path, steps: int) -> None:
+    """Every prompt that was drawn was trained on once, or filtered, or is still to come; steps follow each other."""
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    done = Counter(prompt for row in rows for prompt in row["trained"] + row["filtered"])
+    assert done.most_common(1)[0][1] == 1
+    cursor = state(folder)["extra"]["cursor"]
+    assert not set(cursor["returned"]) & set(done)
+    assert cursor["epoch"] == 0
+    assert cursor["position"] == len(done) + len(cursor["returned"])
+    steps_logged = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps_logged == list(range(1, steps + 1))
+
+
+def state(folder: Path) -> dict[str, Any]:
+    latest = (folder / "checkpoints" / "latest").read_text().strip()
+    return json.loads((folder / "checkpoints" / latest / "state.json").read_text())
+
+
+def kill(run: Run, what: str) -> None:
+    """One of the run's parts, as the kernel or a fault would."""
+    if what == "driver":
+        names = " ".join(run.processes().values())
+        for part in ("app.rollout.launcher", "sglang::", "raylet", "gcs_server", "TrainerRank", "EngineHost"):
+            assert part in names
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.process.wait(10)
+        assert run.gone_within(15), run.processes()
+    elif what == "rank":
+        os.kill(run.pid_of("TrainerRank"), signal.SIGKILL)
+    elif what == "engine":
+        os.kill(run.pid_of("app.rollout.launcher"), signal.SIGKILL)
+    else:
+        os.kill(run.pid_of("sglang::scheduler"), signal.SIGSTOP)
+
+
+def warnings(folder: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in (folder / "logs" / "warnings.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(400)
+def test_a_run_survives_kill_9_of_driver_engine_and_trainer(start: Callable[..., Run]) -> None:
+    """One after the other; kill -9 of the driver also leaves no process behind."""
+    overrides = [*PLACEMENTS["fully_async"], *LONG]
+    run = start("steps=500", *overrides)
+    run.wait_for_step(3)
+    kill(run, "driver")
+    assert run.summary()["status"] == "running"  # nobody could say otherwise
+    saved = state(run.folder)["step"]
+    run = start("steps=30", *overrides)
+    run.wait_for_step(saved + 2)
+    kill(run, "engine")
+    run.wait_for_step(run.metrics()[-1]["step"] + 2)
+    kill(run, "rank")
+    assert run.wait(200) == 0, run.text
+    assert run.gone_within(15), run.processes()
+    assert_ledger(run.folder, 30)
+    steps = run.metrics()
+    assert max(line["staleness/max"] for line in steps) <= 2
+    assert max(line["mismatch/kl"] for line in steps) < 0.05
+    assert run.summary()["status"] == "finished"
+    assert f"goes on after step {saved}" in run.text
+    said = " ".join(warnings(run.folder))
+    assert "was killed by SIGKILL" in said
+    assert "the trainer was lost and begins again at step_" in said
+    assert "Traceback" not in run.text
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("what", ["engine", "stalled engine", "rank"])
+@BOTH
+def test_parts_killed_at_random_moments(placement: str, what: str, start: Callable[..., Run]) -> None:
+    chance = random.Random(f"{placement} {what}")
+    limits = ["rollout.stall_timeout_s=8", "recovery.max_restarts=1000", "recovery.engine_failures=50"]
+    run = start("steps=100000", *PLACEMENTS[placement], *LONG, *limits)
+    for _ in range(ROUNDS):
+        reached = run.metrics()[-1]["step"] if run.metrics() else 0
+        run.wait_for_step(reached + 1)
+        time.sleep(chance.uniform(0.0, 3.0))
+        kill(run, what)
+    run.wait_for_step(run.metrics()[-1]["step"] + 3)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.wait(60) == 130, run.text
+    assert run.gone_within(15), run.processes()
+    assert_ledger(run.folder, run.metrics()[-1]["step"])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@BOTH
+def test_the_driver_killed_at_random_moments(placement: str, start: Callable[..., Run]) -> None:
+    chance = random.Random(placement)
+    overrides = [*PLACEMENTS[placement], *LONG]
+    for _ in range(ROUNDS):
+        run = start("steps=100000", *overrides)
+        reached = run.metrics()[-1]["step"] if run.metrics() else 0
+        run.wait_for_step(reached + 2)
+        time.sleep(chance.uniform(0.0, 3.0))
+        kill(run, "driver")
+    steps = run.metrics()[-1]["step"] + 3
+    run = start(f"steps={steps}", *overrides)
+    assert run.wait(200) == 0, run.text
+    assert_ledger(run.folder, steps)
+
+
+@pytest.mark.soak
+@BOTH
+def test_sigterm_saves_the_last_step_and_says_how_to_go_on(placement: str, start: Callable[..., Run]) -> None:
+    run = start("steps=500", *PLACEMENTS[placement], *LONG, "checkpoint.every=100")
+    run.wait_for_step(3)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.wait(60) == 130
+    assert run.gone_within(15), run.processes()
+    assert state(run.folder)["step"] == run.metrics()[-1]["step"]
+    assert f"go on with: python -m app resume={run.folder}" in run.last_lines
+    assert_ledger(run.folder, run.metrics()[-1]["step"])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@BOTH
+@pytest.mark.parametrize(("ranks", "then"), [(1, 2), (2, 1)])
+def test_a_run_goes_on_with_another_number_of_ranks(
+    placement: str, ranks: int, then: int, start: Callable[..., Run]
+) -> None:
+    number = {"colocate": "placement.devices", "fully_async": "placement.trainer_devices"}[placement]
+    overrides = [*PLACEMENTS[placement], *LONG]
+    first = start(f"{number}={ranks}", "steps=4", *overrides)
+    assert first.wait(400) == 0, first.text
+    second = start(f"{number}={then}", "steps=8", *overrides)
+    assert second.wait(400) == 0, second.text
+    assert_ledger(second.folder, 8)
+    assert max(line["mismatch/kl"] for line in second.metrics()) < (1e-6 if placement == "colocate" else 0.05)
