@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 MODEL, OPTIMIZER, RANDOM, SCHEDULE = "model.", "optimizer.", "random.", "schedule."
 UNREADABLE = (OSError, EOFError, UnpicklingError, ValueError, KeyError, AttributeError, ImportError, IndexError)
+READ_BYTES = 2**30  # of tensors that an export holds at once
 SHOWN = 3  # tensor names in a sentence
 
 
@@ -153,14 +154,22 @@ class RankState:
 
 
 def weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(source checkpoint's name, tensor on the host) of a checkpoint, one after the other, by a single process."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
+    """(source checkpoint's name, tensor on the host) of a checkpoint, some at a time, by a single process."""
+    batch: dict[str, Tensor] = {}
     for key, stored in _saved(folder).items():
         if key.startswith(MODEL):
-            target = {key: torch.empty(stored.size, dtype=stored.properties.dtype)}
-            with _explained(folder, "read"):
-                dcp.load(target, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-            yield key.removeprefix(MODEL), target[key]
+            batch[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
+            if sum(tensor.nbytes for tensor in batch.values()) >= READ_BYTES:
+                yield from _read(folder, batch)
+                batch = {}
+    yield from _read(folder, batch)
+
+
+def _read(folder: Path, batch: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
+    with _explained(folder, "read"):
+        dcp.load(batch, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    yield from ((key.removeprefix(MODEL), tensor) for key, tensor in batch.items())
 
 
 def _saved(folder: Path) -> dict[str, Any]:
