@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 2**26  # logits of a chunk: 256 MiB in float32
+CHUNK_ELEMENTS_CPU = 2**24  # enough for its caches to be used well
 
 
 def token_logprobs(
@@ -30,9 +31,10 @@ def token_logprobs(
     """Log-probability of each target and entropy of each distribution, both [N] float32.
 
     `hidden` [N, D], head `weight` [V, D] of the same dtype, `targets` [N] int64. The entropy carries a gradient only
-    with `entropy_gradient`. `chunk_tokens` defaults to what `CHUNK_ELEMENTS` allows.
+    with `entropy_gradient`. `chunk_tokens` defaults to what `CHUNK_ELEMENTS` (on a CPU, `CHUNK_ELEMENTS_CPU`) allows.
     """
-    tokens = chunk_tokens or max(1, CHUNK_ELEMENTS // weight.shape[0])
+    elements = CHUNK_ELEMENTS_CPU if weight.device.type == "cpu" else CHUNK_ELEMENTS
+    tokens = chunk_tokens or max(1, elements // weight.shape[0])
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, temperature, tokens)
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
@@ -80,7 +82,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if hidden_gradient is not None:
                 torch.mm(through, weight, out=hidden_gradient[part])
             if weight_gradient is not None:
-                weight_gradient += through.T @ hidden[part]
+                _add_product(weight_gradient, through.T, hidden[part])
         cast = None if weight_gradient is None else weight_gradient.to(weight.dtype)
         return hidden_gradient, cast, None, None, None
 
@@ -100,6 +102,14 @@ def _logits_gradient(
     if of_entropy is not None:
         factor = logs.add_(entropy[:, None]).mul_(of_entropy[:, None]).add_(factor)
     return probabilities.mul_(factor).neg_().scatter_add_(1, targets[:, None], of_logprobs[:, None])
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right`, without a temporary of `total`'s size where the dtypes allow it."""
+    if total.dtype == right.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
