@@ -1,0 +1,140 @@
+"""Memory of a forward and backward by sequence length and vocabulary, head in chunks and not:
+
+    python -m tests.bench.memory [--out FILE]
+
+A random Qwen3 of one layer, 128 wide, so that the head's share shows, in float32; one sequence of completion tokens,
+of which every log-probability is trained. Chunked is the trainer's policy model; full is the same model with all logits
+at once, log_softmax and gather, as transformers' models are commonly used. Each cell is a process of its own: the
+largest resident size during the pass, less that before it; null where four copies of the logits would fill more than
+half of the free memory. Vocabularies are Qwen3's and Qwen3.5's. Prints one JSON line.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.bench.machine import machine, peak_rss_mib, reset_peak, rss_mib
+
+VOCABULARIES = (151_936, 248_320)
+LENGTHS = (512, 1024, 2048, 4096)  # tokens
+WAYS = ("chunked", "full")
+HIDDEN = 128
+
+
+def save_model(folder: Path, vocabulary: int) -> Path:
+    import torch
+
+    from app.model import characters
+    from app.model.hub import transformers
+
+    config = transformers().Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    transformers().Qwen3ForCausalLM(config).save_pretrained(folder)
+    characters.tokenizer(4096).save_pretrained(folder)
+    return folder
+
+
+def measure(way: str, path: Path, length: int) -> float:
+    """MiB above what was there before the pass. Gradients are there before: a short pass made them."""
+    import torch
+
+    from app.model.load import load
+
+    torch.set_num_threads(2)
+    policy = load(path, mesh=None, device="cpu")
+    vocabulary = policy.config.vocab_size
+
+    def run(tokens: int) -> None:
+        ids = torch.randint(0, vocabulary, (tokens,))
+        inputs = {
+            "input_ids": ids[None],
+            "position_ids": torch.arange(tokens)[None],
+            "cu_seqlens": torch.tensor([0, tokens], dtype=torch.int32),
+            "predict": torch.arange(tokens - 1),
+            "targets": ids[1:],
+        }
+        if way == "chunked":
+            logprobs, _ = policy(**inputs, temperature=1.0)
+        else:
+            hidden = whole_hidden(policy, inputs)
+            logits = policy.causal_lm.lm_head(hidden)
+            logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None]).squeeze(1)
+        logprobs.mean().backward()
+
+    run(2)
+    before = rss_mib()
+    reset_peak()
+    run(length)
+    return peak_rss_mib() - before
+
+
+def whole_hidden(policy: Any, inputs: dict[str, Any]) -> Any:
+    """Hidden states of all tokens but the last, [T - 1, D]."""
+    from app.model.packing import Packing
+
+    packing = Packing.of(inputs["cu_seqlens"])
+    decoder = policy.causal_lm.get_decoder()
+    out = decoder(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False, packing=packing)
+    return out.last_hidden_state[0, :-1]
+
+
+def fits(vocabulary: int, length: int) -> bool:
+    return 4 * 4 * vocabulary * length < psutil.virtual_memory().available / 2
+
+
+def in_a_process(way: str, path: Path, length: int) -> int:
+    command = [sys.executable, "-m", "tests.bench.memory", "--way", way, "--model", str(path), "--tokens", str(length)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return round(float(done.stdout.splitlines()[-1]))
+
+
+def table(folder: Path) -> list[dict[str, Any]]:
+    rows = []
+    for vocabulary in VOCABULARIES:
+        path = save_model(folder / str(vocabulary), vocabulary)
+        for length in LENGTHS:
+            row: dict[str, Any] = {"vocabulary": vocabulary, "tokens": length}
+            for way in WAYS:
+                measured = way == "chunked" or fits(vocabulary, length)
+                row[f"{way}_mib"] = in_a_process(way, path, length) if measured else None
+            both = row["chunked_mib"], row["full_mib"]
+            rows.append({**row, "chunked_over_full": None if None in both else round(both[0] / both[1], 3)})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--way", choices=WAYS, help="measure this one only, in this process")
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--tokens", type=int)
+    chosen = parser.parse_args()
+    if chosen.way:
+        print(measure(chosen.way, chosen.model, chosen.tokens))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rows = table(Path(folder))
+    found = json.dumps({"what": "memory", "hidden": HIDDEN, "table": rows, "machine": machine("torch", "transformers")})
+    print(found)
+    if chosen.out:
+        chosen.out.write_text(found + "\n")
+
+
+if __name__ == "__main__":
+    main()
