@@ -40,10 +40,10 @@ class Producer:
                     prompt = next(self.parts.cursor)
                     self.admission.dispatch()
                     self.running[prompt.id] = self.admission.version
-                    self._order[prompt.id] = next(self._numbers)
+                    number = self._order[prompt.id] = next(self._numbers)
                     task = groups.create_task(self._group(prompt), name=f"group {prompt.id}")
                     # also for a task that is cancelled before its first instruction
-                    task.add_done_callback(partial(self._over, prompt))
+                    task.add_done_callback(partial(self._over, prompt, number))
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -96,7 +96,7 @@ class Producer:
         del self.running[prompt.id], self._order[prompt.id]
         self.admission.release()
 
-    def _over(self, prompt: Prompt, _: asyncio.Task[None]) -> None:
-        """Failed or cancelled, if it has not ended otherwise."""
-        if prompt.id in self.running:
+    def _over(self, prompt: Prompt, number: int, _: asyncio.Task[None]) -> None:
+        """Failed or cancelled, if it has not ended otherwise; its prompt may be in flight again by now."""
+        if prompt.id in self.running and self._order[prompt.id] == number:
             self._ended(prompt)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from app.types import InFlight
+from app.weight_sync.push import Push
 from app.weight_sync.schema import Verify
 from tests.weight_sync.support import (
     TRANSPORTS,
@@ -65,26 +66,31 @@ def test_logprobs_after_a_push_are_those_of_the_pushed_weights(
 def test_generation_lives_through_a_push(in_flight: InFlight, trainer: Any, engine: Any, tmp_path: Path) -> None:
     """drain: all tokens of the old policy; retract and in_place: both policies, in the order of their pushes."""
 
-    async def scenario() -> None:
-        push = await make_push("collective", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight)
-        await set_weights(trainer, 0)
-        await push.push(10)
+    async def around_a_push(push: Push, old: int, seconds: float) -> set[tuple[int, ...]]:
+        """The versions of the members of a group that was asked for `seconds` before the push of policy `old + 1`."""
+        await push.push(old)
         generating = asyncio.create_task(engine.generate(endless(600)))
-        await asyncio.sleep(0.05)
-        await set_weights(trainer, 3)
-        await push.push(11)
+        await asyncio.sleep(seconds)
+        await set_weights(trainer, old)
+        await push.push(old + 1)
         completions = await generating
-        versions = {tuple(span.version for span in completion.spans) for completion in completions}
-        if in_flight is InFlight.drain:
-            assert versions == {(10,)}
-        else:  # a member that met its stop token before the push is of the old policy alone
-            assert (10, 11) in versions
-            assert versions <= {(10,), (10, 11)}
         for completion in completions:
             assert completion.spans[0].start == 0
             assert completion.spans[-1].end == len(completion.token_ids) == len(completion.logprobs)
         (after, _) = await engine.generate(request())
-        assert [span.version for span in after.spans] == [11]
+        assert [span.version for span in after.spans] == [old + 1]
+        return {tuple(span.version for span in completion.spans) for completion in completions}
+
+    async def scenario() -> None:
+        push = await make_push("collective", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight)
+        for old, seconds in ((10, 0.05), (20, 0.2), (30, 0.8), (40, 3.2)):  # a busy machine begins to sample late
+            versions = await around_a_push(push, old, seconds)
+            through = (old,) if in_flight is InFlight.drain else (old, old + 1)
+            # a member that met its stop token before the push is of the old policy alone, a late one of the new one
+            assert versions <= {(old,), (old + 1,), through}
+            if through in versions:
+                return
+        raise AssertionError("no completion was in flight at any of the pushes")
 
     asyncio.run(scenario())
 
