@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from app.device.schema import Dtype
+from app.model.directory import locate
+from app.model.schema import Family, ModelConfig, TinyConfig
 from app.weight_sync.schema import SyncMode, Verify
 from tests.conftest import make_engine
 from tests.weight_sync.support import TRANSPORTS, checksum, make_push, make_trainer, request, set_weights, started
@@ -19,19 +21,19 @@ STEP = 1e-6
 
 
 @pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("family", list(Family))
 def test_fifty_deltas_are_bit_equal_to_a_full_push_and_a_replaced_engine_gets_one(
-    width: int, ray_session: None, tiny_model: Path, tmp_path: Path
+    family: Family, width: int, ray_session: None, tmp_path: Path
 ) -> None:
+    model = locate(ModelConfig(tiny=TinyConfig(family=family)), seed=0)
+    flags = {"dtype": "bfloat16", "tp_size": width, "max_total_tokens": 2048}
+    if family is Family.qwen35:
+        flags["disable_radix_cache"] = True
+
     async def scenario() -> dict[str, Any]:
-        engines = [
-            make_engine(
-                tiny_model, tmp_path, name=f"engine {i}", dtype="bfloat16", tp_size=width, max_total_tokens=2048
-            )
-            for i in range(2)
-        ]
+        engines = [make_engine(model, tmp_path, name=f"engine {i}", **flags) for i in range(2)]
         trainers = {
-            ranks: make_trainer(tiny_model, tmp_path / f"{ranks}", ranks=ranks, dtype=Dtype.bfloat16)
-            for ranks in (1, 2)
+            ranks: make_trainer(model, tmp_path / f"{ranks}", ranks=ranks, dtype=Dtype.bfloat16) for ranks in (1, 2)
         }
         actors = [*(engine.actor for engine in engines), *(rank for each in trainers.values() for rank in each.ranks)]
         found = {}
@@ -45,7 +47,7 @@ def test_fifty_deltas_are_bit_equal_to_a_full_push_and_a_replaced_engine_gets_on
                     # a handle serves as many engine ranks as there are trainer ranks
                     if transport == "handle" and ranks < width:
                         continue
-                    key = f"{transport}, {ranks} trainer rank(s), engine of {width}"
+                    key = f"{family.name}, {transport}, {ranks} trainer rank(s), engine of {width}"
                     found[key] = await deltas(transport, trainer, engines, tmp_path, width)
         return found
 
