@@ -100,6 +100,7 @@ class Under:
 
 
 async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> dict[str, Any]:
+    from app.rollout.remote import RemoteEngine
     from tests.conftest import make_engine
     from tests.weight_sync.support import checksum, make_trainer, started
 
@@ -116,7 +117,8 @@ async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> 
     equal = []
     for version in range(1, rounds + 1):
         reports["full"].append(await full.push(10 * version))
-        delta.change_engines([engine])  # the full push above left the engine no version of ours to build on
+        # the full push above left the engine no version to build on: this one is told that it is a new one
+        delta.change_engines({0: RemoteEngine(engine.name, engine.actor)})
         await delta.push(10 * version + 1)
         await trainer.call("adam", "step", rate=rate)
         reports["delta"].append(await delta.push(10 * version + 2))

@@ -9,6 +9,7 @@ import pytest
 
 from app.device.schema import Dtype
 from app.errors import SyncError
+from app.rollout.remote import RemoteEngine
 from app.weight_sync.schema import SyncMode, Verify
 from tests.conftest import make_engine
 from tests.weight_sync.support import (
@@ -95,11 +96,13 @@ def test_a_full_push_comes_in_its_rhythm_and_after_a_change_of_engines(
         push = await make_push("handle", trainer, [engine], tmp_path, mode=SyncMode.delta, full_every=3)
         full = [(await push.push(version)).changed_fraction is None for version in range(7)]
         assert full == [True, False, False, True, False, False, True]
-        push.change_engines([engine])
-        assert (await push.push(7)).changed_fraction is None
-        assert (await push.push(8)).changed_fraction == 0
+        push.change_engines({0: engine})
+        assert (await push.push(7)).changed_fraction == 0  # no change
+        push.change_engines({0: RemoteEngine(engine.name, engine.actor)})
+        assert (await push.push(8)).changed_fraction is None
+        assert (await push.push(9)).changed_fraction == 0
         await push.prepare()  # as after a restart of the trainer
-        assert (await push.push(9)).changed_fraction is None
+        assert (await push.push(10)).changed_fraction is None
         await push.close()
 
     asyncio.run(scenario())

@@ -78,7 +78,7 @@ async def deltas(transport: str, trainer: Any, engines: list[Any], folder: Path,
             await whole.carrier.abandon(whole.ranks)
             push = await pushing(transport, trainer, [first], folder, width, SyncMode.delta)
             assert (await push.push(version)).changed_fraction is None
-    push.change_engines([engines[1]])  # as when the first one was lost
+    push.change_engines({0: engines[1]})  # as when the first one was lost
     assert (await push.push(STEPS + 1)).changed_fraction is None
     assert (await push.push(STEPS + 2)).changed_fraction == 0
     assert await checksum(engines[1]) == await checksum(first)
