@@ -43,6 +43,7 @@ async def live(config: RunConfig, device: Device, folder: Path, recorder: RunRec
     checkpoints = Checkpoints(folder, config.checkpoint.keep)
     beginning = side.prepared.prompts.train.state()
     restarts = 0
+    lost: TrainerLost | None = None
     while True:
         try:
             async with _trainer(config, device, folder, side, first=restarts == 0) as (trainer, sync):
@@ -50,6 +51,11 @@ async def live(config: RunConfig, device: Device, folder: Path, recorder: RunRec
                     checkpoints.prepare(await trainer.checkpoint_bytes())
                 parts = _parts(config, recorder, side, checkpoints, trainer)
                 version = await _stand(parts, beginning, afresh=restarts == 0)
+                if lost is not None:  # said now, since what was recorded after the checkpoint is forgotten
+                    recorder.warn(
+                        f"the trainer was lost and began again after step {version} (restart {restarts} of "
+                        f"recovery.max_restarts={config.recovery.max_restarts}): {lost}"
+                    )
                 side.recovery.attach(trainer, sync, version)
                 try:
                     return await _run(STORIES[config.placement.kind](parts, version), side, folder)
@@ -59,14 +65,10 @@ async def live(config: RunConfig, device: Device, folder: Path, recorder: RunRec
                         raise TrainerLost(str(error)) from error
                     raise
         except TrainerLost as error:
-            restarts += 1
+            restarts, lost = restarts + 1, error
             if not config.checkpoint.every or restarts > config.recovery.max_restarts:
                 raise
-            point = checkpoints.latest()
-            recorder.warn(
-                f"the trainer was lost and begins again at {point.name if point else 'the beginning'} "
-                f"(restart {restarts} of recovery.max_restarts={config.recovery.max_restarts}): {error}"
-            )
+            recorder.doing("the trainer was lost; starting it again")
             await side.recovery.forget()
 
 

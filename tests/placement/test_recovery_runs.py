@@ -82,12 +82,14 @@ def test_a_run_survives_kill_9_of_driver_engine_and_trainer(start: Callable[...,
     assert_ledger(run.folder, 30)
     steps = run.metrics()
     assert max(line["staleness/max"] for line in steps) <= 2
-    assert max(line["mismatch/kl"] for line in steps) < 0.05
+    on_policy = [line for line in steps if line["staleness/max"] == 0]
+    assert len(on_policy) >= 3  # each life begins with one
+    assert max(line["mismatch/kl"] for line in on_policy) < 1e-6
     assert run.summary()["status"] == "finished"
     assert f"goes on after step {saved}" in run.text
     said = " ".join(warnings(run.folder))
     assert "was killed by SIGKILL" in said
-    assert "the trainer was lost and begins again at step_" in said
+    assert "the trainer was lost and began again after step" in said
     assert "Traceback" not in run.text
 
 
@@ -156,4 +158,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     second = start(f"{number}={then}", "steps=8", *overrides)
     assert second.wait(400) == 0, second.text
     assert_ledger(second.folder, 8)
-    assert max(line["mismatch/kl"] for line in second.metrics()) < (1e-6 if placement == "colocate" else 0.05)
+    on_policy = [line["mismatch/kl"] for line in second.metrics() if line["staleness/max"] == 0]
+    assert len(on_policy) >= 2
+    assert max(on_policy) < 1e-6
