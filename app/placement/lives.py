@@ -40,7 +40,7 @@ STORIES: dict[PlacementKind, type[Conductor]] = {
 
 async def live(config: RunConfig, device: Device, folder: Path, recorder: RunRecorder, side: "RolloutSide") -> float:
     """Train to the end; returns the last evaluation's accuracy."""
-    checkpoints = Checkpoints(folder, config.checkpoint.keep)
+    checkpoints = Checkpoints(folder, config.checkpoint.keep, timeout_s=config.trainer.timeout_s)
     beginning = side.prepared.prompts.train.state()
     restarts = 0
     lost: TrainerLost | None = None

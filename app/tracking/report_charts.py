@@ -59,6 +59,7 @@ CHARTS = (
         "stack",
     ),
     Chart("speed", "Generation", ("throughput/completion_tokens_per_second",), ("completion tokens/s",), "count"),
+    Chart("speed", "Machine's memory in use", ("memory/host_used_fraction",), ("fullest machine",), "percent"),
     Chart("speed", "Training", ("trainer/tokens_per_second",), ("tokens/s",), "count"),
 )
 
@@ -69,7 +70,7 @@ def charts(runs: Sequence[RunData]) -> list[Chart]:
     """The charts for which a run has numbers: the ones above, what their prefix says, and all the rest."""
     measured = sorted({name for run in runs for name in run.series if run.values(name)})
     shown = [chart for chart in CHARTS if any(name in measured for name in chart.metrics)]
-    memory = tuple(name for name in measured if name.startswith("memory/"))
+    memory = tuple(name for name in measured if name.startswith("memory/") and name.endswith("_mib"))
     phases = tuple(name for name in measured if name.startswith("sync/") and name.endswith("_seconds"))
     phases = tuple(sorted((name for name in phases if name != "sync/total_seconds"), key=_in_order))
     passes = tuple(name for name in measured if name.startswith("reward/pass@"))
@@ -77,7 +78,8 @@ def charts(runs: Sequence[RunData]) -> list[Chart]:
         labels = tuple(name.removeprefix("reward/") for name in passes)
         shown.append(Chart("learning", "Right at least once in k", passes, labels, "percent"))
     if memory:
-        shown.append(Chart("speed", "Memory", memory, form="count"))
+        labels = tuple(name.removeprefix("memory/").removesuffix("_mib").replace("_", " ") for name in memory)
+        shown.append(Chart("speed", "Memory, MiB of the largest", memory, labels, form="count"))
     if phases:
         labels = tuple(name.removeprefix("sync/").removesuffix("_seconds") for name in phases)
         shown.append(Chart("sync", "Seconds of each push", phases, labels, "seconds", "stack"))
