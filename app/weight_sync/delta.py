@@ -120,7 +120,8 @@ class Delta:
             return None
         if self.group is None:
             return [position for position, _ in mine], torch.cat([value for _, value in mine])
-        own = torch.zeros(largest * PAIR_BYTES, dtype=torch.uint8, device=self._device)
+        room = largest + largest % 2  # entries; every rank's part begins aligned
+        own = torch.zeros(room * PAIR_BYTES, dtype=torch.uint8, device=self._device)
         positions, values = _pair(own)
         count = sum(position.numel() for position, _ in mine)
         positions[:count] = torch.cat([position for position, _ in mine])

@@ -1,14 +1,20 @@
 """What changed, packed by the trainer ranks and placed by the engine's loader: bit for bit what a full push places."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from app import wire
 from app.errors import ConfigError
@@ -308,3 +314,59 @@ def test_delta_is_refused_for_float32_and_for_servers_that_run_already() -> None
         composed("weight_sync.mode=delta", "device=cuda", "device.dtype=bfloat16")
     composed("weight_sync.mode=delta", "device=cuda", "placement=fully_async")
     assert composed("weight_sync.mode=delta", "device.dtype=bfloat16").weight_sync.mode is SyncMode.delta
+
+
+ROUNDS = 3
+
+
+def test_two_ranks_make_the_message_of_one(tmp_path: Path) -> None:
+    """Shards of even, odd and fewer rows than ranks, where rank 0 keeps the message, and where both do."""
+    mp.spawn(_rank, (tmp_path / "rendezvous", tmp_path), nprocs=2, join=True)  # type: ignore[attr-defined]
+    together = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    alone = _messages(SHARDED, everywhere=True)
+    assert len(alone) == ROUNDS
+    for found in (together[0]["everywhere"], together[1]["everywhere"], together[0]["rank 0"]):
+        assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
+    assert together[1]["rank 0"] == [None] * ROUNDS
+
+
+SHARDED = {"even": (8, 33), "odd": (7, 5), "one row": (1, 40), "vector": (301,), "blocks": (300, 701)}
+
+
+def _rank(rank: int, rendezvous: Path, out: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    try:
+        ways = {"everywhere": True, "rank 0": False}
+        torch.save(
+            {way: _messages(SHARDED, everywhere=everywhere) for way, everywhere in ways.items()}, out / f"rank{rank}.pt"
+        )
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _messages(shapes: dict[str, tuple[int, ...]], *, everywhere: bool) -> list[Tensor | None]:
+    """What this rank would send of each push, in one bucket; sharded where there are ranks."""
+    generator = torch.Generator().manual_seed(3)
+    ranks = dist.is_initialized()
+    whole = {name: 0.02 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    tensors: dict[str, Tensor] = dict(whole)
+    if ranks:
+        mesh = init_device_mesh("cpu", (2,))
+        tensors = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    bucket = Bucket(tuple(TensorMeta(name, "bfloat16", shape) for name, shape in shapes.items()))
+    delta = Delta(tensors, "bfloat16", on_host=False)
+    keeps = everywhere or not ranks or dist.get_rank() == 0
+    sent: list[Tensor | None] = []
+    for version in range(ROUNDS):
+        delta.begin(version, version - 1 if version else None, 1)
+        buffer = torch.zeros(bucket.bytes + envelope_room(bucket), dtype=torch.uint8) if keeps else None
+        packed = delta.pack(0, bucket, buffer, everywhere=everywhere)
+        sent.append(buffer[: packed.bucket.bytes] if buffer is not None else None)
+        for name, tensor in tensors.items():
+            change = torch.randn(shapes[name], generator=generator) * (
+                torch.rand(shapes[name], generator=generator) < 0.1
+            )
+            tensor.add_(distribute_tensor(change, tensor.device_mesh, [Shard(0)]) if ranks else change)
+    return sent
