@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 WORD = 4  # 16-bit values in 64 bits
-CPU_CHUNK = 1 << 18  # elements; multiples of WORD
+CPU_CHUNK = 1 << 20  # elements; multiples of WORD
 DEVICE_CHUNK = 1 << 26
 
 
@@ -35,7 +35,7 @@ class Kept:
     @torch.no_grad()
     def changes(self, shard: Tensor) -> tuple[Tensor, Tensor]:
         """Positions (int32, ascending) and new values (as int16 bits) of what changed, which is kept from now on."""
-        find = _changed_on_cpu if self.device.type == "cpu" else _changed
+        replace = _replace_on_cpu if self.device.type == "cpu" else _replace
         scratch = torch.zeros(min(self._chunk, self._values.numel()), dtype=self._values.dtype, device=self.device)
         positions, values = [], []
         for start, part in _chunks(shard, self._chunk):
@@ -43,10 +43,8 @@ class Kept:
             new, kept = scratch[:padded], self._values[start : start + padded]
             new[part.numel() :].zero_()
             new[: part.numel()].copy_(part)
-            old = kept if kept.device == new.device else kept.to(new.device, non_blocking=True)
-            position, value = find(new.view(torch.int16), old.view(torch.int16))
+            position, value = replace(kept.view(torch.int16), new.view(torch.int16))
             if position.numel():
-                kept.copy_(new)
                 positions.append(position.add_(start).to(torch.int32))
                 values.append(value)
         if not positions:
@@ -63,15 +61,21 @@ def _chunks(flat: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
         yield start, flat[start : start + size]
 
 
-def _changed(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+def _replace(kept: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Where `kept` differs from `new`, and the new values; `kept` becomes `new`."""
+    old = kept if kept.device == new.device else kept.to(new.device, non_blocking=True)
     position = (new != old).nonzero().squeeze(1)
+    if position.numel():
+        kept.copy_(new)
     return position, new[position]
 
 
-def _changed_on_cpu(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-    new_words, old_words = new.view(torch.int64).numpy(), old.view(torch.int64).numpy()
-    words = np.flatnonzero(new_words != old_words)
-    values = new_words[words].view(np.int16).reshape(-1, WORD)
-    differ = np.flatnonzero(values != old_words[words].view(np.int16).reshape(-1, WORD))
+def _replace_on_cpu(kept: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    new_words, kept_words = new.view(torch.int64).numpy(), kept.view(torch.int64).numpy()
+    words = np.flatnonzero(new_words != kept_words)
+    found = new_words[words]
+    values = found.view(np.int16)
+    differ = np.flatnonzero(values != kept_words[words].view(np.int16))
+    kept_words[words] = found
     position = words[differ // WORD] * WORD + differ % WORD
-    return torch.from_numpy(position), torch.from_numpy(values.reshape(-1)[differ])
+    return torch.from_numpy(position), torch.from_numpy(values[differ])

@@ -3,7 +3,8 @@
 A model of Qwen3-0.6B's shapes (1.2 GB in bf16), one trainer rank, one real SGLang server on this machine's CPU. Every
 round measures, one after the other: a memory copy of the model's bytes, a bare `dist.broadcast` of them to another
 process, a push over each transport, and the naive way (export, then `update_weights_from_disk`). Ratios are medians of
-the rounds' own ratios, so that a busy machine disturbs both sides alike. Prints one JSON line.
+the rounds' own ratios, so that a busy machine disturbs both sides alike. Then pushes into the midst of generation: how
+much longer generation stands still than the push before it took of an idle engine. Prints one JSON line.
 """
 
 import argparse
@@ -42,6 +43,9 @@ SHAPES = {  # Qwen3-0.6B
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
+
+
+TOKENS_IN_FLIGHT = 60
 
 
 def make_model(folder: Path) -> Path:
@@ -179,6 +183,10 @@ async def measure(rounds: int, bucket_mib: float, folder: Path) -> dict[str, Any
             phases[transport] = {phase: round(value, 3) for phase, value in report.seconds.items()}
             await push.carrier.abandon(push.ranks)
         seconds["disk"].append(await from_disk(trainer, engine, folder / "export"))
+    pauses = {
+        in_flight.name: [await pause_over_push(in_flight, trainer, engine, folder, bucket_mib) for _ in range(rounds)]
+        for in_flight in (InFlight.retract, InFlight.in_place)
+    }
     copies = [min(pair) for pair in zip(seconds["copy"][::2], seconds["copy"][1::2], strict=True)]
     least = [bare + copy for bare, copy in zip(seconds["broadcast"], copies, strict=True)]
     return {
@@ -191,7 +199,8 @@ async def measure(rounds: int, bucket_mib: float, folder: Path) -> dict[str, Any
         "handle_over_copy": ratio([value - 0.05 for value in seconds["handle"]], copies),
         "disk_over_handle": ratio(seconds["disk"], seconds["handle"]),
         "disk_over_collective": ratio(seconds["disk"], seconds["collective"]),
-        "targets": {"collective_over_broadcast_and_copy": 1.5, "handle_over_copy": 3.0},
+        "pause_over_push_ms": {name: round(1000 * statistics.median(found)) for name, found in pauses.items()},
+        "targets": {"collective_over_broadcast_and_copy": 1.5, "handle_over_copy": 3.0, "pause_over_push_ms": 50},
         "phases_of_last_round": phases,
         **{name: round(value) for name, value in extra.items()},
         "rounds": rounds,
@@ -199,7 +208,30 @@ async def measure(rounds: int, bucket_mib: float, folder: Path) -> dict[str, Any
     }
 
 
-async def quiet_push(transport: str, trainer: Any, engine: Any, folder: Path, bucket_mib: float) -> Push:
+async def pause_over_push(in_flight: InFlight, trainer: Any, engine: Any, folder: Path, bucket_mib: float) -> float:
+    """Seconds from the call that pauses a busy engine to its resumption, less those of a whole push to an idle one."""
+    from tests.weight_sync.support import request
+
+    push = await quiet_push("collective", trainer, engine, folder, bucket_mib, in_flight)
+    await push.push(1)
+    idle = (await push.push(2)).seconds["total"]
+    generating = asyncio.create_task(engine.generate(request(tokens=TOKENS_IN_FLIGHT, temperature=50.0, group_size=2)))
+    await asyncio.sleep(idle + 1)
+    report = await push.push(3)
+    completions = await generating
+    assert any(len(completion.spans) > 1 for completion in completions), "nothing was in flight at the push"
+    await push.carrier.abandon(push.ranks)
+    return report.seconds["total"] - report.seconds["gather"] - idle
+
+
+async def quiet_push(
+    transport: str,
+    trainer: Any,
+    engine: Any,
+    folder: Path,
+    bucket_mib: float,
+    in_flight: InFlight = InFlight.retract,
+) -> Push:
     from tests.weight_sync.support import make_push
 
     return await make_push(
@@ -209,7 +241,7 @@ async def quiet_push(transport: str, trainer: Any, engine: Any, folder: Path, bu
         folder,
         bucket_mib=bucket_mib,
         verify=Verify.never,
-        in_flight=InFlight.retract,
+        in_flight=in_flight,
         timeout_s=300,
     )
 
