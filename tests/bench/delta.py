@@ -30,6 +30,7 @@ BETAS, EPSILON, SIGNAL = (0.9, 0.999), 1e-8, 0.1
 RATES = (1e-6, 3e-6, 1e-5)
 WARM_STEPS = 5
 SAMPLE = 2**22  # elements
+SLICE = 2**23  # elements that a step works on at once
 TABLE_STEPS = 30
 
 
@@ -50,7 +51,9 @@ class Adam:
             for _ in range(count):
                 self.steps += 1
                 for parameter, (mean, square) in zip(self.parameters, self.moments, strict=True):
-                    _step(_local(parameter), mean, square, self.steps, rate)
+                    whole = [each.view(-1).split(SLICE) for each in (_local(parameter), mean, square)]
+                    for part in zip(*whole, strict=True):
+                        _step(*part, self.steps, rate)
 
 
 def _local(parameter: Any) -> torch.Tensor:

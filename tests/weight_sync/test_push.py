@@ -1,6 +1,7 @@
 """A push puts exactly the trainer's weights into a real server, over both transports, whatever is going on there."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,15 +103,30 @@ def test_what_is_asked_for_during_a_drain_is_sampled_by_the_new_policy(
         push = await make_push("handle", trainer, [engine], tmp_path, verify=Verify.never)
         await push.push(20)
         first = asyncio.create_task(engine.generate(endless(400)))
-        await asyncio.sleep(0.2)
+        await until(engine, generating)
         pushing = asyncio.create_task(push.push(21))
-        await asyncio.sleep(0.1)
+        await until(engine, draining)
         (late, _) = await engine.generate(request())
         await pushing
         assert {span.version for completion in await first for span in completion.spans} == {20}
         assert [span.version for span in late.spans] == [21]
 
     asyncio.run(scenario())
+
+
+def generating(host: Any) -> bool:
+    return bool(host._running)
+
+
+def draining(host: Any) -> bool:
+    return not host._open.is_set()
+
+
+async def until(engine: Any, state: Callable[[Any], bool]) -> None:
+    """Wait for a state of the engine's host."""
+    async with asyncio.timeout(60):
+        while not await engine.actor.__ray_call__.remote(state):
+            await asyncio.sleep(0.005)
 
 
 def endless(tokens: int) -> Any:
