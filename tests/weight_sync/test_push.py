@@ -125,7 +125,7 @@ def draining(host: Any) -> bool:
 async def until(engine: Any, state: Callable[[Any], bool]) -> None:
     """Wait for a state of the engine's host."""
     async with asyncio.timeout(60):
-        while not await engine.actor.__ray_call__.remote(state):
+        while not await engine.actor.__ray_call__.remote(state):  # noqa: ASYNC110 (the event is another process's)
             await asyncio.sleep(0.005)
 
 
