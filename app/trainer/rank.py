@@ -107,7 +107,9 @@ class TrainerRank:
         self.model = make()
         self.reference = make().requires_grad_(False) if self.spec.reference else None
         self.optimizer = Optimizer(self.model.parameters(), self.spec.trainer)
-        self.step = SplitStep(self.model, self.optimizer, self.spec.step, self.torch_device, self.reference)
+        self.step = SplitStep(
+            self.model, self.optimizer, self.spec.step, self.torch_device, self.reference, self._peak_flops()
+        )
         self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=self.spec.trainer.timeout_s)
         return sum(parameter.numel() for parameter in self.model.parameters())
 
@@ -118,6 +120,11 @@ class TrainerRank:
         if not own:
             return 0
         return shown.index(own[0]) if own[0] in shown else int(own[0])
+
+    def _peak_flops(self) -> float | None:
+        """Of one device, FLOP/s, where it is known: for bfloat16."""
+        peak = self.device.peak_tflops
+        return None if peak is None or self.spec.dtype is not Dtype.bfloat16 else 1e12 * peak
 
     def _backends(self) -> str:
         """Collectives of small numbers run on the host, whatever the device's own backend is."""

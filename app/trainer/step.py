@@ -7,7 +7,6 @@ The idea of the split is NeMo-RL's (2026), there for Megatron; this is its FSDP2
 `.grad` is linear, so dividing at the end is exact.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -24,6 +23,7 @@ from app.model.policy import PolicyModel, packs_sequences
 from app.trainer.optimizer import Optimizer
 from app.trainer.packing import MicroBatch, Sample, full_prefix, pack, plan_passes, samples_of
 from app.trainer.recover import forget_failed_pass
+from app.trainer.throughput import ModelFlops, Stopwatch, throughput_metrics
 from app.types import ScoredGroup, StepReport
 
 Key = tuple[str, int]  # prompt id and member
@@ -62,9 +62,10 @@ class SplitStep:
         settings: StepSettings,
         device: torch.device,
         reference: PolicyModel | None = None,
+        peak_flops: float | None = None,  # of one device, FLOP/s
     ):
         self.model, self.optimizer, self.settings, self.device = model, optimizer, settings, device
-        self.reference = reference
+        self.reference, self.peak_flops, self._cost = reference, peak_flops, ModelFlops.of(model)
         self.packs = packs_sequences(model.config, model.attention)  # whether the model tells packed sequences apart
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -89,6 +90,7 @@ class SplitStep:
         fed = samples_of(groups, mask_truncated=self.settings.algorithm.mask_truncated)
         self._groups.append(len(groups))
         self._pending.extend(fed)
+        self._flops += sum(self._cost.sequence(each.tokens, len(each.trajectory.completion.token_ids)) for each in fed)
         if self.settings.algorithm.updates_per_step == 1:
             lengths = [sample.tokens for sample in self._pending]
             taken = full_prefix(lengths, ranks=self.ranks, budget=self.settings.tokens_per_microbatch)
@@ -144,8 +146,8 @@ class SplitStep:
         self._updates = 0
         self._in_pass = False  # stays true when a pass raises
         self._update_metrics: dict[str, float] = {}
-        self._started = time.perf_counter()
-        self._seconds = {"forward_backward": 0.0, "optimizer": 0.0}
+        self._watch = Stopwatch(self.device)
+        self._flops = 0.0  # of all ranks
 
     def _close(self) -> None:
         self._version = None
@@ -166,9 +168,7 @@ class SplitStep:
             self._in_pass = False
 
     def _compute(self, samples: Sequence[Sample]) -> None:
-        started = time.perf_counter()
         self._for_each_pass(samples, self._forward_backward)
-        self._seconds["forward_backward"] += time.perf_counter() - started
 
     def _forward(
         self, model: PolicyModel, micro: MicroBatch, *, entropy_gradient: bool = False
@@ -193,10 +193,11 @@ class SplitStep:
     def _forward_backward(self, micro: MicroBatch) -> None:
         algorithm = self.settings.algorithm
         reference = None
-        if self.reference is not None:
-            with torch.no_grad():
-                reference, _ = self._forward(self.reference, micro)
-        logprobs, entropy = self._forward(self.model, micro, entropy_gradient=algorithm.entropy_coefficient > 0)
+        with self._watch.phase("forward"):
+            if self.reference is not None:
+                with torch.no_grad():
+                    reference, _ = self._forward(self.reference, micro)
+            logprobs, entropy = self._forward(self.model, micro, entropy_gradient=algorithm.entropy_coefficient > 0)
         old = None
         if self._old and not micro.dummy:
             old = torch.cat([self._old[key] for key in micro.keys]).to(logprobs.device)
@@ -211,8 +212,9 @@ class SplitStep:
             lengths=micro.lengths,
             weight_mask=micro.weight_mask,
         )
-        result = losses.policy_loss(batch, algorithm, self.settings.correction)
-        result.loss.backward()
+        with self._watch.phase("backward"):
+            result = losses.policy_loss(batch, algorithm, self.settings.correction)
+            result.loss.backward()
         if micro.dummy:
             self._now.padding_tokens += micro.input_ids.numel()
             return
@@ -223,7 +225,6 @@ class SplitStep:
 
     def _update(self) -> None:
         """One optimizer update from what was accumulated, with the denominators of all ranks."""
-        started = time.perf_counter()
         counted = _reduce(self._now)
         denominator = losses.denominator(
             self.settings.algorithm,
@@ -233,7 +234,8 @@ class SplitStep:
         )
         self.version = None
         # FSDP2 averages over the ranks; what is wanted is the sum over them, divided once
-        outcome = self.optimizer.update(scale=self.ranks / max(denominator, 1.0))
+        with self._watch.phase("optimizer"):
+            outcome = self.optimizer.update(scale=self.ranks / max(denominator, 1.0))
         self._updates += outcome.applied
         self._update_metrics |= {
             "grad_norm": outcome.grad_norm,
@@ -242,7 +244,6 @@ class SplitStep:
         }
         self._total = _add(self._total, counted)
         self._now = Accumulated()
-        self._seconds["optimizer"] += time.perf_counter() - started
 
     def _metrics(self) -> dict[str, float]:
         total = self._total
@@ -255,15 +256,19 @@ class SplitStep:
         sums = total.sums or dict.fromkeys(tables.TABLE, 0.0)  # a step without trajectories has a full line too
         metrics = tables.finalise(sums, tokens=total.tokens, sequences=total.sequences, loss=loss)
         computed = total.input_tokens + total.padding_tokens
-        seconds = sum(self._seconds.values())
+        speed = throughput_metrics(
+            self._watch.seconds(),
+            tokens=total.input_tokens,
+            flops=self._flops,
+            ranks=self.ranks,
+            peak_flops=self.peak_flops,
+        )
         return {
             **metrics,
             **self._update_metrics,
+            **speed,
             "trainer/tokens": total.input_tokens,
             "trainer/padding_fraction": total.padding_tokens / computed if computed else 0.0,
-            "trainer/tokens_per_second": total.input_tokens / seconds if seconds > 0 else 0.0,
-            "time/forward_backward": self._seconds["forward_backward"],
-            "time/optimizer": self._seconds["optimizer"],
         }
 
 

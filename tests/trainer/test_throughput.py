@@ -1,0 +1,68 @@
+"""Throughput metrics: FLOPs against torch's own count, the utilisation they give, seconds by phase."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from app.algorithm.schema import AlgorithmConfig
+from app.model.hub import transformers
+from app.model.load import load
+from app.trainer.throughput import ModelFlops, Stopwatch, throughput_metrics
+from tests.model.support import save_qwen3, save_qwen35
+from tests.trainer.support import Scenario, make_step, scored_groups, train
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_of_a_sequence_are_those_that_torch_counts(tied: bool, tmp_path: Path) -> None:
+    """Of transformers' own model, whose eager attention computes the other half of each product too."""
+    path, tokens = save_qwen3(tmp_path / "model", tied=tied), 64
+    cost = ModelFlops.of(load(path, mesh=None, device="cpu"))
+    model = transformers().AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.arange(tokens)[None]).logits.sum().backward()
+    upper_half = cost.per_token_squared * tokens * tokens
+    assert counter.get_total_flops() == cost.sequence(tokens, tokens) + upper_half
+    assert cost.sequence(tokens, 0) + cost.per_completion_token * 5 == cost.sequence(tokens, 5)
+
+
+def test_only_full_attention_grows_with_the_square_of_the_length(tmp_path: Path) -> None:
+    policy = load(save_qwen35(tmp_path / "model"), mesh=None, device="cpu")  # 4 layers, one of them full
+    assert ModelFlops.of(policy).per_token_squared == 6 * 1 * 4 * 16
+
+
+def test_utilisation_is_flops_over_what_all_devices_could_have_done() -> None:
+    metrics = throughput_metrics(
+        {"forward": 1.0, "backward": 2.5, "optimizer": 0.5}, tokens=8000, flops=6e14, ranks=2, peak_flops=1e15
+    )
+    assert metrics["trainer/mfu"] == pytest.approx(6e14 / (4.0 * 2 * 1e15))
+    assert metrics["trainer/tokens_per_second"] == 2000
+    assert (metrics["time/forward"], metrics["time/backward"], metrics["time/optimizer"]) == (1.0, 2.5, 0.5)
+
+
+def test_a_device_whose_peak_is_unknown_has_no_utilisation() -> None:
+    assert "trainer/mfu" not in throughput_metrics({"forward": 1.0}, tokens=1, flops=1, ranks=1, peak_flops=None)
+
+
+def test_a_step_says_where_its_time_went(tmp_path: Path) -> None:
+    step = make_step(save_qwen3(tmp_path / "model"), scenario := Scenario(AlgorithmConfig(), scored_groups(4)))
+    step.peak_flops = 1e12
+    metrics = train(step, scenario).metrics
+    seconds = [metrics[f"time/{phase}"] for phase in ("forward", "backward", "optimizer")]
+    assert min(seconds) > 0
+    assert metrics["trainer/tokens_per_second"] == pytest.approx(metrics["trainer/tokens"] / sum(seconds))
+    trained = [each for scored in scenario.groups for each in scored.group.trajectories]
+    flops = sum(step._cost.sequence(each.tokens, len(each.completion.token_ids)) for each in trained)
+    assert metrics["trainer/mfu"] == pytest.approx(flops / (sum(seconds) * 1e12))
+
+
+def test_a_phase_that_is_entered_again_adds_up() -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    for _ in range(2):
+        with watch.phase("forward"):
+            torch.ones(10).sum()
+    once = watch.seconds()["forward"]
+    with watch.phase("forward"):
+        torch.ones(10).sum()
+    assert watch.seconds()["forward"] > once > 0
