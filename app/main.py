@@ -62,6 +62,14 @@ class Validate(Callback):
             traceback.print_exception(error)
             raise SystemExit(FAILED_EXIT) from None
 
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """A table over the runs of a sweep."""
+        from app.tracking.sweep import table
+
+        folder = Path(str(config.hydra.sweep.dir))
+        if any(folder.glob("*/summary.json")):
+            say(table(folder))
+
 
 @hydra.main(version_base="1.3", config_path=conf_path(), config_name="config")
 def main(composed: DictConfig) -> float:

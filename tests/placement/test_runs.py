@@ -116,6 +116,9 @@ def test_a_sweep_leaves_a_summary_for_each_of_its_runs(tmp_path: Path, tiny_mode
     assert done.returncode == 0, done.stderr
     summaries = [json.loads(path.read_text()) for path in (tmp_path / "sweep").rglob("summary.json")]
     assert [summary["status"] for summary in summaries] == ["finished"] * 4
+    rows = done.stderr.splitlines()[-4:]
+    assert all("finished" in row for row in rows)
+    assert sum("algorithm=dapo,placement=fully_async" in row for row in rows) == 1
 
 
 @pytest.mark.soak
