@@ -60,6 +60,21 @@ def identity(path: Path) -> dict[str, Any]:
     return {**{key: config[key] for key in SHAPES if key in config}, "source": str(path.absolute())}
 
 
+def require_window(path: Path, *, tokens: int, attention: str) -> None:
+    """Raise `ConfigError` for a model whose sliding window is shorter than `tokens`, where attention has none."""
+    config = json.loads((path / CONFIG).read_text())
+    config |= config.get("text_config", {})
+    window = config.get("sliding_window")
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if config.get("use_sliding_window", True) else "full_attention"
+    ]
+    if attention == "packed_sdpa" and window is not None and "sliding_attention" in kinds and tokens > window:
+        raise ConfigError(
+            f"model.path={path} is not accepted: its window of {window} tokens is not built for this device; "
+            f"give rollout.max_prompt_tokens and rollout.max_completion_tokens of at most {window} together."
+        )
+
+
 def _names_a_file(path: str) -> bool:
     """Whether this can only be meant as a path: a hub id is `name` or `owner/name`."""
     return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1

@@ -13,7 +13,7 @@ from app.config import RunConfig
 from app.device import device_of
 from app.device.torchvision import define_operators
 from app.errors import ConfigError
-from app.model.directory import load_tokenizer, locate
+from app.model.directory import load_tokenizer, locate, require_window
 from app.placement.unbuilt import refuse
 from app.rollout.server import port_is_free
 
@@ -33,6 +33,12 @@ def prepare(config: RunConfig, doing: Callable[[str], None]) -> Prepared:
     _require_ports(config)
     doing("preparing the model")
     path = locate(config.model, seed=config.seed)
+    rollout = config.rollout
+    require_window(
+        path,
+        tokens=rollout.max_prompt_tokens + rollout.max_completion_tokens,
+        attention=device_of(config.device.kind).attention,
+    )
     tokenizer = load_tokenizer(path)
     doing("preparing the data")
     prompts = data.build(config.data, tokenizer, seed=config.seed, max_prompt_tokens=config.rollout.max_prompt_tokens)

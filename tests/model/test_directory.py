@@ -1,11 +1,12 @@
 """Where models come from, and the sentence for each thing that is wrong with a directory."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from app.errors import ConfigError
-from app.model.directory import load_tokenizer, locate
+from app.model.directory import load_tokenizer, locate, require_window
 from app.model.schema import ModelConfig
 from tests.model.support import save_qwen3
 
@@ -43,3 +44,29 @@ def test_a_broken_tokenizer_is_one_sentence(tmp_path: Path) -> None:
     (path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="tokenizer can be read"):
         load_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ({"sliding_window": 64, "use_sliding_window": True}, True),
+        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, True),
+        ({"sliding_window": 64, "layer_types": ["full_attention"] * 2}, False),
+        ({"sliding_window": 128, "use_sliding_window": True}, False),
+        ({"sliding_window": 64, "use_sliding_window": False}, False),
+        ({"sliding_window": None}, False),
+    ],
+)
+def test_a_sliding_window_that_would_matter_is_refused(
+    change: dict[str, object], refused: bool, tmp_path: Path
+) -> None:
+    path = save_qwen3(tmp_path / "qwen3")
+    config = json.loads((path / "config.json").read_text())
+    config.pop("layer_types", None)
+    (path / "config.json").write_text(json.dumps(config | change))
+    if refused:
+        with pytest.raises(ConfigError, match="its window of 64 tokens is not built for this device"):
+            require_window(path, tokens=100, attention="packed_sdpa")
+    else:
+        require_window(path, tokens=100, attention="packed_sdpa")
+    require_window(path, tokens=100, attention="flash_attention_2")

@@ -1,0 +1,76 @@
+"""Does it learn: real runs of the application, one after the other: `python -m tests.bench.learning [NAME …]`.
+
+Every run is `python -m app` with the overrides below, in a process of its own. Says for each the held-out accuracy
+before and after, the largest staleness that was trained on, the median step and the completion tokens per second of the
+steps (the first three left out). Prints one JSON line; `--out FILE` adds to what the file holds of other runs.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.bench.machine import machine
+
+ASYNC = "placement=fully_async"
+RUNS: dict[str, str] = {
+    **{f"grpo seed {seed}": f"seed={seed}" for seed in (0, 1, 2)},
+    **{name: f"algorithm={name}" for name in ("dapo", "dr_grpo", "gspo")},
+    "async 0": ASYNC,
+    **{
+        f"async {bound} {how}": f"{ASYNC} placement.max_staleness={bound} placement.in_flight={how}"
+        for bound in (1, 4)
+        for how in ("drain", "retract", "in_place")
+    },
+    "async dapo": f"{ASYNC} algorithm=dapo",
+    "async 2 dapo": f"{ASYNC} algorithm=dapo placement.max_staleness=2 placement.in_flight=retract",
+    "verify always": "weight_sync.verify=always",
+}
+
+
+def run(overrides: str, folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "app", *overrides.split(), f"hydra.run.dir={folder}"]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=1800)
+    if done.returncode:
+        return {"overrides": overrides, "failed": done.stderr[-1000:]}
+    summary = json.loads((folder / "summary.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "time/step" in line]
+    steady = steps[3:]
+    return {
+        "overrides": overrides,
+        "first": summary["eval/accuracy_first"],
+        "last": summary["eval/accuracy_last"],
+        "steps": summary["steps"],
+        "largest_staleness": max(line["staleness/max"] for line in steps),
+        "median_step_seconds": round(statistics.median(line["time/step"] for line in steps), 3),
+        "completion_tokens_per_second": round(
+            sum(line["tokens/completion"] for line in steady) / sum(line["time/step"] for line in steady)
+        ),
+        "run_seconds": round(summary["total/seconds"]),
+        "machine": machine(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(RUNS), help=f"of: {', '.join(RUNS)}")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    known = json.loads(arguments.out.read_text())["runs"] if arguments.out and arguments.out.exists() else []
+    results = {each["name"]: each for each in known}
+    for name in arguments.names:
+        with tempfile.TemporaryDirectory() as folder:
+            results[name] = {"name": name, **run(RUNS[name], Path(folder) / "run")}
+        sys.stderr.write(f"{json.dumps(results[name])}\n")
+        if arguments.out:
+            arguments.out.write_text(json.dumps({"what": "learning", "runs": list(results.values())}, indent=1) + "\n")
+    sys.stdout.write(json.dumps({"what": "learning", "runs": list(results.values())}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
