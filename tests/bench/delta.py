@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from app.device.schema import Dtype
@@ -109,22 +110,31 @@ async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> 
 
     model = make_model(folder / "model")
     engine = make_engine(model, folder, dtype="bfloat16", max_total_tokens=2048, log_level="warning")
-    await engine.start(600)
+    info = await engine.start(600)
     trainer = await started(make_trainer(model, folder, dtype=Dtype.bfloat16), weights=False)
     await trainer.attach("adam", Adam)
     await trainer.call("adam", "step", rate=rate, count=WARM_STEPS)
     full = await a_push(Under(trainer, "full "), engine, folder, SyncMode.full, bucket_mib)
     delta = await a_push(Under(trainer, "delta "), engine, folder, SyncMode.delta, bucket_mib)
     await full.push(0)
+    server = psutil.Process(info["pid"])
+    processes = [psutil.Process(await trainer.ranks[0].pid.remote()), server, *server.children(recursive=True)]
     reports: dict[str, list[SyncReport]] = {"full": [], "delta": []}
+    work: dict[str, list[float]] = {"full": [], "delta": []}
     equal = []
+
+    async def measured(name: str, push: Push, version: int) -> None:
+        before = cpu_seconds(processes)
+        reports[name].append(await push.push(version))
+        work[name].append(cpu_seconds(processes) - before)
+
     for version in range(1, rounds + 1):
-        reports["full"].append(await full.push(10 * version))
+        await measured("full", full, 10 * version)
         # the full push above left the engine no version to build on: this one is told that it is a new one
         delta.change_engines({0: RemoteEngine(engine.name, engine.actor)})
         await delta.push(10 * version + 1)
         await trainer.call("adam", "step", rate=rate)
-        reports["delta"].append(await delta.push(10 * version + 2))
+        await measured("delta", delta, 10 * version + 2)
         pushed = await checksum(engine)
         await full.push(10 * version + 3)
         equal.append(await checksum(engine) == pushed)
@@ -141,6 +151,8 @@ async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> 
         "bytes_over_full": ratio([r.bytes for r in reports["delta"]], [r.bytes for r in reports["full"]]),
         "seconds_over_full": ratio(totals["delta"], totals["full"]),
         "median_seconds": {mode: median(found) for mode, found in totals.items()},
+        "cpu_seconds_over_full": ratio(work["delta"], work["full"]),  # of both sides; no neighbour changes that much
+        "median_cpu_seconds": {mode: median(found) for mode, found in work.items()},
         "phases": {mode: phases(found) for mode, found in reports.items()},
         "parts_of_a_delta": await parts(trainer, rate),
         "targets": {"bytes_over_full": 0.04, "seconds_over_full": 0.4},
@@ -188,6 +200,10 @@ async def parts(trainer: Any, rate: float) -> dict[str, float]:
     await trainer.call("adam", "step", rate=rate)
     changing = (await trainer.call("parts", "compare"))[0]
     return {"compare_seconds": round(changing, 3)}
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def phases(reports: list[SyncReport]) -> dict[str, float]:
