@@ -77,6 +77,7 @@ def ours(placement: str, model: Path, prompts: Path, steps: int, folder: Path) -
         "rollout.max_prompt_tokens": PROMPT_TOKENS,
         "rollout.max_completion_tokens": MAX_TOKENS,
         "trainer.lr": 1e-5,
+        "trainer.tokens_per_microbatch": 2048,
         "eval.every": 0,
         "eval.before_train": "false",
         "data.eval_fraction": 1e-9,  # one row
