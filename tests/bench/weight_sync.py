@@ -45,7 +45,7 @@ SHAPES = {  # Qwen3-0.6B
 }
 
 
-TOKENS_IN_FLIGHT = 60
+TOKENS_IN_FLIGHT = 20
 
 
 def make_model(folder: Path) -> Path:
@@ -145,7 +145,7 @@ def pss_kib(pid: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
-async def measure(rounds: int, bucket_mib: float, folder: Path) -> dict[str, Any]:
+async def measure(rounds: int, pauses_of_each: int, bucket_mib: float, folder: Path) -> dict[str, Any]:
     import ray
 
     from tests.conftest import make_engine
@@ -184,8 +184,11 @@ async def measure(rounds: int, bucket_mib: float, folder: Path) -> dict[str, Any
             await push.carrier.abandon(push.ranks)
         seconds["disk"].append(await from_disk(trainer, engine, folder / "export"))
     pauses = {
-        in_flight.name: [await pause_over_push(in_flight, trainer, engine, folder, bucket_mib) for _ in range(rounds)]
+        in_flight.name: [
+            await pause_over_push(in_flight, trainer, engine, folder, bucket_mib) for _ in range(pauses_of_each)
+        ]
         for in_flight in (InFlight.retract, InFlight.in_place)
+        if pauses_of_each
     }
     copies = [min(pair) for pair in zip(seconds["copy"][::2], seconds["copy"][1::2], strict=True)]
     least = [bare + copy for bare, copy in zip(seconds["broadcast"], copies, strict=True)]
@@ -294,6 +297,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pauses", type=int, default=2, help="pushes into the midst of generation, which take minutes")
     parser.add_argument("--bucket-mib", type=float, default=512.0)
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
@@ -301,7 +305,7 @@ def main() -> None:
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * MIB)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            found = json.dumps(asyncio.run(measure(chosen.rounds, chosen.bucket_mib, Path(folder))))
+            found = json.dumps(asyncio.run(measure(chosen.rounds, chosen.pauses, chosen.bucket_mib, Path(folder))))
     finally:
         ray.shutdown()
     print(found)
