@@ -58,8 +58,6 @@ class BroadcastSender(Sender):
         self.finish(self._timeout_s)
         assert self._group is not None, "connected"
         self._work = self._group.broadcast(self.buffers[index % BUFFERS][: self.packed[index % BUFFERS].bucket.bytes])
-        if self.device.type == "cpu":  # its cores carry it; the next bucket is gathered while this one is loaded
-            self.finish(self._timeout_s)
 
     def finish(self, timeout_s: float) -> None:
         if self._work is None:
