@@ -61,6 +61,7 @@ def test_a_colocate_run_finishes_and_leaves_what_it_promises(start: Callable[...
     assert (run.folder / "report.html").exists()
 
 
+@pytest.mark.soak  # test_recovery_runs.py has such a run in the quick suite
 def test_a_fully_async_run_never_trains_beyond_its_staleness_bound(start: Callable[..., Run]) -> None:
     run = start("placement=fully_async", "steps=6", "placement.max_staleness=1", "placement.in_flight=in_place", *QUICK)
     assert run.wait() == 0, run.text

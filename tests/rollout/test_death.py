@@ -155,6 +155,7 @@ def test_a_killed_server_fails_what_is_in_flight_within_5_seconds(own: Own) -> N
     assert until(lambda: not group_of(own.pid), 5) < 5
 
 
+@pytest.mark.soak
 def test_a_server_that_dies_at_its_start_shows_the_end_of_its_log(
     ray_session: None, tiny_model: Path, tmp_path: Path
 ) -> None:
