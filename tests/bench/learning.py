@@ -20,14 +20,14 @@ ASYNC = "placement=fully_async"
 RUNS: dict[str, str] = {
     **{f"grpo seed {seed}": f"seed={seed}" for seed in (0, 1, 2)},
     **{name: f"algorithm={name}" for name in ("dapo", "dr_grpo", "gspo")},
-    "async 0": ASYNC,
+    "async": ASYNC,  # its defaults: staleness 2, retract
+    "async 0 drain": f"{ASYNC} placement.max_staleness=0 placement.in_flight=drain",
     **{
         f"async {bound} {how}": f"{ASYNC} placement.max_staleness={bound} placement.in_flight={how}"
         for bound in (1, 4)
         for how in ("drain", "retract", "in_place")
     },
     "async dapo": f"{ASYNC} algorithm=dapo",
-    "async 2 dapo": f"{ASYNC} algorithm=dapo placement.max_staleness=2 placement.in_flight=retract",
     "verify always": "weight_sync.verify=always",
 }
 
