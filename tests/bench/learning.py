@@ -23,8 +23,8 @@ RUNS: dict[str, str] = {
     "async": ASYNC,  # its defaults: staleness 2, retract
     "async 0 drain": f"{ASYNC} placement.max_staleness=0 placement.in_flight=drain",
     **{
-        f"async {bound} {how}": f"{ASYNC} placement.max_staleness={bound} placement.in_flight={how}"
-        for bound in (1, 4)
+        f"async {bound} {how}": f"{ASYNC} placement.max_staleness={bound} placement.in_flight={how} steps={steps}"
+        for bound, steps in ((1, 60), (4, 150))  # what is older teaches less a step
         for how in ("drain", "retract", "in_place")
     },
     "async dapo": f"{ASYNC} algorithm=dapo",
