@@ -82,14 +82,20 @@ class Client:
             raise EngineError(f"{self.name}: {route} was refused (HTTP {reply.status}): {said}")
         return answer
 
-    async def generate(self, request: GroupRequest, names: Sequence[str], seeds: Sequence[int]) -> list[Completion]:
-        """One call for the whole group; each member has a name, which `/abort_request` takes, and a seed of its own."""
+    async def generate(
+        self, request: GroupRequest, names: Sequence[str], seeds: Sequence[int], *, cache: str
+    ) -> list[Completion]:
+        """One call for the whole group; each member has a name, which `/abort_request` takes, and a seed of its own.
+
+        Prefixes are taken from the server's cache only where they were cached under the same word `cache`.
+        """
         assert len(set(seeds)) == request.group_size, "the seeds of a group differ"
         sampling = request.sampling
         prompt = request.token_ids.tolist()
         body = {
             "input_ids": [prompt] * request.group_size,
             "rid": list(names),
+            "extra_key": cache,
             "sampling_params": [
                 {
                     "temperature": sampling.temperature,

@@ -55,7 +55,9 @@ class EngineHost:
         self._server = Server(spec.server) if spec.server else None
         self._client: Client | None = None
         self._running: dict[str, list[str]] = {}  # prompt id → names of its members
-        self._calls = (f"{secrets.token_hex(4)}-{call}" for call in itertools.count())  # names that no other host uses
+        self._name = secrets.token_hex(4)  # that no other host uses
+        self._calls = itertools.count()
+        self._pauses = 0  # what was cached before the last of them is of an older policy
         self._tokens = 0
         self._paused = False
         self._open = asyncio.Event()  # cleared while draining
@@ -103,7 +105,9 @@ class EngineHost:
             raise EngineError(f"{self.spec.name}: prompt {request.prompt_id} is in flight already")
         names = self._running[request.prompt_id] = self._members(request)
         try:
-            completions = await self._or_failure(client.generate(request, names, self._seeds(request)))
+            completions = await self._or_failure(
+                client.generate(request, names, self._seeds(request), cache=f"{self._name}-{self._pauses}")
+            )
         finally:
             del self._running[request.prompt_id]
         self._tokens += sum(len(completion.token_ids) for completion in completions)
@@ -113,6 +117,7 @@ class EngineHost:
         """Whatever is asked for after this waits for `resume`: a paused engine may be half updated."""
         if self._paused:
             return
+        self._pauses += 1
         if in_flight is InFlight.drain:
             self._open.clear()
             while self._running:
@@ -177,7 +182,7 @@ class EngineHost:
 
     def _members(self, request: GroupRequest) -> list[str]:
         """A name for each member. A server refuses one that it still knows, also of a request that was given up."""
-        call = next(self._calls)
+        call = f"{self._name}-{next(self._calls)}"
         return [f"{call}/{request.prompt_id}#{member}" for member in range(request.group_size)]
 
     def _seeds(self, request: GroupRequest) -> list[int]:

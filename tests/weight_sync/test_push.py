@@ -96,6 +96,25 @@ def test_generation_lives_through_a_push(in_flight: InFlight, trainer: Any, engi
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("in_flight", list(InFlight))
+def test_what_is_asked_for_after_a_push_uses_no_cache_of_older_weights(
+    in_flight: InFlight, trainer: Any, engine: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    """in_place leaves the cache alone, for what is in flight; the prompts of others may be in it as well."""
+
+    async def scenario() -> None:
+        push = await make_push("handle", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight)
+        for version, seed in ((30, 0), (31, 2), (32, 1)):
+            await set_weights(trainer, seed)
+            await push.push(version)
+            for _ in range(2):  # the second finds the first one's prompt
+                (completion, _) = await engine.generate(request())
+                expected = logprobs_of(tiny_model, completion, seed)
+                assert np.abs(completion.logprobs - expected).max() < 1e-4
+
+    asyncio.run(scenario())
+
+
 def test_what_is_asked_for_during_a_drain_is_sampled_by_the_new_policy(
     trainer: Any, engine: Any, tmp_path: Path
 ) -> None:
