@@ -191,3 +191,28 @@ def test_the_quickstart_learns(start: Callable[..., Run], seed: int) -> None:
     steps = [line for line in run.metrics() if "time/step" in line]
     assert max(line["mismatch/kl"] for line in steps) < 1e-6
     assert float(np.median([line["time/step"] for line in steps])) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "devices",
+    [
+        ["placement=colocate", "placement.devices=2"],
+        ["placement=fully_async", "placement.rollout_devices=2"],
+        [
+            "placement=fully_async",
+            "placement.trainer_devices=2",
+            "placement.rollout_devices=2",
+            "rollout.tensor_parallel=2",
+        ],
+    ],
+    ids=["two ranks and two engines", "two engines", "two ranks and an engine of two"],
+)
+def test_several_devices_on_either_side(start: Callable[..., Run], devices: list[str]) -> None:
+    run = start(*devices, "steps=4", "weight_sync.verify=always", *QUICK)
+    assert run.wait(500) == 0, run.text
+    on_policy = [line["mismatch/kl"] for line in run.metrics() if line.get("staleness/max") == 0]
+    assert on_policy
+    assert max(on_policy) < 1e-6
+    assert run.gone_within(15), run.processes()
