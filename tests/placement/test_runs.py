@@ -73,6 +73,7 @@ def test_a_fully_async_run_never_trains_beyond_its_staleness_bound(start: Callab
     assert run.summary()["status"] == "finished"
 
 
+@pytest.mark.soak
 def test_a_gsm8k_file_is_trained_on_with_template_and_math_verify(start: Callable[..., Run], tmp_path: Path) -> None:
     rng = random.Random(0)
     rows = []
