@@ -4,7 +4,6 @@ from app.device.base import Device
 from app.device.schema import DeviceKind
 
 YIELDING = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that wait give their core to another process
-HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch's large allocations: a bucket is received into fresh memory
 
 DEVICE = Device(
     kind=DeviceKind.cpu,
@@ -28,7 +27,6 @@ DEVICE = Device(
         "POSTTRAIN_ENGINE_DEVICE": "cpu",
         "SGLANG_MAMBA_CONV_DTYPE": "float32",  # the state of linear attention's convolution; bfloat16 by default
         **YIELDING,
-        **HUGE_PAGES,
     },
     trainer_env=YIELDING,
     shares_memory=False,
