@@ -8,11 +8,7 @@ its largest. The table of changed fractions has torch's AdamW in float32 on a sa
 """
 
 import argparse
-import asyncio
-import json
-import os
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,9 +19,10 @@ import torch
 from app.device.schema import Dtype
 from app.types import InFlight, SyncReport
 from app.weight_sync.compare import Kept
-from app.weight_sync.push import MIB, Push
+from app.weight_sync.push import Push
 from app.weight_sync.schema import SyncMode, Verify
-from tests.bench.weight_sync import SHAPES, machine, make_model, ratio
+from tests.bench.machine import machine, print_result
+from tests.bench.weight_sync import SHAPES, make_model, ratio
 
 BETAS, EPSILON, SIGNAL = (0.9, 0.999), 1e-8, 0.1
 RATES = (1e-6, 3e-6, 1e-5)
@@ -215,24 +212,13 @@ def median(values: Any) -> float:
 
 
 def main() -> None:
-    import ray
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--bucket-mib", type=float, default=512.0)
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * MIB)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            found = json.dumps(asyncio.run(measure(chosen.rounds, chosen.lr, chosen.bucket_mib, Path(folder))))
-    finally:
-        ray.shutdown()
-    print(found)
-    if chosen.out:
-        chosen.out.write_text(found + "\n")
+    print_result(lambda folder: measure(chosen.rounds, chosen.lr, chosen.bucket_mib, folder), chosen.out)
 
 
 if __name__ == "__main__":

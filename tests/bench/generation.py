@@ -7,10 +7,7 @@ end by chance: a long tail, cut at the limit. The ratio is the median of the rou
 
 import argparse
 import asyncio
-import json
-import os
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,7 @@ import numpy as np
 
 from app.rollout.remote import RemoteEngine
 from app.types import GroupRequest, Sampling
-from app.weight_sync.push import MIB
-from tests.bench.machine import machine
+from tests.bench.machine import machine, print_result
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 16
@@ -86,23 +82,12 @@ async def all_models(rounds: int, max_tokens: int, folder: Path) -> dict[str, An
 
 
 def main() -> None:
-    import ray
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * MIB)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            found = json.dumps(asyncio.run(all_models(chosen.rounds, chosen.max_tokens, Path(folder))))
-    finally:
-        ray.shutdown()
-    print(found)
-    if chosen.out:
-        chosen.out.write_text(found + "\n")
+    print_result(lambda folder: all_models(chosen.rounds, chosen.max_tokens, folder), chosen.out)
 
 
 if __name__ == "__main__":

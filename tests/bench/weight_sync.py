@@ -9,15 +9,10 @@ much longer generation stands still than the push before it took of an idle engi
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import statistics
-import tempfile
 import threading
 import time
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +23,10 @@ import torch.distributed as dist
 from app.device.schema import Dtype
 from app.types import InFlight
 from app.weight_sync.group import Group
-from app.weight_sync.push import MIB, Push
+from app.weight_sync.push import Push
 from app.weight_sync.schema import Verify
 from app.weight_sync.transport import SENDER
+from tests.bench.machine import machine, print_result
 
 SHAPES = {  # Qwen3-0.6B
     "vocab_size": 151936,
@@ -282,35 +278,14 @@ def ratio(upper: list[float], lower: list[float]) -> float:
     return round(statistics.median(a / b for a, b in zip(upper, lower, strict=True)), 2)
 
 
-def machine() -> dict[str, Any]:
-    return {
-        "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 1),  # well above the cores: others were at work, ratios are too high
-        "architecture": platform.machine(),
-        "python": platform.python_version(),
-        **{package: version(package) for package in ("torch", "sglang", "ray")},
-    }
-
-
 def main() -> None:
-    import ray
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pauses", type=int, default=2, help="pushes into the midst of generation, which take minutes")
     parser.add_argument("--bucket-mib", type=float, default=512.0)
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * MIB)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            found = json.dumps(asyncio.run(measure(chosen.rounds, chosen.pauses, chosen.bucket_mib, Path(folder))))
-    finally:
-        ray.shutdown()
-    print(found)
-    if chosen.out:
-        chosen.out.write_text(found + "\n")
+    print_result(lambda folder: measure(chosen.rounds, chosen.pauses, chosen.bucket_mib, folder), chosen.out)
 
 
 if __name__ == "__main__":
