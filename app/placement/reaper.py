@@ -1,21 +1,26 @@
 """Ends what a run started when its driver is gone, also when that was killed.
 
 A small process waits for the end of a pipe that the driver holds. Then it kills every process that carries the run's
-mark in its environment, which all of them inherited: Ray's, ours, SGLang's. Most of them end by themselves; Ray's
-agents may take longer than anybody wants to wait.
+mark in its environment, which all of them inherited (Ray's, ours, SGLang's), and every descendant of
+such a process that it saw while the driver lived: what sets a title of its own may overwrite its environment, as Ray's
+agents do. Most end by themselves; those agents may wait a minute for a server that is gone as well.
 """
 
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+
+import psutil
 
 MARK = "POSTTRAIN_RUN"
+LOOK_SECONDS = 3.0
 ROUNDS = 20
 PAUSE_SECONDS = 0.25
 
@@ -35,26 +40,43 @@ def reaper() -> Iterator[None]:
             waiting.wait(ROUNDS * PAUSE_SECONDS)
 
 
-def marked(mark: str) -> list[int]:
-    """Processes of this mark, but for this one."""
-    wanted, found = f"{MARK}={mark}".encode(), []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with suppress(OSError):
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
+def started(mark: str) -> set[psutil.Process]:
+    """The processes of this mark and their descendants, but for this one."""
+    ours, children = set(), defaultdict(list)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            children[process.ppid()].append(process)
+            if process.environ().get(MARK) == mark:
+                ours.add(process)
+    ours.discard(psutil.Process())
+    fresh = list(ours)
+    while fresh:
+        fresh = [child for parent in fresh for child in children[parent.pid] if child not in ours]
+        ours.update(fresh)
+    return ours
+
+
+def living(processes: set[psutil.Process]) -> set[psutil.Process]:
+    """Those that still run; another process of the same number is not one of them."""
+    found = set()
+    for process in processes:
+        with suppress(psutil.Error):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process)
     return found
 
 
 def main() -> None:
-    sys.stdin.buffer.read()  # until the driver closes it, or is no more
+    mark, seen = os.environ[MARK], set[psutil.Process]()
+    while not select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:  # the driver closes it, or is no more
+        seen = living(seen | started(mark))
     for _ in range(ROUNDS):
-        left = marked(os.environ[MARK])
-        if not left:
+        seen = living(seen | started(mark))
+        if not seen:
             return
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in seen:
+            with suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
         time.sleep(PAUSE_SECONDS)
 
 

@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 MARK = "POSTTRAIN_TEST_RUN"
 
@@ -18,6 +21,7 @@ class Run:
 
     def __init__(self, folder: Path, *overrides: str):
         self.folder, self.mark = folder / "run", secrets.token_hex(8)
+        self._seen: set[psutil.Process] = set()
         self.output = folder / "output.txt"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
@@ -29,13 +33,19 @@ class Run:
             )
 
     def wait(self, seconds: float = 280) -> int:
-        return self.process.wait(seconds)
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None:
+            self.processes()
+            assert time.monotonic() < deadline, f"no end within {seconds} s:\n{self.text}"
+            time.sleep(0.2)
+        return self.process.returncode
 
     def wait_for_step(self, step: int, seconds: float = 240) -> None:
         """Until this step stands in the metrics."""
         deadline = time.monotonic() + seconds
         while not any(line["step"] >= step for line in self.metrics() if "time/step" in line):
             assert self.process.poll() is None, self.text
+            self.processes()
             assert time.monotonic() < deadline, f"no step {step} within {seconds} s:\n{self.text}"
             time.sleep(0.2)
 
@@ -56,8 +66,21 @@ class Run:
         return json.loads((self.folder / "summary.json").read_text())
 
     def processes(self) -> dict[int, str]:
-        """pid → command line of everything alive that carries the mark, the driver included."""
-        return {pid: command for pid, command in _marked(f"{MARK}={self.mark}".encode())}
+        """pid → command line of everything alive that the run started, the driver included.
+
+        What sets a title of its own may overwrite its environment, and with it the mark: the children of what was seen
+        belong to the run, too.
+        """
+        alive: dict[int, str] = {}
+        ours = {process.pid for process in self._seen if process.is_running()}
+        for process in sorted(psutil.process_iter(), key=psutil.Process.create_time):  # parents before children
+            with suppress(psutil.Error, OSError):
+                if {process.pid, process.ppid()} & ours or process.environ().get(MARK) == self.mark:
+                    self._seen.add(process)
+                    ours.add(process.pid)
+                    if process.status() != psutil.STATUS_ZOMBIE:
+                        alive[process.pid] = " ".join(process.cmdline()).strip()
+        return alive
 
     def pid_of(self, part: str) -> int:
         """The process whose command line contains `part`."""
@@ -79,18 +102,3 @@ class Run:
             except ProcessLookupError:
                 continue
         self.process.wait(30)
-
-
-def _marked(mark: bytes) -> list[tuple[int, str]]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            if mark in (entry / "environ").read_bytes().split(b"\0"):
-                title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if title.strip():
-                    found.append((int(entry.name), title))
-        except (OSError, ProcessLookupError):
-            continue
-    return found
