@@ -1,14 +1,36 @@
 """What the whole session shares: one Ray, one SGLang server, one tiny model."""
 
 import asyncio
+import json
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private cluster of the tests
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--outcomes", type=Path, help="a JSON file that gets a line a test: its outcome, its seconds and the machine"
+    )
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """How soak tests ended, to be committed: a test that ran again replaces what the file said of it."""
+    path: Path | None = config.getoption("--outcomes")
+    if path is None:
+        return
+    from tests.bench.machine import machine
+
+    found = json.loads(path.read_text()) if path.exists() else {}
+    for outcome in ("passed", "failed", "error"):
+        for report in terminalreporter.stats.get(outcome, []):
+            found[report.nodeid] = {"outcome": outcome, "seconds": round(report.duration, 1), **machine()}
+    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
 @pytest.fixture(scope="session")
