@@ -8,25 +8,22 @@ The parameters are still on the device when they are pushed, since shards in pau
 comes back only after they have left.
 """
 
-import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from app.errors import TrainerError
 from app.placement.collect import collect
 from app.placement.metrics import step_metrics
 from app.placement.parts import Parts
-from app.placement.recovery import Engines
 from app.placement.train import Conductor
-from app.types import EnginePart, InFlight, ScoredGroup, StepReport, SyncReport, TrainerPart
+from app.placement.turns import ONLY_FOR_STEPS, Turns
+from app.types import ScoredGroup, StepReport, SyncReport, TrainerPart
 
 
 class Colocate(Conductor):
     def __init__(self, parts: Parts, version: int = 0):
         super().__init__(parts, version)
-        self._offloads = self.config.offload
-        parts.sync.parameters_at_hand = self._parameters_at_hand
+        self._turns = Turns(self.config.offload, parts.trainer, parts.pool)
+        parts.sync.parameters_at_hand = lambda engines: self._turns.parameters_beside(engines.values())
 
     async def run(self) -> float:
         """Train to the last step; returns the last evaluation's accuracy."""
@@ -80,45 +77,16 @@ class Colocate(Conductor):
 
     async def _to_engines(self, version: int) -> SyncReport:
         """Hand the devices to the engines, with the policy of `version` in them."""
-        trainer, pool = self.parts.trainer, self.parts.pool
-        if self._offloads.trainer:
-            await trainer.offload(TrainerPart.gradients)
-            await trainer.offload(TrainerPart.optimizer)
-        if self._offloads.engine:
-            await pool.broadcast("reload", EnginePart.weights)
+        await self._turns.trainer_leaves(ONLY_FOR_STEPS)
+        await self._turns.weights_return()
         report = await self.push(version)
-        if self._offloads.trainer:
-            await trainer.offload(TrainerPart.parameters)
-        if self._offloads.engine:
-            await pool.broadcast("reload", EnginePart.kv_cache)
-            await pool.broadcast("reload", EnginePart.graphs)
+        await self._turns.trainer_leaves([TrainerPart.parameters])
+        await self._turns.caches_return()
         self.parts.sync.engines_turn()
         return report
 
-    @asynccontextmanager
-    async def _parameters_at_hand(self, engines: Engines) -> AsyncIterator[None]:
-        """While engines generate: make room on the cards of those that were just started, and read the parameters."""
-        trainer, caches = self.parts.trainer, (EnginePart.kv_cache, EnginePart.graphs)
-        if self._offloads.engine:
-            for part in caches:
-                await asyncio.gather(*(engine.release(part) for engine in engines.values()))
-        if self._offloads.trainer:
-            await trainer.onload(TrainerPart.parameters)
-        yield
-        if self._offloads.trainer:
-            await trainer.offload(TrainerPart.parameters)
-        if self._offloads.engine:
-            for part in caches:
-                await asyncio.gather(*(engine.reload(part) for engine in engines.values()))
-
     async def _to_trainer(self) -> None:
         """Hand the devices to the trainer."""
-        trainer, pool = self.parts.trainer, self.parts.pool
         await self.parts.sync.trainers_turn()
-        if self._offloads.engine:
-            await pool.broadcast("pause", InFlight.drain)
-            for part in (EnginePart.graphs, EnginePart.kv_cache, EnginePart.weights):
-                await pool.broadcast("release", part)
-        if self._offloads.trainer:
-            for member in (TrainerPart.parameters, TrainerPart.optimizer, TrainerPart.gradients):
-                await trainer.onload(member)
+        await self._turns.engines_leave()
+        await self._turns.trainer_returns(TrainerPart)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,10 @@ from app.placement.parts import Parts
 from app.placement.resume import checkpoint_of
 from app.placement.schema import PlacementKind
 from app.placement.train import CURSOR, Conductor
+from app.placement.turns import Turns
 from app.tracking.recorder import RunRecorder
 from app.trainer.checkpoint import Checkpoints, require_model
+from app.types import TrainerPart
 from app.weight_sync.push import Push
 
 if TYPE_CHECKING:
@@ -125,8 +128,21 @@ async def _trainer(
     async with contextlib.AsyncExitStack() as stack:
         trainer = make_trainer(config, device, side.prepared.model_path, folder, side.reservation)
         stack.callback(_kill_ranks, trainer)
-        await together(trainer.setup(), *(side.starts(config.rollout.start_timeout_s) if first else ()))
-        await trainer.attach("offload", Offload)
+        starts = side.starts(config.rollout.start_timeout_s) if first else []
+        if config.placement.kind is PlacementKind.colocate and device.shares_memory:
+            turns = Turns(config.offload, trainer, side.pool)
+            if not first:
+                await turns.engines_leave()
+            await trainer.setup()
+            await trainer.attach("offload", partial(Offload, moves=device.shares_memory))
+            if first:  # an engine takes what it finds free
+                await turns.trainer_leaves(TrainerPart)
+                await together(*starts)
+                await turns.engines_leave()
+                await turns.trainer_returns(TrainerPart)
+        else:
+            await together(trainer.setup(), *starts)
+            await trainer.attach("offload", partial(Offload, moves=device.shares_memory))
         sync = make_sync(config, device, trainer, side.pool.engines, folder)
         stack.push_async_callback(sync.close)
         await sync.prepare()

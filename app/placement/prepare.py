@@ -14,7 +14,6 @@ from app.device import device_of
 from app.device.torchvision import define_operators
 from app.errors import ConfigError
 from app.model.directory import load_tokenizer, locate, require_window
-from app.placement.unbuilt import refuse
 from app.rollout.server import port_is_free
 
 
@@ -26,10 +25,9 @@ class Prepared:
 
 
 def prepare(config: RunConfig, doing: Callable[[str], None]) -> Prepared:
-    """Raises `ConfigError` for a device, model, data set or port that cannot be used, or for what is not built yet."""
+    """Raises `ConfigError` for a device, model, data set or port that cannot be used."""
     define_operators()
     device_of(config.device.kind).require()
-    refuse(config)
     _require_ports(config)
     doing("preparing the model")
     path = locate(config.model, seed=config.seed)

@@ -64,7 +64,12 @@ class Recovery:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Replace engines while the block runs; ends it with one sentence when that is not possible."""
+        """Replace engines while the block runs; ends it with one sentence when that is not possible.
+
+        The block before may have ended with engines lost, or with new ones that nothing was pushed to.
+        """
+        if self.pool.lost:
+            self.pool.loss.set()
         try:
             async with asyncio.TaskGroup() as tasks:
                 watcher = tasks.create_task(self._replace_forever(), name="recovery")
@@ -117,6 +122,7 @@ class Recovery:
             targets = {place: engine for place, engine in enumerate(self.pool.engines) if place not in away}
             report = await self._try(targets, attempt)
             if report is not None:
+                self._welcome(targets)
                 return report
         raise AssertionError("unreachable")
 
@@ -134,7 +140,6 @@ class Recovery:
             self.warn(f"{first_line(error)} (push {self.version} is repeated, attempt {attempt + 1})")
             await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
             return None
-        self._welcome(targets)
         return report
 
     async def _find_the_lost(self, error: RunError, targets: Engines) -> None:
@@ -177,7 +182,9 @@ class Recovery:
                 self._welcome(fresh)
                 return
             async with self.parameters_at_hand(fresh):
-                await self._try(fresh, attempt)
+                report = await self._try(fresh, attempt)
+            if report is not None:  # nobody may ask an engine whose cache is not back
+                self._welcome(fresh)
 
     async def _start_lost(self) -> None:
         self.pool.loss.clear()

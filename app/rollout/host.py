@@ -60,6 +60,7 @@ class EngineHost:
         self._pauses = 0  # what was cached before the last of them is of an older policy
         self._tokens = 0
         self._paused = False
+        self._released: set[EnginePart] = set()
         self._open = asyncio.Event()  # cleared while draining
         self._open.set()
         self._failure: asyncio.Future[EngineError] | None = None
@@ -141,12 +142,19 @@ class EngineHost:
                 await self._post("/abort_request", {"rid": name})
 
     async def release(self, part: EnginePart) -> None:
-        if self.spec.releases_memory:
-            await self._post("/release_memory_occupation", {"tags": [MEMORY_TAGS[part]]})
+        """Free a part's device memory; its content is lost. One that is released stays so: the server would crash."""
+        if self._running or not self._paused:
+            raise EngineError(f"{self.spec.name}: {part.name} cannot be released before the engine is paused and idle")
+        if part not in self._released:
+            if self.spec.releases_memory:
+                await self._post("/release_memory_occupation", {"tags": [MEMORY_TAGS[part]]})
+            self._released.add(part)
 
     async def reload(self, part: EnginePart) -> None:
-        if self.spec.releases_memory:
-            await self._post("/resume_memory_occupation", {"tags": [MEMORY_TAGS[part]]})
+        if part in self._released:
+            if self.spec.releases_memory:
+                await self._post("/resume_memory_occupation", {"tags": [MEMORY_TAGS[part]]})
+            self._released.discard(part)
 
     async def update(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
         return await self._post(f"/{call}", body)

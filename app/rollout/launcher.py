@@ -33,7 +33,7 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
-    run_server(prepare_server_args([*sys.argv[1:], "--api-key", key]))
+    run_server(prepare_server_args([*sys.argv[1:], f"--api-key={key}"]))  # "=": a key may begin with a dash
 
 
 def watch_host() -> None:

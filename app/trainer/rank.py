@@ -32,7 +32,7 @@ from app.trainer.profile import FOLDER, StepProfiler
 from app.trainer.schema import TrainerConfig
 from app.trainer.state import RankState
 from app.trainer.step import SplitStep, StepSettings
-from app.types import MemoryUse, ScoredGroup, StepReport
+from app.types import MemoryUse, ScoredGroup, StepReport, TrainerPart
 
 THREADS = {"answers": 1, "checkpoint": 1}  # Ray's concurrency groups: what runs beside the step
 
@@ -63,6 +63,7 @@ class TrainerRank:
         self.spec, self.rank = spec, rank
         self.device = device_of(spec.device)
         self.parts: dict[str, Any] = {}
+        self.away: set[TrainerPart] = set()  # what a part of this rank has taken off the device
         self.profiler = StepProfiler(spec.profile_steps, spec.logs.parent / FOLDER, rank)
 
     def node_address(self) -> str:
@@ -134,6 +135,7 @@ class TrainerRank:
     # --- the step
 
     def begin_step(self, version: int) -> None:
+        self.require_here("begin_step", *TrainerPart)
         self.step.begin(version)
         self.profiler.begin(version)
 
@@ -171,6 +173,7 @@ class TrainerRank:
 
     def restore(self, folder: Path, version: int) -> None:
         self._require_closed("restore")
+        self.require_here("restore", *TrainerPart)
         self.state.restore(folder)
         self.step.version = version
 
@@ -178,6 +181,12 @@ class TrainerRank:
         """Return when everything that was asked for before is done, also on the device."""
         if self.device.torch_type != "cpu":
             torch.get_device_module(self.device.torch_type).synchronize(self.torch_device)
+
+    def require_here(self, call: str, *parts: TrainerPart) -> None:
+        """Raise `TrainerError` if one of these parts is offloaded: what is read then would be nonsense."""
+        missing = [part.name for part in parts if part in self.away]
+        if missing:
+            raise TrainerError(f"trainer rank {self.rank}: {call} while offloaded: {', '.join(missing)}")
 
     def _require_closed(self, call: str) -> None:
         if self.step.open:

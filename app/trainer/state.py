@@ -67,7 +67,7 @@ class RankState:
 
     def capture(self) -> int:
         """Copy everything to the host, wherever it is; returns this rank's bytes."""
-        self._reshard()
+        self.reshard()
         parameters = self._parameters()
         names = {parameter: name for name, parameter in parameters.items()}
         found = {MODEL + name: parameter for name, parameter in parameters.items()}
@@ -89,7 +89,7 @@ class RankState:
 
     def restore(self, folder: Path) -> None:
         """Take over a checkpoint's parameters, optimizer, schedule and random numbers. Nothing may be offloaded."""
-        self._reshard()
+        self.reshard()
         saved = _saved(folder)
         parameters = self._parameters()
         self._require_same(saved, folder)
@@ -118,7 +118,7 @@ class RankState:
     def _parameters(self) -> dict[str, Tensor]:
         return dict(named_checkpoint_tensors(self.model))
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         """A forward without a backward leaves the root's parameters gathered; shards are saved and restored."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from app.model.policy import named_checkpoint_tensors
+from app.types import TrainerPart
 from app.weight_sync import shards
 from app.weight_sync.delta import Delta, Packed, envelope_room
 from app.weight_sync.plan import Bucket, TensorMeta
@@ -69,6 +70,7 @@ class Sender:
 
     def first(self, version: int, base: int | None) -> Offer:
         """Gather bucket 0 of a push of policy `version` (`base`: only what changed since that one)."""
+        self.host.require_here("a push", TrainerPart.parameters)
         if not self.buffers:
             self._allocate_buffers()
         self.packed = [Packed(bucket, None) for bucket in self.buckets[:BUFFERS]]

@@ -19,13 +19,13 @@ MARK = "POSTTRAIN_TEST_RUN"
 class Run:
     """`python -m app` in a process of its own. All its descendants carry a mark in their environment."""
 
-    def __init__(self, folder: Path, *overrides: str):
+    def __init__(self, folder: Path, *overrides: str, module: str = "app"):
         self.folder, self.mark = folder / "run", secrets.token_hex(8)
         self._seen: set[psutil.Process] = set()
         self.output = folder / "output.txt"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "app", *overrides, f"hydra.run.dir={self.folder}"],
+                [sys.executable, "-m", module, *overrides, f"hydra.run.dir={self.folder}"],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -1,6 +1,7 @@
 """Engines that die, a trainer that fails, in virtual time: the run ends as an undisturbed one does, or says why not."""
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.errors import EngineError, RunError, TrainerError, TrainerLost
+from app.errors import EngineError, EngineLost, RunError, TrainerError, TrainerLost
 from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
 from app.placement.parts import Parts
@@ -101,6 +102,27 @@ def test_an_engine_that_dies_during_a_push_is_replaced_and_the_push_repeated(
     assert_sound(world)
     assert world.recorder.warnings[0] == "an engine was lost (push 0 is repeated, attempt 2)"
     assert len(world.engines) == 3
+
+
+@pytest.mark.parametrize("cut_at", [3.0, 5.1])
+def test_an_engine_whose_replacement_was_cut_short_is_replaced_in_the_trainers_next_life(
+    cut_at: float, tmp_path: Path
+) -> None:
+    """The trainer was lost while the new engine started (5 s), or while the policy was pushed to it."""
+    world = World(config(), tmp_path, engine_count=1, push_seconds=0.2)
+
+    async def story() -> None:
+        parts = world.parts()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(cut_at), parts.sync.watching():
+                parts.pool.lose(world.engines[0], EngineLost("engine died on purpose"))
+                await parts.pool.some()
+        assert parts.pool.lost
+        async with asyncio.timeout(1000), parts.sync.watching():
+            await FullyAsync(parts).run()
+
+    run_virtual(story())
+    assert_sound(world)
 
 
 @given(

@@ -1,0 +1,64 @@
+"""Who has the memory of the devices that trainer and engines share, and how it changes hands.
+
+Does nothing for a side that `offload` leaves where it is. Which calls move memory at all is the device's business: on a
+CPU the same calls are made, in the same order.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+from app.offload.schema import OffloadConfig
+from app.protocols import RolloutEngine, Trainer
+from app.rollout.pool import EnginePool
+from app.types import EnginePart, InFlight, TrainerPart
+
+CACHES = (EnginePart.graphs, EnginePart.kv_cache)  # what an engine can do without while weights are pushed to it
+ONLY_FOR_STEPS = (TrainerPart.gradients, TrainerPart.optimizer)  # what a push does not read
+
+
+class Turns:
+    def __init__(self, offload: OffloadConfig, trainer: Trainer, pool: EnginePool):
+        self.offload, self.trainer, self.pool = offload, trainer, pool
+
+    async def engines_leave(self) -> None:
+        """Everything of the engines, as soon as they are idle."""
+        if self.offload.engine:
+            await self.pool.broadcast("pause", InFlight.drain)
+            for part in (*CACHES, EnginePart.weights):
+                await self.pool.broadcast("release", part)
+
+    async def weights_return(self) -> None:
+        """The engines' weights, whose content is yet to be pushed."""
+        if self.offload.engine:
+            await self.pool.broadcast("reload", EnginePart.weights)
+
+    async def caches_return(self) -> None:
+        if self.offload.engine:
+            for part in reversed(CACHES):
+                await self.pool.broadcast("reload", part)
+
+    async def trainer_leaves(self, parts: Iterable[TrainerPart]) -> None:
+        if self.offload.trainer:
+            for part in parts:
+                await self.trainer.offload(part)
+
+    async def trainer_returns(self, parts: Iterable[TrainerPart]) -> None:
+        if self.offload.trainer:
+            for part in parts:
+                await self.trainer.onload(part)
+
+    @asynccontextmanager
+    async def parameters_beside(self, engines: Iterable[RolloutEngine]) -> AsyncIterator[None]:
+        """The trainer's parameters on the device while these engines, which are not generating yet, have it."""
+        engines = list(engines)
+        if self.offload.engine:
+            await asyncio.gather(*(engine.pause(InFlight.drain) for engine in engines))
+            for part in CACHES:
+                await asyncio.gather(*(engine.release(part) for engine in engines))
+        await self.trainer_returns([TrainerPart.parameters])
+        yield
+        await self.trainer_leaves([TrainerPart.parameters])
+        if self.offload.engine:
+            for part in reversed(CACHES):
+                await asyncio.gather(*(engine.reload(part) for engine in engines))

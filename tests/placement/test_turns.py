@@ -1,0 +1,180 @@
+"""Trainer and engines take turns on the same devices: what one side needs is there when it is its turn, and only then.
+
+The trainer is the real split step with an offload that leaves NaN in place of what it takes away; the engines are
+simulated and refuse what a server without its memory could not do.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.config import RunConfig
+from app.offload.trainer import Offload
+from app.placement.colocate import Colocate
+from app.placement.schema import PlacementKind
+from app.placement.turns import Turns
+from app.trainer.schema import Optimizer as Kind
+from app.types import Completion, EnginePart, GroupRequest, InFlight, ScoredGroup, SyncReport, TrainerPart
+from tests.model.support import save_qwen3
+from tests.offload.support import Host, Poisoned
+from tests.placement.runs import Run
+from tests.placement.simulated import SimSync, World, config, run_virtual
+from tests.placement.test_recovery_runs import assert_ledger
+from tests.placement.test_same_parameters import GRPO, InProcess, Recorded
+
+STEPS = 3
+
+
+@dataclass
+class Card:
+    """One device: what is on it, by whom; remembers everything that came and went."""
+
+    here: set[object] = field(default_factory=lambda: {*TrainerPart, *EnginePart})
+    moves: list[str] = field(default_factory=list)
+
+    def leave(self, part: EnginePart | TrainerPart) -> None:
+        assert part in self.here, f"{part} left twice"
+        self.here.remove(part)
+        self.moves.append(f"-{part.name}")
+
+    def come(self, part: EnginePart | TrainerPart) -> None:
+        if part not in self.here:
+            self.here.add(part)
+            self.moves.append(f"+{part.name}")
+        if EnginePart.kv_cache in self.here:
+            assert TrainerPart.parameters not in self.here, "too much for the card"
+        if EnginePart.weights in self.here:
+            assert TrainerPart.optimizer not in self.here, "too much for the card"
+
+
+class Shared(InProcess):
+    """The trainer's side of the card."""
+
+    memory_offload: Offload
+
+    def __init__(self, path: Path, made: RunConfig, optimizer: Kind):
+        super().__init__(path, made, optimizer)
+        self.card = Card()
+
+    async def offload(self, part: TrainerPart) -> None:
+        self.memory_offload.offload(part)
+        self.card.leave(part)
+
+    async def onload(self, part: TrainerPart) -> None:
+        self.memory_offload.onload(part)
+        self.card.come(part)
+
+    async def train_groups(self, groups: Sequence[ScoredGroup]) -> None:
+        assert self.card.here == {*TrainerPart}
+        await super().train_groups(groups)
+
+
+class Resident(Recorded):
+    """The engine's side of the card."""
+
+    card: Card
+    paused = False
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        assert self.card.here == {*EnginePart}
+        assert not self.paused
+        return await super().generate(request)
+
+    async def pause(self, in_flight: InFlight) -> None:
+        await super().pause(in_flight)
+        self.paused = True
+
+    async def resume(self) -> None:
+        await super().resume()
+        self.paused = False
+
+    async def release(self, part: EnginePart) -> None:
+        assert self.paused
+        self.card.leave(part)
+
+    async def reload(self, part: EnginePart) -> None:
+        self.card.come(part)
+
+
+class Reads(SimSync):
+    """A push reads the parameters and writes the engine's weights."""
+
+    trainer: Shared
+
+    async def push(self, version: int) -> SyncReport:
+        assert EnginePart.weights in self.trainer.card.here
+        assert torch.isfinite(self.trainer.parameters).all()
+        return await super().push(version)
+
+
+def train(folder: Path, model: Path, make_offload: Callable[[Any], Offload]) -> Shared:
+    """A whole run on one card, as runs begin: the trainer has it."""
+    made = config(PlacementKind.colocate, steps=STEPS, algorithm=GRPO)
+    trainer = Shared(model, made, Kind.adamw)
+    trainer.memory_offload = make_offload(Host(trainer.step))
+    world = World(made, folder, trainer=trainer)  # type: ignore[arg-type]
+
+    async def story() -> None:
+        parts = world.parts()
+        engine = Resident(world.seconds, world.right)
+        engine.card = trainer.card
+        sync = Reads([engine], InFlight.drain)
+        sync.trainer = trainer
+        parts.pool.engines[:] = [engine]
+        world.recovery.attach(trainer, sync, 0)  # type: ignore[arg-type]
+        await Turns(made.offload, trainer, parts.pool).engines_leave()
+        trainer.card.moves.clear()
+        await Colocate(parts).run()
+
+    run_virtual(story())
+    return trainer
+
+
+def test_the_devices_change_hands_in_the_designs_order(tmp_path: Path, model: Path) -> None:
+    to_engines = ["-gradients", "-optimizer", "+weights", "-parameters", "+kv_cache", "+graphs"]
+    to_trainer = ["-graphs", "-kv_cache", "-weights", "+parameters", "+optimizer", "+gradients"]
+    trained = train(tmp_path, model, Poisoned)
+    assert trained.card.moves == to_engines + STEPS * (to_trainer + to_engines)
+
+
+def test_nothing_that_is_away_is_read(tmp_path: Path, model: Path) -> None:
+    """With NaN in place of what was taken away the run trains the same parameters, to the last bit."""
+    still = train(tmp_path / "still", model, partial(Offload, moves=False))
+    moved = train(tmp_path / "moved", model, Poisoned)
+    assert torch.isnan(moved.parameters).all()  # the run ended in the engines' turn
+    for part in TrainerPart:
+        moved.memory_offload.onload(part)
+    assert torch.equal(moved.parameters, still.parameters)
+    losses = [[report.metrics["loss/policy"] for report in each.reports] for each in (still, moved)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.timeout(400)
+def test_a_whole_run_on_one_memory_survives_the_loss_of_its_trainer(start: Callable[..., Run]) -> None:
+    """Real parts: the ranks' memory is freed and comes back in every step, and before a trainer begins anew."""
+    overrides = ["checkpoint.every=2", "eval.before_train=false", "data.arithmetic.eval_problems=20"]
+    saver = "++rollout.engine_args.enable-memory-saver=false"  # a CPU has none
+    run = start("steps=10", *overrides, saver, "checkpoint.export=true", module="tests.placement.one_memory")
+    run.wait_for_step(3)
+    os.kill(run.pid_of("TrainerRank"), signal.SIGKILL)
+    assert run.wait(300) == 0, run.text
+    assert run.gone_within(15), run.processes()
+    assert_ledger(run.folder, 10)
+    assert max(line["mismatch/kl"] for line in run.metrics()) < 1e-6
+    assert "the trainer was lost and began again after step" in run.text
+    moved = (run.folder / "logs" / "trainer_0.log").read_text()
+    assert moved.count("onloaded parameters") >= 10
+    assert moved.count("offloaded optimizer") >= 10
+    assert list(run.folder.glob("**/model.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3(tmp_path_factory.mktemp("qwen3"))
