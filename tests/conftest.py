@@ -58,7 +58,9 @@ def ray_session() -> Iterator[None]:
     """One local Ray, with more CPU slots than cores: they are only places for actors."""
     import ray
 
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * 1024 * 1024)
+    ray.init(
+        address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * 1024 * 1024
+    )
     yield
     ray.shutdown()
 

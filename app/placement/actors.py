@@ -12,7 +12,7 @@ from app.device.schema import DeviceKind
 from app.placement.cluster import Reservation
 from app.placement.flags import engine_flags
 from app.placement.schema import PlacementKind
-from app.rollout.host import EngineHost, HostSpec, free_port
+from app.rollout.host import EngineHost, HostSpec
 from app.rollout.remote import RemoteEngine
 from app.rollout.server import ServerSpec
 from app.trainer.fsdp import FsdpTrainer
@@ -31,10 +31,14 @@ def make_engine(
             name=name,
             model_path=str(path),
             host="127.0.0.1",
-            port=free_port() if rollout.port is None else rollout.port + index,
+            port=0 if rollout.port is None else rollout.port + index,
             key=secrets.token_urlsafe(24),
             flags=engine_flags(config, device),
-            environment={**device.engine_env, **_engine_threads(config, device)},
+            environment={
+                **device.engine_env,
+                **_engine_threads(config, device),
+                **reservation.engine_environment(index),
+            },
             log=folder / "logs" / f"engine_{index}.log",
         )
     spec = HostSpec(

@@ -2,7 +2,8 @@
 
 Devices are reserved in one placement group, so that a run has all of them or none. colocate: a bundle a device, shared
 by a trainer rank and the engine rank on the same card. fully_async: a bundle a trainer rank and a bundle an engine, of
-as many devices as it is wide, which keeps an engine on one node.
+as many devices as it is wide, which keeps an engine on one node. Ranks stand in the order of nodes and devices, so that
+those of an engine in colocate are neighbours.
 """
 
 import logging
@@ -26,33 +27,70 @@ OBJECT_STORE_BYTES = 512 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a bundle is."""
+
+    node: str
+    devices: tuple[str, ...]  # their numbers on that node; none on a CPU
+
+
+@dataclass(frozen=True, slots=True)
 class Reservation:
-    """The bundles of a run: the first `ranks` belong to trainer ranks, engine `e` stands in `engine_bundle(e)`."""
+    """The bundles of a run: the first `trainer_ranks` belong to the trainer, in fully_async the others to engines."""
 
     group: PlacementGroup
     config: RunConfig
     device: Device
+    places: tuple[Place, ...]  # by bundle
 
     def rank_options(self, rank: int) -> dict[str, Any]:
         """Ray options of a trainer rank's actor."""
-        return {**self._resources(1), **self._in(rank)}
+        return {**resources(self.device, 1), **self._in(self._bundle(rank))}
 
     def engine_options(self, engine: int) -> dict[str, Any]:
         """Ray options of an engine host's actor; in colocate the ranks hold the devices, so it asks for none."""
+        place = self._in(self._engine_bundles(engine)[0])
+        if self.config.placement.kind is PlacementKind.colocate:
+            return {"num_cpus": 0, **place}
+        return {**resources(self.device, self.config.rollout.tensor_parallel), **place}
+
+    def engine_environment(self, engine: int) -> dict[str, str]:
+        """Shows an engine its own devices and no others. Raises `RunError` if they are on several nodes."""
+        places = [self.places[bundle] for bundle in self._engine_bundles(engine)]
+        if self.device.visibility is None:
+            return {}
+        if len({place.node for place in places}) > 1:
+            width = self.config.rollout.tensor_parallel
+            raise RunError(
+                f"engine {engine} needs rollout.tensor_parallel={width} devices of one node, and the nodes of this "
+                f"cluster do not hold a multiple of {width} each: take another width, or reserve whole nodes."
+            )
+        return {self.device.visibility: ",".join(number for place in places for number in place.devices)}
+
+    def _engine_bundles(self, engine: int) -> list[int]:
         placement, width = self.config.placement, self.config.rollout.tensor_parallel
         if placement.kind is PlacementKind.colocate:
-            return {"num_cpus": 0, **self._in(engine * width)}
-        return {**self._resources(width), **self._in(placement.trainer_ranks + engine)}
+            return [self._bundle(rank) for rank in range(engine * width, (engine + 1) * width)]
+        return [placement.trainer_ranks + engine]
+
+    def _bundle(self, rank: int) -> int:
+        def standing(bundle: int) -> tuple[str, list[tuple[int, str]]]:
+            place = self.places[bundle]
+            return place.node, [(len(number), number) for number in place.devices]  # 2 before 10
+
+        return sorted(range(self.config.placement.trainer_ranks), key=standing)[rank]
 
     def _in(self, bundle: int) -> dict[str, Any]:
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, bundle)}
 
-    def _resources(self, count: int) -> dict[str, Any]:
-        if self.device.resource == "CPU":
-            return {"num_cpus": count}
-        if self.device.resource == "GPU":
-            return {"num_cpus": 1, "num_gpus": count}
-        return {"num_cpus": 1, "resources": {self.device.resource: count}}
+
+def resources(device: Device, count: int) -> dict[str, Any]:
+    """Ray options of what holds so many devices."""
+    if device.resource == "CPU":
+        return {"num_cpus": count}
+    if device.resource == "GPU":
+        return {"num_cpus": 1, "num_gpus": count}
+    return {"num_cpus": 1, "resources": {device.resource: count}}
 
 
 def bundles(config: RunConfig, device: Device) -> list[dict[str, float]]:
@@ -91,6 +129,7 @@ def _init(config: RunConfig, device: Device, quiet: dict[str, Any]) -> None:
     cores = max(needed, os.cpu_count() or 1)  # on CPU a device is a share of the cores
     npus: dict[str, float] = {device.resource: device.count()} if device.kind is DeviceKind.npu else {}
     ray.init(
+        address="local",  # not the one that somebody else may run on this machine
         num_cpus=cores,
         resources=npus,
         include_dashboard=False,
@@ -111,4 +150,33 @@ def reserve(config: RunConfig, device: Device) -> Reservation:
             f"has {have.get(device.resource, 0):g}, {ray.available_resources().get(device.resource, 0):g} free; "
             f"waited cluster.timeout_s={config.cluster.timeout_s:.0f} s."
         )
-    return Reservation(group, config, device)
+    return Reservation(group, config, device, _places(group, wanted, config, device))
+
+
+def _places(
+    group: PlacementGroup, wanted: list[dict[str, float]], config: RunConfig, device: Device
+) -> tuple[Place, ...]:
+    """Asks in every bundle: Ray gives a bundle the same devices for as long as it exists. Cores have no numbers."""
+    if device.resource == "CPU":
+        return tuple(Place("", ()) for _ in wanted)
+    asked = [
+        ray.remote(_place)
+        .options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+            **resources(device, int(parts[device.resource])),
+        )
+        .remote(device.resource)
+        for bundle, parts in enumerate(wanted)
+    ]
+    try:
+        return tuple(ray.get(asked, timeout=config.cluster.timeout_s))
+    except ray.exceptions.GetTimeoutError:
+        remove_placement_group(group)
+        raise RunError(
+            f"the reserved bundles did not say where they are within cluster.timeout_s={config.cluster.timeout_s:.0f} s"
+        ) from None
+
+
+def _place(resource: str) -> Place:
+    context = ray.get_runtime_context()
+    return Place(context.get_node_id(), tuple(map(str, context.get_accelerator_ids().get(resource, ()))))

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.errors import EngineError, EngineLost
@@ -28,7 +28,7 @@ class ServerSpec:
     name: str  # "engine 0"
     model_path: str
     host: str  # the address it listens on
-    port: int
+    port: int  # 0: a free one
     key: str
     flags: Mapping[str, object]  # SGLang's, without the dashes; True is a bare flag, None and False are left out
     environment: Mapping[str, str]
@@ -66,7 +66,7 @@ class Server:
     """A running server process."""
 
     def __init__(self, spec: ServerSpec):
-        self.spec = spec
+        self.spec = spec if spec.port else replace(spec, port=free_port(spec.host))
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:

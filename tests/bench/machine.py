@@ -76,7 +76,7 @@ def print_result(measure: Callable[[Path], Coroutine[Any, Any, dict[str, Any]]],
     import ray
 
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * MIB)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * MIB)
     try:
         with tempfile.TemporaryDirectory() as folder:
             found = json.dumps(asyncio.run(measure(Path(folder))))
