@@ -78,12 +78,14 @@ class FullyAsync(Conductor):
         self._waited = 0.0
         with recorder.timeline.span("driver", "train", step=step):
             scored, report = await self._train(step)
+        await self.parts.memory.phase("train")
         trained = time.perf_counter()
         with recorder.timeline.span("driver", "sync", step=step):
             self._doing = "pushing"
             self.admission.gate_open = False
             await self.producer.abort_stale(step)
             sync = await self.push(step)
+        await self.parts.memory.phase("sync")
         ended = time.perf_counter()
         self.admission.push(step, missing=self.wanted - len(scored))
         self.producer.forget(each.group for each in scored)

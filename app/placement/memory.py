@@ -22,6 +22,13 @@ class Memory:
     def __init__(self, trainer: Trainer, pool: EnginePool):
         self.trainer, self.pool = trainer, pool
         self._last: dict[str, MemoryUse] = {}
+        self._peaks: dict[str, int] = {}  # phase → bytes of the fullest rank's device, since the last sample
+
+    async def phase(self, name: str) -> None:
+        """Note the ranks' device peaks of a phase that just ended."""
+        peaks = [use.device_peak for use in await self.trainer.memory() if use.device_peak is not None]
+        if peaks:
+            self._peaks[name] = max(peaks)
 
     async def sample(self) -> dict[str, float]:
         """MiB by role (of the largest rank or engine), and the fullest machine's share in use."""
@@ -34,8 +41,8 @@ class Memory:
             for role in ("driver", "trainer", "engine")
             if any(name.startswith(role) for name in found)
         }
-        peaks = [use.device_peak for use in found.values() if use.device_peak is not None]
-        device = {"memory/trainer_device_peak_mib": max(peaks) / MIB} if peaks else {}
+        device = {f"memory/trainer_device_peak_{name}_mib": peak / MIB for name, peak in self._peaks.items()}
+        self._peaks = {}
         return {**metrics, **device, "memory/host_used_fraction": max(use.host_used for use in found.values())}
 
     def check(self) -> None:

@@ -1,0 +1,129 @@
+"""Two Ray nodes on this machine: who gets which devices, what is said when some are missing, and a run over both."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.placement.runs import Run
+
+SCRIPT = """
+import json, os, sys
+import ray
+from app.device import device_of
+from app.errors import RunError
+from app.placement import cluster
+from tests.placement.compose import composed
+
+found = {}
+for name, overrides in json.loads(sys.argv[2]).items():
+    config = composed(*overrides, f"cluster.address={sys.argv[1]}")
+    device = device_of(config.device.kind)
+    cluster.connect(config, device)
+    try:
+        reservation = cluster.reserve(config, device)
+
+        class Actor:
+            def where(self):
+                context = ray.get_runtime_context()
+                return context.get_node_id(), context.get_accelerator_ids().get(device.resource, [])
+
+        make = lambda options: ray.remote(Actor).options(**options).remote()
+        ranks = [make(reservation.rank_options(rank)) for rank in range(config.placement.trainer_ranks)]
+        engines = [make(reservation.engine_options(engine)) for engine in range(config.engines)]
+        found[name] = {
+            "ranks": ray.get([actor.where.remote() for actor in ranks]),
+            "engines": [
+                [ray.get(actor.where.remote())[0], reservation.engine_environment(engine)]
+                for engine, actor in enumerate(engines)
+            ],
+        }
+    except RunError as error:
+        found[name] = str(error)
+    finally:
+        ray.shutdown()
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[Callable[..., str]]:
+    """Starts clusters of two nodes with the same resources; returns their addresses."""
+    from ray.cluster_utils import Cluster
+
+    made = []
+
+    def start(**node: object) -> str:
+        cluster = Cluster()
+        made.append(cluster)
+        for _ in range(2):
+            cluster.add_node(object_store_memory=128 * 1024 * 1024, include_dashboard=False, **node)
+        cluster.wait_for_nodes(60)
+        return str(cluster.address)
+
+    yield start
+    for cluster in made:
+        cluster.shutdown()
+
+
+def reserved(address: str, cases: dict[str, list[str]]) -> dict[str, dict[str, list[list[object]]]]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, address, json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("device", "variable"),
+    [
+        ("cuda", "CUDA_VISIBLE_DEVICES"),
+        pytest.param("npu", "ASCEND_RT_VISIBLE_DEVICES", marks=pytest.mark.soak),  # the same way
+    ],
+)
+def test_devices_are_shared_out_over_two_nodes(device: str, variable: str, two_nodes: Callable[..., str]) -> None:
+    node = {"num_gpus": 2} if device == "cuda" else {"resources": {"NPU": 2}}
+    address = two_nodes(num_cpus=8, **node)
+    common = [f"device={device}", "model=qwen3_4b"]
+    split = ["placement=fully_async", "placement.trainer_devices=2", "placement.rollout_devices=2"]
+    found = reserved(
+        address,
+        {
+            "colocate": [*common, "placement=colocate", "placement.devices=4", "rollout.tensor_parallel=2"],
+            "uneven": [*common, "placement=colocate", "placement.devices=3", "rollout.tensor_parallel=3"],
+            "fully_async": [*common, *split, "rollout.tensor_parallel=2"],
+            "too many": [*common, "placement=colocate", "placement.devices=8", "cluster.timeout_s=3"],
+        },
+    )
+    ranks = [(node, *numbers) for node, numbers in found["colocate"]["ranks"]]
+    assert len(set(ranks)) == 4  # each its own device
+    assert len({node for node, _ in ranks}) == 2
+    for engine, (node, environment) in enumerate(found["colocate"]["engines"]):
+        beside = ranks[2 * engine : 2 * engine + 2]
+        assert {each for each, _ in beside} == {node}
+        assert environment == {variable: ",".join(number for _, number in beside)}
+    taken = {(node, *numbers) for node, numbers in found["fully_async"]["ranks"]}
+    ((node, environment),) = found["fully_async"]["engines"]
+    taken |= {(node, number) for number in environment[variable].split(",")}
+    assert len(taken) == 4  # nobody shares
+    assert "needs rollout.tensor_parallel=3 devices of one node" in str(found["uneven"])
+    resource = "GPU" if device == "cuda" else "NPU"
+    assert f"the run needs 8 {resource} (placement=colocate), the cluster has 4" in str(found["too many"])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_a_run_over_two_nodes(two_nodes: Callable[..., str], start: Callable[..., Run]) -> None:
+    """One core each: the trainer's rank on one node, the engine on the other."""
+    address = two_nodes(num_cpus=1)
+    run = start("placement=fully_async", f"cluster.address={address}", "steps=4", "data.arithmetic.eval_problems=20")
+    assert run.wait(300) == 0, run.text
+    assert [line["step"] for line in run.metrics() if "time/step" in line] == [1, 2, 3, 4]
+    assert run.gone_within(15), run.processes()
