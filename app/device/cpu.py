@@ -11,7 +11,7 @@ DEVICE = Device(
     collective="gloo",
     resource="CPU",
     visibility=None,
-    attention="packed_sdpa",
+    attention="packed",
     engine_args={
         "device": "cpu",
         "attention-backend": "torch_batched",  # app/rollout/attention.py

@@ -9,12 +9,11 @@ DEVICE = Device(
     collective="nccl",
     resource="GPU",
     visibility="CUDA_VISIBLE_DEVICES",
-    attention="flash_attention_2",
+    attention="packed",
     engine_args={"device": "cuda"},
     # cuMem must agree on both sides of a group; graphs on memory-saver memory hang
     engine_env={"POSTTRAIN_ENGINE_DEVICE": "cuda", "NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
     trainer_env={"NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
-    attention_packages=("flash_attn", "kernels"),
     toolkit=("nvidia-smi",),
     allocator_variables=("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
     memory_query=("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"),

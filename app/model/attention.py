@@ -1,32 +1,36 @@
 """Attention that keeps packed sequences apart, under a name of its own in transformers' `AttentionInterface`.
 
-`packed_sdpa` runs torch's causal scaled-dot-product attention on buckets of similar length: exact, on every device and
-dtype, and the fastest on CPU. Where a varlen kernel exists, `flash_attention_2` takes the same borders through
-transformers (`cu_seq_lens_q` …). Linear attention (Qwen3.5's gated delta-net) must not see over a border either:
-`keep_apart` runs such a mixer on the same buckets, which is right with any kernel, torch's reference included.
+`packed` runs torch's varlen kernel where there is one (16-bit, torch from 2.10 on, not on a CPU), which takes the
+borders as they are; elsewhere torch's causal scaled-dot-product attention on buckets of similar length: exact, on every
+device and dtype, and the fastest on CPU. Linear attention (Qwen3.5's gated delta-net) must not see over a border
+either: `keep_apart` runs such a mixer on the same buckets, which is right with any kernel, torch's reference included.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import cache
+from math import sqrt
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from app.model.hub import transformers
 from app.model.packing import Packing
 
-PACKED_SDPA = "packed_sdpa"
+PACKED = "packed"
+VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @cache
 def register() -> None:
-    """Make `packed_sdpa` known to transformers. No mask is ever made for it: the borders say all."""
-    transformers().AttentionInterface.register(PACKED_SDPA, packed_sdpa)
-    transformers().AttentionMaskInterface.register(PACKED_SDPA, _no_mask)
+    """Make `packed` known to transformers. No mask is ever made for it: the borders say all."""
+    transformers().AttentionInterface.register(PACKED, packed)
+    transformers().AttentionMaskInterface.register(PACKED, _no_mask)
 
 
-def packed_sdpa(
+def packed(
     module: nn.Module,
     query: Tensor,  # [1, H, T, D]
     key: Tensor,  # [1, K, T, D]
@@ -40,7 +44,9 @@ def packed_sdpa(
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence; [1, T, H, D]."""
     if sliding_window is not None and sliding_window < packing.longest:
-        raise NotImplementedError(f"{PACKED_SDPA} has no sliding window, and the model asks for {sliding_window}")
+        raise NotImplementedError(f"{PACKED} has no sliding window, and the model asks for {sliding_window}")
+    if query.device.type != "cpu" and query.dtype in VARLEN_DTYPES and (kernel := varlen_kernel()) is not None:
+        return varlen(kernel, query, key, value, packing, scaling).unsqueeze(0), None
     heads = query.shape[1]
     mixed = []
     padded = (packing.pad(tensor.squeeze(0).transpose(0, 1)) for tensor in (query, key, value))
@@ -49,6 +55,39 @@ def packed_sdpa(
         out = scaled_dot_product_attention(q, _repeat(k, heads), _repeat(v, heads), is_causal=True, scale=scaling)
         mixed.append(out.transpose(1, 2))
     return packing.unpad(mixed).unsqueeze(0), None
+
+
+@cache
+def varlen_kernel() -> Callable[..., Any] | None:
+    """torch's varlen attention, where this torch has it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+def varlen(
+    kernel: Callable[..., Any],
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, K, T, D]
+    value: Tensor,  # [1, K, T, D]
+    packing: Packing,
+    scaling: float | None,
+) -> Tensor:
+    """Causal attention by the kernel, [T, H, D]. Its first version knew neither window, scale nor grouped heads."""
+    knows = inspect.signature(kernel).parameters
+    heads, width = query.shape[1], query.shape[3]
+    if scaling is not None and "scale" not in knows:
+        query = query * (scaling * sqrt(width))
+    if "enable_gqa" not in knows:
+        key, value = _repeat(key, heads), _repeat(value, heads)
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in knows else {"is_causal": True}
+    options |= {"scale": scaling} if "scale" in knows else {}
+    options |= {"enable_gqa": True} if "enable_gqa" in knows else {}
+    q, k, v = (each.squeeze(0).transpose(0, 1).contiguous() for each in (query, key, value))
+    borders = packing.cu_seqlens
+    return kernel(q, k, v, borders, borders, packing.longest, packing.longest, **options)
 
 
 def keep_apart(mixer: nn.Module) -> None:

@@ -68,7 +68,7 @@ def require_window(path: Path, *, tokens: int, attention: str) -> None:
     kinds = config.get("layer_types") or [
         "sliding_attention" if config.get("use_sliding_window", True) else "full_attention"
     ]
-    if attention == "packed_sdpa" and window is not None and "sliding_attention" in kinds and tokens > window:
+    if attention == "packed" and window is not None and "sliding_attention" in kinds and tokens > window:
         raise ConfigError(
             f"model.path={path} is not accepted: its window of {window} tokens is not built for this device; "
             f"give rollout.max_prompt_tokens and rollout.max_completion_tokens of at most {window} together."

@@ -33,7 +33,7 @@ def load(
     device: torch.device | str,
     param_dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype = torch.float32,
-    attention: str = attentions.PACKED_SDPA,
+    attention: str = attentions.PACKED,
     activation_checkpointing: bool = False,
     trust_remote_code: bool = False,
 ) -> PolicyModel:
@@ -62,7 +62,7 @@ def load(
 
 
 def _on_meta(path: Path, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> Any:
-    if attention == attentions.PACKED_SDPA:
+    if attention == attentions.PACKED:
         attentions.register()
     auto = transformers()
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from app.model.attention import PACKED_SDPA, keep_apart
+from app.model.attention import PACKED, keep_apart
 from app.model.head import token_logprobs
 from app.model.packing import Packing
 
@@ -24,7 +24,7 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm
         self.checkpoint_names = dict(checkpoint_names)  # parameter of `causal_lm` → name in its checkpoint
         self.attention: str = causal_lm.config._attn_implementation
-        if self.attention == PACKED_SDPA:
+        if self.attention == PACKED:
             for layer in self.layers:
                 mixer = getattr(layer, "linear_attn", None)
                 if isinstance(mixer, nn.Module):
@@ -73,7 +73,7 @@ class PolicyModel(nn.Module):
 
     def _borders(self, packing: Packing) -> dict[str, Any]:
         """The borders in the words of the attention in use."""
-        if self.attention == PACKED_SDPA:
+        if self.attention == PACKED:
             return {"packing": packing}
         return {
             "cu_seq_lens_q": packing.cu_seqlens,
@@ -83,14 +83,14 @@ class PolicyModel(nn.Module):
         }
 
 
-def packs_sequences(config: Any, attention: str = PACKED_SDPA) -> bool:
+def packs_sequences(config: Any, attention: str = PACKED) -> bool:
     """Whether a `PolicyModel` of this configuration may be given several sequences at once.
 
     Full attention always; linear attention where `keep_apart` is at work, since varlen kernels for it (fla,
     causal-conv1d) come and go with the installation, and without them borders would be ignored silently.
     """
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    return attention == PACKED_SDPA or LINEAR_ATTENTION not in kinds
+    return attention == PACKED or LINEAR_ATTENTION not in kinds
 
 
 def named_checkpoint_tensors(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:

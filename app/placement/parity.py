@@ -65,12 +65,12 @@ def compare(config: RunConfig, folder: Path) -> tuple[str, float, bool]:
     """The table, the worst error as a share of its bound, and whether all passed; writes `parity.json` in `folder`."""
     import torch
 
-    from app.model.attention import PACKED_SDPA
+    from app.model.attention import PACKED
     from app.model.directory import locate
 
     device, dtype = device_of(config.device.kind), config.device.dtype
     path = locate(config.model, seed=config.seed)
-    reference = compute(path, torch.device("cpu"), Dtype.float32, PACKED_SDPA, config.model.trust_remote_code)
+    reference = compute(path, torch.device("cpu"), Dtype.float32, PACKED, config.model.trust_remote_code)
     here = compute(path, device.torch_device(), dtype, device.attention, config.model.trust_remote_code)
     lines = comparisons(here, reference, BOUNDS[dtype])
     worst = max(line.error / line.bound if math.isfinite(line.error) else math.inf for line in lines)

@@ -66,7 +66,7 @@ def test_a_sliding_window_that_would_matter_is_refused(
     (path / "config.json").write_text(json.dumps(config | change))
     if refused:
         with pytest.raises(ConfigError, match="its window of 64 tokens is not built for this device"):
-            require_window(path, tokens=100, attention="packed_sdpa")
+            require_window(path, tokens=100, attention="packed")
     else:
-        require_window(path, tokens=100, attention="packed_sdpa")
+        require_window(path, tokens=100, attention="packed")
     require_window(path, tokens=100, attention="flash_attention_2")

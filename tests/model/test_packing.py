@@ -62,5 +62,5 @@ def test_linear_attention_is_packed_only_where_borders_are_kept(tmp_path_factory
         for save in (save_qwen3, save_qwen35)
     )
     assert packs_sequences(full, "flash_attention_2")
-    assert packs_sequences(linear, "packed_sdpa")
+    assert packs_sequences(linear, "packed")
     assert not packs_sequences(linear, "flash_attention_2")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from app.device.schema import Dtype
-from app.model.attention import PACKED_SDPA
+from app.model.attention import PACKED
 from app.placement import parity
 from app.placement.parity import BOUNDS, FILE, LENGTHS, Outcome, compare, comparisons, compute, fixed_batch, layer_of
 from tests.placement.compose import composed
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path) -> Outcome:
-    return compute(tiny_model, CPU, Dtype.float32, PACKED_SDPA, False)
+    return compute(tiny_model, CPU, Dtype.float32, PACKED, False)
 
 
 def failing(here: Outcome, reference: Outcome, dtype: Dtype) -> list[str]:
@@ -51,7 +51,7 @@ def test_the_reference_is_transformers_own_sequence_by_sequence(tiny_model: Path
 
 
 def test_bfloat16_stays_within_its_bounds(tiny_model: Path, reference: Outcome) -> None:
-    here = compute(tiny_model, CPU, Dtype.bfloat16, PACKED_SDPA, False)
+    here = compute(tiny_model, CPU, Dtype.bfloat16, PACKED, False)
     assert failing(here, reference, Dtype.bfloat16) == []
     assert "gradient of layer 0" in failing(here, reference, Dtype.float32)  # it was not float32 by accident
 
@@ -62,7 +62,7 @@ def test_attention_over_the_borders_is_found_even_in_bfloat16(
     batch = fixed_batch(100)
     borderless = {**batch, "cu_seqlens": torch.tensor([0, sum(LENGTHS)], dtype=torch.int32)}
     monkeypatch.setattr(parity, "fixed_batch", lambda _: dict(borderless))
-    here = compute(tiny_model, CPU, Dtype.float32, PACKED_SDPA, False)
+    here = compute(tiny_model, CPU, Dtype.float32, PACKED, False)
     assert {"log-probabilities", "gradient of layer 0"} <= set(failing(here, reference, Dtype.bfloat16))
 
 
