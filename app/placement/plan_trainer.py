@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from app.config import RunConfig
 from app.device import Device
+from app.device.schema import DeviceKind
 from app.placement.plan_architecture import Architecture
 from app.trainer.schema import Optimizer
 from app.weight_sync.schema import SnapshotPlace, SyncMode
@@ -18,6 +19,7 @@ Items = dict[str, float]  # what → bytes
 MIB, GIB = 2**20, 2**30
 MASTER = 4  # bytes of a float32
 HEAD_CHUNK_BYTES = 2**26 * 4  # logits of a chunk of the head (app/model/head.py: CHUNK_ELEMENTS)
+HEAD_CHUNK_BYTES_CPU = 2**23 * 4
 LAYERS_GATHERED = 3
 REDUCTIONS_IN_FLIGHT = 2
 BACKWARD_OVER_FORWARD = 1.5  # a layer's activations with the gradients that flow through them
@@ -85,7 +87,8 @@ class TrainerMemory:
         model, item = self.model, self.item
         head = model.vocabulary * model.hidden
         saved = self.saved_activations()
-        logits = 3 * min(HEAD_CHUNK_BYTES, self.tokens * model.vocabulary * MASTER)  # logits, probabilities, casts
+        chunk = HEAD_CHUNK_BYTES_CPU if self.device.kind is DeviceKind.cpu else HEAD_CHUNK_BYTES
+        logits = 3 * min(chunk, self.tokens * model.vocabulary * MASTER)  # logits, probabilities, casts
         yield (
             "loss and head",
             {"gathered": self.root, "activations": saved, "head gradient": head * (MASTER + item), "logits": logits},

@@ -11,7 +11,8 @@ COLUMNS = ("run", "status", "steps", "accuracy", "best", "time")
 
 def table(folder: Path) -> str:
     """The runs below a sweep's folder, from their `summary.json`; those that never began have none and are named."""
-    runs = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    entries = folder.iterdir() if folder.is_dir() else ()
+    runs = sorted(path for path in entries if path.is_dir() and not path.name.startswith("."))  # launchers keep theirs
     found = sorted(((run.name, summary.read(run)) for run in runs), key=lambda each: -_best(each[1]))
     rows = [COLUMNS, *(_row(name, values) for name, values in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]

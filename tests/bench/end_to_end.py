@@ -31,6 +31,7 @@ from tests.bench.peer_model import VOCABULARY, save_peer_model
 PROMPTS_PER_STEP, GROUP_SIZE, PROMPT_TOKENS, MAX_TOKENS = 16, 8, 16, 256
 WARM_UP = 2  # steps
 SAMPLE_SECONDS = 1.0
+DEADLINE_SECONDS = 1800  # for one side of a round
 MARK = "POSTTRAIN_BENCH_RUN"
 
 
@@ -147,8 +148,13 @@ def watched(command: list[str]) -> tuple[str, Memory]:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=environment
     )
     memory = Memory(process.pid, mark)
-    output, errors = process.communicate()
-    memory.stop()
+    try:
+        output, errors = process.communicate(timeout=DEADLINE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise RuntimeError(f"{' '.join(command)} did not end within {DEADLINE_SECONDS} s") from None
+    finally:
+        memory.stop()
     if process.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{output}\n{errors}")
     return output, memory
@@ -161,8 +167,12 @@ def compare(python: str, placement: str, rounds: int, steps: int, folder: Path) 
     loads = []
     for _ in range(rounds):
         loads.append(round(os.getloadavg()[0], 1))
-        found["trl"].append(peer(python, model, prompts, steps))
-        found["ours"].append(ours(placement, model, prompts, steps, folder))
+        for side, measure in (
+            ("trl", lambda: peer(python, model, prompts, steps)),
+            ("ours", lambda: ours(placement, model, prompts, steps, folder)),
+        ):
+            found[side].append(measure())
+            print(side, found[side][-1], file=sys.stderr)  # a round takes minutes
     both = list(zip(found["ours"], found["trl"], strict=True))
     return {
         "what": "end_to_end",

@@ -18,6 +18,7 @@ def test_the_best_run_stands_first_and_failures_say_why(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").write_text(json.dumps(values))
     (tmp_path / "3-refused").mkdir()
+    (tmp_path / ".submitit").mkdir()
     lines = table(tmp_path).splitlines()
     assert lines[0] == str(tmp_path)
     assert [line.split()[0] for line in lines[1:6]] == ["run", "1-dapo", "0-grpo", "2-broken", "3-refused"]
