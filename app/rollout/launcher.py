@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import MutableMapping
 from typing import Any
 
 from app.device.torchvision import define_operators
@@ -18,6 +19,7 @@ from app.process import die_with_parent
 KEY_VARIABLE = "POSTTRAIN_ENGINE_KEY"
 PARENT_VARIABLE = "POSTTRAIN_ENGINE_PARENT"
 # SGLang would take over a minute to leave after one of its processes crashed; whoever wants the dumps sets them to 1
+EXPANDABLE = "expandable_segments"
 CRASH_DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 
 
@@ -26,6 +28,8 @@ def main() -> None:
     key = os.environ.pop(KEY_VARIABLE)
     for variable in CRASH_DUMPS:
         os.environ.setdefault(variable, "0")
+    if "--enable-memory-saver" in sys.argv:
+        forbid_expandable_segments(os.environ)
     watch_host()
     hide_in_logs(key)
     from sglang.launch_server import run_server
@@ -34,6 +38,16 @@ def main() -> None:
 
     load_plugins()
     run_server(prepare_server_args([*sys.argv[1:], f"--api-key={key}"]))  # "=": a key may begin with a dash
+
+
+def forbid_expandable_segments(environment: MutableMapping[str, str]) -> None:
+    """Take them out of what torch's allocators are told (PYTORCH_…ALLOC_CONF): the memory saver refuses them."""
+    for name, value in list(environment.items()):
+        if name.startswith("PYTORCH_") and name.endswith("ALLOC_CONF") and EXPANDABLE in value:
+            kept = [option for option in value.split(",") if not option.strip().startswith(EXPANDABLE)]
+            environment.pop(name)
+            if kept:
+                environment[name] = ",".join(kept)
 
 
 def watch_host() -> None:

@@ -143,7 +143,7 @@ def test_expandable_segments_and_the_memory_saver_do_not_go_together(monkeypatch
     for placement, verdicts in (("colocate", {"allocator"}), ("fully_async", set())):
         config = composed("device=cuda", "model=qwen3_4b", f"placement={placement}")
         found = doctor_device.environment(config, device_of(config.device.kind))
-        assert {finding.subject for finding in found if finding.verdict is Verdict.fail} == verdicts
+        assert {finding.subject for finding in found if finding.verdict is Verdict.warn} == verdicts
 
 
 def test_a_variable_set_against_ours_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from app.errors import EngineError
 from app.rollout.host import address
+from app.rollout.launcher import forbid_expandable_segments
 from app.rollout.server import Server, free_port, port_is_free
 from tests.rollout.support import KEY, server_spec
 
@@ -39,3 +40,18 @@ def test_a_port_that_is_in_use_is_refused_with_one_sentence(tmp_path: Path) -> N
 def test_an_address_of_six_groups_gets_brackets() -> None:
     assert address("10.0.0.7", 30000) == "http://10.0.0.7:30000"
     assert address("fd00::7", 30000) == "http://[fd00::7]:30000"
+
+
+def test_expandable_segments_are_kept_from_engines_with_a_memory_saver() -> None:
+    environment = {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True",
+        "PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:128",
+        "OTHER_ALLOC_CONF": "expandable_segments:True",
+    }
+    forbid_expandable_segments(environment)
+    assert environment == {
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",
+        "PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:128",
+        "OTHER_ALLOC_CONF": "expandable_segments:True",
+    }
