@@ -42,6 +42,7 @@ def reaper() -> Iterator[None]:
 
 def started(mark: str) -> set[psutil.Process]:
     """The processes of this mark and their descendants, but for this one."""
+    psutil.process_iter.cache_clear()  # it would take a reused number for the process that had it before
     ours, children = set(), defaultdict(list)
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

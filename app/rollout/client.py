@@ -19,6 +19,10 @@ class ConnectionLost(EngineError):
     """The server could not be reached, or went away in the middle of a call."""
 
 
+class NoAnswer(EngineError):
+    """The server took the call and did not answer in time."""
+
+
 class Client:
     """Speaks to one server."""
 
@@ -61,7 +65,7 @@ class Client:
         except aiohttp.ClientError as error:  # a connection that takes too long is both, and belongs here
             raise ConnectionLost(f"{self.name}: {route} failed: {type(error).__name__}: {error}") from error
         except TimeoutError:
-            raise EngineError(f"{self.name}: no answer to {route} within {seconds:.0f} s") from None
+            raise NoAnswer(f"{self.name}: no answer to {route} within {seconds:.0f} s") from None
 
     def _check_key(self, reply: aiohttp.ClientResponse) -> None:
         if reply.status in (401, 403):

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from app.errors import EngineError, EngineLost
 from app.model.directory import load_tokenizer
 from app.process import group_members, log_to, memory_use
-from app.rollout.client import Client, ConnectionLost
+from app.rollout.client import Client, ConnectionLost, NoAnswer
 from app.rollout.server import Server, ServerSpec, free_port
 from app.types import Completion, EngineLoad, EnginePart, GroupRequest, InFlight, MemoryUse
 
@@ -26,6 +26,7 @@ HEALTH_POLL_SECONDS = 0.25
 STALL_POLL_SECONDS = 5.0
 IDLE_POLL_SECONDS = 0.02
 CHECK_SECONDS = 10.0
+SCHEDULER_ROUTE = "/server_info"  # asks the scheduler; /health is answered by the HTTP side alone
 DEATH_SECONDS = 3.0  # from a lost connection until the operating system tells of the server's death
 MEMORY_TAGS = {EnginePart.weights: "weights", EnginePart.kv_cache: "kv_cache", EnginePart.graphs: "cuda_graph"}
 T = TypeVar("T")
@@ -124,22 +125,22 @@ class EngineHost:
             while self._running:
                 await self._or_failure(asyncio.sleep(IDLE_POLL_SECONDS))
             in_flight = InFlight.retract  # nothing is left to retract
-        await self._post("/pause_generation", {"mode": in_flight.value})
+        await self._control("/pause_generation", {"mode": in_flight.value})
         self._paused = True
 
     async def resume(self) -> None:
         if self._paused:
-            await self._post("/continue_generation", {})
+            await self._control("/continue_generation", {})
             self._paused = False
         self._open.set()
 
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
         if prompt_ids is None:
-            await self._post("/abort_request", {"abort_all": True, "rid": ""})
+            await self._control("/abort_request", {"abort_all": True, "rid": ""})
             return
         for prompt_id in prompt_ids:
             for name in self._running.get(prompt_id, ()):
-                await self._post("/abort_request", {"rid": name})
+                await self._control("/abort_request", {"rid": name})
 
     async def release(self, part: EnginePart) -> None:
         """Free a part's device memory; its content is lost. One that is released stays so: the server would crash."""
@@ -147,13 +148,13 @@ class EngineHost:
             raise EngineError(f"{self.spec.name}: {part.name} cannot be released before the engine is paused and idle")
         if part not in self._released:
             if self.spec.releases_memory:
-                await self._post("/release_memory_occupation", {"tags": [MEMORY_TAGS[part]]})
+                await self._control("/release_memory_occupation", {"tags": [MEMORY_TAGS[part]]})
             self._released.add(part)
 
     async def reload(self, part: EnginePart) -> None:
         if part in self._released:
             if self.spec.releases_memory:
-                await self._post("/resume_memory_occupation", {"tags": [MEMORY_TAGS[part]]})
+                await self._control("/resume_memory_occupation", {"tags": [MEMORY_TAGS[part]]})
             self._released.discard(part)
 
     async def update(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -167,9 +168,9 @@ class EngineHost:
         return memory_use([os.getpid(), *servers])
 
     async def check(self) -> None:
-        """Raise `EngineLost` if the server is gone or does not answer, whatever it may be busy with."""
-        if not await self._or_failure(self._ready().healthy(seconds=CHECK_SECONDS)):
-            self._fail(EngineLost(f"{self.spec.name} did not answer to /health within {CHECK_SECONDS:.0f} s"))
+        """Raise `EngineLost` if the server is gone or its scheduler does not answer, paused or not."""
+        if not await self._or_failure(self._ready().healthy(SCHEDULER_ROUTE, CHECK_SECONDS)):
+            self._fail(EngineLost(f"{self.spec.name} did not answer to {SCHEDULER_ROUTE} within {CHECK_SECONDS:.0f} s"))
         self._ready()
 
     # --- inside
@@ -187,6 +188,14 @@ class EngineHost:
 
     async def _post(self, route: str, body: dict[str, Any]) -> Any:
         return await self._or_failure(self._ready().post(route, body))
+
+    async def _control(self, route: str, body: dict[str, Any]) -> None:
+        """A call that the server's scheduler answers between two batches, unless it is stuck: then it is lost."""
+        try:
+            await self._or_failure(self._ready().post(route, body, seconds=self.spec.stall_timeout_s))
+        except NoAnswer as error:
+            self._fail(EngineLost(f"{error} (rollout.stall_timeout_s)"))
+            self._ready()
 
     def _members(self, request: GroupRequest) -> list[str]:
         """A name for each member. A server refuses one that it still knows, also of a request that was given up."""

@@ -71,6 +71,7 @@ class Run:
         What sets a title of its own may overwrite its environment, and with it the mark: the children of what was seen
         belong to the run, too.
         """
+        psutil.process_iter.cache_clear()  # it would take a reused number for the process that had it before
         alive: dict[int, str] = {}
         ours = {process.pid for process in self._seen if process.is_running()}
         for process in sorted(psutil.process_iter(), key=psutil.Process.create_time):  # parents before children

@@ -99,7 +99,12 @@ def test_a_run_survives_kill_9_of_driver_engine_and_trainer(start: Callable[...,
 @BOTH
 def test_parts_killed_at_random_moments(placement: str, what: str, start: Callable[..., Run]) -> None:
     chance = random.Random(f"{placement} {what}")
-    limits = ["rollout.stall_timeout_s=8", "recovery.max_restarts=1000", "recovery.engine_failures=50"]
+    limits = [
+        "rollout.stall_timeout_s=8",
+        "weight_sync.timeout_s=15",
+        "recovery.max_restarts=1000",
+        "recovery.engine_failures=50",
+    ]
     run = start("steps=100000", *PLACEMENTS[placement], *LONG, *limits)
     for _ in range(ROUNDS):
         reached = run.metrics()[-1]["step"] if run.metrics() else 0

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import ray
 
-from app.errors import EngineError
+from app.errors import EngineError, EngineLost
 from app.rollout.remote import RemoteEngine
 from app.types import FinishReason
 from tests.rollout.support import (
@@ -115,6 +115,28 @@ def test_aborted_members_that_were_still_waiting_are_empty(own: Own) -> None:
     tokens = asyncio.run(run())
     assert sum(bool(each) for each in tokens) >= 4
     assert sum(not each for each in tokens) >= 4
+
+
+def test_a_scheduler_that_stands_still_is_found_while_nothing_is_in_flight(own: Own, tmp_path: Path) -> None:
+    """Its HTTP side goes on answering `/health`."""
+    engine = remote(host_spec(tmp_path, name="engine 10", url=own.url, key=KEY))
+    (scheduler,) = [each for each in group_of(own.pid) if "sglang::scheduler" in " ".join(each.cmdline())]
+
+    async def run() -> EngineLost:
+        await engine.start(60)
+        await engine.check()
+        scheduler.suspend()
+        try:
+            with pytest.raises(EngineLost) as lost:
+                await asyncio.wait_for(engine.check(), 20)
+        finally:
+            scheduler.resume()
+        with pytest.raises(EngineLost):
+            await engine.check()  # it stays lost
+        return lost.value
+
+    assert str(asyncio.run(run())) == "engine 10 did not answer to /server_info within 10 s"
+    ray.kill(engine.actor)
 
 
 def test_a_server_that_stalls_fails_what_is_in_flight(own: Own, visitor: RemoteEngine) -> None:
