@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from app.config import Mode, RunConfig
 from app.device import Device, device_of
@@ -22,15 +22,17 @@ from app.placement.sampler import Sampler
 from app.rollout.pool import EnginePool
 from app.tracking.recorder import RunRecorder
 
+T = TypeVar("T")
+
 
 def run(config: RunConfig, folder: Path) -> float:
     """The whole run; returns the last evaluation's accuracy."""
     device = device_of(config.device.kind)
     with only_driver(folder), RunRecorder(config, folder) as recorder:
-        return asyncio.run(_until_signal(_run(config, device, folder, recorder)))
+        return asyncio.run(until_signal(_run(config, device, folder, recorder)))
 
 
-async def _until_signal(work: Any) -> float:
+async def until_signal(work: Coroutine[Any, Any, T]) -> T:
     """The work's result; SIGINT and SIGTERM end it with `Interrupted`, after everything was ended."""
     task = asyncio.ensure_future(work)
     asked: list[str] = []

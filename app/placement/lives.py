@@ -49,7 +49,7 @@ async def live(config: RunConfig, device: Device, folder: Path, recorder: RunRec
     lost: TrainerLost | None = None
     while True:
         try:
-            async with _trainer(config, device, folder, side, first=restarts == 0) as (trainer, sync):
+            async with trainer_side(config, device, folder, side, first=restarts == 0) as (trainer, sync):
                 if config.checkpoint.every and restarts == 0:
                     checkpoints.prepare(await trainer.checkpoint_bytes())
                 parts = _parts(config, recorder, side, checkpoints, trainer)
@@ -116,7 +116,7 @@ async def _stand(parts: Parts, beginning: dict[str, Any], *, afresh: bool) -> in
 
 
 @asynccontextmanager
-async def _trainer(
+async def trainer_side(
     config: RunConfig, device: Device, folder: Path, side: "RolloutSide", *, first: bool
 ) -> AsyncIterator[tuple[Any, Push]]:
     """The ranks and their sync; both ended when the block is left. The engines are started with the first ones."""

@@ -3,11 +3,13 @@
 A fixed small batch of packed sequences goes through the trainer's model on both: the same loading, packing, attention
 and head as in training. Compared are log-probabilities, a policy-gradient loss, and gradients layer by layer; each has
 a bound that rounding in the device's dtype stays below and a wrong kernel does not: on the tiny model, bfloat16 is off
-by 0.027 a log-probability and 1.4 % in gradients, attention over the borders by 0.09 and 8 %. Neither Ray nor an engine
-is started.
+by 0.027 a log-probability and 1.4 % in gradients, attention over the borders by 0.09 and 8 %. Before that a push goes
+into a real engine and the engine samples (parity_engine.py): the weights it then has are those of the checkpoint, its
+log-probabilities those of the reference.
 """
 
 import json
+import logging
 import math
 from collections import defaultdict
 from dataclasses import asdict, dataclass
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 LENGTHS = (37, 5, 64, 18)  # tokens of the packed sequences: borders that no kernel's block size hides
 FILE = "parity.json"
 SEED = 0
+PUSH, NOT_ONE = "pushes unlike the exported checkpoint", 0.5
+ENGINE_FLOAT32 = 1e-4  # another implementation of the same model
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +75,10 @@ def compare(config: RunConfig, folder: Path) -> tuple[str, float, bool]:
 
     device, dtype = device_of(config.device.kind), config.device.dtype
     path = locate(config.model, seed=config.seed)
+    of_engine = engine_comparisons(config, path, folder)  # first: later this process holds memory of the device
     reference = compute(path, torch.device("cpu"), Dtype.float32, PACKED, config.model.trust_remote_code)
     here = compute(path, device.torch_device(), dtype, device.attention, config.model.trust_remote_code)
-    lines = comparisons(here, reference, BOUNDS[dtype])
+    lines = [*comparisons(here, reference, BOUNDS[dtype]), *of_engine]
     worst = max(line.error / line.bound if math.isfinite(line.error) else math.inf for line in lines)
     passed = all(line.passed for line in lines)
     said = {
@@ -87,6 +93,19 @@ def compare(config: RunConfig, folder: Path) -> tuple[str, float, bool]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).write_text(json.dumps(said, indent=2) + "\n")
     return table(lines, f"{device.kind.name} in {dtype.name} against cpu in float32", folder / FILE), worst, passed
+
+
+def engine_comparisons(config: RunConfig, path: Path, folder: Path) -> list[Comparison]:
+    """The lines about a push and about what an engine says of the tokens that it sampled."""
+    from app.placement.parity_engine import mean_difference, sample
+
+    sampled = sample(config, folder)
+    if not sampled.pushed:
+        log.error(sampled.told)
+        return [Comparison(PUSH, 1.0, NOT_ONE)]
+    difference = mean_difference(path, sampled, trust_remote_code=config.model.trust_remote_code)
+    bound = max(BOUNDS[config.device.dtype].logprob, ENGINE_FLOAT32)
+    return [Comparison(PUSH, 0.0, NOT_ONE), Comparison("engine's log-probabilities", difference, bound)]
 
 
 def compute(path: Path, device: "torch.device", dtype: Dtype, attention: str, trust_remote_code: bool) -> Outcome:

@@ -2,17 +2,21 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from app.device.schema import Dtype
 from app.model.attention import PACKED
-from app.placement import parity
+from app.placement import parity, parity_engine
 from app.placement.parity import BOUNDS, FILE, LENGTHS, Outcome, compare, comparisons, compute, fixed_batch, layer_of
+from app.placement.parity_engine import Sampled
 from tests.placement.compose import composed
+from tests.placement.runs import Run
 
 CPU = torch.device("cpu")
 
@@ -26,7 +30,31 @@ def failing(here: Outcome, reference: Outcome, dtype: Dtype) -> list[str]:
     return [line.what for line in comparisons(here, reference, BOUNDS[dtype]) if not line.passed]
 
 
-def test_the_cpu_agrees_with_itself_and_says_so(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("placement", ["colocate", "fully_async"])
+def test_the_engine_agrees_too(placement: str, start: Callable[..., Run]) -> None:
+    run = start("mode=parity", f"placement={placement}")
+    assert run.wait() == 0, run.text
+    assert run.gone_within(15), run.processes()
+    lines = {line["what"]: line for line in json.loads((run.folder / FILE).read_text())["comparisons"]}
+    assert lines["pushes unlike the exported checkpoint"]["error"] == 0
+    assert 0 < lines["engine's log-probabilities"]["error"] < 1e-5
+    assert "all within their bounds" in run.text
+
+
+def test_a_push_that_differs_fails(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlike = Sampled(False, "tensor so and so", np.zeros(1, dtype=np.int32), ())
+    monkeypatch.setattr(parity_engine, "sample", lambda *_: unlike)
+    text, _, passed = compare(composed(f"model.path={tiny_model}"), tmp_path)
+    assert not passed
+    assert "FAIL  pushes unlike the exported checkpoint" in text
+
+
+def test_the_cpu_agrees_with_itself_and_says_so(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity, "engine_comparisons", lambda *_: [])  # they start a whole run
     text, worst, passed = compare(composed(f"model.path={tiny_model}"), tmp_path)
     assert passed
     assert worst < 0.01

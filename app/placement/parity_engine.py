@@ -1,0 +1,110 @@
+"""The engine's half of `mode=parity`: the run's own parts, put together as for a run, but no training.
+
+A real engine starts, the trainer's parameters are pushed into it as in every step (and compared there with an exported
+checkpoint, `weight_sync.verify=always`), it samples, and the log-probabilities that it reports are compared with those
+that the reference gives the same tokens: on a CPU, in float32.
+"""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from app.config import RunConfig
+from app.device import device_of
+from app.errors import SyncError
+from app.placement.build import rollout_side, until_signal
+from app.placement.lives import trainer_side
+from app.placement.schema import PlacementKind
+from app.placement.turns import ONLY_FOR_STEPS, Turns
+from app.tracking.timeline import Timeline
+from app.types import Completion, GroupRequest, Sampling, TrainerPart
+from app.weight_sync.schema import Verify
+
+PROMPT_TOKENS, GROUP_SIZE, MAX_TOKENS, VERSION = 16, 8, 32, 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What came of it."""
+
+    pushed: bool  # the push equals the exported checkpoint
+    told: str  # why not
+    prompt: np.ndarray  # [P] int32
+    completions: Sequence[Completion]
+
+
+@dataclass
+class Told:
+    """As much of a recorder as the parts need."""
+
+    timeline: Timeline = field(default_factory=Timeline)
+
+    def doing(self, text: str) -> None:
+        sys.stderr.write(f"{text} …\n")
+
+    warn = doing
+
+
+def sample(config: RunConfig, folder: Path) -> Sampled:
+    """Start a trainer and engines, push, sample, end them. Raises `RunError` where they cannot be started."""
+    checked = deepcopy(config)
+    checked.weight_sync.verify = Verify.always
+    return asyncio.run(until_signal(_sample(checked, folder)))
+
+
+async def _sample(config: RunConfig, folder: Path) -> Sampled:
+    device, recorder = device_of(config.device.kind), Told()
+    prompt = np.random.default_rng(0).integers(4, 60, PROMPT_TOKENS).astype(np.int32)
+    request = GroupRequest("parity/0@0", prompt, GROUP_SIZE, Sampling(1.0, 1.0, MAX_TOKENS), VERSION)
+    async with contextlib.AsyncExitStack() as stack:
+        side = await stack.enter_async_context(rollout_side(config, device, folder, recorder))  # type: ignore[arg-type]
+        trainer, sync = await stack.enter_async_context(trainer_side(config, device, folder, side, first=True))
+        shared = config.placement.kind is PlacementKind.colocate
+        turns = Turns(config.offload, trainer, side.pool)
+        if shared:
+            await turns.trainer_leaves(ONLY_FOR_STEPS)
+            await turns.weights_return()
+        recorder.doing("pushing")
+        try:
+            await sync.push(VERSION)
+        except SyncError as error:
+            return Sampled(False, str(error), prompt, ())
+        if shared:
+            await turns.trainer_leaves([TrainerPart.parameters])
+            await turns.caches_return()
+        recorder.doing("sampling")
+        groups = await asyncio.gather(*(engine.generate(request) for engine in side.pool.engines))
+        return Sampled(True, "", prompt, [completion for group in groups for completion in group])
+
+
+def mean_difference(path: Path, sampled: Sampled, *, trust_remote_code: bool) -> float:
+    """Mean absolute difference between the engine's log-probabilities and the reference's, nats."""
+    import torch
+
+    from app.model.load import load
+
+    model = load(path, mesh=None, device=torch.device("cpu"), trust_remote_code=trust_remote_code)
+    rows = [np.concatenate([sampled.prompt, each.token_ids]) for each in sampled.completions]
+    borders = [0, *accumulate(map(len, rows))]
+    tokens = torch.as_tensor(np.concatenate(rows), dtype=torch.int64)
+    predict = torch.cat(
+        [torch.arange(a + PROMPT_TOKENS - 1, a + len(row) - 1) for a, row in zip(borders, rows, strict=False)]
+    )
+    with torch.no_grad():
+        logprobs, _ = model(
+            input_ids=tokens[None],
+            position_ids=torch.cat([torch.arange(len(row)) for row in rows])[None],
+            cu_seqlens=torch.tensor(borders, dtype=torch.int32),
+            predict=predict,
+            targets=tokens[predict + 1],
+            temperature=1.0,
+        )
+    told = np.concatenate([each.logprobs for each in sampled.completions])
+    return float(np.abs(told - logprobs.numpy()).mean())
