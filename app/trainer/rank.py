@@ -4,6 +4,7 @@ All ranks get the same calls in the same order. Other parts (the weight sync's s
 whoever introduces them, so that this module knows none of them.
 """
 
+import gc
 import os
 import random
 import socket
@@ -112,6 +113,7 @@ class TrainerRank:
             self.model, self.optimizer, self.spec.step, self.torch_device, self.reference, self._peak_flops()
         )
         self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=self.spec.trainer.timeout_s)
+        collect_garbage_by_hand()
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def _device_index(self) -> int:
@@ -136,6 +138,7 @@ class TrainerRank:
 
     def begin_step(self, version: int) -> None:
         self.require_here("begin_step", *TrainerPart)
+        gc.collect()
         self.step.begin(version)
         self.profiler.begin(version)
 
@@ -226,6 +229,13 @@ class TrainerRank:
     @ray.method(concurrency_group="answers")
     def pid(self) -> int:
         return os.getpid()
+
+
+def collect_garbage_by_hand() -> None:
+    """From now on `gc.collect` alone does it, at the same place on every rank: one that stops for it stops all."""
+    gc.collect()
+    gc.freeze()  # what is there stays
+    gc.disable()
 
 
 def bracketed(address: str) -> str:

@@ -1,9 +1,11 @@
 """The driver's face of the ranks, over real ranks in Ray: checkpoints through it, and a call that one rank fails."""
 
 import asyncio
+import gc
 import os
 import signal
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +48,23 @@ def readable_by_one_rank(groups: list[ScoredGroup]) -> list[ScoredGroup]:
     return [*others, replace(last, group=replace(last.group, trajectories=(*kept, broken)))]
 
 
+class Garbage:
+    """Makes a cycle, which nothing but a collection frees."""
+
+    def __init__(self, host: object):
+        self.left: weakref.ref[Garbage] | None = None
+
+    def make(self) -> bool:
+        cycle = Garbage(None)
+        cycle.itself = cycle  # type: ignore[attr-defined]
+        self.left = weakref.ref(cycle)
+        return gc.isenabled()
+
+    def there(self) -> bool:
+        assert self.left is not None
+        return self.left() is not None
+
+
 async def step(trainer: FsdpTrainer, version: int, groups: list[ScoredGroup]) -> StepReport:
     await trainer.begin_step(version=version)
     await trainer.train_groups(groups)
@@ -58,7 +77,11 @@ def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(trainer: 
     async def story() -> None:
         parameters = await trainer.setup()
         assert await trainer.checkpoint_bytes() == 12 * parameters
+        await trainer.attach("garbage", Garbage)
+        assert await trainer.call("garbage", "make") == [False, False]  # collected by hand alone
+        assert await trainer.call("garbage", "there") == [True, True]
         await step(trainer, 1, groups)
+        assert await trainer.call("garbage", "there") == [False, False]
         checkpoints = Checkpoints(tmp_path, keep=2)
         saved = await checkpoints.save(trainer, RunState(1, 1))
         beside = await step(trainer, 2, groups[:3])  # the write goes on meanwhile
