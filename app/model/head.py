@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 2**26  # logits of a chunk: 256 MiB in float32
-CHUNK_ELEMENTS_CPU = 2**23  # enough for its caches to be used well
+CHUNK_ELEMENTS_CPU = 2**24  # enough for its caches to be used well
 
 
 def token_logprobs(
