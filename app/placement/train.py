@@ -119,15 +119,21 @@ class Conductor(ABC):
 
     async def leave(self) -> None:
         """The run was asked to stop: save what is not saved yet, within `checkpoint.grace_s`."""
+        checkpoints = self.parts.checkpoints
         if not self.config.checkpoint.every:
             return
         try:
             async with asyncio.timeout(self.config.checkpoint.grace_s):
                 await self.parts.trainer.abort_step()
+                await checkpoints.wait()
+                latest = checkpoints.latest()
+                if latest is not None and checkpoints.read_state(latest).step == self.version:
+                    return
                 version = await self.parts.trainer.version()
-                if version is not None and version <= self.version:  # else an update was under way
-                    await self.save()
-                await self.parts.checkpoints.wait()
+                if version is None or version > self.version:
+                    raise TrainerError("the parameters were on their way to the next policy")
+                await self.save()
+                await checkpoints.wait()
         except (TimeoutError, RunError) as error:
             self.parts.recorder.warn(f"step {self.version} was not saved: {str(error) or 'checkpoint.grace_s passed'}")
 

@@ -125,6 +125,27 @@ def test_an_engine_whose_replacement_was_cut_short_is_replaced_in_the_trainers_n
     assert_sound(world)
 
 
+@pytest.mark.parametrize(("ahead", "told"), [(0, []), (1, ["step 3 was not saved: the parameters were on their way"])])
+def test_a_run_that_is_asked_to_stop_saves_its_last_step_or_says_why_not(
+    ahead: int, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ahead`: 1 between an update and the end of its push, when the parameters are no longer those of a step."""
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    world = World(config(), tmp_path)
+    world.config.checkpoint.every = 2
+
+    async def story() -> None:
+        conductor = FullyAsync(world.parts(), 3)
+        world.trainer.trained = [(version, []) for version in range(3 + ahead)]
+        await conductor.leave()
+        await conductor.leave()  # what is saved is saved
+
+    run_virtual(story())
+    assert [warning.split(" to the next")[0] for warning in world.recorder.warnings] == 2 * told
+    latest = tmp_path / "checkpoints" / "latest"
+    assert latest.exists() == (not told)
+
+
 @given(
     kind=st.sampled_from(list(STORIES)),
     deaths=st.lists(st.tuples(st.floats(0.1, 40.0), st.integers(0, 5)), max_size=4),
