@@ -74,7 +74,7 @@ class Run:
         psutil.process_iter.cache_clear()  # it would take a reused number for the process that had it before
         alive: dict[int, str] = {}
         ours = {process.pid for process in self._seen if process.is_running()}
-        for process in sorted(psutil.process_iter(), key=psutil.Process.create_time):  # parents before children
+        for process in sorted(psutil.process_iter(), key=_begun):  # parents before children
             with suppress(psutil.Error, OSError):
                 if {process.pid, process.ppid()} & ours or process.environ().get(MARK) == self.mark:
                     self._seen.add(process)
@@ -103,3 +103,11 @@ class Run:
             except ProcessLookupError:
                 continue
         self.process.wait(30)
+
+
+def _begun(process: psutil.Process) -> float:
+    """When it was started; one that has ended meanwhile goes first and is skipped."""
+    try:
+        return process.create_time()
+    except psutil.Error:
+        return 0.0
