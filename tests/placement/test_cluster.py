@@ -81,12 +81,9 @@ def reserved(address: str, cases: dict[str, list[str]]) -> dict[str, dict[str, l
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
-    ("device", "variable"),
-    [
-        ("cuda", "CUDA_VISIBLE_DEVICES"),
-        pytest.param("npu", "ASCEND_RT_VISIBLE_DEVICES", marks=pytest.mark.soak),  # the same way
-    ],
+    ("device", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")]
 )
 def test_devices_are_shared_out_over_two_nodes(device: str, variable: str, two_nodes: Callable[..., str]) -> None:
     node = {"num_gpus": 2} if device == "cuda" else {"resources": {"NPU": 2}}
