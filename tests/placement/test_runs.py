@@ -92,7 +92,9 @@ def test_a_gsm8k_file_is_trained_on_with_template_and_math_verify(start: Callabl
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("placement", [["colocate"], ["fully_async", "placement.max_staleness=0"]])
+@pytest.mark.parametrize(
+    "placement", [["colocate"], ["fully_async", "placement.max_staleness=0", "placement.in_flight=drain"]]
+)
 def test_the_second_model_family_is_generated_trained_and_pushed(
     placement: list[str], start: Callable[..., Run]
 ) -> None:
