@@ -32,7 +32,6 @@ class Device:
     shares_memory: bool = True  # trainer and engine fill the same memory, so that offloading frees some
     plugin: str | None = None  # module that registers the device type with torch
     packages: Mapping[str, str] = field(default_factory=dict)  # further ones it needs → what for
-    attention_packages: tuple[str, ...] = ()  # any one of them brings `attention`; none: torch has it
     toolkit: tuple[str, ...] | None = None  # command that shows driver and devices
     toolkit_variable: str | None = None  # names the toolkit's folder once its environment is sourced
     driver_paths: tuple[str, ...] = ()  # files of the driver that a container must be given

@@ -37,6 +37,7 @@ class Offload:
     def __init__(self, host: "TrainerRank", *, moves: bool):
         self.host, self.moves = host, moves
         self._copies: dict[TrainerPart, HostCopy] = {}  # kept while the part is on the device: pinning takes long
+        self._copy_here = host.state.copy
         host.state.copy = self.copy
 
     def offload(self, part: TrainerPart) -> None:
@@ -63,12 +64,14 @@ class Offload:
         for part in self.host.away & self._copies.keys():
             if self._copies[part].holds(tensor):
                 return self._copies[part].tensor(tensor)
-        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        return self._copy_here(tensor)
 
     # --- inside
 
     def _take_away(self, part: TrainerPart) -> None:
-        self.host.state.reshard()
+        for model in (self.host.model, self.host.reference):
+            if model is not None:
+                self.host.state.reshard(model)
         if part is TrainerPart.gradients:  # between steps there are none worth keeping
             self.host.optimizer.zero_grad()
         storages = _storages(self._tensors(part))

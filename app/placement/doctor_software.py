@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from importlib.util import find_spec
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -39,10 +38,6 @@ def software(config: RunConfig, device: Device) -> Iterator[Finding]:
         yield _present(package, purpose)
     if device.plugin is not None:
         yield _built_for_torch(device.plugin)
-    if device.attention_packages:
-        have = [name for name in device.attention_packages if find_spec(name) is not None]
-        told = f"{device.attention} by {have[0]}" if have else f"{device.attention} has no kernels"
-        yield judged("attention", bool(have), told, f"install one of {', '.join(device.attention_packages)}")
     shared = config.placement.kind is PlacementKind.colocate and device.shares_memory
     if shared and config.offload.engine and not config.rollout.urls:
         purpose = "releases the engine's memory while the trainer trains; else offload.engine=false"

@@ -64,6 +64,7 @@ class TrainerMemory:
             "masters": MASTER * self.shard,
             "gradients": MASTER * self.shard,
             **({"Adam": 2 * MASTER * self.shard} if adam else {}),
+            **({"reference": MASTER * self.shard + self.root} if self.config.algorithm.needs_reference else {}),
         }
 
     def staying(self) -> Items:
@@ -74,8 +75,6 @@ class TrainerMemory:
         }
         if self.snapshot is SnapshotPlace.device:
             items["last pushed weights"] = self.item * self.shard
-        if self.config.algorithm.needs_reference:
-            items["reference"] = MASTER * self.shard + self.root
         return items
 
     @property

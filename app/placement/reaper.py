@@ -1,9 +1,9 @@
 """Ends what a run started when its driver is gone, also when that was killed.
 
 A small process waits for the end of a pipe that the driver holds. Then it kills every process that carries the run's
-mark in its environment, which all of them inherited (Ray's, ours, SGLang's), and every descendant of
-such a process that it saw while the driver lived: what sets a title of its own may overwrite its environment, as Ray's
-agents do. Most end by themselves; those agents may wait a minute for a server that is gone as well.
+mark in its environment, which all of them inherited (Ray's, ours, SGLang's), and every descendant of such a process
+that it saw while the driver lived: what sets a title of its own may overwrite its environment, as Ray's agents do. Most
+end by themselves; those agents may wait a minute for a server that is gone as well.
 """
 
 import os

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -67,7 +67,7 @@ class RankState:
 
     def capture(self) -> int:
         """Copy everything to the host, wherever it is; returns this rank's bytes."""
-        self.reshard()
+        self.reshard(self.model)
         parameters = self._parameters()
         names = {parameter: name for name, parameter in parameters.items()}
         found = {MODEL + name: parameter for name, parameter in parameters.items()}
@@ -89,7 +89,7 @@ class RankState:
 
     def restore(self, folder: Path) -> None:
         """Take over a checkpoint's parameters, optimizer, schedule and random numbers. Nothing may be offloaded."""
-        self.reshard()
+        self.reshard(self.model)
         saved = _saved(folder)
         parameters = self._parameters()
         self._require_same(saved, folder)
@@ -118,9 +118,10 @@ class RankState:
     def _parameters(self) -> dict[str, Tensor]:
         return dict(named_checkpoint_tensors(self.model))
 
-    def reshard(self) -> None:
-        """A forward without a backward leaves the root's parameters gathered; shards are saved and restored."""
-        for module in self.model.modules():
+    @staticmethod
+    def reshard(model: nn.Module) -> None:
+        """A forward without a backward leaves the root's parameters gathered; shards are what is saved and moved."""
+        for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 

@@ -36,7 +36,7 @@ def first_version(
     max_k: int,
     is_causal: bool = False,
 ) -> Tensor:
-    """As torch 2.10 has it: no scale, no grouped heads."""
+    """As torch had it first: no scale, no grouped heads."""
     assert is_causal
     assert max_q == max_k == max(LENGTHS)
     assert key.shape == value.shape == query.shape

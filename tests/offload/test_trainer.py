@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from app.algorithm.schema import Kl
 from app.errors import SyncError, TrainerError
-from app.model.load import load
 from app.offload import trainer as module
 from app.offload.trainer import HostCopy, Offload
 from app.trainer.schema import TrainerConfig
@@ -26,6 +27,7 @@ from tests.weight_sync.support import make_push, make_trainer, started
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = list(TrainerPart)
+WITH_REFERENCE = replace(GRPO, kl=Kl.k3, kl_coefficient=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +43,9 @@ def groups(path: Path) -> list[ScoredGroup]:
 def two_steps(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup], *, offload: bool) -> dict[str, Any]:
     """Two steps; with `offload` everything leaves and comes back before, between and after them."""
     torch.manual_seed(0)
-    scenario = Scenario(GRPO, groups, trainer=TrainerConfig(lr=1e-3))
+    scenario = Scenario(WITH_REFERENCE, groups, trainer=TrainerConfig(lr=1e-3), reference=path)
     step = make_step(path, scenario, mesh)
-    host = Host(step, load(path, mesh=mesh, device="cpu").requires_grad_(False))
+    host = Host(step, step.reference)
     part = Offload(host, moves=True)  # type: ignore[arg-type]
     metrics, freed = [], []
     for version in (1, 2):
@@ -54,7 +56,7 @@ def two_steps(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup]
         freed.append(_there_and_back(host, part))
     assert host.reference is not None
     return {
-        "losses": [[line[name] for name in ("loss/policy", "grad_norm", "mismatch/kl")] for line in metrics],
+        "losses": [[line[name] for name in ("loss/total", "grad_norm", "mismatch/kl")] for line in metrics],
         "parameters": parameters(step.model),
         "optimizer": [full(value) for _, _, value in host.optimizer.state()],
         "reference": [full(value) for value in host.reference.parameters()],
@@ -63,16 +65,23 @@ def two_steps(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup]
 
 
 def _there_and_back(host: Host, part: Offload) -> int:
-    """Bytes of the parameters and the optimizer that were gone meanwhile."""
-    held = [*storages(host.model.parameters()), *storages(value for _, _, value in host.optimizer.state())]
-    before = sum(storage.nbytes() for storage in set(held))
+    """Bytes of parameters, reference and optimizer that were gone meanwhile; what a forward gathered stays gone."""
+    gathered = _held(host)
     for each in ALL:
         part.offload(each)
-    assert sum(storage.nbytes() for storage in held) == 0
+    assert sum(storage.nbytes() for storage in (*gathered, *_held(host))) == 0
     for each in ALL:
         part.onload(each)
-    assert sum(storage.nbytes() for storage in set(held)) == before
-    return before
+    return sum(storage.nbytes() for storage in set(_held(host)))
+
+
+def _held(host: Host) -> list[torch.UntypedStorage]:
+    assert host.reference is not None
+    return [
+        *storages(host.model.parameters()),
+        *storages(host.reference.parameters()),
+        *storages(value for _, _, value in host.optimizer.state()),
+    ]
 
 
 def on_ranks(mesh: DeviceMesh, path: Path, groups: Sequence[ScoredGroup]) -> dict[bool, dict[str, Any]]:
@@ -95,7 +104,7 @@ def test_training_is_the_same_to_the_last_bit(
         assert len(moved[kind]) == len(still[kind]) > 0
         assert all(torch.equal(one, other) for one, other in zip(moved[kind], still[kind], strict=True))
     first, second, third = moved["freed"]  # the optimizer has its state after the first update
-    assert 0 < 2.5 * first < second == third
+    assert 0 < 1.9 * first < second == third
 
 
 def test_pieces_smaller_than_a_tensor_keep_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,9 @@ def test_colocate_without_offload_keeps_both_sides() -> None:
 
 def test_a_reference_adds_its_shards_and_its_root() -> None:
     found = planned(QWEN3_4B, "device=cuda", "model=qwen3_4b", "algorithm.kl=k3", "algorithm.kl_coefficient=0.04")
-    reference = found["shared device", "generate"].items["reference"]
+    assert "reference" not in found["shared device", "generate"].items  # it leaves with the optimizer
+    assert "reference" not in found["shared device", "push"].items
+    reference = found["shared device", "backward of a layer"].items["reference"]
     assert reference == QWEN3_4B.parameters + (151_936 * 2560 + 2560) * 2  # a quarter of 4 bytes each, and the root
 
 
