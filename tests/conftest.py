@@ -29,7 +29,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     found = json.loads(path.read_text()) if path.exists() else {}
     for outcome in ("passed", "failed", "error"):
         for report in terminalreporter.stats.get(outcome, []):
-            found[report.nodeid] = {"outcome": outcome, "seconds": round(report.duration, 1), **machine()}
+            name = report.nodeid.removeprefix("tests/")
+            found[name] = {"outcome": outcome, "seconds": round(report.duration, 1), **machine()}
     path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 

@@ -53,10 +53,10 @@ class Device:
 
     def count(self) -> int:
         """Devices of this kind on this machine; cores where the device is the CPU."""
+        if self.kind is DeviceKind.cpu:
+            return os.cpu_count() or 1
         import torch
 
-        if self.kind is DeviceKind.cpu:
-            return torch.get_num_threads()
         module = getattr(torch, self.torch_type, None)
         return module.device_count() if module is not None and module.is_available() else 0
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import ConfigError
-from app.model.hub import transformers
+from app.model.hub import general_tokenizer, transformers
 from app.model.schema import ModelConfig
 
 CONFIG = "config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any one of them
+GENERAL = "TokenizersBackend"  # what tokenizer_config.json calls the class of `general_tokenizer`
 SHAPES = (
     "model_type",
     "vocab_size",
@@ -46,6 +47,8 @@ def locate(config: ModelConfig, *, seed: int) -> Path:
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a model directory. Raises `ConfigError` when its files cannot be read."""
     try:
+        if _declared_tokenizer(path) == GENERAL:
+            return general_tokenizer().from_pretrained(path)
         return transformers().AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -73,6 +76,13 @@ def require_window(path: Path, *, tokens: int, attention: str) -> None:
             f"model.path={path} is not accepted: its window of {window} tokens is not built for this device; "
             f"give rollout.max_prompt_tokens and rollout.max_completion_tokens of at most {window} together."
         )
+
+
+def _declared_tokenizer(path: Path) -> str | None:
+    """The class that the tokenizer was saved as; None where the directory does not say, or brings its own."""
+    file = path / "tokenizer_config.json"
+    said = json.loads(file.read_text()) if file.is_file() else {}
+    return said.get("tokenizer_class") if "auto_map" not in said else None
 
 
 def _names_a_file(path: str) -> bool:

@@ -5,6 +5,7 @@ Every module of this application that needs transformers gets it from here; app/
 
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 from app.device.torchvision import define_operators
 
@@ -17,3 +18,13 @@ def transformers() -> ModuleType:
 
     package.utils.logging.disable_progress_bar()
     return package
+
+
+def general_tokenizer() -> Any:
+    """transformers' class for whatever tokenizer.json describes. Unlike its `AutoTokenizer` it does not import torch.
+
+    That would be seconds at every start and 200 MB in every process that only needs a tokenizer.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast

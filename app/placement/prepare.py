@@ -11,7 +11,6 @@ from typing import Any
 import app.data.build as data
 from app.config import RunConfig
 from app.device import device_of
-from app.device.torchvision import define_operators
 from app.errors import ConfigError
 from app.model.directory import load_tokenizer, locate, require_window
 from app.rollout.server import port_is_free
@@ -26,7 +25,6 @@ class Prepared:
 
 def prepare(config: RunConfig, doing: Callable[[str], None]) -> Prepared:
     """Raises `ConfigError` for a device, model, data set or port that cannot be used."""
-    define_operators()
     device_of(config.device.kind).require()
     _require_ports(config)
     doing("preparing the model")
@@ -37,7 +35,7 @@ def prepare(config: RunConfig, doing: Callable[[str], None]) -> Prepared:
         tokens=rollout.max_prompt_tokens + rollout.max_completion_tokens,
         attention=device_of(config.device.kind).attention,
     )
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
     doing("preparing the data")
     prompts = data.build(config.data, tokenizer, seed=config.seed, max_prompt_tokens=config.rollout.max_prompt_tokens)
     return Prepared(path, tokenizer, prompts)

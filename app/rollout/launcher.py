@@ -15,11 +15,10 @@ from typing import Any
 
 from app.device.torchvision import define_operators
 from app.process import die_with_parent
+from app.rollout.server import KEY_VARIABLE, PARENT_VARIABLE
 
-KEY_VARIABLE = "POSTTRAIN_ENGINE_KEY"
-PARENT_VARIABLE = "POSTTRAIN_ENGINE_PARENT"
-# SGLang would take over a minute to leave after one of its processes crashed; whoever wants the dumps sets them to 1
 EXPANDABLE = "expandable_segments"
+# SGLang would take over a minute to leave after one of its processes crashed; whoever wants the dumps sets them to 1
 CRASH_DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.errors import EngineError, EngineLost
-from app.rollout.launcher import KEY_VARIABLE, PARENT_VARIABLE
 
+KEY_VARIABLE = "POSTTRAIN_ENGINE_KEY"  # environment of the server, read by the launcher
+PARENT_VARIABLE = "POSTTRAIN_ENGINE_PARENT"
 LOG_TAIL_LINES = 12
 STOP_SECONDS = 5.0
 

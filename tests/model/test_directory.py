@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from app.errors import ConfigError
-from app.model.directory import load_tokenizer, locate, require_window
+from app.model.directory import GENERAL, load_tokenizer, locate, require_window
+from app.model.hub import transformers
 from app.model.schema import ModelConfig
 from tests.model.support import save_qwen3
 
@@ -44,6 +45,16 @@ def test_a_broken_tokenizer_is_one_sentence(tmp_path: Path) -> None:
     (path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="tokenizer can be read"):
         load_tokenizer(path)
+
+
+def test_a_tokenizer_of_the_general_class_is_the_one_that_transformers_chooses(tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path / "qwen3")
+    assert json.loads((path / "tokenizer_config.json").read_text())["tokenizer_class"] == GENERAL
+    ours, theirs = load_tokenizer(path), transformers().AutoTokenizer.from_pretrained(path)
+    assert type(ours) is type(theirs)
+    assert repr(ours) == repr(theirs)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours("1+2=") == theirs("1+2=")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,42 @@
+"""What is looked at before a run's folder exists."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from app.placement.prepare import prepare
+from tests.model.support import save_qwen3
+from tests.placement.compose import composed
+
+OWN = """
+from transformers import PreTrainedTokenizerFast
+
+class Own(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def test_a_models_own_tokenizer_is_loaded_only_where_its_code_is_trusted(tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path / "qwen3")
+    (path / "own.py").write_text(OWN)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    for trusted in (True, False):
+        prepared = prepare(composed(f"model.path={path}", f"model.trust_remote_code={trusted}"), lambda _: None)
+        assert (type(prepared.tokenizer).__name__ == "Own") == trusted
+
+
+def test_a_run_of_the_tiny_model_is_prepared_without_torch(tiny_model: Path) -> None:
+    """It would take the driver and every engine's host seconds at each start, and memory for as long as they live."""
+    code = """
+import sys
+import app.placement.build, app.placement.actors
+from app.placement.prepare import prepare
+from tests.placement.compose import composed
+tokens = prepare(composed(), print).tokenizer("1+2=")["input_ids"]
+print(len(tokens), "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "4 False"
