@@ -83,9 +83,16 @@ class Run:
                         alive[process.pid] = " ".join(process.cmdline()).strip()
         return alive
 
-    def pid_of(self, part: str) -> int:
-        """The process whose command line contains `part`."""
-        return next(pid for pid, command in self.processes().items() if part in command)
+    def pid_of(self, part: str, seconds: float = 60) -> int:
+        """The process whose command line contains `part`; it may just be started anew."""
+        deadline = time.monotonic() + seconds
+        while True:
+            alive = self.processes()
+            for pid, command in alive.items():
+                if part in command:
+                    return pid
+            assert time.monotonic() < deadline, f"no {part} within {seconds} s among {alive}"
+            time.sleep(0.2)
 
     def gone_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
