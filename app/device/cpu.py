@@ -3,8 +3,6 @@
 from app.device.base import Device
 from app.device.schema import DeviceKind
 
-YIELDING = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that wait give their core to another process
-
 DEVICE = Device(
     kind=DeviceKind.cpu,
     torch_type="cpu",
@@ -26,9 +24,7 @@ DEVICE = Device(
         "SGLANG_PLATFORM": "torch_cpu",
         "POSTTRAIN_ENGINE_DEVICE": "cpu",
         "SGLANG_MAMBA_CONV_DTYPE": "float32",  # the state of linear attention's convolution; bfloat16 by default
-        **YIELDING,
     },
-    trainer_env=YIELDING,
     shares_memory=False,
     card="this machine's memory",
     trainer_runtime_gib=0.7,

@@ -1,5 +1,5 @@
 """What we add to SGLang, through its public entry points only: a platform for plain-torch CPUs, its attention, the
-kernels that Qwen3.5 needs there, and delta pushes.
+kernels that Qwen3.5 needs there, rest while it is paused, and delta pushes.
 
 Inactive unless the server was started by us (`POSTTRAIN_ENGINE_DEVICE`), so that installing this package changes
 nothing for other uses of SGLang in the same environment.
@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 DEVICE_VARIABLE = "POSTTRAIN_ENGINE_DEVICE"
+TAKES_REQUESTS = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
 CHOOSES_START_METHOD = "sglang.srt.entrypoints.engine._set_envs_and_config"
 
 
@@ -32,6 +33,7 @@ def load() -> None:
         attention.register()
         gated_delta.register()
         HookRegistry.register(CHOOSES_START_METHOD, fork_children, HookType.AFTER)
+        HookRegistry.register(TAKES_REQUESTS, rest_while_paused, HookType.AFTER)
 
 
 def fork_children(result: Any, *_: Any, **__: Any) -> Any:
@@ -40,4 +42,12 @@ def fork_children(result: Any, *_: Any, **__: Any) -> Any:
     Without a device they may be forked: they start at once and share the memory of what was imported.
     """
     multiprocessing.set_start_method("fork", force=True)
+    return result
+
+
+def rest_while_paused(result: Any, scheduler: Any, *_: Any) -> Any:
+    """A paused scheduler asks for requests without end, which takes a core from the trainer; `--sleep-on-idle` is only
+    minded by one that runs. It wakes with the next request."""
+    if scheduler._engine_paused:
+        scheduler.maybe_sleep_on_idle()
     return result

@@ -29,7 +29,7 @@ def test_a_models_own_tokenizer_is_loaded_only_where_its_code_is_trusted(tmp_pat
 
 
 def test_a_run_of_the_tiny_model_is_prepared_without_torch(tiny_model: Path) -> None:
-    """It would take the driver and every engine's host seconds at each start, and memory for as long as they live."""
+    """Its import takes seconds and 200 MB; an engine's host never needs it."""
     code = """
 import sys
 import app.placement.build, app.placement.actors

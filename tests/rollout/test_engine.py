@@ -1,9 +1,11 @@
 """What a real SGLang server samples through its host: groups, log-probabilities, pauses, aborts."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -110,6 +112,37 @@ def test_a_paused_group_continues_when_resumed(how: InFlight, engine: RemoteEngi
     assert_whole(completions, given)
     assert not any(completion.finish_reason is FinishReason.abort for completion in completions)
     assert_logprobs(tiny_model, completions, given)
+
+
+@pytest.mark.parametrize("how", [InFlight.drain, InFlight.retract])
+def test_a_paused_engine_leaves_the_cores_to_others_and_wakes_at_once(how: InFlight, engine: RemoteEngine) -> None:
+    """SGLang's own loop would take a whole core while the trainer trains."""
+
+    async def run() -> tuple[float, float]:
+        task = await in_flight(engine, request(group_size=8, temperature=HOT, max_tokens=60))
+        await engine.pause(how)
+        busy = scheduler_seconds()
+        await asyncio.sleep(2.0)
+        busy = scheduler_seconds() - busy
+        resumed = time.perf_counter()
+        await engine.resume()
+        answered = time.perf_counter() - resumed
+        await asyncio.wait_for(task, 30)
+        return busy, answered
+
+    busy, answered = asyncio.run(run())
+    assert busy < 0.5
+    assert answered < 0.5
+
+
+def scheduler_seconds() -> float:
+    """CPU time of the schedulers of this session's engines."""
+    psutil.process_iter.cache_clear()
+    found = [
+        each for each in psutil.Process().children(recursive=True) if "sglang::scheduler" in " ".join(each.cmdline())
+    ]
+    assert found
+    return sum(sum(each.cpu_times()[:2]) for each in found)
 
 
 def test_drain_waits_for_what_is_in_flight_and_holds_what_comes_after(engine: RemoteEngine) -> None:
