@@ -110,6 +110,10 @@ def sentence(error: Exception) -> str:
     if cause is not None and lines and lines[0].startswith("Error merging override"):
         lines[0] = lines[0].removeprefix("Error merging override").strip() + " is not accepted:"
         lines += [line.strip() for line in str(cause).splitlines()]
+    if choice := re.search(r"Could not find '(.+)/([^/]*)'", lines[0] if lines else ""):
+        start = next((at for at, line in enumerate(lines) if line.startswith("Available options")), len(lines))
+        options = ", ".join(line for line in lines[start + 1 :] if re.fullmatch(r"\w+", line))
+        return f"{choice[1]}={choice[2]} is not accepted: give one of {options or 'none: there is no such group'}."
     key = next((line.removeprefix("full_key:").strip() for line in lines if line.startswith("full_key:")), "")
     unknown = re.match(r"Could not override '([^']+)'", lines[0]) if lines else None
     if unknown or (lines and re.match(r"Key '.+' not in '", lines[0])):

@@ -53,8 +53,10 @@ class Validate(Callback):
             if resolved.mode is Mode.export:
                 _export(resolved, config)
             from app.placement.prepare import prepare
+            from app.reward.scorer import require
 
             prepare(resolved, doing=lambda _: None)
+            require(resolved.reward)
         except (ConfigError, RunError) as error:
             say(error)
             raise SystemExit(exit_code(error)) from None
@@ -195,5 +197,6 @@ def _export(config: RunConfig, composed: DictConfig) -> None:
 
 
 def _given_folder(composed: DictConfig) -> str:
-    """`hydra.run.dir` as it was given; the default of a new run names no existing folder."""
-    return OmegaConf.to_container(composed.hydra.run, resolve=False)["dir"]  # type: ignore[index,call-overload]
+    """`hydra.run.dir` as it was given, or a path that is none: the default of a new run names no existing folder."""
+    given: str = OmegaConf.to_container(composed.hydra.run, resolve=False)["dir"]  # type: ignore[index,call-overload]
+    return "<not given>" if "${" in given else given

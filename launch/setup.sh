@@ -9,7 +9,7 @@ if [ "$(cat .venv/installed 2>/dev/null || true)" != "$wanted" ]; then
     echo "launch/setup.sh: $python is $("$python" --version 2>&1); Python 3.11 or 3.12 is needed (set PYTHON=...)" >&2
     exit 2
   }
-  echo "Setting up .venv for $1 (once; about two minutes and 3 GB) ..." >&2
+  echo "Setting up .venv for $1 (once; some minutes and 3 GB) ..." >&2
   [ -x .venv/bin/python ] || "$python" -m venv .venv
   pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet)
   "${pip[@]}" install -r "$requirements".txt

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 COMPOSED = [  # overrides, what the sentence must contain
-    (["model=foo"], ["model/foo", "tiny", "qwen35_9b"]),
+    (["model=foo"], ["model=foo", "tiny", "qwen35_9b"]),
+    (["experiment=npu9"], ["experiment=npu9", "npu8_fully_async_9b"]),
+    (["sweep=foo"], ["sweep=foo", "algorithms_placements"]),
+    (["reward._target_=no_such.thing"], ["reward._target_=no_such.thing", "no module no_such"]),
+    (["reward._target_=math.no_such"], ["reward._target_=math.no_such", "module math has no no_such"]),
     (["steps=abc"], ["steps=abc", "Integer"]),
     (["stepz=3"], ["stepz", "did you mean steps"]),
     (["+stepz=3"], ["stepz", "did you mean steps"]),

@@ -77,8 +77,8 @@ def _checkpoint(config: RunConfig, folder: Path) -> Path:
     if path is None:
         key, value = ("resume", config.resume) if given else ("hydra.run.dir", str(folder))
         raise ConfigError(
-            f"{key}={value} is not accepted: give the folder of a run that has checkpoints, or "
-            "resume=<path> of a checkpoint."
+            f"{key}={value} is not accepted: give the folder of a run that has checkpoints (checkpoint.every=… saves "
+            "them; there are none by default), or resume=<path> of a checkpoint."
         )
     return path
 

@@ -8,6 +8,7 @@ more than `max_failed_fraction` of a step's trajectories have failed, scoring ra
 """
 
 import asyncio
+import os
 import queue
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -155,6 +156,12 @@ class Scorer:
         plain = {name: 0.0 if isinstance(value, Failure) else value for name, value in found.items()}
         total = 0.0 if failed else sum(part.weight * plain[part.name] for part in self._parts)
         return replace(trajectory, reward=total, reward_parts=plain)
+
+
+def require(config: RewardConfig) -> None:
+    """Raise `ConfigError` where a user's own reward cannot be loaded; tried in a process of its own, as in a run."""
+    if config._target_ is not None:
+        Scorer(replace(config, workers=1), log=Path(os.devnull)).close()
 
 
 def _parts_of(config: RewardConfig) -> list[Part]:

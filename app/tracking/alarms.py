@@ -84,7 +84,18 @@ def _no_spread(steps: Steps) -> str | None:
 
 
 def _mismatch(steps: Steps) -> str | None:
-    return _exploded(steps, "mismatch/kl", "The engine's and the trainer's log-probabilities differ", 1e-3, 0.1)
+    """Only where nothing was stale: else the sampler was an older policy, and has to differ."""
+    what = "The engine's and the trainer's log-probabilities differ"
+    return None if _stale_now(steps) else _exploded(steps, "mismatch/kl", what, 1e-3, 0.1)
+
+
+def _drift(steps: Steps) -> str | None:
+    what = "The policy that is trained is far from those that sampled"
+    return _exploded(steps, "mismatch/kl", what, 0.1, 0.3) if _stale_now(steps) else None
+
+
+def _stale_now(steps: Steps) -> bool:
+    return max(last(steps, "staleness/max", 1), default=0.0) > 0
 
 
 def _kl(steps: Steps) -> str | None:
@@ -182,9 +193,10 @@ RULES: dict[str, tuple[Callable[[Steps], str | None], str]] = {
     ),
     "mismatch": (
         _mismatch,
-        "Try weight_sync.verify=always (did the weights arrive?), the same dtype in both, algorithm.correction=tis or "
-        "icepop, and a smaller placement.max_staleness.",
+        "Try weight_sync.verify=always (did the weights arrive?), the same dtype in both, and algorithm.correction=tis "
+        "or icepop.",
     ),
+    "drift": (_drift, "Try a smaller trainer.lr or placement.max_staleness, or algorithm.correction=icepop."),
     "KL": (_kl, "Try a smaller trainer.lr, fewer algorithm.updates_per_step, or algorithm.kl=k3 with a coefficient."),
     "all completions truncated": (
         _truncated,

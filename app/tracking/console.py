@@ -39,8 +39,9 @@ class RunConsole:
         elif not self._fancy:
             self._print(Text(f"{text} …", "dim"))
 
-    def resume(self, step: int) -> None:
-        """The run goes on after `step`."""
+    def resume(self, step: int, first_accuracy: float | None = None) -> None:
+        """The run goes on after `step`; `first_accuracy` is that of its very first evaluation, where it had one."""
+        self._first_accuracy = first_accuracy
         self._print(Text(f"goes on after step {step}", "bold"))
         if self._progress is not None:
             self._progress.update(self._task, completed=step)

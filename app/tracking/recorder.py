@@ -73,7 +73,7 @@ class RunRecorder:
         for row in jsonl.read(self.folder / jsonl.NAME):
             self._summary.add(row["step"], row)
         self._summary.write()
-        self._console.resume(step)
+        self._console.resume(step, self._summary.values.get("eval/accuracy_first"))
 
     def doing(self, text: str) -> None:
         """Show what the run is busy with where no step says so ("starting the engine")."""

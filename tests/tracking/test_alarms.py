@@ -43,6 +43,7 @@ def test_a_healthy_run_and_a_run_without_numbers_raise_nothing():
     [
         ("groups without spread", {"reward/zero_spread_fraction": 1.0}, 3),
         ("mismatch", {"mismatch/kl": 0.01}, 1),
+        ("drift", {"mismatch/kl": 0.5, "staleness/max": 1.0}, 1),
         ("KL", {"kl/old": 0.5}, 1),
         ("entropy collapse", {"entropy": 0.04}, 1),
         ("all completions truncated", {"completion/truncated_fraction": 1.0}, 2),
@@ -62,6 +63,11 @@ def test_an_alarm_comes_back_only_after_it_was_over_and_some_quiet_steps():
     trouble = {**HEALTHY, "mismatch/kl": 0.5}
     flicker = [trouble, HEALTHY] * 60
     assert [step for step, _ in run(healthy(10) + flicker)] == [11, 31, 111]
+
+
+def test_an_older_policy_that_sampled_is_no_mismatch():
+    """What would be one on-policy: the engine had another policy, and is right to differ."""
+    assert run([*healthy(10), {**HEALTHY, "mismatch/kl": 0.09, "staleness/max": 1.0}], max_staleness=2) == []
 
 
 def test_low_entropy_is_no_alarm_where_the_answers_are_right():

@@ -55,7 +55,7 @@ def test_a_warning_is_said_once_for_each_text(tmp_path, caplog):
     assert [record.message for record in caplog.records] == ["odd", "other"]
 
 
-def test_a_resumed_run_forgets_later_steps_and_its_summary_speaks_of_the_whole_run(tmp_path, group, metrics):
+def test_a_resumed_run_forgets_later_steps_and_its_summary_speaks_of_the_whole_run(tmp_path, group, metrics, capsys):
     with RunRecorder(RunConfig(steps=6), tmp_path) as recorder:
         recorder.evaluated(0, {"eval": {"accuracy": 0.25}})
         for step in (1, 2, 3):
@@ -71,6 +71,7 @@ def test_a_resumed_run_forgets_later_steps_and_its_summary_speaks_of_the_whole_r
     content = summary(tmp_path)
     assert (content["steps"], content["total/completion_tokens"]) == (4, 400)
     assert (content["eval/accuracy_first"], content["eval/accuracy_last"]) == (0.25, 0.5)
+    assert "+25.0 points since the first" in capsys.readouterr().out
 
 
 def test_several_evaluation_sets_keep_their_names_and_the_accuracy_is_their_mean():
