@@ -192,6 +192,7 @@ def test_a_server_that_dies_at_its_start_shows_the_end_of_its_log(
     assert "unrecognized arguments: --no-such-flag 1" in message
 
 
+@pytest.mark.soak
 def test_a_server_ends_with_its_host(ray_session: None, tiny_model: Path, tmp_path: Path) -> None:
     """Killed while it starts, when its children do not listen for its death yet."""
     server = server_spec(tiny_model, tmp_path, name="engine 8")

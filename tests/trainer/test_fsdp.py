@@ -71,6 +71,7 @@ async def step(trainer: FsdpTrainer, version: int, groups: list[ScoredGroup]) ->
     return await trainer.finish_step()
 
 
+@pytest.mark.soak
 def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(trainer: FsdpTrainer, tmp_path: Path) -> None:
     groups = scored_groups(4, shortest=2)
 
