@@ -1,9 +1,9 @@
 """Attention that keeps packed sequences apart, under a name of its own in transformers' `AttentionInterface`.
 
 `packed` runs torch's varlen kernel where there is one (16-bit, newer torch, not on a CPU), which takes the borders as
-they are; elsewhere torch's causal scaled-dot-product attention on buckets of similar length: exact, on every
-device and dtype, and the fastest on CPU. Linear attention (Qwen3.5's gated delta-net) must not see over a border
-either: `keep_apart` runs such a mixer on the same buckets, which is right with any kernel, torch's reference included.
+they are; elsewhere torch's causal scaled-dot-product attention on buckets of similar length: exact, on every device and
+dtype, and the fastest on CPU. Linear attention (Qwen3.5's gated delta-net) must not see over a border either:
+`keep_apart` runs such a mixer on the same buckets, which is right with any kernel, torch's reference included.
 """
 
 import inspect

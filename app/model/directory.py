@@ -50,9 +50,10 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
         if _declared_tokenizer(path) == GENERAL:
             return general_tokenizer().from_pretrained(path)
         return transformers().AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers and tokenizers let through whatever a broken file makes of them
+        why = f"{type(error).__name__}: {_first_line(error)}"
         raise ConfigError(
-            f"model.path={path} is not accepted: give a directory whose tokenizer can be read ({_first_line(error)})."
+            f"model.path={path} is not accepted: give a directory whose tokenizer can be read ({why})."
         ) from error
 
 

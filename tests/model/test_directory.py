@@ -40,9 +40,12 @@ def test_a_hub_model_that_cannot_be_fetched_is_one_sentence(monkeypatch: pytest.
         locate(ModelConfig(path="nobody/nothing"), seed=0)
 
 
-def test_a_broken_tokenizer_is_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "content"), [("tokenizer.json", "{"), ("tokenizer.json", "{}"), ("tokenizer_config.json", "[]")]
+)
+def test_a_broken_tokenizer_is_one_sentence(file: str, content: str, tmp_path: Path) -> None:
     path = save_qwen3(tmp_path / "qwen3")
-    (path / "tokenizer.json").write_text("{")
+    (path / file).write_text(content)
     with pytest.raises(ConfigError, match="tokenizer can be read"):
         load_tokenizer(path)
 
