@@ -79,10 +79,10 @@ class Server:
             )
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
         environment = {
+            PARENT_VARIABLE: str(os.getpid()),  # first: a process whose first variable is changed can take no title
             **os.environ,
             **self.spec.environment,
             KEY_VARIABLE: self.spec.key,
-            PARENT_VARIABLE: str(os.getpid()),
         }
         with self.spec.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(

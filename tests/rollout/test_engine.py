@@ -121,11 +121,13 @@ def test_a_paused_engine_leaves_the_cores_to_others_and_wakes_at_once(how: InFli
     async def run() -> tuple[float, float]:
         task = await in_flight(engine, request(group_size=8, temperature=HOT, max_tokens=60))
         await engine.pause(how)
-        busy = scheduler_seconds()
-        await asyncio.sleep(2.0)
-        busy = scheduler_seconds() - busy
-        resumed = time.perf_counter()
-        await engine.resume()
+        try:
+            busy = scheduler_seconds()
+            await asyncio.sleep(2.0)
+            busy = scheduler_seconds() - busy
+        finally:  # the engine is the session's
+            resumed = time.perf_counter()
+            await engine.resume()
         answered = time.perf_counter() - resumed
         await asyncio.wait_for(task, 30)
         return busy, answered

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from app.errors import EngineError
 from app.rollout.host import address
 from app.rollout.launcher import forbid_expandable_segments
-from app.rollout.server import Server, free_port, port_is_free
+from app.rollout.server import PARENT_VARIABLE, Server, ServerSpec, free_port, port_is_free
 from tests.rollout.support import KEY, server_spec
 
 
@@ -35,6 +36,28 @@ def test_a_port_that_is_in_use_is_refused_with_one_sentence(tmp_path: Path) -> N
         with pytest.raises(EngineError, match=rf"^engine 3: rollout\.port={port} is not accepted: the port is in use"):
             asyncio.run(Server(spec).start())
     assert port_is_free("127.0.0.1", free_port())
+
+
+def test_a_server_can_take_a_title_whatever_variables_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Process lists show "sglang::scheduler" by it, and our tests find the scheduler by it."""
+    code = (
+        "import os, pathlib\n"
+        f"for name in set(os.environ) - {{{PARENT_VARIABLE!r}}}: os.environ[name] += '; changed'\n"
+        "import setproctitle\n"
+        "setproctitle.setproctitle('engine::title')\n"
+        "print(pathlib.Path('/proc/self/cmdline').read_bytes().rstrip(b'\\0').decode())\n"
+    )
+    monkeypatch.setattr(ServerSpec, "command", lambda spec: [sys.executable, "-c", code])
+    server = Server(server_spec(tmp_path, tmp_path, name="engine 0"))
+
+    async def run() -> None:
+        await server.start()
+        await asyncio.wait_for(server.died(), 30)
+
+    asyncio.run(run())
+    assert server.tail().strip() == "| engine::title"
 
 
 def test_an_address_of_six_groups_gets_brackets() -> None:
