@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from app.model.load import load
 from app.model.policy import named_checkpoint_tensors
 from tests.model.support import batch, weights
+from tests.trainer.ranks import processes
 
 Result = dict[str, Any]
 Runs = list[list[Result]]  # by options, by model
@@ -21,8 +21,7 @@ Runs = list[list[Result]]  # by options, by model
 
 def run(paths: list[Path], out: Path, options: list[dict[str, Any]]) -> dict[int, Runs]:
     """Load, forward and backward each model with each set of `load`'s options, on one gloo rank and on two."""
-    rendezvous = out.with_suffix(".rendezvous")
-    mp.spawn(_rank, (rendezvous, paths, out, options), nprocs=2, join=True)  # type: ignore[attr-defined]
+    processes(_rank, (out.with_suffix(".rendezvous"), paths, out, options), 2)
     return torch.load(out)
 
 

@@ -76,14 +76,14 @@ def test_a_run_survives_kill_9_of_driver_engine_and_trainer(start: Callable[...,
     kill(run, "driver")
     assert run.summary()["status"] == "running"  # nobody could say otherwise
     saved, reached = state(run.folder)["step"], run.metrics()[-1]["step"]
-    run = start("steps=40", *overrides)
+    run = start("steps=24", *overrides)
     run.wait_for_step(reached + 2)  # the lines of the life before stand there until it is resumed
     kill(run, "engine")
     run.wait_for_step(run.metrics()[-1]["step"] + 2)
     kill(run, "rank")
     assert run.wait(200) == 0, run.text
     assert run.gone_within(15), run.processes()
-    assert_ledger(run.folder, 40)
+    assert_ledger(run.folder, 24)
     steps = run.metrics()
     assert max(line["staleness/max"] for line in steps) <= 2
     on_policy = [line for line in steps if line["staleness/max"] == 0]

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from app.device.torchvision import define_operators
 from tests.trainer.support import Result, Scenario, play
-
 
 def play_on(ranks: int, path: Path, scenarios: dict[str, Scenario], out: Path) -> dict[str, Result]:
     """Every scenario, one after the other, on `ranks` gloo ranks."""
@@ -26,9 +26,14 @@ def _play_all(mesh: DeviceMesh, path: Path, scenarios: dict[str, Scenario]) -> d
 
 def run_on(ranks: int, work: Callable[..., Any], out: Path, *arguments: Any) -> Any:
     """What `work`, a module's function, returns on rank 0; it gets the ranks' mesh first."""
-    rendezvous = out.with_suffix(".rendezvous")
-    mp.spawn(_rank, (ranks, rendezvous, work, arguments, out), nprocs=ranks, join=True)  # type: ignore[attr-defined]
+    processes(_rank, (ranks, out.with_suffix(".rendezvous"), work, arguments, out), ranks)
     return torch.load(out, weights_only=False)
+
+
+def processes(work: Callable[..., None], arguments: tuple[Any, ...], number: int) -> None:
+    """`work(index, *arguments)` in processes forked from one that imported what they need and did nothing yet."""
+    set_forkserver_preload(["tests.trainer.imported"])
+    mp.start_processes(work, arguments, nprocs=number, start_method="forkserver")  # type: ignore[attr-defined]
 
 
 def _rank(

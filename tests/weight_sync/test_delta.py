@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -25,6 +24,7 @@ from app.weight_sync.delta import Delta, envelope_room
 from app.weight_sync.plan import Bucket, TensorMeta, plan_buckets
 from app.weight_sync.schema import SyncMode, WeightSyncConfig, validate_mode
 from tests.placement.compose import composed
+from tests.trainer.ranks import processes
 
 ROWS, ROW = 6, 10
 SHAPES = {"up": (ROWS, ROW), "gate": (ROWS, ROW), "down": (ROW, ROWS), "odd": (7,), "big": (301, 257), "decay": (3,)}
@@ -321,7 +321,7 @@ ROUNDS = 3
 
 def test_two_ranks_make_the_message_of_one(tmp_path: Path) -> None:
     """Shards of even, odd and fewer rows than ranks, where rank 0 keeps the message, and where both do."""
-    mp.spawn(_rank, (tmp_path / "rendezvous", tmp_path), nprocs=2, join=True)  # type: ignore[attr-defined]
+    processes(_rank, (tmp_path / "rendezvous", tmp_path), 2)
     together = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     alone = _messages(SHARDED, everywhere=True)
     assert len(alone) == ROUNDS
