@@ -216,4 +216,5 @@ class Recovery:
 
 
 def first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0]
+    """Without what announces the lines that follow."""
+    return str(error).splitlines()[0].removesuffix("; its last lines:")

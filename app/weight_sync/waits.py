@@ -53,7 +53,7 @@ class Waits:
         bug = next((error for error in errors.values() if not isinstance(error, RunError)), None)
         if bug is not None:
             return bug
-        said = "; ".join(str(error) if who in str(error) else f"{who}: {error}" for who, error in errors.items())
+        said = "; ".join(_named(who, error) for who, error in errors.items())
         failure = SyncError(f"push of policy {self.version} failed at {phase}: {said}")
         failure.__cause__ = next(iter(errors.values()))
         return failure
@@ -68,6 +68,10 @@ async def give_up_on(work: Work, seconds: float) -> None:
         if task in waiting:
             log.warning("gave up waiting for %s", who)
         elif isinstance(error := task.exception(), RunError):
-            log.warning("giving up: %s: %s", who, error)
+            log.warning("giving up: %s", _named(who, error))
         elif error is not None:
             raise error
+
+
+def _named(who: str, error: BaseException) -> str:
+    return str(error) if who in str(error) else f"{who}: {error}"

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from app.device.torchvision import define_operators
 from tests.trainer.support import Result, Scenario, play
 
+
 def play_on(ranks: int, path: Path, scenarios: dict[str, Scenario], out: Path) -> dict[str, Result]:
     """Every scenario, one after the other, on `ranks` gloo ranks."""
     return run_on(ranks, _play_all, out, path, scenarios)
