@@ -12,10 +12,9 @@ if [ "$(cat .venv/installed 2>/dev/null || true)" != "$wanted" ]; then
   echo "Setting up .venv for $1 (once; some minutes and 3 GB) ..." >&2
   [ -x .venv/bin/python ] || "$python" -m venv .venv
   pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet)
-  # --no-compile: Python compiles what it imports, a fraction of what is installed
-  "${pip[@]}" install --no-compile -r "$requirements".txt
+  "${pip[@]}" install -r "$requirements".txt
   # these name the accelerator stack as requirements, which this device does not have
-  "${pip[@]}" install --no-compile --no-deps -r "$requirements"-no-deps.txt
+  "${pip[@]}" install --no-deps -r "$requirements"-no-deps.txt
   "${pip[@]}" install --no-deps --editable .
   echo "$wanted" > .venv/installed
 fi
