@@ -117,6 +117,7 @@ def test_aborted_members_that_were_still_waiting_are_empty(own: Own) -> None:
     assert sum(not each for each in tokens) >= 4
 
 
+@pytest.mark.soak  # its deadline takes 10 s, and the soaks of recovery have it twenty times
 def test_a_scheduler_that_stands_still_is_found_while_nothing_is_in_flight(own: Own, tmp_path: Path) -> None:
     """Its HTTP side goes on answering `/health`."""
     engine = remote(host_spec(tmp_path, name="engine 10", url=own.url, key=KEY))
