@@ -19,8 +19,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from app import config as configuration
 from app.config import Mode, RunConfig
+from app.config import compose as configuration
 from app.errors import ConfigError, Interrupted, RunError, expect
 
 CONFIG_EXIT, FAILED_EXIT, INTERRUPTED_EXIT = 2, 1, 130
@@ -52,7 +52,7 @@ class Validate(Callback):
                 _report(config)
             if resolved.mode is Mode.export:
                 _export(resolved, config)
-            from app.placement.prepare import prepare
+            from app.mode.preflight import prepare
             from app.reward.scorer import require
 
             prepare(resolved, doing=lambda _: None)
@@ -66,7 +66,7 @@ class Validate(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """A table over the runs of a sweep."""
-        from app.tracking.sweep import table
+        from app.tracking.report.sweep import table
 
         folder = Path(str(config.hydra.sweep.dir))
         if any(folder.glob("*/summary.json")):
@@ -84,15 +84,15 @@ def main(composed: DictConfig) -> float:
             return float(code)
         folder = Path(HydraConfig.get().runtime.output_dir)
         if config.mode is Mode.parity:
-            from app.placement.parity import compare
+            from app.mode.parity.compare import compare
 
             return _parity(*compare(config, folder))
         if config.mode is Mode.export:  # in a sweep
-            from app.placement.export import export_run
+            from app.checkpoint.export import export_run
 
             say(str(export_run(config, folder)))
             return 0.0
-        from app.placement.build import run
+        from app.mode.session import run
 
         return run(config, folder)
     except (RunError, ConfigError) as error:
@@ -139,12 +139,12 @@ def cli() -> None:
 def _answer(config: RunConfig) -> int | None:
     """The exit code of a mode that starts and writes nothing, after it was answered; None: the mode is another."""
     if config.mode is Mode.plan:
-        from app.placement.plan import describe
+        from app.mode.plan.describe import describe
 
         sys.stdout.write(describe(config) + "\n")
         return 0
     if config.mode is Mode.doctor:
-        from app.placement.doctor import report
+        from app.mode.doctor.check import report
 
         text, code = report(config)
         sys.stdout.write(text + "\n")
@@ -156,7 +156,7 @@ def _continue(composed: DictConfig) -> None:
     """Take over the configuration of the run that is resumed; leaves if that has nothing left to do."""
     if composed.mode != Mode.train:
         return
-    from app.placement.resume import continue_run, finished_at
+    from app.recovery.resume import continue_run, finished_at
 
     for sentence in continue_run(composed):
         say(sentence)
@@ -167,7 +167,7 @@ def _continue(composed: DictConfig) -> None:
 
 
 def _say_how_to_go_on() -> None:
-    from app.trainer.checkpoint import FOLDER, LATEST
+    from app.checkpoint.manager import FOLDER, LATEST
 
     folder = Path(HydraConfig.get().runtime.output_dir)
     if (folder / FOLDER / LATEST).exists():
@@ -176,7 +176,7 @@ def _say_how_to_go_on() -> None:
 
 def _report(composed: DictConfig) -> None:
     """Write the report of the run or sweep in `hydra.run.dir`, say where it is, and leave."""
-    from app.tracking.report import report_below
+    from app.tracking.report.page import report_below
 
     folder = _given_folder(composed)
     try:
@@ -190,7 +190,7 @@ def _report(composed: DictConfig) -> None:
 
 def _export(config: RunConfig, composed: DictConfig) -> None:
     """Export the run in `hydra.run.dir` or at `resume=<path>`, say where it is, and leave; nothing else is written."""
-    from app.placement.export import export_run
+    from app.checkpoint.export import export_run
 
     say(str(export_run(config, Path(_given_folder(composed)))))
     raise SystemExit(0)

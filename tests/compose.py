@@ -2,8 +2,8 @@
 
 from hydra import compose, initialize_config_dir
 
-from app import config as configuration
 from app.config import RunConfig
+from app.config import compose as configuration
 from app.main import conf_path
 
 

@@ -4,11 +4,13 @@ import asyncio
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.runs import Run
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private cluster of the tests
 
@@ -37,8 +39,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
     """The tiny model of seed 0, from the user's cache (made there on first use)."""
-    from app.model.directory import locate
-    from app.model.schema import ModelConfig
+    from app.config.model import ModelConfig
+    from app.model.hf_directory import locate
 
     return locate(ModelConfig(), seed=0)
 
@@ -64,6 +66,20 @@ def ray_session() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def start(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., Run]]:
+    """Starts a run with these overrides; several in one test are attempts of the same run."""
+    runs: list[Run] = []
+
+    def start_run(*overrides: str, module: str = "app") -> Run:
+        runs.append(Run(tmp_path, *overrides, module=module))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        run.end()
 
 
 @pytest.fixture(scope="session")

@@ -15,22 +15,23 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from app.algorithm.schema import AlgorithmConfig
+from app.checkpoint.manager import Checkpoints
+from app.cluster.memory_monitor import Memory
 from app.config import RunConfig
+from app.config.algorithm import AlgorithmConfig
+from app.config.eval import EvalConfig
+from app.config.placement import PlacementConfig, PlacementKind, Stream
+from app.config.reward import RewardConfig
+from app.config.rollout import RolloutConfig
 from app.data.cursor import PromptCursor
 from app.errors import EngineLost, SyncError
-from app.model.characters import tokenizer
-from app.placement.memory import Memory
-from app.placement.parts import Parts
-from app.placement.recovery import Recovery
-from app.placement.sampler import Sampler
-from app.placement.schema import EvalConfig, PlacementConfig, PlacementKind, Stream
-from app.reward.schema import RewardConfig
+from app.model.tiny.tokenizer import tokenizer
+from app.placement.context import Parts
+from app.recovery.engine_supervisor import Recovery
 from app.reward.scorer import Scorer
 from app.rollout.pool import EnginePool
-from app.rollout.schema import RolloutConfig
-from app.tracking.timeline import Timeline
-from app.trainer.checkpoint import Checkpoints
+from app.rollout.rollouter import Sampler
+from app.tracking.run_folder.timeline import Timeline
 from app.types import (
     Completion,
     EngineLoad,

@@ -6,7 +6,7 @@ punishment for length would hide that a group's answers are all right or all wro
 
 import numpy as np
 
-from app.algorithm.schema import AlgorithmConfig
+from app.config.algorithm import AlgorithmConfig
 from app.types import Completion, Group, ScoredGroup
 
 STD_EPSILON = 1e-6

@@ -8,13 +8,13 @@ import asyncio
 import shutil
 from pathlib import Path
 
+from app.checkpoint.manager import FOLDER as CHECKPOINTS
+from app.checkpoint.manager import Checkpoints, RunState, find, latest, read_state, require_model
 from app.config import RunConfig
 from app.errors import ConfigError, RunError
-from app.model.directory import identity, locate
+from app.model.hf_directory import identity, locate
 from app.protocols import Trainer
-from app.trainer import durable
-from app.trainer.checkpoint import FOLDER as CHECKPOINTS
-from app.trainer.checkpoint import Checkpoints, RunState, find, latest, read_state, require_model
+from app.utils import files as durable
 
 FOLDER, FINAL = "export", "final"
 
@@ -55,8 +55,8 @@ def write(weights: Path, source: Path, out: Path) -> Path:
     """The directory `source` with the trained tensors of the checkpoint `weights` in it, as `out`."""
     from safetensors import SafetensorError
 
-    from app.model.export import export
-    from app.trainer import state
+    from app.model.hf_export import export
+    from app.trainer import checkpoint_state as state
 
     following = out.with_name(f"{out.name}.new{durable.UNFINISHED}")
     try:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from app.errors import CheckpointError, ConfigError
-from app.trainer import durable
-from app.trainer.durable import UNFINISHED
+from app.utils import files as durable
+from app.utils.files import UNFINISHED
 
 FOLDER, LATEST, STATE = "checkpoints", "latest", "state.json"
 FORMAT = 1
@@ -35,7 +35,7 @@ class RunState:
     step: int  # finished steps
     version: int  # policy version
     extra: Mapping[str, Any] = field(default_factory=dict)  # of whoever saves: cursor, unfinished prompts, …
-    model: Mapping[str, Any] = field(default_factory=dict)  # `app.model.directory.identity` of the source
+    model: Mapping[str, Any] = field(default_factory=dict)  # `app.model.hf_directory.identity` of the source
 
 
 class Savable(Protocol):

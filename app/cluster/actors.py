@@ -6,16 +6,16 @@ from pathlib import Path
 
 import ray
 
+from app.cluster.placement_group import Reservation
 from app.config import RunConfig
+from app.config.device import DeviceKind
+from app.config.placement import PlacementKind
 from app.device import Device
-from app.device.schema import DeviceKind
-from app.placement.cluster import Reservation
-from app.placement.flags import engine_flags
-from app.placement.schema import PlacementKind
 from app.rollout.host import EngineHost, HostSpec
 from app.rollout.remote import RemoteEngine
 from app.rollout.server import ServerSpec
-from app.trainer.fsdp import FsdpTrainer
+from app.rollout.server_args import engine_flags
+from app.trainer.remote import FsdpTrainer
 
 ENGINE_KEY = "POSTTRAIN_SERVER_KEY"  # environment: the key of servers named by rollout.urls
 
@@ -108,7 +108,7 @@ def make_trainer(config: RunConfig, device: Device, path: Path, folder: Path, re
         threads=_threads(config, ranks),
         seed=config.seed,
         logs=folder / "logs",
-        profile_steps=tuple(config.profile.steps),
+        profile_steps=tuple(config.trainer.profile_steps),
     )
     make = ray.remote(concurrency_groups=THREADS)(TrainerRank)  # type: ignore[call-overload]
     environment = {"env_vars": dict(device.trainer_env)} if device.trainer_env else None

@@ -7,10 +7,10 @@ and says so.
 import os
 
 from app.errors import RunError
-from app.process import memory_use
 from app.protocols import Trainer
 from app.rollout.pool import EnginePool
 from app.types import MemoryUse
+from app.utils.process import memory_use
 
 HOST_LIMIT = 0.97  # of a machine's memory
 MIB = 1024 * 1024

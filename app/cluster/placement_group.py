@@ -17,10 +17,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.config import RunConfig
+from app.config.device import DeviceKind
+from app.config.placement import PlacementKind
 from app.device import Device
-from app.device.schema import DeviceKind
 from app.errors import RunError
-from app.placement.schema import PlacementKind
 
 log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 512 * 1024 * 1024

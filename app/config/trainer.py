@@ -1,4 +1,4 @@
-"""Settings of `trainer`, `checkpoint` and `profile`."""
+"""Settings of `trainer`."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,22 +24,10 @@ class TrainerConfig:
     activation_checkpointing: bool = False
     max_skipped_updates: int = 3  # in a row, for gradients that are not finite; then the run stops
     timeout_s: float = 1800.0  # for one call to the ranks
+    profile_steps: list[int] = field(default_factory=list)  # torch profiler traces of these steps; none by default
 
 
-@dataclass
-class CheckpointConfig:
-    every: int = 0  # steps; 0 saves none
-    keep: int = 2  # newest checkpoints kept; one more is on the disk while it is written
-    grace_s: float = 25.0  # for a last checkpoint after SIGINT or SIGTERM
-    export: bool = False  # at the end, also write a Hugging Face directory: export/
-
-
-@dataclass
-class ProfileConfig:
-    steps: list[int] = field(default_factory=list)  # torch profiler traces of these steps; none by default
-
-
-def validate(config: TrainerConfig, checkpoint: CheckpointConfig) -> None:
+def validate(config: TrainerConfig) -> None:
     name = "trainer."
     expect(config.lr > 0, name + "lr", config.lr, "a number above 0")
     expect(config.warmup_steps >= 0, name + "warmup_steps", config.warmup_steps, "a whole number of at least 0")
@@ -50,6 +38,3 @@ def validate(config: TrainerConfig, checkpoint: CheckpointConfig) -> None:
     for key in ("tokens_per_microbatch", "max_skipped_updates"):
         expect(getattr(config, key) >= 1, name + key, getattr(config, key), "a whole number of at least 1")
     expect(config.timeout_s > 0, name + "timeout_s", config.timeout_s, "a number of seconds above 0")
-    expect(checkpoint.every >= 0, "checkpoint.every", checkpoint.every, "a whole number of at least 0")
-    expect(checkpoint.grace_s > 0, "checkpoint.grace_s", checkpoint.grace_s, "a number of seconds above 0")
-    expect(checkpoint.keep >= 1, "checkpoint.keep", checkpoint.keep, "a whole number of at least 1")

@@ -6,8 +6,8 @@ machine and Python version (`random.Random.sample` over a range is stable).
 
 import random
 
+from app.config.data import ArithmeticConfig
 from app.data.row import Row
-from app.data.schema import ArithmeticConfig
 
 NAME = "arithmetic"
 

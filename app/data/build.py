@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from app.config.data import DataConfig
 from app.data import rows, template
 from app.data.cursor import PromptCursor
 from app.data.row import Row
-from app.data.schema import DataConfig
 from app.errors import ConfigError
 from app.types import Prompt
 

@@ -13,10 +13,10 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from app.config.data import DataConfig, EvalSetConfig
 from app.data import arithmetic, sources
 from app.data.fields import FieldMap
 from app.data.row import Row
-from app.data.schema import DataConfig, EvalSetConfig
 from app.errors import ConfigError
 
 __all__ = ["DataRows", "Row", "is_local", "load"]

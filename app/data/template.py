@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from app.data.schema import DataConfig, Template
+from app.config.data import DataConfig, Template
 from app.errors import ConfigError, expect
 
 

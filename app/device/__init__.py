@@ -1,7 +1,7 @@
 """The device seam: everything that differs between CPU, CUDA and NPU stands in one `Device` value."""
 
+from app.config.device import DeviceKind
 from app.device.base import Device
-from app.device.schema import DeviceKind
 
 __all__ = ["Device", "device_of"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from app.device.schema import DeviceKind
+from app.config.device import DeviceKind
 from app.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The CPU as a device: real SGLang and real FSDP2, over gloo, in float32."""
 
+from app.config.device import DeviceKind
 from app.device.base import Device
-from app.device.schema import DeviceKind
 
 DEVICE = Device(
     kind=DeviceKind.cpu,
@@ -12,7 +12,7 @@ DEVICE = Device(
     attention="packed",
     engine_args={
         "device": "cpu",
-        "attention-backend": "torch_batched",  # app/rollout/attention.py
+        "attention-backend": "torch_batched",  # app/rollout/sglang_plugin/cpu_attention.py
         "sampling-backend": "pytorch",
         "disable-cuda-graph": True,
         "max-total-tokens": 65536,

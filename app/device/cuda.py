@@ -1,7 +1,7 @@
 """NVIDIA GPUs."""
 
+from app.config.device import DeviceKind
 from app.device.base import Device
-from app.device.schema import DeviceKind
 
 DEVICE = Device(
     kind=DeviceKind.cuda,

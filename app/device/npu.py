@@ -1,7 +1,7 @@
 """Ascend NPUs. Nothing here was run on hardware yet: read from torch_npu's, SGLang's and CANN's documentation."""
 
+from app.config.device import DeviceKind
 from app.device.base import Device
-from app.device.schema import DeviceKind
 
 HCCL = {
     "HCCL_CONNECT_TIMEOUT": "1500",

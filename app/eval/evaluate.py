@@ -6,7 +6,7 @@ import numpy as np
 
 from app.algorithm.metrics import correct, pass_at_k
 from app.config import RunConfig
-from app.placement.sampler import Sampler
+from app.rollout.rollouter import Sampler
 from app.tracking.recorder import RunRecorder
 from app.types import Group, Prompt, Sampling
 

@@ -12,7 +12,7 @@ import app.data.build as data
 from app.config import RunConfig
 from app.device import device_of
 from app.errors import ConfigError
-from app.model.directory import load_tokenizer, locate, require_window
+from app.model.hf_directory import load_tokenizer, locate, require_window
 from app.rollout.server import port_is_free
 
 

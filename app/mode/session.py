@@ -10,17 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from app.cluster.process_reaper import reaper
 from app.config import Mode, RunConfig
 from app.device import Device, device_of
 from app.errors import Interrupted
-from app.placement.failures import first_failure
-from app.placement.prepare import Prepared, prepare
-from app.placement.reaper import reaper
-from app.placement.recovery import Recovery
-from app.placement.resume import only_driver
-from app.placement.sampler import Sampler
+from app.mode.preflight import Prepared, prepare
+from app.recovery.engine_supervisor import Recovery
+from app.recovery.resume import only_driver
 from app.rollout.pool import EnginePool
+from app.rollout.rollouter import Sampler
 from app.tracking.recorder import RunRecorder
+from app.utils.tasks import first_failure
 
 T = TypeVar("T")
 
@@ -54,8 +54,8 @@ async def until_signal(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _run(config: RunConfig, device: Device, folder: Path, recorder: RunRecorder) -> float:
-    from app.placement.evaluate import evaluate_alone
-    from app.placement.lives import live
+    from app.eval.evaluate import evaluate_alone
+    from app.mode.train import live
 
     async with rollout_side(config, device, folder, recorder) as side:
         if config.mode is not Mode.eval:
@@ -85,8 +85,8 @@ async def rollout_side(
     config: RunConfig, device: Device, folder: Path, recorder: RunRecorder
 ) -> AsyncIterator[RolloutSide]:
     """Ray, engines and reward workers. The engines are left to be started with the trainer."""
-    from app.placement import cluster
-    from app.placement.actors import make_engine
+    from app.cluster import placement_group as cluster
+    from app.cluster.actors import make_engine
     from app.reward.scorer import Scorer
 
     async with contextlib.AsyncExitStack() as stack:

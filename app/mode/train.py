@@ -15,25 +15,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.checkpoint.export import export_trained
+from app.checkpoint.manager import Checkpoints, require_model
+from app.cluster.memory_monitor import Memory
 from app.config import RunConfig
+from app.config.placement import PlacementKind
 from app.device import Device
 from app.errors import RunError, TrainerError, TrainerLost
 from app.placement.colocate import Colocate
-from app.placement.export import export_trained
+from app.placement.context import Parts
+from app.placement.controller import CURSOR, Conductor
 from app.placement.fully_async import FullyAsync
-from app.placement.memory import Memory
-from app.placement.parts import Parts
-from app.placement.resume import checkpoint_of
-from app.placement.schema import PlacementKind
-from app.placement.train import CURSOR, Conductor
-from app.placement.turns import Turns
+from app.placement.time_sharing import Turns
+from app.recovery.resume import checkpoint_of
 from app.tracking.recorder import RunRecorder
-from app.trainer.checkpoint import Checkpoints, require_model
 from app.types import TrainerPart
-from app.weight_sync.push import Push
+from app.weight_sync.synchronizer import Push
 
 if TYPE_CHECKING:
-    from app.placement.build import RolloutSide
+    from app.mode.session import RolloutSide
 
 STORIES: dict[PlacementKind, type[Conductor]] = {
     PlacementKind.colocate: Colocate,
@@ -120,10 +120,10 @@ async def trainer_side(
     config: RunConfig, device: Device, folder: Path, side: "RolloutSide", *, first: bool
 ) -> AsyncIterator[tuple[Any, Push]]:
     """The ranks and their sync; both ended when the block is left. The engines are started with the first ones."""
+    from app.cluster.actors import make_trainer
+    from app.mode.session import together
     from app.offload.trainer import Offload
-    from app.placement.actors import make_trainer
-    from app.placement.build import together
-    from app.weight_sync.make import make_sync
+    from app.weight_sync.factory import make_sync
 
     async with contextlib.AsyncExitStack() as stack:
         trainer = make_trainer(config, device, side.prepared.model_path, folder, side.reservation)
@@ -159,7 +159,7 @@ def _kill_ranks(trainer: Any) -> None:
 def _parts(
     config: RunConfig, recorder: RunRecorder, side: "RolloutSide", checkpoints: Checkpoints, trainer: Any
 ) -> Parts:
-    from app.model.directory import identity
+    from app.model.hf_directory import identity
 
     prompts = side.prepared.prompts
     return Parts(

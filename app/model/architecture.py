@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.model.characters import CHARACTERS, SPECIAL
-from app.model.schema import Family, ModelConfig, TinyConfig
-from app.model.tiny import FULL_ATTENTION_INTERVAL
+from app.config.model import Family, ModelConfig, TinyConfig
+from app.model.tiny.create import FULL_ATTENTION_INTERVAL
+from app.model.tiny.tokenizer import CHARACTERS, SPECIAL
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text")
 QUERY_KEY_NORMS = ("qwen3", "qwen3_5_text")

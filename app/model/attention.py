@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from app.model.hub import transformers
+from app.model.hf_import import transformers
 from app.model.packing import Packing
 
 PACKED = "packed"

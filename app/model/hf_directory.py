@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from app.config.model import ModelConfig
 from app.errors import ConfigError
-from app.model.hub import general_tokenizer, transformers
-from app.model.schema import ModelConfig
+from app.model.hf_import import general_tokenizer, transformers
 
 CONFIG = "config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # any one of them
@@ -35,7 +35,7 @@ def locate(config: ModelConfig, *, seed: int) -> Path:
     `seed` decides the tiny model's weights; other models do not depend on it.
     """
     if config.path is None:
-        from app.model.tiny import ensure
+        from app.model.tiny.create import ensure
 
         return ensure(config, seed=seed)
     local = Path(config.path).expanduser()

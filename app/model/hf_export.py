@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from app.errors import RunError
-from app.model.checkpoint import Checkpoint, open_checkpoint
+from app.model.hf_checkpoint import Checkpoint, open_checkpoint
 
 FILE_BYTES = 4 * 2**30  # a safetensors file is closed when it would grow beyond this
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

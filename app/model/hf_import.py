@@ -1,13 +1,13 @@
 """Makes transformers importable beside a CPU build of torch.
 
-Every module of this application that needs transformers gets it from here; app/device/torchvision.py says why.
+Every module of this application that needs transformers gets it from here; app/device/torchvision_shim.py says why.
 """
 
 from functools import cache
 from types import ModuleType
 from typing import Any
 
-from app.device.torchvision import define_operators
+from app.device.torchvision_shim import define_operators
 
 
 @cache

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from app.errors import ConfigError
 from app.model import attention as attentions
-from app.model.checkpoint import Checkpoint, match, open_checkpoint
-from app.model.hub import transformers
+from app.model.hf_checkpoint import Checkpoint, match, open_checkpoint
+from app.model.hf_import import transformers
 from app.model.policy import PolicyModel
 
 FLOAT32 = ("A_log", "dt_bias")  # decays of linear attention: their exponential amplifies what bf16 rounds away

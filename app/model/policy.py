@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from app.model.attention import PACKED, keep_apart
-from app.model.head import token_logprobs
+from app.model.lm_head import token_logprobs
 from app.model.packing import Packing
 
 LINEAR_ATTENTION = "linear_attention"

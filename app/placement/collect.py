@@ -1,8 +1,8 @@
 """Collect the groups of one step while nothing is being trained; with dynamic sampling, refill what teaches nothing."""
 
 from app.algorithm.advantage import has_spread
-from app.placement.metrics import Tally
-from app.placement.parts import Parts
+from app.placement.context import Parts
+from app.placement.step_metrics import Tally
 from app.types import Group
 
 

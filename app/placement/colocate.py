@@ -12,10 +12,10 @@ import time
 
 from app.errors import TrainerError
 from app.placement.collect import collect
-from app.placement.metrics import step_metrics
-from app.placement.parts import Parts
-from app.placement.train import Conductor
-from app.placement.turns import ONLY_FOR_STEPS, Turns
+from app.placement.context import Parts
+from app.placement.controller import Conductor
+from app.placement.step_metrics import step_metrics
+from app.placement.time_sharing import ONLY_FOR_STEPS, Turns
 from app.types import ScoredGroup, StepReport, SyncReport, TrainerPart
 
 

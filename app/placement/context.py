@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from app.checkpoint.manager import Checkpoints
+from app.cluster.memory_monitor import Memory
 from app.config import RunConfig
 from app.data.cursor import PromptCursor
-from app.placement.memory import Memory
-from app.placement.recovery import Recovery
-from app.placement.sampler import Sampler
 from app.protocols import Trainer
+from app.recovery.engine_supervisor import Recovery
 from app.rollout.pool import EnginePool
+from app.rollout.rollouter import Sampler
 from app.tracking.recorder import RunRecorder
-from app.trainer.checkpoint import Checkpoints
 from app.types import Prompt, Sampling
 
 

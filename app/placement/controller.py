@@ -10,10 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from app.algorithm.advantage import score
+from app.checkpoint.manager import RunState
 from app.errors import RunError, TrainerError, TrainerLost
-from app.placement.evaluate import evaluate
-from app.placement.parts import Parts
-from app.trainer.checkpoint import RunState
+from app.eval.evaluate import evaluate
+from app.placement.context import Parts
 from app.types import Group, ScoredGroup, StepReport, SyncReport
 
 ABORT_SECONDS = 30.0  # for a trainer that has failed: it may be gone

@@ -13,14 +13,14 @@ import time
 
 from app.errors import TrainerError
 from app.placement.buffer import GroupBuffer
-from app.placement.failures import first_failure
-from app.placement.metrics import Tally, step_metrics
-from app.placement.parts import Parts
+from app.placement.context import Parts
+from app.placement.controller import Conductor
 from app.placement.producer import Producer
 from app.placement.staleness import Admission
-from app.placement.train import Conductor
+from app.placement.step_metrics import Tally, step_metrics
 from app.placement.watchdog import watch
 from app.types import Group, ScoredGroup, StepReport
+from app.utils.tasks import first_failure
 
 
 class FullyAsync(Conductor):

@@ -14,10 +14,10 @@ from functools import partial
 
 from app.algorithm.advantage import has_spread
 from app.placement.buffer import GroupBuffer
-from app.placement.metrics import Tally
-from app.placement.parts import Parts
-from app.placement.sampler import Aborted
+from app.placement.context import Parts
 from app.placement.staleness import Admission
+from app.placement.step_metrics import Tally
+from app.rollout.rollouter import Aborted
 from app.types import Group, Prompt, ScoredGroup
 
 

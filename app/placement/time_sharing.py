@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
-from app.offload.schema import OffloadConfig
+from app.config.offload import OffloadConfig
 from app.protocols import RolloutEngine, Trainer
 from app.rollout.pool import EnginePool
 from app.types import EnginePart, InFlight, TrainerPart

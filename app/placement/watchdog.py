@@ -10,7 +10,7 @@ from typing import Protocol
 
 from app.config import RunConfig
 from app.errors import RunError
-from app.placement.parts import Parts
+from app.placement.context import Parts
 
 POLL_SECONDS = 1.0
 

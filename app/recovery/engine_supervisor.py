@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 from app.config import RunConfig
 from app.errors import EngineError, EngineLost, RunError, SyncError, TrainerError, TrainerLost
-from app.placement.failures import first_failure
 from app.protocols import RolloutEngine, Trainer
 from app.rollout.pool import EnginePool
 from app.types import SyncReport
+from app.utils.tasks import first_failure
 
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubled for each further one
 FORGET_SECONDS = 10.0  # for an engine to end what nobody waits for any more

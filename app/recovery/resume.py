@@ -13,10 +13,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from app.config import RunConfig, sentence
+from app.checkpoint.manager import FOLDER, latest, read_state
+from app.config import RunConfig
+from app.config.compose import sentence
 from app.errors import ConfigError, RunError
-from app.tracking import jsonl
-from app.trainer.checkpoint import FOLDER, latest, read_state
+from app.tracking.run_folder import metrics_file as jsonl
 
 NEVER, AUTO = "never", "auto"
 SAVED = Path("config") / "config.yaml"
@@ -31,7 +32,7 @@ RESUMABLE = (
     "placement.devices",
     "placement.trainer_devices",
     "placement.rollout_devices",
-    "profile",
+    "trainer.profile_steps",
     "recovery",
     "rollout.memory_fraction",
     "rollout.max_inflight_groups",

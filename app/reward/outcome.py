@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from app.reward.part import RewardFunction, error_text
+from app.reward.component import RewardFunction, error_text
 from app.types import Trajectory
 
 

@@ -16,13 +16,13 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
+from app.config.reward import RewardConfig
 from app.errors import ConfigError, RunError
-from app.reward import part as parts
+from app.reward import component as parts
+from app.reward.component import LoadError, Part, RewardFunction
+from app.reward.failure_tracker import FailureTally
 from app.reward.outcome import Failure, FailureKind, Outcome, Value, evaluate
-from app.reward.part import LoadError, Part, RewardFunction
-from app.reward.process import WorkerProcess
-from app.reward.schema import RewardConfig
-from app.reward.tally import FailureTally
+from app.reward.worker_process import WorkerProcess
 from app.types import Trajectory
 
 Values = list[dict[str, Value]]  # of each trajectory, by part

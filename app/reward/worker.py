@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
+from app.reward.component import LoadError, Part
 from app.reward.outcome import evaluate
-from app.reward.part import LoadError, Part
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BUILT_IN_MEMORY = 4 << 30  # bytes of address space where only built-in parts run: 9^{9^{9^9}} must not eat the machine

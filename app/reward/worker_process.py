@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from app.errors import RunError
+from app.reward.component import LoadError, Part
 from app.reward.outcome import Failure, FailureKind, Outcome
-from app.reward.part import LoadError, Part
 from app.types import Trajectory
 
 START_LIMIT_S = 60.0  # imports included, a user's own too

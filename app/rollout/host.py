@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from app.errors import EngineError, EngineLost
-from app.model.directory import load_tokenizer
-from app.process import group_members, log_to, memory_use
+from app.model.hf_directory import load_tokenizer
 from app.rollout.client import Client, ConnectionLost, NoAnswer
 from app.rollout.server import Server, ServerSpec, free_port
 from app.types import Completion, EngineLoad, EnginePart, GroupRequest, InFlight, MemoryUse
+from app.utils.process import group_members, log_to, memory_use
 
 HEALTH_POLL_SECONDS = 0.25
 STALL_POLL_SECONDS = 5.0

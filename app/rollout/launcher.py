@@ -13,9 +13,9 @@ import sys
 from collections.abc import MutableMapping
 from typing import Any
 
-from app.device.torchvision import define_operators
-from app.process import die_with_parent
+from app.device.torchvision_shim import define_operators
 from app.rollout.server import KEY_VARIABLE, PARENT_VARIABLE
+from app.utils.process import die_with_parent
 
 EXPANDABLE = "expandable_segments"
 # SGLang would take over a minute to leave after one of its processes crashed; whoever wants the dumps sets them to 1

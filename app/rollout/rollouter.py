@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from app.config.recovery import RecoveryConfig
 from app.errors import EngineError, EngineLost
-from app.placement.schema import RecoveryConfig
 from app.reward.scorer import Scorer
 from app.rollout.client import ConnectionLost
 from app.rollout.pool import EnginePool
-from app.tracking.timeline import Timeline
+from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, FinishReason, Group, GroupRequest, Prompt, Sampling, Trajectory
 
 PAUSE_SECONDS = 0.25  # before a prompt is sent again; doubled each time

@@ -1,8 +1,8 @@
 """The command line of an engine, as far as SGLang's flags go. Light: the plan shows it without any heavy library."""
 
 from app.config import RunConfig
+from app.config.placement import PlacementKind
 from app.device import Device
-from app.placement.schema import PlacementKind
 
 
 def engine_flags(config: RunConfig, device: Device) -> dict[str, object]:

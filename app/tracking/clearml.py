@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from app.tracking.dashboards import Progress, Start
+from app.tracking.dashboard import Progress, Start
 
 
 class ClearML:

@@ -15,7 +15,7 @@ from rich.progress import Task as RichTask
 from rich.text import Text
 
 from app.config import RunConfig
-from app.tracking.format import count, duration, seconds
+from app.tracking.number_format import count, duration, seconds
 
 PHASES = (("generate", "cyan"), ("train", "magenta"), ("sync", "yellow"))
 BAR_CELLS = 12

@@ -9,45 +9,21 @@ Names are grouped so that dashboards fold well: what has no prefix in `metrics.j
 on in the same dashboard run, and a step that was sent before is not sent twice (`Progress`).
 """
 
-import json
 import logging
 import math
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
+
+from app.tracking.dashboard import Dashboard, Start
 
 log = logging.getLogger("app.run")
 
 FOLDER = "tracking"  # in the run folder: what dashboards keep there
 T = TypeVar("T")
 QUEUE_CAPACITY = 1000  # messages; a step is one or two
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """What a dashboard is opened with."""
-
-    config: Mapping[str, Any]  # the resolved configuration, plain
-    folder: Path  # the dashboard's own, in the run folder; not made yet
-    project: str
-    run_name: str
-    offline: bool
-    resumed_at: int | None  # the run goes on after this step; None: it is new
-    warn: Callable[[str], None]
-
-
-class Dashboard(Protocol):
-    """One open dashboard run. Calls come from one thread; they may block and raise."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def alert(self, step: int, title: str, text: str) -> None: ...
-
-    def close(self, status: str) -> None: ...
 
 
 def open_dashboard(name: str, start: Start) -> Dashboard:
@@ -151,35 +127,3 @@ class Feed:
             if not self._abandoned:
                 self._start.warn(f"{self.name} {what}, the run goes on without it: {reason}")
             return None
-
-
-class Progress:
-    """`<dashboard>.json` in the run folder: the dashboard's run id and the last step it was sent."""
-
-    def __init__(self, path: Path, *, resumed: bool) -> None:
-        self._path = path
-        self._content = json.loads(path.read_text(encoding="utf-8")) if resumed and path.exists() else {}
-        self._sent_before = int(self._content.get("last_step", -1))
-
-    @property
-    def run_id(self) -> str | None:
-        return self._content.get("run_id")
-
-    def opened(self, run_id: str) -> None:
-        self._content["run_id"] = run_id
-        self._write()
-
-    def is_new(self, step: int) -> bool:
-        """Whether an earlier attempt has not sent this step yet."""
-        return step > self._sent_before
-
-    def sent(self, step: int) -> None:
-        if step > int(self._content.get("last_step", -1)):
-            self._content["last_step"] = step
-            self._write()
-
-    def _write(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        part = self._path.with_suffix(".part")
-        part.write_text(json.dumps(self._content), encoding="utf-8")
-        part.replace(self._path)

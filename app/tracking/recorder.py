@@ -16,14 +16,17 @@ from omegaconf import OmegaConf
 
 from app.config import RunConfig
 from app.errors import Interrupted
-from app.tracking import dashboards, jsonl, samples
-from app.tracking import report as reports
-from app.tracking import timeline as timelines
+from app.tracking import dashboards
 from app.tracking.alarms import Alarms
 from app.tracking.console import RunConsole
-from app.tracking.report_data import WARNINGS
-from app.tracking.samples import Decode
-from app.tracking.summary import Status, Summary
+from app.tracking.dashboard import Start
+from app.tracking.report import page as reports
+from app.tracking.report.data import WARNINGS
+from app.tracking.run_folder import metrics_file as jsonl
+from app.tracking.run_folder import samples
+from app.tracking.run_folder import timeline as timelines
+from app.tracking.run_folder.samples import Decode
+from app.tracking.run_folder.summary import Status, Summary
 from app.types import Group
 
 log = logging.getLogger("app.run")
@@ -169,11 +172,11 @@ class RunRecorder:
             self._feeds = [dashboards.Feed(name, self._start(name)) for name in self.config.tracking.use]
         return self._feeds
 
-    def _start(self, name: str) -> dashboards.Start:
+    def _start(self, name: str) -> Start:
         tracking = self.config.tracking
         plain = OmegaConf.to_container(OmegaConf.structured(self.config), enum_to_str=True)
         assert isinstance(plain, dict)
-        return dashboards.Start(
+        return Start(
             config={str(key): value for key, value in plain.items()},
             folder=self.folder / dashboards.FOLDER / name,
             project=tracking.project,

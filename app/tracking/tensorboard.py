@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from app.tracking.dashboards import Start
+from app.tracking.dashboard import Start
 
 
 class TensorBoard:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlparse
 
-from app.tracking.dashboards import Progress, Start
+from app.tracking.dashboard import Progress, Start
 
 log = logging.getLogger("app.run")
 

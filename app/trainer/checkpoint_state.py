@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from app.errors import CheckpointError
 from app.model.policy import PolicyModel, named_checkpoint_tensors
-from app.trainer import random_state
+from app.trainer import rng_state as random_state
 from app.trainer.optimizer import Optimizer
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from app.config import trainer as schema
+from app.config.trainer import TrainerConfig
 from app.errors import RunError
-from app.trainer import schema
-from app.trainer.schema import TrainerConfig
 
 SLOTS = {schema.Optimizer.adamw: ("step", "exp_avg", "exp_avg_sq"), schema.Optimizer.sgd: ()}
 

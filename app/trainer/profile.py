@@ -1,4 +1,4 @@
-"""`profile.steps=[10,11]`: torch profiler traces of these steps, one file a rank, in the run's folder."""
+"""`trainer.profile_steps=[10,11]`: torch profiler traces of these steps, one file a rank, in the run's folder."""
 
 from collections.abc import Sequence
 from pathlib import Path

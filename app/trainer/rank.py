@@ -23,17 +23,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from app.config.device import DeviceKind, Dtype
+from app.config.trainer import TrainerConfig
 from app.device import device_of
-from app.device.schema import DeviceKind, Dtype
-from app.device.torchvision import define_operators
+from app.device.torchvision_shim import define_operators
 from app.errors import TrainerError
-from app.process import log_to, memory_use
+from app.trainer.checkpoint_state import RankState
 from app.trainer.optimizer import Optimizer
 from app.trainer.profile import FOLDER, StepProfiler
-from app.trainer.schema import TrainerConfig
-from app.trainer.state import RankState
 from app.trainer.step import SplitStep, StepSettings
 from app.types import MemoryUse, ScoredGroup, StepReport, TrainerPart
+from app.utils.process import log_to, memory_use
 
 THREADS = {"answers": 1, "checkpoint": 1}  # Ray's concurrency groups: what runs beside the step
 

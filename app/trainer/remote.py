@@ -74,7 +74,7 @@ class FsdpTrainer:
         await self._all("write", folder)
 
     async def save(self, folder: Path) -> None:
-        """Capture and write, one after the other; `Checkpoints` (app/trainer/checkpoint.py) does it beside training."""
+        """Capture and write, one after the other; `Checkpoints` (app/checkpoint/manager.py) does it beside training."""
         await self.capture()
         await self.write(folder)
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from app.algorithm import loss as losses
 from app.algorithm import metrics as tables
 from app.algorithm.metrics import Over
-from app.algorithm.schema import AlgorithmConfig, Correction
+from app.config.algorithm import AlgorithmConfig, Correction
 from app.errors import TrainerError
 from app.model.policy import PolicyModel, packs_sequences
+from app.trainer.fsdp_reset import forget_failed_pass
+from app.trainer.microbatch import MicroBatch, Sample, full_prefix, pack, plan_passes, samples_of
 from app.trainer.optimizer import Optimizer
-from app.trainer.packing import MicroBatch, Sample, full_prefix, pack, plan_passes, samples_of
-from app.trainer.recover import forget_failed_pass
 from app.trainer.throughput import ModelFlops, Stopwatch, throughput_metrics
 from app.types import ScoredGroup, StepReport
 

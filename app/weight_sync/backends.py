@@ -3,8 +3,8 @@
 The facts stand in the `Device` values; this only refuses what none of them names.
 """
 
+from app.config.device import DeviceKind
 from app.device import device_of
-from app.device.schema import DeviceKind
 from app.errors import ConfigError
 
 BACKENDS = {device_of(kind).torch_type: device_of(kind).collective for kind in DeviceKind}

@@ -60,3 +60,13 @@ def plan_buckets(tensors: Sequence[TensorMeta], *, capacity: int) -> tuple[Bucke
         buckets[-1].append(tensor)
         filled += tensor.bytes
     return tuple(Bucket(tuple(bucket)) for bucket in buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a trainer rank has in a buffer, as the driver needs to know it."""
+
+    bucket: Bucket
+    changed: int | None = None  # elements that a delta sends; None: nothing was compared
+    reply: str | None = None  # what an engine has to answer; None: nothing in particular
+    handle: str | None = None  # for the engine rank on the same card

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from app.weight_sync import shards
-from app.weight_sync.compare import Kept
-from app.weight_sync.plan import Bucket, TensorMeta
+from app.weight_sync import gather as shards
+from app.weight_sync.buckets import Bucket, TensorMeta
+from app.weight_sync.snapshot import Kept
 from app.wire import BLOCK_ITEMS, BLOCKS, ENVELOPE, LOW, VALUES, Changed, Envelope
 
 LARGEST = 2**31 - 1  # elements that a position can name

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from app.config import RunConfig
+from app.config.weight_sync import Transport, transport_of
 from app.device import Device
 from app.protocols import RolloutEngine
 from app.weight_sync.backends import backend_of
-from app.weight_sync.collective import Collective
-from app.weight_sync.handle import Handle
-from app.weight_sync.push import Push
-from app.weight_sync.schema import Transport, transport_of
-from app.weight_sync.transport import Carrier, Ranks
+from app.weight_sync.synchronizer import Push
+from app.weight_sync.transport.base import Carrier, Ranks
+from app.weight_sync.transport.collective import Collective
+from app.weight_sync.transport.ipc import Handle
 from app.weight_sync.verify import Verifier
 
 

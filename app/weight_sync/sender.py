@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from app.config.weight_sync import SnapshotPlace
 from app.model.policy import named_checkpoint_tensors
 from app.types import TrainerPart
-from app.weight_sync import shards
+from app.weight_sync import gather as shards
+from app.weight_sync.buckets import Bucket, Offer, TensorMeta
 from app.weight_sync.delta import Delta, Packed, envelope_room
-from app.weight_sync.plan import Bucket, TensorMeta
-from app.weight_sync.schema import SnapshotPlace
-from app.weight_sync.transport import Offer
 
 if TYPE_CHECKING:
     from app.trainer.rank import TrainerRank
@@ -125,7 +124,7 @@ class Sender:
 
     def export(self, folder: Path) -> None:
         """Write the parameters as they are (float32 masters) as a checkpoint, without going through a bucket."""
-        from app.model.export import export
+        from app.model.hf_export import export
 
         whole = self._whole_tensors()
         if self.rank == 0:

@@ -16,14 +16,14 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from app.config.weight_sync import SyncMode, WeightSyncConfig
 from app.errors import EngineError, SyncError
 from app.protocols import RolloutEngine
 from app.types import InFlight, SyncReport
-from app.weight_sync.plan import Bucket, plan_buckets
-from app.weight_sync.schema import SyncMode, WeightSyncConfig
-from app.weight_sync.transport import RANKS, SENDER, Carrier, Offer, Ranks, name_of
+from app.weight_sync.buckets import Bucket, Offer, plan_buckets
+from app.weight_sync.deadlines import Waits, give_up_on
+from app.weight_sync.transport.base import RANKS, SENDER, Carrier, Ranks, name_of
 from app.weight_sync.verify import Verifier
-from app.weight_sync.waits import Waits, give_up_on
 
 log = logging.getLogger(__name__)
 MIB = 1024 * 1024

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from app.config.weight_sync import Verify
 from app.errors import SyncError
 from app.protocols import RolloutEngine
-from app.weight_sync.schema import Verify
-from app.weight_sync.transport import RANKS, SENDER, Ranks, name_of
-from app.weight_sync.waits import Waits
+from app.weight_sync.deadlines import Waits
+from app.weight_sync.transport.base import RANKS, SENDER, Ranks, name_of
 
 EXPORT_CHECKS = 2  # the first push, which proves names and shapes, and the first of a trained policy
 NAMED = 3  # parameters in a message

@@ -8,9 +8,9 @@ import torch
 
 from app.algorithm import metrics
 from app.algorithm.loss import TokenBatch, denominator, policy_loss
-from app.algorithm.schema import AlgorithmConfig, Correction, Kl
+from app.config.algorithm import AlgorithmConfig, Correction, Kl
 
-from .paper import Case, Tokens
+from .reference_loss import Case, Tokens
 
 LIMIT = 9  # max_completion_tokens
 LENGTHS = (4, 0, 1, 9, 2, 0, 6)

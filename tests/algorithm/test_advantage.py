@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.algorithm import advantage
 from app.algorithm.advantage import earns_gradient, has_spread, overlong_punishment, score, shaped_rewards
-from app.algorithm.schema import AlgorithmConfig
+from app.config.algorithm import AlgorithmConfig
 
 from .groups import group
 

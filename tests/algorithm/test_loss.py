@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.algorithm.loss import TokenBatch, policy_loss
-from app.algorithm.schema import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
+from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
 
-from . import paper
+from . import reference_loss as paper
 from .cases import LENGTHS, LIMIT, batch_of, random_case, update
 
 CORRECTIONS = [Correction.none, Correction.tis, Correction.icepop, Correction.sequence_mask]

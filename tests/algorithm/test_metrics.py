@@ -22,7 +22,7 @@ from app.algorithm.metrics import (
     pass_at_k,
     staleness_metrics,
 )
-from app.algorithm.schema import AlgorithmConfig
+from app.config.algorithm import AlgorithmConfig
 
 from .groups import group
 

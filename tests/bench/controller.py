@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from app.model.characters import tokenizer
+from app.model.tiny.tokenizer import tokenizer
 from app.placement.fully_async import FullyAsync
 from app.tracking.recorder import RunRecorder
 from app.types import Completion, FinishReason, GroupRequest, InFlight, ScoredGroup, VersionSpan
-from tests.placement.simulated import SimEngine, SimTrainer, World, config, run_virtual
+from tests.simulation import SimEngine, SimTrainer, World, config, run_virtual
 
 ENGINES, GROUP, TOKENS = 1000, 8, 8000
 PROMPTS, STEPS = 250, 6  # groups a step

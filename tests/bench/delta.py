@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 import torch
 
-from app.device.schema import Dtype
+from app.config.device import Dtype
+from app.config.weight_sync import SyncMode, Verify
 from app.types import InFlight, SyncReport
-from app.weight_sync.compare import Kept
-from app.weight_sync.push import Push
-from app.weight_sync.schema import SyncMode, Verify
+from app.weight_sync.snapshot import Kept
+from app.weight_sync.synchronizer import Push
 from tests.bench.machine import machine, print_result
 from tests.bench.weight_sync import SHAPES, make_model, ratio
 

@@ -26,7 +26,7 @@ import psutil
 
 from app.types import Trajectory
 from tests.bench.machine import machine, pss_by_process
-from tests.bench.peer_model import VOCABULARY, save_peer_model
+from tests.bench.trl_baseline import VOCABULARY, save_peer_model
 
 PROMPTS_PER_STEP, GROUP_SIZE, PROMPT_TOKENS, MAX_TOKENS = 16, 8, 16, 256
 WARM_UP = 2  # steps

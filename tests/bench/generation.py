@@ -65,9 +65,9 @@ async def measure(model: Path, rounds: int, max_tokens: int, folder: Path) -> di
 
 
 async def all_models(rounds: int, max_tokens: int, folder: Path) -> dict[str, Any]:
-    from app.model.directory import locate
-    from app.model.schema import ModelConfig
-    from tests.bench.peer_model import save_peer_model
+    from app.config.model import ModelConfig
+    from app.model.hf_directory import locate
+    from tests.bench.trl_baseline import save_peer_model
 
     tiny = locate(ModelConfig(), seed=0)
     peer = save_peer_model(folder / "peer")

@@ -30,8 +30,8 @@ HIDDEN = 128
 def save_model(folder: Path, vocabulary: int) -> Path:
     import torch
 
-    from app.model import characters
-    from app.model.hub import transformers
+    from app.model.hf_import import transformers
+    from app.model.tiny import tokenizer as characters
 
     config = transformers().Qwen3Config(
         vocab_size=vocabulary,

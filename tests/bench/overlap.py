@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from app.config.placement import PlacementKind
 from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
-from app.placement.schema import PlacementKind
 from app.types import InFlight
-from tests.placement.simulated import SimTrainer, World, config, now, run_virtual
+from tests.simulation import SimTrainer, World, config, now, run_virtual
 
 SIGMA, CUT = 0.6, 5.0  # of the log-normal; limit over median
 WARM_UP, MEASURED = 4, 10  # steps

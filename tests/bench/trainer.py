@@ -69,8 +69,8 @@ def tokens(random: np.random.Generator, count: int) -> np.ndarray:
 def save_model(folder: Path) -> Path:
     import torch
 
-    from app.model import characters
-    from app.model.hub import transformers
+    from app.model.hf_import import transformers
+    from app.model.tiny import tokenizer as characters
 
     torch.manual_seed(0)
     transformers().Qwen3ForCausalLM(transformers().Qwen3Config(**SHAPES, dtype="float32")).save_pretrained(folder)
@@ -88,10 +88,10 @@ def ours(path: Path) -> tuple[Step, int]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from app.algorithm.schema import AlgorithmConfig, Correction
+    from app.config.algorithm import AlgorithmConfig, Correction
+    from app.config.trainer import TrainerConfig
     from app.model.load import load
     from app.trainer.optimizer import Optimizer
-    from app.trainer.schema import TrainerConfig
     from app.trainer.step import SplitStep, StepSettings
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -112,8 +112,8 @@ def ours(path: Path) -> tuple[Step, int]:
 def plain(path: Path) -> tuple[Step, int]:
     import torch
 
-    from app.model.hub import transformers
-    from app.trainer.schema import TrainerConfig
+    from app.config.trainer import TrainerConfig
+    from app.model.hf_import import transformers
 
     model = transformers().AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -155,7 +155,7 @@ def measure(way: str, path: Path) -> dict[str, float]:
     """In a process of its own: a short step that allocates everything, then the one that is measured."""
     import torch
 
-    from app.model.hub import transformers
+    from app.model.hf_import import transformers
 
     transformers().AutoModelForCausalLM  # noqa: B018  # its import is no part of the model
     torch.set_num_threads(os.cpu_count() or 1)

@@ -15,7 +15,7 @@ def save_peer_model(folder: Path, *, hidden: int = 256, layers: int = 6, seed: i
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from app.model.hub import transformers
+    from app.model.hf_import import transformers
 
     vocabulary = {"<pad>": 0, "<eos>": END, **{f"w{index}": index for index in range(2, VOCABULARY)}}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))

@@ -20,12 +20,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from app.device.schema import Dtype
+from app.config.device import Dtype
+from app.config.weight_sync import Verify
 from app.types import InFlight
-from app.weight_sync.group import Group
-from app.weight_sync.push import Push
-from app.weight_sync.schema import Verify
-from app.weight_sync.transport import SENDER
+from app.weight_sync.synchronizer import Push
+from app.weight_sync.transport.base import SENDER
+from app.weight_sync.transport.process_group import Group
 from tests.bench.machine import machine, print_result
 
 SHAPES = {  # Qwen3-0.6B
@@ -45,8 +45,8 @@ TOKENS_IN_FLIGHT = 20
 
 
 def make_model(folder: Path) -> Path:
-    from app.model import characters
-    from app.model.hub import transformers
+    from app.model.hf_import import transformers
+    from app.model.tiny import tokenizer as characters
 
     config = transformers().Qwen3Config(**SHAPES, dtype="bfloat16")
     torch.manual_seed(0)

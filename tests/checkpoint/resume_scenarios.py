@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from app.trainer.schema import TrainerConfig
-from app.trainer.state import RankState
+from app.config.trainer import TrainerConfig
+from app.trainer.checkpoint_state import RankState
 from app.trainer.step import SplitStep
 from app.types import ScoredGroup
 from tests.trainer.support import Scenario, make_step, parameters, train

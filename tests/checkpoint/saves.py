@@ -1,6 +1,6 @@
 """A trainer of one process that saves checkpoints.
 
-`python -m tests.trainer.saves MODEL FOLDER` saves one after the other until it is killed, and says the step of each
+`python -m tests.checkpoint.saves MODEL FOLDER` saves one after the other until it is killed, and says the step of each
 that it committed.
 """
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from app.device.torchvision import define_operators
-from app.trainer.checkpoint import Checkpoints, RunState, latest, read_state
-from app.trainer.schema import TrainerConfig
-from app.trainer.state import RankState
-from tests.trainer.lineage import trainer_of
+from app.checkpoint.manager import Checkpoints, RunState, latest, read_state
+from app.config.trainer import TrainerConfig
+from app.device.torchvision_shim import define_operators
+from app.trainer.checkpoint_state import RankState
+from tests.checkpoint.resume_scenarios import trainer_of
 from tests.trainer.support import Scenario, scored_groups, train
 from tests.trainer.test_step import GRPO
 

@@ -11,21 +11,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from app.checkpoint.export import export_run
+from app.checkpoint.manager import Checkpoints, RunState
 from app.config import RunConfig
+from app.config import trainer as schema
+from app.config.model import ModelConfig
 from app.errors import CheckpointError, ConfigError
-from app.model.directory import identity
-from app.model.schema import ModelConfig
-from app.placement.export import export_run
-from app.trainer import schema
-from app.trainer.checkpoint import Checkpoints, RunState
+from app.model.hf_directory import identity
 from app.trainer.step import SplitStep
 from app.types import GroupRequest, Sampling
+from tests.checkpoint.resume_scenarios import trainer_of
+from tests.checkpoint.saves import OneProcess
 from tests.conftest import make_engine
 from tests.model.support import batch, save_qwen3, save_qwen35
-from tests.placement.runs import Run
-from tests.trainer.lineage import trainer_of
+from tests.runs import Run
 from tests.trainer.plain import transformers_model
-from tests.trainer.saves import OneProcess
 from tests.trainer.support import Scenario, scored_groups, train
 from tests.trainer.test_step import GRPO
 

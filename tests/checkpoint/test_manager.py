@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.checkpoint.manager import Checkpoints, RunState, latest, read_state, require_model
+from app.config import trainer as schema
 from app.errors import CheckpointError, ConfigError
-from app.trainer import schema
-from app.trainer.checkpoint import Checkpoints, RunState, latest, read_state, require_model
 from app.types import ScoredGroup
+from tests.checkpoint.resume_scenarios import Lineage, from_a_checkpoint, from_the_start, on_two_ranks, trainer_of
+from tests.checkpoint.saves import DEADLINE_S, OneProcess
 from tests.model.support import relative, save_qwen3, save_qwen35
-from tests.trainer.lineage import Lineage, from_a_checkpoint, from_the_start, on_two_ranks, trainer_of
 from tests.trainer.ranks import run_on
-from tests.trainer.saves import DEADLINE_S, OneProcess
 from tests.trainer.support import Scenario, full, parameters, sampled, scored_groups, train
 from tests.trainer.test_step import GRPO
 
@@ -274,7 +274,7 @@ def test_a_disk_without_room_is_found_before_anything_is_written(
     checkpoints = Checkpoints(tmp_path, keep=2)
     (first,) = asyncio.run(saved(checkpoints, trainer, 1))
     usage = __import__("shutil").disk_usage(tmp_path)
-    monkeypatch.setattr("app.trainer.checkpoint.shutil.disk_usage", lambda _: usage._replace(free=100_000))
+    monkeypatch.setattr("app.checkpoint.manager.shutil.disk_usage", lambda _: usage._replace(free=100_000))
     with pytest.raises(CheckpointError, match=r"step_2 cannot be begun: it takes .* GiB and .* has 0\.00 GiB left"):
         asyncio.run(checkpoints.save(trainer, state_of(2)))
     assert (checkpoints.latest(), names(tmp_path)) == (first, {"latest", "step_1"})
@@ -334,7 +334,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_what_differs() -> None:
 
 def killed_while_saving(path: Path, folder: Path, after: int) -> int:
     """Kill a process that saves step after step, while it writes one; the last step that it called committed."""
-    command = [sys.executable, "-m", "tests.trainer.saves", str(path), str(folder)]
+    command = [sys.executable, "-m", "tests.checkpoint.saves", str(path), str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
+from app.cluster.memory_monitor import MIB, Memory
 from app.errors import RunError
-from app.placement.memory import MIB, Memory
 from app.rollout.pool import EnginePool
 from app.types import MemoryUse
-from tests.placement.simulated import SimEngine, SimTrainer
+from tests.simulation import SimEngine, SimTrainer
 
 
 class Measured(SimTrainer):

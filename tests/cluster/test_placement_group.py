@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.placement.runs import Run
+from tests.runs import Run
 
 SCRIPT = """
 import json, os, sys
 import ray
 from app.device import device_of
 from app.errors import RunError
-from app.placement import cluster
-from tests.placement.compose import composed
+from app.cluster import placement_group as cluster
+from tests.compose import composed
 
 found = {}
 for name, overrides in json.loads(sys.argv[2]).items():

@@ -7,11 +7,11 @@ from contextlib import suppress
 
 import psutil
 
-from app.placement.reaper import LOOK_SECONDS
+from app.cluster.process_reaper import LOOK_SECONDS
 
 DRIVER = """
 import subprocess, time
-from app.placement.reaper import reaper
+from app.cluster.process_reaper import reaper
 
 bystander = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 with reaper():

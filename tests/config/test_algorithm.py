@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from app import config as configuration
-from app.algorithm.schema import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel, validate
+from app.config import compose as configuration
+from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel, validate
 from app.errors import ConfigError
 
 CONF = Path(__file__).parents[2] / "conf"

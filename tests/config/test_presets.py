@@ -6,11 +6,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from app import config as configuration
+from app.config import compose as configuration
 from app.main import conf_path
-from app.placement.plan import describe
-from app.placement.plan_memory import devices
-from tests.placement.compose import composed
+from app.mode.plan.describe import describe
+from app.mode.plan.memory import devices
+from tests.compose import composed
 
 CONF = Path(conf_path())
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))

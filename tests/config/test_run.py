@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 from hydra import compose, initialize_config_dir
 
-from app.algorithm.schema import Correction
-from app.config import RunConfig, resolve, setting_names
+from app.config import RunConfig
+from app.config.algorithm import Correction
+from app.config.compose import resolve, setting_names
 from app.main import conf_path
 
 SAY_WHAT_WAS_LOADED = """

@@ -1,5 +1,5 @@
+from app.config.data import ArithmeticConfig
 from app.data.arithmetic import problems
-from app.data.schema import ArithmeticConfig
 
 
 def test_the_answer_is_the_sum():

@@ -3,8 +3,8 @@ import logging
 import numpy as np
 import pytest
 
+from app.config.data import ArithmeticConfig, DataConfig, Template
 from app.data.build import build
-from app.data.schema import ArithmeticConfig, DataConfig, Template
 from app.errors import ConfigError
 
 SMALL = ArithmeticConfig(problems=40, eval_problems=8)

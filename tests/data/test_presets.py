@@ -2,10 +2,10 @@
 
 from hydra import compose, initialize_config_dir
 
-from app import config as configuration
 from app.config import RunConfig
+from app.config import compose as configuration
+from app.config.data import Template
 from app.data import rows
-from app.data.schema import Template
 from app.main import conf_path
 
 

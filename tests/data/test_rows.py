@@ -5,8 +5,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from app.config.data import ArithmeticConfig, DataConfig, EvalSetConfig, validate
 from app.data import rows
-from app.data.schema import ArithmeticConfig, DataConfig, EvalSetConfig, validate
 from app.errors import ConfigError
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from app.config.device import DeviceKind
 from app.device import device_of
-from app.device.schema import DeviceKind
-from app.placement.flags import engine_flags
-from tests.device import our_calls, sglang_api
+from app.rollout.server_args import engine_flags
+from tests.compose import composed
+from tests.device import sglang_api
+from tests.device import sglang_requests as our_calls
 from tests.device.packages import Package, installed, metadata, wheel
-from tests.placement.compose import composed
 
 OLDEST, NEWEST = "sglang==0.5.17", "sglang==0.5.23"
 SESSIONS = {"/begin_weight_update", "/end_weight_update"}  # since 0.5.21; the push asks once whether they are there

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from app.config.device import DeviceKind
 from app.device import Device, device_of
-from app.device.schema import DeviceKind
 from tests.device.packages import APP
 
 NAMES = re.compile(r"(?<![a-z])(cuda|npu|nccl|hccl)(?![a-z])", re.I)
 SEAM = APP / "device"
 # a Ray that we start ourselves is told how many devices of a kind that it does not count by itself
 ALLOWED = {
-    "app/placement/cluster.py": {"npu"},
+    "app/cluster/placement_group.py": {"npu"},
     # torch names the card in a tensor's handle, which two processes may number differently, on one kind of device only
-    "app/weight_sync/payload.py": {"cuda", "CUDA_DEVICE_ARGUMENT"},
+    "app/weight_sync/transport/ipc_payload.py": {"cuda", "CUDA_DEVICE_ARGUMENT"},
 }
 # SGLang's own words, which are the same on every device
 WORDS_OF_SGLANG = {"cuda_graph", "disable-cuda-graph", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"}

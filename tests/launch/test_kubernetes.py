@@ -7,11 +7,11 @@ import jsonschema
 import pytest
 import yaml
 
+from app.cluster.placement_group import bundles
+from app.config.device import DeviceKind
 from app.device import device_of
-from app.device.schema import DeviceKind
-from app.placement.cluster import bundles
-from app.placement.plan_memory import devices
-from tests.placement.compose import composed
+from app.mode.plan.memory import devices
+from tests.compose import composed
 
 FOLDER = Path(__file__).parents[2] / "launch" / "kubernetes"
 RESOURCES = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}

@@ -10,10 +10,12 @@ import pytest
 
 from app.device import device_of
 from app.device.cpu import DEVICE as CPU
-from app.placement import doctor_device, doctor_machine, doctor_software
-from app.placement.doctor import report
-from app.placement.finding import Finding, Verdict, judged, table
-from tests.placement.compose import composed
+from app.mode.doctor import device as doctor_device
+from app.mode.doctor import machine as doctor_machine
+from app.mode.doctor import software as doctor_software
+from app.mode.doctor.check import report
+from app.mode.doctor.finding import Finding, Verdict, judged, table
+from tests.compose import composed
 
 ROOT = Path(__file__).parents[2]
 MISSION = ("device=npu", "placement=fully_async", "model=qwen35_9b")

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from app.device.schema import Dtype
+from app.config.device import Dtype
+from app.mode.parity import compare as parity
+from app.mode.parity import engine as parity_engine
+from app.mode.parity.compare import BOUNDS, FILE, LENGTHS, Outcome, compare, comparisons, compute, fixed_batch, layer_of
+from app.mode.parity.engine import Sampled
 from app.model.attention import PACKED
-from app.placement import parity, parity_engine
-from app.placement.parity import BOUNDS, FILE, LENGTHS, Outcome, compare, comparisons, compute, fixed_batch, layer_of
-from app.placement.parity_engine import Sampled
-from tests.placement.compose import composed
-from tests.placement.runs import Run
+from tests.compose import composed
+from tests.runs import Run
 
 CPU = torch.device("cpu")
 
@@ -65,7 +66,7 @@ def test_the_cpu_agrees_with_itself_and_says_so(
 
 
 def test_the_reference_is_transformers_own_sequence_by_sequence(tiny_model: Path, reference: Outcome) -> None:
-    from app.model.hub import transformers
+    from app.model.hf_import import transformers
 
     model = transformers().AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     batch, start, wanted = fixed_batch(model.config.vocab_size), 0, []

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from app.placement.plan import describe
-from tests.placement.compose import composed
+from app.mode.plan.describe import describe
+from tests.compose import composed
 
 ROOT = Path(__file__).parents[2]
 MISSION = ("device=npu", "placement=fully_async", "model=qwen35_9b")
@@ -30,7 +30,7 @@ def test_the_missions_plan_comes_within_five_seconds_and_writes_nothing(tmp_path
 
 def test_a_plan_imports_no_heavy_library() -> None:
     code = (
-        "import sys; from app.placement.plan import describe; from tests.placement.compose import composed; "
+        "import sys; from app.mode.plan.describe import describe; from tests.compose import composed; "
         f"describe(composed(*{MISSION!r})); "
         f"loaded = [name for name in {HEAVY!r} if name in sys.modules]; sys.exit(str(loaded) if loaded else 0)"
     )

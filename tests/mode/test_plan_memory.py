@@ -4,11 +4,11 @@ import pytest
 
 from app.config import RunConfig
 from app.device import device_of
-from app.placement.flags import engine_flags
-from app.placement.plan_architecture import QWEN3_4B, QWEN35_9B, Architecture
-from app.placement.plan_memory import Phase, capacity, devices, of, phases, tightest
-from app.placement.plan_trainer import GIB, HEAD_CHUNK_BYTES
-from tests.placement.compose import composed
+from app.mode.plan.memory import Phase, capacity, devices, of, phases, tightest
+from app.mode.plan.trainer_memory import GIB, HEAD_CHUNK_BYTES
+from app.model.architecture import QWEN3_4B, QWEN35_9B, Architecture
+from app.rollout.server_args import engine_flags
+from tests.compose import composed
 
 P = 8_953_803_264  # parameters of Qwen3.5-9B
 ROOT = 2 * 248_320 * 4096 + 4096
@@ -61,7 +61,7 @@ def test_logits_take_three_chunks(mission: dict[tuple[str, str], Phase]) -> None
 
 
 def test_the_chunk_is_the_heads_own() -> None:
-    from app.model.head import CHUNK_ELEMENTS
+    from app.model.lm_head import CHUNK_ELEMENTS
 
     assert HEAD_CHUNK_BYTES == CHUNK_ELEMENTS * 4
 

@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from app.placement.prepare import prepare
+from app.mode.preflight import prepare
+from tests.compose import composed
 from tests.model.support import save_qwen3
-from tests.placement.compose import composed
 
 OWN = """
 from transformers import PreTrainedTokenizerFast
@@ -32,9 +32,9 @@ def test_a_run_of_the_tiny_model_is_prepared_without_torch(tiny_model: Path) -> 
     """Its import takes seconds and 200 MB; an engine's host never needs it."""
     code = """
 import sys
-import app.placement.build, app.placement.actors
-from app.placement.prepare import prepare
-from tests.placement.compose import composed
+import app.mode.session, app.cluster.actors
+from app.mode.preflight import prepare
+from tests.compose import composed
 tokens = prepare(composed(), print).tokenizer("1+2=")["input_ids"]
 print(len(tokens), "torch" in sys.modules)
 """

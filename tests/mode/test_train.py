@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.placement.runs import Run
+from tests.runs import Run
 
 ALWAYS = [
     "step",

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from app.model import characters
-from app.model.hub import transformers
+from app.model.hf_import import transformers
+from app.model.tiny import tokenizer as characters
 
 LENGTHS = (5, 17, 3, 16, 9, 1)  # one of them without a completion token
 

@@ -5,21 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from app.model.schema import Family, ModelConfig, TinyConfig
-from app.placement.plan_architecture import QWEN3_4B, QWEN35_9B, architecture_of, from_config
+from app.config.model import Family, ModelConfig, TinyConfig
+from app.model.architecture import QWEN3_4B, QWEN35_9B, architecture_of, from_config
 
 
 def on_meta(config: object) -> int:
     import torch
 
-    from app.model.hub import transformers
+    from app.model.hf_import import transformers
 
     with torch.device("meta"):
         return sum(p.numel() for p in transformers().AutoModelForCausalLM.from_config(config).parameters())
 
 
 def test_qwen3_4b_has_the_parameters_that_transformers_builds() -> None:
-    from app.model.hub import transformers
+    from app.model.hf_import import transformers
 
     built = transformers().Qwen3Config(
         vocab_size=151_936,
@@ -36,7 +36,7 @@ def test_qwen3_4b_has_the_parameters_that_transformers_builds() -> None:
 
 
 def test_qwen35_9b_has_the_parameters_that_transformers_builds() -> None:
-    from app.model.hub import transformers
+    from app.model.hf_import import transformers
 
     built = transformers().Qwen3_5TextConfig()
     assert QWEN35_9B.parameters == on_meta(built) == 8_953_803_264
@@ -47,7 +47,7 @@ def test_qwen35_9b_has_the_parameters_that_transformers_builds() -> None:
 
 
 def test_a_composite_checkpoint_is_counted_by_its_text_model_and_its_tower() -> None:
-    from app.model.hub import transformers
+    from app.model.hf_import import transformers
 
     text = transformers().Qwen3_5TextConfig().to_dict()
     whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "tie_word_embeddings": False}
@@ -76,9 +76,9 @@ def test_the_tiny_model_is_counted_without_making_it(tiny_model: Path) -> None:
 
 
 def test_the_tiny_qwen35_is_counted_without_making_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from app.model.tiny import ensure
+    from app.model.tiny.create import ensure
 
-    monkeypatch.setattr("app.model.warmup.warm_up", lambda *_: 0.3)
+    monkeypatch.setattr("app.model.tiny.warmup.warm_up", lambda *_: 0.3)
     config = ModelConfig(tiny=TinyConfig(family=Family.qwen35, layers=5, cache=str(tmp_path)))
     made = from_config(json.loads((ensure(config, seed=0) / "config.json").read_text()))
     assert architecture_of(config) == made

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from app.config.model import ModelConfig
 from app.errors import ConfigError
-from app.model.directory import GENERAL, load_tokenizer, locate, require_window
-from app.model.hub import transformers
-from app.model.schema import ModelConfig
+from app.model.hf_directory import GENERAL, load_tokenizer, locate, require_window
+from app.model.hf_import import transformers
 from tests.model.support import save_qwen3
 
 

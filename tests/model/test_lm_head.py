@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.model.head import token_logprobs
+from app.model.lm_head import token_logprobs
 
 TOKENS, WIDTH, VOCABULARY, TEMPERATURE = 13, 6, 29, 1.7
 

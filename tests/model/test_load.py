@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from app.errors import ConfigError
-from app.model.hub import transformers
+from app.model.hf_import import transformers
 from app.model.load import load
 from app.model.policy import named_checkpoint_tensors
 from tests.model.support import save_qwen3

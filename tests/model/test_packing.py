@@ -55,7 +55,7 @@ def test_wrong_borders_are_refused(borders: list[int]) -> None:
 
 
 def test_linear_attention_is_packed_only_where_borders_are_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from app.model.hub import transformers
+    from app.model.hf_import import transformers
 
     full, linear = (
         transformers().AutoConfig.from_pretrained(save(tmp_path_factory.mktemp("model")))

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.config.data import ArithmeticConfig
+from app.config.model import ModelConfig, TinyConfig
 from app.data.arithmetic import problems
-from app.data.schema import ArithmeticConfig
-from app.model import warmup
-from app.model.directory import load_tokenizer, locate
-from app.model.hub import transformers
-from app.model.schema import ModelConfig, TinyConfig
-from app.model.tiny import ensure
+from app.model.hf_directory import load_tokenizer, locate
+from app.model.hf_import import transformers
+from app.model.tiny import warmup
+from app.model.tiny.create import ensure
 
 
 def config(cache: Path) -> ModelConfig:
@@ -67,7 +67,7 @@ def test_the_same_seed_makes_the_same_bytes_whatever_the_caller_did_before(
 
 
 def test_it_is_made_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.model.tiny._make", None)  # would be an error to call
+    monkeypatch.setattr("app.model.tiny.create._make", None)  # would be an error to call
     assert ensure(config(path.parent), seed=3) == path
     assert [folder.name for folder in path.parent.iterdir()] == [path.name]
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
+from app.config.device import DeviceKind
 from app.device import device_of
-from app.device.schema import DeviceKind
 from app.offload.trainer import Offload
-from app.trainer.state import RankState
+from app.trainer.checkpoint_state import RankState
 from app.trainer.step import SplitStep
 from app.types import TrainerPart
 

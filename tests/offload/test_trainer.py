@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from app.algorithm.schema import Kl
+from app.config.algorithm import Kl
+from app.config.trainer import TrainerConfig
 from app.errors import SyncError, TrainerError
 from app.offload import trainer as module
 from app.offload.trainer import HostCopy, Offload
-from app.trainer.schema import TrainerConfig
 from app.types import ScoredGroup, TrainerPart
 from tests.model.support import save_qwen3, save_qwen35
 from tests.offload.support import Host, storages

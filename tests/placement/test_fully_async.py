@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from app.algorithm.advantage import score
 from app.config import RunConfig
+from app.config.placement import PlacementKind, Stream
 from app.errors import EngineError, RunError, SyncError, TrainerError
 from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
-from app.placement.schema import PlacementKind, Stream
 from app.types import InFlight, Trajectory
-from tests.placement.simulated import World, config, long_tailed, now, run_virtual
+from tests.simulation import World, config, long_tailed, now, run_virtual
 
 MODES = [(1, InFlight.drain), (1, InFlight.retract), (2, InFlight.in_place)]
 

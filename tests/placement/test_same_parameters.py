@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from app.algorithm.schema import Aggregation, AlgorithmConfig
 from app.config import RunConfig
+from app.config.algorithm import Aggregation, AlgorithmConfig
+from app.config.placement import PlacementKind, Stream
+from app.config.trainer import Optimizer as Kind
+from app.config.trainer import TrainerConfig
 from app.model.load import load
 from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
-from app.placement.schema import PlacementKind, Stream
 from app.trainer.optimizer import Optimizer
-from app.trainer.schema import Optimizer as Kind
-from app.trainer.schema import TrainerConfig
 from app.trainer.step import SplitStep, StepSettings
 from app.types import (
     Completion,
@@ -33,7 +33,7 @@ from app.types import (
     VersionSpan,
 )
 from tests.model.support import save_qwen3
-from tests.placement.simulated import RIGHT, WRONG, SimEngine, World, config, run_virtual
+from tests.simulation import RIGHT, WRONG, SimEngine, World, config, run_virtual
 
 STEPS = 2
 GRPO = AlgorithmConfig(prompts_per_step=6, group_size=4)

@@ -16,18 +16,18 @@ import pytest
 import torch
 
 from app.config import RunConfig
+from app.config.placement import PlacementKind
+from app.config.trainer import Optimizer as Kind
 from app.offload.trainer import Offload
 from app.placement.colocate import Colocate
-from app.placement.schema import PlacementKind
-from app.placement.turns import Turns
-from app.trainer.schema import Optimizer as Kind
+from app.placement.time_sharing import Turns
 from app.types import Completion, EnginePart, GroupRequest, InFlight, ScoredGroup, SyncReport, TrainerPart
 from tests.model.support import save_qwen3
 from tests.offload.support import Host, Poisoned
-from tests.placement.runs import Run
-from tests.placement.simulated import SimSync, World, config, run_virtual
-from tests.placement.test_recovery_runs import assert_ledger
 from tests.placement.test_same_parameters import GRPO, InProcess, Recorded
+from tests.recovery.test_recovery_runs import assert_ledger
+from tests.runs import Run
+from tests.simulation import SimSync, World, config, run_virtual
 
 STEPS = 3
 
@@ -162,7 +162,7 @@ def test_a_whole_run_on_one_memory_survives_the_loss_of_its_trainer(start: Calla
     """Real parts: the ranks' memory is freed and comes back in every step, and before a trainer begins anew."""
     overrides = ["checkpoint.every=2", "eval.before_train=false", "data.arithmetic.eval_problems=20"]
     saver = "++rollout.engine_args.enable-memory-saver=false"  # a CPU has none
-    run = start("steps=10", *overrides, saver, "checkpoint.export=true", module="tests.placement.one_memory")
+    run = start("steps=10", *overrides, saver, "checkpoint.export=true", module="tests.shared_memory_app")
     run.wait_for_step(3)
     os.kill(run.pid_of("TrainerRank"), signal.SIGKILL)
     assert run.wait(300) == 0, run.text

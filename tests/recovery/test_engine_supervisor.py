@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.config.placement import PlacementKind
 from app.errors import EngineError, EngineLost, RunError, TrainerError, TrainerLost
 from app.placement.colocate import Colocate
+from app.placement.context import Parts
+from app.placement.controller import Conductor
 from app.placement.fully_async import FullyAsync
-from app.placement.parts import Parts
-from app.placement.schema import PlacementKind
-from app.placement.train import Conductor
 from app.types import InFlight, MemoryUse
-from tests.placement.simulated import SimEngine, SimTrainer, World, config, long_tailed, now, run_virtual
+from tests.simulation import SimEngine, SimTrainer, World, config, long_tailed, now, run_virtual
 
 STORIES: dict[PlacementKind, type[Conductor]] = {
     PlacementKind.colocate: Colocate,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.placement.runs import Run
+from tests.runs import Run
 
 ROUNDS = 20
 PLACEMENTS = {

@@ -10,10 +10,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from app.checkpoint.manager import FOLDER, LATEST
 from app.errors import ConfigError, RunError
 from app.main import conf_path
-from app.placement.resume import SAVED, continue_run, finished_at, only_driver
-from app.trainer.checkpoint import FOLDER, LATEST
+from app.recovery.resume import SAVED, continue_run, finished_at, only_driver
 
 
 def composed(*overrides: str) -> DictConfig:

@@ -1,11 +1,11 @@
 import pytest
 
+from app.config.reward import BUILT_IN
 from app.reward.answer import marked
+from app.reward.component import INSTANT, built_in
 from app.reward.exact import exact
 from app.reward.format import format
 from app.reward.math import equal
-from app.reward.part import INSTANT, built_in
-from app.reward.schema import BUILT_IN
 
 
 def test_exact_compares_what_is_left_without_blanks(trajectory):

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from app.config.reward import RewardConfig, validate
 from app.errors import ConfigError, RunError
 from app.reward.outcome import FailureKind
-from app.reward.schema import RewardConfig, validate
 from app.reward.scorer import Scorer
 
 TOWER = "\\boxed{9^{9^{9^{9}}}}"
@@ -380,7 +380,7 @@ def test_workers_die_with_a_parent_that_is_killed_even_while_they_hang(trajector
     script.write_text(
         "import asyncio, sys\n"
         "import numpy as np\n"
-        "from app.reward.schema import RewardConfig\n"
+        "from app.config.reward import RewardConfig\n"
         "from app.reward.scorer import Scorer\n"
         "from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan\n"
         "completion = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), FinishReason.stop,\n"

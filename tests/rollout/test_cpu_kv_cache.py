@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from app.rollout.working_copy import WorkingCopy, buckets
+from app.rollout.sglang_plugin.cpu_kv_cache import WorkingCopy, buckets
 
 
 def step(copy: WorkingCopy, requests: dict[int, int]) -> tuple[list[int], list[tuple[int, int]], set[int]]:

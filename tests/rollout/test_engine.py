@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from app.errors import EngineError
-from app.model.hub import transformers
+from app.model.hf_import import transformers
 from app.rollout.remote import RemoteEngine
 from app.types import Completion, FinishReason, GroupRequest, InFlight
 from tests.rollout.support import HOT, in_flight, request

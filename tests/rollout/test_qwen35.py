@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from app.model.schema import Family, ModelConfig, TinyConfig
-from app.model.tiny import ensure
+from app.config.model import Family, ModelConfig, TinyConfig
+from app.config.weight_sync import Verify
+from app.model.tiny.create import ensure
 from app.rollout.remote import RemoteEngine
 from app.types import InFlight
-from app.weight_sync.schema import Verify
 from tests.conftest import make_engine
 from tests.rollout.support import HOT, in_flight, largest_difference, request
-from tests.rollout.test_attention import ragged, staggered
+from tests.rollout.test_cpu_attention import ragged, staggered
 from tests.weight_sync.support import TRANSPORTS, make_push, make_trainer, set_weights, started
 
 
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`model=tiny_qwen35` without its warm-up."""
     tiny = TinyConfig(family=Family.qwen35, layers=4, cache=str(tmp_path_factory.mktemp("cache")))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("app.model.warmup.warm_up", lambda *_: 0.3)
+        patch.setattr("app.model.tiny.warmup.warm_up", lambda *_: 0.3)
         return ensure(ModelConfig(tiny=tiny), seed=0)
 
 

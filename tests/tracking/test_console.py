@@ -3,7 +3,7 @@ from pathlib import Path
 
 from app.config import RunConfig
 from app.tracking.console import RunConsole, step_line
-from app.tracking.format import count, duration, seconds
+from app.tracking.number_format import count, duration, seconds
 
 
 def lines(draw, steps=60):

@@ -7,7 +7,8 @@ import pytest
 
 from app.config import RunConfig
 from app.tracking import dashboards
-from app.tracking.dashboards import Feed, Progress, Start, grouped
+from app.tracking.dashboard import Progress, Start
+from app.tracking.dashboards import Feed, grouped
 from app.tracking.recorder import RunRecorder
 
 BLOCK, HEADER = 32768, 7
@@ -151,7 +152,7 @@ def test_a_refused_network_and_a_wrong_key_cost_a_warning_and_no_time_of_a_step(
 
 
 def dashboards_states():
-    from app.tracking.summary import Status
+    from app.tracking.run_folder.summary import Status
 
     return list(Status)
 

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from app.tracking import jsonl
+from app.tracking.run_folder import metrics_file as jsonl
 
 
 def rows(path):

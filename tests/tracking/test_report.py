@@ -7,10 +7,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from app.config import RunConfig
-from app.tracking import report_data
 from app.tracking.recorder import RunRecorder
-from app.tracking.report import write_report
-from app.tracking.verdict import Tone, checks, learned, sane, speed
+from app.tracking.report import data as report_data
+from app.tracking.report.checks import Tone, checks, learned, sane, speed
+from app.tracking.report.page import write_report
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}
 

@@ -1,6 +1,6 @@
 import json
 
-from app.tracking import samples
+from app.tracking.run_folder import samples
 
 
 def test_choice_takes_prompts_evenly_and_one_trajectory_of_each_first(group):

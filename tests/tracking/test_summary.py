@@ -1,7 +1,7 @@
 import json
 
-from app.tracking import summary
-from app.tracking.summary import Status, Summary
+from app.tracking.run_folder import summary
+from app.tracking.run_folder.summary import Status, Summary
 
 
 def test_summary_follows_the_steps(tmp_path, metrics):

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from app.tracking.sweep import table
+from app.tracking.report.sweep import table
 
 
 def test_the_best_run_stands_first_and_failures_say_why(tmp_path: Path) -> None:

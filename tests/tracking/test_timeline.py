@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from app.tracking.timeline import Timeline
+from app.tracking.run_folder.timeline import Timeline
 
 
 def trace(timeline, folder):

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from app.device.torchvision import define_operators
+from app.device.torchvision_shim import define_operators
 
 define_operators()
 for family in ("qwen3", "qwen3_5"):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.algorithm.schema import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
-from app.model.hub import transformers
+from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
+from app.model.hf_import import transformers
 from app.types import ScoredGroup, Trajectory
 from tests.trainer.support import LIMIT, TEMPERATURE
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from app.device.torchvision import define_operators
+from app.device.torchvision_shim import define_operators
 from tests.trainer.support import Result, Scenario, play
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from app.algorithm.schema import AlgorithmConfig, Correction
+from app.config import trainer as schema
+from app.config.algorithm import AlgorithmConfig, Correction
+from app.config.trainer import TrainerConfig
 from app.model.load import load
 from app.model.policy import PolicyModel, named_checkpoint_tensors
-from app.trainer import schema
 from app.trainer.optimizer import Optimizer, Outcome
-from app.trainer.schema import TrainerConfig
 from app.trainer.step import SplitStep, StepSettings
 from app.types import Completion, FinishReason, Group, Prompt, ScoredGroup, StepReport, Trajectory, VersionSpan
 

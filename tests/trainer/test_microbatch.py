@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.trainer.packing import full_prefix, pack, plan_passes, samples_of
+from app.trainer.microbatch import full_prefix, pack, plan_passes, samples_of
 from tests.trainer.support import scored_groups
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)

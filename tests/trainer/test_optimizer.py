@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from app.config import trainer as schema
+from app.config.trainer import TrainerConfig
 from app.errors import RunError
-from app.trainer import schema
 from app.trainer.optimizer import Optimizer, Outcome
-from app.trainer.schema import TrainerConfig
 
 SGD = schema.Optimizer.sgd
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.trainer.schema import TrainerConfig
+from app.config.trainer import TrainerConfig
 from tests.model.support import save_qwen3
 from tests.trainer.ranks import play_on
 from tests.trainer.support import Result, Scenario, play, sampled, scored_groups

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from app.checkpoint.manager import Checkpoints, RunState
 from app.errors import TrainerError
-from app.trainer.checkpoint import Checkpoints, RunState
-from app.trainer.fsdp import FsdpTrainer
+from app.trainer.remote import FsdpTrainer
 from app.types import ScoredGroup, StepReport
 from tests.model.support import save_qwen3
 from tests.trainer.support import VOCABULARY, scored_groups

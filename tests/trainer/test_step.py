@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.algorithm.schema import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
+from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
+from app.config.trainer import TrainerConfig
 from app.errors import TrainerError
-from app.trainer.schema import TrainerConfig
 from app.types import ScoredGroup
 from tests.model.support import relative, save_qwen3
 from tests.trainer import plain

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from app.algorithm.schema import AlgorithmConfig
-from app.model.hub import transformers
+from app.config.algorithm import AlgorithmConfig
+from app.model.hf_import import transformers
 from app.model.load import load
 from app.trainer.throughput import ModelFlops, Stopwatch, throughput_metrics
 from tests.model.support import save_qwen3, save_qwen35

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.weight_sync.schema import Verify
+from app.config.weight_sync import Verify
 from tests.weight_sync.support import Proxy, address_of, engine_at, make_push, make_trainer, set_weights, started
 
 

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from aiohttp import ClientSession, ClientTimeout, web
 
-from app.algorithm.schema import AlgorithmConfig, Correction
-from app.device.schema import DeviceKind, Dtype
-from app.trainer.schema import TrainerConfig
+from app.config.algorithm import AlgorithmConfig, Correction
+from app.config.device import DeviceKind, Dtype
+from app.config.trainer import TrainerConfig
+from app.config.weight_sync import SyncMode, Verify, WeightSyncConfig
 from app.types import Completion, GroupRequest, InFlight, Sampling
-from app.weight_sync.collective import Collective
-from app.weight_sync.handle import Handle
-from app.weight_sync.push import Push
-from app.weight_sync.schema import SyncMode, Verify, WeightSyncConfig
+from app.weight_sync.synchronizer import Push
+from app.weight_sync.transport.collective import Collective
+from app.weight_sync.transport.ipc import Handle
 from app.weight_sync.verify import Verifier
 
 PROMPT = np.array([5, 6, 7, 8, 9, 10], dtype=np.int32)
@@ -53,8 +53,8 @@ def make_trainer(model: Path, folder: Path, *, ranks: int = 1, dtype: Dtype = Dt
     """Ray actors of real trainer ranks, not set up."""
     import ray
 
-    from app.trainer.fsdp import FsdpTrainer
     from app.trainer.rank import THREADS, RankSpec, TrainerRank
+    from app.trainer.remote import FsdpTrainer
     from app.trainer.step import StepSettings
 
     settings = StepSettings(
@@ -131,7 +131,7 @@ def request(*, tokens: int = 12, temperature: float = 1.0, group_size: int = 2, 
 
 def noisy_model(model: Path, seed: int) -> Any:
     """transformers' own, with the weights that `set_weights` gives the trainer."""
-    from app.model.hub import transformers
+    from app.model.hf_import import transformers
 
     reference = transformers().AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     torch.manual_seed(seed)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.weight_sync.plan import ITEM_BYTES, TensorMeta, plan_buckets
+from app.weight_sync.buckets import ITEM_BYTES, TensorMeta, plan_buckets
 
 SHAPES = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 TENSORS = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), SHAPES), min_size=1, max_size=30).map(

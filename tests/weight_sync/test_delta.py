@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from app import wire
+from app.config.weight_sync import SyncMode, WeightSyncConfig, validate_mode
 from app.errors import ConfigError
-from app.rollout.loader import Loader
-from app.rollout.sparse import SparseTensor
-from app.weight_sync.compare import CPU_CHUNK, Kept
+from app.rollout.sglang_plugin.delta_loader import Loader
+from app.rollout.sglang_plugin.sparse_tensor import SparseTensor
+from app.weight_sync.buckets import Bucket, TensorMeta, plan_buckets
 from app.weight_sync.delta import Delta, envelope_room
-from app.weight_sync.plan import Bucket, TensorMeta, plan_buckets
-from app.weight_sync.schema import SyncMode, WeightSyncConfig, validate_mode
-from tests.placement.compose import composed
+from app.weight_sync.snapshot import CPU_CHUNK, Kept
+from tests.compose import composed
 from tests.trainer.ranks import processes
 
 ROWS, ROW = 6, 10

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from app.device.schema import Dtype
+from app.config.device import Dtype
+from app.config.weight_sync import SyncMode, Verify
 from app.errors import SyncError
 from app.rollout.remote import RemoteEngine
-from app.weight_sync.schema import SyncMode, Verify
 from tests.conftest import make_engine
 from tests.weight_sync.support import (
     TRANSPORTS,

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from app.device.schema import Dtype
-from app.model.directory import locate
-from app.model.schema import Family, ModelConfig, TinyConfig
-from app.weight_sync.schema import SyncMode, Verify
+from app.config.device import Dtype
+from app.config.model import Family, ModelConfig, TinyConfig
+from app.config.weight_sync import SyncMode, Verify
+from app.model.hf_directory import locate
 from tests.conftest import make_engine
 from tests.weight_sync.support import TRANSPORTS, checksum, make_push, make_trainer, request, set_weights, started
-from tests.weight_sync.test_soak import RESULT, bind_ranks, killed
+from tests.weight_sync.test_slow import RESULT, bind_ranks, killed
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 STEPS = 50

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from app.config.weight_sync import Verify
 from app.errors import EngineError, SyncError
-from app.weight_sync.schema import Verify
 from tests.weight_sync.support import (
     TRANSPORTS,
     Rule,

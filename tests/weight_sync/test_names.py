@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.device.schema import Dtype
-from app.model import characters
-from app.model.hub import transformers
+from app.config.device import Dtype
+from app.model.hf_import import transformers
 from app.model.load import load
-from app.weight_sync.plan import TensorMeta
+from app.model.tiny import tokenizer as characters
+from app.weight_sync.buckets import TensorMeta
 from app.weight_sync.sender import Sender
 from tests.model.support import save_qwen3
 

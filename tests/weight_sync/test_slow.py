@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
-from app.device.schema import Dtype
+from app.cluster.actors import cores_of_ranks
+from app.config.device import Dtype
+from app.config.weight_sync import Verify
 from app.errors import SyncError
-from app.placement.actors import cores_of_ranks
 from app.types import InFlight
-from app.weight_sync.schema import Verify
 from tests.conftest import make_engine
 from tests.weight_sync.support import (
     TRANSPORTS,

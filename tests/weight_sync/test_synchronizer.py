@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from app.config.weight_sync import Verify
 from app.types import InFlight
-from app.weight_sync.push import Push
-from app.weight_sync.schema import Verify
+from app.weight_sync.synchronizer import Push
 from tests.weight_sync.support import (
     TRANSPORTS,
     checksum,

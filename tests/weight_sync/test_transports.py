@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from app.config import RunConfig
-from app.device.schema import DeviceKind
+from app.config.device import DeviceKind
+from app.config.placement import PlacementKind
+from app.config.weight_sync import Transport, WeightSyncConfig, transport_of
 from app.errors import ConfigError, EngineError, SyncError
-from app.placement.schema import PlacementKind
 from app.types import VersionSpan
 from app.weight_sync.backends import backend_of
-from app.weight_sync.collective import bracketed
-from app.weight_sync.schema import Transport, WeightSyncConfig, transport_of
+from app.weight_sync.deadlines import Waits
+from app.weight_sync.transport.collective import bracketed
 from app.weight_sync.verify import expect_equal
-from app.weight_sync.waits import Waits
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("npu", "hccl")])

@@ -6,10 +6,10 @@ where a line fails.
 
 from app.config import RunConfig
 from app.device import device_of
-from app.placement.doctor_device import environment, hardware
-from app.placement.doctor_machine import machine, reachable
-from app.placement.doctor_software import software
-from app.placement.finding import Finding, Verdict, table
+from app.mode.doctor.device import environment, hardware
+from app.mode.doctor.finding import Finding, Verdict, table
+from app.mode.doctor.machine import machine, reachable
+from app.mode.doctor.software import software
 
 FAILED = 1
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from app.config import RunConfig
+from app.config.placement import PlacementKind
 from app.device import Device
 from app.errors import ConfigError
-from app.placement import plan_memory
-from app.placement.finding import Finding, Verdict, judged
-from app.placement.flags import engine_flags
-from app.placement.plan_architecture import architecture_of
-from app.placement.plan_trainer import GIB
-from app.placement.schema import PlacementKind
+from app.mode.doctor.finding import Finding, Verdict, judged
+from app.mode.plan import memory as plan_memory
+from app.mode.plan.trainer_memory import GIB
+from app.model.architecture import architecture_of
+from app.rollout.server_args import engine_flags
 
 TOOLKIT_SECONDS = 30
 EXPANDABLE = "expandable_segments"

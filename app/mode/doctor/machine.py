@@ -11,10 +11,10 @@ from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 from app.config import RunConfig
-from app.model.tiny import DEFAULT_CACHE
-from app.placement.finding import Finding, Verdict, judged
-from app.placement.plan_architecture import architecture_of
-from app.placement.plan_trainer import GIB
+from app.mode.doctor.finding import Finding, Verdict, judged
+from app.mode.plan.trainer_memory import GIB
+from app.model.architecture import architecture_of
+from app.model.tiny.create import DEFAULT_CACHE
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_GIB_FAIL, SHARED_GIB_WARN = 0.25, 2.0  # Ray's object store and tensors between processes live there

@@ -8,9 +8,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from app.config import RunConfig
+from app.config.placement import PlacementKind
 from app.device import Device
-from app.placement.finding import Finding, Verdict, judged
-from app.placement.schema import PlacementKind
+from app.mode.doctor.finding import Finding, Verdict, judged
 
 PYTHON = SpecifierSet(">=3.11,<3.13")
 SUPPORTED = {

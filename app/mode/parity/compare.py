@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.config import RunConfig
+from app.config.device import Dtype
 from app.device import device_of
-from app.device.schema import Dtype
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ def compare(config: RunConfig, folder: Path) -> tuple[str, float, bool]:
     import torch
 
     from app.model.attention import PACKED
-    from app.model.directory import locate
+    from app.model.hf_directory import locate
 
     device, dtype = device_of(config.device.kind), config.device.dtype
     path = locate(config.model, seed=config.seed)
@@ -97,7 +97,7 @@ def compare(config: RunConfig, folder: Path) -> tuple[str, float, bool]:
 
 def engine_comparisons(config: RunConfig, path: Path, folder: Path) -> list[Comparison]:
     """The lines about a push and about what an engine says of the tokens that it sampled."""
-    from app.placement.parity_engine import mean_difference, sample
+    from app.mode.parity.engine import mean_difference, sample
 
     sampled = sample(config, folder)
     if not sampled.pushed:

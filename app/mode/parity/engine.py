@@ -17,15 +17,15 @@ from pathlib import Path
 import numpy as np
 
 from app.config import RunConfig
+from app.config.placement import PlacementKind
+from app.config.weight_sync import Verify
 from app.device import device_of
 from app.errors import SyncError
-from app.placement.build import rollout_side, until_signal
-from app.placement.lives import trainer_side
-from app.placement.schema import PlacementKind
-from app.placement.turns import ONLY_FOR_STEPS, Turns
-from app.tracking.timeline import Timeline
+from app.mode.session import rollout_side, until_signal
+from app.mode.train import trainer_side
+from app.placement.time_sharing import ONLY_FOR_STEPS, Turns
+from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, GroupRequest, Sampling, TrainerPart
-from app.weight_sync.schema import Verify
 
 PROMPT_TOKENS, GROUP_SIZE, MAX_TOKENS, VERSION = 16, 8, 32, 0
 

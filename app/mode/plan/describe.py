@@ -5,12 +5,12 @@ Always holds: nothing is fetched, started or written, and neither torch nor Ray 
 """
 
 from app.config import RunConfig
+from app.config.placement import PlacementKind
 from app.device import device_of
-from app.placement import plan_text
-from app.placement.flags import engine_flags
-from app.placement.plan_architecture import architecture_of
-from app.placement.plan_memory import devices
-from app.placement.schema import PlacementKind
+from app.mode.plan import text as plan_text
+from app.mode.plan.memory import devices
+from app.model.architecture import architecture_of
+from app.rollout.server_args import engine_flags
 
 
 def describe(config: RunConfig) -> str:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from app.config import RunConfig
 from app.device import Device
-from app.placement.plan_architecture import Architecture
-from app.placement.plan_trainer import GIB, Items
+from app.mode.plan.trainer_memory import GIB, Items
+from app.model.architecture import Architecture
 
 CONV_BYTES = 2  # SGLang keeps the convolution's inputs in bfloat16
 STATE_SHARE = 0.9 / 1.9

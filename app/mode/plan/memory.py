@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from app.config import RunConfig
+from app.config.device import DeviceKind
+from app.config.placement import PlacementKind
 from app.device import Device
-from app.device.schema import DeviceKind
-from app.placement.plan_architecture import Architecture
-from app.placement.plan_engine import EngineMemory
-from app.placement.plan_trainer import GIB, Items, TrainerMemory
-from app.placement.schema import PlacementKind
+from app.mode.plan.engine_memory import EngineMemory
+from app.mode.plan.trainer_memory import GIB, Items, TrainerMemory
+from app.model.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ import shlex
 from collections.abc import Mapping
 
 from app.config import RunConfig
+from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
-from app.placement.plan_architecture import Architecture
-from app.placement.plan_engine import CONV_BYTES, EngineMemory
-from app.placement.plan_memory import Capacity, Phase, of, phases, tightest
-from app.placement.plan_trainer import GIB, MIB
-from app.weight_sync.schema import SnapshotPlace, SyncMode
+from app.mode.plan.engine_memory import CONV_BYTES, EngineMemory
+from app.mode.plan.memory import Capacity, Phase, of, phases, tightest
+from app.mode.plan.trainer_memory import GIB, MIB
+from app.model.architecture import Architecture
 
 SHOWN = 4  # the largest items of a phase
 BACKWARD_FLOPS, RECOMPUTED_FLOPS = 6, 8  # per parameter and token

@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from app.config import RunConfig
+from app.config.device import DeviceKind
+from app.config.trainer import Optimizer
+from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
-from app.device.schema import DeviceKind
-from app.placement.plan_architecture import Architecture
-from app.trainer.schema import Optimizer
-from app.weight_sync.schema import SnapshotPlace, SyncMode
+from app.model.architecture import Architecture
 
 Items = dict[str, float]  # what → bytes
 MIB, GIB = 2**20, 2**30
 MASTER = 4  # bytes of a float32
-HEAD_CHUNK_BYTES = 2**26 * 4  # logits of a chunk of the head (app/model/head.py: CHUNK_ELEMENTS)
+HEAD_CHUNK_BYTES = 2**26 * 4  # logits of a chunk of the head (app/model/lm_head.py: CHUNK_ELEMENTS)
 HEAD_CHUNK_BYTES_CPU = 2**24 * 4
 LAYERS_GATHERED = 3
 REDUCTIONS_IN_FLIGHT = 2

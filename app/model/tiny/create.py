@@ -17,11 +17,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from app.config.data import ArithmeticConfig
+from app.config.model import Family, ModelConfig, TinyConfig
 from app.data.arithmetic import problems
-from app.data.schema import ArithmeticConfig
-from app.model import characters
-from app.model.hub import transformers
-from app.model.schema import Family, ModelConfig, TinyConfig
+from app.model.hf_import import transformers
+from app.model.tiny import tokenizer as characters
 
 RECIPE = 4  # raise it when the recipe below or in warmup.py changes
 MAX_POSITIONS = 4096  # tokens
@@ -64,7 +64,7 @@ def _content_hash(tiny: TinyConfig, seed: int) -> str:
 
 
 def _make(tiny: TinyConfig, seed: int, folder: Path) -> None:
-    from app.model.warmup import warm_up
+    from app.model.tiny.warmup import warm_up
 
     train, held_out = problems(ArithmeticConfig(), seed)
     tokenizer = characters.tokenizer(MAX_POSITIONS)

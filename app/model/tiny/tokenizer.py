@@ -6,7 +6,7 @@ unknown token; no token is added that the text or the chat template did not ask 
 
 from typing import Any
 
-from app.model.hub import transformers
+from app.model.hf_import import transformers
 
 PAD, START, END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"
 SPECIAL = (PAD, START, END, UNKNOWN)

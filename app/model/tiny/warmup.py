@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from app.config.model import TinyConfig
 from app.data.row import Row
 from app.errors import ConfigError
-from app.model.schema import TinyConfig
 
 ROWS_PER_STEP = 128
 SKILL_STEPS, SKILL_LR, RAMP_STEPS = 300, 5e-3, 20

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from app.rollout.working_copy import WorkingCopy, buckets
+from app.rollout.sglang_plugin.cpu_kv_cache import WorkingCopy, buckets
 
 NAME = "torch_batched"
 LARGEST = 2  # times the pool's tokens: a copy that padding makes larger than this is not made

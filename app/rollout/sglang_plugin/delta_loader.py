@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.rollout.sparse import SparseTensor
+from app.rollout.sglang_plugin.sparse_tensor import SparseTensor
 from app.wire import BLOCK_ITEMS, BLOCKS, ENVELOPE, LOW, LOW_MASK, VALUES, Changed, Envelope, decode
 
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"

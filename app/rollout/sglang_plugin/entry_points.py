@@ -16,19 +16,20 @@ CHOOSES_START_METHOD = "sglang.srt.entrypoints.engine._set_envs_and_config"
 
 def platform() -> str | None:
     """Entry point `sglang.srt.platforms`."""
-    return "app.rollout.platform:TorchCpuPlatform" if os.environ.get(DEVICE_VARIABLE) == "cpu" else None
+    return "app.rollout.sglang_plugin.platform:TorchCpuPlatform" if os.environ.get(DEVICE_VARIABLE) == "cpu" else None
 
 
 def load() -> None:
     """Entry point `sglang.srt.plugins`: runs in every SGLang process before models are imported."""
     if DEVICE_VARIABLE in os.environ:
-        from app.rollout import loader
+        from app.rollout.sglang_plugin import delta_loader as loader
 
         loader.register()
     if os.environ.get(DEVICE_VARIABLE) == "cpu":
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        from app.rollout import attention, gated_delta
+        from app.rollout.sglang_plugin import cpu_attention as attention
+        from app.rollout.sglang_plugin import cpu_gated_delta as gated_delta
 
         attention.register()
         gated_delta.register()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.tracking.report_data import RunData
+from app.tracking.report.data import RunData
 
 
 @dataclass(frozen=True, slots=True)

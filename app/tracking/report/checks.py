@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean, median
 
-from app.tracking.format import count, duration, seconds
-from app.tracking.report_data import RunData
+from app.tracking.number_format import count, duration, seconds
+from app.tracking.report.data import RunData
 
 NOISE = 0.02  # a smaller change of accuracy is not seen as learning
 FASTER = {  # what makes a phase shorter

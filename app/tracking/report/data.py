@@ -12,7 +12,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from app.config import RunConfig
-from app.tracking import jsonl, samples, summary
+from app.tracking.run_folder import metrics_file as jsonl
+from app.tracking.run_folder import samples, summary
 
 POINTS = 600
 SAMPLED_STEPS = 40

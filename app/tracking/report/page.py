@@ -1,7 +1,7 @@
 """`report.html`: a run, or several side by side, in one file that needs no network.
 
-The page answers three questions first (`app.tracking.verdict`), then shows the curves, where the time went, samples and
-what ran. Text and tables are written here; charts are drawn by `report_page/page.js` from numbers inside the file, so
+The page answers three questions first (`app.tracking.report.checks`), then shows the curves, where the time went, samples and
+what ran. Text and tables are written here; charts are drawn by `page.js` from numbers inside the file, so
 that they fit any width. Everything a run wrote is escaped or set as text: a completion cannot become markup.
 """
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from app.tracking.format import count, duration, seconds
-from app.tracking.report_charts import charts
-from app.tracking.report_data import MISSING, RunData, find_runs, read_run
-from app.tracking.verdict import checks, phase_medians, verdicts
+from app.tracking.number_format import count, duration, seconds
+from app.tracking.report.charts import charts
+from app.tracking.report.checks import checks, phase_medians, verdicts
+from app.tracking.report.data import MISSING, RunData, find_runs, read_run
 
 NAME = "report.html"
-PAGE = Path(__file__).parent / "report_page"
+PAGE = Path(__file__).parent
 
 
 def write_report(folders: Sequence[Path], out: Path) -> Path:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from app.tracking import summary
-from app.tracking.format import duration
+from app.tracking.number_format import duration
+from app.tracking.run_folder import summary
 
 COLUMNS = ("run", "status", "steps", "accuracy", "best", "time")
 

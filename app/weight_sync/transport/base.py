@@ -1,28 +1,15 @@
 """What a push needs of the way that buckets take; the push itself knows no transport."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from app.protocols import RolloutEngine
-from app.weight_sync.plan import Bucket
-from app.weight_sync.waits import Waits
-
-if TYPE_CHECKING:
-    from app.weight_sync.sender import Sender
+from app.weight_sync.buckets import Offer
+from app.weight_sync.deadlines import Waits
+from app.weight_sync.sender import Sender
 
 SENDER = "sync"  # name of the trainer ranks' part
 RANKS = "trainer ranks"  # in messages
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What a trainer rank has in a buffer, as the driver needs to know it."""
-
-    bucket: Bucket
-    changed: int | None = None  # elements that a delta sends; None: nothing was compared
-    reply: str | None = None  # what an engine has to answer; None: nothing in particular
-    handle: str | None = None  # for the engine rank on the same card
 
 
 class Ranks(Protocol):
@@ -41,7 +28,7 @@ class Carrier(Protocol):
     """One transport."""
 
     @property
-    def sender(self) -> "type[Sender]": ...
+    def sender(self) -> type[Sender]: ...
 
     @property
     def route(self) -> str:

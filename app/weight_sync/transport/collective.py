@@ -19,10 +19,11 @@ import torch
 
 from app.errors import SyncError
 from app.protocols import RolloutEngine
-from app.weight_sync.group import Group
+from app.weight_sync.buckets import Offer
+from app.weight_sync.deadlines import Waits, give_up_on
 from app.weight_sync.sender import BUFFERS, Sender
-from app.weight_sync.transport import RANKS, SENDER, Offer, Ranks, name_of
-from app.weight_sync.waits import Waits, give_up_on
+from app.weight_sync.transport.base import RANKS, SENDER, Ranks, name_of
+from app.weight_sync.transport.process_group import Group
 
 JOIN_POLL_SECONDS = 0.01
 LEAVE_SECONDS = 3.0

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from app.errors import SyncError
 from app.protocols import RolloutEngine
-from app.weight_sync import payload
+from app.weight_sync.buckets import Offer
+from app.weight_sync.deadlines import Waits, give_up_on
 from app.weight_sync.sender import BUFFERS, Sender
-from app.weight_sync.transport import RANKS, SENDER, Offer, Ranks
-from app.weight_sync.waits import Waits, give_up_on
+from app.weight_sync.transport import ipc_payload as payload
+from app.weight_sync.transport.base import RANKS, SENDER, Ranks
 
 ABANDON_SECONDS = 3.0
 SHARED_MEMORY = Path("/dev/shm")

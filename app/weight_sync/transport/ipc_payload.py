@@ -19,7 +19,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from app.weight_sync.plan import Bucket
+from app.weight_sync.buckets import Bucket
 
 CUDA_DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`
 
