@@ -55,7 +55,7 @@ class Validate(Callback):
             from app.mode.preflight import prepare
             from app.reward.scorer import require
 
-            prepare(resolved, doing=lambda _: None)
+            prepare(resolved, status=lambda _: None)
             require(resolved.reward)
         except (ConfigError, RunError) as error:
             say(error)
@@ -92,7 +92,7 @@ def main(composed: DictConfig) -> float:
 
             say(str(export_run(config, folder)))
             return 0.0
-        from app.mode.session import run
+        from app.mode.train import run
 
         return run(config, folder)
     except (RunError, ConfigError) as error:
@@ -156,9 +156,9 @@ def _continue(composed: DictConfig) -> None:
     """Take over the configuration of the run that is resumed; leaves if that has nothing left to do."""
     if composed.mode != Mode.train:
         return
-    from app.recovery.resume import continue_run, finished_at
+    from app.recovery.resume import apply_resume, finished_at
 
-    for sentence in continue_run(composed):
+    for sentence in apply_resume(composed):
         say(sentence)
     step = finished_at(composed)
     if step is not None:

@@ -6,15 +6,15 @@ from typing import Any, Protocol, runtime_checkable
 
 from app.types import (
     Completion,
-    EngineLoad,
-    EnginePart,
+    EngineMemory,
+    EngineStats,
     GroupRequest,
     InFlight,
     MemoryUse,
     ScoredGroup,
     StepReport,
     SyncReport,
-    TrainerPart,
+    TrainerMemory,
     Trajectory,
 )
 
@@ -36,15 +36,15 @@ class RolloutEngine(Protocol):
         """End the requests of these prompts (all of them: None); their `generate` returns what there is."""
         ...
 
-    async def release(self, part: EnginePart) -> None: ...
+    async def release(self, part: EngineMemory) -> None: ...
 
-    async def reload(self, part: EnginePart) -> None: ...
+    async def reload(self, part: EngineMemory) -> None: ...
 
     async def update(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
         """Forward one step of a weight update to the server; raises `EngineError` on a refusal."""
         ...
 
-    async def load(self) -> EngineLoad: ...
+    async def load(self) -> EngineStats: ...
 
     async def memory(self) -> MemoryUse:
         """Of the server that we started, and its host."""
@@ -62,7 +62,7 @@ class Trainer(Protocol):
         """Open the step that makes policy `version`."""
         ...
 
-    async def train_groups(self, groups: Sequence[ScoredGroup]) -> None:
+    async def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
         """Feed groups; microbatches that fill their token budget are computed at once."""
         ...
 
@@ -86,9 +86,9 @@ class Trainer(Protocol):
         """Fix π_old of these groups at the current parameters (only where the algorithm needs it)."""
         ...
 
-    async def offload(self, part: TrainerPart) -> None: ...
+    async def offload(self, part: TrainerMemory) -> None: ...
 
-    async def onload(self, part: TrainerPart) -> None: ...
+    async def onload(self, part: TrainerMemory) -> None: ...
 
     async def checkpoint_bytes(self) -> int:
         """Bytes that a checkpoint takes, over all ranks."""

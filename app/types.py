@@ -28,7 +28,7 @@ class InFlight(Enum):
     in_place = "in_place"  # they continue on the old cache
 
 
-class EnginePart(Enum):
+class EngineMemory(Enum):
     """A part of an engine's device memory that can be released and reloaded."""
 
     weights = "weights"
@@ -36,7 +36,7 @@ class EnginePart(Enum):
     graphs = "graphs"
 
 
-class TrainerPart(Enum):
+class TrainerMemory(Enum):
     """A part of the trainer's device memory that can be offloaded and onloaded."""
 
     parameters = "parameters"
@@ -110,7 +110,7 @@ class Trajectory:
     completion: Completion
     text: str  # the decoded completion, without special tokens
     reward: float = math.nan
-    reward_parts: Mapping[str, float] = field(default_factory=dict)  # unweighted, by part name
+    reward_components: Mapping[str, float] = field(default_factory=dict)  # unweighted, by part name
 
     @property
     def tokens(self) -> int:
@@ -147,7 +147,7 @@ class ScoredGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLoad:
+class EngineStats:
     """What an engine is busy with."""
 
     groups: int  # requests in flight

@@ -22,7 +22,7 @@ BLOCK_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class SparseTensorMeta:
     """A tensor of which only some entries are sent."""
 
     name: str  # the checkpoint's
@@ -40,14 +40,14 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
+class DeltaHeader:
     """What a message says of itself."""
 
     version: int  # the policy that this push makes
     base: int | None  # the version that the engine must hold; None: this push is full
     index: int  # of the message in its push
     messages: int  # of the push
-    changed: tuple[Changed, ...] = ()  # in the order of their entries
+    changed: tuple[SparseTensorMeta, ...] = ()  # in the order of their entries
 
     def encode(self) -> bytes:
         rows = [[each.name, list(each.shape), each.entries] for each in self.changed]
@@ -60,10 +60,12 @@ class Envelope:
         return f"took message {self.index} of {self.messages} of policy {self.version}: {entries} entries"
 
 
-def decode(text: bytes) -> Envelope:
-    """Inverse of `Envelope.encode`."""
+def decode(text: bytes) -> DeltaHeader:
+    """Inverse of `DeltaHeader.encode`."""
     version, base, index, messages, rows = json.loads(text)
-    return Envelope(version, base, index, messages, tuple(Changed(n, tuple(shape), k) for n, shape, k in rows))
+    return DeltaHeader(
+        version, base, index, messages, tuple(SparseTensorMeta(n, tuple(shape), k) for n, shape, k in rows)
+    )
 
 
 def blocks_of(items: int) -> int:

@@ -26,16 +26,16 @@ from app.config.rollout import RolloutConfig
 from app.data.cursor import PromptCursor
 from app.errors import EngineLost, SyncError
 from app.model.tiny.tokenizer import tokenizer
-from app.placement.context import Parts
-from app.recovery.engine_supervisor import Recovery
+from app.placement.context import RunContext
+from app.recovery.engine_supervisor import EngineSupervisor
 from app.reward.scorer import Scorer
 from app.rollout.pool import EnginePool
-from app.rollout.rollouter import Sampler
+from app.rollout.rollouter import Rollouter
 from app.tracking.run_folder.timeline import Timeline
 from app.types import (
     Completion,
-    EngineLoad,
-    EnginePart,
+    EngineMemory,
+    EngineStats,
     FinishReason,
     Group,
     GroupRequest,
@@ -45,7 +45,7 @@ from app.types import (
     ScoredGroup,
     StepReport,
     SyncReport,
-    TrainerPart,
+    TrainerMemory,
     VersionSpan,
 )
 
@@ -171,15 +171,15 @@ class SimEngine:
         for prompt_id in prompt_ids:
             self._changed[prompt_id].set()
 
-    async def release(self, part: EnginePart) -> None: ...
+    async def release(self, part: EngineMemory) -> None: ...
 
-    async def reload(self, part: EnginePart) -> None: ...
+    async def reload(self, part: EngineMemory) -> None: ...
 
     async def update(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
         return {}
 
-    async def load(self) -> EngineLoad:
-        return EngineLoad(len(self._running), 0)
+    async def load(self) -> EngineStats:
+        return EngineStats(len(self._running), 0)
 
     async def memory(self) -> MemoryUse:
         return MemoryUse(0, 0.0)
@@ -239,7 +239,7 @@ class SimTrainer:
         assert self.open is None, "begin twice"
         self.open, self.fed = version, []
 
-    async def train_groups(self, groups: Sequence[ScoredGroup]) -> None:
+    async def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
         assert self.open is not None
         await self._work("train_groups", self.seconds * len(groups))
         self.fed += [each.group for each in groups]
@@ -260,9 +260,9 @@ class SimTrainer:
 
     async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None: ...
 
-    async def offload(self, part: TrainerPart) -> None: ...
+    async def offload(self, part: TrainerMemory) -> None: ...
 
-    async def onload(self, part: TrainerPart) -> None: ...
+    async def onload(self, part: TrainerMemory) -> None: ...
 
     async def version(self) -> int | None:
         self._raise("version")
@@ -305,7 +305,7 @@ class SimSync:
     pushed: list[tuple[float, int]] = field(default_factory=list)
     fail_at: int | None = None
 
-    def change_engines(self, engines: Mapping[int, Any]) -> None:
+    def set_engines(self, engines: Mapping[int, Any]) -> None:
         self.engines = list(engines.values())
 
     async def push(self, version: int) -> SyncReport:
@@ -344,7 +344,7 @@ class Lines:
 
     def samples(self, step: int, groups: Sequence[Group], decode: object = None) -> None: ...
 
-    def evaluated(
+    def log_eval(
         self,
         step: int,
         results: Mapping[str, Mapping[str, float]],
@@ -395,21 +395,21 @@ class World:
     def __post_init__(self) -> None:
         self.cursor = PromptCursor(prompts(self.rows), seed=0, shuffle=True)
         self.recorder = Lines(self.folder)
-        self.scorer = Scorer(RewardConfig(parts={"exact": 1.0}))
+        self.scorer = Scorer(RewardConfig(components={"exact": 1.0}))
 
-    def parts(self) -> Parts:
+    def parts(self) -> RunContext:
         """Made inside the loop that they live in."""
         self.engines = [SimEngine(self.seconds, self.right) for _ in range(self.engine_count)]
         self.sync = SimSync(self.engines, self.config.placement.in_flight, self.push_seconds)
         pool = EnginePool(self.engines)
-        self.recovery = Recovery(self.config, pool, self.replace, self.recorder.warn)
+        self.recovery = EngineSupervisor(self.config, pool, self.replace, self.recorder.warn)
         self.recovery.attach(self.trainer, self.sync, 0)
-        return Parts(
+        return RunContext(
             config=self.config,
             trainer=self.trainer,
             pool=pool,
             sync=self.recovery,
-            sampler=Sampler(pool, self.scorer, tokenizer(256), self.recorder.timeline, self.config.recovery),
+            rollouter=Rollouter(pool, self.scorer, tokenizer(256), self.recorder.timeline, self.config.recovery),
             cursor=self.cursor,
             evals={"eval": prompts(self.eval_rows, "eval")},
             recorder=self.recorder,  # type: ignore[arg-type]

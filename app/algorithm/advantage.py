@@ -53,7 +53,7 @@ def overlong_punishment(tokens: int, *, limit: int, buffer: int) -> float:
     return -min(excess / buffer, 1.0)
 
 
-def has_spread(group: Group) -> bool:
+def has_reward_variance(group: Group) -> bool:
     """Whether the raw rewards differ, so that the group teaches something (DAPO, section 3.2)."""
     return bool(group.rewards.min() != group.rewards.max())
 

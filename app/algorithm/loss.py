@@ -25,7 +25,7 @@ class TokenBatch:
 
     logprobs: Tensor  # [N] of the current policy, at the sampling temperature; carries the gradient
     old_logprobs: Tensor | None  # [N] of the trainer when the step began; None: the current ones, detached (ratio 1)
-    sampler_logprobs: Tensor  # [N] as the engine reported them
+    rollout_logprobs: Tensor  # [N] as the engine reported them
     reference_logprobs: Tensor | None  # [N] of the frozen reference; None without `algorithm.kl`
     entropy: Tensor  # [N] nats; carries a gradient where `entropy_coefficient` is above 0
     sequence: Tensor  # [N] int64: which of the S sequences a token belongs to
@@ -60,7 +60,7 @@ def denominator(config: AlgorithmConfig, *, tokens: float, sequences: float, max
 def policy_loss(batch: TokenBatch, config: AlgorithmConfig, correction: Correction) -> LossSums:
     """The loss of a microbatch and its metrics, as raw sums. `correction` is the resolved one, never `auto`."""
     trainer_old = batch.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    old = batch.sampler_logprobs if config.old_policy is OldPolicy.sampler else trainer_old
+    old = batch.rollout_logprobs if config.old_policy is OldPolicy.rollout else trainer_old
     ratio = importance_ratio(batch, old, config.ratio)
     objective = clipped_objective(ratio, batch.advantages[batch.sequence], config)
     corrected = correction_weight(batch, trainer_old, config, correction)
@@ -115,7 +115,7 @@ def correction_weight(
     batch: TokenBatch, trainer_old: Tensor, config: AlgorithmConfig, correction: Correction
 ) -> Tensor:
     """The weight [N] made of w = π_old(trainer) / π_sampler, without gradient; see the table in `schema`."""
-    log_weight = trainer_old - batch.sampler_logprobs
+    log_weight = trainer_old - batch.rollout_logprobs
     weight = bounded_exp(log_weight)
     match correction:
         case Correction.none:
@@ -183,7 +183,7 @@ def _policy_sums(batch: TokenBatch, old: Tensor, ratio: Tensor, config: Algorith
 
 def _mismatch_sums(batch: TokenBatch, trainer_old: Tensor, corrected: Tensor) -> dict[str, Tensor]:
     """How far the trainer's π_old is from what the sampler says it sampled from; measured under every setting."""
-    log_weight = trainer_old - batch.sampler_logprobs
+    log_weight = trainer_old - batch.rollout_logprobs
     weight = bounded_exp(log_weight)
     return {
         "mismatch/kl": k3(log_weight).sum(),

@@ -98,7 +98,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/accuracy": float(np.mean([correct(trajectory) for trajectory in trajectories])),
         **_part_metrics(trajectories),
         **_pass_metrics(groups),
-        "reward/zero_spread_fraction": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
+        "reward/zero_std_fraction": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
         "completion/length_mean": float(lengths.mean()),
         "completion/length_p95": float(np.percentile(lengths, 95)),
         "completion/truncated_fraction": float(np.mean([t.completion.truncated for t in trajectories])),
@@ -109,7 +109,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def correct(trajectory: Trajectory) -> bool:
     """Whether the answer is right: its `exact` or `math` part is 1; where the reward has neither, it is above 0.5."""
-    judged = [trajectory.reward_parts[name] for name in CORRECTNESS_PARTS if name in trajectory.reward_parts]
+    judged = [trajectory.reward_components[name] for name in CORRECTNESS_PARTS if name in trajectory.reward_components]
     return max(judged) == 1 if judged else trajectory.reward > 0.5
 
 
@@ -146,8 +146,8 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
 
 def _part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The mean of each reward part over the trajectories that have it."""
-    names = sorted({name for trajectory in trajectories for name in trajectory.reward_parts})
-    values = {name: [t.reward_parts[name] for t in trajectories if name in t.reward_parts] for name in names}
+    names = sorted({name for trajectory in trajectories for name in trajectory.reward_components})
+    values = {name: [t.reward_components[name] for t in trajectories if name in t.reward_components] for name in names}
     return {f"reward/{name}": float(np.mean(values[name])) for name in names}
 
 

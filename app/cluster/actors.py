@@ -6,7 +6,7 @@ from pathlib import Path
 
 import ray
 
-from app.cluster.placement_group import Reservation
+from app.cluster.placement_group import DevicePlacement
 from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
@@ -15,13 +15,13 @@ from app.rollout.host import EngineHost, HostSpec
 from app.rollout.remote import RemoteEngine
 from app.rollout.server import ServerSpec
 from app.rollout.server_args import engine_flags
-from app.trainer.remote import FsdpTrainer
+from app.trainer.remote import RemoteTrainer
 
 ENGINE_KEY = "POSTTRAIN_SERVER_KEY"  # environment: the key of servers named by rollout.urls
 
 
 def make_engine(
-    config: RunConfig, device: Device, path: Path, folder: Path, reservation: Reservation, index: int
+    config: RunConfig, device: Device, path: Path, folder: Path, reservation: DevicePlacement, index: int
 ) -> RemoteEngine:
     """The host of an engine, created and not started; also of one that takes the place of another."""
     rollout, name = config.rollout, f"engine {index}"
@@ -84,7 +84,9 @@ def _threads(config: RunConfig, processes: int) -> int:
     return max(1, cores // processes)
 
 
-def make_trainer(config: RunConfig, device: Device, path: Path, folder: Path, reservation: Reservation) -> FsdpTrainer:
+def make_trainer(
+    config: RunConfig, device: Device, path: Path, folder: Path, reservation: DevicePlacement
+) -> RemoteTrainer:
     """The trainer's ranks, created and not set up."""
     from app.trainer.rank import THREADS, RankSpec, TrainerRank
     from app.trainer.step import StepSettings
@@ -116,4 +118,4 @@ def make_trainer(config: RunConfig, device: Device, path: Path, folder: Path, re
         make.options(runtime_env=environment, **reservation.rank_options(rank)).remote(spec, rank)
         for rank in range(ranks)
     ]
-    return FsdpTrainer(actors, timeout_s=config.trainer.timeout_s, logs=folder / "logs")
+    return RemoteTrainer(actors, timeout_s=config.trainer.timeout_s, logs=folder / "logs")

@@ -27,7 +27,7 @@ OBJECT_STORE_BYTES = 512 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BundleLocation:
     """Where a bundle is."""
 
     node: str
@@ -35,13 +35,13 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
+class DevicePlacement:
     """The bundles of a run: the first `trainer_ranks` belong to the trainer, in fully_async the others to engines."""
 
     group: PlacementGroup
     config: RunConfig
     device: Device
-    places: tuple[Place, ...]  # by bundle
+    places: tuple[BundleLocation, ...]  # by bundle
 
     def rank_options(self, rank: int) -> dict[str, Any]:
         """Ray options of a trainer rank's actor."""
@@ -138,7 +138,7 @@ def _init(config: RunConfig, device: Device, quiet: dict[str, Any]) -> None:
     )
 
 
-def reserve(config: RunConfig, device: Device) -> Reservation:
+def reserve(config: RunConfig, device: Device) -> DevicePlacement:
     """Wait for the devices; the error says what is missing."""
     wanted = bundles(config, device)
     group = placement_group(wanted, strategy="PACK")
@@ -150,15 +150,15 @@ def reserve(config: RunConfig, device: Device) -> Reservation:
             f"has {have.get(device.resource, 0):g}, {ray.available_resources().get(device.resource, 0):g} free; "
             f"waited cluster.timeout_s={config.cluster.timeout_s:.0f} s."
         )
-    return Reservation(group, config, device, _places(group, wanted, config, device))
+    return DevicePlacement(group, config, device, _places(group, wanted, config, device))
 
 
 def _places(
     group: PlacementGroup, wanted: list[dict[str, float]], config: RunConfig, device: Device
-) -> tuple[Place, ...]:
+) -> tuple[BundleLocation, ...]:
     """Asks in every bundle: Ray gives a bundle the same devices for as long as it exists. Cores have no numbers."""
     if device.resource == "CPU":
-        return tuple(Place("", ()) for _ in wanted)
+        return tuple(BundleLocation("", ()) for _ in wanted)
     asked = [
         ray.remote(_place)
         .options(
@@ -177,6 +177,6 @@ def _places(
         ) from None
 
 
-def _place(resource: str) -> Place:
+def _place(resource: str) -> BundleLocation:
     context = ray.get_runtime_context()
-    return Place(context.get_node_id(), tuple(map(str, context.get_accelerator_ids().get(resource, ()))))
+    return BundleLocation(context.get_node_id(), tuple(map(str, context.get_accelerator_ids().get(resource, ()))))

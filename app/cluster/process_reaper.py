@@ -26,7 +26,7 @@ PAUSE_SECONDS = 0.25
 
 
 @contextmanager
-def reaper() -> Iterator[None]:
+def process_reaper() -> Iterator[None]:
     """Mark what is started in the block; kill what is left of it when the block or this process ends."""
     os.environ[MARK] = secrets.token_hex(8)
     waiting = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, start_new_session=True)

@@ -45,7 +45,7 @@ class Kl(Enum):
 
 class OldPolicy(Enum):
     trainer = "trainer"
-    sampler = "sampler"
+    rollout = "rollout"
 
 
 class Correction(Enum):
@@ -173,5 +173,5 @@ def validate(config: AlgorithmConfig, *, max_completion_tokens: int) -> None:
         config.old_policy is OldPolicy.trainer or config.correction in (Correction.auto, Correction.none),
         name + "correction",
         config.correction,
-        "none with algorithm.old_policy=sampler, whose ratio is taken against the sampler already",
+        "none with algorithm.old_policy=rollout, whose ratio is taken against the sampler already",
     )

@@ -8,10 +8,10 @@ from app.errors import expect
 @dataclass
 class RecoveryConfig:
     max_restarts: int = 3  # of the trainer, from its last checkpoint
-    engine_failures: int = 5  # attempts of a prompt lost to engines, before the run stops
-    data_failures: int = 2  # attempts of a prompt that fails by itself
+    max_engine_failures: int = 5  # attempts of a prompt lost to engines, before the run stops
+    max_prompt_retries: int = 2  # attempts of a prompt that fails by itself
 
 
 def validate(config: RecoveryConfig) -> None:
-    for key in ("max_restarts", "engine_failures", "data_failures"):
+    for key in ("max_restarts", "max_engine_failures", "max_prompt_retries"):
         expect(getattr(config, key) >= 0, f"recovery.{key}", getattr(config, key), "a whole number of at least 0")

@@ -1,4 +1,4 @@
-"""Settings of `reward=`: weighted built-in parts, or a user's own callable."""
+"""Settings of `reward=`: weighted built-in components, or a user's own callable."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,19 +11,29 @@ BUILT_IN = ("exact", "format", "math")  # each is the module of its name in this
 
 @dataclass
 class RewardConfig:
-    _target_: str | None = None  # a user's own `package.function` or `package.Class`; then `parts` is not used
+    _target_: str | None = None  # a user's own `package.function` or `package.Class`; then `components` is not used
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments for a user's own
-    parts: dict[str, float] = field(default_factory=dict)  # built-in name → weight; 0 only measures it
+    components: dict[str, float] = field(default_factory=dict)  # built-in name → weight; 0 only measures it
     workers: int = 1  # processes
     timeout_s: float = 5.0  # per trajectory; a hung worker is killed and its trajectory scores 0
     max_failed_fraction: float = 0.2  # of a step's trajectories; above it the run stops
 
 
 def validate(config: RewardConfig) -> None:
-    expect(config._target_ is not None or bool(config.parts), "reward.parts", "{}", "at least one part with its weight")
-    for name, weight in config.parts.items():
-        expect(name in BUILT_IN, "reward.parts", name, f"parts among {', '.join(BUILT_IN)}, or your own by _target_")
-        expect(math.isfinite(weight), f"reward.parts.{name}", weight, "a finite weight")
+    expect(
+        config._target_ is not None or bool(config.components),
+        "reward.components",
+        "{}",
+        "at least one component with its weight",
+    )
+    for name, weight in config.components.items():
+        expect(
+            name in BUILT_IN,
+            "reward.components",
+            name,
+            f"components among {', '.join(BUILT_IN)}, or your own by _target_",
+        )
+        expect(math.isfinite(weight), f"reward.components.{name}", weight, "a finite weight")
     target = config._target_
     expect(
         target is None or ("." in target.strip(".") and ".." not in target),

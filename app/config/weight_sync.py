@@ -6,10 +6,10 @@ from enum import Enum
 from app.errors import expect
 
 
-class Transport(Enum):
+class TransportKind(Enum):
     auto = "auto"  # handle in colocate, collective in fully_async
     collective = "collective"  # a process group of trainer rank 0 and every engine rank
-    handle = "handle"  # tensor handles between processes that share a device
+    ipc = "ipc"  # tensor handles between processes that share a device
 
 
 class Verify(Enum):
@@ -30,7 +30,7 @@ class SnapshotPlace(Enum):
 
 @dataclass
 class WeightSyncConfig:
-    transport: Transport = Transport.auto
+    transport: TransportKind = TransportKind.auto
     mode: SyncMode = SyncMode.full
     full_every: int = 0  # delta: every so many pushes a full one; 0: the first, and after failures and replacements
     snapshot: SnapshotPlace = SnapshotPlace.device  # delta: where the last pushed weights are kept
@@ -45,12 +45,12 @@ def validate(config: WeightSyncConfig) -> None:
     expect(config.timeout_s > 0, "weight_sync.timeout_s", config.timeout_s, "a number of seconds above 0")
 
 
-def transport_of(config: WeightSyncConfig, *, shared_devices: bool) -> Transport:
+def transport_of(config: WeightSyncConfig, *, shared_devices: bool) -> TransportKind:
     """The transport in force. `shared_devices`: each engine rank stands on the card of a trainer rank of ours."""
-    if config.transport is Transport.auto:
-        return Transport.handle if shared_devices else Transport.collective
+    if config.transport is TransportKind.auto:
+        return TransportKind.ipc if shared_devices else TransportKind.collective
     expect(
-        config.transport is Transport.collective or shared_devices,
+        config.transport is TransportKind.collective or shared_devices,
         "weight_sync.transport",
         config.transport,
         "auto or collective: a handle needs trainer and engine on the same devices, as in placement=colocate without "

@@ -6,13 +6,13 @@ import numpy as np
 
 from app.algorithm.metrics import correct, pass_at_k
 from app.config import RunConfig
-from app.rollout.rollouter import Sampler
-from app.tracking.recorder import RunRecorder
+from app.rollout.rollouter import Rollouter
+from app.tracking.recorder import RunFolderRecorder
 from app.types import Group, Prompt, Sampling
 
 
 async def evaluate(
-    sampler: Sampler, sets: Mapping[str, Sequence[Prompt]], config: RunConfig, version: int
+    rollouter: Rollouter, sets: Mapping[str, Sequence[Prompt]], config: RunConfig, version: int
 ) -> tuple[dict[str, dict[str, float]], list[Group]]:
     """Metrics of each set, and the groups of all. Nothing else may be generating: one version samples all of it."""
     settings = config.eval
@@ -21,7 +21,9 @@ async def evaluate(
     results: dict[str, dict[str, float]] = {}
     everything: list[Group] = []
     for name, prompts in sets.items():
-        stream = sampler.groups(prompts, size=settings.samples, sampling=sampling, version=version, limit=max(1, limit))
+        stream = rollouter.groups(
+            prompts, size=settings.samples, sampling=sampling, version=version, limit=max(1, limit)
+        )
         groups = [group async for group in stream]
         results[name] = measure(groups, settings.samples)
         everything += groups
@@ -29,11 +31,11 @@ async def evaluate(
 
 
 async def evaluate_alone(
-    sampler: Sampler, sets: Mapping[str, Sequence[Prompt]], config: RunConfig, recorder: RunRecorder
+    rollouter: Rollouter, sets: Mapping[str, Sequence[Prompt]], config: RunConfig, recorder: RunFolderRecorder
 ) -> float:
     """`mode=eval`: every set once, with samples written; returns the mean accuracy over the sets."""
-    results, groups = await evaluate(sampler, sets, config, version=0)
-    recorder.evaluated(0, results, groups, sampler.tokenizer.decode)
+    results, groups = await evaluate(rollouter, sets, config, version=0)
+    recorder.log_eval(0, results, groups, rollouter.tokenizer.decode)
     return sum(metrics["accuracy"] for metrics in results.values()) / len(results)
 
 

@@ -17,17 +17,17 @@ from app.rollout.server import port_is_free
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class RunInputs:
     model_path: Path
     tokenizer: Any
     prompts: data.PromptData
 
 
-def prepare(config: RunConfig, doing: Callable[[str], None]) -> Prepared:
+def prepare(config: RunConfig, status: Callable[[str], None]) -> RunInputs:
     """Raises `ConfigError` for a device, model, data set or port that cannot be used."""
     device_of(config.device.kind).require()
     _require_ports(config)
-    doing("preparing the model")
+    status("preparing the model")
     path = locate(config.model, seed=config.seed)
     rollout = config.rollout
     require_window(
@@ -36,9 +36,9 @@ def prepare(config: RunConfig, doing: Callable[[str], None]) -> Prepared:
         attention=device_of(config.device.kind).attention,
     )
     tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-    doing("preparing the data")
+    status("preparing the data")
     prompts = data.build(config.data, tokenizer, seed=config.seed, max_prompt_tokens=config.rollout.max_prompt_tokens)
-    return Prepared(path, tokenizer, prompts)
+    return RunInputs(path, tokenizer, prompts)
 
 
 def _require_ports(config: RunConfig) -> None:

@@ -1,79 +1,38 @@
-"""Builds what outlives a trainer (Ray, engines, reward workers), runs, and ends everything, however the run ends."""
+"""Builds what outlives a trainer (Ray, engines, reward workers) and the trainer itself, and ends both."""
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from app.cluster.process_reaper import reaper
+from app.cluster.process_reaper import process_reaper
 from app.config import Mode, RunConfig
-from app.device import Device, device_of
-from app.errors import Interrupted
-from app.mode.preflight import Prepared, prepare
-from app.recovery.engine_supervisor import Recovery
-from app.recovery.resume import only_driver
+from app.config.placement import PlacementKind
+from app.device import Device
+from app.mode.preflight import RunInputs, prepare
+from app.placement.time_sharing import TimeSharing
+from app.recovery.engine_supervisor import EngineSupervisor
 from app.rollout.pool import EnginePool
-from app.rollout.rollouter import Sampler
-from app.tracking.recorder import RunRecorder
-from app.utils.tasks import first_failure
-
-T = TypeVar("T")
-
-
-def run(config: RunConfig, folder: Path) -> float:
-    """The whole run; returns the last evaluation's accuracy."""
-    device = device_of(config.device.kind)
-    with only_driver(folder), RunRecorder(config, folder) as recorder:
-        return asyncio.run(until_signal(_run(config, device, folder, recorder)))
-
-
-async def until_signal(work: Coroutine[Any, Any, T]) -> T:
-    """The work's result; SIGINT and SIGTERM end it with `Interrupted`, after everything was ended."""
-    task = asyncio.ensure_future(work)
-    asked: list[str] = []
-
-    def stop(number: signal.Signals) -> None:
-        asked.append(number.name)
-        task.cancel()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        raise Interrupted(f"interrupted by {asked[0]}" if asked else "interrupted") from None
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-
-async def _run(config: RunConfig, device: Device, folder: Path, recorder: RunRecorder) -> float:
-    from app.eval.evaluate import evaluate_alone
-    from app.mode.train import live
-
-    async with rollout_side(config, device, folder, recorder) as side:
-        if config.mode is not Mode.eval:
-            return await live(config, device, folder, recorder, side)
-        await together(*side.starts(config.rollout.start_timeout_s))
-        async with side.recovery.watching():
-            return await evaluate_alone(side.sampler, side.prepared.prompts.evals, config, recorder)
+from app.rollout.rollouter import Rollouter
+from app.tracking.recorder import RunFolderRecorder
+from app.types import TrainerMemory
+from app.utils.tasks import gather_or_raise
+from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutSide:
+class RolloutWorkers:
     """What generates and scores: enough for an evaluation. It stays when the trainer has to be made anew."""
 
-    prepared: Prepared
+    prepared: RunInputs
     reservation: Any
     pool: EnginePool
-    recovery: Recovery
-    sampler: Sampler
+    recovery: EngineSupervisor
+    rollouter: Rollouter
 
     def starts(self, timeout_s: float) -> list[Coroutine[Any, Any, Any]]:
         """Of the engines: to be awaited together with whatever else starts."""
@@ -81,45 +40,35 @@ class RolloutSide:
 
 
 @asynccontextmanager
-async def rollout_side(
-    config: RunConfig, device: Device, folder: Path, recorder: RunRecorder
-) -> AsyncIterator[RolloutSide]:
+async def start_rollout_workers(
+    config: RunConfig, device: Device, folder: Path, recorder: RunFolderRecorder
+) -> AsyncIterator[RolloutWorkers]:
     """Ray, engines and reward workers. The engines are left to be started with the trainer."""
     from app.cluster import placement_group as cluster
     from app.cluster.actors import make_engine
     from app.reward.scorer import Scorer
 
     async with contextlib.AsyncExitStack() as stack:
-        prepared = prepare(config, recorder.doing)
+        prepared = prepare(config, recorder.status)
         scorer = Scorer(
             config.reward,
             step_trajectories=config.algorithm.trajectories_per_step,
             log=folder / "logs" / "reward.log",
         )
         stack.callback(scorer.close)
-        stack.enter_context(reaper())
-        recorder.doing("starting Ray")
+        stack.enter_context(process_reaper())
+        recorder.status("starting Ray")
         stack.callback(_shutdown_ray)
         cluster.connect(config, device)
         reservation = cluster.reserve(config, device)
         trained = "" if config.mode is Mode.eval else f" and {config.placement.trainer_ranks} trainer rank(s)"
-        recorder.doing(f"starting {config.engines} engine(s){trained}")
+        recorder.status(f"starting {config.engines} engine(s){trained}")
         make = partial(make_engine, config, device, prepared.model_path, folder, reservation)
         pool = EnginePool([make(place) for place in range(config.engines)])
         stack.push_async_callback(_stop_engines, pool)
-        sampler = Sampler(pool, scorer, prepared.tokenizer, recorder.timeline, config.recovery)
-        recovery = Recovery(config, pool, make, recorder.warn)
-        yield RolloutSide(prepared, reservation, pool, recovery, sampler)
-
-
-async def together(*work: Any) -> None:
-    """All of it; the first failure is raised and the rest is cancelled."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for each in work:
-                group.create_task(each)
-    except BaseExceptionGroup as failures:
-        raise first_failure(failures) from None
+        rollouter = Rollouter(pool, scorer, prepared.tokenizer, recorder.timeline, config.recovery)
+        recovery = EngineSupervisor(config, pool, make, recorder.warn)
+        yield RolloutWorkers(prepared, reservation, pool, recovery, rollouter)
 
 
 async def _stop_engines(pool: EnginePool) -> None:
@@ -130,3 +79,43 @@ def _shutdown_ray() -> None:
     import ray
 
     ray.shutdown()
+
+
+@asynccontextmanager
+async def start_trainer_workers(
+    config: RunConfig, device: Device, folder: Path, side: RolloutWorkers, *, first: bool
+) -> AsyncIterator[tuple[Any, BucketedWeightSynchronizer]]:
+    """The ranks and their sync; both ended when the block is left. The engines are started with the first ones."""
+    from app.cluster.actors import make_trainer
+    from app.offload.trainer import Offload
+    from app.weight_sync.factory import make_sync
+
+    async with contextlib.AsyncExitStack() as stack:
+        trainer = make_trainer(config, device, side.prepared.model_path, folder, side.reservation)
+        stack.callback(_kill_ranks, trainer)
+        starts = side.starts(config.rollout.start_timeout_s) if first else []
+        if config.placement.kind is PlacementKind.colocate and device.shares_memory:
+            turns = TimeSharing(config.offload, trainer, side.pool)
+            if not first:
+                await turns.offload_engines()
+            await trainer.setup()
+            await trainer.attach("offload", partial(Offload, moves=device.shares_memory))
+            if first:  # an engine takes what it finds free
+                await turns.offload_trainer(TrainerMemory)
+                await gather_or_raise(*starts)
+                await turns.offload_engines()
+                await turns.onload_trainer(TrainerMemory)
+        else:
+            await gather_or_raise(trainer.setup(), *starts)
+            await trainer.attach("offload", partial(Offload, moves=device.shares_memory))
+        sync = make_sync(config, device, trainer, side.pool.engines, folder)
+        stack.push_async_callback(sync.close)
+        await sync.prepare()
+        yield trainer, sync
+
+
+def _kill_ranks(trainer: Any) -> None:
+    import ray
+
+    for rank in trainer.ranks:
+        ray.kill(rank)

@@ -8,40 +8,34 @@ A resumed run is the same thing with everything else new as well.
 """
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from app.checkpoint.export import export_trained
 from app.checkpoint.manager import Checkpoints, require_model
 from app.cluster.memory_monitor import Memory
-from app.config import RunConfig
+from app.config import Mode, RunConfig
 from app.config.placement import PlacementKind
-from app.device import Device
+from app.device import Device, device_of
 from app.errors import RunError, TrainerError, TrainerLost
+from app.mode.session import RolloutWorkers, start_rollout_workers, start_trainer_workers
 from app.placement.colocate import Colocate
-from app.placement.context import Parts
-from app.placement.controller import CURSOR, Conductor
+from app.placement.context import RunContext
+from app.placement.controller import CURSOR, PlacementController
 from app.placement.fully_async import FullyAsync
-from app.placement.time_sharing import Turns
-from app.recovery.resume import checkpoint_of
-from app.tracking.recorder import RunRecorder
-from app.types import TrainerPart
-from app.weight_sync.synchronizer import Push
+from app.recovery.resume import checkpoint_of, run_lock
+from app.tracking.recorder import RunFolderRecorder
+from app.utils.tasks import gather_or_raise, until_signal
 
-if TYPE_CHECKING:
-    from app.mode.session import RolloutSide
-
-STORIES: dict[PlacementKind, type[Conductor]] = {
+CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
     PlacementKind.colocate: Colocate,
     PlacementKind.fully_async: FullyAsync,
 }
 
 
-async def live(config: RunConfig, device: Device, folder: Path, recorder: RunRecorder, side: "RolloutSide") -> float:
+async def live(
+    config: RunConfig, device: Device, folder: Path, recorder: RunFolderRecorder, side: RolloutWorkers
+) -> float:
     """Train to the end; returns the last evaluation's accuracy."""
     checkpoints = Checkpoints(folder, config.checkpoint.keep, timeout_s=config.trainer.timeout_s)
     beginning = side.prepared.prompts.train.state()
@@ -49,7 +43,7 @@ async def live(config: RunConfig, device: Device, folder: Path, recorder: RunRec
     lost: TrainerLost | None = None
     while True:
         try:
-            async with trainer_side(config, device, folder, side, first=restarts == 0) as (trainer, sync):
+            async with start_trainer_workers(config, device, folder, side, first=restarts == 0) as (trainer, sync):
                 if config.checkpoint.every and restarts == 0:
                     checkpoints.prepare(await trainer.checkpoint_bytes())
                 parts = _parts(config, recorder, side, checkpoints, trainer)
@@ -61,7 +55,7 @@ async def live(config: RunConfig, device: Device, folder: Path, recorder: RunRec
                     )
                 side.recovery.attach(trainer, sync, version)
                 try:
-                    return await _run(STORIES[config.placement.kind](parts, version), side, folder)
+                    return await _run(CONTROLLERS[config.placement.kind](parts, version), side, folder)
                 except TrainerError as error:
                     await sync.abandon()
                     if isinstance(error, TrainerLost) or trainer.broken:
@@ -71,11 +65,11 @@ async def live(config: RunConfig, device: Device, folder: Path, recorder: RunRec
             restarts, lost = restarts + 1, error
             if not config.checkpoint.every or restarts > config.recovery.max_restarts:
                 raise
-            recorder.doing("the trainer was lost; starting it again")
+            recorder.status("the trainer was lost; starting it again")
             await side.recovery.forget()
 
 
-async def _run(story: Conductor, side: "RolloutSide", folder: Path) -> float:
+async def _run(story: PlacementController, side: RolloutWorkers, folder: Path) -> float:
     config, recorder = story.config, story.parts.recorder
     async with side.recovery.watching():
         try:
@@ -88,12 +82,12 @@ async def _run(story: Conductor, side: "RolloutSide", folder: Path) -> float:
             raise
         await story.parts.checkpoints.wait()
     if config.checkpoint.export:
-        recorder.doing("exporting the model")
+        recorder.status("exporting the model")
         await export_trained(story.parts.trainer, config, folder)
     return accuracy
 
 
-async def _stand(parts: Parts, beginning: dict[str, Any], *, afresh: bool) -> int:
+async def _stand(parts: RunContext, beginning: dict[str, Any], *, afresh: bool) -> int:
     """Put trainer, prompts and records where the run goes on; returns the policy's version.
 
     `afresh`: with the driver's first trainer, whose records of this life are empty.
@@ -107,7 +101,7 @@ async def _stand(parts: Parts, beginning: dict[str, Any], *, afresh: bool) -> in
         return 0
     state = parts.checkpoints.read_state(point)
     require_model(state, parts.model, point)
-    parts.recorder.doing(f"going on after step {state.step}, from {point}")
+    parts.recorder.status(f"going on after step {state.step}, from {point}")
     await parts.trainer.restore(point, version=state.version)
     parts.checkpoints.rewind(point)
     parts.cursor.restore(state.extra[CURSOR])
@@ -115,59 +109,18 @@ async def _stand(parts: Parts, beginning: dict[str, Any], *, afresh: bool) -> in
     return state.version
 
 
-@asynccontextmanager
-async def trainer_side(
-    config: RunConfig, device: Device, folder: Path, side: "RolloutSide", *, first: bool
-) -> AsyncIterator[tuple[Any, Push]]:
-    """The ranks and their sync; both ended when the block is left. The engines are started with the first ones."""
-    from app.cluster.actors import make_trainer
-    from app.mode.session import together
-    from app.offload.trainer import Offload
-    from app.weight_sync.factory import make_sync
-
-    async with contextlib.AsyncExitStack() as stack:
-        trainer = make_trainer(config, device, side.prepared.model_path, folder, side.reservation)
-        stack.callback(_kill_ranks, trainer)
-        starts = side.starts(config.rollout.start_timeout_s) if first else []
-        if config.placement.kind is PlacementKind.colocate and device.shares_memory:
-            turns = Turns(config.offload, trainer, side.pool)
-            if not first:
-                await turns.engines_leave()
-            await trainer.setup()
-            await trainer.attach("offload", partial(Offload, moves=device.shares_memory))
-            if first:  # an engine takes what it finds free
-                await turns.trainer_leaves(TrainerPart)
-                await together(*starts)
-                await turns.engines_leave()
-                await turns.trainer_returns(TrainerPart)
-        else:
-            await together(trainer.setup(), *starts)
-            await trainer.attach("offload", partial(Offload, moves=device.shares_memory))
-        sync = make_sync(config, device, trainer, side.pool.engines, folder)
-        stack.push_async_callback(sync.close)
-        await sync.prepare()
-        yield trainer, sync
-
-
-def _kill_ranks(trainer: Any) -> None:
-    import ray
-
-    for rank in trainer.ranks:
-        ray.kill(rank)
-
-
 def _parts(
-    config: RunConfig, recorder: RunRecorder, side: "RolloutSide", checkpoints: Checkpoints, trainer: Any
-) -> Parts:
+    config: RunConfig, recorder: RunFolderRecorder, side: RolloutWorkers, checkpoints: Checkpoints, trainer: Any
+) -> RunContext:
     from app.model.hf_directory import identity
 
     prompts = side.prepared.prompts
-    return Parts(
+    return RunContext(
         config=config,
         trainer=trainer,
         pool=side.pool,
         sync=side.recovery,
-        sampler=side.sampler,
+        rollouter=side.rollouter,
         cursor=prompts.train,
         evals=prompts.evals,
         recorder=recorder,
@@ -175,3 +128,21 @@ def _parts(
         memory=Memory(trainer, side.pool),
         model=identity(side.prepared.model_path),
     )
+
+
+def run(config: RunConfig, folder: Path) -> float:
+    """The whole run; returns the last evaluation's accuracy."""
+    device = device_of(config.device.kind)
+    with run_lock(folder), RunFolderRecorder(config, folder) as recorder:
+        return asyncio.run(until_signal(_session(config, device, folder, recorder)))
+
+
+async def _session(config: RunConfig, device: Device, folder: Path, recorder: RunFolderRecorder) -> float:
+    from app.eval.evaluate import evaluate_alone
+
+    async with start_rollout_workers(config, device, folder, recorder) as side:
+        if config.mode is not Mode.eval:
+            return await live(config, device, folder, recorder, side)
+        await gather_or_raise(*side.starts(config.rollout.start_timeout_s))
+        async with side.recovery.watching():
+            return await evaluate_alone(side.rollouter, side.prepared.prompts.evals, config, recorder)

@@ -3,7 +3,7 @@
 `packed` runs torch's varlen kernel where there is one (16-bit, newer torch, not on a CPU), which takes the borders as
 they are; elsewhere torch's causal scaled-dot-product attention on buckets of similar length: exact, on every device and
 dtype, and the fastest on CPU. Linear attention (Qwen3.5's gated delta-net) must not see over a border either:
-`keep_apart` runs such a mixer on the same buckets, which is right with any kernel, torch's reference included.
+`isolate_sequences` runs such a mixer on the same buckets, which is right with any kernel, torch's reference included.
 """
 
 import inspect
@@ -90,7 +90,7 @@ def varlen(
     return kernel(q, k, v, borders, borders, packing.longest, packing.longest, **options)
 
 
-def keep_apart(mixer: nn.Module) -> None:
+def isolate_sequences(mixer: nn.Module) -> None:
     """Make a linear-attention module treat its packed input bucket by bucket (its parameters stay where they are)."""
     forward: Callable[..., Tensor] = mixer.forward
 

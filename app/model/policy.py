@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from app.model.attention import PACKED, keep_apart
+from app.model.attention import PACKED, isolate_sequences
 from app.model.lm_head import token_logprobs
 from app.model.packing import Packing
 
@@ -28,7 +28,7 @@ class PolicyModel(nn.Module):
             for layer in self.layers:
                 mixer = getattr(layer, "linear_attn", None)
                 if isinstance(mixer, nn.Module):
-                    keep_apart(mixer)
+                    isolate_sequences(mixer)
 
     @property
     def config(self) -> Any:
@@ -44,7 +44,7 @@ class PolicyModel(nn.Module):
         input_ids: Tensor,
         position_ids: Tensor,
         cu_seqlens: Tensor,
-        predict: Tensor,
+        logit_positions: Tensor,
         targets: Tensor,
         temperature: float,
         *,
@@ -54,14 +54,14 @@ class PolicyModel(nn.Module):
         """Log-probabilities and entropies of N tokens, both [N] float32, at `temperature`.
 
         `input_ids` and `position_ids` [1, T] int64 hold S sequences end to end, positions from 0 in each;
-        `cu_seqlens` [S + 1] their borders; `predict` [N] the places in 0..T whose hidden state predicts the tokens
+        `cu_seqlens` [S + 1] their borders; `logit_positions` [N] the places in 0..T whose hidden state predicts the tokens
         `targets` [N] (a token's predecessor). The entropy is a metric, without a gradient, unless asked for.
         """
         packing = Packing.of(cu_seqlens)
         hidden = self.causal_lm.get_decoder()(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **self._borders(packing)
         ).last_hidden_state
-        chosen = hidden.squeeze(0).index_select(0, predict)
+        chosen = hidden.squeeze(0).index_select(0, logit_positions)
         return token_logprobs(
             chosen,
             self.causal_lm.lm_head.weight,
@@ -86,7 +86,7 @@ class PolicyModel(nn.Module):
 def packs_sequences(config: Any, attention: str = PACKED) -> bool:
     """Whether a `PolicyModel` of this configuration may be given several sequences at once.
 
-    Full attention always; linear attention where `keep_apart` is at work, since varlen kernels for it (fla,
+    Full attention always; linear attention where `isolate_sequences` is at work, since varlen kernels for it (fla,
     causal-conv1d) come and go with the installation, and without them borders would be ignored silently.
     """
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from app.errors import TrainerError
-from app.types import TrainerPart
+from app.types import TrainerMemory
 
 if TYPE_CHECKING:
     from app.trainer.rank import TrainerRank
@@ -36,11 +36,11 @@ class Offload:
 
     def __init__(self, host: "TrainerRank", *, moves: bool):
         self.host, self.moves = host, moves
-        self._copies: dict[TrainerPart, HostCopy] = {}  # kept while the part is on the device: pinning takes long
+        self._copies: dict[TrainerMemory, HostCopy] = {}  # kept while the part is on the device: pinning takes long
         self._copy_here = host.state.copy
         host.state.copy = self.copy
 
-    def offload(self, part: TrainerPart) -> None:
+    def offload(self, part: TrainerMemory) -> None:
         """Free this part's device memory; what it held survives on the host."""
         if part in self.host.away:
             raise TrainerError(f"trainer rank {self.host.rank}: {part.name} is offloaded already")
@@ -51,7 +51,7 @@ class Offload:
                 self._take_away(part)
         self.host.away.add(part)
 
-    def onload(self, part: TrainerPart) -> None:
+    def onload(self, part: TrainerMemory) -> None:
         """Bring a part back; one that is there stays."""
         if part in self.host.away:
             if self.moves:
@@ -68,11 +68,11 @@ class Offload:
 
     # --- inside
 
-    def _take_away(self, part: TrainerPart) -> None:
+    def _take_away(self, part: TrainerMemory) -> None:
         for model in (self.host.model, self.host.reference):
             if model is not None:
                 self.host.state.reshard(model)
-        if part is TrainerPart.gradients:  # between steps there are none worth keeping
+        if part is TrainerMemory.gradients:  # between steps there are none worth keeping
             self.host.optimizer.zero_grad()
         storages = _storages(self._tensors(part))
         kept = self._copies.get(part)
@@ -86,7 +86,7 @@ class Offload:
         if self._module is not None:
             self._module.empty_cache()
 
-    def _bring_back(self, part: TrainerPart) -> None:
+    def _bring_back(self, part: TrainerMemory) -> None:
         kept = self._copies[part]
         self._wait_for_room(part, kept.bytes)
         kept.give_back(self._regrow)
@@ -94,7 +94,7 @@ class Offload:
             self._module.synchronize(self.host.torch_device)
 
     @contextmanager
-    def _told(self, done: str, part: TrainerPart) -> Iterator[None]:
+    def _told(self, done: str, part: TrainerMemory) -> Iterator[None]:
         started = time.perf_counter()
         yield
         seconds, mib = time.perf_counter() - started, self._copies[part].bytes / 2**20
@@ -106,12 +106,12 @@ class Offload:
     def _regrow(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         storage.resize_(nbytes)
 
-    def _tensors(self, part: TrainerPart) -> Iterator[Tensor]:
+    def _tensors(self, part: TrainerMemory) -> Iterator[Tensor]:
         """What a part consists of; the frozen reference leaves with the optimizer, for a push needs neither."""
         host = self.host
-        if part is TrainerPart.parameters:
+        if part is TrainerMemory.parameters:
             yield from (*host.model.parameters(), *host.model.buffers())
-        elif part is TrainerPart.optimizer:
+        elif part is TrainerMemory.optimizer:
             yield from (value for _, _, value in host.optimizer.state())
             if host.reference is not None:
                 yield from (*host.reference.parameters(), *host.reference.buffers())
@@ -122,7 +122,7 @@ class Offload:
         kind = self.host.torch_device.type
         return None if kind == "cpu" else torch.get_device_module(kind)
 
-    def _wait_for_room(self, part: TrainerPart, needed: int) -> None:
+    def _wait_for_room(self, part: TrainerMemory, needed: int) -> None:
         """Until the device has as much free memory as the part takes; another process gives it back when it likes."""
         if self._module is None:
             return

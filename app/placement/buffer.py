@@ -32,14 +32,14 @@ class GroupBuffer:
         if groups:
             self._arrived.set()
 
-    async def take(self, most: int, *, usable: Callable[[Group], bool]) -> tuple[list[Group], list[Group]]:
+    async def take(self, most: int, *, is_fresh: Callable[[Group], bool]) -> tuple[list[Group], list[Group]]:
         """Wait until there is something; then up to `most` usable groups, and the unusable ones met on the way."""
         await self._arrived.wait()
         taken: list[Group] = []
         stale: list[Group] = []
         while self._groups and len(taken) < most:
             group = self._groups.popleft()
-            (taken if usable(group) else stale).append(group)
+            (taken if is_fresh(group) else stale).append(group)
         if not self._groups:
             self._arrived.clear()
         return taken, stale

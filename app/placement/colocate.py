@@ -12,18 +12,18 @@ import time
 
 from app.errors import TrainerError
 from app.placement.collect import collect
-from app.placement.context import Parts
-from app.placement.controller import Conductor
+from app.placement.context import RunContext
+from app.placement.controller import PlacementController
 from app.placement.step_metrics import step_metrics
-from app.placement.time_sharing import ONLY_FOR_STEPS, Turns
-from app.types import ScoredGroup, StepReport, SyncReport, TrainerPart
+from app.placement.time_sharing import OPTIMIZER_STATE, TimeSharing
+from app.types import ScoredGroup, StepReport, SyncReport, TrainerMemory
 
 
-class Colocate(Conductor):
-    def __init__(self, parts: Parts, version: int = 0):
+class Colocate(PlacementController):
+    def __init__(self, parts: RunContext, version: int = 0):
         super().__init__(parts, version)
-        self._turns = Turns(self.config.offload, parts.trainer, parts.pool)
-        parts.sync.parameters_at_hand = lambda engines: self._turns.parameters_beside(engines.values())
+        self._turns = TimeSharing(self.config.offload, parts.trainer, parts.pool)
+        parts.sync.parameters_at_hand = lambda engines: self._turns.params_onloaded(engines.values())
 
     async def run(self) -> float:
         """Train to the last step; returns the last evaluation's accuracy."""
@@ -58,7 +58,7 @@ class Colocate(Conductor):
             "train": trained - generated,
             "sync": ended - trained,
         }
-        tally.failed = self.parts.sampler.take_lost()
+        tally.failed = self.parts.rollouter.take_lost()
         line = step_metrics(scored, tally, report, sync, seconds, trained_version=self.version)
         await self.commit(step, groups, tally.filtered, line)
 
@@ -75,21 +75,21 @@ class Colocate(Conductor):
         await trainer.begin_step(version=step)
         if scored and self.config.algorithm.needs_old_logprobs:
             await trainer.old_logprobs(scored)
-        await trainer.train_groups(scored)
+        await trainer.add_groups(scored)
         return await self.finish_step(step, len(scored))
 
     async def _to_engines(self, version: int) -> SyncReport:
         """Hand the devices to the engines, with the policy of `version` in them."""
-        await self._turns.trainer_leaves(ONLY_FOR_STEPS)
+        await self._turns.offload_trainer(OPTIMIZER_STATE)
         await self._turns.weights_return()
         report = await self.push(version)
-        await self._turns.trainer_leaves([TrainerPart.parameters])
-        await self._turns.caches_return()
+        await self._turns.offload_trainer([TrainerMemory.parameters])
+        await self._turns.reload_kv_cache()
         self.parts.sync.engines_turn()
         return report
 
     async def _to_trainer(self) -> None:
         """Hand the devices to the trainer."""
         await self.parts.sync.trainers_turn()
-        await self._turns.engines_leave()
-        await self._turns.trainer_returns(TrainerPart)
+        await self._turns.offload_engines()
+        await self._turns.onload_trainer(TrainerMemory)

@@ -9,23 +9,23 @@ from app.cluster.memory_monitor import Memory
 from app.config import RunConfig
 from app.data.cursor import PromptCursor
 from app.protocols import Trainer
-from app.recovery.engine_supervisor import Recovery
+from app.recovery.engine_supervisor import EngineSupervisor
 from app.rollout.pool import EnginePool
-from app.rollout.rollouter import Sampler
-from app.tracking.recorder import RunRecorder
+from app.rollout.rollouter import Rollouter
+from app.tracking.recorder import RunFolderRecorder
 from app.types import Prompt, Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RunContext:
     config: RunConfig
     trainer: Trainer
     pool: EnginePool
-    sync: Recovery  # pushes, and replaces engines
-    sampler: Sampler
+    sync: EngineSupervisor  # pushes, and replaces engines
+    rollouter: Rollouter
     cursor: PromptCursor
     evals: Mapping[str, Sequence[Prompt]]
-    recorder: RunRecorder
+    recorder: RunFolderRecorder
     checkpoints: Checkpoints
     memory: Memory
     model: Mapping[str, Any]  # `identity` of the source checkpoint

@@ -13,7 +13,7 @@ from app.algorithm.advantage import score
 from app.checkpoint.manager import RunState
 from app.errors import RunError, TrainerError, TrainerLost
 from app.eval.evaluate import evaluate
-from app.placement.context import Parts
+from app.placement.context import RunContext
 from app.types import Group, ScoredGroup, StepReport, SyncReport
 
 ABORT_SECONDS = 30.0  # for a trainer that has failed: it may be gone
@@ -21,10 +21,10 @@ CURSOR = "cursor"
 EMPTY_STEPS = 3  # in a row; then the run says that nothing can be learnt
 
 
-class Conductor(ABC):
+class PlacementController(ABC):
     """Shared by `Colocate` and `FullyAsync`; `version` is the policy that was pushed last, after as many steps."""
 
-    def __init__(self, parts: Parts, version: int = 0):
+    def __init__(self, parts: RunContext, version: int = 0):
         self.parts, self.version = parts, version
         self.config = parts.config
         self.accuracy = 0.0  # of the last evaluation
@@ -87,10 +87,10 @@ class Conductor(ABC):
     ) -> None:
         """The step is done: record it and settle its prompts. Raises `RunError` when too many rewards failed."""
         parts, ids = self.parts, [[group.prompt.id for group in each] for each in (groups, filtered)]
-        recorder, scorer = parts.recorder, parts.sampler.scorer
+        recorder, scorer = parts.recorder, parts.rollouter.scorer
         memory = await parts.memory.sample()
         restarts = {"recovery/engine_restarts": float(parts.sync.restarts)}
-        recorder.samples(step, groups, parts.sampler.tokenizer.decode)
+        recorder.samples(step, groups, parts.rollouter.tokenizer.decode)
         recorder.log(step, {**line, **scorer.metrics, **memory, **restarts, **parts.checkpoints.metrics})
         recorder.prompts(step, trained=ids[0], filtered=ids[1])
         parts.cursor.settle([*ids[0], *ids[1]])
@@ -154,6 +154,6 @@ class Conductor(ABC):
 
     async def _evaluate(self) -> None:
         with self.parts.recorder.timeline.span("driver", "evaluate", step=self.version):
-            results, groups = await evaluate(self.parts.sampler, self.parts.evals, self.config, self.version)
-        self.parts.recorder.evaluated(self.version, results, groups, self.parts.sampler.tokenizer.decode)
+            results, groups = await evaluate(self.parts.rollouter, self.parts.evals, self.config, self.version)
+        self.parts.recorder.log_eval(self.version, results, groups, self.parts.rollouter.tokenizer.decode)
         self.accuracy = sum(metrics["accuracy"] for metrics in results.values()) / len(results)

@@ -13,22 +13,22 @@ import time
 
 from app.errors import TrainerError
 from app.placement.buffer import GroupBuffer
-from app.placement.context import Parts
-from app.placement.controller import Conductor
+from app.placement.context import RunContext
+from app.placement.controller import PlacementController
 from app.placement.producer import Producer
-from app.placement.staleness import Admission
-from app.placement.step_metrics import Tally, step_metrics
+from app.placement.staleness import StalenessManager
+from app.placement.step_metrics import RolloutCounts, step_metrics
 from app.placement.watchdog import watch
 from app.types import Group, ScoredGroup, StepReport
-from app.utils.tasks import first_failure
+from app.utils.tasks import root_cause
 
 
-class FullyAsync(Conductor):
-    def __init__(self, parts: Parts, version: int = 0):
+class FullyAsync(PlacementController):
+    def __init__(self, parts: RunContext, version: int = 0):
         super().__init__(parts, version)
         algorithm, placement = self.config.algorithm, self.config.placement
         self.wanted = algorithm.prompts_per_step
-        self.admission = Admission.at(
+        self.admission = StalenessManager.at(
             version,
             prompts_per_step=self.wanted,
             max_staleness=placement.max_staleness,
@@ -36,7 +36,7 @@ class FullyAsync(Conductor):
             last_step=self.config.steps,
         )
         self.buffer = GroupBuffer((placement.max_staleness + 1) * self.wanted)
-        self.tally = Tally()
+        self.tally = RolloutCounts()
         self.producer = Producer(parts, self.admission, self.buffer, self.tally)
         self.steps_finished = 0
         self._doing = "starting"
@@ -46,7 +46,7 @@ class FullyAsync(Conductor):
         """Train to the last step; returns the last evaluation's accuracy."""
         await self.push(self.version)
         await self.evaluate_first()
-        self.admission.gate_open = True
+        self.admission.dispatch_open = True
         try:
             async with asyncio.TaskGroup() as tasks:
                 others = [
@@ -57,7 +57,7 @@ class FullyAsync(Conductor):
                 for other in others:
                     other.cancel()
         except BaseExceptionGroup as failures:
-            raise first_failure(failures) from None
+            raise root_cause(failures) from None
         return self.accuracy
 
     async def _consume(self) -> None:
@@ -69,7 +69,7 @@ class FullyAsync(Conductor):
                 continue
             self._doing = "evaluating"
             await self.after_step()
-            self.admission.gate_open = True
+            self.admission.dispatch_open = True
             self.producer.look_again()
 
     async def _step(self, step: int) -> None:
@@ -82,7 +82,7 @@ class FullyAsync(Conductor):
         trained = time.perf_counter()
         with recorder.timeline.span("driver", "sync", step=step):
             self._doing = "pushing"
-            self.admission.gate_open = False
+            self.admission.dispatch_open = False
             await self.producer.abort_stale(step)
             sync = await self.push(step)
         await self.parts.memory.phase("sync")
@@ -103,7 +103,7 @@ class FullyAsync(Conductor):
             "idle/rollout": 1 - seconds["generate"] / total,
         }
         tally = self.tally.take()
-        tally.failed = self.parts.sampler.take_lost()
+        tally.failed = self.parts.rollouter.take_lost()
         line = step_metrics(scored, tally, report, sync, seconds, trained_version=self.version)
         await self.commit(step, [each.group for each in scored], tally.filtered, {**line, **idle})
 
@@ -117,7 +117,7 @@ class FullyAsync(Conductor):
                 fed += fresh
                 if self.config.stream and fresh:
                     self._doing = "training"
-                    await trainer.train_groups(fresh)
+                    await trainer.add_groups(fresh)
             self.require_groups(len(fed))
             self._doing = "training"
             if not self.config.stream:
@@ -126,7 +126,7 @@ class FullyAsync(Conductor):
                     self._doing = "computing old log-probabilities"
                     await trainer.old_logprobs(fed)
                     self._doing = "training"
-                await trainer.train_groups(fed)
+                await trainer.add_groups(fed)
             self._doing = "finishing the step"
             with self.parts.recorder.timeline.span("trainer", "finish", step=step):
                 return fed, await self.finish_step(step, len(fed))
@@ -140,7 +140,7 @@ class FullyAsync(Conductor):
         started = time.perf_counter()
         with self.parts.recorder.timeline.span("trainer", "wait", step=self.version + 1):
             taken, stale = await self.buffer.take(
-                most, usable=lambda group: self.admission.usable(group.oldest_version)
+                most, is_fresh=lambda group: self.admission.is_fresh(group.oldest_version)
             )
         self._waited += time.perf_counter() - started
         if stale:
@@ -159,7 +159,7 @@ class FullyAsync(Conductor):
     @property
     def progress(self) -> tuple[object, ...]:
         """Changes whenever a group is finished or a phase of a step."""
-        return self.parts.sampler.finished, self.steps_finished, self._doing
+        return self.parts.rollouter.finished, self.steps_finished, self._doing
 
     def situation(self) -> str:
         """What everyone waits for, in one line."""
@@ -167,5 +167,5 @@ class FullyAsync(Conductor):
         return (
             f"step {self.version + 1}, {self._doing}: {len(self.buffer)} groups in the buffer, "
             f"{admission.in_flight} in flight ({waiting}), room for {admission.capacity} more, "
-            f"gate {'open' if admission.gate_open else 'shut'}"
+            f"gate {'open' if admission.dispatch_open else 'shut'}"
         )

@@ -12,17 +12,17 @@ import itertools
 from collections.abc import Iterable
 from functools import partial
 
-from app.algorithm.advantage import has_spread
+from app.algorithm.advantage import has_reward_variance
 from app.placement.buffer import GroupBuffer
-from app.placement.context import Parts
-from app.placement.staleness import Admission
-from app.placement.step_metrics import Tally
+from app.placement.context import RunContext
+from app.placement.staleness import StalenessManager
+from app.placement.step_metrics import RolloutCounts
 from app.rollout.rollouter import Aborted
 from app.types import Group, Prompt, ScoredGroup
 
 
 class Producer:
-    def __init__(self, parts: Parts, admission: Admission, buffer: GroupBuffer, tally: Tally):
+    def __init__(self, parts: RunContext, admission: StalenessManager, buffer: GroupBuffer, tally: RolloutCounts):
         self.parts, self.admission, self.buffer, self.tally = parts, admission, buffer, tally
         self.running: dict[str, int] = {}  # prompt id → version it was dispatched at
         self._changed = asyncio.Event()
@@ -70,7 +70,7 @@ class Producer:
     async def _group(self, prompt: Prompt) -> None:
         algorithm = self.parts.config.algorithm
         try:
-            group = await self.parts.sampler.group(
+            group = await self.parts.rollouter.group(
                 prompt, size=algorithm.group_size, sampling=self.parts.sampling, version=self.admission.version
             )
         except Aborted:
@@ -83,7 +83,7 @@ class Producer:
             self.look_again()
 
     def _finished(self, prompt: Prompt, group: Group) -> None:
-        if self.parts.config.algorithm.dynamic_sampling and not has_spread(group):
+        if self.parts.config.algorithm.dynamic_sampling and not has_reward_variance(group):
             self.tally.filtered.append(group)
             self._ended(prompt)
             self.buffer.wake()  # the consumer may want to stop waiting for refills

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Admission:
+class StalenessManager:
     prompts_per_step: int  # P
     max_staleness: int  # S, pushes
     max_in_flight: int  # groups
@@ -20,19 +20,19 @@ class Admission:
     version: int = 0  # pushed last
     accepted: int = 0  # groups that are, or were, in the buffer
     in_flight: int = 0  # groups being sampled or scored
-    gate_open: bool = True
+    dispatch_open: bool = True
 
     @classmethod
     def at(
         cls, version: int, *, prompts_per_step: int, max_staleness: int, max_in_flight: int, last_step: int
-    ) -> "Admission":
+    ) -> "StalenessManager":
         """Admission of a run that stands at `version`: what was trained to get there counts as accepted."""
         return cls(prompts_per_step, max_staleness, max_in_flight, last_step, version, version * prompts_per_step)
 
     @property
     def capacity(self) -> int:
         """How many groups may be dispatched now."""
-        if not self.gate_open:
+        if not self.dispatch_open:
             return 0
         begun = self.accepted + self.in_flight
         fresh = (self.max_staleness + self.version + 1) * self.prompts_per_step - begun
@@ -66,6 +66,6 @@ class Admission:
         self.version = version
         self.accepted += missing
 
-    def usable(self, oldest_version: int) -> bool:
+    def is_fresh(self, oldest_version: int) -> bool:
         """Whether tokens of this version may still be trained on."""
         return self.version - oldest_version <= self.max_staleness

@@ -8,7 +8,7 @@ from app.types import Group, ScoredGroup, StepReport, SyncReport
 
 
 @dataclass(slots=True)
-class Tally:
+class RolloutCounts:
     """What happened to groups since the last step, besides being trained on."""
 
     filtered: list[Group] = field(default_factory=list)  # by dynamic sampling
@@ -16,16 +16,16 @@ class Tally:
     aborted: int = 0  # too stale while in flight
     failed: int = 0  # lost to an engine, sent again
 
-    def take(self) -> "Tally":
+    def take(self) -> "RolloutCounts":
         """What it holds, and begin anew."""
-        now = Tally(self.filtered, self.dropped, self.aborted, self.failed)
+        now = RolloutCounts(self.filtered, self.dropped, self.aborted, self.failed)
         self.filtered, self.dropped, self.aborted, self.failed = [], 0, 0, 0
         return now
 
 
 def step_metrics(
     scored: Sequence[ScoredGroup],
-    tally: Tally,
+    tally: RolloutCounts,
     report: StepReport,
     sync: SyncReport,
     seconds: Mapping[str, float],

@@ -11,54 +11,54 @@ from contextlib import asynccontextmanager
 from app.config.offload import OffloadConfig
 from app.protocols import RolloutEngine, Trainer
 from app.rollout.pool import EnginePool
-from app.types import EnginePart, InFlight, TrainerPart
+from app.types import EngineMemory, InFlight, TrainerMemory
 
-CACHES = (EnginePart.graphs, EnginePart.kv_cache)  # what an engine can do without while weights are pushed to it
-ONLY_FOR_STEPS = (TrainerPart.gradients, TrainerPart.optimizer)  # what a push does not read
+CACHES = (EngineMemory.graphs, EngineMemory.kv_cache)  # what an engine can do without while weights are pushed to it
+OPTIMIZER_STATE = (TrainerMemory.gradients, TrainerMemory.optimizer)  # what a push does not read
 
 
-class Turns:
+class TimeSharing:
     def __init__(self, offload: OffloadConfig, trainer: Trainer, pool: EnginePool):
         self.offload, self.trainer, self.pool = offload, trainer, pool
 
-    async def engines_leave(self) -> None:
+    async def offload_engines(self) -> None:
         """Everything of the engines, as soon as they are idle."""
         if self.offload.engine:
             await self.pool.broadcast("pause", InFlight.drain)
-            for part in (*CACHES, EnginePart.weights):
+            for part in (*CACHES, EngineMemory.weights):
                 await self.pool.broadcast("release", part)
 
     async def weights_return(self) -> None:
         """The engines' weights, whose content is yet to be pushed."""
         if self.offload.engine:
-            await self.pool.broadcast("reload", EnginePart.weights)
+            await self.pool.broadcast("reload", EngineMemory.weights)
 
-    async def caches_return(self) -> None:
+    async def reload_kv_cache(self) -> None:
         if self.offload.engine:
             for part in reversed(CACHES):
                 await self.pool.broadcast("reload", part)
 
-    async def trainer_leaves(self, parts: Iterable[TrainerPart]) -> None:
+    async def offload_trainer(self, parts: Iterable[TrainerMemory]) -> None:
         if self.offload.trainer:
             for part in parts:
                 await self.trainer.offload(part)
 
-    async def trainer_returns(self, parts: Iterable[TrainerPart]) -> None:
+    async def onload_trainer(self, parts: Iterable[TrainerMemory]) -> None:
         if self.offload.trainer:
             for part in parts:
                 await self.trainer.onload(part)
 
     @asynccontextmanager
-    async def parameters_beside(self, engines: Iterable[RolloutEngine]) -> AsyncIterator[None]:
+    async def params_onloaded(self, engines: Iterable[RolloutEngine]) -> AsyncIterator[None]:
         """The trainer's parameters on the device while these engines, which are not generating yet, have it."""
         engines = list(engines)
         if self.offload.engine:
             await asyncio.gather(*(engine.pause(InFlight.drain) for engine in engines))
             for part in CACHES:
                 await asyncio.gather(*(engine.release(part) for engine in engines))
-        await self.trainer_returns([TrainerPart.parameters])
+        await self.onload_trainer([TrainerMemory.parameters])
         yield
-        await self.trainer_leaves([TrainerPart.parameters])
+        await self.offload_trainer([TrainerMemory.parameters])
         if self.offload.engine:
             for part in reversed(CACHES):
                 await asyncio.gather(*(engine.reload(part) for engine in engines))

@@ -10,14 +10,14 @@ from typing import Protocol
 
 from app.config import RunConfig
 from app.errors import RunError
-from app.placement.context import Parts
+from app.placement.context import RunContext
 
 POLL_SECONDS = 1.0
 
 
 class Watched(Protocol):
     config: RunConfig
-    parts: Parts
+    parts: RunContext
 
     @property
     def progress(self) -> tuple[object, ...]:

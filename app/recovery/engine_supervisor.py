@@ -4,7 +4,7 @@
 
 Always holds: an engine is asked for completions only after a whole push of the current policy to it; the other engines
 go on meanwhile; parameters are not updated while they are pushed; where engines and trainer share devices, an engine is
-started only while the devices are the engines'. After `recovery.engine_failures` failures in a row the run ends with
+started only while the devices are the engines'. After `recovery.max_engine_failures` failures in a row the run ends with
 what failed last.
 """
 
@@ -20,7 +20,7 @@ from app.errors import EngineError, EngineLost, RunError, SyncError, TrainerErro
 from app.protocols import RolloutEngine, Trainer
 from app.rollout.pool import EnginePool
 from app.types import SyncReport
-from app.utils.tasks import first_failure
+from app.utils.tasks import root_cause
 
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubled for each further one
 FORGET_SECONDS = 10.0  # for an engine to end what nobody waits for any more
@@ -31,12 +31,12 @@ Engines = Mapping[int, RolloutEngine]  # by place
 class ChangeableSync(Protocol):
     """A weight sync whose engines may change."""
 
-    def change_engines(self, engines: Engines) -> None: ...
+    def set_engines(self, engines: Engines) -> None: ...
 
     async def push(self, version: int) -> SyncReport: ...
 
 
-class Recovery:
+class EngineSupervisor:
     """Implements `WeightSync` (app/protocols.py) over engines that may be lost.
 
     `make` creates an engine for a place (with `start` and `end`, as `RemoteEngine` has them); `warn` tells people.
@@ -49,7 +49,7 @@ class Recovery:
         self.restarts = 0  # engines replaced so far
         self.version = 0  # of the trainer's parameters
         self.parameters_at_hand: Callable[[Engines], AbstractAsyncContextManager[None]] = lambda _: nullcontext()
-        self._limit = config.recovery.engine_failures
+        self._limit = config.recovery.max_engine_failures
         self._trainer: Trainer | None = None
         self._sync: ChangeableSync | None = None
         self._fresh: set[int] = set()  # places whose new engine runs and was not pushed to yet
@@ -76,7 +76,7 @@ class Recovery:
                 yield
                 watcher.cancel()
         except BaseExceptionGroup as failures:
-            raise first_failure(failures) from None
+            raise root_cause(failures) from None
 
     @asynccontextmanager
     async def updating(self, version: int) -> AsyncIterator[None]:
@@ -131,7 +131,7 @@ class Recovery:
         assert self._sync is not None
         try:
             async with self._parameters:
-                self._sync.change_engines(targets)
+                self._sync.set_engines(targets)
                 report = await self._sync.push(self.version)
         except (EngineError, SyncError) as error:
             await self._find_the_lost(error, targets)
@@ -206,7 +206,7 @@ class Recovery:
                 if attempt > self._limit:
                     raise EngineError(
                         f"engine {place} was lost and could not be started again in {attempt} attempts "
-                        f"(recovery.engine_failures={self._limit}); the last one: {error}"
+                        f"(recovery.max_engine_failures={self._limit}); the last one: {error}"
                     ) from error
                 why = error
             else:

@@ -48,7 +48,7 @@ RESUMABLE = (
 )
 
 
-def continue_run(composed: DictConfig) -> list[str]:
+def apply_resume(composed: DictConfig) -> list[str]:
     """Make `composed` that of the run to be resumed, if there is one; returns what was given in vain, as sentences.
 
     Raises `ConfigError` for a folder that is no run's, or one that is used where `resume=never`.
@@ -98,7 +98,7 @@ def checkpoint_of(resume: str) -> Path | None:
 
 
 @contextmanager
-def only_driver(folder: Path) -> Iterator[None]:
+def run_lock(folder: Path) -> Iterator[None]:
     """Hold the run's folder; `RunError` where another process holds it. Freed by the kernel when this one ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as lock:

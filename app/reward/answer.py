@@ -7,7 +7,7 @@ BOXED = r"\boxed{"
 HASHES = "####"
 
 
-def marked(text: str) -> str | None:
+def extract_final_answer(text: str) -> str | None:
     """The marked final answer, stripped; None where nothing is marked, or nothing stands in the mark.
 
     >>> marked(r"so it is \\boxed{\\frac{1}{2}}.")

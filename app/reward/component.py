@@ -23,7 +23,7 @@ class LoadError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RewardComponent:
     """One term of the weighted sum."""
 
     name: str  # under which its values are logged
@@ -44,14 +44,14 @@ class Part:
         return made
 
 
-def built_in(name: str, weight: float) -> Part:
+def built_in(name: str, weight: float) -> RewardComponent:
     """The part whose code is the function of its name, in the module of its name in this package."""
-    return Part(name, weight, f"{__package__}.{name}.{name}", alone=True, isolated=name not in INSTANT)
+    return RewardComponent(name, weight, f"{__package__}.{name}.{name}", alone=True, isolated=name not in INSTANT)
 
 
-def own(target: str, args: Mapping[str, Any]) -> Part:
+def own(target: str, args: Mapping[str, Any]) -> RewardComponent:
     """A user's own reward."""
-    return Part(target.rpartition(".")[2], 1.0, target, dict(args))
+    return RewardComponent(target.rpartition(".")[2], 1.0, target, dict(args))
 
 
 def _find(target: str) -> Callable[..., Any]:

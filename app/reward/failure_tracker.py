@@ -11,7 +11,7 @@ from app.errors import RunError
 from app.reward.outcome import Failure, FailureKind, Value
 
 
-class FailureTally:
+class FailureTracker:
     """`window` is in trajectories; `max_fraction` of them may fail."""
 
     def __init__(self, max_fraction: float, window: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from app.reward.answer import marked
+from app.reward.answer import extract_final_answer
 from app.types import Trajectory
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # its warning that no time limit is set
@@ -30,7 +30,7 @@ def math(trajectories: Sequence[Trajectory]) -> list[float]:
 
 def equal(reference: str, text: str) -> bool:
     """Whether the final answer of `text` is that of `reference`, which may be marked or stand alone."""
-    expected, given = _clean(marked(reference) or reference), marked(text)
+    expected, given = _clean(extract_final_answer(reference) or reference), extract_final_answer(text)
     if not expected:
         raise ValueError(f"the reference answer {reference!r} says nothing")
     if given is not None and _clean(given) == expected:

@@ -19,8 +19,8 @@ from pathlib import Path
 from app.config.reward import RewardConfig
 from app.errors import ConfigError, RunError
 from app.reward import component as parts
-from app.reward.component import LoadError, Part, RewardFunction
-from app.reward.failure_tracker import FailureTally
+from app.reward.component import LoadError, RewardComponent, RewardFunction
+from app.reward.failure_tracker import FailureTracker
 from app.reward.outcome import Failure, FailureKind, Outcome, Value, evaluate
 from app.reward.worker_process import WorkerProcess
 from app.types import Trajectory
@@ -37,7 +37,7 @@ class Scorer:
 
     def __init__(self, config: RewardConfig, *, step_trajectories: int = 128, log: Path | None = None) -> None:
         self._config = config
-        self._tally = FailureTally(config.max_failed_fraction, step_trajectories)
+        self._tally = FailureTracker(config.max_failed_fraction, step_trajectories)
         self._parts = _parts_of(config)
         self._isolated = [part for part in self._parts if part.isolated]
         self._here: dict[str, RewardFunction] = {part.name: part.load() for part in self._parts if not part.isolated}
@@ -48,7 +48,7 @@ class Scorer:
             self._start_workers()
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The same trajectories, in their order, with `reward` and `reward_parts` (unweighted) filled in.
+        """The same trajectories, in their order, with `reward` and `reward_components` (unweighted) filled in.
 
         A user's own reward is called with the trajectories that share a prompt and follow each other. `RunError` once
         too large a part of a step's trajectories has failed.
@@ -135,7 +135,7 @@ class Scorer:
             self._free.put(worker)
         return values
 
-    def _ask(self, worker: WorkerProcess, part: Part, trajectories: Sequence[Trajectory]) -> Outcome:
+    def _ask(self, worker: WorkerProcess, part: RewardComponent, trajectories: Sequence[Trajectory]) -> Outcome:
         """A call for all; if that failed as a whole, one for each, so that only the guilty trajectory fails."""
         if len(trajectories) == 1 or not part.alone:
             outcome = worker.ask(part.name, trajectories, self._config.timeout_s)
@@ -155,7 +155,7 @@ class Scorer:
         failed = any(isinstance(value, Failure) for value in found.values())
         plain = {name: 0.0 if isinstance(value, Failure) else value for name, value in found.items()}
         total = 0.0 if failed else sum(part.weight * plain[part.name] for part in self._parts)
-        return replace(trajectory, reward=total, reward_parts=plain)
+        return replace(trajectory, reward=total, reward_components=plain)
 
 
 def require(config: RewardConfig) -> None:
@@ -164,10 +164,10 @@ def require(config: RewardConfig) -> None:
         Scorer(replace(config, workers=1), log=Path(os.devnull)).close()
 
 
-def _parts_of(config: RewardConfig) -> list[Part]:
+def _parts_of(config: RewardConfig) -> list[RewardComponent]:
     if config._target_ is not None:
         return [parts.own(config._target_, config.args)]
-    return [parts.built_in(name, weight) for name, weight in config.parts.items()]
+    return [parts.built_in(name, weight) for name, weight in config.components.items()]
 
 
 def _chunks(trajectories: Sequence[Trajectory], *, alone: bool) -> Iterator[slice]:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from app.reward.component import LoadError, Part
+from app.reward.component import LoadError, RewardComponent
 from app.reward.outcome import evaluate
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -35,7 +35,7 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _serve(pipe: Connection, runner: asyncio.Runner) -> None:
-    parts: Sequence[Part] = pipe.recv()
+    parts: Sequence[RewardComponent] = pipe.recv()
     try:
         rewards = {part.name: part.load() for part in parts}
     except LoadError as error:

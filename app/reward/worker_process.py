@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from app.errors import RunError
-from app.reward.component import LoadError, Part
+from app.reward.component import LoadError, RewardComponent
 from app.reward.outcome import Failure, FailureKind, Outcome
 from app.types import Trajectory
 
@@ -26,7 +26,7 @@ STDERR = 2
 class WorkerProcess:
     """One process that has loaded `parts`; `log` gets what it prints (null: our stderr)."""
 
-    def __init__(self, parts: Sequence[Part], log: Path | None) -> None:
+    def __init__(self, parts: Sequence[RewardComponent], log: Path | None) -> None:
         self._parts, self._log = list(parts), log
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None

@@ -19,7 +19,7 @@ from app.errors import EngineError, EngineLost
 from app.model.hf_directory import load_tokenizer
 from app.rollout.client import Client, ConnectionLost, NoAnswer
 from app.rollout.server import Server, ServerSpec, free_port
-from app.types import Completion, EngineLoad, EnginePart, GroupRequest, InFlight, MemoryUse
+from app.types import Completion, EngineMemory, EngineStats, GroupRequest, InFlight, MemoryUse
 from app.utils.process import group_members, log_to, memory_use
 
 HEALTH_POLL_SECONDS = 0.25
@@ -28,7 +28,7 @@ IDLE_POLL_SECONDS = 0.02
 CHECK_SECONDS = 10.0
 SCHEDULER_ROUTE = "/server_info"  # asks the scheduler; /health is answered by the HTTP side alone
 DEATH_SECONDS = 3.0  # from a lost connection until the operating system tells of the server's death
-MEMORY_TAGS = {EnginePart.weights: "weights", EnginePart.kv_cache: "kv_cache", EnginePart.graphs: "cuda_graph"}
+MEMORY_TAGS = {EngineMemory.weights: "weights", EngineMemory.kv_cache: "kv_cache", EngineMemory.graphs: "cuda_graph"}
 T = TypeVar("T")
 
 
@@ -61,7 +61,7 @@ class EngineHost:
         self._pauses = 0  # what was cached before the last of them is of an older policy
         self._tokens = 0
         self._paused = False
-        self._released: set[EnginePart] = set()
+        self._released: set[EngineMemory] = set()
         self._open = asyncio.Event()  # cleared while draining
         self._open.set()
         self._failure: asyncio.Future[EngineError] | None = None
@@ -142,7 +142,7 @@ class EngineHost:
             for name in self._running.get(prompt_id, ()):
                 await self._control("/abort_request", {"rid": name})
 
-    async def release(self, part: EnginePart) -> None:
+    async def release(self, part: EngineMemory) -> None:
         """Free a part's device memory; its content is lost. One that is released stays so: the server would crash."""
         if self._running or not self._paused:
             raise EngineError(f"{self.spec.name}: {part.name} cannot be released before the engine is paused and idle")
@@ -151,7 +151,7 @@ class EngineHost:
                 await self._control("/release_memory_occupation", {"tags": [MEMORY_TAGS[part]]})
             self._released.add(part)
 
-    async def reload(self, part: EnginePart) -> None:
+    async def reload(self, part: EngineMemory) -> None:
         if part in self._released:
             if self.spec.releases_memory:
                 await self._control("/resume_memory_occupation", {"tags": [MEMORY_TAGS[part]]})
@@ -160,8 +160,8 @@ class EngineHost:
     async def update(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
         return await self._post(f"/{call}", body)
 
-    async def load(self) -> EngineLoad:
-        return EngineLoad(groups=len(self._running), completion_tokens=self._tokens)
+    async def load(self) -> EngineStats:
+        return EngineStats(groups=len(self._running), completion_tokens=self._tokens)
 
     async def memory(self) -> MemoryUse:
         servers = group_members(self._server.pid) if self._server else []

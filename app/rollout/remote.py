@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from app.errors import EngineError, EngineLost, RunError
-from app.types import Completion, EngineLoad, EnginePart, GroupRequest, InFlight, MemoryUse
+from app.types import Completion, EngineMemory, EngineStats, GroupRequest, InFlight, MemoryUse
 
 log = logging.getLogger(__name__)
 STOP_SECONDS = 10.0
@@ -49,16 +49,16 @@ class RemoteEngine:
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
         await self._call("abort", prompt_ids)
 
-    async def release(self, part: EnginePart) -> None:
+    async def release(self, part: EngineMemory) -> None:
         await self._call("release", part)
 
-    async def reload(self, part: EnginePart) -> None:
+    async def reload(self, part: EngineMemory) -> None:
         await self._call("reload", part)
 
     async def update(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
         return await self._call("update", call, body)
 
-    async def load(self) -> EngineLoad:
+    async def load(self) -> EngineStats:
         return await self._call("load")
 
     async def memory(self) -> MemoryUse:

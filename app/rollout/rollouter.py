@@ -19,7 +19,7 @@ class Aborted(EngineError):
     """The completions of a prompt were aborted, by us or by the engine; they are partial and never trained on."""
 
 
-class Sampler:
+class Rollouter:
     """Turns prompts into groups whose rewards are known.
 
     `finished` counts them: the progress that a watchdog sees. A prompt that is lost to an engine, or refused by one, is
@@ -53,10 +53,10 @@ class Sampler:
             except (EngineLost, ConnectionLost) as error:
                 lost += 1
                 self.lost += 1
-                _check_budget(request, "lost to engines", lost, "engine_failures", self.recovery, error)
+                _check_budget(request, "lost to engines", lost, "max_engine_failures", self.recovery, error)
             except EngineError as error:
                 refused += 1
-                _check_budget(request, "refused", refused, "data_failures", self.recovery, error)
+                _check_budget(request, "refused", refused, "max_prompt_retries", self.recovery, error)
             await asyncio.sleep(PAUSE_SECONDS * 2 ** (lost + refused - 1))
 
     def take_lost(self) -> int:

@@ -75,7 +75,7 @@ def earlier(steps: Steps, name: str, skip: int) -> list[float]:
 
 
 def _no_spread(steps: Steps) -> str | None:
-    fractions = last(steps, "reward/zero_spread_fraction", 3)
+    fractions = last(steps, "reward/zero_std_fraction", 3)
     if not fractions or min(fractions) < 0.95:
         return None
     accuracy = last(steps, "reward/accuracy", 1)

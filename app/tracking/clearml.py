@@ -11,13 +11,13 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from app.tracking.dashboard import Progress, Start
+from app.tracking.dashboard import DashboardOptions, Progress
 
 
 class ClearML:
     """A resumed run continues its task; offline, where ClearML cannot, it is a session of its own."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: DashboardOptions) -> None:
         from clearml import Task
 
         offline = start.offline or os.environ.get("CLEARML_OFFLINE_MODE", "0") not in ("", "0")

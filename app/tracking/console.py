@@ -32,10 +32,10 @@ class RunConsole:
         self._progress: Progress | None = None
         self._header()
 
-    def doing(self, text: str) -> None:
+    def status(self, text: str) -> None:
         """What the run is busy with before and between steps ("starting the engine")."""
         if self._progress is not None:
-            self._progress.update(self._task, doing=text)
+            self._progress.update(self._task, status=text)
         elif not self._fancy:
             self._print(Text(f"{text} …", "dim"))
 
@@ -54,9 +54,9 @@ class RunConsole:
             line.truncate(self._console.width, overflow="ellipsis")
         self._print(line)
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, doing="")
+            self._progress.update(self._task, completed=step, status="")
 
-    def evaluated(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+    def log_eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """One line for an evaluation, with the change since the first one."""
         line = Text(f" eval {step:>{len(str(self._config.steps))}}/{self._config.steps}", "bold green")
         for name, metrics in results.items():
@@ -112,7 +112,7 @@ class RunConsole:
                 expand=True,
                 refresh_per_second=4,
             )
-            self._task = self._progress.add_task("run", total=config.steps, doing="starting")
+            self._task = self._progress.add_task("run", total=config.steps, status="starting")
             self._progress.start()
 
     def _print(self, text: Text) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class DashboardOptions:
     """What a dashboard is opened with."""
 
     config: Mapping[str, Any]  # the resolved configuration, plain

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
-from app.tracking.dashboard import Dashboard, Start
+from app.tracking.dashboard import Dashboard, DashboardOptions
 
 log = logging.getLogger("app.run")
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 QUEUE_CAPACITY = 1000  # messages; a step is one or two
 
 
-def open_dashboard(name: str, start: Start) -> Dashboard:
+def open_dashboard(name: str, start: DashboardOptions) -> Dashboard:
     """Import what `name` needs and open it; raises what the package raises."""
     if name == "tensorboard":
         from app.tracking.tensorboard import TensorBoard
@@ -64,10 +64,10 @@ def grouped(metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-class Feed:
+class DashboardWorker:
     """The thread of one dashboard and the queue before it. `log`, `alert` return at once and never raise."""
 
-    def __init__(self, name: str, start: Start, capacity: int = QUEUE_CAPACITY) -> None:
+    def __init__(self, name: str, start: DashboardOptions, capacity: int = QUEUE_CAPACITY) -> None:
         self.name, self.dropped = name, 0
         self._start = start
         self._queue: queue.Queue[Callable[[Dashboard], None]] = queue.Queue(capacity)

@@ -19,7 +19,7 @@ from app.errors import Interrupted
 from app.tracking import dashboards
 from app.tracking.alarms import Alarms
 from app.tracking.console import RunConsole
-from app.tracking.dashboard import Start
+from app.tracking.dashboard import DashboardOptions
 from app.tracking.report import page as reports
 from app.tracking.report.data import WARNINGS
 from app.tracking.run_folder import metrics_file as jsonl
@@ -36,7 +36,7 @@ PROMPTS = "prompts.jsonl"
 DASHBOARD_DEADLINE_S = {Status.finished: 30.0, Status.interrupted: 4.0, Status.failed: 4.0}
 
 
-class RunRecorder:
+class RunFolderRecorder:
     """Records the run of `config` in `folder`, which is made if need be.
 
     As a context manager it ends the run by itself: finished, or interrupted or failed by what was raised.
@@ -47,7 +47,9 @@ class RunRecorder:
         self.config, self.folder = config, folder
         self.timeline = timelines.Timeline()
         self._alarms = Alarms(max_staleness=config.placement.max_staleness)
-        self._feeds: list[dashboards.Feed] | None = None  # opened by the first numbers, when `resume` was called
+        self._feeds: list[dashboards.DashboardWorker] | None = (
+            None  # opened by the first numbers, when `resume` was called
+        )
         self._resumed_at: int | None = None
         self._step = 0
         self._warned: set[str] = set()
@@ -78,10 +80,10 @@ class RunRecorder:
         self._summary.write()
         self._console.resume(step, self._summary.values.get("eval/accuracy_first"))
 
-    def doing(self, text: str) -> None:
+    def status(self, text: str) -> None:
         """Show what the run is busy with where no step says so ("starting the engine")."""
         log.info(text)
-        self._console.doing(text)
+        self._console.status(text)
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Record the numbers of a finished step, under the names of the design (`metrics.jsonl`)."""
@@ -93,7 +95,7 @@ class RunRecorder:
                 feed.alert(step, alarm.name, f"{alarm.what} {alarm.advice}")
         self.timeline.write_if_due(self.folder)
 
-    def evaluated(
+    def log_eval(
         self,
         step: int,
         results: Mapping[str, Metrics],
@@ -106,7 +108,7 @@ class RunRecorder:
         """
         samples.write_samples(self.folder, step, groups, self.config.tracking.samples_per_step, decode, kind="eval")
         self._record(step, evaluation_metrics(results))
-        self._console.evaluated(step, results)
+        self._console.log_eval(step, results)
 
     def prompts(self, step: int, *, trained: Sequence[str], filtered: Sequence[str]) -> None:
         """Enter the ids of a step's prompts in `prompts.jsonl`: what was trained on, and what taught nothing."""
@@ -146,7 +148,7 @@ class RunRecorder:
         totals = {**self._summary.values, "total/seconds": self._summary.seconds}
         self._console.end(status.value, totals, error, {**files, "timeline": self.folder / timelines.NAME})
 
-    def __enter__(self) -> "RunRecorder":
+    def __enter__(self) -> "RunFolderRecorder":
         return self
 
     def __exit__(
@@ -167,16 +169,16 @@ class RunRecorder:
         for feed in self._open_feeds():
             feed.log(step, metrics)
 
-    def _open_feeds(self) -> list[dashboards.Feed]:
+    def _open_feeds(self) -> list[dashboards.DashboardWorker]:
         if self._feeds is None:
-            self._feeds = [dashboards.Feed(name, self._start(name)) for name in self.config.tracking.use]
+            self._feeds = [dashboards.DashboardWorker(name, self._start(name)) for name in self.config.tracking.use]
         return self._feeds
 
-    def _start(self, name: str) -> Start:
+    def _start(self, name: str) -> DashboardOptions:
         tracking = self.config.tracking
         plain = OmegaConf.to_container(OmegaConf.structured(self.config), enum_to_str=True)
         assert isinstance(plain, dict)
-        return Start(
+        return DashboardOptions(
             config={str(key): value for key, value in plain.items()},
             folder=self.folder / dashboards.FOLDER / name,
             project=tracking.project,

@@ -3,13 +3,13 @@
 import json
 from collections.abc import Mapping
 
-from app.tracking.dashboard import Start
+from app.tracking.dashboard import DashboardOptions
 
 
 class TensorBoard:
     """A resumed run writes a further event file, whose start tells TensorBoard to forget the later steps."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: DashboardOptions) -> None:
         from torch.utils.tensorboard import SummaryWriter  # needs the package `tensorboard`
 
         purge = None if start.resumed_at is None else start.resumed_at + 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlparse
 
-from app.tracking.dashboard import Progress, Start
+from app.tracking.dashboard import DashboardOptions, Progress
 
 log = logging.getLogger("app.run")
 
@@ -25,7 +25,7 @@ EXIT_CODES = {"finished": 0, "interrupted": 130}  # W&B shows any other as faile
 class WeightsAndBiases:
     """Its id and the last step sent are in `tracking/wandb.json`; W&B takes steps in order only."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: DashboardOptions) -> None:
         import wandb
 
         start.folder.mkdir(parents=True, exist_ok=True)  # W&B falls back to a temporary folder otherwise
@@ -77,7 +77,7 @@ def abandon() -> None:
         log.info("wandb's helper was ended: %s", error)
 
 
-def _mode(start: Start) -> Literal["offline"] | None:
+def _mode(start: DashboardOptions) -> Literal["offline"] | None:
     """None leaves it to W&B (online, or what its own environment variables say)."""
     if start.offline:
         return "offline"

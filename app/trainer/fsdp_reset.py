@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from app.errors import TrainerError
 
 
-def forget_failed_pass(model: torch.nn.Module) -> None:
+def reset_fsdp_state(model: torch.nn.Module) -> None:
     """Reshard, and drop what the failed pass left; a plain module needs nothing of it."""
     if not isinstance(model, FSDPModule):
         return

@@ -39,13 +39,13 @@ class MicroBatch:
     input_ids: Tensor  # [1, T] int64
     position_ids: Tensor  # [1, T] int64, from 0 in each sequence
     cu_seqlens: Tensor  # [S + 1] int32, the borders
-    predict: Tensor  # [N] int64, where in T each completion token is predicted from
+    logit_positions: Tensor  # [N] int64, where in T each completion token is predicted from
     targets: Tensor  # [N] int64, the completion tokens
     sequence: Tensor  # [N] int64, which of the S a completion token belongs to
     lengths: Tensor  # [S] float32, completion tokens of each
     advantages: Tensor  # [S] float32
     weight_mask: Tensor  # [S] float32
-    sampler_logprobs: Tensor  # [N] float32
+    rollout_logprobs: Tensor  # [N] float32
     keys: tuple[tuple[str, int], ...]  # of the S sequences; empty for a dummy pass
 
     @property
@@ -133,7 +133,7 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
     lengths = np.array([len(completion.token_ids) for completion in completions])
     tokens = [array for pair in zip(prompts, (c.token_ids for c in completions), strict=True) for array in pair]
     # the token at position p is predicted from the hidden state at p - 1
-    predict = [
+    logit_positions = [
         np.arange(start + len(p) - 1, start + len(p) - 1 + n)
         for start, p, n in zip(starts, prompts, lengths, strict=False)
     ]
@@ -142,13 +142,13 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
         input_ids=to(np.concatenate(tokens), torch.int64)[None],
         position_ids=to(np.concatenate([np.arange(total) for total in totals]), torch.int64)[None],
         cu_seqlens=to(starts, torch.int32),
-        predict=to(np.concatenate(predict), torch.int64),
+        logit_positions=to(np.concatenate(logit_positions), torch.int64),
         targets=to(np.concatenate([c.token_ids for c in completions]), torch.int64),
         sequence=to(np.repeat(np.arange(len(samples)), lengths), torch.int64),
         lengths=to(lengths, torch.float32),
         advantages=to([sample.advantage for sample in samples], torch.float32),
         weight_mask=to([sample.weight for sample in samples], torch.float32),
-        sampler_logprobs=to(np.concatenate([c.logprobs for c in completions]), torch.float32),
+        rollout_logprobs=to(np.concatenate([c.logprobs for c in completions]), torch.float32),
         keys=tuple(sample.key for sample in samples),
     )
 
@@ -159,12 +159,12 @@ def _dummy(device: torch.device) -> MicroBatch:
         input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device),
         position_ids=torch.arange(2, device=device)[None],
         cu_seqlens=torch.tensor([0, 2], dtype=torch.int32, device=device),
-        predict=zero,
+        logit_positions=zero,
         targets=zero,
         sequence=zero,
         lengths=torch.ones(1, device=device),
         advantages=torch.zeros(1, device=device),
         weight_mask=torch.zeros(1, device=device),
-        sampler_logprobs=torch.zeros(1, device=device),
+        rollout_logprobs=torch.zeros(1, device=device),
         keys=(),
     )

@@ -31,8 +31,8 @@ from app.errors import TrainerError
 from app.trainer.checkpoint_state import RankState
 from app.trainer.optimizer import Optimizer
 from app.trainer.profile import FOLDER, StepProfiler
-from app.trainer.step import SplitStep, StepSettings
-from app.types import MemoryUse, ScoredGroup, StepReport, TrainerPart
+from app.trainer.step import StepSettings, TrainStep
+from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
 from app.utils.process import log_to, memory_use
 
 THREADS = {"answers": 1, "checkpoint": 1}  # Ray's concurrency groups: what runs beside the step
@@ -64,7 +64,7 @@ class TrainerRank:
         self.spec, self.rank = spec, rank
         self.device = device_of(spec.device)
         self.parts: dict[str, Any] = {}
-        self.away: set[TrainerPart] = set()  # what a part of this rank has taken off the device
+        self.away: set[TrainerMemory] = set()  # what a part of this rank has taken off the device
         self.profiler = StepProfiler(spec.profile_steps, spec.logs.parent / FOLDER, rank)
 
     def node_address(self) -> str:
@@ -109,11 +109,11 @@ class TrainerRank:
         self.model = make()
         self.reference = make().requires_grad_(False) if self.spec.reference else None
         self.optimizer = Optimizer(self.model.parameters(), self.spec.trainer)
-        self.step = SplitStep(
+        self.step = TrainStep(
             self.model, self.optimizer, self.spec.step, self.torch_device, self.reference, self._peak_flops()
         )
         self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=self.spec.trainer.timeout_s)
-        collect_garbage_by_hand()
+        disable_automatic_gc()
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def _device_index(self) -> int:
@@ -137,12 +137,12 @@ class TrainerRank:
     # --- the step
 
     def begin_step(self, version: int) -> None:
-        self.require_here("begin_step", *TrainerPart)
+        self.require_onloaded("begin_step", *TrainerMemory)
         gc.collect()
         self.step.begin(version)
         self.profiler.begin(version)
 
-    def train_groups(self, groups: Sequence[ScoredGroup]) -> None:
+    def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
         self.step.feed(groups)
 
     def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
@@ -176,7 +176,7 @@ class TrainerRank:
 
     def restore(self, folder: Path, version: int) -> None:
         self._require_closed("restore")
-        self.require_here("restore", *TrainerPart)
+        self.require_onloaded("restore", *TrainerMemory)
         self.state.restore(folder)
         self.step.version = version
 
@@ -185,7 +185,7 @@ class TrainerRank:
         if self.device.torch_type != "cpu":
             torch.get_device_module(self.device.torch_type).synchronize(self.torch_device)
 
-    def require_here(self, call: str, *parts: TrainerPart) -> None:
+    def require_onloaded(self, call: str, *parts: TrainerMemory) -> None:
         """Raise `TrainerError` if one of these parts is offloaded: what is read then would be nonsense."""
         missing = [part.name for part in parts if part in self.away]
         if missing:
@@ -231,7 +231,7 @@ class TrainerRank:
         return os.getpid()
 
 
-def collect_garbage_by_hand() -> None:
+def disable_automatic_gc() -> None:
     """From now on `gc.collect` alone does it, at the same place on every rank: one that stops for it stops all."""
     gc.collect()
     gc.freeze()  # what is there stays

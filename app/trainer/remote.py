@@ -9,14 +9,14 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from app.errors import RunError, TrainerError
-from app.types import MemoryUse, ScoredGroup, StepReport, TrainerPart
+from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
 
 STACKS_SECONDS = 10.0
 SETTLE_SECONDS = 5.0  # within which ranks that are not stuck answer after another one's failure
-BESIDE = ("write", "memory")  # runs in a thread of its own: its failure says nothing about the calls in the queue
+CONCURRENT = ("write", "memory")  # runs in a thread of its own: its failure says nothing about the calls in the queue
 
 
-class FsdpTrainer:
+class RemoteTrainer:
     """Implements `Trainer` (app/protocols.py) over Ray actors of `TrainerRank`."""
 
     def __init__(self, ranks: Sequence[Any], *, timeout_s: float, logs: Path):
@@ -39,8 +39,8 @@ class FsdpTrainer:
     async def begin_step(self, *, version: int) -> None:
         await self._all("begin_step", version)
 
-    async def train_groups(self, groups: Sequence[ScoredGroup]) -> None:
-        await self._all("train_groups", ray.put(list(groups)))
+    async def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
+        await self._all("add_groups", ray.put(list(groups)))
 
     async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
         await self._all("old_logprobs", ray.put(list(groups)))
@@ -58,10 +58,10 @@ class FsdpTrainer:
     async def memory(self) -> list[MemoryUse]:
         return await self._all("memory")
 
-    async def offload(self, part: TrainerPart) -> None:
+    async def offload(self, part: TrainerMemory) -> None:
         await self.call("offload", "offload", part=part)
 
-    async def onload(self, part: TrainerPart) -> None:
+    async def onload(self, part: TrainerMemory) -> None:
         await self.call("offload", "onload", part=part)
 
     async def checkpoint_bytes(self) -> int:
@@ -126,7 +126,7 @@ class FsdpTrainer:
 
         A rank that died is named before those whose collective broke off because of it.
         """
-        probes = {} if method in BESIDE else self._ask("ready")
+        probes = {} if method in CONCURRENT else self._ask("ready")
         await asyncio.wait([*calls, *probes], timeout=SETTLE_SECONDS)
         stuck = {rank for call, rank in (calls | probes).items() if not call.done()}
         for call in (*calls, *probes):
@@ -148,14 +148,14 @@ async def _awaitable(reference: Any) -> Any:
     return await reference
 
 
-def explained(error: BaseException, who: str, doing: str) -> BaseException:
+def explained(error: BaseException, who: str, status: str) -> BaseException:
     """A Ray error as ours: our own sentences keep theirs, anything else keeps its traceback as cause."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, RunError):
         return cause
     if isinstance(error, RayActorError):
-        return TrainerError(f"{who} died during {doing}: {str(error).splitlines()[0]}")
+        return TrainerError(f"{who} died during {status}: {str(error).splitlines()[0]}")
     told = f"{type(cause).__name__}: {cause}".splitlines()[0]
-    failure = TrainerError(f"{who} failed during {doing}: {told}")
+    failure = TrainerError(f"{who} failed during {status}: {told}")
     failure.__cause__ = error
     return failure

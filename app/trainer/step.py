@@ -20,10 +20,10 @@ from app.algorithm.metrics import Over
 from app.config.algorithm import AlgorithmConfig, Correction
 from app.errors import TrainerError
 from app.model.policy import PolicyModel, packs_sequences
-from app.trainer.fsdp_reset import forget_failed_pass
+from app.trainer.fsdp_reset import reset_fsdp_state
 from app.trainer.microbatch import MicroBatch, Sample, full_prefix, pack, plan_passes, samples_of
 from app.trainer.optimizer import Optimizer
-from app.trainer.throughput import ModelFlops, Stopwatch, throughput_metrics
+from app.trainer.throughput import ModelFlops, PhaseTimer, throughput_metrics
 from app.types import ScoredGroup, StepReport
 
 Key = tuple[str, int]  # prompt id and member
@@ -52,7 +52,7 @@ class Accumulated:
     sums: dict[str, float] = field(default_factory=dict)
 
 
-class SplitStep:
+class TrainStep:
     """One rank's step; every rank makes the same calls in the same order."""
 
     def __init__(
@@ -119,7 +119,7 @@ class SplitStep:
         """Forget the open step. Harmless when none is open; after a pass that raised, the model is put in order."""
         if self._in_pass:
             for model in filter(None, (self.model, self.reference)):
-                forget_failed_pass(model)
+                reset_fsdp_state(model)
         self._close()
 
     def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
@@ -146,7 +146,7 @@ class SplitStep:
         self._updates = 0
         self._in_pass = False  # stays true when a pass raises
         self._update_metrics: dict[str, float] = {}
-        self._watch = Stopwatch(self.device)
+        self._watch = PhaseTimer(self.device)
         self._flops = 0.0  # of all ranks
 
     def _close(self) -> None:
@@ -177,7 +177,7 @@ class SplitStep:
             input_ids=micro.input_ids,
             position_ids=micro.position_ids,
             cu_seqlens=micro.cu_seqlens,
-            predict=micro.predict,
+            logit_positions=micro.logit_positions,
             targets=micro.targets,
             temperature=self.settings.temperature,
             entropy_gradient=entropy_gradient,
@@ -204,7 +204,7 @@ class SplitStep:
         batch = losses.TokenBatch(
             logprobs=logprobs,
             old_logprobs=old,
-            sampler_logprobs=logprobs.detach() if micro.dummy else micro.sampler_logprobs,
+            rollout_logprobs=logprobs.detach() if micro.dummy else micro.rollout_logprobs,
             reference_logprobs=reference,
             entropy=entropy,
             sequence=micro.sequence,

@@ -19,7 +19,7 @@ from app.model.policy import LINEAR_ATTENTION, PolicyModel
 FORWARD_AND_BACKWARD = 3  # a backward pass costs two forwards
 
 
-class Stopwatch:
+class PhaseTimer:
     """Sums up seconds by phase: by the device's own clock where it works behind the host's back."""
 
     def __init__(self, device: torch.device):

@@ -63,7 +63,7 @@ def plan_buckets(tensors: Sequence[TensorMeta], *, capacity: int) -> tuple[Bucke
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ReadyBucket:
     """What a trainer rank has in a buffer, as the driver needs to know it."""
 
     bucket: Bucket

@@ -13,18 +13,18 @@ from typing import Any
 from app.errors import RunError, SyncError
 
 log = logging.getLogger(__name__)
-ECHO_SECONDS = 0.5  # how long further failures are listened for after the first one
+ROOT_CAUSE_GRACE_S = 0.5  # how long further failures are listened for after the first one
 Work = Mapping[str, Coroutine[Any, Any, Any]]  # who → what they do
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class Deadline:
     """The waits of one push."""
 
     version: int
     timeout_s: float
 
-    async def all_of(self, phase: str, work: Work, *, deadline: bool = True) -> dict[str, Any]:
+    async def gather(self, phase: str, work: Work, *, deadline: bool = True) -> dict[str, Any]:
         """Everyone's result. Raises `SyncError` naming who failed, or who did not answer in time, and the phase."""
         tasks = {who: asyncio.ensure_future(each) for who, each in work.items()}
         try:
@@ -33,7 +33,7 @@ class Waits:
             )
             failed = any(task.exception() for task in done)
             if failed and waiting:
-                await asyncio.wait(waiting, timeout=ECHO_SECONDS)
+                await asyncio.wait(waiting, timeout=ROOT_CAUSE_GRACE_S)
         finally:
             for task in tasks.values():
                 task.cancel()
@@ -59,7 +59,7 @@ class Waits:
         return failure
 
 
-async def give_up_on(work: Work, seconds: float) -> None:
+async def best_effort(work: Work, seconds: float) -> None:
     """Try what may fail, for so long at most; refusals are logged, since what they were asked may not exist."""
     tasks = {who: asyncio.ensure_future(each) for who, each in work.items()}
     _, waiting = await asyncio.wait(tasks.values(), timeout=seconds)

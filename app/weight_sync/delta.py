@@ -21,8 +21,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from app.weight_sync import gather as shards
 from app.weight_sync.buckets import Bucket, TensorMeta
-from app.weight_sync.snapshot import Kept
-from app.wire import BLOCK_ITEMS, BLOCKS, ENVELOPE, LOW, VALUES, Changed, Envelope
+from app.weight_sync.snapshot import ShardSnapshot
+from app.wire import BLOCK_ITEMS, BLOCKS, ENVELOPE, LOW, VALUES, DeltaHeader, SparseTensorMeta
 
 LARGEST = 2**31 - 1  # elements that a position can name
 PAIR_BYTES = 6  # an entry between trainer ranks: int32 position, 16-bit value
@@ -42,7 +42,7 @@ class Delta:
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: str, *, on_host: bool):
         self.tensors, self.dtype, self.on_host = tensors, dtype, on_host
-        self.kept: dict[str, Kept] = {}
+        self.kept: dict[str, ShardSnapshot] = {}
         distributed = [tensor for tensor in tensors.values() if isinstance(tensor, DTensor)]
         mesh = distributed[0].device_mesh if distributed else None
         self.ranks = mesh.size() if mesh is not None else 1
@@ -62,7 +62,7 @@ class Delta:
     @torch.no_grad()
     def pack(self, index: int, bucket: Bucket, buffer: Tensor | None, *, everywhere: bool) -> Packed:
         """Write message `index` into `buffer` (on the ranks that have one); a collective of all ranks."""
-        envelope = Envelope(self.version, self.base, index, self.messages)
+        envelope = DeltaHeader(self.version, self.base, index, self.messages)
         if self.base is None:
             for meta in bucket.tensors:
                 self._keep(meta)
@@ -71,12 +71,12 @@ class Delta:
         mine = [self._changes(meta) for meta in compared]
         counts = self._counts([position.numel() for position, _ in mine])  # [R][T]
         totals = [sum(each) for each in zip(*counts, strict=True)]
-        sparse = [Changed(meta.name, meta.shape, total) for meta, total in zip(compared, totals, strict=True)]
+        sparse = [SparseTensorMeta(meta.name, meta.shape, total) for meta, total in zip(compared, totals, strict=True)]
         small = [each.bytes < meta.bytes for each, meta in zip(sparse, compared, strict=True)]
         sent = [at for at, fits in enumerate(small) if fits and totals[at]]
         large = {meta.name for meta, fits in zip(compared, small, strict=True) if not fits}
         whole = [meta for meta in bucket.tensors if not comparable(meta) or meta.name in large]
-        envelope = Envelope(self.version, self.base, index, self.messages, tuple(sparse[at] for at in sent))
+        envelope = DeltaHeader(self.version, self.base, index, self.messages, tuple(sparse[at] for at in sent))
         entries = self._gathered([mine[at] for at in sent], [[row[at] for at in sent] for row in counts], everywhere)
         packed = self._write(envelope, whole, entries, buffer, everywhere)
         return Packed(packed.bucket, sum(totals), packed.reply)
@@ -86,7 +86,7 @@ class Delta:
             return
         shard = local(self.tensors[meta.name])
         if meta.name not in self.kept:
-            self.kept[meta.name] = Kept(shard, getattr(torch, meta.dtype), on_host=self.on_host)
+            self.kept[meta.name] = ShardSnapshot(shard, getattr(torch, meta.dtype), on_host=self.on_host)
         self.kept[meta.name].replace(shard)
 
     def _changes(self, meta: TensorMeta) -> tuple[Tensor, Tensor]:
@@ -141,7 +141,7 @@ class Delta:
 
     def _write(
         self,
-        envelope: Envelope,
+        envelope: DeltaHeader,
         whole: Sequence[TensorMeta],
         entries: tuple[list[Tensor], Tensor] | None,
         buffer: Tensor | None,
@@ -174,8 +174,8 @@ def comparable(meta: TensorMeta) -> bool:
 def envelope_room(bucket: Bucket) -> int:
     """Bytes that the envelope of a bucket takes at most."""
     widest = 2**63 - 1
-    rows = tuple(Changed(meta.name, meta.shape, widest) for meta in bucket.tensors)
-    return len(Envelope(widest, widest, widest, widest, rows).encode())
+    rows = tuple(SparseTensorMeta(meta.name, meta.shape, widest) for meta in bucket.tensors)
+    return len(DeltaHeader(widest, widest, widest, widest, rows).encode())
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def _pair(both: Tensor) -> tuple[Tensor, Tensor]:
     return both[:split].view(torch.int32), both[split:].view(torch.int16)
 
 
-def _filling(envelope: Envelope, entries: tuple[list[Tensor], Tensor] | None, text: bytes) -> dict[str, Tensor]:
+def _filling(envelope: DeltaHeader, entries: tuple[list[Tensor], Tensor] | None, text: bytes) -> dict[str, Tensor]:
     """The bytes of each list of a message."""
     filled = {ENVELOPE: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
     if entries is not None:

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from app.config.weight_sync import SnapshotPlace
 from app.model.policy import named_checkpoint_tensors
-from app.types import TrainerPart
+from app.types import TrainerMemory
 from app.weight_sync import gather as shards
-from app.weight_sync.buckets import Bucket, Offer, TensorMeta
+from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
 from app.weight_sync.delta import Delta, Packed, envelope_room
 
 if TYPE_CHECKING:
@@ -67,9 +67,9 @@ class Sender:
     def allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def first(self, version: int, base: int | None) -> Offer:
+    def first(self, version: int, base: int | None) -> ReadyBucket:
         """Gather bucket 0 of a push of policy `version` (`base`: only what changed since that one)."""
-        self.host.require_here("a push", TrainerPart.parameters)
+        self.host.require_onloaded("a push", TrainerMemory.parameters)
         if not self.buffers:
             self._allocate_buffers()
         self.packed = [Packed(bucket, None) for bucket in self.buckets[:BUFFERS]]
@@ -77,12 +77,12 @@ class Sender:
             self.delta.begin(version, base, len(self.buckets))
         return self.gather(0)
 
-    def advance(self, index: int) -> Offer | None:
+    def advance(self, index: int) -> ReadyBucket | None:
         """Hand bucket `index` over, and gather the next one meanwhile; None after the last."""
-        self.hand_over(index)
+        self.send(index)
         return self.gather(index + 1) if index + 1 < len(self.buckets) else None
 
-    def gather(self, index: int) -> Offer:
+    def gather(self, index: int) -> ReadyBucket:
         """Fill the buffer of bucket `index`; returns what the driver needs to ask for it."""
         bucket, turn = self.buckets[index], index % BUFFERS
         buffer = self.buffers[turn] if self.keeps else None
@@ -94,7 +94,7 @@ class Sender:
         if self.device.type != "cpu":
             torch.get_device_module(self.device).current_stream().synchronize()
         packed = self.packed[turn]
-        return Offer(packed.bucket, packed.changed, packed.reply, self.handle(index))
+        return ReadyBucket(packed.bucket, packed.changed, packed.reply, self.handle(index))
 
     def _gather_whole(self, bucket: Bucket, buffer: Tensor | None) -> None:
         for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
@@ -105,7 +105,7 @@ class Sender:
     def handle(self, index: int) -> str | None:
         """Of the buffer of a gathered bucket, where the transport has such a thing."""
 
-    def hand_over(self, index: int) -> None:
+    def send(self, index: int) -> None:
         """Start what this side does for a bucket that the engines are asked to take."""
 
     def finish(self, timeout_s: float) -> None:

@@ -15,7 +15,7 @@ CPU_CHUNK = 1 << 20  # elements; multiples of WORD
 DEVICE_CHUNK = 1 << 26
 
 
-class Kept:
+class ShardSnapshot:
     """The last pushed values of one shard, in the engine's 16-bit dtype."""
 
     def __init__(self, shard: Tensor, dtype: torch.dtype, *, on_host: bool):

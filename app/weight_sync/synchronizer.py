@@ -20,9 +20,9 @@ from app.config.weight_sync import SyncMode, WeightSyncConfig
 from app.errors import EngineError, SyncError
 from app.protocols import RolloutEngine
 from app.types import InFlight, SyncReport
-from app.weight_sync.buckets import Bucket, Offer, plan_buckets
-from app.weight_sync.deadlines import Waits, give_up_on
-from app.weight_sync.transport.base import RANKS, SENDER, Carrier, Ranks, name_of
+from app.weight_sync.buckets import Bucket, ReadyBucket, plan_buckets
+from app.weight_sync.deadlines import Deadline, best_effort
+from app.weight_sync.transport.base import RANKS, SENDER, TrainerGroup, Transport, name_of
 from app.weight_sync.verify import Verifier
 
 log = logging.getLogger(__name__)
@@ -31,15 +31,15 @@ CLOSE_SECONDS = 3.0
 OPEN_ALREADY = "already open"  # what a server says of a session that a failed push left
 
 
-class Push:
+class BucketedWeightSynchronizer:
     """Implements `WeightSync` (app/protocols.py)."""
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: TrainerGroup,
         engines: Sequence[RolloutEngine],
         config: WeightSyncConfig,
-        carrier: Carrier,
+        carrier: Transport,
         verifier: Verifier,
         *,
         in_flight: InFlight,
@@ -62,7 +62,7 @@ class Push:
         snapshot = self.config.snapshot if self.config.mode is SyncMode.delta else None
         await self.ranks.call(SENDER, "prepare", buckets=self._buckets, snapshot=snapshot)
 
-    def change_engines(self, engines: Mapping[int, RolloutEngine]) -> None:
+    def set_engines(self, engines: Mapping[int, RolloutEngine]) -> None:
         """Push to these, by their places, from now on; the next push builds the way anew if they are others."""
         if self.engines == dict(engines):
             return
@@ -72,20 +72,20 @@ class Push:
 
     async def close(self) -> None:
         """Free what the ranks hold: shared memory outlives a process that is killed."""
-        await give_up_on({RANKS: self.ranks.call(SENDER, "close")}, CLOSE_SECONDS)
+        await best_effort({RANKS: self.ranks.call(SENDER, "close")}, CLOSE_SECONDS)
 
     async def push(self, version: int) -> SyncReport:
         """Carry the trainer's parameters into every engine as policy `version`. Raises `SyncError`."""
-        waits, clock, base = Waits(version, self.config.timeout_s), Clock(), self._base()
+        waits, clock, base = Deadline(version, self.config.timeout_s), Clock(), self._base()
         self._held = None  # until all of it is there
         try:
             if self._stale:
                 await self.carrier.abandon(self.ranks)
                 self._stale = False
             gathering = {RANKS: self.ranks.call(SENDER, "first", version=version, base=base)}
-            offered = (await waits.all_of("gathering bucket 0", gathering))[RANKS]
+            offered = (await waits.gather("gathering bucket 0", gathering))[RANKS]
             clock.mark("gather")
-            await waits.all_of("pause", self._each(self._pause), deadline=False)  # each has its own
+            await waits.gather("pause", self._each(self._pause), deadline=False)  # each has its own
             clock.mark("pause")
             reused = await self.carrier.connect(waits, self.ranks, self._members)
             clock.mark("connect")
@@ -93,7 +93,7 @@ class Push:
             clock.mark("load")
             await self.verifier.after(waits, self.ranks, self._members, flush=self._flush)
             clock.mark("verify")
-            await waits.all_of("resume", self._each(lambda engine, _: engine.resume()))
+            await waits.gather("resume", self._each(lambda engine, _: engine.resume()))
             clock.mark("resume")
         except BaseException:
             await self.carrier.abandon(self.ranks)
@@ -128,15 +128,15 @@ class Push:
     def _elements(self) -> int:
         return sum(prod(tensor.shape) for bucket in self._buckets for tensor in bucket.tensors)
 
-    async def _load(self, waits: Waits, offered: Sequence[Offer]) -> list[Offer]:
+    async def _load(self, waits: Deadline, offered: Sequence[ReadyBucket]) -> list[ReadyBucket]:
         """Every bucket into every engine, the next one gathered meanwhile; returns what trainer rank 0 offered."""
-        await waits.all_of("begin", self._each(self._begin))
-        count, sent = len(self._buckets), list[Offer]()
+        await waits.gather("begin", self._each(self._begin))
+        count, sent = len(self._buckets), list[ReadyBucket]()
         for index in range(count):
             sent.append(offered[0])
             last = index + 1 == count
             stamp = {"weight_version": str(waits.version) if last else None, "flush_cache": last and self._flush}
-            answers = await waits.all_of(
+            answers = await waits.gather(
                 f"bucket {index} of {count}",
                 {
                     RANKS: self.ranks.call(SENDER, "advance", index=index),
@@ -150,12 +150,12 @@ class Push:
             )
             self._expect_reply(waits, index, offered[0].reply, answers)
             offered = answers[RANKS]
-        await waits.all_of(
+        await waits.gather(
             "end", {RANKS: self.ranks.call(SENDER, "finish", timeout_s=waits.timeout_s), **self._each(self._end)}
         )
         return sent
 
-    def _expect_reply(self, waits: Waits, index: int, reply: str | None, answers: Mapping[str, Any]) -> None:
+    def _expect_reply(self, waits: Deadline, index: int, reply: str | None, answers: Mapping[str, Any]) -> None:
         """SGLang alone answers a message of a delta push with success, and skips what it does not know."""
         for place, engine in self.engines.items():
             name = name_of(engine, place)

@@ -14,8 +14,8 @@ from typing import Any
 from app.config.weight_sync import Verify
 from app.errors import SyncError
 from app.protocols import RolloutEngine
-from app.weight_sync.deadlines import Waits
-from app.weight_sync.transport.base import RANKS, SENDER, Ranks, name_of
+from app.weight_sync.deadlines import Deadline
+from app.weight_sync.transport.base import RANKS, SENDER, TrainerGroup, name_of
 
 EXPORT_CHECKS = 2  # the first push, which proves names and shapes, and the first of a trained policy
 NAMED = 3  # parameters in a message
@@ -29,7 +29,9 @@ class Verifier:
         self.verify, self.folder = verify, folder
         self._checks_left = 0 if verify is Verify.never else EXPORT_CHECKS
 
-    async def after(self, waits: Waits, ranks: Ranks, engines: Sequence[RolloutEngine], *, flush: bool) -> None:
+    async def after(
+        self, waits: Deadline, ranks: TrainerGroup, engines: Sequence[RolloutEngine], *, flush: bool
+    ) -> None:
         """Raises `SyncError` naming the engine, its rank and the parameters that differ."""
         compare_engines = self.verify is Verify.always and len(engines) > 1
         if not self._checks_left and not compare_engines:
@@ -44,14 +46,19 @@ class Verifier:
             await self._compare_with_export(waits, ranks, engines, pushed, flush)
 
     async def _compare_with_export(
-        self, waits: Waits, ranks: Ranks, engines: Sequence[RolloutEngine], pushed: Mapping[str, Hashes], flush: bool
+        self,
+        waits: Deadline,
+        ranks: TrainerGroup,
+        engines: Sequence[RolloutEngine],
+        pushed: Mapping[str, Hashes],
+        flush: bool,
     ) -> None:
         path = self.folder / f"policy_{waits.version}"
         shutil.rmtree(path, ignore_errors=True)
         try:
-            await waits.all_of("verify: export", {RANKS: ranks.call(SENDER, "export", folder=path)})
+            await waits.gather("verify: export", {RANKS: ranks.call(SENDER, "export", folder=path)})
             body = {"model_path": str(path), "flush_cache": flush, "weight_version": str(waits.version)}
-            await waits.all_of(
+            await waits.gather(
                 "verify: loading the export",
                 {
                     name_of(engine, i): engine.update("update_weights_from_disk", body)
@@ -64,9 +71,9 @@ class Verifier:
         for name, hashes in pushed.items():
             expect_equal(waits.version, f"{name} differs from the exported checkpoint", loaded[name], hashes)
 
-    async def _hashes(self, waits: Waits, engines: Sequence[RolloutEngine]) -> dict[str, Hashes]:
+    async def _hashes(self, waits: Deadline, engines: Sequence[RolloutEngine]) -> dict[str, Hashes]:
         body = {"action": "checksum"}
-        answers = await waits.all_of(
+        answers = await waits.gather(
             "verify: checksums",
             {name_of(engine, i): engine.update("weights_checker", body) for i, engine in enumerate(engines)},
         )

@@ -33,7 +33,7 @@ def random_case(
             Tokens(
                 logprobs=logprobs,
                 trainer_old=old,
-                sampler=near(old, spread),
+                rollout=near(old, spread),
                 reference=near(logprobs, spread),
                 entropy=[rng.random() for _ in range(length)],
                 advantage=rng.gauss(0, 1),
@@ -53,7 +53,7 @@ def batch_of(case: Case, config: AlgorithmConfig, *, recompute_old: bool = True)
     return TokenBatch(
         logprobs=flat("logprobs").requires_grad_(),
         old_logprobs=flat("trainer_old") if recompute_old else None,
-        sampler_logprobs=flat("sampler"),
+        rollout_logprobs=flat("rollout"),
         reference_logprobs=None if config.kl is Kl.none else flat("reference"),
         entropy=flat("entropy"),
         sequence=torch.repeat_interleave(torch.arange(len(case)), lengths),

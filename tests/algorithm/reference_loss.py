@@ -17,7 +17,7 @@ class Tokens:
 
     logprobs: list[float]
     trainer_old: list[float]
-    sampler: list[float]
+    rollout: list[float]
     reference: list[float]
     entropy: list[float]
     advantage: float
@@ -27,7 +27,7 @@ class Tokens:
         return len(self.logprobs)
 
     def old(self, config: AlgorithmConfig) -> list[float]:
-        return self.sampler if config.old_policy is OldPolicy.sampler else self.trainer_old
+        return self.rollout if config.old_policy is OldPolicy.rollout else self.trainer_old
 
 
 Case = Sequence[Tokens]
@@ -57,7 +57,7 @@ def ratios(sequence: Tokens, config: AlgorithmConfig) -> list[float]:
 
 
 def mismatches(sequence: Tokens) -> list[float]:
-    return [bounded_exp(was - sampled) for was, sampled in zip(sequence.trainer_old, sequence.sampler, strict=True)]
+    return [bounded_exp(was - sampled) for was, sampled in zip(sequence.trainer_old, sequence.rollout, strict=True)]
 
 
 def corrections(sequence: Tokens, config: AlgorithmConfig, correction: Correction) -> list[float]:
@@ -67,7 +67,7 @@ def corrections(sequence: Tokens, config: AlgorithmConfig, correction: Correctio
     if correction is Correction.icepop:
         return [weight if config.icepop_low <= weight <= config.icepop_high else 0.0 for weight in weights]
     if correction is Correction.sequence_mask and len(sequence):
-        logs = [was - sampled for was, sampled in zip(sequence.trainer_old, sequence.sampler, strict=True)]
+        logs = [was - sampled for was, sampled in zip(sequence.trainer_old, sequence.rollout, strict=True)]
         mean = math.exp(math.fsum(logs) / len(logs))
         return [1.0 if config.sequence_mask_low <= mean <= config.sequence_mask_high else 0.0] * len(sequence)
     return [1.0] * len(sequence)
@@ -145,7 +145,7 @@ def metrics(case: Case, config: AlgorithmConfig, correction: Correction) -> dict
                 "entropy": sequence.entropy[t],
                 "old": sequence.logprobs[t] - old[t],
                 "reference": sequence.reference[t] - sequence.logprobs[t],
-                "mismatch": sequence.trainer_old[t] - sequence.sampler[t],
+                "mismatch": sequence.trainer_old[t] - sequence.rollout[t],
             }
             for t in range(len(sequence))
         ]

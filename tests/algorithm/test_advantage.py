@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from app.algorithm import advantage
-from app.algorithm.advantage import earns_gradient, has_spread, overlong_punishment, score, shaped_rewards
+from app.algorithm.advantage import earns_gradient, has_reward_variance, overlong_punishment, score, shaped_rewards
 from app.config.algorithm import AlgorithmConfig
 
 from .groups import group
@@ -89,13 +89,13 @@ def test_long_right_answers_earn_less_than_short_ones():
 
 def test_the_filter_asks_the_raw_rewards_where_shaped_ones_differ():
     made = group([1, 1], lengths=[5, 10])
-    assert not has_spread(made)
+    assert not has_reward_variance(made)
     assert np.ptp(shaped_rewards(made, DAPO, max_completion_tokens=10)) == 1
 
 
 @given(REWARDS)
 def test_the_filter_keeps_exactly_the_groups_with_two_different_rewards(rewards):
-    assert has_spread(group(rewards)) == (len(set(rewards)) > 1)
+    assert has_reward_variance(group(rewards)) == (len(set(rewards)) > 1)
 
 
 def test_truncated_completions_earn_no_gradient_only_under_mask_truncated():

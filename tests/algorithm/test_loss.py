@@ -69,7 +69,7 @@ def test_each_kl_estimator_is_its_formula_and_only_the_loss_term_changes(kind):
 
 
 def test_ratio_against_the_sampler_when_it_is_the_old_policy():
-    config = replace(NARROW, old_policy=OldPolicy.sampler)
+    config = replace(NARROW, old_policy=OldPolicy.rollout)
     case = random_case(4)
     agree(case, config, Correction.none)
     moved = [replace(s, trainer_old=[value - 1 for value in s.trainer_old]) for s in case]
@@ -142,7 +142,7 @@ def test_aggregations_agree_on_equal_lengths():
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_corrections_vanish_when_sampler_and_trainer_agree(correction):
-    case = [replace(sequence, sampler=sequence.trainer_old) for sequence in random_case(10)]
+    case = [replace(sequence, rollout=sequence.trainer_old) for sequence in random_case(10)]
     corrected, plain = update([case], GRPO, correction), update([case], GRPO, Correction.none)
     assert corrected == plain
     assert corrected.metrics["mismatch/kl"] == corrected.metrics["mismatch/masked_fraction"] == 0
@@ -185,7 +185,7 @@ def test_masked_sequences_earn_no_gradient_and_still_count():
 def test_a_masking_correction_does_not_shrink_its_own_denominator():
     config = replace(DAPO, icepop_low=0.9, icepop_high=1.1)
     case = random_case(12, lengths=(4,), masked=0)
-    case = [replace(case[0], trainer_old=case[0].logprobs, sampler=[*case[0].logprobs[:3], case[0].logprobs[3] - 3])]
+    case = [replace(case[0], trainer_old=case[0].logprobs, rollout=[*case[0].logprobs[:3], case[0].logprobs[3] - 3])]
     weights = paper.corrections(case[0], config, Correction.icepop)
     assert weights == [1, 1, 1, 0]
     result = update([case], config, Correction.icepop)
@@ -195,7 +195,7 @@ def test_a_masking_correction_does_not_shrink_its_own_denominator():
 
 def test_enormous_log_ratios_stay_finite():
     case = [
-        replace(s, trainer_old=[v - 500 for v in s.logprobs], sampler=[v + 500 for v in s.logprobs])
+        replace(s, trainer_old=[v - 500 for v in s.logprobs], rollout=[v + 500 for v in s.logprobs])
         for s in random_case(13)
     ]
     for correction in CORRECTIONS:
@@ -216,7 +216,7 @@ def test_single_precision_is_close_to_double():
     single = TokenBatch(
         logprobs=double.logprobs.detach().float().requires_grad_(),
         old_logprobs=double.old_logprobs.float(),
-        sampler_logprobs=double.sampler_logprobs.float(),
+        rollout_logprobs=double.rollout_logprobs.float(),
         reference_logprobs=None,
         entropy=double.entropy.float(),
         sequence=double.sequence,

@@ -60,7 +60,7 @@ def test_group_metrics_of_two_groups_counted_by_hand():
             "reward/pass@1": (1 / 4 + 1) / 2,
             "reward/pass@2": (1 / 2 + 1) / 2,
             "reward/pass@4": 1.0,
-            "reward/zero_spread_fraction": 0.5,
+            "reward/zero_std_fraction": 0.5,
             "completion/length_mean": 7.5,
             "completion/length_p95": 10.0,
             "completion/truncated_fraction": 1 / 8,
@@ -77,7 +77,7 @@ def test_accuracy_and_pass_at_k_agree_with_each_other(answers):
     assert measured["reward/accuracy"] == pytest.approx(sum(flat) / len(flat))
     assert measured["reward/mean"] == pytest.approx(measured["reward/accuracy"])
     assert measured["reward/pass@1"] <= measured["reward/pass@2"] + 1e-12 <= measured["reward/pass@4"] + 2e-12
-    assert measured["reward/zero_spread_fraction"] == np.mean([len(set(rights)) == 1 for rights in answers])
+    assert measured["reward/zero_std_fraction"] == np.mean([len(set(rights)) == 1 for rights in answers])
     assert ("reward/pass@8" in measured) == (min(map(len, answers)) == 8)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from app.model.tiny.tokenizer import tokenizer
 from app.placement.fully_async import FullyAsync
-from app.tracking.recorder import RunRecorder
+from app.tracking.recorder import RunFolderRecorder
 from app.types import Completion, FinishReason, GroupRequest, InFlight, ScoredGroup, VersionSpan
 from tests.simulation import SimEngine, SimTrainer, World, config, run_virtual
 
@@ -49,13 +49,13 @@ class Hosts(SimEngine):
 class Receiver(SimTrainer):
     shared = memoryview(bytearray(TOKENS * 4))
 
-    async def train_groups(self, groups: Sequence[ScoredGroup]) -> None:
+    async def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
         arrays: list[pickle.PickleBuffer] = []
         pickle.dumps(list(groups), protocol=5, buffer_callback=arrays.append)
         for array in arrays:
             view = array.raw()
             self.shared[: view.nbytes] = view
-        await super().train_groups(groups)
+        await super().add_groups(groups)
 
 
 def payload() -> tuple[bytes, list[bytes]]:
@@ -96,7 +96,7 @@ def run_once(folder: Path) -> float:
     world = World(made, folder, seconds, rows=5000, eval_rows=1, trainer=Receiver(seconds=0.1))
     Hosts.payload, Hosts.arrays = payload()
 
-    async def story(recorder: RunRecorder) -> float:
+    async def story(recorder: RunFolderRecorder) -> float:
         world.recorder = recorder  # type: ignore[assignment]
         parts = world.parts()
         parts.pool.engines[:] = [Hosts(seconds, world.right) for _ in range(ENGINES)]
@@ -106,7 +106,7 @@ def run_once(folder: Path) -> float:
         await FullyAsync(parts).run()
         return time.process_time() - started
 
-    with RunRecorder(made, folder) as recorder:
+    with RunFolderRecorder(made, folder) as recorder:
         return run_virtual(story(recorder))
 
 

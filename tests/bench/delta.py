@@ -19,8 +19,8 @@ import torch
 from app.config.device import Dtype
 from app.config.weight_sync import SyncMode, Verify
 from app.types import InFlight, SyncReport
-from app.weight_sync.snapshot import Kept
-from app.weight_sync.synchronizer import Push
+from app.weight_sync.snapshot import ShardSnapshot
+from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from tests.bench.machine import machine, print_result
 from tests.bench.weight_sync import SHAPES, make_model, ratio
 
@@ -73,7 +73,7 @@ def changed_fractions() -> dict[str, dict[str, float]]:
         torch.manual_seed(0)
         master = torch.nn.Parameter(0.02 * torch.randn(SAMPLE))
         optimizer = torch.optim.AdamW([master], lr=rate, betas=BETAS, eps=EPSILON, weight_decay=0.01)
-        kept = Kept(master.detach(), torch.bfloat16, on_host=False)
+        kept = ShardSnapshot(master.detach(), torch.bfloat16, on_host=False)
         kept.replace(master.detach())
         found = []
         for _ in range(TABLE_STEPS):
@@ -120,7 +120,7 @@ async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> 
     work: dict[str, list[float]] = {"full": [], "delta": []}
     equal = []
 
-    async def measured(name: str, push: Push, version: int) -> None:
+    async def measured(name: str, push: BucketedWeightSynchronizer, version: int) -> None:
         before = cpu_seconds(processes)
         reports[name].append(await push.push(version))
         work[name].append(cpu_seconds(processes) - before)
@@ -128,7 +128,7 @@ async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> 
     for version in range(1, rounds + 1):
         await measured("full", full, 10 * version)
         # the full push above left the engine no version to build on: this one is told that it is a new one
-        delta.change_engines({0: RemoteEngine(engine.name, engine.actor)})
+        delta.set_engines({0: RemoteEngine(engine.name, engine.actor)})
         await delta.push(10 * version + 1)
         await trainer.call("adam", "step", rate=rate)
         await measured("delta", delta, 10 * version + 2)
@@ -160,7 +160,9 @@ async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> 
     }
 
 
-async def a_push(ranks: Any, engine: Any, folder: Path, mode: SyncMode, bucket_mib: float) -> Push:
+async def a_push(
+    ranks: Any, engine: Any, folder: Path, mode: SyncMode, bucket_mib: float
+) -> BucketedWeightSynchronizer:
     from tests.weight_sync.support import make_push
 
     return await make_push(
@@ -176,7 +178,7 @@ async def a_push(ranks: Any, engine: Any, folder: Path, mode: SyncMode, bucket_m
     )
 
 
-class Parts:
+class RunContext:
     """A trainer rank's part: what comparing costs, without sending."""
 
     def __init__(self, host: Any):
@@ -193,7 +195,7 @@ class Parts:
 
 
 async def parts(trainer: Any, rate: float) -> dict[str, float]:
-    await trainer.attach("parts", Parts)
+    await trainer.attach("parts", RunContext)
     await trainer.call("adam", "step", rate=rate)
     changing = (await trainer.call("parts", "compare"))[0]
     return {"compare_seconds": round(changing, 3)}

@@ -92,14 +92,14 @@ def ours(path: Path) -> tuple[Step, int]:
     from app.config.trainer import TrainerConfig
     from app.model.load import load
     from app.trainer.optimizer import Optimizer
-    from app.trainer.step import SplitStep, StepSettings
+    from app.trainer.step import StepSettings, TrainStep
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     policy = load(path, mesh=init_device_mesh("cpu", (1,)), device="cpu", activation_checkpointing=True)
     config = TrainerConfig()
     budget = TOGETHER * (PROMPT_TOKENS + LIMIT)
     settings = StepSettings(AlgorithmConfig(), Correction.none, 1.0, LIMIT, budget)
-    step = SplitStep(policy, Optimizer(policy.parameters(), config), settings, torch.device("cpu"))
+    step = TrainStep(policy, Optimizer(policy.parameters(), config), settings, torch.device("cpu"))
 
     def train(scored: list[ScoredGroup]) -> float:
         step.begin(1)

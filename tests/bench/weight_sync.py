@@ -23,7 +23,7 @@ import torch.distributed as dist
 from app.config.device import Dtype
 from app.config.weight_sync import Verify
 from app.types import InFlight
-from app.weight_sync.synchronizer import Push
+from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from app.weight_sync.transport.base import SENDER
 from app.weight_sync.transport.process_group import Group
 from tests.bench.machine import machine, print_result
@@ -158,14 +158,14 @@ async def measure(rounds: int, pauses_of_each: int, bucket_mib: float, folder: P
     rank = psutil.Process(await trainer.ranks[0].pid.remote())
     servers = [psutil.Process(info["pid"]), *psutil.Process(info["pid"]).children(recursive=True)]
 
-    seconds: dict[str, list[float]] = {name: [] for name in ("copy", "broadcast", "handle", "collective", "disk")}
+    seconds: dict[str, list[float]] = {name: [] for name in ("copy", "broadcast", "ipc", "collective", "disk")}
     phases: dict[str, dict[str, float]] = {}
     extra: dict[str, float] = {}
-    for transport in ("handle", "collective"):
+    for transport in ("ipc", "collective"):
         trainer_mib, engine_mib = await extra_memory(transport, trainer, engine, folder, bucket_mib, rank, servers)
         extra |= {f"{transport}_trainer_extra_mib": trainer_mib, f"{transport}_engine_extra_mib": engine_mib}
     for _ in range(rounds):
-        for transport in ("handle", "collective"):
+        for transport in ("ipc", "collective"):
             push = await quiet_push(transport, trainer, engine, folder, bucket_mib)
             sizes = [bucket.bytes for bucket in push._buckets]
             await push.push(1)  # builds the group, touches every page
@@ -195,11 +195,11 @@ async def measure(rounds: int, pauses_of_each: int, bucket_mib: float, folder: P
         "buckets": len(sizes),
         "median_seconds": {name: round(statistics.median(values), 3) for name, values in seconds.items()},
         "collective_over_broadcast_and_copy": ratio(seconds["collective"], least),
-        "handle_over_copy": ratio([value - 0.05 for value in seconds["handle"]], copies),
-        "disk_over_handle": ratio(seconds["disk"], seconds["handle"]),
+        "ipc_over_copy": ratio([value - 0.05 for value in seconds["ipc"]], copies),
+        "disk_over_ipc": ratio(seconds["disk"], seconds["ipc"]),
         "disk_over_collective": ratio(seconds["disk"], seconds["collective"]),
         "pause_over_push_ms": {name: round(1000 * statistics.median(found)) for name, found in pauses.items()},
-        "targets": {"collective_over_broadcast_and_copy": 1.5, "handle_over_copy": 3.0, "pause_over_push_ms": 50},
+        "targets": {"collective_over_broadcast_and_copy": 1.5, "ipc_over_copy": 3.0, "pause_over_push_ms": 50},
         "phases_of_last_round": phases,
         **{name: round(value) for name, value in extra.items()},
         "rounds": rounds,
@@ -230,7 +230,7 @@ async def quiet_push(
     folder: Path,
     bucket_mib: float,
     in_flight: InFlight = InFlight.retract,
-) -> Push:
+) -> BucketedWeightSynchronizer:
     from tests.weight_sync.support import make_push
 
     return await make_push(

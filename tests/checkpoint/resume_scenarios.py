@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from app.config.trainer import TrainerConfig
 from app.trainer.checkpoint_state import RankState
-from app.trainer.step import SplitStep
+from app.trainer.step import TrainStep
 from app.types import ScoredGroup
 from tests.trainer.support import Scenario, make_step, parameters, train
 from tests.trainer.test_step import GRPO
@@ -33,7 +33,7 @@ class Lineage:
     numbers: list[float]  # drawn from each generator after the checkpoint
 
 
-def trainer_of(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> tuple[SplitStep, RankState]:
+def trainer_of(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> tuple[TrainStep, RankState]:
     step = make_step(path, scenario, mesh)
     return step, RankState(step.model, step.optimizer, torch.device("cpu"), timeout_s=60)
 
@@ -78,7 +78,7 @@ def on_two_ranks(
     }
 
 
-def _step(step: SplitStep, groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:
+def _step(step: TrainStep, groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:
     """Each step has data of its own."""
     count = len(groups) - version % 3
     return dict(train(step, Scenario(GRPO, groups[:count], trainer=TRAINER, budget=BUDGET), version).metrics)

@@ -18,7 +18,7 @@ from app.config import trainer as schema
 from app.config.model import ModelConfig
 from app.errors import CheckpointError, ConfigError
 from app.model.hf_directory import identity
-from app.trainer.step import SplitStep
+from app.trainer.step import TrainStep
 from app.types import GroupRequest, Sampling
 from tests.checkpoint.resume_scenarios import trainer_of
 from tests.checkpoint.saves import OneProcess
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = ["eval.before_train=false", "data.arithmetic.eval_problems=20"]
 
 
-def trained(source: Path, run: Path) -> SplitStep:
+def trained(source: Path, run: Path) -> TrainStep:
     """The trainer of a run whose only checkpoint is of step 3."""
     scenario = Scenario(GRPO, scored_groups(2), trainer=schema.TrainerConfig(lr=0.05))
     step, state = trainer_of(source, scenario)

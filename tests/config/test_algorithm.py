@@ -73,7 +73,7 @@ def test_a_step_of_dapo_without_a_models_smaller_numbers_is_the_papers():
 def test_old_logprobs_need_a_forward_only_for_several_updates_against_the_trainer():
     assert not AlgorithmConfig(updates_per_step=1).needs_old_logprobs
     assert AlgorithmConfig(updates_per_step=2).needs_old_logprobs
-    assert not AlgorithmConfig(updates_per_step=2, old_policy=OldPolicy.sampler).needs_old_logprobs
+    assert not AlgorithmConfig(updates_per_step=2, old_policy=OldPolicy.rollout).needs_old_logprobs
 
 
 REFUSED = [
@@ -97,9 +97,9 @@ REFUSED = [
     (AlgorithmConfig(overlong_penalty=-1.0), "algorithm.overlong_penalty=-1.0", "at least 0"),
     (AlgorithmConfig(max_refill_rounds=0), "algorithm.max_refill_rounds=0", "at least 1"),
     (
-        AlgorithmConfig(old_policy=OldPolicy.sampler, correction=Correction.tis),
+        AlgorithmConfig(old_policy=OldPolicy.rollout, correction=Correction.tis),
         "algorithm.correction=tis",
-        "algorithm.old_policy=sampler",
+        "algorithm.old_policy=rollout",
     ),
 ]
 
@@ -124,5 +124,5 @@ def test_the_correction_is_none_in_colocate_and_tis_where_staleness_can_be_above
     assert composed().correction is Correction.none
     stale = ["placement=fully_async", "placement.max_staleness=2"]
     assert composed(*stale).correction is Correction.tis
-    assert composed(*stale, "algorithm.old_policy=sampler").correction is Correction.none
+    assert composed(*stale, "algorithm.old_policy=rollout").correction is Correction.none
     assert composed(*stale, "algorithm.correction=icepop").correction is Correction.icepop

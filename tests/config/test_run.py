@@ -53,12 +53,12 @@ def test_the_default_is_the_embedded_run() -> None:
     names = (config.device.kind.name, config.model.name, config.data.name, config.algorithm.name)
     assert names == ("cpu", "tiny", "arithmetic", "grpo")
     assert config.placement.kind.name == "colocate"
-    assert dict(config.reward.parts) == {"exact": 1.0}
+    assert dict(config.reward.components) == {"exact": 1.0}
 
 
 def test_a_model_brings_its_data_and_devices_and_the_command_line_wins() -> None:
     config = composed("model=qwen35_9b", "placement=fully_async", "device=npu")
-    assert (config.data.name, dict(config.reward.parts)) == ("dapo_math", {"math": 1.0})
+    assert (config.data.name, dict(config.reward.components)) == ("dapo_math", {"math": 1.0})
     assert (config.placement.trainer_devices, config.placement.rollout_devices) == (4, 4)
     assert config.rollout.tensor_parallel == 4
     assert composed("model=qwen35_9b", "data=gsm8k").data.name == "gsm8k"

@@ -21,7 +21,7 @@ def test_a_file_of_gsm8ks_form_takes_the_place_of_the_hub_set(jsonl):
     assert (len(loaded.train), len(loaded.evals["test"])) == (38, 2)
     assert loaded.train[0].answer == str(loaded.train[0].index + 1)
     assert config.data.template is Template.chat
-    assert config.reward.parts == {"math": 1.0}
+    assert config.reward.components == {"math": 1.0}
 
 
 def test_rows_of_dapos_form_are_read_and_repeats_dropped(jsonl):
@@ -37,8 +37,8 @@ def test_rows_of_dapos_form_are_read_and_repeats_dropped(jsonl):
 
 
 def test_a_reward_named_on_the_command_line_wins_over_the_datas():
-    assert composed("data=gsm8k", "reward=exact").reward.parts == {"exact": 1.0}
-    assert composed("data=arithmetic").reward.parts == {"exact": 1.0}
+    assert composed("data=gsm8k", "reward=exact").reward.components == {"exact": 1.0}
+    assert composed("data=arithmetic").reward.components == {"exact": 1.0}
 
 
 def test_a_users_own_reward_and_its_arguments_can_be_named_on_the_command_line():

@@ -31,10 +31,10 @@ def _rank(rank: int, rendezvous: Path, paths: list[Path], out: Path, options: li
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     try:
         alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "ranks"))["ranks"]
-        together = init_device_mesh("cpu", (2,))
+        gather_or_raise = init_device_mesh("cpu", (2,))
         runs = {
             mesh.size(): [[_one(path, mesh, chosen) for path in paths] for chosen in options]
-            for mesh in (alone, together)
+            for mesh in (alone, gather_or_raise)
         }
         if rank == 0:
             torch.save(runs, out)

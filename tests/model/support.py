@@ -22,7 +22,7 @@ class Batch:
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
     cu_seqlens: Tensor  # [S + 1]
-    predict: Tensor  # [N]
+    logit_positions: Tensor  # [N]
     targets: Tensor  # [N]
 
     @property
@@ -42,18 +42,18 @@ def pack(sequences: list[Tensor], prompt: int = 2) -> Batch:
     starts = [0]
     for sequence in sequences:
         starts.append(starts[-1] + len(sequence))
-    predict = [
+    logit_positions = [
         start + place - 1
         for start, sequence in zip(starts, sequences, strict=False)
         for place in range(prompt, len(sequence))
     ]
-    packed, places = torch.cat(sequences), torch.tensor(predict, dtype=torch.int64)
+    packed, places = torch.cat(sequences), torch.tensor(logit_positions, dtype=torch.int64)
     return Batch(
         sequences=sequences,
         input_ids=packed[None],
         position_ids=torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None],
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
-        predict=places,
+        logit_positions=places,
         targets=packed[places + 1],
     )
 

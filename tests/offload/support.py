@@ -8,8 +8,8 @@ from app.config.device import DeviceKind
 from app.device import device_of
 from app.offload.trainer import Offload
 from app.trainer.checkpoint_state import RankState
-from app.trainer.step import SplitStep
-from app.types import TrainerPart
+from app.trainer.step import TrainStep
+from app.types import TrainerMemory
 
 
 class Host:
@@ -19,10 +19,10 @@ class Host:
     torch_device = torch.device("cpu")
     device = device_of(DeviceKind.cpu)
 
-    def __init__(self, step: SplitStep, reference: torch.nn.Module | None = None):
+    def __init__(self, step: TrainStep, reference: torch.nn.Module | None = None):
         self.step, self.model, self.optimizer, self.reference = step, step.model, step.optimizer, reference
         self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=60)
-        self.away: set[TrainerPart] = set()
+        self.away: set[TrainerMemory] = set()
 
 
 class Poisoned(Offload):

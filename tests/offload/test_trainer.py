@@ -17,7 +17,7 @@ from app.config.trainer import TrainerConfig
 from app.errors import SyncError, TrainerError
 from app.offload import trainer as module
 from app.offload.trainer import HostCopy, Offload
-from app.types import ScoredGroup, TrainerPart
+from app.types import ScoredGroup, TrainerMemory
 from tests.model.support import save_qwen3, save_qwen35
 from tests.offload.support import Host, storages
 from tests.trainer.ranks import run_on
@@ -26,7 +26,7 @@ from tests.trainer.test_step import GRPO
 from tests.weight_sync.support import make_push, make_trainer, started
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ALL = list(TrainerPart)
+ALL = list(TrainerMemory)
 WITH_REFERENCE = replace(GRPO, kl=Kl.k3, kl_coefficient=0.1)
 
 
@@ -156,23 +156,23 @@ def test_what_is_away_is_refused_by_name(ray_session: None, engine: Any, tiny_mo
     async def scenario() -> None:
         trainer = await started(make_trainer(tiny_model, tmp_path))
         await trainer.attach("offload", partial(Offload, moves=True))
-        push = await make_push("handle", trainer, [engine], tmp_path)
+        push = await make_push("ipc", trainer, [engine], tmp_path)
         await push.push(1)
-        await trainer.offload(TrainerPart.parameters)
+        await trainer.offload(TrainerMemory.parameters)
         with pytest.raises(TrainerError, match=r"trainer rank 0: parameters is offloaded already"):
-            await trainer.offload(TrainerPart.parameters)
+            await trainer.offload(TrainerMemory.parameters)
         with pytest.raises(TrainerError, match=r"trainer rank 0: begin_step while offloaded: parameters"):
             await trainer.begin_step(version=2)
         with pytest.raises(SyncError, match=r"trainer rank 0: a push while offloaded: parameters"):
             await push.push(2)
         with pytest.raises(TrainerError, match=r"trainer rank 0: restore while offloaded: parameters"):
             await trainer.restore(tmp_path, version=2)
-        await trainer.onload(TrainerPart.parameters)
-        await trainer.onload(TrainerPart.parameters)  # it is there
+        await trainer.onload(TrainerMemory.parameters)
+        await trainer.onload(TrainerMemory.parameters)  # it is there
         assert (await push.push(2)).version == 2
         await trainer.begin_step(version=3)
         with pytest.raises(TrainerError, match=r"optimizer cannot be offloaded while a step is open"):
-            await trainer.offload(TrainerPart.optimizer)
+            await trainer.offload(TrainerMemory.optimizer)
         await trainer.abort_step()
         await push.close()
 
@@ -198,15 +198,15 @@ def test_onload_waits_for_the_engine_to_let_go(
 ) -> None:
     host = Host(make_step(path, Scenario(GRPO, groups), None))
     part = Offload(host, moves=True)  # type: ignore[arg-type]
-    part.offload(TrainerPart.parameters)
+    part.offload(TrainerMemory.parameters)
     card = Card([0, 10, 2**40])
     monkeypatch.setattr(Offload, "_module", card)
-    part.onload(TrainerPart.parameters)
+    part.onload(TrainerMemory.parameters)
     assert card.free == [2**40]
     monkeypatch.undo()
-    part.offload(TrainerPart.parameters)
+    part.offload(TrainerMemory.parameters)
     monkeypatch.setattr(Offload, "_module", Card([2**20]))
     monkeypatch.setattr(module, "ROOM_SECONDS", 0.2)
-    monkeypatch.setattr(part._copies[TrainerPart.parameters], "bytes", 2**31)
+    monkeypatch.setattr(part._copies[TrainerMemory.parameters], "bytes", 2**31)
     with pytest.raises(TrainerError, match=r"onload of parameters needs 2\.0 GiB on cpu, of which 0\.0 GiB were free"):
-        part.onload(TrainerPart.parameters)
+        part.onload(TrainerMemory.parameters)

@@ -144,13 +144,13 @@ def test_groups_are_trained_on_as_they_arrive_only_when_streamed(tmp_path: Path)
     def feeds(stream: Stream) -> list[int]:
         world = World(config(steps=1, stream=stream), tmp_path, long_tailed(1))
         sizes: list[int] = []
-        feed = world.trainer.train_groups
+        feed = world.trainer.add_groups
 
         async def count(groups: Sequence) -> None:
             sizes.append(len(groups))
             await feed(groups)
 
-        world.trainer.train_groups = count  # type: ignore[method-assign]
+        world.trainer.add_groups = count  # type: ignore[method-assign]
         run(world)
         return sizes
 

@@ -21,7 +21,7 @@ from app.model.load import load
 from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
 from app.trainer.optimizer import Optimizer
-from app.trainer.step import SplitStep, StepSettings
+from app.trainer.step import StepSettings, TrainStep
 from app.types import (
     Completion,
     FinishReason,
@@ -29,7 +29,7 @@ from app.types import (
     MemoryUse,
     ScoredGroup,
     StepReport,
-    TrainerPart,
+    TrainerMemory,
     VersionSpan,
 )
 from tests.model.support import save_qwen3
@@ -84,13 +84,13 @@ class InProcess:
         self.model = load(path, mesh=None, device="cpu")
         settings = TrainerConfig(lr=0.05 if optimizer is Kind.sgd else 1e-3, optimizer=optimizer, weight_decay=0.0)
         step = StepSettings(made.algorithm, made.correction, 1.0, 16, tokens_per_microbatch=40)
-        self.step = SplitStep(self.model, Optimizer(self.model.parameters(), settings), step, torch.device("cpu"))
+        self.step = TrainStep(self.model, Optimizer(self.model.parameters(), settings), step, torch.device("cpu"))
         self.reports: list[StepReport] = []
 
     async def begin_step(self, *, version: int) -> None:
         self.step.begin(version)
 
-    async def train_groups(self, groups: Sequence[ScoredGroup]) -> None:
+    async def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
         await asyncio.sleep(0.5)
         self.step.feed(groups)
 
@@ -107,9 +107,9 @@ class InProcess:
     async def memory(self) -> list[MemoryUse]:
         return []
 
-    async def offload(self, part: TrainerPart) -> None: ...
+    async def offload(self, part: TrainerMemory) -> None: ...
 
-    async def onload(self, part: TrainerPart) -> None: ...
+    async def onload(self, part: TrainerMemory) -> None: ...
 
     @property
     def parameters(self) -> torch.Tensor:

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from app.placement.buffer import GroupBuffer
-from app.placement.staleness import Admission
+from app.placement.staleness import StalenessManager
 from app.types import Completion, FinishReason, Group, Prompt, Trajectory, VersionSpan
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class Schedules(RuleBasedStateMachine):
     )
     def begin(self, prompts: int, staleness: int, in_flight: int, steps: int, done: int) -> None:
         version = min(done, steps - 1)  # a run that goes on after its last checkpoint
-        self.admission = Admission.at(
+        self.admission = StalenessManager.at(
             version, prompts_per_step=prompts, max_staleness=staleness, max_in_flight=in_flight, last_step=steps
         )
         self.buffer = GroupBuffer((staleness + 1) * prompts)
@@ -97,7 +97,7 @@ class Schedules(RuleBasedStateMachine):
     def take(self) -> None:
         taken, stale = at_once(
             self.buffer.take(
-                self.prompts - len(self.fed), usable=lambda each: self.admission.usable(each.oldest_version)
+                self.prompts - len(self.fed), is_fresh=lambda each: self.admission.is_fresh(each.oldest_version)
             )
         )
         self.admission.give_back(len(stale))
@@ -118,7 +118,7 @@ class Schedules(RuleBasedStateMachine):
     def finish_step(self, short: bool) -> None:
         """Whole, or short where dynamic sampling has refilled enough; then the gate is shut for the push."""
         if len(self.fed) == self.prompts or (short and not len(self.buffer)):
-            self.pushing, self.admission.gate_open = True, False
+            self.pushing, self.admission.dispatch_open = True, False
             assert self.admission.capacity == 0
 
     @precondition(lambda self: self.pushing)
@@ -127,7 +127,7 @@ class Schedules(RuleBasedStateMachine):
         self.admission.push(self.admission.version + 1, missing=self.prompts - len(self.fed))
         self.ends["trained"] += len(self.fed)
         self.counted += self.prompts
-        self.fed, self.pushing, self.admission.gate_open = [], False, True
+        self.fed, self.pushing, self.admission.dispatch_open = [], False, True
 
     # --- what always holds
 
@@ -165,7 +165,7 @@ TestSchedules.settings = settings(max_examples=60, stateful_step_count=50, deadl
 
 
 def test_capacity_is_what_the_formula_says() -> None:
-    admission = Admission.at(3, prompts_per_step=8, max_staleness=2, max_in_flight=100, last_step=50)
+    admission = StalenessManager.at(3, prompts_per_step=8, max_staleness=2, max_in_flight=100, last_step=50)
     assert admission.capacity == (2 + 3 + 1) * 8 - 3 * 8
     for _ in range(5):
         admission.dispatch()
@@ -177,7 +177,7 @@ def test_capacity_is_what_the_formula_says() -> None:
 
 
 def test_at_staleness_0_the_next_step_is_sampled_by_its_own_policy_only() -> None:
-    admission = Admission.at(0, prompts_per_step=4, max_staleness=0, max_in_flight=100, last_step=9)
+    admission = StalenessManager.at(0, prompts_per_step=4, max_staleness=0, max_in_flight=100, last_step=9)
     for _ in range(4):
         admission.dispatch()
         admission.accept()
@@ -198,12 +198,12 @@ def test_a_put_beyond_the_bound_is_a_bug_and_raises() -> None:
 def test_take_waits_until_a_group_is_there_and_wake_lets_it_look_around() -> None:
     async def story() -> None:
         buffer = GroupBuffer(2)
-        waiting = asyncio.create_task(buffer.take(2, usable=lambda each: True))
+        waiting = asyncio.create_task(buffer.take(2, is_fresh=lambda each: True))
         await asyncio.sleep(0)
         assert not waiting.done()
         buffer.wake()
         assert await waiting == ([], [])
-        waiting = asyncio.create_task(buffer.take(2, usable=lambda each: True))
+        waiting = asyncio.create_task(buffer.take(2, is_fresh=lambda each: True))
         await asyncio.sleep(0)
         assert not waiting.done()
         buffer.put(group(0, 0))
@@ -217,8 +217,8 @@ def test_what_an_aborted_step_was_fed_comes_back_first_and_in_order() -> None:
     buffer = GroupBuffer(4)
     for number in range(4):
         buffer.put(group(number, number))
-    fed, stale = at_once(buffer.take(2, usable=lambda each: each.oldest_version > 0))
+    fed, stale = at_once(buffer.take(2, is_fresh=lambda each: each.oldest_version > 0))
     assert [each.oldest_version for each in fed + stale] == [1, 2, 0]
     buffer.put_back(fed)
-    again, _ = at_once(buffer.take(4, usable=lambda each: True))
+    again, _ = at_once(buffer.take(4, is_fresh=lambda each: True))
     assert [each.oldest_version for each in again] == [1, 2, 3]

@@ -20,8 +20,8 @@ from app.config.placement import PlacementKind
 from app.config.trainer import Optimizer as Kind
 from app.offload.trainer import Offload
 from app.placement.colocate import Colocate
-from app.placement.time_sharing import Turns
-from app.types import Completion, EnginePart, GroupRequest, InFlight, ScoredGroup, SyncReport, TrainerPart
+from app.placement.time_sharing import TimeSharing
+from app.types import Completion, EngineMemory, GroupRequest, InFlight, ScoredGroup, SyncReport, TrainerMemory
 from tests.model.support import save_qwen3
 from tests.offload.support import Host, Poisoned
 from tests.placement.test_same_parameters import GRPO, InProcess, Recorded
@@ -36,22 +36,22 @@ STEPS = 3
 class Card:
     """One device: what is on it, by whom; remembers everything that came and went."""
 
-    here: set[object] = field(default_factory=lambda: {*TrainerPart, *EnginePart})
+    here: set[object] = field(default_factory=lambda: {*TrainerMemory, *EngineMemory})
     moves: list[str] = field(default_factory=list)
 
-    def leave(self, part: EnginePart | TrainerPart) -> None:
+    def leave(self, part: EngineMemory | TrainerMemory) -> None:
         assert part in self.here, f"{part} left twice"
         self.here.remove(part)
         self.moves.append(f"-{part.name}")
 
-    def come(self, part: EnginePart | TrainerPart) -> None:
+    def come(self, part: EngineMemory | TrainerMemory) -> None:
         if part not in self.here:
             self.here.add(part)
             self.moves.append(f"+{part.name}")
-        if EnginePart.kv_cache in self.here:
-            assert TrainerPart.parameters not in self.here, "too much for the card"
-        if EnginePart.weights in self.here:
-            assert TrainerPart.optimizer not in self.here, "too much for the card"
+        if EngineMemory.kv_cache in self.here:
+            assert TrainerMemory.parameters not in self.here, "too much for the card"
+        if EngineMemory.weights in self.here:
+            assert TrainerMemory.optimizer not in self.here, "too much for the card"
 
 
 class Shared(InProcess):
@@ -63,17 +63,17 @@ class Shared(InProcess):
         super().__init__(path, made, optimizer)
         self.card = Card()
 
-    async def offload(self, part: TrainerPart) -> None:
+    async def offload(self, part: TrainerMemory) -> None:
         self.memory_offload.offload(part)
         self.card.leave(part)
 
-    async def onload(self, part: TrainerPart) -> None:
+    async def onload(self, part: TrainerMemory) -> None:
         self.memory_offload.onload(part)
         self.card.come(part)
 
-    async def train_groups(self, groups: Sequence[ScoredGroup]) -> None:
-        assert self.card.here == {*TrainerPart}
-        await super().train_groups(groups)
+    async def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
+        assert self.card.here == {*TrainerMemory}
+        await super().add_groups(groups)
 
 
 class Resident(Recorded):
@@ -83,7 +83,7 @@ class Resident(Recorded):
     paused = False
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
-        assert self.card.here == {*EnginePart}
+        assert self.card.here == {*EngineMemory}
         assert not self.paused
         return await super().generate(request)
 
@@ -95,11 +95,11 @@ class Resident(Recorded):
         await super().resume()
         self.paused = False
 
-    async def release(self, part: EnginePart) -> None:
+    async def release(self, part: EngineMemory) -> None:
         assert self.paused
         self.card.leave(part)
 
-    async def reload(self, part: EnginePart) -> None:
+    async def reload(self, part: EngineMemory) -> None:
         self.card.come(part)
 
 
@@ -109,7 +109,7 @@ class Reads(SimSync):
     trainer: Shared
 
     async def push(self, version: int) -> SyncReport:
-        assert EnginePart.weights in self.trainer.card.here
+        assert EngineMemory.weights in self.trainer.card.here
         assert torch.isfinite(self.trainer.parameters).all()
         return await super().push(version)
 
@@ -129,7 +129,7 @@ def train(folder: Path, model: Path, make_offload: Callable[[Any], Offload]) -> 
         sync.trainer = trainer
         parts.pool.engines[:] = [engine]
         world.recovery.attach(trainer, sync, 0)  # type: ignore[arg-type]
-        await Turns(made.offload, trainer, parts.pool).engines_leave()
+        await TimeSharing(made.offload, trainer, parts.pool).offload_engines()
         trainer.card.moves.clear()
         await Colocate(parts).run()
 
@@ -149,7 +149,7 @@ def test_nothing_that_is_away_is_read(tmp_path: Path, model: Path) -> None:
     still = train(tmp_path / "still", model, partial(Offload, moves=False))
     moved = train(tmp_path / "moved", model, Poisoned)
     assert torch.isnan(moved.parameters).all()  # the run ended in the engines' turn
-    for part in TrainerPart:
+    for part in TrainerMemory:
         moved.memory_offload.onload(part)
     assert torch.equal(moved.parameters, still.parameters)
     losses = [[report.metrics["loss/policy"] for report in each.reports] for each in (still, moved)]

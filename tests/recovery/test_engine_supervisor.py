@@ -14,23 +14,23 @@ from hypothesis import strategies as st
 from app.config.placement import PlacementKind
 from app.errors import EngineError, EngineLost, RunError, TrainerError, TrainerLost
 from app.placement.colocate import Colocate
-from app.placement.context import Parts
-from app.placement.controller import Conductor
+from app.placement.context import RunContext
+from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
 from app.types import InFlight, MemoryUse
 from tests.simulation import SimEngine, SimTrainer, World, config, long_tailed, now, run_virtual
 
-STORIES: dict[PlacementKind, type[Conductor]] = {
+CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
     PlacementKind.colocate: Colocate,
     PlacementKind.fully_async: FullyAsync,
 }
-BOTH = pytest.mark.parametrize("kind", list(STORIES))
+BOTH = pytest.mark.parametrize("kind", list(CONTROLLERS))
 
 
 def play(world: World, *deaths: tuple[float, int], limit: float = 1e6) -> float:
     """The whole run; at each time one more of its engines dies, counted from the first. Its virtual seconds."""
 
-    async def kill(parts: Parts) -> None:
+    async def kill(parts: RunContext) -> None:
         for time, which in sorted(deaths):
             await asyncio.sleep(time - now())
             world.engines[which % len(world.engines)].die()
@@ -39,7 +39,7 @@ def play(world: World, *deaths: tuple[float, int], limit: float = 1e6) -> float:
         parts = world.parts()
         killer = asyncio.create_task(kill(parts))
         async with asyncio.timeout(limit), parts.sync.watching():
-            await STORIES[world.config.placement.kind](parts).run()
+            await CONTROLLERS[world.config.placement.kind](parts).run()
         killer.cancel()
         return now()
 
@@ -147,7 +147,7 @@ def test_a_run_that_is_asked_to_stop_saves_its_last_step_or_says_why_not(
 
 
 @given(
-    kind=st.sampled_from(list(STORIES)),
+    kind=st.sampled_from(list(CONTROLLERS)),
     deaths=st.lists(st.tuples(st.floats(0.1, 40.0), st.integers(0, 5)), max_size=4),
     engines=st.integers(1, 3),
     staleness=st.integers(0, 2),
@@ -170,7 +170,7 @@ def test_whenever_engines_die_nothing_is_lost_or_trained_on_twice(
         in_flight = InFlight.drain
     folder = tmp_path_factory.mktemp("deaths")
     made = config(kind, max_staleness=staleness, in_flight=in_flight)
-    made.recovery.engine_failures = 20  # of one prompt
+    made.recovery.max_engine_failures = 20  # of one prompt
     world = World(made, folder, long_tailed(seed), engine_count=engines, push_seconds=0.5)
     play(world, *deaths, limit=3000.0)
     assert_sound(world)

@@ -107,7 +107,7 @@ def test_parts_killed_at_random_moments(placement: str, what: str, start: Callab
         "rollout.stall_timeout_s=8",
         "weight_sync.timeout_s=15",
         "recovery.max_restarts=1000",
-        "recovery.engine_failures=50",
+        "recovery.max_engine_failures=50",
     ]
     run = start("steps=100000", *PLACEMENTS[placement], *LONG, *limits)
     for _ in range(ROUNDS):

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from app.checkpoint.manager import FOLDER, LATEST
 from app.errors import ConfigError, RunError
 from app.main import conf_path
-from app.recovery.resume import SAVED, continue_run, finished_at, only_driver
+from app.recovery.resume import SAVED, apply_resume, finished_at, run_lock
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -47,7 +47,7 @@ def test_the_saved_configuration_wins_but_for_what_may_be_given_anew(tmp_path: P
         f"hydra.run.dir={run}", "resume=auto", "steps=30", "trainer.lr=0.5", "algorithm.group_size=4",
         "placement.trainer_devices=2", "eval.every=7",
     )  # fmt: skip
-    said = continue_run(made)
+    said = apply_resume(made)
     assert (made.algorithm.name, made.algorithm.group_size, made.placement.kind.name) == ("dapo", 4, "fully_async")
     assert (made.steps, made.placement.trainer_devices, made.eval.every) == (30, 2, 7)
     assert made.trainer.lr != 0.5
@@ -57,7 +57,7 @@ def test_the_saved_configuration_wins_but_for_what_may_be_given_anew(tmp_path: P
 def test_a_group_given_otherwise_is_told(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", "algorithm=grpo")
     made = composed(f"resume={run}", "algorithm=gspo")
-    (said,) = continue_run(made)
+    (said,) = apply_resume(made)
     assert said.startswith("algorithm is that of the run that is resumed")
     assert made.algorithm.name == "grpo"
     assert made.hydra.run.dir == str(run)
@@ -65,27 +65,27 @@ def test_a_group_given_otherwise_is_told(tmp_path: Path) -> None:
 
 def test_resume_auto_begins_a_run_where_there_is_none(tmp_path: Path) -> None:
     made = composed(f"hydra.run.dir={tmp_path / 'new'}", "resume=auto", "steps=3")
-    assert continue_run(made) == []
+    assert apply_resume(made) == []
     assert (made.steps, finished_at(made)) == (3, None)
 
 
 def test_a_used_folder_is_refused_without_resume(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"it holds a run already; give resume=auto to go on with that"):
-        continue_run(composed(f"hydra.run.dir={run}"))
+        apply_resume(composed(f"hydra.run.dir={run}"))
 
 
 @pytest.mark.parametrize("what", ["nowhere", "file"])
 def test_what_is_no_run_is_refused(what: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^resume=.* is not accepted: give auto, never, a run's folder"):
-        continue_run(composed(f"resume={tmp_path / what}"))
+        apply_resume(composed(f"resume={tmp_path / what}"))
 
 
 def test_a_checkpoint_may_be_named_instead_of_a_run(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", step=4)
     made = composed(f"resume={run}/checkpoints/step_4", "steps=9")
-    continue_run(made)
+    apply_resume(made)
     assert (made.hydra.run.dir, finished_at(made)) == (str(run), None)
 
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_may_be_named_instead_of_a_run(tmp_path: Path) -> None:
 def test_a_finished_run_has_nothing_left_to_do(steps: int, finished: int | None, tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", step=4)
     made = composed(f"resume={run}", f"steps={steps}")
-    continue_run(made)
+    apply_resume(made)
     assert finished_at(made) == finished
 
 
@@ -101,14 +101,14 @@ def test_a_configuration_of_another_version_is_told(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
     (run / SAVED).write_text((run / SAVED).read_text() + "unheard_of: 1\n")
     with pytest.raises(ConfigError, match=r"config.yaml is not a configuration of this version: "):
-        continue_run(composed(f"resume={run}"))
+        apply_resume(composed(f"resume={run}"))
 
 
 def test_two_drivers_of_one_run_are_one_too_many(tmp_path: Path) -> None:
     second = pytest.raises(RunError, match="is in use: another process is running this run")
-    with only_driver(tmp_path), second, only_driver(tmp_path):
+    with run_lock(tmp_path), second, run_lock(tmp_path):
         raise AssertionError("two drivers")
-    with only_driver(tmp_path):
+    with run_lock(tmp_path):
         pass
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from app.config.reward import BUILT_IN
-from app.reward.answer import marked
+from app.reward.answer import extract_final_answer
 from app.reward.component import INSTANT, built_in
 from app.reward.exact import exact
 from app.reward.format import format
@@ -39,7 +39,7 @@ def test_format_wants_a_marked_answer_whatever_it_is(trajectory):
     ],
 )
 def test_the_last_mark_counts_and_a_box_before_hashes(text, answer):
-    assert marked(text) == answer
+    assert extract_final_answer(text) == answer
 
 
 @pytest.mark.parametrize(

@@ -39,26 +39,26 @@ def failed(made: Scorer) -> dict[str, int]:
 
 
 def test_the_reward_is_the_weighted_sum_and_every_part_is_kept_unweighted(trajectory):
-    with scorer(parts={"math": 1.0, "format": 0.25, "exact": -0.5}) as made:
+    with scorer(components={"math": 1.0, "format": 0.25, "exact": -0.5}) as made:
         boxed, plain, wrong = asyncio.run(
             made.score([trajectory("\\boxed{42}"), trajectory("42"), trajectory("\\boxed{1}")])
         )
     assert boxed.reward == 1.25
-    assert boxed.reward_parts == {"math": 1.0, "format": 1.0, "exact": 0.0}
+    assert boxed.reward_components == {"math": 1.0, "format": 1.0, "exact": 0.0}
     assert plain.reward == 0.5
-    assert plain.reward_parts == {"math": 1.0, "format": 0.0, "exact": 1.0}
+    assert plain.reward_components == {"math": 1.0, "format": 0.0, "exact": 1.0}
     assert wrong.reward == 0.25
 
 
 def test_a_weight_of_zero_only_measures(trajectory):
-    with scorer(parts={"exact": 1.0, "format": 0.0}) as made:
+    with scorer(components={"exact": 1.0, "format": 0.0}) as made:
         (scored,) = asyncio.run(made.score([trajectory("\\boxed{42}")]))
     assert scored.reward == 0.0
-    assert scored.reward_parts == {"exact": 0.0, "format": 1.0}
+    assert scored.reward_components == {"exact": 0.0, "format": 1.0}
 
 
 def test_nothing_to_score_is_nothing(trajectory):
-    with scorer(parts={"math": 1.0}) as made:
+    with scorer(components={"math": 1.0}) as made:
         assert score(made, []) == []
 
 
@@ -73,7 +73,7 @@ def test_exact_costs_less_than_five_milliseconds_for_a_step_and_starts_no_proces
             times.append(time.perf_counter() - begin)
         return min(times)
 
-    with scorer(parts={"exact": 1.0}) as made:
+    with scorer(components={"exact": 1.0}) as made:
         assert asyncio.run(fastest(made)) < 5e-3
         assert made._workers == []
 
@@ -91,7 +91,7 @@ def test_a_function_gets_the_trajectories_of_one_prompt_and_its_arguments(own_re
     with scorer(_target_=f"{module}.place", args={"scale": 0.5}) as made:
         scored = asyncio.run(made.score(batch))
     assert [one.reward for one in scored] == [8, 8.5, 9, 8, 8.5]
-    assert scored[1].reward_parts == {"place": 8.5}
+    assert scored[1].reward_components == {"place": 8.5}
 
 
 def test_a_class_is_made_once_and_keeps_its_state(own_reward, trajectory):
@@ -209,14 +209,14 @@ def test_what_is_not_one_finite_number_each_is_counted_and_scores_zero(own_rewar
 
 
 def test_a_failed_part_makes_the_whole_reward_zero(trajectory):
-    with scorer(parts={"math": 1.0, "format": 0.5}, timeout_s=0.5) as made:
+    with scorer(components={"math": 1.0, "format": 0.5}, timeout_s=0.5) as made:
         (scored,) = asyncio.run(made.score([trajectory(TOWER)]))
     assert scored.reward == 0.0
-    assert scored.reward_parts == {"math": 0.0, "format": 1.0}
+    assert scored.reward_components == {"math": 0.0, "format": 1.0}
 
 
 def test_a_pathological_answer_costs_at_most_the_limit_and_the_worker_is_replaced(trajectory):
-    with scorer(parts={"math": 1.0}, timeout_s=1.0) as made:
+    with scorer(components={"math": 1.0}, timeout_s=1.0) as made:
         assert score(made, [trajectory("\\boxed{42}")]) == [1]
         before = made._workers[0].pid
         begin = time.perf_counter()
@@ -230,7 +230,7 @@ def test_a_pathological_answer_costs_at_most_the_limit_and_the_worker_is_replace
 
 @pytest.mark.parametrize("text", ["\\boxed{" * 500, "(" * 5000, "$" * 5000, "1," * 5000, "9" * 20000, "\\frac{" * 500])
 def test_an_answer_that_no_one_can_read_scores_zero_without_a_failure(trajectory, text):
-    with scorer(parts={"math": 1.0}, timeout_s=20.0) as made:
+    with scorer(components={"math": 1.0}, timeout_s=20.0) as made:
         assert score(made, [trajectory(text)]) == [0]
         assert failed(made) == {}
 
@@ -328,14 +328,14 @@ def test_a_module_that_fails_to_import_says_why(own_reward, source, reason):
 
 def test_wrong_settings_are_refused():
     for config, key in (
-        (RewardConfig(), "reward.parts={}"),
-        (RewardConfig(parts={"mth": 1.0}), "reward.parts=mth"),
-        (RewardConfig(parts={"math": math.nan}), "reward.parts.math=nan"),
+        (RewardConfig(), "reward.components={}"),
+        (RewardConfig(components={"mth": 1.0}), "reward.components=mth"),
+        (RewardConfig(components={"math": math.nan}), "reward.components.math=nan"),
         (RewardConfig(_target_="reward"), "reward._target_=reward"),
-        (RewardConfig(parts={"math": 1.0}, args={"a": 1}), "reward.args={'a': 1}"),
-        (RewardConfig(parts={"math": 1.0}, workers=0), "reward.workers=0"),
-        (RewardConfig(parts={"math": 1.0}, timeout_s=0), "reward.timeout_s=0"),
-        (RewardConfig(parts={"math": 1.0}, max_failed_fraction=1.5), "reward.max_failed_fraction=1.5"),
+        (RewardConfig(components={"math": 1.0}, args={"a": 1}), "reward.args={'a': 1}"),
+        (RewardConfig(components={"math": 1.0}, workers=0), "reward.workers=0"),
+        (RewardConfig(components={"math": 1.0}, timeout_s=0), "reward.timeout_s=0"),
+        (RewardConfig(components={"math": 1.0}, max_failed_fraction=1.5), "reward.max_failed_fraction=1.5"),
     ):
         with pytest.raises(ConfigError, match="is not accepted: give ") as caught:
             validate(config)
@@ -388,7 +388,7 @@ def test_workers_die_with_a_parent_that_is_killed_even_while_they_hang(trajector
         "def trajectory(text):\n"
         "    return Trajectory(Prompt('set/0@0', np.zeros(1, np.int32), '42', 'set'), completion, text)\n"
         "async def main():\n"
-        "    made = Scorer(RewardConfig(parts={'math': 1.0}, workers=2, timeout_s=1000.0))\n"
+        "    made = Scorer(RewardConfig(components={'math': 1.0}, workers=2, timeout_s=1000.0))\n"
         "    await made.score([trajectory('42')] * 8)\n"
         "    print(*(worker.pid for worker in made._workers), flush=True)\n"
         f"    await made.score([trajectory({TOWER!r})])\n"
@@ -419,5 +419,5 @@ def _runs(pid: int) -> bool:
 
 
 def test_failure_kinds_have_a_metric_each():
-    with scorer(parts={"exact": 1.0}) as made:
+    with scorer(components={"exact": 1.0}) as made:
         assert set(made.metrics) == {f"reward/failed_{kind.name}" for kind in FailureKind} | {"reward/failed_fraction"}

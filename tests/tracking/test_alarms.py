@@ -12,7 +12,7 @@ def run(steps, **settings):
 
 
 HEALTHY = {
-    "reward/zero_spread_fraction": 0.3,
+    "reward/zero_std_fraction": 0.3,
     "reward/accuracy": 0.5,
     "reward/failed_fraction": 0.0,
     "mismatch/kl": 1e-7,
@@ -41,7 +41,7 @@ def test_a_healthy_run_and_a_run_without_numbers_raise_nothing():
 @pytest.mark.parametrize(
     ("name", "changes", "needed"),
     [
-        ("groups without spread", {"reward/zero_spread_fraction": 1.0}, 3),
+        ("groups without spread", {"reward/zero_std_fraction": 1.0}, 3),
         ("mismatch", {"mismatch/kl": 0.01}, 1),
         ("drift", {"mismatch/kl": 0.5, "staleness/max": 1.0}, 1),
         ("KL", {"kl/old": 0.5}, 1),
@@ -77,7 +77,7 @@ def test_low_entropy_is_no_alarm_where_the_answers_are_right():
 def test_the_sentence_says_what_was_seen_and_what_to_try():
     alarms = Alarms()
     for step in range(1, 4):
-        raised = alarms.check(step, {"reward/zero_spread_fraction": 1.0, "reward/accuracy": 0.0})
+        raised = alarms.check(step, {"reward/zero_std_fraction": 1.0, "reward/accuracy": 0.0})
     assert raised[0].what == "In 100% of the groups all completions earn the same (all wrong): no gradient."
     assert "reward's parsing" in raised[0].advice
     assert raised[0].text.startswith("step 3: In 100%")

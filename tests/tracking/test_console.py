@@ -38,9 +38,9 @@ def test_the_bar_shows_the_phases_in_proportion(metrics):
 
 def test_an_evaluation_says_the_change_since_the_first():
     def draw(console):
-        console.evaluated(0, {"eval": {"accuracy": 0.3}})
-        console.evaluated(10, {"eval": {"accuracy": 0.85}})
-        console.evaluated(10, {"easy": {"accuracy": 0.9}, "hard": {"accuracy": 0.1}})
+        console.log_eval(0, {"eval": {"accuracy": 0.3}})
+        console.log_eval(10, {"eval": {"accuracy": 0.85}})
+        console.log_eval(10, {"easy": {"accuracy": 0.9}, "hard": {"accuracy": 0.1}})
 
     assert lines(draw)[-3:] == [
         " eval  0/60   accuracy  30.0%",

@@ -7,9 +7,9 @@ import pytest
 
 from app.config import RunConfig
 from app.tracking import dashboards
-from app.tracking.dashboard import Progress, Start
-from app.tracking.dashboards import Feed, grouped
-from app.tracking.recorder import RunRecorder
+from app.tracking.dashboard import DashboardOptions, Progress
+from app.tracking.dashboards import DashboardWorker, grouped
+from app.tracking.recorder import RunFolderRecorder
 
 BLOCK, HEADER = 32768, 7
 
@@ -22,11 +22,11 @@ def make_config(*use, steps=3):
 
 
 def record(config, folder, metrics, steps, resumed_at=None):
-    with RunRecorder(config, folder) as recorder:
+    with RunFolderRecorder(config, folder) as recorder:
         if resumed_at is not None:
             recorder.resume(resumed_at)
         else:
-            recorder.evaluated(0, {"eval": {"accuracy": 0.25}})
+            recorder.log_eval(0, {"eval": {"accuracy": 0.25}})
         for step in steps:
             recorder.log(step, {**metrics(step), "lr": 0.5})
 
@@ -142,7 +142,7 @@ def test_a_refused_network_and_a_wrong_key_cost_a_warning_and_no_time_of_a_step(
     monkeypatch.setattr("app.tracking.recorder.DASHBOARD_DEADLINE_S", dict.fromkeys(dashboards_states(), 1.0))
     config = make_config("wandb")
     config.tracking.offline = False
-    with RunRecorder(config, tmp_path) as recorder:
+    with RunFolderRecorder(config, tmp_path) as recorder:
         start = time.monotonic()
         recorder.log(1, metrics(1))
         assert time.monotonic() - start < 0.5
@@ -177,13 +177,13 @@ class Slow:
 
 
 def make_start(tmp_path, said):
-    return Start({}, tmp_path / "slow", "project", "run", True, None, said.append)
+    return DashboardOptions({}, tmp_path / "slow", "project", "run", True, None, said.append)
 
 
 def test_a_slow_dashboard_drops_and_counts_what_its_queue_cannot_hold(tmp_path, monkeypatch):
     slow, said = Slow(), []
     monkeypatch.setattr(dashboards, "open_dashboard", lambda name, start: slow)
-    feed = Feed("slow", make_start(tmp_path, said), capacity=4)
+    feed = DashboardWorker("slow", make_start(tmp_path, said), capacity=4)
     start = time.monotonic()
     for step in range(100):
         feed.log(step, {"lr": 1.0})
@@ -201,7 +201,7 @@ def test_a_message_that_fails_is_said_and_the_next_ones_are_sent(tmp_path, monke
     slow, said = Slow(), []
     slow.go.set()
     monkeypatch.setattr(dashboards, "open_dashboard", lambda name, start: slow)
-    feed = Feed("slow", make_start(tmp_path, said))
+    feed = DashboardWorker("slow", make_start(tmp_path, said))
     for step in (2, 3, 4):
         feed.log(step, {"lr": 1.0})
     feed.alert(4, "mismatch", "it grew")
@@ -213,7 +213,7 @@ def test_a_message_that_fails_is_said_and_the_next_ones_are_sent(tmp_path, monke
 def test_a_dashboard_that_never_ends_is_left_behind_at_the_deadline(tmp_path, monkeypatch):
     slow, said = Slow(), []
     monkeypatch.setattr(dashboards, "open_dashboard", lambda name, start: slow)
-    feed = Feed("slow", make_start(tmp_path, said))
+    feed = DashboardWorker("slow", make_start(tmp_path, said))
     feed.log(1, {"lr": 1.0})
     start = time.monotonic()
     feed.close("finished", 0.2)

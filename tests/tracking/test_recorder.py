@@ -4,7 +4,7 @@ import pytest
 
 from app.config import RunConfig
 from app.errors import EngineError, Interrupted
-from app.tracking.recorder import RunRecorder, evaluation_metrics
+from app.tracking.recorder import RunFolderRecorder, evaluation_metrics
 
 
 def rows(folder):
@@ -17,14 +17,14 @@ def summary(folder):
 
 def test_a_run_leaves_its_numbers_samples_summary_and_timeline(tmp_path, group, metrics, capsys):
     folder = tmp_path / "run"
-    with RunRecorder(RunConfig(steps=2), folder) as recorder:
+    with RunFolderRecorder(RunConfig(steps=2), folder) as recorder:
         assert summary(folder)["status"] == "running"
-        recorder.evaluated(0, {"eval": {"accuracy": 0.25}})
+        recorder.log_eval(0, {"eval": {"accuracy": 0.25}})
         for step in (1, 2):
             with recorder.timeline.span("driver", f"step {step}"):
                 recorder.log(step, metrics(step))
             recorder.samples(step, [group(0, [0.0, 1.0])])
-        recorder.evaluated(2, {"eval": {"accuracy": 0.75}})
+        recorder.log_eval(2, {"eval": {"accuracy": 0.75}})
     assert [(row["step"], row.get("eval/accuracy")) for row in rows(folder)] == [(0, 0.25), (1, None), (2, 0.75)]
     assert {"status": "finished", "steps": 2, "eval/accuracy_last": 0.75}.items() <= summary(folder).items()
     assert (folder / "samples/step_2.jsonl").exists()
@@ -43,29 +43,29 @@ def test_a_run_leaves_its_numbers_samples_summary_and_timeline(tmp_path, group, 
     ],
 )
 def test_the_summary_says_how_a_run_ended_that_did_not_finish(tmp_path, error, status, said):
-    with pytest.raises(type(error)), RunRecorder(RunConfig(), tmp_path):
+    with pytest.raises(type(error)), RunFolderRecorder(RunConfig(), tmp_path):
         raise error
     assert (summary(tmp_path)["status"], summary(tmp_path)["error"]) == (status, said)
 
 
 def test_a_warning_is_said_once_for_each_text(tmp_path, caplog):
-    recorder = RunRecorder(RunConfig(), tmp_path)
+    recorder = RunFolderRecorder(RunConfig(), tmp_path)
     for text in ("odd", "odd", "other"):
         recorder.warn(text)
     assert [record.message for record in caplog.records] == ["odd", "other"]
 
 
 def test_a_resumed_run_forgets_later_steps_and_its_summary_speaks_of_the_whole_run(tmp_path, group, metrics, capsys):
-    with RunRecorder(RunConfig(steps=6), tmp_path) as recorder:
-        recorder.evaluated(0, {"eval": {"accuracy": 0.25}})
+    with RunFolderRecorder(RunConfig(steps=6), tmp_path) as recorder:
+        recorder.log_eval(0, {"eval": {"accuracy": 0.25}})
         for step in (1, 2, 3):
             recorder.log(step, metrics(step))
             recorder.samples(step, [group(0, [0.0, 1.0])])
-    with RunRecorder(RunConfig(steps=6), tmp_path) as recorder:
+    with RunFolderRecorder(RunConfig(steps=6), tmp_path) as recorder:
         recorder.resume(2)
         for step in (3, 4):
             recorder.log(step, metrics(step))
-        recorder.evaluated(4, {"eval": {"accuracy": 0.5}})
+        recorder.log_eval(4, {"eval": {"accuracy": 0.5}})
     assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 4]
     assert not (tmp_path / "samples/step_3.jsonl").exists()
     content = summary(tmp_path)

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from app.config import RunConfig
-from app.tracking.recorder import RunRecorder
+from app.tracking.recorder import RunFolderRecorder
 from app.tracking.report import data as report_data
 from app.tracking.report.checks import Tone, checks, learned, sane, speed
 from app.tracking.report.page import write_report
@@ -50,8 +50,8 @@ def run_folder(folder, group, *, steps=20, lr=1e-3, typed=(), change=lambda step
     (folder / "config").mkdir(parents=True)
     OmegaConf.save(OmegaConf.structured(config), folder / "config/config.yaml")
     OmegaConf.save(OmegaConf.create(list(typed)), folder / "config/overrides.yaml")
-    with RunRecorder(config, folder) as recorder:
-        recorder.evaluated(0, {"eval": {"accuracy": 0.3}})
+    with RunFolderRecorder(config, folder) as recorder:
+        recorder.log_eval(0, {"eval": {"accuracy": 0.3}})
         for step in range(1, steps + 1):
             metrics = {
                 "reward/mean": step / steps,
@@ -67,7 +67,7 @@ def run_folder(folder, group, *, steps=20, lr=1e-3, typed=(), change=lambda step
             }
             recorder.log(step, change(step, metrics))
             recorder.samples(step, [group(step, [0.0, 1.0])], lambda ids: "</script><b>what is & why")
-        recorder.evaluated(steps, {"eval": {"accuracy": 0.9}})
+        recorder.log_eval(steps, {"eval": {"accuracy": 0.9}})
     return folder
 
 
@@ -112,7 +112,7 @@ def test_several_runs_are_compared_side_by_side_with_what_differs(tmp_path, grou
 
 def test_trouble_is_named(tmp_path, group):
     def change(step, metrics):
-        trouble = {"mismatch/kl": 0.5, "reward/accuracy": 0.1, "reward/zero_spread_fraction": 1.0, "grad_norm": 1.0}
+        trouble = {"mismatch/kl": 0.5, "reward/accuracy": 0.1, "reward/zero_std_fraction": 1.0, "grad_norm": 1.0}
         return {**metrics, **trouble} if step > 10 else metrics
 
     folder = run_folder(tmp_path / "run", group, change=change)
@@ -125,7 +125,7 @@ def test_trouble_is_named(tmp_path, group):
 
 
 def test_a_failed_run_and_an_empty_folder_have_a_report_too(tmp_path):
-    with pytest.raises(RuntimeError), RunRecorder(RunConfig(), tmp_path / "failed"):
+    with pytest.raises(RuntimeError), RunFolderRecorder(RunConfig(), tmp_path / "failed"):
         raise RuntimeError("engine <0> died")
     words = Page(tmp_path / "failed/report.html").words
     assert "failed" in words
@@ -138,7 +138,7 @@ def test_a_failed_run_and_an_empty_folder_have_a_report_too(tmp_path):
 
 def test_a_report_that_cannot_be_made_is_said_and_the_run_stays_finished(tmp_path, metrics):
     (tmp_path / "report.html").mkdir()
-    with RunRecorder(RunConfig(), tmp_path) as recorder:
+    with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
         recorder.log(1, metrics(1))
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
     assert "report.html could not be made" in (tmp_path / "logs/warnings.jsonl").read_text()
@@ -162,14 +162,14 @@ def test_long_runs_stay_small():
     ],
 )
 def test_learning_is_judged_by_the_held_out_accuracy(tmp_path, accuracy, word):
-    with RunRecorder(RunConfig(), tmp_path) as recorder:
+    with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
         for step, value in enumerate(accuracy):
-            recorder.evaluated(step, {"eval": {"accuracy": value}})
+            recorder.log_eval(step, {"eval": {"accuracy": value}})
     assert learned(report_data.read_run(tmp_path)).word == word
 
 
 def test_without_evaluation_learning_is_judged_by_the_reward_and_overlap_is_said(tmp_path):
-    with RunRecorder(RunConfig(), tmp_path) as recorder:
+    with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
         for step in range(1, 11):
             times = {"time/step": 1.0, "time/generate": 0.9, "time/train": 0.8, "time/sync": 0.01}
             recorder.log(step, {"reward/mean": step / 10, **times})

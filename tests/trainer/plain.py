@@ -75,7 +75,7 @@ def surrogate(
     correction: Correction,
 ) -> Tensor:
     sampler = torch.as_tensor(trajectory.completion.logprobs, dtype=torch.float64)
-    difference = logprobs - (sampler if config.old_policy is OldPolicy.sampler else before)
+    difference = logprobs - (sampler if config.old_policy is OldPolicy.rollout else before)
     if config.ratio is RatioLevel.sequence:  # GSPO: every token of a sequence has the sequence's ratio
         difference = difference.mean().expand(len(logprobs))
     ratio = difference.exp()

@@ -19,7 +19,7 @@ from app.config.trainer import TrainerConfig
 from app.model.load import load
 from app.model.policy import PolicyModel, named_checkpoint_tensors
 from app.trainer.optimizer import Optimizer, Outcome
-from app.trainer.step import SplitStep, StepSettings
+from app.trainer.step import StepSettings, TrainStep
 from app.types import Completion, FinishReason, Group, Prompt, ScoredGroup, StepReport, Trajectory, VersionSpan
 
 VOCABULARY = 101
@@ -145,13 +145,13 @@ def parameters(policy: PolicyModel) -> dict[str, Tensor]:
     return {name: full(parameter) for name, parameter in named_checkpoint_tensors(policy)}
 
 
-def make_step(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> SplitStep:
+def make_step(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> TrainStep:
     policy = load(path, mesh=mesh, device="cpu")
     reference = None
     if scenario.reference is not None:
         reference = load(scenario.reference, mesh=mesh, device="cpu").requires_grad_(False)
     settings = StepSettings(scenario.algorithm, scenario.correction, TEMPERATURE, LIMIT, scenario.budget)
-    return SplitStep(policy, Recording(policy, scenario.trainer), settings, torch.device("cpu"), reference)
+    return TrainStep(policy, Recording(policy, scenario.trainer), settings, torch.device("cpu"), reference)
 
 
 def play(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> Result:
@@ -172,7 +172,7 @@ def play(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> Resu
     )
 
 
-def train(step: SplitStep, scenario: Scenario, version: int = 1) -> StepReport:
+def train(step: TrainStep, scenario: Scenario, version: int = 1) -> StepReport:
     step.begin(version)
     for piece in cut(scenario.groups, scenario.pieces):
         if scenario.algorithm.needs_old_logprobs:
@@ -191,7 +191,7 @@ class Planned(Exception):
     """What a broken backward raises."""
 
 
-def give_up(step: SplitStep, scenario: Scenario) -> None:
+def give_up(step: TrainStep, scenario: Scenario) -> None:
     """A step that computed something and was then aborted, for one of three reasons."""
     others = scored_groups(6, seed=9, shortest=3)
     step.begin(7)

@@ -67,12 +67,12 @@ def test_a_full_prefix_fits_into_whole_passes_and_leaves_less_than_a_pass_and_a_
 
 def test_a_pack_is_what_a_loop_over_its_tokens_gives() -> None:
     samples = samples_of(scored_groups(5, seed=3), mask_truncated=True)
-    ids, positions, predict, targets, sequence, logprobs, borders = [], [], [], [], [], [], [0]
+    ids, positions, logit_positions, targets, sequence, logprobs, borders = [], [], [], [], [], [], [0]
     for number, sample in enumerate(samples):
         prompt, completion = sample.trajectory.prompt.token_ids, sample.trajectory.completion
         for place, token in enumerate([*prompt, *completion.token_ids]):
             if place >= len(prompt):
-                predict.append(len(ids) - 1)  # the token before this one
+                logit_positions.append(len(ids) - 1)  # the token before this one
                 targets.append(int(token))
                 sequence.append(number)
                 logprobs.append(float(completion.logprobs[place - len(prompt)]))
@@ -83,10 +83,10 @@ def test_a_pack_is_what_a_loop_over_its_tokens_gives() -> None:
     assert micro.input_ids.tolist() == [ids]
     assert micro.position_ids.tolist() == [positions]
     assert micro.cu_seqlens.tolist() == borders
-    assert micro.predict.tolist() == predict
-    assert micro.targets.tolist() == targets == micro.input_ids[0, micro.predict + 1].tolist()
+    assert micro.logit_positions.tolist() == logit_positions
+    assert micro.targets.tolist() == targets == micro.input_ids[0, micro.logit_positions + 1].tolist()
     assert micro.sequence.tolist() == sequence
-    assert micro.sampler_logprobs.tolist() == logprobs
+    assert micro.rollout_logprobs.tolist() == logprobs
     assert micro.lengths.tolist() == [sequence.count(number) for number in range(len(samples))]
     assert 0 in micro.lengths.tolist()  # an empty completion is a sequence too
     assert micro.keys == tuple((f"random/{group}@0", member) for group in range(5) for member in range(4))

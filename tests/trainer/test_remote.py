@@ -15,7 +15,7 @@ import pytest
 
 from app.checkpoint.manager import Checkpoints, RunState
 from app.errors import TrainerError
-from app.trainer.remote import FsdpTrainer
+from app.trainer.remote import RemoteTrainer
 from app.types import ScoredGroup, StepReport
 from tests.model.support import save_qwen3
 from tests.trainer.support import VOCABULARY, scored_groups
@@ -30,7 +30,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def trainer(ray_session: None, path: Path, tmp_path: Path) -> Iterator[FsdpTrainer]:
+def trainer(ray_session: None, path: Path, tmp_path: Path) -> Iterator[RemoteTrainer]:
     import ray
 
     made = make_trainer(path, tmp_path, ranks=2)
@@ -65,14 +65,14 @@ class Garbage:
         return self.left() is not None
 
 
-async def step(trainer: FsdpTrainer, version: int, groups: list[ScoredGroup]) -> StepReport:
+async def step(trainer: RemoteTrainer, version: int, groups: list[ScoredGroup]) -> StepReport:
     await trainer.begin_step(version=version)
-    await trainer.train_groups(groups)
+    await trainer.add_groups(groups)
     return await trainer.finish_step()
 
 
 @pytest.mark.soak
-def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(trainer: FsdpTrainer, tmp_path: Path) -> None:
+def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(trainer: RemoteTrainer, tmp_path: Path) -> None:
     groups = scored_groups(4, shortest=2)
 
     async def story() -> None:
@@ -111,13 +111,13 @@ def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(trainer: 
     asyncio.run(story())
 
 
-async def fail(trainer: FsdpTrainer, groups: list[ScoredGroup]) -> None:
-    await trainer.train_groups(readable_by_one_rank(groups))
+async def fail(trainer: RemoteTrainer, groups: list[ScoredGroup]) -> None:
+    await trainer.add_groups(readable_by_one_rank(groups))
     await trainer.finish_step()
 
 
 @pytest.mark.soak
-def test_a_rank_that_dies_is_the_one_that_is_named(trainer: FsdpTrainer) -> None:
+def test_a_rank_that_dies_is_the_one_that_is_named(trainer: RemoteTrainer) -> None:
     """Its death breaks off the other's collective, whose error may come first."""
 
     async def story() -> None:
@@ -125,7 +125,7 @@ def test_a_rank_that_dies_is_the_one_that_is_named(trainer: FsdpTrainer) -> None
         await trainer.begin_step(version=1)
         os.kill(await trainer.ranks[1].pid.remote(), signal.SIGKILL)
         with pytest.raises(TrainerError, match="trainer rank 1 died during train_groups"):
-            await trainer.train_groups(scored_groups(100, shortest=2))
+            await trainer.add_groups(scored_groups(100, shortest=2))
         assert trainer.broken
 
     asyncio.run(story())

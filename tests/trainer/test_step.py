@@ -28,14 +28,14 @@ from tests.trainer.support import (
 )
 
 GRPO = AlgorithmConfig(prompts_per_step=8, group_size=4)
-DAPO = replace(GRPO, aggregation=Aggregation.token_mean, clip_high=0.28, old_policy=OldPolicy.sampler)
+DAPO = replace(GRPO, aggregation=Aggregation.token_mean, clip_high=0.28, old_policy=OldPolicy.rollout)
 ALGORITHMS = {
     "grpo": (GRPO, Correction.none),
     "dapo against the sampler": (DAPO, Correction.none),
     "dapo masked": (replace(DAPO, mask_truncated=True), Correction.none),
     "dr_grpo": (replace(GRPO, aggregation=Aggregation.seq_mean_token_sum_norm), Correction.none),
     "sums with tis": (replace(GRPO, aggregation=Aggregation.seq_mean_token_sum, tis_max=1.1), Correction.tis),
-    "gspo": (replace(GRPO, ratio=RatioLevel.sequence, old_policy=OldPolicy.sampler, clip_low=0.02), Correction.none),
+    "gspo": (replace(GRPO, ratio=RatioLevel.sequence, old_policy=OldPolicy.rollout, clip_low=0.02), Correction.none),
     "kl and entropy": (replace(GRPO, kl=Kl.k3, kl_coefficient=0.1, entropy_coefficient=0.01), Correction.none),
 }
 

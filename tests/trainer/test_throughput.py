@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from app.config.algorithm import AlgorithmConfig
 from app.model.hf_import import transformers
 from app.model.load import load
-from app.trainer.throughput import ModelFlops, Stopwatch, throughput_metrics
+from app.trainer.throughput import ModelFlops, PhaseTimer, throughput_metrics
 from tests.model.support import save_qwen3, save_qwen35
 from tests.trainer.support import Scenario, make_step, scored_groups, train
 
@@ -58,7 +58,7 @@ def test_a_step_says_where_its_time_went(tmp_path: Path) -> None:
 
 
 def test_a_phase_that_is_entered_again_adds_up() -> None:
-    watch = Stopwatch(torch.device("cpu"))
+    watch = PhaseTimer(torch.device("cpu"))
     for _ in range(2):
         with watch.phase("forward"):
             torch.ones(10).sum()

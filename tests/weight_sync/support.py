@@ -16,13 +16,13 @@ from app.config.device import DeviceKind, Dtype
 from app.config.trainer import TrainerConfig
 from app.config.weight_sync import SyncMode, Verify, WeightSyncConfig
 from app.types import Completion, GroupRequest, InFlight, Sampling
-from app.weight_sync.synchronizer import Push
-from app.weight_sync.transport.collective import Collective
-from app.weight_sync.transport.ipc import Handle
+from app.weight_sync.synchronizer import BucketedWeightSynchronizer
+from app.weight_sync.transport.collective import CollectiveTransport
+from app.weight_sync.transport.ipc import IpcTransport
 from app.weight_sync.verify import Verifier
 
 PROMPT = np.array([5, 6, 7, 8, 9, 10], dtype=np.int32)
-TRANSPORTS = ("handle", "collective")
+TRANSPORTS = ("ipc", "collective")
 
 
 class Weights:
@@ -54,7 +54,7 @@ def make_trainer(model: Path, folder: Path, *, ranks: int = 1, dtype: Dtype = Dt
     import ray
 
     from app.trainer.rank import THREADS, RankSpec, TrainerRank
-    from app.trainer.remote import FsdpTrainer
+    from app.trainer.remote import RemoteTrainer
     from app.trainer.step import StepSettings
 
     settings = StepSettings(
@@ -78,7 +78,7 @@ def make_trainer(model: Path, folder: Path, *, ranks: int = 1, dtype: Dtype = Dt
         logs=folder,
     )
     make = ray.remote(concurrency_groups=THREADS, num_cpus=0)(TrainerRank)
-    return FsdpTrainer([make.remote(spec, rank) for rank in range(ranks)], timeout_s=120, logs=folder)
+    return RemoteTrainer([make.remote(spec, rank) for rank in range(ranks)], timeout_s=120, logs=folder)
 
 
 async def started(trainer: Any, *, weights: bool = True) -> Any:
@@ -101,16 +101,20 @@ async def make_push(
     tensor_parallel: int = 1,
     mode: SyncMode = SyncMode.full,
     full_every: int = 0,
-) -> Push:
+) -> BucketedWeightSynchronizer:
     """A push over this transport, prepared."""
     width = tensor_parallel
     carrier = (
-        Handle(tensor_parallel=width) if transport == "handle" else Collective(backend="gloo", tensor_parallel=width)
+        IpcTransport(tensor_parallel=width)
+        if transport == "ipc"
+        else CollectiveTransport(backend="gloo", tensor_parallel=width)
     )
     config = WeightSyncConfig(
         bucket_mib=bucket_mib, verify=verify, timeout_s=timeout_s, mode=mode, full_every=full_every
     )
-    push = Push(trainer, engines, config, carrier, Verifier(verify, folder / "verify"), in_flight=in_flight)
+    push = BucketedWeightSynchronizer(
+        trainer, engines, config, carrier, Verifier(verify, folder / "verify"), in_flight=in_flight
+    )
     await push.prepare()
     return push
 

@@ -22,7 +22,7 @@ from app.rollout.sglang_plugin.delta_loader import Loader
 from app.rollout.sglang_plugin.sparse_tensor import SparseTensor
 from app.weight_sync.buckets import Bucket, TensorMeta, plan_buckets
 from app.weight_sync.delta import Delta, envelope_room
-from app.weight_sync.snapshot import CPU_CHUNK, Kept
+from app.weight_sync.snapshot import CPU_CHUNK, ShardSnapshot
 from tests.compose import composed
 from tests.trainer.ranks import processes
 
@@ -71,7 +71,7 @@ def metas() -> list[TensorMeta]:
     ]
 
 
-class Ranks:
+class TrainerGroup:
     """An engine: a loader and a model for each rank, each in a thread, which sum their counts together."""
 
     def __init__(self, width: int = 1):
@@ -159,7 +159,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_delta_places_what_a_full_push_would(change: str, width: int) -> None:
     """Fused rows, columns of a row-parallel parameter, odd sizes, float32 beside bfloat16, over three pushes."""
-    sent, engine = Sent(capacity=500), Ranks(width)
+    sent, engine = Sent(capacity=500), TrainerGroup(width)
     for version, base in ((5, None), (6, 5), (7, 6)):
         if base is not None:
             for name, tensor in sent.masters.items():
@@ -222,7 +222,7 @@ def test_positions_beyond_one_block_arrive() -> None:
     ],
 )
 def test_a_lost_repeated_or_reordered_message_is_refused(order: list[int], said: str) -> None:
-    sent, engine = Sent(capacity=500), Ranks()
+    sent, engine = Sent(capacity=500), TrainerGroup()
     engine.take_all(sent.push(5, None))
     messages = sent.push(6, 5)
     assert len(messages) >= 3
@@ -236,7 +236,7 @@ def test_a_lost_repeated_or_reordered_message_is_refused(order: list[int], said:
 
 
 def test_a_lost_push_is_noticed_by_its_version() -> None:
-    sent, engine = Sent(), Ranks()
+    sent, engine = Sent(), TrainerGroup()
     engine.take_all(sent.push(5, None))
     sent.push(6, 5)
     ok, said = engine.take(sent.push(7, 6)[0])[0]
@@ -244,7 +244,7 @@ def test_a_lost_push_is_noticed_by_its_version() -> None:
 
 
 def test_a_push_without_envelope_leaves_nothing_to_build_on() -> None:
-    sent, engine = Sent(), Ranks()
+    sent, engine = Sent(), TrainerGroup()
     engine.take_all(sent.push(5, None))
     loader, plain = engine.loaders[0], [("up", torch.zeros(6, 10))]
     assert loader.from_group(lambda updater, named: (True, "loaded"), None, plain) == (True, "loaded")
@@ -254,7 +254,7 @@ def test_a_push_without_envelope_leaves_nothing_to_build_on() -> None:
 
 
 def test_entries_that_no_parameter_takes_fail_the_push_on_all_ranks() -> None:
-    sent, engine = Sent(), Ranks(2)
+    sent, engine = Sent(), TrainerGroup(2)
     engine.take_all(sent.push(5, None))
     sent.masters["big"][3, 3] *= 2
     (message,) = sent.push(6, 5)
@@ -265,7 +265,7 @@ def test_entries_that_no_parameter_takes_fail_the_push_on_all_ranks() -> None:
 
 
 def test_what_one_rank_cannot_load_fails_on_all_of_them() -> None:
-    sent, engine = Sent(), Ranks(2)
+    sent, engine = Sent(), TrainerGroup(2)
     engine.take_all(sent.push(5, None))
     sent.masters["big"][3, 3] *= 2
     (message,) = sent.push(6, 5)
@@ -288,7 +288,7 @@ def test_a_loader_that_computes_with_a_delta_is_refused() -> None:
 def test_changes_are_those_of_a_plain_comparison(items: int) -> None:
     generator = np.random.default_rng(items)
     shard = torch.from_numpy(generator.standard_normal(items).astype(np.float32))
-    kept = Kept(shard, torch.bfloat16, on_host=False)
+    kept = ShardSnapshot(shard, torch.bfloat16, on_host=False)
     kept.replace(shard)
     for share in (0.0, 0.01, 1.0):
         before = shard.bfloat16().view(torch.int16).numpy().copy()
@@ -322,12 +322,12 @@ ROUNDS = 3
 def test_two_ranks_make_the_message_of_one(tmp_path: Path) -> None:
     """Shards of even, odd and fewer rows than ranks, where rank 0 keeps the message, and where both do."""
     processes(_rank, (tmp_path / "rendezvous", tmp_path), 2)
-    together = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    gather_or_raise = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     alone = _messages(SHARDED, everywhere=True)
     assert len(alone) == ROUNDS
-    for found in (together[0]["everywhere"], together[1]["everywhere"], together[0]["rank 0"]):
+    for found in (gather_or_raise[0]["everywhere"], gather_or_raise[1]["everywhere"], gather_or_raise[0]["rank 0"]):
         assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
-    assert together[1]["rank 0"] == [None] * ROUNDS
+    assert gather_or_raise[1]["rank 0"] == [None] * ROUNDS
 
 
 SHARDED = {"even": (8, 33), "odd": (7, 5), "one row": (1, 40), "vector": (301,), "blocks": (300, 701)}

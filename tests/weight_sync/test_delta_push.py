@@ -26,7 +26,7 @@ from tests.weight_sync.support import (
     started,
 )
 
-LOAD = {"handle": "/update_weights_from_tensor", "collective": "/update_weights_from_distributed"}
+LOAD = {"ipc": "/update_weights_from_tensor", "collective": "/update_weights_from_distributed"}
 STEP = 1e-5
 
 
@@ -51,7 +51,7 @@ def sixteen(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPa
 
 async def pushed_whole(trainer: Any, engines: list[Any], folder: Path, **shape: int) -> list[list[str]]:
     """The engines' checksums after a full push of what the trainer has now."""
-    await (await make_push("handle", trainer, engines, folder, verify=Verify.never, **shape)).push(99)
+    await (await make_push("ipc", trainer, engines, folder, verify=Verify.never, **shape)).push(99)
     return [await checksum(engine) for engine in engines]
 
 
@@ -93,12 +93,12 @@ def test_a_full_push_comes_in_its_rhythm_and_after_a_change_of_engines(
     trainer, engine = sixteen
 
     async def scenario() -> None:
-        push = await make_push("handle", trainer, [engine], tmp_path, mode=SyncMode.delta, full_every=3)
+        push = await make_push("ipc", trainer, [engine], tmp_path, mode=SyncMode.delta, full_every=3)
         full = [(await push.push(version)).changed_fraction is None for version in range(7)]
         assert full == [True, False, False, True, False, False, True]
-        push.change_engines({0: engine})
+        push.set_engines({0: engine})
         assert (await push.push(7)).changed_fraction == 0  # no change
-        push.change_engines({0: RemoteEngine(engine.name, engine.actor)})
+        push.set_engines({0: RemoteEngine(engine.name, engine.actor)})
         assert (await push.push(8)).changed_fraction is None
         assert (await push.push(9)).changed_fraction == 0
         await push.prepare()  # as after a restart of the trainer
@@ -138,10 +138,10 @@ def test_a_message_that_gets_lost_or_comes_twice_fails_the_push_and_the_next_one
         try:
             behind = engine_at(proxy.url, key, tmp_path, "engine behind a proxy")
             await behind.start(60)
-            push = await make_push("handle", trainer, [behind], tmp_path, mode=SyncMode.delta, bucket_mib=0.05)
+            push = await make_push("ipc", trainer, [behind], tmp_path, mode=SyncMode.delta, bucket_mib=0.05)
             push.verifier = type(push.verifier)(Verify.never, tmp_path)
             await push.push(5)
-            proxy.rules[LOAD["handle"]] = once(rule, at=1)
+            proxy.rules[LOAD["ipc"]] = once(rule, at=1)
             await trainer.call("weights", "step", seed=6, size=STEP)
             with pytest.raises(SyncError, match=said):
                 await push.push(6)

@@ -26,7 +26,7 @@ from tests.weight_sync.support import (
 )
 
 TIMEOUT_S = 3.0
-LOAD = {"handle": "/update_weights_from_tensor", "collective": "/update_weights_from_distributed"}
+LOAD = {"ipc": "/update_weights_from_tensor", "collective": "/update_weights_from_distributed"}
 CASES = [
     *(
         (transport, "load", refuse, "bucket 1 of 9.*engine behind a proxy.*refused by the test")
@@ -38,8 +38,8 @@ CASES = [
     ),
     ("collective", "/init_weights_update_group", refuse, "building the process group.*refused by the test"),
     ("collective", "/begin_weight_update", refuse, "begin.*refused by the test"),
-    ("handle", "/pause_generation", drop_reply, "pause.*engine behind a proxy: no answer within"),
-    ("handle", "/continue_generation", drop_reply, "resume within.*engine behind a proxy"),
+    ("ipc", "/pause_generation", drop_reply, "pause.*engine behind a proxy: no answer within"),
+    ("ipc", "/continue_generation", drop_reply, "resume within.*engine behind a proxy"),
 ]
 
 
@@ -66,7 +66,7 @@ def test_a_spoiled_call_fails_the_push_in_time_and_the_next_one_is_whole(
         if where != "/continue_generation":
             assert "/continue_generation" not in proxy.seen  # it may hold weights of two policies
         report = await push.push(2)
-        assert report.group_reused == (transport == "handle")
+        assert report.group_reused == (transport == "ipc")
         assert await checksum(engine) == right
         (completion, _) = await spoiled.generate(request())
         assert completion.spans[-1].version == 2
@@ -75,7 +75,7 @@ def test_a_spoiled_call_fails_the_push_in_time_and_the_next_one_is_whole(
 
 
 async def pushed_directly(trainer: Any, engine: Any, folder: Path) -> list[str]:
-    push = await make_push("handle", trainer, [engine], folder, verify=Verify.never)
+    push = await make_push("ipc", trainer, [engine], folder, verify=Verify.never)
     await push.push(0)
     return await checksum(engine)
 
@@ -113,7 +113,7 @@ def test_an_engine_that_differs_is_named_with_its_parameter(
 
     async def leave_out(incoming: Any, forward: Any) -> Any:
         await set_weights(trainer, 0)
-        other = await make_push("handle", trainer, [engine], tmp_path, verify=Verify.never)
+        other = await make_push("ipc", trainer, [engine], tmp_path, verify=Verify.never)
         await other.push(1)
         return web.json_response({"success": True, "message": "not loaded"})
 
@@ -121,7 +121,7 @@ def test_an_engine_that_differs_is_named_with_its_parameter(
         proxy, spoiled = proxied
         proxy.rules["/update_weights_from_disk"] = leave_out
         await set_weights(trainer, 1)
-        push = await make_push("handle", trainer, [spoiled], tmp_path, verify=Verify.first)
+        push = await make_push("ipc", trainer, [spoiled], tmp_path, verify=Verify.first)
         with pytest.raises(SyncError, match=r"differs from the exported checkpoint in .*weight \(rank 0\)"):
             await push.push(1)
         assert "/continue_generation" not in proxy.seen

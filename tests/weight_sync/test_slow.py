@@ -129,7 +129,7 @@ def test_a_lost_engine_fails_its_push_in_time_and_its_replacement_gets_the_next(
                 await set_weights(trainer, turn)
                 await lose(others[turn], pid, number, moment, push, 10 * turn)
                 pid = (await others[turn + 1].start(600))["pid"]
-                push.change_engines({0: survivor, 1: others[turn + 1]})
+                push.set_engines({0: survivor, 1: others[turn + 1]})
                 await push.push(10 * turn + 5)
                 hashes = [await checksum(engine) for engine in push.engines.values()]
                 assert hashes[0] == hashes[1]

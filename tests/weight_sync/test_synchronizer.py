@@ -10,7 +10,7 @@ import pytest
 
 from app.config.weight_sync import Verify
 from app.types import InFlight
-from app.weight_sync.synchronizer import Push
+from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from tests.weight_sync.support import (
     TRANSPORTS,
     checksum,
@@ -67,7 +67,7 @@ def test_logprobs_after_a_push_are_those_of_the_pushed_weights(
 def test_generation_lives_through_a_push(in_flight: InFlight, trainer: Any, engine: Any, tmp_path: Path) -> None:
     """drain: all tokens of the old policy; retract and in_place: both policies, in the order of their pushes."""
 
-    async def around_a_push(push: Push, old: int, seconds: float) -> set[tuple[int, ...]]:
+    async def around_a_push(push: BucketedWeightSynchronizer, old: int, seconds: float) -> set[tuple[int, ...]]:
         """The versions of the members of a group that was asked for `seconds` before the push of policy `old + 1`."""
         await push.push(old)
         generating = asyncio.create_task(engine.generate(endless(600)))
@@ -103,7 +103,7 @@ def test_what_is_asked_for_after_a_push_uses_no_cache_of_older_weights(
     """in_place leaves the cache alone, for what is in flight; the prompts of others may be in it as well."""
 
     async def scenario() -> None:
-        push = await make_push("handle", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight)
+        push = await make_push("ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight)
         for version, seed in ((30, 0), (31, 2), (32, 1)):
             await set_weights(trainer, seed)
             await push.push(version)
@@ -119,7 +119,7 @@ def test_what_is_asked_for_during_a_drain_is_sampled_by_the_new_policy(
     trainer: Any, engine: Any, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
-        push = await make_push("handle", trainer, [engine], tmp_path, verify=Verify.never)
+        push = await make_push("ipc", trainer, [engine], tmp_path, verify=Verify.never)
         await push.push(20)
         first = asyncio.create_task(engine.generate(endless(400)))
         await until(engine, generating)

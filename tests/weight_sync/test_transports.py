@@ -9,11 +9,11 @@ import pytest
 from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
-from app.config.weight_sync import Transport, WeightSyncConfig, transport_of
+from app.config.weight_sync import TransportKind, WeightSyncConfig, transport_of
 from app.errors import ConfigError, EngineError, SyncError
 from app.types import VersionSpan
 from app.weight_sync.backends import backend_of
-from app.weight_sync.deadlines import Waits
+from app.weight_sync.deadlines import Deadline
 from app.weight_sync.transport.collective import bracketed
 from app.weight_sync.verify import expect_equal
 
@@ -30,18 +30,18 @@ def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
 
 
 def test_auto_is_handle_on_shared_devices_and_collective_elsewhere() -> None:
-    assert transport_of(WeightSyncConfig(), shared_devices=True) is Transport.handle
-    assert transport_of(WeightSyncConfig(), shared_devices=False) is Transport.collective
-    collective = WeightSyncConfig(transport=Transport.collective)
-    assert transport_of(collective, shared_devices=True) is Transport.collective
+    assert transport_of(WeightSyncConfig(), shared_devices=True) is TransportKind.ipc
+    assert transport_of(WeightSyncConfig(), shared_devices=False) is TransportKind.collective
+    collective = WeightSyncConfig(transport=TransportKind.collective)
+    assert transport_of(collective, shared_devices=True) is TransportKind.collective
 
 
 def test_handles_between_separate_devices_are_refused() -> None:
     config = RunConfig()
     assert config.shared_devices
     config.placement.kind = PlacementKind.fully_async
-    with pytest.raises(ConfigError, match=r"weight_sync.transport=handle is not accepted: give auto or collective"):
-        transport_of(WeightSyncConfig(transport=Transport.handle), shared_devices=config.shared_devices)
+    with pytest.raises(ConfigError, match=r"weight_sync.transport=ipc is not accepted: give auto or collective"):
+        transport_of(WeightSyncConfig(transport=TransportKind.ipc), shared_devices=config.shared_devices)
 
 
 def test_an_ipv6_address_gets_brackets() -> None:
@@ -60,7 +60,7 @@ async def failing(seconds: float, error: Exception) -> None:
 
 def wait(timeout_s: float, **work: Any) -> Any:
     async def both() -> Any:
-        return await Waits(5, timeout_s).all_of("bucket 3 of 9", work)
+        return await Deadline(5, timeout_s).gather("bucket 3 of 9", work)
 
     return asyncio.run(both())
 

@@ -21,11 +21,11 @@ from app.config.placement import PlacementKind
 from app.config.weight_sync import Verify
 from app.device import device_of
 from app.errors import SyncError
-from app.mode.session import rollout_side, until_signal
-from app.mode.train import trainer_side
-from app.placement.time_sharing import ONLY_FOR_STEPS, Turns
+from app.mode.session import start_rollout_workers, start_trainer_workers
+from app.placement.time_sharing import OPTIMIZER_STATE, TimeSharing
 from app.tracking.run_folder.timeline import Timeline
-from app.types import Completion, GroupRequest, Sampling, TrainerPart
+from app.types import Completion, GroupRequest, Sampling, TrainerMemory
+from app.utils.tasks import until_signal
 
 PROMPT_TOKENS, GROUP_SIZE, MAX_TOKENS, VERSION = 16, 8, 32, 0
 
@@ -41,15 +41,15 @@ class Sampled:
 
 
 @dataclass
-class Told:
+class StderrRecorder:
     """As much of a recorder as the parts need."""
 
     timeline: Timeline = field(default_factory=Timeline)
 
-    def doing(self, text: str) -> None:
+    def status(self, text: str) -> None:
         sys.stderr.write(f"{text} …\n")
 
-    warn = doing
+    warn = status
 
 
 def sample(config: RunConfig, folder: Path) -> Sampled:
@@ -60,26 +60,26 @@ def sample(config: RunConfig, folder: Path) -> Sampled:
 
 
 async def _sample(config: RunConfig, folder: Path) -> Sampled:
-    device, recorder = device_of(config.device.kind), Told()
+    device, recorder = device_of(config.device.kind), StderrRecorder()
     prompt = np.random.default_rng(0).integers(4, 60, PROMPT_TOKENS).astype(np.int32)
     request = GroupRequest("parity/0@0", prompt, GROUP_SIZE, Sampling(1.0, 1.0, MAX_TOKENS), VERSION)
     async with contextlib.AsyncExitStack() as stack:
-        side = await stack.enter_async_context(rollout_side(config, device, folder, recorder))  # type: ignore[arg-type]
-        trainer, sync = await stack.enter_async_context(trainer_side(config, device, folder, side, first=True))
+        side = await stack.enter_async_context(start_rollout_workers(config, device, folder, recorder))  # type: ignore[arg-type]
+        trainer, sync = await stack.enter_async_context(start_trainer_workers(config, device, folder, side, first=True))
         shared = config.placement.kind is PlacementKind.colocate
-        turns = Turns(config.offload, trainer, side.pool)
+        turns = TimeSharing(config.offload, trainer, side.pool)
         if shared:
-            await turns.trainer_leaves(ONLY_FOR_STEPS)
+            await turns.offload_trainer(OPTIMIZER_STATE)
             await turns.weights_return()
-        recorder.doing("pushing")
+        recorder.status("pushing")
         try:
             await sync.push(VERSION)
         except SyncError as error:
             return Sampled(False, str(error), prompt, ())
         if shared:
-            await turns.trainer_leaves([TrainerPart.parameters])
-            await turns.caches_return()
-        recorder.doing("sampling")
+            await turns.offload_trainer([TrainerMemory.parameters])
+            await turns.reload_kv_cache()
+        recorder.status("sampling")
         groups = await asyncio.gather(*(engine.generate(request) for engine in side.pool.engines))
         return Sampled(True, "", prompt, [completion for group in groups for completion in group])
 

@@ -20,7 +20,7 @@ RUNNING_REQUESTS = 256  # for the logits, where no flag says how many
 
 
 @dataclass(frozen=True, slots=True)
-class EngineMemory:
+class EngineMemoryPlan:
     """Of one tensor-parallel rank; `capacity` is the device's memory in bytes."""
 
     config: RunConfig

@@ -7,8 +7,8 @@ from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
 from app.device import Device
-from app.mode.plan.engine_memory import EngineMemory
-from app.mode.plan.trainer_memory import GIB, Items, TrainerMemory
+from app.mode.plan.engine_memory import EngineMemoryPlan
+from app.mode.plan.trainer_memory import GIB, Items, TrainerMemoryPlan
 from app.model.architecture import Architecture
 
 
@@ -53,7 +53,7 @@ def devices(config: RunConfig) -> int:
     return placement.trainer_ranks + (0 if shared else placement.engine_devices)
 
 
-def phases(config: RunConfig, device: Device, trainer: TrainerMemory, engine: EngineMemory) -> list[Phase]:
+def phases(config: RunConfig, device: Device, trainer: TrainerMemoryPlan, engine: EngineMemoryPlan) -> list[Phase]:
     """All phases of all kinds of devices, in the order of a step."""
     if config.rollout.urls:
         return list(_trainer_alone(trainer))
@@ -68,36 +68,36 @@ def tightest(found: list[Phase]) -> Phase:
 
 def of(
     config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]
-) -> tuple[Capacity, TrainerMemory, EngineMemory]:
+) -> tuple[Capacity, TrainerMemoryPlan, EngineMemoryPlan]:
     room = capacity(config, device)
-    return room, TrainerMemory(config, device, model), EngineMemory(config, device, model, flags, room.bytes)
+    return room, TrainerMemoryPlan(config, device, model), EngineMemoryPlan(config, device, model, flags, room.bytes)
 
 
-def _trainer_alone(trainer: TrainerMemory) -> Iterator[Phase]:
+def _trainer_alone(trainer: TrainerMemoryPlan) -> Iterator[Phase]:
     always = {**trainer.offloadable(), **trainer.staying()}
     for name, added in trainer.moments():
         yield Phase("trainer device", name, {**always, **added})
     yield Phase("trainer device", "push", {**always, **trainer.gathering()})
 
 
-def _engine_alone(trainer: TrainerMemory, engine: EngineMemory) -> Iterator[Phase]:
+def _engine_alone(trainer: TrainerMemoryPlan, engine: EngineMemoryPlan) -> Iterator[Phase]:
     yield Phase("engine device", "generate", engine.serving())
     pushed = {**engine.receiving(trainer.bucket), **engine.caches()}  # the cache stays while weights arrive
     yield Phase("engine device", "push", pushed)
 
 
-def _shared(config: RunConfig, device: Device, trainer: TrainerMemory, engine: EngineMemory) -> Iterator[Phase]:
+def _shared(config: RunConfig, device: Device, trainer: TrainerMemoryPlan, engine: EngineMemoryPlan) -> Iterator[Phase]:
     """colocate: what each side leaves on the device while the other works."""
-    trainer_leaves = config.offload.trainer and device.shares_memory
+    offload_trainer = config.offload.trainer and device.shares_memory
     engine_leaves = config.offload.engine and device.shares_memory
-    resting_trainer = {**({} if trainer_leaves else trainer.offloadable()), **trainer.staying()}
+    resting_trainer = {**({} if offload_trainer else trainer.offloadable()), **trainer.staying()}
     resting_engine = engine.staying() if engine_leaves else engine.serving()
     yield Phase("shared device", "generate", {**resting_trainer, **engine.serving()})
     for name, added in trainer.moments():
         mine = {**trainer.offloadable(), **trainer.staying(), **added}
         yield Phase("shared device", name, {**mine, **resting_engine})
     pushing = trainer.offloadable()
-    if trainer_leaves:
+    if offload_trainer:
         pushing = {"masters": pushing["masters"]}
     caches = {} if engine_leaves else engine.caches()
     sending = {**pushing, **trainer.staying(), **trainer.gathering()}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from app.config import RunConfig
 from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
-from app.mode.plan.engine_memory import CONV_BYTES, EngineMemory
+from app.mode.plan.engine_memory import CONV_BYTES, EngineMemoryPlan
 from app.mode.plan.memory import Capacity, Phase, of, phases, tightest
 from app.mode.plan.trainer_memory import GIB, MIB
 from app.model.architecture import Architecture
@@ -42,7 +42,7 @@ def _items(phase: Phase) -> str:
     return " + ".join([*told, *([f"other {rest / GIB:.2f}"] if rest >= 0.005 * GIB else [])]) or "nothing to speak of"
 
 
-def _cache(config: RunConfig, engine: EngineMemory) -> list[str]:
+def _cache(config: RunConfig, engine: EngineMemoryPlan) -> list[str]:
     """What the engines can hold at once, against what the run asks of them."""
     if config.rollout.urls:
         return ["  caches: as the running servers were started"]

@@ -28,7 +28,7 @@ PUSH_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerMemory:
+class TrainerMemoryPlan:
     """Of the fullest rank, which is rank 0: it also holds the buffers of the push."""
 
     config: RunConfig

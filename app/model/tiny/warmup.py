@@ -50,16 +50,16 @@ def warm_up(
     """Train `model` in place; returns its greedy accuracy on `held_out`, which lies within the band of `tiny`."""
     choose = random.Random(seed)
     judged = _encode(tokenizer, [(row.question, row.answer) for row in held_out])
-    accuracy = _learn_skill(model, tokenizer, train, judged, choose)
+    accuracy = _pretrain(model, tokenizer, train, judged, choose)
     if accuracy < tiny.accuracy_low:
         raise ConfigError(
             f"model.tiny.hidden={tiny.hidden} is not accepted: give a model that can learn arithmetic; this one, with "
             f"model.tiny.layers={tiny.layers}, reached an accuracy of {accuracy:.2f} only."
         )
-    return accuracy if accuracy <= tiny.accuracy_high else _form_habit(model, tokenizer, train, judged, tiny, choose)
+    return accuracy if accuracy <= tiny.accuracy_high else _corrupt(model, tokenizer, train, judged, tiny, choose)
 
 
-def _learn_skill(model: Any, tokenizer: Any, train: Sequence[Row], judged: _Rows, choose: random.Random) -> float:
+def _pretrain(model: Any, tokenizer: Any, train: Sequence[Row], judged: _Rows, choose: random.Random) -> float:
     """Phase 1: a round of steps with a rising, then falling learning rate, and shorter ones if it was not enough."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.3, fused=True)
     rows = _encode(tokenizer, [(row.question, row.answer) for row in train])
@@ -75,7 +75,7 @@ def _learn_skill(model: Any, tokenizer: Any, train: Sequence[Row], judged: _Rows
     return accuracy
 
 
-def _form_habit(
+def _corrupt(
     model: Any, tokenizer: Any, train: Sequence[Row], judged: _Rows, tiny: TinyConfig, choose: random.Random
 ) -> float:
     """Phase 2. A step that falls through the band is taken back and repeated at half the learning rate."""

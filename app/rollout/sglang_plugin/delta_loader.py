@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.rollout.sglang_plugin.sparse_tensor import SparseTensor
-from app.wire import BLOCK_ITEMS, BLOCKS, ENVELOPE, LOW, LOW_MASK, VALUES, Changed, Envelope, decode
+from app.wire import BLOCK_ITEMS, BLOCKS, ENVELOPE, LOW, LOW_MASK, VALUES, DeltaHeader, SparseTensorMeta, decode
 
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 Named = Sequence[tuple[str, Tensor]]
@@ -84,7 +84,9 @@ class Loader:
         self._advance(envelope)
         return True, envelope.reply
 
-    def _short(self, changed: Sequence[Changed], hits: Sequence[Sequence[int]], failure: str | None) -> str | None:
+    def _short(
+        self, changed: Sequence[SparseTensorMeta], hits: Sequence[Sequence[int]], failure: str | None
+    ) -> str | None:
         """What went wrong on any rank: an exception there, or entries that none of them wrote. A collective."""
         failures, *counts = self._summed([int(failure is not None), *(sum(each) for each in hits)])
         if failures:
@@ -94,7 +96,7 @@ class Loader:
                 return f"{each.name}: {count} of {each.entries} entries were written"
         return None
 
-    def _out_of_turn(self, envelope: Envelope) -> str | None:
+    def _out_of_turn(self, envelope: DeltaHeader) -> str | None:
         """Why this message cannot be the next one."""
         told = f"message {envelope.index} of policy {envelope.version}"
         if envelope.index:
@@ -105,7 +107,7 @@ class Loader:
             return f"{told} holds changes of policy {envelope.base}, but this engine holds {holds}"
         return None
 
-    def _advance(self, envelope: Envelope) -> None:
+    def _advance(self, envelope: DeltaHeader) -> None:
         if envelope.index + 1 == envelope.messages:
             self.held = envelope.version
         else:
@@ -116,7 +118,7 @@ class Loader:
 
 
 def sparse(
-    changed: Sequence[Changed], entries: Sequence[Tensor | None], hits: Sequence[list[int]]
+    changed: Sequence[SparseTensorMeta], entries: Sequence[Tensor | None], hits: Sequence[list[int]]
 ) -> Iterator[tuple[str, SparseTensor]]:
     """The changed tensors of a message, each with its entries."""
     blocks, low, values = entries

@@ -41,7 +41,7 @@ CHARTS = (
     Chart(
         "sanity",
         "Groups without spread, cut completions",
-        ("reward/zero_spread_fraction", "completion/truncated_fraction"),
+        ("reward/zero_std_fraction", "completion/truncated_fraction"),
         ("no spread", "truncated"),
         "percent",
     ),

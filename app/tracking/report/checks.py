@@ -30,7 +30,7 @@ class Tone(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class HealthCheck:
     question: str
     word: str
     sentence: str
@@ -45,11 +45,11 @@ class Check:
     meaning: str
 
 
-def verdicts(run: RunData) -> list[Verdict]:
+def verdicts(run: RunData) -> list[HealthCheck]:
     return [learned(run), speed(run), sane(run)]
 
 
-def learned(run: RunData) -> Verdict:
+def learned(run: RunData) -> HealthCheck:
     """From the held-out accuracy; where there is none, from the reward of the first and the last steps."""
     question = "Did it learn?"
     accuracy = run.values("eval/accuracy")
@@ -59,27 +59,27 @@ def learned(run: RunData) -> Verdict:
         tail = f" (best {best:.1%})." if best > accuracy[-1] else "."
         if change > NOISE:
             lost = best - accuracy[-1] > max(NOISE, change)
-            return Verdict(question, "Yes, then lost some" if lost else "Yes", where + tail, _tone(lost))
+            return HealthCheck(question, "Yes, then lost some" if lost else "Yes", where + tail, _tone(lost))
         word, tone = ("No, it got worse", Tone.bad) if change < -NOISE else ("Not visibly", Tone.warning)
-        return Verdict(question, word, where + tail, tone)
+        return HealthCheck(question, word, where + tail, tone)
     reward = run.values("reward/mean")
     if len(reward) < 4:
-        return Verdict(question, "Too early", "There are too few steps to tell.", Tone.plain)
+        return HealthCheck(question, "Too early", "There are too few steps to tell.", Tone.plain)
     part = max(1, len(reward) // 5)
     first, last = fmean(reward[:part]), fmean(reward[-part:])
     spread = max(fmean(abs(value - fmean(reward[-part:])) for value in reward[-part:]), 1e-9)
     sentence = f"Reward went from {first:.3g} (first fifth) to {last:.3g} (last fifth); nothing held out was evaluated."
     if last - first > spread:
-        return Verdict(question, "Yes", sentence, Tone.good)
-    return Verdict(question, "Not visibly", sentence, Tone.warning)
+        return HealthCheck(question, "Yes", sentence, Tone.good)
+    return HealthCheck(question, "Not visibly", sentence, Tone.warning)
 
 
-def speed(run: RunData) -> Verdict:
+def speed(run: RunData) -> HealthCheck:
     """The largest phase of the median step."""
     question = "Where does the time go?"
     step = run.values("time/step")
     if not step:
-        return Verdict(question, "Not measured", "No step was finished.", Tone.plain)
+        return HealthCheck(question, "Not measured", "No step was finished.", Tone.plain)
     shares = {name: value / median(step) for name, value in phase_medians(run).items()}
     largest = max(shares, key=lambda name: shares[name], default="other")
     words = {"generate": "Generating", "train": "Training", "sync": "Weight sync", "other": "Between the phases"}
@@ -93,7 +93,7 @@ def speed(run: RunData) -> Verdict:
         sentence += f" Start-up, evaluation and the rest: {duration(total - stepping)} of {duration(total)}."
     sentence += f" To go faster: {FASTER[largest]}."
     slow = largest in ("sync", "other") and shares[largest] > 0.4
-    return Verdict(question, f"{words[largest]} ({min(shares[largest], 1):.0%})", sentence, _tone(slow, Tone.plain))
+    return HealthCheck(question, f"{words[largest]} ({min(shares[largest], 1):.0%})", sentence, _tone(slow, Tone.plain))
 
 
 def phase_medians(run: RunData) -> dict[str, float]:
@@ -105,17 +105,17 @@ def phase_medians(run: RunData) -> dict[str, float]:
     return {**found, "other": max(0.0, median(whole) - sum(found.values()))} if whole else found
 
 
-def sane(run: RunData) -> Verdict:
+def sane(run: RunData) -> HealthCheck:
     question, bad = "Is it sane?", [check for check in checks(run) if check.tone is not Tone.good]
     status = run.summary.get("status")
     if status == "failed":
-        return Verdict(question, "It failed", str(run.summary.get("error", "No error was recorded.")), Tone.bad)
+        return HealthCheck(question, "It failed", str(run.summary.get("error", "No error was recorded.")), Tone.bad)
     said = f"{len(run.warnings)} warning{'' if len(run.warnings) == 1 else 's'}"
     if bad:
         names = ", ".join(check.name.lower() for check in bad)
-        return Verdict(question, "Look closer", f"Out of the usual: {names}; {said}.", Tone.warning)
+        return HealthCheck(question, "Look closer", f"Out of the usual: {names}; {said}.", Tone.warning)
     sentence = f"All {len(checks(run))} checks are within their usual range; {said}."
-    return Verdict(question, "Yes", sentence, Tone.good)
+    return HealthCheck(question, "Yes", sentence, Tone.good)
 
 
 def checks(run: RunData) -> list[Check]:
@@ -156,7 +156,7 @@ class Rule:
 
 
 FAILED, RESTARTS = "reward/failed_fraction", "recovery/engine_restarts"
-CUT, EQUAL = "completion/truncated_fraction", "reward/zero_spread_fraction"
+CUT, EQUAL = "completion/truncated_fraction", "reward/zero_std_fraction"
 RULES = (
     Rule(
         "Mismatch", "mismatch/kl", max, lambda v, _: v < 0.01, "{:.2g}", "largest KL of the engine's log-probabilities"

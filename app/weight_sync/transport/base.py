@@ -4,15 +4,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from app.protocols import RolloutEngine
-from app.weight_sync.buckets import Offer
-from app.weight_sync.deadlines import Waits
+from app.weight_sync.buckets import ReadyBucket
+from app.weight_sync.deadlines import Deadline
 from app.weight_sync.sender import Sender
 
 SENDER = "sync"  # name of the trainer ranks' part
 RANKS = "trainer ranks"  # in messages
 
 
-class Ranks(Protocol):
+class TrainerGroup(Protocol):
     """What the driver needs of the trainer: parts on every rank."""
 
     async def attach(self, name: str, make: Callable[..., Any]) -> None: ...
@@ -24,7 +24,7 @@ class Ranks(Protocol):
         ...
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """One transport."""
 
     @property
@@ -35,15 +35,15 @@ class Carrier(Protocol):
         """The server's update call."""
         ...
 
-    async def connect(self, waits: Waits, ranks: Ranks, engines: Sequence[RolloutEngine]) -> bool:
+    async def connect(self, waits: Deadline, ranks: TrainerGroup, engines: Sequence[RolloutEngine]) -> bool:
         """Make the way ready; True when it was ready already."""
         ...
 
-    def ask(self, engine: int, offered: Sequence[Offer]) -> dict[str, Any]:
+    def ask(self, engine: int, offered: Sequence[ReadyBucket]) -> dict[str, Any]:
         """The body of an engine's update call, but for cache and version; `offered` by each trainer rank."""
         ...
 
-    async def abandon(self, ranks: Ranks) -> None:
+    async def abandon(self, ranks: TrainerGroup) -> None:
         """Tear the way down on both sides, whatever state it is in; never waits long."""
         ...
 

@@ -19,10 +19,10 @@ import torch
 
 from app.errors import SyncError
 from app.protocols import RolloutEngine
-from app.weight_sync.buckets import Offer
-from app.weight_sync.deadlines import Waits, give_up_on
+from app.weight_sync.buckets import ReadyBucket
+from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.sender import BUFFERS, Sender
-from app.weight_sync.transport.base import RANKS, SENDER, Ranks, name_of
+from app.weight_sync.transport.base import RANKS, SENDER, TrainerGroup, name_of
 from app.weight_sync.transport.process_group import Group
 
 JOIN_POLL_SECONDS = 0.01
@@ -53,7 +53,7 @@ class BroadcastSender(Sender):
         except (RuntimeError, ValueError, OSError) as error:
             raise SyncError(f"trainer rank 0: the process group was not built: {first_line(error)}") from error
 
-    def hand_over(self, index: int) -> None:
+    def send(self, index: int) -> None:
         if self.rank != 0:
             return
         self.finish(self._timeout_s)
@@ -77,8 +77,8 @@ class BroadcastSender(Sender):
             group.leave(self.device)
 
 
-class Collective:
-    """Implements `Carrier`."""
+class CollectiveTransport:
+    """Implements `Transport`."""
 
     sender = BroadcastSender
     route = "update_weights_from_distributed"
@@ -88,7 +88,7 @@ class Collective:
         self._name: str | None = None  # of the group in use
         self._members: list[RolloutEngine] = []
 
-    async def connect(self, waits: Waits, ranks: Ranks, engines: Sequence[RolloutEngine]) -> bool:
+    async def connect(self, waits: Deadline, ranks: TrainerGroup, engines: Sequence[RolloutEngine]) -> bool:
         if self._name is not None:
             return True
         address, _ = await ranks.source()
@@ -96,7 +96,7 @@ class Collective:
         self._name, self._members = f"weight_update_{secrets.token_hex(4)}", list(engines)
         world = 1 + len(engines) * self.tensor_parallel
         phase = "building the process group"
-        opened = await waits.all_of(phase, {RANKS: self._open(ranks, address, world, waits.timeout_s)})
+        opened = await waits.gather(phase, {RANKS: self._open(ranks, address, world, waits.timeout_s)})
         port = opened[RANKS][0]
         receivers = {
             name_of(engine, index): engine.update(
@@ -112,10 +112,10 @@ class Collective:
             )
             for index, engine in enumerate(engines)
         }
-        await waits.all_of(phase, {**receivers, RANKS: self._joined(ranks)})
+        await waits.gather(phase, {**receivers, RANKS: self._joined(ranks)})
         return False
 
-    def ask(self, engine: int, offered: Sequence[Offer]) -> dict[str, Any]:
+    def ask(self, engine: int, offered: Sequence[ReadyBucket]) -> dict[str, Any]:
         tensors = offered[0].bucket.tensors
         return {
             "names": [tensor.name for tensor in tensors],
@@ -125,19 +125,19 @@ class Collective:
             "load_format": "flattened_bucket",
         }
 
-    async def abandon(self, ranks: Ranks) -> None:
+    async def abandon(self, ranks: TrainerGroup) -> None:
         """The source first: its abort is what frees engines that wait inside a broadcast."""
         name, self._name = self._name, None
         if name is None:
             return
-        await give_up_on({RANKS: ranks.call(SENDER, "abandon")}, LEAVE_SECONDS / 2)
+        await best_effort({RANKS: ranks.call(SENDER, "abandon")}, LEAVE_SECONDS / 2)
         leaving = {
             name_of(engine, index): engine.update("destroy_weights_update_group", {"group_name": name})
             for index, engine in enumerate(self._members)
         }
-        await give_up_on(leaving, LEAVE_SECONDS / 2)
+        await best_effort(leaving, LEAVE_SECONDS / 2)
 
-    async def _open(self, ranks: Ranks, address: str, world: int, timeout_s: float) -> list[int]:
+    async def _open(self, ranks: TrainerGroup, address: str, world: int, timeout_s: float) -> list[int]:
         return await ranks.call(
             SENDER,
             "connect",
@@ -148,7 +148,7 @@ class Collective:
             timeout_s=timeout_s,
         )
 
-    async def _joined(self, ranks: Ranks) -> None:
+    async def _joined(self, ranks: TrainerGroup) -> None:
         while not all(await ranks.call(SENDER, "joined")):  # noqa: ASYNC110 (the event is another process's)
             await asyncio.sleep(JOIN_POLL_SECONDS)
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from app.errors import SyncError
 from app.protocols import RolloutEngine
-from app.weight_sync.buckets import Offer
-from app.weight_sync.deadlines import Waits, give_up_on
+from app.weight_sync.buckets import ReadyBucket
+from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.sender import BUFFERS, Sender
 from app.weight_sync.transport import ipc_payload as payload
-from app.weight_sync.transport.base import RANKS, SENDER, Ranks
+from app.weight_sync.transport.base import RANKS, SENDER, TrainerGroup
 
 ABANDON_SECONDS = 3.0
 SHARED_MEMORY = Path("/dev/shm")
@@ -63,8 +63,8 @@ class HandleSender(Sender):
             (SHARED_MEMORY / name).unlink(missing_ok=True)
 
 
-class Handle:
-    """Implements `Carrier`."""
+class IpcTransport:
+    """Implements `Transport`."""
 
     sender = HandleSender
     route = "update_weights_from_tensor"
@@ -72,15 +72,15 @@ class Handle:
     def __init__(self, *, tensor_parallel: int):
         self.tensor_parallel = tensor_parallel
 
-    async def connect(self, waits: Waits, ranks: Ranks, engines: Sequence[RolloutEngine]) -> bool:
+    async def connect(self, waits: Deadline, ranks: TrainerGroup, engines: Sequence[RolloutEngine]) -> bool:
         return True
 
-    def ask(self, engine: int, offered: Sequence[Offer]) -> dict[str, Any]:
+    def ask(self, engine: int, offered: Sequence[ReadyBucket]) -> dict[str, Any]:
         first = engine * self.tensor_parallel
         return {
             "serialized_named_tensors": [each.handle for each in offered[first : first + self.tensor_parallel]],
             "load_format": "flattened_bucket",
         }
 
-    async def abandon(self, ranks: Ranks) -> None:
-        await give_up_on({RANKS: ranks.call(SENDER, "abandon")}, ABANDON_SECONDS)
+    async def abandon(self, ranks: TrainerGroup) -> None:
+        await best_effort({RANKS: ranks.call(SENDER, "abandon")}, ABANDON_SECONDS)
