@@ -241,7 +241,7 @@ class SimTrainer:
 
     async def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
         assert self.open is not None
-        await self._work("train_groups", self.seconds * len(groups))
+        await self._work("add_groups", self.seconds * len(groups))
         self.fed += [each.group for each in groups]
 
     async def finish_step(self) -> StepReport:

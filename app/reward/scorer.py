@@ -1,6 +1,6 @@
 """Scores trajectories: the weighted sum of the reward's parts, computed where nothing can hang or kill the run.
 
-    trajectories ─┬─ instant parts (exact, format), right here ────────────────────────┬─→ reward, reward_parts
+    trajectories ─┬─ instant parts (exact, format), right here ────────────────────────┬─→ reward, reward_components
                   └─ other parts → a free worker process, killed and replaced when late ┘
 
 Always holds: every trajectory gets a finite reward. One whose reward failed gets 0, and its failure is counted; once

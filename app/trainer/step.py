@@ -86,7 +86,7 @@ class TrainStep:
 
     def feed(self, groups: Sequence[ScoredGroup]) -> None:
         """Take groups; with one update a step, whatever fills whole passes is computed now, else all at the end."""
-        self._require_open("train_groups")
+        self._require_open("add_groups")
         fed = samples_of(groups, mask_truncated=self.settings.algorithm.mask_truncated)
         self._groups.append(len(groups))
         self._pending.extend(fed)

@@ -66,7 +66,7 @@ def measure(way: str, path: Path, length: int) -> float:
             "input_ids": ids[None],
             "position_ids": torch.arange(tokens)[None],
             "cu_seqlens": torch.tensor([0, tokens], dtype=torch.int32),
-            "predict": torch.arange(tokens - 1),
+            "logit_positions": torch.arange(tokens - 1),
             "targets": ids[1:],
         }
         if way == "chunked":

@@ -27,7 +27,7 @@ class Batch:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        names = ("input_ids", "position_ids", "cu_seqlens", "predict", "targets")
+        names = ("input_ids", "position_ids", "cu_seqlens", "logit_positions", "targets")
         return {name: getattr(self, name) for name in names}
 
 

@@ -205,7 +205,7 @@ def reward_fails(world: World) -> None:
 
 def trainer_fails(world: World) -> None:
     world.trainer.fail = {
-        "train_groups": TrainerError("rank 0 failed on purpose"),
+        "add_groups": TrainerError("rank 0 failed on purpose"),
         "abort_step": TrainerError("rank 0 is gone"),
     }
 

@@ -219,7 +219,7 @@ class Faltering(SimTrainer):
 
 
 @BOTH
-@pytest.mark.parametrize("call", ["train_groups", "finish_step"])
+@pytest.mark.parametrize("call", ["add_groups", "finish_step"])
 def test_a_step_that_failed_is_tried_again_from_the_same_groups(kind: PlacementKind, call: str, tmp_path: Path) -> None:
     world = World(config(kind), tmp_path, trainer=Faltering(call, 2))
     play(world)
@@ -232,7 +232,7 @@ def test_a_step_that_failed_is_tried_again_from_the_same_groups(kind: PlacementK
 
 @BOTH
 def test_a_step_that_fails_every_time_ends_the_run(kind: PlacementKind, tmp_path: Path) -> None:
-    world = World(config(kind), tmp_path, trainer=Faltering("train_groups", 99))
+    world = World(config(kind), tmp_path, trainer=Faltering("add_groups", 99))
     with pytest.raises(TrainerError, match="rank 1 failed on purpose"):
         play(world)
     assert world.trainer.aborts == 4  # recovery.max_restarts=3, and the last failure

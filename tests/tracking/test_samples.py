@@ -24,7 +24,7 @@ def test_a_line_says_what_was_asked_answered_and_earned(tmp_path, group):
         "completion": "text 0",
         "finish_reason": "stop",
         "reward": 0.5,
-        "reward_parts": {"exact": 0.5},
+        "reward_components": {"exact": 0.5},
         "versions": [[2, 0, 1]],
         "prompt_tokens": [7, 1, 2],
         "tokens": [0],

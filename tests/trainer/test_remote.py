@@ -101,7 +101,7 @@ def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(trainer: 
                 await call
         assert not trainer.broken  # both ranks said so, and both go on
         began = time.monotonic()
-        with pytest.raises(TrainerError, match=r"trainer rank \d failed during (train_groups|finish_step): IndexError"):
+        with pytest.raises(TrainerError, match=r"trainer rank \d failed during (add_groups|finish_step): IndexError"):
             await fail(trainer, groups)
         assert time.monotonic() - began < TOO_LONG_S
         assert trainer.broken  # the other rank waits for it
@@ -124,7 +124,7 @@ def test_a_rank_that_dies_is_the_one_that_is_named(trainer: RemoteTrainer) -> No
         await trainer.setup()
         await trainer.begin_step(version=1)
         os.kill(await trainer.ranks[1].pid.remote(), signal.SIGKILL)
-        with pytest.raises(TrainerError, match="trainer rank 1 died during train_groups"):
+        with pytest.raises(TrainerError, match="trainer rank 1 died during add_groups"):
             await trainer.add_groups(scored_groups(100, shortest=2))
         assert trainer.broken
 

@@ -213,7 +213,7 @@ def test_a_step_without_groups_changes_nothing_and_reports_zeros(updates: int, p
 
 
 CALLS: dict[str, Callable[..., object]] = {
-    "train_groups": lambda step, groups: step.feed(groups),
+    "add_groups": lambda step, groups: step.feed(groups),
     "old_logprobs": lambda step, groups: step.old_logprobs(groups),
     "finish_step": lambda step, groups: step.finish(),
 }

@@ -145,14 +145,16 @@ def fixed_batch(vocabulary: int) -> "dict[str, torch.Tensor]":
     generator = torch.Generator().manual_seed(SEED)
     borders = [0, *accumulate(LENGTHS)]
     tokens = torch.randint(0, vocabulary, (borders[-1],), generator=generator)
-    predict = torch.cat([torch.arange(a + n // 2 - 1, a + n - 1) for a, n in zip(borders, LENGTHS, strict=False)])
+    logit_positions = torch.cat(
+        [torch.arange(a + n // 2 - 1, a + n - 1) for a, n in zip(borders, LENGTHS, strict=False)]
+    )
     return {
         "input_ids": tokens[None],
         "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
         "cu_seqlens": torch.tensor(borders, dtype=torch.int32),
-        "predict": predict,
-        "targets": tokens[predict + 1],
-        "advantages": 1.0 + 0.5 * torch.randn(len(predict), generator=generator),
+        "logit_positions": logit_positions,
+        "targets": tokens[logit_positions + 1],
+        "advantages": 1.0 + 0.5 * torch.randn(len(logit_positions), generator=generator),
     }
 
 

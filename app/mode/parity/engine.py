@@ -94,7 +94,7 @@ def mean_difference(path: Path, sampled: Sampled, *, trust_remote_code: bool) ->
     rows = [np.concatenate([sampled.prompt, each.token_ids]) for each in sampled.completions]
     borders = [0, *accumulate(map(len, rows))]
     tokens = torch.as_tensor(np.concatenate(rows), dtype=torch.int64)
-    predict = torch.cat(
+    logit_positions = torch.cat(
         [torch.arange(a + PROMPT_TOKENS - 1, a + len(row) - 1) for a, row in zip(borders, rows, strict=False)]
     )
     with torch.no_grad():
@@ -102,8 +102,8 @@ def mean_difference(path: Path, sampled: Sampled, *, trust_remote_code: bool) ->
             input_ids=tokens[None],
             position_ids=torch.cat([torch.arange(len(row)) for row in rows])[None],
             cu_seqlens=torch.tensor(borders, dtype=torch.int32),
-            predict=predict,
-            targets=tokens[predict + 1],
+            logit_positions=logit_positions,
+            targets=tokens[logit_positions + 1],
             temperature=1.0,
         )
     told = np.concatenate([each.logprobs for each in sampled.completions])

@@ -134,7 +134,7 @@ def _sample_rows(path: Path) -> Iterator[dict[str, Any]]:
             "completion": _short(row.get("completion")),
             "finish": row.get("finish_reason"),
             "reward": row.get("reward"),
-            "parts": row.get("reward_parts") or {},
+            "parts": row.get("reward_components") or {},
             "tokens": len(row.get("tokens") or []),
             "versions": [span[0] for span in row.get("versions") or []],
             "logprob": sum(logprobs) / len(logprobs) if logprobs else None,

@@ -55,7 +55,7 @@ def row(trajectory: Trajectory, decode: Decode | None) -> dict[str, object]:
         "completion": trajectory.text,
         "finish_reason": completion.finish_reason.value,
         "reward": _finite(trajectory.reward),
-        "reward_parts": {name: _finite(value) for name, value in trajectory.reward_components.items()},
+        "reward_components": {name: _finite(value) for name, value in trajectory.reward_components.items()},
         "versions": [[span.version, span.start, span.end] for span in completion.spans],
         "prompt_tokens": prompt.token_ids.tolist(),
         "tokens": completion.token_ids.tolist(),
