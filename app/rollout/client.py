@@ -57,7 +57,7 @@ class Client:
         """Raises `EngineError` when the server refuses, answers `success: false`, or not within `seconds`."""
         return await self._call("POST", route, body, seconds)
 
-    async def _call(self, method: str, route: str, body: dict[str, Any] | None, seconds: float | None) -> Any:
+    async def _call(self, method: str, route: str, body: Mapping[str, Any] | None, seconds: float | None) -> Any:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
             async with self._session.request(method, self.url + route, json=body, timeout=timeout) as reply:
