@@ -1,18 +1,32 @@
-"""The errors that end a run with one sentence. Anything else that escapes is a bug and keeps its traceback."""
+"""The errors that end a run with one sentence, and the process's exit codes. Any other exception is a bug.
+
+| exit code | meaning                                       |
+|-----------|-----------------------------------------------|
+| 0         | finished                                      |
+| 1         | the run failed (`RunError`), or a check did   |
+| 2         | the configuration is invalid (`ConfigError`)  |
+| 130       | interrupted by SIGINT or SIGTERM              |
+"""
+
+import sys
 
 from hydra.errors import CompactHydraException
 
+FAILED_EXIT = 1
+CONFIG_EXIT = 2
+INTERRUPTED_EXIT = 130
+
 
 class ConfigError(CompactHydraException):
-    """The configuration cannot be run: names the key, the value and what is accepted. Exit code 2."""
+    """The configuration is invalid. Names the key, the value and what is accepted."""
 
 
 class RunError(Exception):
-    """A run failed: says which part, while doing what, and where its log is. Exit code 1."""
+    """A run failed. Names the component, its phase and its log."""
 
 
 class Interrupted(RunError):
-    """The run was asked to stop (Ctrl-C, SIGTERM)."""
+    """The run was interrupted by Ctrl-C or SIGTERM."""
 
 
 class EngineError(RunError):
@@ -20,7 +34,7 @@ class EngineError(RunError):
 
 
 class EngineLost(EngineError):
-    """An engine died or stalled: nothing that it was asked for will come."""
+    """An engine died or stalled; all its in-flight requests are lost."""
 
 
 class TrainerError(RunError):
@@ -28,19 +42,19 @@ class TrainerError(RunError):
 
 
 class TrainerLost(TrainerError):
-    """The trainer's ranks cannot go on: one is gone, or the parameters are in the middle of a step's updates."""
+    """The ranks cannot continue: one is gone, or the parameters are in the middle of a step's updates."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written or read, or is not one of this model: names its folder."""
+    """A checkpoint could not be written or read, or belongs to another model. Names its folder."""
 
 
 class SyncError(RunError):
-    """A push failed: names engine, rank, bucket and phase."""
+    """A weight sync failed. Names engine, rank, bucket and phase."""
 
 
 def expect(condition: bool, key: str, value: object, accepted: str) -> None:
-    """Raise the one sentence that every wrong value gets.
+    """Raise the one-sentence `ConfigError` of an invalid value unless `condition` holds.
 
     >>> expect(False, "steps", 0, "a whole number of at least 1")
     Traceback (most recent call last):
@@ -55,3 +69,15 @@ def one_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type's name when it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def exit_code(error: Exception) -> int:
+    """Return the exit code of a run that this error ended."""
+    if isinstance(error, Interrupted):
+        return INTERRUPTED_EXIT
+    return FAILED_EXIT if isinstance(error, RunError) else CONFIG_EXIT
+
+
+def say(message: Exception | str) -> None:
+    """Write one line to stderr."""
+    sys.stderr.write(f"{message}\n")

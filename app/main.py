@@ -1,12 +1,11 @@
-"""The command: compose → validate → build → run → return the optimised metric.
+"""The command: compose → validate → `MODES[mode].run` → return the optimized metric.
 
-A configuration error is one sentence on stderr and exit code 2; a run that fails ends with code 1, one that was
-interrupted with 130. With HYDRA_FULL_ERROR=1 in the environment every error keeps its traceback.
+An invalid configuration ends with one sentence on stderr and exit code 2, before anything starts (`app/errors.py` lists
+the codes). With HYDRA_FULL_ERROR=1 in the environment every error keeps its traceback.
 """
 
 import math
 import os
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -19,53 +18,52 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from app.config import Mode, RunConfig
-from app.config import compose as configuration
-from app.errors import ConfigError, Interrupted, RunError, expect
+from app.config import Mode, compose
+from app.errors import CONFIG_EXIT, FAILED_EXIT, ConfigError, Interrupted, RunError, exit_code, expect, say
+from app.mode import MODES
 
-CONFIG_EXIT, FAILED_EXIT, INTERRUPTED_EXIT = 2, 1, 130
 FULL_ERROR = "HYDRA_FULL_ERROR"
-FULL_ERROR_WANTED = FULL_ERROR in os.environ
+FULL_ERROR_REQUESTED = FULL_ERROR in os.environ
 
 
 def conf_path() -> str:
-    """The configuration tree: inside the package when installed from a wheel, else beside it in the checkout."""
+    """Return the configuration tree: inside the package when installed from a wheel, else beside it in the checkout."""
     package = Path(__file__).resolve().parent
     inside = package / "conf"
     return str(inside if inside.is_dir() else package.parent / "conf")
 
 
-configuration.register()
+compose.register()
 
 
 class Validate(Callback):
-    """Refuses a configuration before its output folder exists; answers the modes that write nothing."""
+    """Rejects a configuration before its output folder exists; runs the modes that have no folder of their own."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         try:
-            configuration.resolve(config)
-            _continue(config)
-            resolved = configuration.resolve(config)
-            if (code := _answer(resolved)) is not None:
-                raise SystemExit(code)
-            if resolved.mode is Mode.report:
-                _report(config)
-            if resolved.mode is Mode.export:
-                _export(resolved, config)
-            from app.mode.preflight import prepare
-            from app.reward.scorer import require
-
-            prepare(resolved, status=lambda _: None)
-            require(resolved.reward)
+            self._start(config)
         except (ConfigError, RunError) as error:
             say(error)
             raise SystemExit(exit_code(error)) from None
-        except Exception as error:  # a bug: Hydra would warn of it and start the run
+        except Exception as error:  # a bug: Hydra would only warn and start the run
             traceback.print_exception(error)
             raise SystemExit(FAILED_EXIT) from None
 
+    def _start(self, composed: DictConfig) -> None:
+        config = compose.resolve(composed)
+        if config.mode is Mode.train:
+            _apply_resume(composed)
+            config = compose.resolve(composed)
+
+        if not MODES[config.mode].writes:
+            raise SystemExit(MODES[config.mode].run(config, Path(_given_folder(composed))).exit_code)
+
+        from app.mode.preflight import preflight
+
+        preflight(config)
+
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """A table over the runs of a sweep."""
+        """Print a table of the sweep's runs."""
         from app.tracking.report.sweep import table
 
         folder = Path(str(config.hydra.sweep.dir))
@@ -75,128 +73,62 @@ class Validate(Callback):
 
 @hydra.main(version_base="1.3", config_path=conf_path(), config_name="config")
 def main(composed: DictConfig) -> float:
-    """One job. What ends it with a sentence leaves as `SystemExit`, which Hydra lets through untouched."""
+    """Run one job. Errors leave as `SystemExit`, the only exception that Hydra does not touch."""
+    multirun = HydraConfig.get().mode is RunMode.MULTIRUN
+    folder = Path(HydraConfig.get().runtime.output_dir)
     try:
-        config = configuration.resolve(composed)
-        if HydraConfig.get().mode is RunMode.MULTIRUN:
-            expect(config.resume == "never", "resume", config.resume, "never in a sweep, whose jobs all begin anew")
-        if (code := _answer(config)) is not None:  # in a sweep, whose jobs have no `on_run_start`
-            return float(code)
-        folder = Path(HydraConfig.get().runtime.output_dir)
-        if config.mode is Mode.parity:
-            from app.mode.parity.compare import compare
-
-            return _parity(*compare(config, folder))
-        if config.mode is Mode.export:  # in a sweep
-            from app.checkpoint.export import export_run
-
-            say(str(export_run(config, folder)))
-            return 0.0
-        from app.mode.train import run
-
-        return run(config, folder)
+        config = compose.resolve(composed)
+        if multirun:
+            expect(config.resume == "never", "resume", config.resume, "never in a sweep, whose jobs all start anew")
+        result = MODES[config.mode].run(config, folder)
     except (RunError, ConfigError) as error:
-        if FULL_ERROR_WANTED:
+        if FULL_ERROR_REQUESTED:
             raise
         say(error)
-        _say_how_to_go_on()
-        if HydraConfig.get().mode is RunMode.MULTIRUN and not isinstance(error, Interrupted):
-            return -math.inf  # the other jobs of the sweep go on; Optuna ends a study that is told NaN
+        _say_how_to_resume(folder)
+        if multirun and not isinstance(error, Interrupted):
+            return -math.inf  # the sweep continues; Optuna would end the study on NaN
         raise SystemExit(exit_code(error)) from None
 
-
-def _parity(text: str, worst: float, passed: bool) -> float:
-    """The worst error as a share of what is allowed; a job that does not pass ends with code 1, but not its sweep."""
-    sys.stdout.write(text + "\n")
-    if not passed and HydraConfig.get().mode is not RunMode.MULTIRUN:
-        raise SystemExit(FAILED_EXIT)
-    return worst
-
-
-def exit_code(error: Exception) -> int:
-    if isinstance(error, Interrupted):
-        return INTERRUPTED_EXIT
-    return FAILED_EXIT if isinstance(error, RunError) else CONFIG_EXIT
-
-
-def say(error: Exception | str) -> None:
-    """The last line of a run that ends with a sentence."""
-    sys.stderr.write(f"{error}\n")
+    if result.exit_code and not multirun:
+        raise SystemExit(result.exit_code)
+    return result.metric
 
 
 def cli() -> None:
     """Entry point of `python -m app` and of the console script."""
-    os.environ.setdefault(FULL_ERROR, "1")  # Hydra hands composition errors to us instead of printing them
+    os.environ.setdefault(FULL_ERROR, "1")  # Hydra then raises composition errors instead of printing them
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
-        if FULL_ERROR_WANTED:
+        if FULL_ERROR_REQUESTED:
             raise
-        say(configuration.sentence(error))
+        say(compose.sentence(error))
         raise SystemExit(CONFIG_EXIT) from None
 
 
-def _answer(config: RunConfig) -> int | None:
-    """The exit code of a mode that starts and writes nothing, after it was answered; None: the mode is another."""
-    if config.mode is Mode.plan:
-        from app.mode.plan.describe import describe
-
-        sys.stdout.write(describe(config) + "\n")
-        return 0
-    if config.mode is Mode.doctor:
-        from app.mode.doctor.check import report
-
-        text, code = report(config)
-        sys.stdout.write(text + "\n")
-        return code
-    return None
-
-
-def _continue(composed: DictConfig) -> None:
-    """Take over the configuration of the run that is resumed; leaves if that has nothing left to do."""
-    if composed.mode != Mode.train:
-        return
+def _apply_resume(composed: DictConfig) -> None:
+    """Take over the configuration of the run to resume; exit when that run has no step left."""
     from app.recovery.resume import apply_resume, finished_at
 
     for sentence in apply_resume(composed):
         say(sentence)
+
     step = finished_at(composed)
     if step is not None:
-        say(f"the run in {composed.hydra.run.dir} is finished at step {step}: give steps=… above that to go on.")
+        say(f"the run in {composed.hydra.run.dir} finished at step {step}: give a larger steps=… to continue it.")
         raise SystemExit(0)
 
 
-def _say_how_to_go_on() -> None:
+def _say_how_to_resume(folder: Path) -> None:
     from app.checkpoint.manager import FOLDER, LATEST
 
-    folder = Path(HydraConfig.get().runtime.output_dir)
     if (folder / FOLDER / LATEST).exists():
-        say(f"go on with: python -m app resume={folder}")
-
-
-def _report(composed: DictConfig) -> None:
-    """Write the report of the run or sweep in `hydra.run.dir`, say where it is, and leave."""
-    from app.tracking.report.page import report_below
-
-    folder = _given_folder(composed)
-    try:
-        say(str(report_below(Path(folder))))
-    except ValueError as error:
-        raise ConfigError(
-            f"hydra.run.dir={folder} is not accepted: give a run's or a sweep's folder; {error}."
-        ) from None
-    raise SystemExit(0)
-
-
-def _export(config: RunConfig, composed: DictConfig) -> None:
-    """Export the run in `hydra.run.dir` or at `resume=<path>`, say where it is, and leave; nothing else is written."""
-    from app.checkpoint.export import export_run
-
-    say(str(export_run(config, Path(_given_folder(composed)))))
-    raise SystemExit(0)
+        say(f"resume with: python -m app resume={folder}")
 
 
 def _given_folder(composed: DictConfig) -> str:
-    """`hydra.run.dir` as it was given, or a path that is none: the default of a new run names no existing folder."""
-    given: str = OmegaConf.to_container(composed.hydra.run, resolve=False)["dir"]  # type: ignore[index,call-overload]
+    """Return `hydra.run.dir` as given. The default names the folder of a new run, so it counts as not given."""
+    run: Any = OmegaConf.to_container(composed.hydra.run, resolve=False)
+    given: str = run["dir"]
     return "<not given>" if "${" in given else given

@@ -4,7 +4,8 @@ Every method may be called again after it returned. "Idempotent" means that a re
 are bounded by the implementation; a passed deadline raises the error of the component, with what was awaited.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from app.types import (
     Completion,
     EngineMemory,
     EngineStats,
+    Group,
     GroupRequest,
     InFlight,
     MemoryUse,
@@ -210,17 +212,69 @@ class WeightSynchronizer(Protocol):
         ...
 
 
-class RunRecorder(Protocol):
-    """Where a run's numbers and messages go. No method raises for a dashboard that fails."""
+class Timeline(Protocol):
+    """Spans of a run, by track."""
+
+    def now(self) -> float:
+        """Return the time in seconds since 1970."""
+        ...
+
+    def span(self, track: str, name: str, **args: object) -> AbstractContextManager[None]:
+        """Record the duration of the block, also when it raises."""
+        ...
+
+    def add(self, track: str, name: str, start: float, end: float, args: dict[str, object] | None = None) -> None:
+        """Record a span that was measured elsewhere."""
+        ...
+
+
+class StatusRecorder(Protocol):
+    """Where messages and spans go while a run starts."""
+
+    @property
+    def timeline(self) -> Timeline: ...
 
     def status(self, text: str) -> None:
-        """Show what the run is doing now."""
+        """Show what the run is doing, where no step says so: "starting Ray"."""
         ...
 
     def warn(self, text: str) -> None:
-        """Show and log one warning."""
+        """Show and log a warning. A repeated text is shown once."""
+        ...
+
+
+class RunRecorder(StatusRecorder, Protocol):
+    """Where a run's metrics, samples and messages go.
+
+    When a method returns, the run's files hold what was recorded; dashboards get it later. No method raises because of
+    a dashboard. After a restart of the trainer, steps and evaluations are recorded again from the resume point.
+    """
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
         ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a finished step. Steps must increase."""
+        """Record the metrics of a finished step."""
+        ...
+
+    def log_eval(
+        self,
+        step: int,
+        results: Mapping[str, Mapping[str, float]],
+        groups: Sequence[Group] = (),
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        """Record an evaluation after `step` (0: before training), by set name, and samples of its groups."""
+        ...
+
+    def log_samples(
+        self, step: int, groups: Sequence[Group], decode: Callable[[Sequence[int]], str] | None = None
+    ) -> None:
+        """Record samples of a step's trajectories. `decode` turns prompt tokens into text."""
+        ...
+
+    def log_prompts(self, step: int, *, trained: Sequence[str], filtered: Sequence[str]) -> None:
+        """Append the ids of a step's prompts to the prompt log."""
         ...

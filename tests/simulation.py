@@ -27,7 +27,9 @@ from app.data.cursor import PromptCursor
 from app.errors import EngineLost, SyncError
 from app.model.tiny.tokenizer import tokenizer
 from app.placement.context import RunContext
+from app.placement.time_sharing import TimeSharing
 from app.recovery.engine_supervisor import EngineSupervisor
+from app.recovery.retrying_sync import RetryingWeightSync
 from app.reward.scorer import Scorer
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
@@ -336,13 +338,13 @@ class Lines:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.lines.append({"step": step, **metrics})
 
-    def prompts(self, step: int, *, trained: Sequence[str], filtered: Sequence[str]) -> None:
+    def log_prompts(self, step: int, *, trained: Sequence[str], filtered: Sequence[str]) -> None:
         self.ledger.append((step, [*trained], [*filtered]))
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
 
-    def samples(self, step: int, groups: Sequence[Group], decode: object = None) -> None: ...
+    def log_samples(self, step: int, groups: Sequence[Group], decode: object = None) -> None: ...
 
     def log_eval(
         self,
@@ -397,22 +399,33 @@ class World:
         self.recorder = Lines(self.folder)
         self.scorer = Scorer(RewardConfig(components={"exact": 1.0}))
 
-    def parts(self) -> RunContext:
+    def context(self) -> RunContext:
         """Made inside the loop that they live in."""
         self.engines = [SimEngine(self.seconds, self.right) for _ in range(self.engine_count)]
         self.sync = SimSync(self.engines, self.config.placement.in_flight, self.push_seconds)
         pool = EnginePool(self.engines)
-        self.recovery = EngineSupervisor(self.config, pool, self.replace, self.recorder.warn)
-        self.recovery.attach(self.trainer, self.sync, 0)
+        supervisor = EngineSupervisor(self.config, pool, self.replace, self.recorder.warn)
+        devices = TimeSharing(self.config.offload, self.trainer, pool, supervisor)
+        colocate = self.config.placement.kind is PlacementKind.colocate
+        weight_sync = RetryingWeightSync(
+            self.sync,
+            self.trainer,
+            supervisor,
+            version=0,
+            params_on_device=devices.params_onloaded if colocate else None,
+        )
+        supervisor.attach(weight_sync)
         return RunContext(
             config=self.config,
             trainer=self.trainer,
             pool=pool,
-            sync=self.recovery,
+            supervisor=supervisor,
+            weight_sync=weight_sync,
+            devices=devices,
             rollouter=Rollouter(pool, self.scorer, tokenizer(256), self.recorder.timeline, self.config.recovery),
             cursor=self.cursor,
             evals={"eval": prompts(self.eval_rows, "eval")},
-            recorder=self.recorder,  # type: ignore[arg-type]
+            recorder=self.recorder,
             checkpoints=Checkpoints(self.folder, 2),
             memory=Memory(self.trainer, pool),
             model={},

@@ -7,7 +7,6 @@ import numpy as np
 from app.algorithm.metrics import correct, pass_at_k
 from app.config import RunConfig
 from app.rollout.rollouter import Rollouter
-from app.tracking.recorder import RunFolderRecorder
 from app.types import Group, Prompt, Sampling
 
 
@@ -28,15 +27,6 @@ async def evaluate(
         results[name] = measure(groups, settings.samples)
         everything += groups
     return results, everything
-
-
-async def evaluate_alone(
-    rollouter: Rollouter, sets: Mapping[str, Sequence[Prompt]], config: RunConfig, recorder: RunFolderRecorder
-) -> float:
-    """`mode=eval`: every set once, with samples written; returns the mean accuracy over the sets."""
-    results, groups = await evaluate(rollouter, sets, config, version=0)
-    recorder.log_eval(0, results, groups, rollouter.tokenizer.decode)
-    return sum(metrics["accuracy"] for metrics in results.values()) / len(results)
 
 
 def measure(groups: Sequence[Group], samples: int) -> dict[str, float]:

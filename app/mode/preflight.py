@@ -1,6 +1,7 @@
-"""What a run needs before anything is started: the device, the model's directory, its tokenizer, the prompts.
+"""What a run needs before anything is started: a usable device, model directory, tokenizer, prompts and ports.
 
-Done once before the output folder exists, so that a mistake in any of them leaves nothing behind, and again by the run.
+`preflight` checks all of it before the output folder exists, so that a mistake leaves nothing behind. It loads model
+and data once: the run takes what was loaded from here.
 """
 
 from collections.abc import Callable
@@ -13,37 +14,60 @@ from app.config import RunConfig
 from app.device import device_of
 from app.errors import ConfigError
 from app.model.hf_directory import load_tokenizer, locate, require_window
+from app.reward.scorer import require
 from app.rollout.server import port_is_free
 
 
 @dataclass(frozen=True, slots=True)
 class RunInputs:
+    """The model directory, the tokenizer and the tokenized prompts of a run."""
+
     model_path: Path
     tokenizer: Any
     prompts: data.PromptData
 
 
-def prepare(config: RunConfig, status: Callable[[str], None]) -> RunInputs:
-    """Raises `ConfigError` for a device, model, data set or port that cannot be used."""
-    device_of(config.device.kind).require()
+# Hydra offers no way to hand a value from its callback to the job of the same process.
+_loaded: list[tuple[RunConfig, RunInputs]] = []
+
+
+def preflight(config: RunConfig) -> None:
+    """Check and load the inputs of a run. Raises `ConfigError` for what cannot be used."""
+    inputs = _load(config, status=lambda _: None)
+    require(config.reward)
+    _loaded[:] = [(config, inputs)]
+
+
+def take_inputs(config: RunConfig, status: Callable[[str], None]) -> RunInputs:
+    """Return the inputs that `preflight` loaded for this configuration, or load them (in a sweep's jobs)."""
+    while _loaded:
+        checked, inputs = _loaded.pop()
+        if checked == config:
+            return inputs
+    return _load(config, status)
+
+
+def _load(config: RunConfig, status: Callable[[str], None]) -> RunInputs:
+    device = device_of(config.device.kind)
+    device.require()
     _require_ports(config)
+
     status("preparing the model")
     path = locate(config.model, seed=config.seed)
     rollout = config.rollout
-    require_window(
-        path,
-        tokens=rollout.max_prompt_tokens + rollout.max_completion_tokens,
-        attention=device_of(config.device.kind).attention,
-    )
+    window = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    require_window(path, tokens=window, attention=device.attention)
     tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+
     status("preparing the data")
-    prompts = data.build(config.data, tokenizer, seed=config.seed, max_prompt_tokens=config.rollout.max_prompt_tokens)
+    prompts = data.build(config.data, tokenizer, seed=config.seed, max_prompt_tokens=rollout.max_prompt_tokens)
     return RunInputs(path, tokenizer, prompts)
 
 
 def _require_ports(config: RunConfig) -> None:
     if config.rollout.port is None or config.rollout.urls or config.cluster.address is not None:
         return
+
     for port in range(config.rollout.port, config.rollout.port + config.engines):
         if not port_is_free("127.0.0.1", port):
             raise ConfigError(

@@ -1,77 +1,143 @@
-"""Builds what outlives a trainer (Ray, engines, reward workers) and the trainer itself, and ends both."""
+"""Starts what a run consists of, and ends it however the run ends.
+
+Two nested contexts: rollout workers (Ray, engines, reward workers) live as long as the run; trainer workers (ranks,
+weight sync) are started again when the trainer is lost.
+"""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.cluster.process_reaper import process_reaper
 from app.config import Mode, RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
-from app.mode.preflight import RunInputs, prepare
+from app.mode.preflight import RunInputs, take_inputs
 from app.placement.time_sharing import TimeSharing
+from app.protocols import StatusRecorder
 from app.recovery.engine_supervisor import EngineSupervisor
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
-from app.tracking.recorder import RunFolderRecorder
 from app.types import TrainerMemory
 from app.utils.tasks import gather_or_raise
-from app.weight_sync.synchronizer import BucketedWeightSynchronizer
+
+if TYPE_CHECKING:
+    from app.trainer.remote import RemoteTrainer
+    from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutWorkers:
-    """What generates and scores: enough for an evaluation. It stays when the trainer has to be made anew."""
+    """Everything that generates and scores."""
 
-    prepared: RunInputs
-    reservation: Any
+    config: RunConfig
+    inputs: RunInputs
+    device_placement: Any
     pool: EnginePool
-    recovery: EngineSupervisor
+    supervisor: EngineSupervisor
     rollouter: Rollouter
 
-    def starts(self, timeout_s: float) -> list[Coroutine[Any, Any, Any]]:
-        """Of the engines: to be awaited together with whatever else starts."""
-        return [engine.start(timeout_s) for engine in self.pool.engines]
+    def engine_starts(self) -> list[Coroutine[Any, Any, Any]]:
+        """Return the start of every engine, to be awaited together with whatever else starts."""
+        return [engine.start(self.config.rollout.start_timeout_s) for engine in self.pool.engines]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerWorkers:
+    """The trainer and the synchronizer of its weights."""
+
+    trainer: "RemoteTrainer"
+    synchronizer: "BucketedWeightSynchronizer"
 
 
 @asynccontextmanager
 async def start_rollout_workers(
-    config: RunConfig, device: Device, folder: Path, recorder: RunFolderRecorder
+    config: RunConfig, device: Device, folder: Path, recorder: StatusRecorder
 ) -> AsyncIterator[RolloutWorkers]:
-    """Ray, engines and reward workers. The engines are left to be started with the trainer."""
-    from app.cluster import placement_group as cluster
+    """Start Ray and the reward workers and create the engines, which are started together with the trainer."""
+    from app.cluster import placement_group
     from app.cluster.actors import make_engine
     from app.reward.scorer import Scorer
 
-    async with contextlib.AsyncExitStack() as stack:
-        prepared = prepare(config, recorder.status)
+    async with AsyncExitStack() as stack:
+        inputs = take_inputs(config, recorder.status)
         scorer = Scorer(
             config.reward,
             step_trajectories=config.algorithm.trajectories_per_step,
             log=folder / "logs" / "reward.log",
         )
         stack.callback(scorer.close)
+
         stack.enter_context(process_reaper())
         recorder.status("starting Ray")
         stack.callback(_shutdown_ray)
-        cluster.connect(config, device)
-        reservation = cluster.reserve(config, device)
-        trained = "" if config.mode is Mode.eval else f" and {config.placement.trainer_ranks} trainer rank(s)"
-        recorder.status(f"starting {config.engines} engine(s){trained}")
-        make = partial(make_engine, config, device, prepared.model_path, folder, reservation)
-        pool = EnginePool([make(place) for place in range(config.engines)])
-        stack.push_async_callback(_stop_engines, pool)
-        rollouter = Rollouter(pool, scorer, prepared.tokenizer, recorder.timeline, config.recovery)
-        recovery = EngineSupervisor(config, pool, make, recorder.warn)
-        yield RolloutWorkers(prepared, reservation, pool, recovery, rollouter)
+        placement_group.connect(config, device)
+        device_placement = placement_group.reserve(config, device)
+
+        trainer = "" if config.mode is Mode.eval else f" and {config.placement.trainer_ranks} trainer rank(s)"
+        recorder.status(f"starting {config.engines} engine(s){trainer}")
+        make = partial(make_engine, config, device, inputs.model_path, folder, device_placement)
+        pool = EnginePool([make(index) for index in range(config.engines)])
+        stack.push_async_callback(_end_engines, pool)
+
+        supervisor = EngineSupervisor(config, pool, make, recorder.warn)
+        rollouter = Rollouter(pool, scorer, inputs.tokenizer, recorder.timeline, config.recovery)
+        yield RolloutWorkers(config, inputs, device_placement, pool, supervisor, rollouter)
 
 
-async def _stop_engines(pool: EnginePool) -> None:
+@asynccontextmanager
+async def start_trainer_workers(
+    config: RunConfig, device: Device, folder: Path, workers: RolloutWorkers, *, first: bool
+) -> AsyncIterator[TrainerWorkers]:
+    """Start the trainer ranks and their weight sync; with the first ones also the engines."""
+    from app.cluster.actors import make_trainer
+    from app.weight_sync.factory import make_sync
+
+    async with AsyncExitStack() as stack:
+        trainer = make_trainer(config, device, workers.inputs.model_path, folder, workers.device_placement)
+        stack.callback(_kill_ranks, trainer)
+
+        if config.placement.kind is PlacementKind.colocate and device.shares_memory:
+            await _start_on_shared_devices(config, device, trainer, workers, first=first)
+        else:
+            starts = workers.engine_starts() if first else []
+            await gather_or_raise(trainer.setup(), *starts)
+            await _attach_offload(trainer, device)
+
+        synchronizer = make_sync(config, device, trainer, workers.pool.engines, folder)
+        stack.push_async_callback(synchronizer.close)
+        await synchronizer.prepare()
+        yield TrainerWorkers(trainer, synchronizer)
+
+
+async def _start_on_shared_devices(
+    config: RunConfig, device: Device, trainer: "RemoteTrainer", workers: RolloutWorkers, *, first: bool
+) -> None:
+    """Start one after the other: an engine sizes its KV cache by the memory that it finds free."""
+    devices = TimeSharing(config.offload, trainer, workers.pool, workers.supervisor)
+    if not first:
+        await devices.offload_engines()
+    await trainer.setup()
+    await _attach_offload(trainer, device)
+
+    if first:
+        await devices.offload_trainer(TrainerMemory)
+        await gather_or_raise(*workers.engine_starts())
+        await devices.offload_engines()
+        await devices.onload_trainer(TrainerMemory)
+
+
+async def _attach_offload(trainer: "RemoteTrainer", device: Device) -> None:
+    from app.offload.trainer import Offload
+
+    await trainer.attach_offload(partial(Offload, moves=device.shares_memory))
+
+
+async def _end_engines(pool: EnginePool) -> None:
     await asyncio.gather(*(engine.end() for engine in pool.engines))
 
 
@@ -81,40 +147,7 @@ def _shutdown_ray() -> None:
     ray.shutdown()
 
 
-@asynccontextmanager
-async def start_trainer_workers(
-    config: RunConfig, device: Device, folder: Path, side: RolloutWorkers, *, first: bool
-) -> AsyncIterator[tuple[Any, BucketedWeightSynchronizer]]:
-    """The ranks and their sync; both ended when the block is left. The engines are started with the first ones."""
-    from app.cluster.actors import make_trainer
-    from app.offload.trainer import Offload
-    from app.weight_sync.factory import make_sync
-
-    async with contextlib.AsyncExitStack() as stack:
-        trainer = make_trainer(config, device, side.prepared.model_path, folder, side.reservation)
-        stack.callback(_kill_ranks, trainer)
-        starts = side.starts(config.rollout.start_timeout_s) if first else []
-        if config.placement.kind is PlacementKind.colocate and device.shares_memory:
-            turns = TimeSharing(config.offload, trainer, side.pool)
-            if not first:
-                await turns.offload_engines()
-            await trainer.setup()
-            await trainer.attach_offload(partial(Offload, moves=device.shares_memory))
-            if first:  # an engine takes what it finds free
-                await turns.offload_trainer(TrainerMemory)
-                await gather_or_raise(*starts)
-                await turns.offload_engines()
-                await turns.onload_trainer(TrainerMemory)
-        else:
-            await gather_or_raise(trainer.setup(), *starts)
-            await trainer.attach_offload(partial(Offload, moves=device.shares_memory))
-        sync = make_sync(config, device, trainer, side.pool.engines, folder)
-        stack.push_async_callback(sync.close)
-        await sync.prepare()
-        yield trainer, sync
-
-
-def _kill_ranks(trainer: Any) -> None:
+def _kill_ranks(trainer: "RemoteTrainer") -> None:
     import ray
 
     for rank in trainer.ranks:

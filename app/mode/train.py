@@ -1,10 +1,9 @@
-"""The trainer's lives within one run: each begins at the last checkpoint, or at the beginning, and ends with the run or
-with the trainer's death.
+"""`mode=train`. Restart loop: restore the latest checkpoint, train, and restart when the trainer is lost.
 
-    trainer up → restore → push → train … → finished
-         ↑ engines forget what is in flight ← trainer lost (up to recovery.max_restarts times)
+    start trainer → restore → sync → train … → finished
+         ↑ engines abort what is in flight ← trainer lost (at most recovery.max_restarts times)
 
-A resumed run is the same thing with everything else new as well.
+A resumed run takes the same path in a new process.
 """
 
 import asyncio
@@ -14,18 +13,22 @@ from typing import Any
 from app.checkpoint.export import export_trained
 from app.checkpoint.manager import Checkpoints, require_model
 from app.cluster.memory_monitor import Memory
-from app.config import Mode, RunConfig
+from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device, device_of
 from app.errors import RunError, TrainerError, TrainerLost
-from app.mode.session import RolloutWorkers, start_rollout_workers, start_trainer_workers
+from app.mode import ModeResult
+from app.mode.session import RolloutWorkers, TrainerWorkers, start_rollout_workers, start_trainer_workers
+from app.model.hf_directory import identity
 from app.placement.colocate import Colocate
 from app.placement.context import RunContext
 from app.placement.controller import CURSOR, PlacementController
 from app.placement.fully_async import FullyAsync
+from app.placement.time_sharing import TimeSharing
 from app.recovery.resume import checkpoint_of, run_lock
+from app.recovery.retrying_sync import RetryingWeightSync
 from app.tracking.recorder import RunFolderRecorder
-from app.utils.tasks import gather_or_raise, until_signal
+from app.utils.tasks import until_signal
 
 CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
     PlacementKind.colocate: Colocate,
@@ -33,116 +36,138 @@ CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
 }
 
 
-async def live(
-    config: RunConfig, device: Device, folder: Path, recorder: RunFolderRecorder, side: RolloutWorkers
-) -> float:
-    """Train to the end; returns the last evaluation's accuracy."""
-    checkpoints = Checkpoints(folder, config.checkpoint.keep, timeout_s=config.trainer.timeout_s)
-    beginning = side.prepared.prompts.train.state()
-    restarts = 0
-    lost: TrainerLost | None = None
-    while True:
-        try:
-            async with start_trainer_workers(config, device, folder, side, first=restarts == 0) as (trainer, sync):
-                if config.checkpoint.every and restarts == 0:
-                    checkpoints.prepare(await trainer.checkpoint_bytes())
-                parts = _parts(config, recorder, side, checkpoints, trainer)
-                version = await _stand(parts, beginning, afresh=restarts == 0)
-                if lost is not None:  # said now, since what was recorded after the checkpoint is forgotten
-                    recorder.warn(
-                        f"the trainer was lost and began again after step {version} (restart {restarts} of "
-                        f"recovery.max_restarts={config.recovery.max_restarts}): {lost}"
-                    )
-                side.recovery.attach(trainer, sync, version)
-                try:
-                    return await _run(CONTROLLERS[config.placement.kind](parts, version), side, folder)
-                except TrainerError as error:
-                    await sync.abort()
-                    if isinstance(error, TrainerLost) or trainer.broken:
-                        raise TrainerLost(str(error)) from error
-                    raise
-        except TrainerLost as error:
-            restarts, lost = restarts + 1, error
-            if not config.checkpoint.every or restarts > config.recovery.max_restarts:
-                raise
-            recorder.status("the trainer was lost; starting it again")
-            await side.recovery.forget()
-
-
-async def _run(story: PlacementController, side: RolloutWorkers, folder: Path) -> float:
-    config, recorder = story.config, story.parts.recorder
-    async with side.recovery.watching():
-        try:
-            accuracy = await story.run()
-        except asyncio.CancelledError:
-            await story.leave()
-            raise
-        except RunError:
-            await story.parts.checkpoints.settle(story.config.checkpoint.grace_s)
-            raise
-        await story.parts.checkpoints.wait()
-    if config.checkpoint.export:
-        recorder.status("exporting the model")
-        await export_trained(story.parts.trainer, config, folder)
-    return accuracy
-
-
-async def _stand(parts: RunContext, beginning: dict[str, Any], *, afresh: bool) -> int:
-    """Put trainer, prompts and records where the run goes on; returns the policy's version.
-
-    `afresh`: with the driver's first trainer, whose records of this life are empty.
-    """
-    named = checkpoint_of(parts.config.resume) if afresh else None
-    point = named or parts.checkpoints.latest()
-    if point is None:
-        if not afresh or parts.recorder.used:
-            parts.cursor.restore(beginning)
-            parts.recorder.resume(0)
-        return 0
-    state = parts.checkpoints.read_state(point)
-    require_model(state, parts.model, point)
-    parts.recorder.status(f"going on after step {state.step}, from {point}")
-    await parts.trainer.restore(point, version=state.version)
-    parts.checkpoints.rewind(point)
-    parts.cursor.restore(state.extra[CURSOR])
-    parts.recorder.resume(state.step)
-    return state.version
-
-
-def _parts(
-    config: RunConfig, recorder: RunFolderRecorder, side: RolloutWorkers, checkpoints: Checkpoints, trainer: Any
-) -> RunContext:
-    from app.model.hf_directory import identity
-
-    prompts = side.prepared.prompts
-    return RunContext(
-        config=config,
-        trainer=trainer,
-        pool=side.pool,
-        sync=side.recovery,
-        rollouter=side.rollouter,
-        cursor=prompts.train,
-        evals=prompts.evals,
-        recorder=recorder,
-        checkpoints=checkpoints,
-        memory=Memory(trainer, side.pool),
-        model=identity(side.prepared.model_path),
-    )
-
-
-def run(config: RunConfig, folder: Path) -> float:
-    """The whole run; returns the last evaluation's accuracy."""
-    device = device_of(config.device.kind)
+def run(config: RunConfig, folder: Path) -> ModeResult:
+    """Train to the last step; the metric is the last evaluation's accuracy."""
     with run_lock(folder), RunFolderRecorder(config, folder) as recorder:
-        return asyncio.run(until_signal(_session(config, device, folder, recorder)))
+        accuracy = asyncio.run(until_signal(_train(config, folder, recorder)))
+    return ModeResult(accuracy)
 
 
-async def _session(config: RunConfig, device: Device, folder: Path, recorder: RunFolderRecorder) -> float:
-    from app.eval.evaluate import evaluate_alone
+async def _train(config: RunConfig, folder: Path, recorder: RunFolderRecorder) -> float:
+    device = device_of(config.device.kind)
+    async with start_rollout_workers(config, device, folder, recorder) as workers:
+        return await TrainingRun(config, device, folder, recorder, workers).train_with_restarts()
 
-    async with start_rollout_workers(config, device, folder, recorder) as side:
-        if config.mode is not Mode.eval:
-            return await live(config, device, folder, recorder, side)
-        await gather_or_raise(*side.starts(config.rollout.start_timeout_s))
-        async with side.recovery.watching():
-            return await evaluate_alone(side.rollouter, side.prepared.prompts.evals, config, recorder)
+
+class TrainingRun:
+    """One run: the state that survives a restart of the trainer."""
+
+    def __init__(
+        self, config: RunConfig, device: Device, folder: Path, recorder: RunFolderRecorder, workers: RolloutWorkers
+    ):
+        self.config = config
+        self.device = device
+        self.folder = folder
+        self.recorder = recorder
+        self.workers = workers
+        self.checkpoints = Checkpoints(folder, config.checkpoint.keep, timeout_s=config.trainer.timeout_s)
+        self.restarts = 0
+        self._cursor_at_start: dict[str, Any] = workers.inputs.prompts.train.state()
+
+    async def train_with_restarts(self) -> float:
+        """Train to the last step; returns the last evaluation's accuracy. Raises `TrainerLost` after the last retry."""
+        limit = self.config.recovery.max_restarts if self.config.checkpoint.every else 0
+        lost: TrainerLost | None = None
+        while True:
+            try:
+                return await self._train_once(lost)
+            except TrainerLost as error:
+                if self.restarts >= limit:
+                    raise
+                lost = error
+                self.restarts += 1
+                self.recorder.status("the trainer failed; restarting it")
+                await self.workers.supervisor.abort_in_flight()
+
+    async def _train_once(self, lost: TrainerLost | None) -> float:
+        """Start a trainer and train with it until the run ends or the trainer is lost."""
+        first = self.restarts == 0
+        async with start_trainer_workers(self.config, self.device, self.folder, self.workers, first=first) as made:
+            if self.config.checkpoint.every and first:
+                self.checkpoints.prepare(await made.trainer.checkpoint_bytes())
+            version = await self._restore_or_initialize(made)
+            if lost is not None:  # after the restore, which truncates what was recorded later than the checkpoint
+                self.recorder.warn(
+                    f"trainer failed; restarted from step {version} "
+                    f"(restart {self.restarts}/{self.config.recovery.max_restarts}): {lost}"
+                )
+
+            context = self._context(made, version)
+            self.workers.supervisor.attach(context.weight_sync)
+            controller = CONTROLLERS[self.config.placement.kind](context, version)
+            try:
+                return await self._run(controller)
+            except TrainerError as error:
+                await made.synchronizer.abort()
+                if isinstance(error, TrainerLost) or made.trainer.broken:
+                    raise TrainerLost(str(error)) from error
+                raise
+
+    async def _run(self, controller: PlacementController) -> float:
+        """Run the schedule; save when it is interrupted, export when it is finished."""
+        async with self.workers.supervisor.monitor():
+            try:
+                accuracy = await controller.run()
+            except asyncio.CancelledError:
+                await controller.save_on_interrupt()
+                raise
+            except RunError:
+                await self.checkpoints.settle(self.config.checkpoint.grace_s)
+                raise
+            await self.checkpoints.wait()
+
+        if self.config.checkpoint.export:
+            self.recorder.status("exporting the model")
+            await export_trained(controller.context.trainer, self.config, self.folder)
+        return accuracy
+
+    async def _restore_or_initialize(self, made: TrainerWorkers) -> int:
+        """Restore trainer, prompt cursor and metrics to the resume point; return its policy version."""
+        first = self.restarts == 0
+        cursor = self.workers.inputs.prompts.train
+        named = checkpoint_of(self.config.resume) if first else None
+        checkpoint = named or self.checkpoints.latest()
+
+        if checkpoint is None:
+            if not first or self.recorder.used:
+                cursor.restore(self._cursor_at_start)
+                self.recorder.resume(0)
+            return 0
+
+        state = self.checkpoints.read_state(checkpoint)
+        require_model(state, identity(self.workers.inputs.model_path), checkpoint)
+        self.recorder.status(f"resuming after step {state.step} from {checkpoint}")
+        await made.trainer.restore(checkpoint, version=state.version)
+        self.checkpoints.rewind(checkpoint)
+        cursor.restore(state.extra[CURSOR])
+        self.recorder.resume(state.step)
+        return state.version
+
+    def _context(self, made: TrainerWorkers, version: int) -> RunContext:
+        """Wire the components of a run to each other."""
+        config = self.config
+        workers = self.workers
+        devices = TimeSharing(config.offload, made.trainer, workers.pool, workers.supervisor)
+        colocate = config.placement.kind is PlacementKind.colocate
+        weight_sync = RetryingWeightSync(
+            made.synchronizer,
+            made.trainer,
+            workers.supervisor,
+            version=version,
+            params_on_device=devices.params_onloaded if colocate else None,
+        )
+        return RunContext(
+            config=config,
+            trainer=made.trainer,
+            pool=workers.pool,
+            supervisor=workers.supervisor,
+            weight_sync=weight_sync,
+            devices=devices,
+            rollouter=workers.rollouter,
+            cursor=workers.inputs.prompts.train,
+            evals=workers.inputs.prompts.evals,
+            recorder=self.recorder,
+            checkpoints=self.checkpoints,
+            memory=Memory(made.trainer, workers.pool),
+            model=identity(workers.inputs.model_path),
+        )

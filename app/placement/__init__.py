@@ -1,1 +1,1 @@
-"""Introduces the parts to each other and tells the two stories: colocate and fully_async."""
+"""The two schedules: colocate (time-shared devices) and fully_async (disaggregated, bounded staleness)."""

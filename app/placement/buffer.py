@@ -1,7 +1,6 @@
-"""Groups that wait to be trained on: bounded, in order of arrival, checked for staleness when they are taken.
+"""The bounded buffer between producer and consumer. Groups leave it in order of arrival.
 
-The bound is `(max_staleness + 1) · prompts_per_step` groups. Admission keeps it, so `put` never has to wait; a put
-beyond it is a bug and raises.
+The bound is `(max_staleness + 1) · prompts_per_step` groups. Admission keeps it, so `put` never waits.
 """
 
 import asyncio
@@ -12,6 +11,14 @@ from app.types import Group
 
 
 class GroupBuffer:
+    """Groups that wait to be trained on.
+
+    Example:
+        buffer = GroupBuffer(capacity=8)
+        buffer.put(group)
+        fresh, stale = await buffer.take(4, is_fresh=lambda group: group.oldest_version >= 3)
+    """
+
     def __init__(self, capacity: int):
         self.capacity = capacity  # groups
         self._groups: deque[Group] = deque()
@@ -21,29 +28,39 @@ class GroupBuffer:
         return len(self._groups)
 
     def put(self, group: Group) -> None:
+        """Append a group. Raises `OverflowError` beyond the capacity, which is a bug in the admission."""
         if len(self._groups) >= self.capacity:
-            raise OverflowError(f"the buffer holds {self.capacity} groups already")
+            raise OverflowError(f"the buffer already holds {self.capacity} groups")
         self._groups.append(group)
         self._arrived.set()
 
     def put_back(self, groups: Sequence[Group]) -> None:
-        """To the head, in this order: what an aborted step had been fed."""
+        """Return the groups of an aborted step to the head, in this order."""
         self._groups.extendleft(reversed(groups))
         if groups:
             self._arrived.set()
 
     async def take(self, most: int, *, is_fresh: Callable[[Group], bool]) -> tuple[list[Group], list[Group]]:
-        """Wait until there is something; then up to `most` usable groups, and the unusable ones met on the way."""
+        """Wait until the buffer is not empty or `wake` is called, then remove groups from its head.
+
+        Returns:
+            Up to `most` fresh groups, and the stale ones met on the way.
+        """
         await self._arrived.wait()
-        taken: list[Group] = []
+
+        fresh: list[Group] = []
         stale: list[Group] = []
-        while self._groups and len(taken) < most:
+        while self._groups and len(fresh) < most:
             group = self._groups.popleft()
-            (taken if is_fresh(group) else stale).append(group)
+            if is_fresh(group):
+                fresh.append(group)
+            else:
+                stale.append(group)
+
         if not self._groups:
             self._arrived.clear()
-        return taken, stale
+        return fresh, stale
 
     def wake(self) -> None:
-        """Let a waiting `take` return with nothing, so that it can look around."""
+        """Let a waiting `take` return with nothing."""
         self._arrived.set()

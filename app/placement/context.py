@@ -1,4 +1,4 @@
-"""The parts of a run, introduced to each other: what both placements are told."""
+"""What a placement controller works with. The composition root (`app/mode/train.py`) wires it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,12 @@ from app.checkpoint.manager import Checkpoints
 from app.cluster.memory_monitor import Memory
 from app.config import RunConfig
 from app.data.cursor import PromptCursor
-from app.protocols import Trainer
+from app.placement.time_sharing import TimeSharing
+from app.protocols import RunRecorder, Trainer
 from app.recovery.engine_supervisor import EngineSupervisor
+from app.recovery.retrying_sync import RetryingWeightSync
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
-from app.tracking.recorder import RunFolderRecorder
 from app.types import Prompt, Sampling
 
 
@@ -21,16 +22,19 @@ class RunContext:
     config: RunConfig
     trainer: Trainer
     pool: EnginePool
-    sync: EngineSupervisor  # pushes, and replaces engines
+    supervisor: EngineSupervisor
+    weight_sync: RetryingWeightSync
+    devices: TimeSharing
     rollouter: Rollouter
     cursor: PromptCursor
-    evals: Mapping[str, Sequence[Prompt]]
-    recorder: RunFolderRecorder
+    evals: Mapping[str, Sequence[Prompt]]  # by evaluation set
+    recorder: RunRecorder
     checkpoints: Checkpoints
     memory: Memory
     model: Mapping[str, Any]  # `identity` of the source checkpoint
 
     @property
     def sampling(self) -> Sampling:
+        """Sampling parameters of training rollouts."""
         rollout = self.config.rollout
         return Sampling(rollout.temperature, rollout.top_p, rollout.max_completion_tokens)

@@ -1,80 +1,113 @@
-"""What both placements do alike around the trainer: score, evaluate, commit, save, try a failed step again.
+"""What both placements share: phases, scoring, evaluation, the commit of a step, checkpoints and retries.
 
-A step is committed in one go: its line, its prompts in the ledger, the cursor that will not hand them out again; then,
-when it is due, a checkpoint of exactly that. So whatever a resumed run starts from, each prompt before it was trained
-on once, or filtered, and each other one is still to come.
+Invariants:
+    - A step is committed at once: its metrics, its prompt ids, the cursor; then, when due, a checkpoint of exactly
+      that. Whatever a resumed run starts from, every prompt before it was trained on or filtered once, and every
+      other prompt is still to come.
+    - `version` is the policy version synced last, which is the number of finished steps.
 """
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 from app.algorithm.advantage import score
 from app.checkpoint.manager import RunState
 from app.errors import RunError, TrainerError, TrainerLost
 from app.eval.evaluate import evaluate
 from app.placement.context import RunContext
+from app.placement.step_metrics import RolloutCounts, step_metrics
 from app.types import Group, ScoredGroup, StepReport, SyncReport
 
-ABORT_SECONDS = 30.0  # for a trainer that has failed: it may be gone
+ABORT_SECONDS = 30.0  # deadline of an abort on a trainer that has just failed
 CURSOR = "cursor"
-EMPTY_STEPS = 3  # in a row; then the run says that nothing can be learnt
+EMPTY_STEPS = 3  # in a row, then the run ends: there is nothing to learn
 
 
 class PlacementController(ABC):
-    """Shared by `Colocate` and `FullyAsync`; `version` is the policy that was pushed last, after as many steps."""
+    """Base of `Colocate` and `FullyAsync`."""
 
-    def __init__(self, parts: RunContext, version: int = 0):
-        self.parts, self.version = parts, version
-        self.config = parts.config
+    def __init__(self, context: RunContext, version: int = 0):
+        self.context = context
+        self.config = context.config
+        self.version = version
         self.accuracy = 0.0  # of the last evaluation
-        self._empty = 0
-        self._failures = 0  # of the trainer, without any step between
+        self.current_phase = "start"
+        self.seconds: dict[str, float] = {}  # of the phases of the current step
+        self._step_started = time.perf_counter()
+        self._empty_steps = 0
+        self._trainer_failures = 0  # in a row
 
     @abstractmethod
     async def run(self) -> float:
         """Train to the last step; returns the last evaluation's accuracy."""
 
-    def scored(self, group: Group) -> ScoredGroup:
-        return score(group, self.config.algorithm, max_completion_tokens=self.config.rollout.max_completion_tokens)
-
     @property
     def finished(self) -> bool:
         return self.version >= self.config.steps
 
-    async def evaluate_first(self) -> None:
-        if self.config.eval.before_train and self.version == 0:
-            await self._evaluate()
+    # --- phases
 
-    async def evaluate_if_due(self) -> None:
-        """After every `eval.every` steps, and after the last."""
-        every = self.config.eval.every
-        if self.finished or (every > 0 and self.version % every == 0):
-            await self._evaluate()
+    def start_step(self) -> None:
+        """Reset the clock of a step."""
+        self._step_started = time.perf_counter()
+        self.seconds = {}
+
+    def step_seconds(self) -> dict[str, float]:
+        """Return the wall-clock seconds of the step and of its phases so far."""
+        return {"step": time.perf_counter() - self._step_started, **self.seconds}
+
+    @asynccontextmanager
+    async def phase(
+        self, name: str, *, step: int | None = None, track: str = "driver", record_memory: bool = True
+    ) -> AsyncIterator[None]:
+        """Measure a phase of a step: its seconds, its span on the timeline and the ranks' device-memory peak."""
+        outer = self.current_phase
+        self.current_phase = name
+        started = time.perf_counter()
+        try:
+            with self.context.recorder.timeline.span(track, name, step=self.version + 1 if step is None else step):
+                yield
+        finally:
+            self.current_phase = outer
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+        if record_memory:
+            await self.context.memory.phase(name)
+
+    # --- the parts of a step
+
+    def score(self, group: Group) -> ScoredGroup:
+        """Compute the advantages of a group."""
+        return score(group, self.config.algorithm, max_completion_tokens=self.config.rollout.max_completion_tokens)
 
     def require_groups(self, groups: int) -> None:
         """Raise `RunError` when several steps in a row had nothing to train on."""
-        self._empty = 0 if groups else self._empty + 1
-        if self._empty >= EMPTY_STEPS:
+        self._empty_steps = 0 if groups else self._empty_steps + 1
+        if self._empty_steps >= EMPTY_STEPS:
             raise RunError(
-                f"{EMPTY_STEPS} steps in a row had no group to train on: dynamic sampling found the rewards of every "
-                "group equal, so nothing can be learnt from this data any more. Harder or easier problems, or "
-                "algorithm.dynamic_sampling=false, would change that."
+                f"{EMPTY_STEPS} steps in a row had no group to train on: dynamic sampling filtered every group because "
+                "its rewards were all equal, so this data has nothing left to learn. Use harder or easier problems, or "
+                "algorithm.dynamic_sampling=false."
             )
 
     async def finish_step(self, step: int, groups: int) -> StepReport:
-        """Finish the open step; one that dynamic sampling left without any group makes no update."""
-        if groups:
-            async with self.parts.sync.updating(step):
-                return await self.parts.trainer.finish_step()
-        await self.parts.trainer.abort_step()
-        return StepReport(step, 0, {})
+        """Finish the open step. A step that dynamic sampling left without groups makes no update."""
+        if not groups:
+            await self.context.trainer.abort_step()
+            return StepReport(step, 0, {})
 
-    async def push(self, version: int) -> SyncReport:
-        """Push, and put its phases on the timeline: they follow each other."""
-        timeline = self.parts.recorder.timeline
+        async with self.context.weight_sync.updating(step):
+            return await self.context.trainer.finish_step()
+
+    async def sync(self, version: int) -> SyncReport:
+        """Sync the weights and draw the sync's phases, which follow each other, on the timeline."""
+        timeline = self.context.recorder.timeline
         with timeline.span("driver", "push", step=version):
-            report = await self.parts.sync.sync(version)
+            report = await self.context.weight_sync.sync(version)
+
         begin = timeline.now() - report.seconds["total"]
         for phase, seconds in report.seconds.items():
             if phase != "total":
@@ -83,77 +116,116 @@ class PlacementController(ABC):
         return report
 
     async def commit(
-        self, step: int, groups: Sequence[Group], filtered: Sequence[Group], line: Mapping[str, float]
+        self,
+        step: int,
+        scored: Sequence[ScoredGroup],
+        counts: RolloutCounts,
+        report: StepReport,
+        sync: SyncReport,
+        seconds: Mapping[str, float],
+        extra: Mapping[str, float] | None = None,
     ) -> None:
-        """The step is done: record it and settle its prompts. Raises `RunError` when too many rewards failed."""
-        parts, ids = self.parts, [[group.prompt.id for group in each] for each in (groups, filtered)]
-        recorder, scorer = parts.recorder, parts.rollouter.scorer
-        memory = await parts.memory.sample()
-        restarts = {"recovery/engine_restarts": float(parts.sync.restarts)}
-        recorder.samples(step, groups, parts.rollouter.tokenizer.decode)
-        recorder.log(step, {**line, **scorer.metrics, **memory, **restarts, **parts.checkpoints.metrics})
-        recorder.prompts(step, trained=ids[0], filtered=ids[1])
-        parts.cursor.settle([*ids[0], *ids[1]])
-        self.version, self._failures = step, 0
+        """Record a finished step and mark its prompts as consumed. Raises `RunError` when too many rewards failed."""
+        context = self.context
+        recorder = context.recorder
+        scorer = context.rollouter.scorer
+        groups = [each.group for each in scored]
+
+        metrics = step_metrics(scored, counts, report, sync, seconds, trained_version=self.version)
+        metrics |= extra or {}
+        metrics |= scorer.metrics
+        metrics |= await context.memory.sample()
+        metrics["recovery/engine_restarts"] = float(context.supervisor.restarts)
+        metrics |= context.checkpoints.metrics
+
+        trained = [group.prompt.id for group in groups]
+        filtered = [group.prompt.id for group in counts.filtered]
+        recorder.log_samples(step, groups, context.rollouter.tokenizer.decode)
+        recorder.log(step, metrics)
+        recorder.log_prompts(step, trained=trained, filtered=filtered)
+        context.cursor.settle([*trained, *filtered])
+
+        self.version = step
+        self._trainer_failures = 0
         scorer.check()
 
+    async def recover_step(self, error: TrainerError) -> None:
+        """Abort a failed step, so that it can be retried. Raises `TrainerLost` if the ranks cannot go on."""
+        self._trainer_failures += 1
+        trainer = self.context.trainer
+        try:
+            await asyncio.wait_for(trainer.abort_step(), ABORT_SECONDS)
+            version = await trainer.version()
+        except (TrainerError, TimeoutError):
+            # The first failure says more than this one.
+            raise TrainerLost(str(error)) from error
+
+        if isinstance(error, TrainerLost) or version is None or version > self.version:
+            raise TrainerLost(str(error)) from error
+        if self._trainer_failures > self.config.recovery.max_restarts:
+            raise error
+        self.context.recorder.warn(f"step {self.version + 1} failed and is retried: {error}")
+
+    # --- around steps
+
+    async def evaluate_first(self) -> None:
+        """Evaluate the model before training, where `eval.before_train`."""
+        if self.config.eval.before_train and self.version == 0:
+            await self._evaluate()
+
     async def after_step(self) -> None:
-        """Evaluate and save when it is time to, and end the run before the machine's memory does."""
-        await self.evaluate_if_due()
+        """Evaluate and save when due. Raises `RunError` when a machine is nearly out of memory."""
+        every = self.config.eval.every
+        if self.finished or (every > 0 and self.version % every == 0):
+            await self._evaluate()
+
         every = self.config.checkpoint.every
         if every and (self.finished or self.version % every == 0):
             await self.save()
+
         try:
-            self.parts.memory.check()
+            self.context.memory.check()
         except RunError:
             if every:
                 await self.save()
             raise
 
     async def save(self) -> None:
-        """A checkpoint of the last committed step; training waits until it is captured."""
-        parts = self.parts
-        state = RunState(self.version, self.version, {CURSOR: parts.cursor.state()}, parts.model)
-        with parts.recorder.timeline.span("driver", "checkpoint", step=self.version):
-            await parts.checkpoints.save(parts.trainer, state)
+        """Save a checkpoint of the last committed step. Training waits until the state is captured."""
+        context = self.context
+        state = RunState(self.version, self.version, {CURSOR: context.cursor.state()}, context.model)
+        with context.recorder.timeline.span("driver", "checkpoint", step=self.version):
+            await context.checkpoints.save(context.trainer, state)
 
-    async def leave(self) -> None:
-        """The run was asked to stop: save what is not saved yet, within `checkpoint.grace_s`."""
-        checkpoints = self.parts.checkpoints
+    async def save_on_interrupt(self) -> None:
+        """Save the last committed step, unless it is saved already, within `checkpoint.grace_s`."""
         if not self.config.checkpoint.every:
             return
         try:
             async with asyncio.timeout(self.config.checkpoint.grace_s):
-                await self.parts.trainer.abort_step()
-                await checkpoints.wait()
-                latest = checkpoints.latest()
-                if latest is not None and checkpoints.read_state(latest).step == self.version:
-                    return
-                version = await self.parts.trainer.version()
-                if version is None or version > self.version:
-                    raise TrainerError("the parameters were on their way to the next policy")
-                await self.save()
-                await checkpoints.wait()
+                await self._save_last_step()
         except (TimeoutError, RunError) as error:
-            self.parts.recorder.warn(f"step {self.version} was not saved: {str(error) or 'checkpoint.grace_s passed'}")
+            reason = str(error) or "checkpoint.grace_s passed"
+            self.context.recorder.warn(f"step {self.version} was not saved: {reason}")
 
-    async def survive(self, error: TrainerError) -> None:
-        """After a failed step: abort it, so that it can be tried again. Raises `TrainerLost` if it cannot be."""
-        self._failures += 1
-        trainer = self.parts.trainer
-        try:
-            await asyncio.wait_for(trainer.abort_step(), ABORT_SECONDS)
-            version = await trainer.version()
-        except (TrainerError, TimeoutError):
-            raise TrainerLost(str(error)) from error  # what failed first says more
-        if isinstance(error, TrainerLost) or version is None or version > self.version:
-            raise TrainerLost(str(error)) from error
-        if self._failures > self.config.recovery.max_restarts:
-            raise error
-        self.parts.recorder.warn(f"step {self.version + 1} failed and is tried again: {error}")
+    async def _save_last_step(self) -> None:
+        checkpoints = self.context.checkpoints
+        await self.context.trainer.abort_step()
+        await checkpoints.wait()
+
+        latest = checkpoints.latest()
+        if latest is not None and checkpoints.read_state(latest).step == self.version:
+            return
+
+        version = await self.context.trainer.version()
+        if version is None or version > self.version:
+            raise TrainerError("the next update had already changed the parameters")
+        await self.save()
+        await checkpoints.wait()
 
     async def _evaluate(self) -> None:
-        with self.parts.recorder.timeline.span("driver", "evaluate", step=self.version):
-            results, groups = await evaluate(self.parts.rollouter, self.parts.evals, self.config, self.version)
-        self.parts.recorder.log_eval(self.version, results, groups, self.parts.rollouter.tokenizer.decode)
+        context = self.context
+        async with self.phase("evaluate", step=self.version, record_memory=False):
+            results, groups = await evaluate(context.rollouter, context.evals, self.config, self.version)
+        context.recorder.log_eval(self.version, results, groups, context.rollouter.tokenizer.decode)
         self.accuracy = sum(metrics["accuracy"] for metrics in results.values()) / len(results)

@@ -1,61 +1,58 @@
-"""fully_async: generation never waits for training, training never waits for the slowest completion.
+"""fully_async: generation never waits for training, and training never waits for the slowest completion.
 
     producer   prompts ─ admission ─→ engines ─→ rewards ─→ buffer ((max_staleness + 1) · prompts_per_step groups)
-                 ↑ gate                                        │ staleness is checked here, when a group is taken
-    consumer     └── open ← push ← finish step ← feed groups ←─┘ as they arrive (stream) or when all are there
+                 ↑                                             │ staleness is checked when a group is taken
+    consumer     └─ resume dispatch ← sync ← finish step ← add groups ←─┘ as they arrive (stream), or all at once
 
-A group is never trained on when its oldest token is more than `max_staleness` pushes old. Completions in flight at a
-push finish first (drain), or continue with a recomputed (retract) or the old cache (in_place).
+Three loops run as tasks of one group; the first failure ends all of them.
+
+| loop     | consumes            | produces             | waits for             | unblocked by                              |
+|----------|---------------------|----------------------|-----------------------|-------------------------------------------|
+| producer | prompts (cursor)    | groups (buffer)      | admission capacity    | a group that ends without being trained   |
+|          |                     |                      |                       | on, or the consumer's sync                |
+| consumer | groups (buffer)     | policy versions      | a group in the buffer | the producer's put, or its wake after a   |
+|          |                     |                      |                       | filtered group                            |
+| watchdog | progress of both    | `RunError` on a hang | its poll interval     | a timer                                   |
+
+No deadlock: while the consumer waits, it lacks groups of its step. Admission always allows the groups of the next step,
+so either some are in flight, and each ends (its engine finishes it, or is replaced), or there is capacity for them.
+
+Invariants:
+    - A group is never trained on when its oldest token is more than `max_staleness` syncs old.
+    - Completions in flight at a sync finish first (drain), or continue with a recomputed (retract) or the old KV cache
+      (in_place).
 """
 
 import asyncio
-import time
 
 from app.errors import TrainerError
-from app.placement.buffer import GroupBuffer
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
 from app.placement.producer import Producer
-from app.placement.staleness import StalenessManager
-from app.placement.step_metrics import RolloutCounts, step_metrics
 from app.placement.watchdog import watch
 from app.types import Group, ScoredGroup, StepReport
 from app.utils.tasks import root_cause
 
 
 class FullyAsync(PlacementController):
-    def __init__(self, parts: RunContext, version: int = 0):
-        super().__init__(parts, version)
-        algorithm, placement = self.config.algorithm, self.config.placement
-        self.wanted = algorithm.prompts_per_step
-        self.admission = StalenessManager.at(
-            version,
-            prompts_per_step=self.wanted,
-            max_staleness=placement.max_staleness,
-            max_in_flight=self.config.rollout.max_inflight_groups,
-            last_step=self.config.steps,
-        )
-        self.buffer = GroupBuffer((placement.max_staleness + 1) * self.wanted)
-        self.tally = RolloutCounts()
-        self.producer = Producer(parts, self.admission, self.buffer, self.tally)
-        self.steps_finished = 0
-        self._doing = "starting"
-        self._waited = 0.0  # seconds of this step in which the trainer had nothing to do
+    """The schedule of `placement=fully_async`."""
+
+    def __init__(self, context: RunContext, version: int = 0):
+        super().__init__(context, version)
+        self.producer = Producer(context, version)
 
     async def run(self) -> float:
-        """Train to the last step; returns the last evaluation's accuracy."""
-        await self.push(self.version)
+        await self.sync(self.version)
         await self.evaluate_first()
-        self.admission.dispatch_open = True
         try:
             async with asyncio.TaskGroup() as tasks:
-                others = [
+                background = [
                     tasks.create_task(self.producer.run(), name="producer"),
                     tasks.create_task(watch(self), name="watchdog"),
                 ]
                 await tasks.create_task(self._consume(), name="consumer")
-                for other in others:
-                    other.cancel()
+                for task in background:
+                    task.cancel()
         except BaseExceptionGroup as failures:
             raise root_cause(failures) from None
         return self.accuracy
@@ -65,107 +62,92 @@ class FullyAsync(PlacementController):
             try:
                 await self._step(self.version + 1)
             except TrainerError as error:
-                await self.survive(error)
+                await self.recover_step(error)
                 continue
-            self._doing = "evaluating"
             await self.after_step()
-            self.admission.dispatch_open = True
-            self.producer.look_again()
+            self.producer.resume_dispatch()
 
     async def _step(self, step: int) -> None:
-        recorder, pool = self.parts.recorder, self.parts.pool
-        started, busy = time.perf_counter(), pool.busy_seconds()
-        self._waited = 0.0
-        with recorder.timeline.span("driver", "train", step=step):
+        self.start_step()
+        busy_before = self.context.pool.busy_seconds()
+
+        async with self.phase("train"):
             scored, report = await self._train(step)
-        await self.parts.memory.phase("train")
-        trained = time.perf_counter()
-        with recorder.timeline.span("driver", "sync", step=step):
-            self._doing = "pushing"
-            self.admission.dispatch_open = False
+
+        async with self.phase("sync"):
+            self.producer.pause_dispatch()
             await self.producer.abort_stale(step)
-            sync = await self.push(step)
-        await self.parts.memory.phase("sync")
-        ended = time.perf_counter()
-        self.admission.push(step, missing=self.wanted - len(scored))
-        self.producer.forget(each.group for each in scored)
-        self.steps_finished += 1
-        total = ended - started
-        seconds = {
-            "step": total,
-            "generate": pool.busy_seconds() - busy,
-            "wait": self._waited,
-            "train": trained - started - self._waited,
-            "sync": ended - trained,
-        }
-        idle = {
-            "idle/trainer": (self._waited + seconds["sync"]) / total,
-            "idle/rollout": 1 - seconds["generate"] / total,
-        }
-        tally = self.tally.take()
-        tally.failed = self.parts.rollouter.take_lost()
-        line = step_metrics(scored, tally, report, sync, seconds, trained_version=self.version)
-        await self.commit(step, [each.group for each in scored], tally.filtered, {**line, **idle})
+            sync = await self.sync(step)
+
+        self.producer.on_weights_synced(step, [each.group for each in scored])
+        seconds = self._seconds(self.context.pool.busy_seconds() - busy_before)
+        await self.commit(step, scored, self.producer.drain_counts(), report, sync, seconds, _idle(seconds))
 
     async def _train(self, step: int) -> tuple[list[ScoredGroup], StepReport]:
-        """One step of the split trainer. When it fails, what it was fed goes back to the head of the buffer."""
-        trainer, fed = self.parts.trainer, list[ScoredGroup]()
-        await trainer.begin_step(version=step)
+        """Train one step. When it fails, its groups return to the head of the buffer."""
+        scored: list[ScoredGroup] = []
+        await self.context.trainer.begin_step(version=step)
         try:
-            while len(fed) < self.wanted and not self._refilled_enough():
-                fresh = [self.scored(group) for group in await self._take(self.wanted - len(fed))]
-                fed += fresh
-                if self.config.stream and fresh:
-                    self._doing = "training"
-                    await trainer.add_groups(fresh)
-            self.require_groups(len(fed))
-            self._doing = "training"
+            await self._collect(scored)
+            self.require_groups(len(scored))
             if not self.config.stream:
-                fed = self.producer.in_order(fed)
-                if fed and self.config.algorithm.needs_old_logprobs:
-                    self._doing = "computing old log-probabilities"
-                    await trainer.old_logprobs(fed)
-                    self._doing = "training"
-                await trainer.add_groups(fed)
-            self._doing = "finishing the step"
-            with self.parts.recorder.timeline.span("trainer", "finish", step=step):
-                return fed, await self.finish_step(step, len(fed))
+                scored = self.producer.by_dispatch_order(scored)
+                await self._add_all(scored)
+
+            async with self.phase("finish", track="trainer", record_memory=False):
+                report = await self.finish_step(step, len(scored))
         except TrainerError:
-            self.buffer.put_back([each.group for each in fed])
+            self.producer.put_back([each.group for each in scored])
             raise
+        return scored, report
 
-    async def _take(self, most: int) -> list[Group]:
-        """Groups fresh enough to be trained on now; staler ones are dropped, counted, their prompts sampled anew."""
-        self._doing = "waiting for groups"
-        started = time.perf_counter()
-        with self.parts.recorder.timeline.span("trainer", "wait", step=self.version + 1):
-            taken, stale = await self.buffer.take(
-                most, is_fresh=lambda group: self.admission.is_fresh(group.oldest_version)
-            )
-        self._waited += time.perf_counter() - started
-        if stale:
-            self.tally.dropped += len(stale)
-            self.admission.give_back(len(stale))
-            self.producer.forget(stale)
-            self.parts.cursor.give_back([group.prompt.id for group in stale])
-            self.producer.look_again()
-        return taken
+    async def _collect(self, scored: list[ScoredGroup]) -> None:
+        """Take and score the groups of a step, appending to `scored`; where streaming, train them as they arrive."""
+        wanted = self.config.algorithm.prompts_per_step
+        while len(scored) < wanted and not self.producer.refill_exhausted():
+            fresh = [self.score(group) for group in await self._wait_for_groups(wanted - len(scored))]
+            scored += fresh
+            if self.config.stream and fresh:
+                await self.context.trainer.add_groups(fresh)
 
-    def _refilled_enough(self) -> bool:
-        """Whether dynamic sampling filtered so much that the step goes on with what is there, which it takes first."""
-        limit = (1 + self.config.algorithm.max_refill_rounds) * self.wanted  # the first round is no refill
-        return not len(self.buffer) and len(self.tally.filtered) >= limit
+    async def _wait_for_groups(self, most: int) -> list[Group]:
+        async with self.phase("wait", track="trainer", record_memory=False):
+            return await self.producer.take(most)
+
+    async def _add_all(self, scored: list[ScoredGroup]) -> None:
+        trainer = self.context.trainer
+        if scored and self.config.algorithm.needs_old_logprobs:
+            async with self.phase("old_logprobs", track="trainer", record_memory=False):
+                await trainer.old_logprobs(scored)
+        await trainer.add_groups(scored)
+
+    def _seconds(self, generate: float) -> dict[str, float]:
+        """Return the seconds of the step. `wait` is the part of the train phase without groups to train on."""
+        measured = self.step_seconds()
+        wait = measured.get("wait", 0.0)
+        return {
+            "step": measured["step"],
+            "generate": generate,
+            "wait": wait,
+            "train": measured["train"] - wait,
+            "sync": measured["sync"],
+        }
+
+    # --- for the watchdog
 
     @property
     def progress(self) -> tuple[object, ...]:
-        """Changes whenever a group is finished or a phase of a step."""
-        return self.parts.rollouter.finished, self.steps_finished, self._doing
+        """A value that changes with every finished group and every phase of a step."""
+        return self.context.rollouter.finished, self.version, self.current_phase
 
     def situation(self) -> str:
-        """What everyone waits for, in one line."""
-        admission, waiting = self.admission, ", ".join(list(self.producer.running)[:5])
-        return (
-            f"step {self.version + 1}, {self._doing}: {len(self.buffer)} groups in the buffer, "
-            f"{admission.in_flight} in flight ({waiting}), room for {admission.capacity} more, "
-            f"gate {'open' if admission.dispatch_open else 'shut'}"
-        )
+        """Describe what the run is waiting for, in one line."""
+        return f"step {self.version + 1}, phase {self.current_phase}: {self.producer.situation()}"
+
+
+def _idle(seconds: dict[str, float]) -> dict[str, float]:
+    """Return the idle shares of trainer and engines in a step."""
+    return {
+        "idle/trainer": (seconds["wait"] + seconds["sync"]) / seconds["step"],
+        "idle/rollout": 1 - seconds["generate"] / seconds["step"],
+    }

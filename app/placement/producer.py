@@ -1,10 +1,13 @@
-"""The producing half of fully_async: admits prompts while staleness allows, and puts finished groups into the buffer.
+"""The producer of fully_async: owns every group from its dispatch until it is trained on or discarded.
 
-    cursor → admission → engines → reward workers → filter → buffer
-               ↑ capacity comes back: filtered, aborted, dropped, pushed
+    cursor → admission → engines → reward workers → filter → buffer → take (staleness check) → consumer
+               ↑ capacity comes back: filtered, aborted, dropped, synced
 
-What always holds: every dispatched group ends exactly once; a prompt whose group was aborted goes back to the cursor's
-head, so that no prompt is lost and long ones are not at a disadvantage. Back-pressure is at admission and nowhere else.
+Invariants:
+    - Every dispatched group ends exactly once: trained on, filtered, aborted or dropped.
+    - The prompt of an aborted or dropped group returns to the cursor's head: no prompt is lost, and long prompts are
+      not at a disadvantage.
+    - Back-pressure acts at admission and nowhere else.
 """
 
 import asyncio
@@ -23,81 +26,155 @@ from app.types import Group, Prompt, ScoredGroup
 
 
 class Producer:
-    def __init__(self, parts: RunContext, admission: StalenessManager, buffer: GroupBuffer, tally: RolloutCounts):
-        self.parts, self.admission, self.buffer, self.tally = parts, admission, buffer, tally
-        self.running: dict[str, int] = {}  # prompt id → version it was dispatched at
-        self._changed = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
+    """Dispatches prompts while admission allows, and hands out fresh groups.
 
+    Lifecycle of a step: `take` … (or `put_back`), `pause_dispatch`, `abort_stale`, `on_weights_synced`,
+    `resume_dispatch`.
+    """
+
+    def __init__(self, context: RunContext, version: int):
+        config = context.config
+        self.context = context
+        self.wanted = config.algorithm.prompts_per_step
+        self.staleness = StalenessManager.at(
+            version,
+            prompts_per_step=self.wanted,
+            max_staleness=config.placement.max_staleness,
+            max_in_flight=config.rollout.max_inflight_groups,
+            last_step=config.steps,
+        )
+        self.buffer = GroupBuffer((config.placement.max_staleness + 1) * self.wanted)
+        self.counts = RolloutCounts()
+        self.running: dict[str, int] = {}  # prompt id → version at its dispatch
+        self._changed = asyncio.Event()
         self._numbers = itertools.count()
-        self._order: dict[str, int] = {}  # prompt id → number of its dispatch; of groups in flight or in the buffer
+        self._dispatch_number: dict[str, int] = {}  # of the prompts in flight or in the buffer
 
     async def run(self) -> None:
-        """Dispatch for ever; ends by being cancelled, or with the first failure of a group."""
-        async with asyncio.TaskGroup() as groups:
+        """Dispatch until cancelled. Raises the first failure of a group."""
+        async with asyncio.TaskGroup() as tasks:
             while True:
-                while self.admission.capacity > 0:
-                    prompt = next(self.parts.cursor)
-                    self.admission.dispatch()
-                    self.running[prompt.id] = self.admission.version
-                    number = self._order[prompt.id] = next(self._numbers)
-                    task = groups.create_task(self._group(prompt), name=f"group {prompt.id}")
-                    # also for a task that is cancelled before its first instruction
-                    task.add_done_callback(partial(self._over, prompt, number))
+                while self.staleness.capacity > 0:
+                    self._dispatch(tasks)
                 self._changed.clear()
                 await self._changed.wait()
 
-    def look_again(self) -> None:
-        """Capacity may have changed."""
+    # --- for the consumer
+
+    async def take(self, most: int) -> list[Group]:
+        """Wait for groups and remove up to `most` that are fresh enough to be trained on now.
+
+        Stale groups are dropped and counted; their prompts are sampled again. May return no group: look again.
+        """
+        fresh, stale = await self.buffer.take(
+            most, is_fresh=lambda group: self.staleness.is_fresh(group.oldest_version)
+        )
+        if stale:
+            self.counts.dropped += len(stale)
+            self.staleness.return_accepted(len(stale))
+            self._discard(stale)
+            self.context.cursor.give_back([group.prompt.id for group in stale])
+            self._changed.set()
+        return fresh
+
+    def put_back(self, groups: Iterable[Group]) -> None:
+        """Return the groups of an aborted step to the head of the buffer."""
+        self.buffer.put_back(list(groups))
+
+    def by_dispatch_order(self, scored: Iterable[ScoredGroup]) -> list[ScoredGroup]:
+        """Sort by dispatch. Arrival order would put the short completions into the same update."""
+        return sorted(scored, key=lambda each: self._dispatch_number[each.group.prompt.id])
+
+    def refill_exhausted(self) -> bool:
+        """Whether dynamic sampling used up its refill rounds, so that the step trains on what it has."""
+        rounds = 1 + self.context.config.algorithm.max_refill_rounds  # the first round is no refill
+        return not len(self.buffer) and len(self.counts.filtered) >= rounds * self.wanted
+
+    def pause_dispatch(self) -> None:
+        self.staleness.dispatch_open = False
+
+    def resume_dispatch(self) -> None:
+        self.staleness.dispatch_open = True
         self._changed.set()
 
-    def in_order(self, scored: Iterable[ScoredGroup]) -> list[ScoredGroup]:
-        """In the order of dispatch: arrival is short completions first, which would sort them into the same update."""
-        return sorted(scored, key=lambda each: self._order[each.group.prompt.id])
-
-    def forget(self, groups: Iterable[Group]) -> None:
-        """These left the buffer for good: trained on, or dropped."""
-        for group in groups:
-            del self._order[group.prompt.id]
-
     async def abort_stale(self, version: int) -> None:
-        """End the requests that could not be used any more once `version` is pushed."""
-        limit = version - self.admission.max_staleness
-        stale = [prompt_id for prompt_id, begun in self.running.items() if begun < limit]
+        """Abort the requests that would be too stale once `version` is synced."""
+        limit = version - self.staleness.max_staleness
+        stale = [prompt_id for prompt_id, dispatched_at in self.running.items() if dispatched_at < limit]
         if stale:
-            await self.parts.pool.each(RolloutEngine.abort, stale)
+            await self.context.pool.each(RolloutEngine.abort, stale)
 
-    async def _group(self, prompt: Prompt) -> None:
-        algorithm = self.parts.config.algorithm
+    def on_weights_synced(self, version: int, trained: Iterable[Group]) -> None:
+        """Note that `version` was synced and that these groups were trained on."""
+        groups = list(trained)
+        self.staleness.on_weights_synced(version, missing=self.wanted - len(groups))
+        self._discard(groups)
+
+    def drain_counts(self) -> RolloutCounts:
+        """Return the counts since the last call, and start again at zero."""
+        self.counts.failed = self.context.rollouter.take_lost()
+        return self.counts.drain()
+
+    def situation(self) -> str:
+        """Describe what is in flight and in the buffer, in one line."""
+        waiting = ", ".join(list(self.running)[:5])
+        return (
+            f"{len(self.buffer)} groups in the buffer, {self.staleness.in_flight} in flight ({waiting}), "
+            f"capacity for {self.staleness.capacity} more, "
+            f"dispatch {'open' if self.staleness.dispatch_open else 'paused'}"
+        )
+
+    # --- the life of one group
+
+    def _dispatch(self, tasks: asyncio.TaskGroup) -> None:
+        prompt = next(self.context.cursor)
+        number = next(self._numbers)
+        self.staleness.dispatch()
+        self.running[prompt.id] = self.staleness.version
+        self._dispatch_number[prompt.id] = number
+
+        task = tasks.create_task(self._sample(prompt), name=f"group {prompt.id}")
+        # A callback also runs for a task that is cancelled before its first instruction.
+        task.add_done_callback(partial(self._on_task_done, prompt, number))
+
+    async def _sample(self, prompt: Prompt) -> None:
+        size = self.context.config.algorithm.group_size
         try:
-            group = await self.parts.rollouter.group(
-                prompt, size=algorithm.group_size, sampling=self.parts.sampling, version=self.admission.version
+            group = await self.context.rollouter.group(
+                prompt, size=size, sampling=self.context.sampling, version=self.staleness.version
             )
         except Aborted:
-            self.tally.aborted += 1
-            self._ended(prompt)
-            self.parts.cursor.give_back([prompt.id])
+            self.counts.aborted += 1
+            self._release(prompt)
+            self.context.cursor.give_back([prompt.id])
         else:
-            self._finished(prompt, group)
+            self._on_sampled(prompt, group)
         finally:
-            self.look_again()
+            self._changed.set()
 
-    def _finished(self, prompt: Prompt, group: Group) -> None:
-        if self.parts.config.algorithm.dynamic_sampling and not has_reward_variance(group):
-            self.tally.filtered.append(group)
-            self._ended(prompt)
-            self.buffer.wake()  # the consumer may want to stop waiting for refills
-        else:
-            del self.running[prompt.id]
-            self.admission.accept()
-            self.buffer.put(group)
+    def _on_sampled(self, prompt: Prompt, group: Group) -> None:
+        if self.context.config.algorithm.dynamic_sampling and not has_reward_variance(group):
+            self.counts.filtered.append(group)
+            self._release(prompt)
+            # The consumer may have to stop waiting for refills.
+            self.buffer.wake()
+            return
 
-    def _ended(self, prompt: Prompt) -> None:
-        del self.running[prompt.id], self._order[prompt.id]
-        self.admission.release()
+        del self.running[prompt.id]
+        self.staleness.accept()
+        self.buffer.put(group)
 
-    def _over(self, prompt: Prompt, number: int, _: asyncio.Task[None]) -> None:
-        """Failed or cancelled, if it has not ended otherwise; its prompt may be in flight again by now."""
-        if prompt.id in self.running and self._order[prompt.id] == number:
-            self._ended(prompt)
+    def _release(self, prompt: Prompt) -> None:
+        del self.running[prompt.id]
+        del self._dispatch_number[prompt.id]
+        self.staleness.release()
+
+    def _discard(self, groups: Iterable[Group]) -> None:
+        """Forget groups that left the buffer for good."""
+        for group in groups:
+            del self._dispatch_number[group.prompt.id]
+
+    def _on_task_done(self, prompt: Prompt, number: int, _: asyncio.Task[None]) -> None:
+        """Release a group that failed or was cancelled. Its prompt may be in flight again by now."""
+        if prompt.id in self.running and self._dispatch_number[prompt.id] == number:
+            self._release(prompt)

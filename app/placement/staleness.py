@@ -1,11 +1,15 @@
-"""How many groups may be begun: the admission that makes staleness a bound and never a deadlock.
+"""Admission control: how many groups may be dispatched, so that staleness is bounded and nothing deadlocks.
 
-In groups, with the last PUSHED version v, staleness bound S and P prompts a step:
+In groups, with the last SYNCED version v, staleness bound S and P prompts per step:
 
-    capacity = min(room in flight, (S + v + 1) · P − (accepted + in flight), all still needed − (accepted + in flight))
+    begun    = accepted + in flight
+    capacity = min(max in flight − in flight, (S + v + 1) · P − begun, all groups still needed − begun)
 
-What always holds: every group that was dispatched ends exactly once, as accepted or as released; what was accepted and
-could not be used after all is returned, which makes room for another. The formula is AReaL's (arXiv 2505.24298, 5.1).
+Invariants:
+    - Every dispatched group ends exactly once: accepted or released.
+    - An accepted group that turns out too stale is returned and makes room for another.
+
+The formula is AReaL's (arXiv 2505.24298, section 5.1).
 """
 
 from dataclasses import dataclass
@@ -13,11 +17,20 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class StalenessManager:
+    """Counts groups in flight and accepted groups.
+
+    Example (P=8, S=2, version 3):
+        staleness = StalenessManager.at(3, prompts_per_step=8, max_staleness=2, max_in_flight=100, last_step=50)
+        staleness.capacity    # (2 + 3 + 1) · 8 − 3 · 8 = 24
+        staleness.dispatch()  # in_flight 1, capacity 23
+        staleness.accept()    # in_flight 0, accepted 25, capacity 23
+    """
+
     prompts_per_step: int  # P
-    max_staleness: int  # S, pushes
+    max_staleness: int  # S, in syncs
     max_in_flight: int  # groups
-    last_step: int  # the version after which nothing is needed
-    version: int = 0  # pushed last
+    last_step: int  # no groups are needed after this version
+    version: int = 0  # synced last
     accepted: int = 0  # groups that are, or were, in the buffer
     in_flight: int = 0  # groups being sampled or scored
     dispatch_open: bool = True
@@ -26,12 +39,12 @@ class StalenessManager:
     def at(
         cls, version: int, *, prompts_per_step: int, max_staleness: int, max_in_flight: int, last_step: int
     ) -> "StalenessManager":
-        """Admission of a run that stands at `version`: what was trained to get there counts as accepted."""
+        """Create the admission of a run at `version`. The groups of earlier steps count as accepted."""
         return cls(prompts_per_step, max_staleness, max_in_flight, last_step, version, version * prompts_per_step)
 
     @property
     def capacity(self) -> int:
-        """How many groups may be dispatched now."""
+        """Groups that may be dispatched now."""
         if not self.dispatch_open:
             return 0
         begun = self.accepted + self.in_flight
@@ -39,33 +52,29 @@ class StalenessManager:
         needed = self.last_step * self.prompts_per_step - begun
         return max(0, min(self.max_in_flight - self.in_flight, fresh, needed))
 
-    @property
-    def starved(self) -> bool:
-        """Nothing is being sampled and nothing may be begun."""
-        return self.in_flight == 0 and self.capacity == 0
-
     def dispatch(self) -> None:
+        """Count a group that is sent to the engines."""
         assert self.capacity > 0, "dispatched without capacity"
         self.in_flight += 1
 
     def accept(self) -> None:
-        """A dispatched group goes into the buffer."""
+        """Count a dispatched group that enters the buffer."""
         self.in_flight -= 1
         self.accepted += 1
 
     def release(self) -> None:
-        """A dispatched group ends without being used: failed, filtered, aborted."""
+        """Count a dispatched group that ends unused: failed, filtered or aborted."""
         self.in_flight -= 1
 
-    def give_back(self, groups: int) -> None:
-        """Accepted groups could not be used after all: too stale when taken."""
+    def return_accepted(self, groups: int) -> None:
+        """Take back accepted groups that were too stale to be trained on."""
         self.accepted -= groups
 
-    def push(self, version: int, *, missing: int = 0) -> None:
-        """Policy `version` was pushed; its step ended `missing` groups short, which nobody will wait for any more."""
+    def on_weights_synced(self, version: int, *, missing: int = 0) -> None:
+        """Note a sync. `missing`: groups by which its step fell short; they are not needed any more."""
         self.version = version
         self.accepted += missing
 
     def is_fresh(self, oldest_version: int) -> bool:
-        """Whether tokens of this version may still be trained on."""
+        """Whether a group whose oldest token is of this version may be trained on."""
         return self.version - oldest_version <= self.max_staleness

@@ -1,4 +1,4 @@
-"""The line of a step, put together in one place for both placements."""
+"""The metrics of one step, assembled in one place for both placements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,49 +9,62 @@ from app.types import Group, ScoredGroup, StepReport, SyncReport
 
 @dataclass(slots=True)
 class RolloutCounts:
-    """What happened to groups since the last step, besides being trained on."""
+    """Groups since the last step that were not trained on."""
 
     filtered: list[Group] = field(default_factory=list)  # by dynamic sampling
     dropped: int = 0  # too stale when taken
     aborted: int = 0  # too stale while in flight
-    failed: int = 0  # lost to an engine, sent again
+    failed: int = 0  # lost to an engine and sent again
 
-    def take(self) -> "RolloutCounts":
-        """What it holds, and begin anew."""
-        now = RolloutCounts(self.filtered, self.dropped, self.aborted, self.failed)
-        self.filtered, self.dropped, self.aborted, self.failed = [], 0, 0, 0
-        return now
+    def drain(self) -> "RolloutCounts":
+        """Return the counts and start again at zero."""
+        drained = RolloutCounts(self.filtered, self.dropped, self.aborted, self.failed)
+        self.filtered = []
+        self.dropped = 0
+        self.aborted = 0
+        self.failed = 0
+        return drained
 
 
 def step_metrics(
     scored: Sequence[ScoredGroup],
-    tally: RolloutCounts,
+    counts: RolloutCounts,
     report: StepReport,
     sync: SyncReport,
     seconds: Mapping[str, float],
     *,
     trained_version: int,
 ) -> dict[str, float]:
-    """All metrics of a step. `seconds` has `step` (wall clock) and its phases.
+    """Assemble all metrics of a step.
 
-    Rewards, lengths and tokens are those of the groups that were trained on and of those that were filtered out;
-    staleness and advantages those of the trained ones.
+    Rewards, lengths and tokens cover trained and filtered groups; staleness and advantages cover trained groups.
+
+    Args:
+        scored: The groups that were trained on.
+        counts: The groups that were not.
+        report: The trainer's report.
+        sync: The weight sync's report.
+        seconds: Wall-clock seconds of the `step` and of its phases.
+        trained_version: The policy version that was trained, for staleness.
     """
     groups = [each.group for each in scored]
-    seen = groups + tally.filtered
-    measured = group_metrics(seen) if seen else {"tokens/completion": 0.0}
-    stale = {**staleness_metrics(groups, trained_version), **advantage_metrics(scored)} if groups else {}
-    return {
-        "policy_version": float(report.version),
-        **measured,
-        **stale,
-        "rollout/groups": float(len(groups)),
-        "rollout/filtered_groups": float(len(tally.filtered)),
-        "rollout/dropped_groups": float(tally.dropped),
-        "rollout/aborted_groups": float(tally.aborted),
-        "rollout/failed_groups": float(tally.failed),
-        **report.metrics,
-        **sync.metrics,
-        **{f"time/{phase}": value for phase, value in seconds.items()},
-        "throughput/completion_tokens_per_second": measured["tokens/completion"] / seconds["step"],
-    }
+    sampled = groups + counts.filtered
+
+    metrics = {"policy_version": float(report.version), "tokens/completion": 0.0}
+    if sampled:
+        metrics |= group_metrics(sampled)
+    if groups:
+        metrics |= staleness_metrics(groups, trained_version)
+        metrics |= advantage_metrics(scored)
+
+    metrics["rollout/groups"] = float(len(groups))
+    metrics["rollout/filtered_groups"] = float(len(counts.filtered))
+    metrics["rollout/dropped_groups"] = float(counts.dropped)
+    metrics["rollout/aborted_groups"] = float(counts.aborted)
+    metrics["rollout/failed_groups"] = float(counts.failed)
+
+    metrics |= report.metrics
+    metrics |= sync.metrics
+    metrics |= {f"time/{phase}": value for phase, value in seconds.items()}
+    metrics["throughput/completion_tokens_per_second"] = metrics["tokens/completion"] / seconds["step"]
+    return metrics

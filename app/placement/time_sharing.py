@@ -1,64 +1,94 @@
-"""Who has the memory of the devices that trainer and engines share, and how it changes hands.
+"""Hands the devices that trainer and engines share from one to the other.
 
-Does nothing for a side that `offload` leaves where it is. Which calls move memory at all is the device's business: on a
-CPU the same calls are made, in the same order.
+    give_to_engines   offload gradients, optimizer │ reload engine weights │ sync │ offload parameters │ reload KV cache
+    give_to_trainer   drain and release the engines │ onload the trainer
+
+Parameters are on the device during the sync, since offloaded shards cannot be read. The KV cache comes back only after
+they are offloaded: the device does not hold both. A side that `offload` excludes stays where it is. The device decides
+whether a call moves memory: on a CPU the same calls are made in the same order.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
 from app.config.offload import OffloadConfig
 from app.protocols import RolloutEngine, Trainer
+from app.recovery.engine_supervisor import EngineSupervisor
 from app.rollout.pool import EnginePool
-from app.types import EngineMemory, InFlight, TrainerMemory
+from app.types import EngineMemory, InFlight, SyncReport, TrainerMemory
 
-CACHES = (EngineMemory.graphs, EngineMemory.kv_cache)  # what an engine can do without while weights are pushed to it
-OPTIMIZER_STATE = (TrainerMemory.gradients, TrainerMemory.optimizer)  # what a push does not read
+CACHES = (EngineMemory.graphs, EngineMemory.kv_cache)  # not needed while weights are synced
+OPTIMIZER_STATE = (TrainerMemory.gradients, TrainerMemory.optimizer)  # not read by a sync
 
 
 class TimeSharing:
-    def __init__(self, offload: OffloadConfig, trainer: Trainer, pool: EnginePool):
-        self.offload, self.trainer, self.pool = offload, trainer, pool
+    """Owns whose turn it is: `give_to_engines` and `give_to_trainer` alternate.
+
+    Engines are restarted only during the engines' turn.
+    """
+
+    def __init__(self, offload: OffloadConfig, trainer: Trainer, pool: EnginePool, supervisor: EngineSupervisor):
+        self.offload = offload
+        self.trainer = trainer
+        self.pool = pool
+        self.supervisor = supervisor
+
+    async def give_to_engines(self, sync: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
+        """Hand the devices to the engines. `sync` copies the current policy into them on the way."""
+        await self.offload_trainer(OPTIMIZER_STATE)
+        await self._reload([EngineMemory.weights])
+
+        report = await sync()
+
+        await self.offload_trainer([TrainerMemory.parameters])
+        await self._reload(reversed(CACHES))
+        self.supervisor.resume_restarts()
+        return report
+
+    async def give_to_trainer(self) -> None:
+        """Drain the engines and hand the devices to the trainer."""
+        await self.supervisor.pause_restarts()
+        await self.offload_engines()
+        await self.onload_trainer(TrainerMemory)
 
     async def offload_engines(self) -> None:
-        """Everything of the engines, as soon as they are idle."""
-        if self.offload.engine:
-            await self.pool.each(RolloutEngine.pause, InFlight.drain)
-            for part in (*CACHES, EngineMemory.weights):
-                await self.pool.each(RolloutEngine.release, part)
+        """Drain the engines and release all their device memory."""
+        if not self.offload.engine:
+            return
 
-    async def weights_return(self) -> None:
-        """The engines' weights, whose content is yet to be pushed."""
-        if self.offload.engine:
-            await self.pool.each(RolloutEngine.reload, EngineMemory.weights)
+        await self.pool.each(RolloutEngine.pause, InFlight.drain)
+        for region in (*CACHES, EngineMemory.weights):
+            await self.pool.each(RolloutEngine.release, region)
 
-    async def reload_kv_cache(self) -> None:
-        if self.offload.engine:
-            for part in reversed(CACHES):
-                await self.pool.each(RolloutEngine.reload, part)
-
-    async def offload_trainer(self, parts: Iterable[TrainerMemory]) -> None:
+    async def offload_trainer(self, regions: Iterable[TrainerMemory]) -> None:
         if self.offload.trainer:
-            for part in parts:
-                await self.trainer.offload(part)
+            for region in regions:
+                await self.trainer.offload(region)
 
-    async def onload_trainer(self, parts: Iterable[TrainerMemory]) -> None:
+    async def onload_trainer(self, regions: Iterable[TrainerMemory]) -> None:
         if self.offload.trainer:
-            for part in parts:
-                await self.trainer.onload(part)
+            for region in regions:
+                await self.trainer.onload(region)
 
     @asynccontextmanager
     async def params_onloaded(self, engines: Iterable[RolloutEngine]) -> AsyncIterator[None]:
-        """The trainer's parameters on the device while these engines, which are not generating yet, have it."""
+        """Onload the trainer's parameters during the engines' turn, to sync them into these restarted engines."""
         engines = list(engines)
         if self.offload.engine:
             await asyncio.gather(*(engine.pause(InFlight.drain) for engine in engines))
-            for part in CACHES:
-                await asyncio.gather(*(engine.release(part) for engine in engines))
+            for region in CACHES:
+                await asyncio.gather(*(engine.release(region) for engine in engines))
         await self.onload_trainer([TrainerMemory.parameters])
+
         yield
+
         await self.offload_trainer([TrainerMemory.parameters])
         if self.offload.engine:
-            for part in reversed(CACHES):
-                await asyncio.gather(*(engine.reload(part) for engine in engines))
+            for region in reversed(CACHES):
+                await asyncio.gather(*(engine.reload(region) for engine in engines))
+
+    async def _reload(self, regions: Iterable[EngineMemory]) -> None:
+        if self.offload.engine:
+            for region in regions:
+                await self.pool.each(RolloutEngine.reload, region)

@@ -1,7 +1,7 @@
-"""Ends a run in which nothing happens any more, saying what everyone waits for, with the stacks in the logs.
+"""Ends a run that makes no progress, with the stacks of all tasks in `logs/stacks.log`.
 
-Single calls have deadlines of their own (an engine's progress, a trainer call, a phase of a push); this watches what
-none of them sees: that groups keep being finished (used or filtered, for training or evaluation) and steps too.
+Single calls have their own deadlines (an engine's progress, a trainer call, a phase of a sync). The watchdog covers
+what none of them sees: groups must keep finishing (for training or evaluation), and so must the phases of a step.
 """
 
 import asyncio
@@ -17,39 +17,45 @@ POLL_SECONDS = 1.0
 
 class Watched(Protocol):
     config: RunConfig
-    parts: RunContext
+    context: RunContext
 
     @property
     def progress(self) -> tuple[object, ...]:
-        """Changes whenever something happens."""
+        """A value that changes when the run makes progress."""
         ...
 
-    def situation(self) -> str: ...
+    def situation(self) -> str:
+        """Describe what the run is waiting for, in one line."""
+        ...
 
 
 async def watch(run: Watched) -> None:
-    """Raise `RunError` when no group was finished and no phase of a step for longer than any call may take."""
-    limit = max(run.config.trainer.timeout_s, run.config.rollout.stall_timeout_s, run.config.weight_sync.timeout_s)
+    """Raise `RunError` when nothing finished for longer than any single call may take."""
+    config = run.config
+    limit = max(config.trainer.timeout_s, config.rollout.stall_timeout_s, config.weight_sync.timeout_s)
     loop = asyncio.get_running_loop()
-    seen, since = run.progress, loop.time()
+
+    last = run.progress
+    changed_at = loop.time()
     while True:
         await asyncio.sleep(POLL_SECONDS)
-        if run.progress != seen:
-            seen, since = run.progress, loop.time()
-        elif loop.time() - since > limit:
-            path = run.parts.recorder.folder / "logs" / "stacks.log"
+        if run.progress != last:
+            last = run.progress
+            changed_at = loop.time()
+        elif loop.time() - changed_at > limit:
+            path = run.context.recorder.folder / "logs" / "stacks.log"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(task_stacks())
-            raise RunError(f"nothing happened for {limit:.0f} s: {run.situation()}; stacks: {path}")
+            raise RunError(f"no progress for {limit:.0f} s: {run.situation()}; stacks: {path}")
 
 
 def task_stacks() -> str:
-    """Where every task of this event loop stands, from its outermost coroutine to what it awaits."""
+    """Return the stack of every task of this event loop, outermost coroutine first."""
     return "\n".join(f"--- task {task.get_name()}\n{_stack(task.get_coro())}" for task in asyncio.all_tasks())
 
 
 def _stack(awaited: object) -> str:
-    """`Task.print_stack` shows the outermost frame only; the rest hangs on it by `cr_await`."""
+    """Follow `cr_await` from the outermost frame, which is all that `Task.print_stack` shows."""
     lines: list[str] = []
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)

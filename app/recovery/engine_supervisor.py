@@ -1,220 +1,185 @@
-"""Keeps a run's engines alive: replaces one that died or stalled, brings it the current policy, repeats a failed push.
+"""Replaces engines that died or stalled.
 
-    lost → end what is left of it → start another in its place → push to it → it is asked again
+    lost → end what is left of it → start a new one at its index → sync the current policy into it → ready
 
-Always holds: an engine is asked for completions only after a whole push of the current policy to it; the other engines
-go on meanwhile; parameters are not updated while they are pushed; where engines and trainer share devices, an engine is
-started only while the devices are the engines'. After `recovery.max_engine_failures` failures in a row the run ends with
-what failed last.
+Invariants:
+    - A restarted engine generates only after a complete sync of the current policy into it. The other engines continue
+      meanwhile.
+    - Where engines and trainer share devices, engines are restarted only during the engines' turn
+      (`pause_restarts`, `resume_restarts`).
+    - After `recovery.max_engine_failures` failed starts in a row the run ends with the last failure.
 """
 
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Protocol
 
 from app.config import RunConfig
-from app.errors import EngineError, EngineLost, RunError, SyncError, TrainerError, TrainerLost
-from app.protocols import RolloutEngine, Trainer
+from app.errors import EngineError, EngineLost, one_line
+from app.protocols import RolloutEngine
 from app.rollout.pool import EnginePool
-from app.types import SyncReport
 from app.utils.tasks import root_cause
 
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubled for each further one
-FORGET_SECONDS = 10.0  # for an engine to end what nobody waits for any more
+ABORT_SECONDS = 10.0  # for an engine to end its aborted requests
 POLL_SECONDS = 0.1
-Engines = Mapping[int, RolloutEngine]  # by place
+Engines = Mapping[int, RolloutEngine]  # by index
 
 
-class ChangeableSync(Protocol):
-    """A weight sync whose engines may change."""
+class RestartedEngineSync(Protocol):
+    """Copies the current policy into restarted engines."""
 
-    def set_engines(self, engines: Engines) -> None: ...
-
-    async def sync(self, version: int) -> SyncReport: ...
+    async def sync_restarted(self, engines: Engines) -> Engines:
+        """Make one attempt; returns the engines that have the policy, which are none after a failed attempt."""
+        ...
 
 
 class EngineSupervisor:
-    """Implements `WeightSync` (app/protocols.py) over engines that may be lost.
+    """Restarts the lost engines of a pool.
 
-    `make` creates an engine for a place (with `start` and `end`, as `RemoteEngine` has them); `warn` tells people.
+    Lifecycle: `monitor` around everything that generates; `attach` for each new trainer, whose policies restarted
+    engines get. Without one (mode=eval) the weights that an engine loads at its start are the right ones.
+
+    Args:
+        make: Creates an engine for an index, not started.
+        warn: Receives one sentence for each restart.
     """
 
     def __init__(
-        self, config: RunConfig, pool: EnginePool, make: Callable[[int], Any], warn: Callable[[str], None]
+        self,
+        config: RunConfig,
+        pool: EnginePool,
+        make: Callable[[int], RolloutEngine],
+        warn: Callable[[str], None],
     ) -> None:
-        self.config, self.pool, self.make, self.warn = config, pool, make, warn
+        self.config = config
+        self.pool = pool
+        self.make = make
+        self.warn = warn
         self.restarts = 0  # engines replaced so far
-        self.version = 0  # of the trainer's parameters
-        self.parameters_at_hand: Callable[[Engines], AbstractAsyncContextManager[None]] = lambda _: nullcontext()
+        self.unsynced: set[int] = set()  # indices of restarted engines without the current policy
         self._limit = config.recovery.max_engine_failures
-        self._trainer: Trainer | None = None
-        self._sync: ChangeableSync | None = None
-        self._fresh: set[int] = set()  # places whose new engine runs and was not pushed to yet
-        self._parameters = asyncio.Lock()  # held while they are read or changed
-        self._replacing = asyncio.Lock()  # held by the background task while it replaces engines
-        self._turn = asyncio.Event()  # the engines may use their devices
-        self._turn.set()
+        self._sync: RestartedEngineSync | None = None
+        self._replacing = asyncio.Lock()  # held while the monitor replaces engines
+        self._restarts_allowed = asyncio.Event()
+        self._restarts_allowed.set()
 
-    def attach(self, trainer: Trainer, sync: ChangeableSync, version: int) -> None:
-        """Where policies come from. Without any (mode=eval) the one that an engine starts with is the right one."""
-        self._trainer, self._sync, self.version = trainer, sync, version
+    def attach(self, sync: RestartedEngineSync) -> None:
+        """Set how restarted engines get the current policy."""
+        self._sync = sync
 
     @asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
-        """Replace engines while the block runs; ends it with one sentence when that is not possible.
+    async def monitor(self) -> AsyncIterator[None]:
+        """Restart lost engines while the block runs. Raises `EngineError` when that fails too often.
 
-        The block before may have ended with engines lost, or with new ones that nothing was pushed to.
+        Engines may be lost, or restarted and unsynced, when the block begins.
         """
         if self.pool.lost:
             self.pool.engine_lost.set()
         try:
             async with asyncio.TaskGroup() as tasks:
-                watcher = tasks.create_task(self._replace_forever(), name="recovery")
+                monitor = tasks.create_task(self._restart_forever(), name="engine supervisor")
                 yield
-                watcher.cancel()
+                monitor.cancel()
         except BaseExceptionGroup as failures:
             raise root_cause(failures) from None
 
-    @asynccontextmanager
-    async def updating(self, version: int) -> AsyncIterator[None]:
-        """Around the update that makes the parameters those of `version`: nobody reads them meanwhile."""
-        async with self._parameters:
-            yield
-            self.version = version
-
-    async def forget(self) -> None:
-        """Let the engines end what a lost trainer's steps had asked for; one that does not is replaced."""
-        deadline = time.monotonic() + FORGET_SECONDS
+    async def abort_in_flight(self) -> None:
+        """Abort all requests and wait until they ended. An engine that does not end them is marked lost."""
+        deadline = time.monotonic() + ABORT_SECONDS
         await self.pool.each(RolloutEngine.abort)
         for engine in self.pool.alive:
             try:
                 while (await engine.stats()).groups:
                     if time.monotonic() > deadline:
-                        raise EngineLost(f"requests in flight were not aborted within {FORGET_SECONDS:.0f} s")
+                        raise EngineLost(f"requests in flight were not aborted within {ABORT_SECONDS:.0f} s")
                     await asyncio.sleep(POLL_SECONDS)
-            except EngineLost as why:
-                self.pool.mark_lost(engine, why)
+            except EngineLost as error:
+                self.pool.mark_lost(engine, error)
 
-    # --- whose turn it is, where engines and trainer share devices
+    # --- turns, where engines and trainer share devices
 
-    async def trainers_turn(self) -> None:
-        """From now on no engine is started by itself; waits for one that is being started."""
+    @property
+    def restarts_paused(self) -> bool:
+        return not self._restarts_allowed.is_set()
+
+    async def pause_restarts(self) -> None:
+        """Pause automatic restarts; wait for one in progress."""
         async with self._replacing:
-            self._turn.clear()
+            self._restarts_allowed.clear()
 
-    def engines_turn(self) -> None:
-        self._turn.set()
+    def resume_restarts(self) -> None:
+        self._restarts_allowed.set()
 
-    # --- pushing
+    # --- restarts
 
-    async def sync(self, version: int) -> SyncReport:
-        """Carry the policy into every engine, again if need be. Raises `SyncError`, or `TrainerLost`."""
-        for attempt in itertools.count(1):
-            if not self._turn.is_set():  # nobody else starts them now
-                await self._start_lost()
-            else:
-                await self.pool.wait_for_any()  # if none lives, one is on its way
-            self.version = version
-            away = self.pool.lost.keys() - (set() if self._turn.is_set() else self._fresh)
-            targets = {place: engine for place, engine in enumerate(self.pool.engines) if place not in away}
-            report = await self._try(targets, attempt)
-            if report is not None:
-                self._welcome(targets)
-                return report
-        raise AssertionError("unreachable")
-
-    async def _try(self, targets: Engines, attempt: int) -> SyncReport | None:
-        """A push to these. None: it failed, and may be repeated."""
-        assert self._sync is not None
-        try:
-            async with self._parameters:
-                self._sync.set_engines(targets)
-                report = await self._sync.sync(self.version)
-        except (EngineError, SyncError) as error:
-            await self._find_the_lost(error, targets)
-            if attempt > self._limit:
-                raise
-            self.warn(f"{first_line(error)} (push {self.version} is repeated, attempt {attempt + 1})")
-            await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
-            return None
-        return report
-
-    async def _find_the_lost(self, error: RunError, targets: Engines) -> None:
-        """Look who is to blame for a failed push. Raises `TrainerLost` if it is the trainer."""
-        assert self._trainer is not None
-        for place, engine in targets.items():
-            try:
-                await engine.check()
-            except EngineLost as why:
-                self._fresh.discard(place)
-                self.pool.mark_lost(engine, why)
-        try:
-            await self._trainer.version()
-        except TrainerError as gone:
-            raise TrainerLost(str(gone)) from error
-
-    def _welcome(self, targets: Engines) -> None:
-        for place in self._fresh & targets.keys():
-            self._fresh.discard(place)
-            self.pool.mark_ready(place)
-
-    # --- replacing
-
-    async def _replace_forever(self) -> None:
-        while True:
-            await self.pool.engine_lost.wait()
-            await self._turn.wait()
-            async with self._replacing:
-                if self._turn.is_set():
-                    await self._start_lost()
-                    await self._admit()
-
-    async def _admit(self) -> None:
-        """Push the current policy to engines that were started, and to no others."""
-        for attempt in itertools.count(1):
-            fresh = {place: self.pool.engines[place] for place in self._fresh}
-            if not fresh:
-                return
-            if self._sync is None:
-                self._welcome(fresh)
-                return
-            async with self.parameters_at_hand(fresh):
-                report = await self._try(fresh, attempt)
-            if report is not None:  # nobody may ask an engine whose cache is not back
-                self._welcome(fresh)
-
-    async def _start_lost(self) -> None:
+    async def restart_lost(self) -> None:
+        """Restart all lost engines. They stay lost for the pool, and `unsynced`, until they have the policy."""
         self.pool.engine_lost.clear()
         async with asyncio.TaskGroup() as tasks:
-            for place in self.pool.lost.keys() - self._fresh:
-                tasks.create_task(self._start(place), name=f"start of engine {place}")
+            for index in self.pool.lost.keys() - self.unsynced:
+                tasks.create_task(self._restart(index), name=f"restart of engine {index}")
 
-    async def _start(self, place: int) -> None:
-        why: EngineError = self.pool.lost[place]
+    def mark_ready(self, indices: Iterable[int]) -> None:
+        """Let restarted engines that have the policy generate again."""
+        for index in self.unsynced & set(indices):
+            self.unsynced.discard(index)
+            self.pool.mark_ready(index)
+
+    async def diagnose(self, engines: Engines) -> None:
+        """Check these engines and mark the lost ones."""
+        for index, engine in engines.items():
+            try:
+                await engine.check()
+            except EngineLost as error:
+                self.unsynced.discard(index)
+                self.pool.mark_lost(engine, error)
+
+    async def _restart_forever(self) -> None:
+        while True:
+            await self.pool.engine_lost.wait()
+            await self._restarts_allowed.wait()
+            async with self._replacing:
+                if not self.restarts_paused:
+                    await self.restart_lost()
+                    await self._sync_restarted()
+
+    async def _sync_restarted(self) -> None:
+        """Sync the current policy into the restarted engines, and into no others, until all have it."""
+        while self.unsynced:
+            engines = {index: self.pool.engines[index] for index in self.unsynced}
+            if self._sync is not None:
+                engines = dict(await self._sync.sync_restarted(engines))
+            self.mark_ready(engines)
+
+    async def _restart(self, index: int) -> None:
+        error: EngineError = self.pool.lost[index]
         for attempt in itertools.count(1):
-            self.warn(f"{first_line(why)} (started again, attempt {attempt})")
-            await self.pool.engines[place].end()
+            self.warn(f"{summary(error)} (restarting, attempt {attempt})")
+            await self.pool.engines[index].end()
             if attempt > 1:
                 await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 2))
-            engine = self.pool.engines[place] = self.make(place)
+
+            engine = self.make(index)
+            self.pool.engines[index] = engine
             try:
                 await engine.start(self.config.rollout.start_timeout_s)
-            except EngineError as error:
+            except EngineError as failure:
                 if attempt > self._limit:
                     raise EngineError(
-                        f"engine {place} was lost and could not be started again in {attempt} attempts "
-                        f"(recovery.max_engine_failures={self._limit}); the last one: {error}"
-                    ) from error
-                why = error
+                        f"engine {index} was lost and could not be restarted in {attempt} attempts "
+                        f"(recovery.max_engine_failures={self._limit}); the last one: {failure}"
+                    ) from failure
+                error = failure
             else:
                 self.restarts += 1
-                self._fresh.add(place)
+                self.unsynced.add(index)
                 return
 
 
-def first_line(error: BaseException) -> str:
-    """Without what announces the lines that follow."""
-    return str(error).splitlines()[0].removesuffix("; its last lines:")
+def summary(error: BaseException) -> str:
+    """Return the first line of an error, without the announcement of log lines that follow it."""
+    return one_line(error).removesuffix("; its last lines:")

@@ -1,7 +1,7 @@
-"""Going on with a run that ended before its time: which folder, which settings, and that nobody else goes on with it.
+"""Resuming a run that ended early: its folder, its settings, and the lock that keeps a second driver out.
 
-The saved configuration wins, so that a run stays the run that it was; only what cannot change what is learnt from
-which data (`RESUMABLE`) may be given anew on the command line.
+The saved configuration wins, so that a run keeps its identity. Only settings that cannot affect the learned policy
+(`RESUMABLE`) may be overridden.
 """
 
 import fcntl
@@ -17,9 +17,10 @@ from app.checkpoint.manager import FOLDER, latest, read_state
 from app.config import RunConfig
 from app.config.compose import sentence
 from app.errors import ConfigError, RunError
-from app.tracking.run_folder import metrics_file as jsonl
+from app.tracking.run_folder import metrics_file
 
-NEVER, AUTO = "never", "auto"
+NEVER = "never"
+AUTO = "auto"
 SAVED = Path("config") / "config.yaml"
 LOCK = "driver.lock"
 RESUMABLE = (
@@ -49,57 +50,69 @@ RESUMABLE = (
 
 
 def apply_resume(composed: DictConfig) -> list[str]:
-    """Make `composed` that of the run to be resumed, if there is one; returns what was given in vain, as sentences.
+    """Replace `composed` by the configuration of the run to resume, if there is one.
 
-    Raises `ConfigError` for a folder that is no run's, or one that is used where `resume=never`.
+    Returns:
+        One sentence for each override that is ignored.
+
+    Raises:
+        ConfigError: `resume` names no run, or the folder is used and `resume=never`.
     """
-    resume, folder = str(composed.resume), _given_folder(composed)
+    resume = str(composed.resume)
+    folder = _given_folder(composed)
     if resume == NEVER:
         _require_unused(folder)
         return []
+
     if resume != AUTO:
         folder = _folder_of(resume)
         composed.hydra.run.dir = str(folder)
     elif folder is None or not (folder / SAVED).is_file():
-        return []  # nothing to go on with: a new run
-    saved = _saved(folder)
+        return []  # nothing to resume: a new run
+    return _take_over(composed, _saved(folder), resume)
+
+
+def _take_over(composed: DictConfig, saved: DictConfig, resume: str) -> list[str]:
+    """Copy the saved settings into `composed`, except the overrides that are allowed."""
     given = [override.lstrip("+~").split("=", 1)[0] for override in composed.hydra.overrides.task]
-    anew = {key: OmegaConf.select(composed, key) for key in given if _resumable(key)}
-    ignored = [
-        f"{key} is that of the run that is resumed, and not what was given: it cannot change any more"
-        for key in given
-        if not _resumable(key) and _plain(OmegaConf.select(composed, key)) != _plain(OmegaConf.select(saved, key))
-    ]
+    allowed = {key: OmegaConf.select(composed, key) for key in given if _resumable(key)}
+    changed = [key for key in given if not _resumable(key) and _differs(composed, saved, key)]
+
     with open_dict(composed):
         for key in saved:
             composed[key] = saved[key]
-        for key, value in anew.items():
+        for key, value in allowed.items():
             OmegaConf.update(composed, key, value)
         composed.resume = resume
-    return ignored
+    return [f"{key} is ignored: a resumed run keeps its saved value" for key in changed]
 
 
 def finished_at(composed: DictConfig) -> int | None:
-    """The last step of a run that is to be resumed and has none left to do."""
+    """Return the last step of a run to resume that has no step left; None when it has."""
     if str(composed.resume) == NEVER:
         return None
+
     folder = _given_folder(composed)
-    point = checkpoint_of(str(composed.resume)) or (folder and latest(folder))
-    if point is None:
+    checkpoint = checkpoint_of(str(composed.resume)) or (folder and latest(folder))
+    if checkpoint is None:
         return None
-    step = read_state(point).step
+    step = read_state(checkpoint).step
     return step if step >= int(composed.steps) else None
 
 
 def checkpoint_of(resume: str) -> Path | None:
-    """The checkpoint that `resume=` names, if it names one and not a run."""
+    """Return the checkpoint that `resume=` names, if it names a checkpoint and not a run."""
     path = Path(resume)
     return path if path.parent.name == FOLDER and path.is_dir() else None
 
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold the run's folder; `RunError` where another process holds it. Freed by the kernel when this one ends."""
+    """Hold a run's folder. The kernel frees the lock when this process ends.
+
+    Raises:
+        RunError: Another process holds it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as lock:
         try:
@@ -110,7 +123,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def _saved(folder: Path) -> DictConfig:
-    """The configuration that a run was begun with, in the types of today."""
+    """Load the configuration of a run with today's schema."""
     try:
         saved = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(folder / SAVED))
     except OmegaConfBaseException as error:
@@ -132,7 +145,7 @@ def _folder_of(resume: str) -> Path:
 
 
 def _given_folder(composed: DictConfig) -> Path | None:
-    """`hydra.run.dir`; None for the default, which names a new folder each time."""
+    """Return `hydra.run.dir`; None for the default, which names a new folder each time."""
     try:
         return Path(str(OmegaConf.select(composed, "hydra.run.dir")))
     except InterpolationResolutionError:  # of the choices, which Hydra does not know yet
@@ -142,16 +155,21 @@ def _given_folder(composed: DictConfig) -> Path | None:
 def _require_unused(folder: Path | None) -> None:
     if folder is None:
         return
-    path = folder / jsonl.NAME
+
+    path = folder / metrics_file.NAME
     if path.is_file() and path.stat().st_size:
         raise ConfigError(
-            f"hydra.run.dir={folder} is not accepted: it holds a run already; give resume=auto to go on with that, or "
+            f"hydra.run.dir={folder} is not accepted: it already holds a run; give resume=auto to continue it, or "
             "another folder."
         )
 
 
 def _resumable(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in RESUMABLE) or key.startswith("hydra")
+
+
+def _differs(composed: DictConfig, saved: DictConfig, key: str) -> bool:
+    return bool(_plain(OmegaConf.select(composed, key)) != _plain(OmegaConf.select(saved, key)))
 
 
 def _plain(node: Any) -> Any:

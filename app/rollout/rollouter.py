@@ -6,10 +6,10 @@ from typing import Any
 
 from app.config.recovery import RecoveryConfig
 from app.errors import EngineError, EngineLost
+from app.protocols import Timeline
 from app.reward.scorer import Scorer
 from app.rollout.client import ConnectionLost
 from app.rollout.pool import EnginePool
-from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, FinishReason, Group, GroupRequest, Prompt, Sampling, Trajectory
 
 PAUSE_SECONDS = 0.25  # before a prompt is sent again; doubled each time

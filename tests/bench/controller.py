@@ -98,12 +98,12 @@ def run_once(folder: Path) -> float:
 
     async def story(recorder: RunFolderRecorder) -> float:
         world.recorder = recorder  # type: ignore[assignment]
-        parts = world.parts()
-        parts.pool.engines[:] = [Hosts(seconds, world.right) for _ in range(ENGINES)]
-        parts.pool._outstanding[:] = [0] * ENGINES
-        world.sync.engines = parts.pool.engines
+        context = world.context()
+        context.pool.engines[:] = [Hosts(seconds, world.right) for _ in range(ENGINES)]
+        context.pool._outstanding[:] = [0] * ENGINES
+        world.sync.engines = context.pool.engines
         started = time.process_time()
-        await FullyAsync(parts).run()
+        await FullyAsync(context).run()
         return time.process_time() - started
 
     with RunFolderRecorder(made, folder) as recorder:

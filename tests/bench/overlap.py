@@ -105,7 +105,7 @@ def measure(preset: Preset, staleness: int | None, in_flight: InFlight, folder: 
     placement = Colocate if colocate else FullyAsync
 
     async def story() -> float:
-        await placement(world.parts()).run()
+        await placement(world.context()).run()
         return now()
 
     run_virtual(story())

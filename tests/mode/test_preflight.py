@@ -1,11 +1,14 @@
-"""What is looked at before a run's folder exists."""
+"""What is checked before a run's folder exists, and that it is loaded once."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-from app.mode.preflight import prepare
+import pytest
+
+import app.data.build as data
+from app.mode.preflight import preflight, take_inputs
 from tests.compose import composed
 from tests.model.support import save_qwen3
 
@@ -24,18 +27,34 @@ def test_a_models_own_tokenizer_is_loaded_only_where_its_code_is_trusted(tmp_pat
     config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     for trusted in (True, False):
-        prepared = prepare(composed(f"model.path={path}", f"model.trust_remote_code={trusted}"), lambda _: None)
-        assert (type(prepared.tokenizer).__name__ == "Own") == trusted
+        inputs = take_inputs(composed(f"model.path={path}", f"model.trust_remote_code={trusted}"), lambda _: None)
+        assert (type(inputs.tokenizer).__name__ == "Own") == trusted
 
 
-def test_a_run_of_the_tiny_model_is_prepared_without_torch(tiny_model: Path) -> None:
-    """Its import takes seconds and 200 MB; an engine's host never needs it."""
+def test_the_run_takes_what_preflight_loaded(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[object] = []
+    build = data.build
+    monkeypatch.setattr(data, "build", lambda *args, **kwargs: loaded.append(args) or build(*args, **kwargs))
+    preflight(composed())
+    take_inputs(composed(), lambda _: None)
+    assert len(loaded) == 1
+    take_inputs(composed(), lambda _: None)  # taken once: a second run of the process loads its own
+    assert len(loaded) == 2
+
+
+def test_the_inputs_of_another_configuration_are_not_taken(tiny_model: Path) -> None:
+    preflight(composed("data.arithmetic.problems=50"))
+    assert len(take_inputs(composed("data.arithmetic.problems=60"), lambda _: None).prompts.train) == 60
+
+
+def test_the_inputs_of_the_tiny_model_are_loaded_without_torch(tiny_model: Path) -> None:
+    """Its import takes seconds and 200 MB, and an engine's host never needs it."""
     code = """
 import sys
 import app.mode.session, app.cluster.actors
-from app.mode.preflight import prepare
+from app.mode.preflight import take_inputs
 from tests.compose import composed
-tokens = prepare(composed(), print).tokenizer("1+2=")["input_ids"]
+tokens = take_inputs(composed(), print).tokenizer("1+2=")["input_ids"]
 print(len(tokens), "torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -25,9 +25,9 @@ def run(world: World) -> float:
     """The whole run; its virtual seconds."""
 
     async def story() -> float:
-        parts = world.parts()
-        async with parts.sync.watching():
-            await FullyAsync(parts).run()
+        context = world.context()
+        async with context.supervisor.monitor():
+            await FullyAsync(context).run()
         return now()
 
     return run_virtual(story())
@@ -229,9 +229,9 @@ def test_a_failed_push_ends_the_run_with_its_own_sentence(tmp_path: Path) -> Non
     world = World(config(), tmp_path)
 
     async def story() -> None:
-        parts = world.parts()
+        context = world.context()
         world.sync.fail_at = 2
-        await FullyAsync(parts).run()
+        await FullyAsync(context).run()
 
     with pytest.raises(SyncError, match="push failed on purpose"):
         run_virtual(story())
@@ -242,16 +242,16 @@ def test_an_aborted_step_puts_its_groups_back_at_the_head_and_they_train_next(tm
     world = World(config(max_staleness=1), tmp_path, long_tailed(4))
 
     async def story() -> tuple[list[str], FullyAsync]:
-        parts = world.parts()
-        made = FullyAsync(parts)
+        context = world.context()
+        made = FullyAsync(context)
         producer = asyncio.create_task(made.producer.run())
         await asyncio.sleep(30)  # all that admission allows has arrived
         world.trainer.fail = {"finish_step": TrainerError("on purpose")}
         with pytest.raises(TrainerError) as failed:
             await made._train(1)
-        await made.survive(failed.value)
-        fed = [group.prompt.id for group in made.buffer._groups][:4]
-        assert len(made.buffer) == 8
+        await made.recover_step(failed.value)
+        fed = [group.prompt.id for group in made.producer.buffer._groups][:4]
+        assert len(made.producer.buffer) == 8
         world.trainer.fail = {}
         scored, _ = await made._train(1)
         producer.cancel()
@@ -260,28 +260,28 @@ def test_an_aborted_step_puts_its_groups_back_at_the_head_and_they_train_next(tm
 
     fed, made = run_virtual(story())
     assert world.trainer.ids == fed
-    assert made.admission.accepted == 8  # neither counted twice nor given back
+    assert made.producer.staleness.accepted == 8  # neither counted twice nor given back
 
 
 def test_groups_of_an_aborted_step_are_dropped_once_they_are_too_stale(tmp_path: Path) -> None:
     world = World(config(max_staleness=0), tmp_path)
 
     async def story() -> list[str]:
-        made = FullyAsync(world.parts())
+        made = FullyAsync(world.context())
         producer = asyncio.create_task(made.producer.run())
         world.trainer.fail = {"finish_step": TrainerError("on purpose")}
         with pytest.raises(TrainerError) as failed:
             await made._train(1)
-        await made.survive(failed.value)
-        old = [group.prompt.id for group in made.buffer._groups]
+        await made.recover_step(failed.value)
+        old = [group.prompt.id for group in made.producer.buffer._groups]
         world.trainer.fail = {}
-        made.admission.push(1, missing=4)  # as if another trainer had gone on
+        made.producer.staleness.on_weights_synced(1, missing=4)  # as if another trainer had gone on
         for engine in world.engines:
             engine.version = 1
         made.version = 1
         scored, _ = await made._train(2)
         producer.cancel()
-        assert made.tally.dropped == len(old) == 4
+        assert made.producer.counts.dropped == len(old) == 4
         assert sorted(each.group.prompt.id for each in scored) == sorted(old)  # the same prompts, sampled anew
         return old
 
@@ -295,7 +295,7 @@ def test_dynamic_sampling_ends_after_its_refill_rounds_and_trains_on_what_is_the
     world = World(made, tmp_path, right=lambda prompt_id, member: prompt_id in useful and member == 0)
 
     async def story() -> FullyAsync:
-        run = FullyAsync(world.parts())
+        run = FullyAsync(world.context())
         await run.run()
         return run
 
@@ -304,8 +304,8 @@ def test_dynamic_sampling_ends_after_its_refill_rounds_and_trains_on_what_is_the
     assert [line["rollout/groups"] for line in world.recorder.lines] == [3, 0]
     assert [version for _, version in world.sync.pushed] == [0, 1, 2]
     assert all(16 <= line["rollout/filtered_groups"] < 16 + 8 for line in world.recorder.lines)
-    assert made_run.admission.accepted == 8
-    assert made_run.admission.in_flight == 0
+    assert made_run.producer.staleness.accepted == 8
+    assert made_run.producer.staleness.in_flight == 0
 
 
 def test_what_was_filtered_while_groups_wait_does_not_cut_a_step_short(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_several_steps_with_nothing_to_learn_end_the_run_with_the_reason(tmp_pat
     world = World(config(kind, dynamic_sampling=True, max_refill_rounds=2), tmp_path, right=lambda p, m: True)
 
     async def story() -> None:
-        await placement(world.parts()).run()
+        await placement(world.context()).run()
 
     with pytest.raises(RunError, match="3 steps in a row had no group to train on"):
         run_virtual(story())
@@ -342,7 +342,7 @@ def quick_watchdog(**changes: object) -> RunConfig:
 
 def test_the_watchdog_names_the_prompts_that_everyone_waits_for(tmp_path: Path) -> None:
     world = World(quick_watchdog(), tmp_path, lambda prompt_id: 1e6 if prompt_id.startswith("sim/7@") else 1.0, rows=8)
-    with pytest.raises(RunError, match=r"nothing happened for 5 s: step \d, waiting for groups: .*sim/7@0") as failure:
+    with pytest.raises(RunError, match=r"no progress for 5 s: step \d, phase wait: .*sim/7@0") as failure:
         run(world)
     assert "1 in flight" in str(failure.value)
     assert "generate" in (tmp_path / "logs" / "stacks.log").read_text()
@@ -351,7 +351,7 @@ def test_the_watchdog_names_the_prompts_that_everyone_waits_for(tmp_path: Path) 
 def test_the_watchdog_names_the_phase_in_which_the_trainer_hangs(tmp_path: Path) -> None:
     world = World(quick_watchdog(max_staleness=1), tmp_path)
     world.trainer.hang = "finish_step"
-    with pytest.raises(RunError, match="nothing happened for 5 s: step 1, finishing the step"):
+    with pytest.raises(RunError, match="no progress for 5 s: step 1, phase finish"):
         run(world)
 
 

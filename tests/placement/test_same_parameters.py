@@ -123,10 +123,10 @@ def train(folder: Path, model: Path, made: RunConfig, optimizer: Kind) -> InProc
     placement = Colocate if made.placement.kind is PlacementKind.colocate else FullyAsync
 
     async def story() -> None:
-        parts = world.parts()
-        parts.pool.engines[:] = [Recorded(seconds, world.right) for _ in range(2)]
-        world.sync.engines = parts.pool.engines
-        await placement(parts).run()
+        context = world.context()
+        context.pool.engines[:] = [Recorded(seconds, world.right) for _ in range(2)]
+        world.sync.engines = context.pool.engines
+        await placement(context).run()
 
     run_virtual(story())
     return trainer

@@ -100,7 +100,7 @@ class Schedules(RuleBasedStateMachine):
                 self.prompts - len(self.fed), is_fresh=lambda each: self.admission.is_fresh(each.oldest_version)
             )
         )
-        self.admission.give_back(len(stale))
+        self.admission.return_accepted(len(stale))
         self.ends["dropped"] += len(stale)
         self.fed += taken
         assert all(self.admission.version - each.oldest_version <= self.staleness for each in taken)
@@ -124,7 +124,7 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.pushing)
     @rule()
     def pushed(self) -> None:
-        self.admission.push(self.admission.version + 1, missing=self.prompts - len(self.fed))
+        self.admission.on_weights_synced(self.admission.version + 1, missing=self.prompts - len(self.fed))
         self.ends["trained"] += len(self.fed)
         self.counted += self.prompts
         self.fed, self.pushing, self.admission.dispatch_open = [], False, True
@@ -147,7 +147,7 @@ class Schedules(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_for_ever(self) -> None:
         if self.training and len(self.fed) < self.prompts and not len(self.buffer):
-            assert not self.admission.starved
+            assert self.admission.in_flight or self.admission.capacity
 
     @invariant()
     def a_finished_run_needs_nothing(self) -> None:
@@ -172,7 +172,7 @@ def test_capacity_is_what_the_formula_says() -> None:
     admission.accept()
     admission.release()
     assert (admission.accepted, admission.in_flight, admission.capacity) == (25, 3, 48 - 28)
-    admission.push(4)
+    admission.on_weights_synced(4)
     assert admission.capacity == 56 - 28
 
 
@@ -182,8 +182,8 @@ def test_at_staleness_0_the_next_step_is_sampled_by_its_own_policy_only() -> Non
         admission.dispatch()
         admission.accept()
     assert admission.capacity == 0
-    assert admission.starved
-    admission.push(1)
+    assert admission.in_flight == 0
+    admission.on_weights_synced(1)
     assert admission.capacity == 4
 
 
@@ -191,7 +191,7 @@ def test_a_put_beyond_the_bound_is_a_bug_and_raises() -> None:
     buffer = GroupBuffer(2)
     buffer.put(group(0, 0))
     buffer.put(group(1, 0))
-    with pytest.raises(OverflowError, match="holds 2 groups already"):
+    with pytest.raises(OverflowError, match="already holds 2 groups"):
         buffer.put(group(2, 0))
 
 

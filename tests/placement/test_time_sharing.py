@@ -20,7 +20,6 @@ from app.config.placement import PlacementKind
 from app.config.trainer import Optimizer as Kind
 from app.offload.trainer import Offload
 from app.placement.colocate import Colocate
-from app.placement.time_sharing import TimeSharing
 from app.types import Completion, EngineMemory, GroupRequest, InFlight, ScoredGroup, SyncReport, TrainerMemory
 from tests.model.support import save_qwen3
 from tests.offload.support import Host, Poisoned
@@ -122,16 +121,16 @@ def train(folder: Path, model: Path, make_offload: Callable[[Any], Offload]) -> 
     world = World(made, folder, trainer=trainer)  # type: ignore[arg-type]
 
     async def story() -> None:
-        parts = world.parts()
+        context = world.context()
         engine = Resident(world.seconds, world.right)
         engine.card = trainer.card
         sync = Reads([engine], InFlight.drain)
         sync.trainer = trainer
-        parts.pool.engines[:] = [engine]
-        world.recovery.attach(trainer, sync, 0)  # type: ignore[arg-type]
-        await TimeSharing(made.offload, trainer, parts.pool).offload_engines()
+        context.pool.engines[:] = [engine]
+        context.weight_sync.synchronizer = sync
+        await context.devices.offload_engines()
         trainer.card.moves.clear()
-        await Colocate(parts).run()
+        await Colocate(context).run()
 
     run_virtual(story())
     return trainer

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from app.config.placement import PlacementKind
 from app.errors import EngineError, EngineLost, RunError, TrainerError, TrainerLost
 from app.placement.colocate import Colocate
-from app.placement.context import RunContext
 from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
 from app.types import InFlight, MemoryUse
@@ -30,16 +29,16 @@ BOTH = pytest.mark.parametrize("kind", list(CONTROLLERS))
 def play(world: World, *deaths: tuple[float, int], limit: float = 1e6) -> float:
     """The whole run; at each time one more of its engines dies, counted from the first. Its virtual seconds."""
 
-    async def kill(parts: RunContext) -> None:
+    async def kill() -> None:
         for time, which in sorted(deaths):
             await asyncio.sleep(time - now())
             world.engines[which % len(world.engines)].die()
 
     async def story() -> float:
-        parts = world.parts()
-        killer = asyncio.create_task(kill(parts))
-        async with asyncio.timeout(limit), parts.sync.watching():
-            await CONTROLLERS[world.config.placement.kind](parts).run()
+        context = world.context()
+        killer = asyncio.create_task(kill())
+        async with asyncio.timeout(limit), context.supervisor.monitor():
+            await CONTROLLERS[world.config.placement.kind](context).run()
         killer.cancel()
         return now()
 
@@ -74,7 +73,7 @@ def test_an_engine_that_dies_is_replaced_and_its_prompts_are_sent_again(kind: Pl
     assert world.engines[2].begun
     assert [line["recovery/engine_restarts"] for line in world.recorder.lines][-1] == 1
     assert sum(line["rollout/failed_groups"] for line in world.recorder.lines) >= 1
-    assert world.recorder.warnings == ["engine died on purpose (started again, attempt 1)"]
+    assert world.recorder.warnings == ["engine died on purpose (restarting, attempt 1)"]
 
 
 @BOTH
@@ -100,7 +99,7 @@ def test_an_engine_that_dies_during_a_push_is_replaced_and_the_push_repeated(
     world = World(config(kind), tmp_path, push_seconds=1.0)
     play(world, (0.7, 1))  # the first push
     assert_sound(world)
-    assert world.recorder.warnings[0] == "an engine was lost (push 0 is repeated, attempt 2)"
+    assert world.recorder.warnings[0] == "an engine was lost (repeating sync 0, attempt 2)"
     assert len(world.engines) == 3
 
 
@@ -112,20 +111,23 @@ def test_an_engine_whose_replacement_was_cut_short_is_replaced_in_the_trainers_n
     world = World(config(), tmp_path, engine_count=1, push_seconds=0.2)
 
     async def story() -> None:
-        parts = world.parts()
+        context = world.context()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(cut_at), parts.sync.watching():
-                parts.pool.mark_lost(world.engines[0], EngineLost("engine died on purpose"))
-                await parts.pool.wait_for_any()
-        assert parts.pool.lost
-        async with asyncio.timeout(1000), parts.sync.watching():
-            await FullyAsync(parts).run()
+            async with asyncio.timeout(cut_at), context.supervisor.monitor():
+                context.pool.mark_lost(world.engines[0], EngineLost("engine died on purpose"))
+                await context.pool.wait_for_any()
+        assert context.pool.lost
+        async with asyncio.timeout(1000), context.supervisor.monitor():
+            await FullyAsync(context).run()
 
     run_virtual(story())
     assert_sound(world)
 
 
-@pytest.mark.parametrize(("ahead", "told"), [(0, []), (1, ["step 3 was not saved: the parameters were on their way"])])
+NOT_SAVED = "step 3 was not saved: the next update had already changed the parameters"
+
+
+@pytest.mark.parametrize(("ahead", "told"), [(0, []), (1, [NOT_SAVED])])
 def test_a_run_that_is_asked_to_stop_saves_its_last_step_or_says_why_not(
     ahead: int, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,13 +137,13 @@ def test_a_run_that_is_asked_to_stop_saves_its_last_step_or_says_why_not(
     world.config.checkpoint.every = 2
 
     async def story() -> None:
-        conductor = FullyAsync(world.parts(), 3)
+        conductor = FullyAsync(world.context(), 3)
         world.trainer.trained = [(version, []) for version in range(3 + ahead)]
-        await conductor.leave()
-        await conductor.leave()  # what is saved is saved
+        await conductor.save_on_interrupt()
+        await conductor.save_on_interrupt()  # what is saved is saved
 
     run_virtual(story())
-    assert [warning.split(" to the next")[0] for warning in world.recorder.warnings] == 2 * told
+    assert world.recorder.warnings == 2 * told
     latest = tmp_path / "checkpoints" / "latest"
     assert latest.exists() == (not told)
 
@@ -198,7 +200,7 @@ def test_an_engine_that_does_not_start_again_ends_the_run_with_a_sentence(kind: 
         return engine
 
     world.replace = dead  # type: ignore[method-assign, assignment]
-    with pytest.raises(EngineError, match=r"^engine 0 was lost and could not be started again in 6 attempts"):
+    with pytest.raises(EngineError, match=r"^engine 0 was lost and could not be restarted in 6 attempts"):
         play(world, (0.5, 0))
 
 
@@ -227,7 +229,7 @@ def test_a_step_that_failed_is_tried_again_from_the_same_groups(kind: PlacementK
     assert world.trainer.aborts == 2
     calls: Counter[str] = sum((engine.calls for engine in world.engines), Counter())
     assert max(calls.values()) == 1  # nothing was sampled twice
-    assert world.recorder.warnings == ["step 1 failed and is tried again: rank 1 failed on purpose"] * 2
+    assert world.recorder.warnings == ["step 1 failed and is retried: rank 1 failed on purpose"] * 2
 
 
 @BOTH

@@ -51,14 +51,14 @@ def test_the_saved_configuration_wins_but_for_what_may_be_given_anew(tmp_path: P
     assert (made.algorithm.name, made.algorithm.group_size, made.placement.kind.name) == ("dapo", 4, "fully_async")
     assert (made.steps, made.placement.trainer_devices, made.eval.every) == (30, 2, 7)
     assert made.trainer.lr != 0.5
-    assert said == ["trainer.lr is that of the run that is resumed, and not what was given: it cannot change any more"]
+    assert said == ["trainer.lr is ignored: a resumed run keeps its saved value"]
 
 
 def test_a_group_given_otherwise_is_told(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", "algorithm=grpo")
     made = composed(f"resume={run}", "algorithm=gspo")
     (said,) = apply_resume(made)
-    assert said.startswith("algorithm is that of the run that is resumed")
+    assert said.startswith("algorithm is ignored")
     assert made.algorithm.name == "grpo"
     assert made.hydra.run.dir == str(run)
 
@@ -71,7 +71,7 @@ def test_resume_auto_begins_a_run_where_there_is_none(tmp_path: Path) -> None:
 
 def test_a_used_folder_is_refused_without_resume(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"it holds a run already; give resume=auto to go on with that"):
+    with pytest.raises(ConfigError, match=r"it already holds a run; give resume=auto to continue it"):
         apply_resume(composed(f"hydra.run.dir={run}"))
 
 
@@ -124,6 +124,6 @@ def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     finished = app(f"resume={run}", "steps=4", cwd=tmp_path)
     assert finished.returncode == 0
-    assert finished.stderr == f"the run in {run} is finished at step 4: give steps=… above that to go on.\n"
+    assert finished.stderr == f"the run in {run} finished at step 4: give a larger steps=… to continue it.\n"
     sweep = app("-m", "resume=auto", "seed=0,1", cwd=tmp_path)
     assert "resume=auto is not accepted: give never in a sweep" in sweep.stderr

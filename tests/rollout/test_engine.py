@@ -93,7 +93,7 @@ def test_abort_ends_everything(engine: RemoteEngine) -> None:
         return await asyncio.wait_for(task, 10)
 
     assert any(completion.finish_reason is FinishReason.abort for completion in asyncio.run(run()))
-    assert asyncio.run(engine.load()).groups == 0
+    assert asyncio.run(engine.stats()).groups == 0
 
 
 @pytest.mark.parametrize("how", [InFlight.in_place, InFlight.retract])

@@ -23,7 +23,7 @@ def test_a_run_leaves_its_numbers_samples_summary_and_timeline(tmp_path, group, 
         for step in (1, 2):
             with recorder.timeline.span("driver", f"step {step}"):
                 recorder.log(step, metrics(step))
-            recorder.samples(step, [group(0, [0.0, 1.0])])
+            recorder.log_samples(step, [group(0, [0.0, 1.0])])
         recorder.log_eval(2, {"eval": {"accuracy": 0.75}})
     assert [(row["step"], row.get("eval/accuracy")) for row in rows(folder)] == [(0, 0.25), (1, None), (2, 0.75)]
     assert {"status": "finished", "steps": 2, "eval/accuracy_last": 0.75}.items() <= summary(folder).items()
@@ -60,7 +60,7 @@ def test_a_resumed_run_forgets_later_steps_and_its_summary_speaks_of_the_whole_r
         recorder.log_eval(0, {"eval": {"accuracy": 0.25}})
         for step in (1, 2, 3):
             recorder.log(step, metrics(step))
-            recorder.samples(step, [group(0, [0.0, 1.0])])
+            recorder.log_samples(step, [group(0, [0.0, 1.0])])
     with RunFolderRecorder(RunConfig(steps=6), tmp_path) as recorder:
         recorder.resume(2)
         for step in (3, 4):

@@ -66,7 +66,7 @@ def run_folder(folder, group, *, steps=20, lr=1e-3, typed=(), change=lambda step
                 "some/other": 1.0,
             }
             recorder.log(step, change(step, metrics))
-            recorder.samples(step, [group(step, [0.0, 1.0])], lambda ids: "</script><b>what is & why")
+            recorder.log_samples(step, [group(step, [0.0, 1.0])], lambda ids: "</script><b>what is & why")
         recorder.log_eval(steps, {"eval": {"accuracy": 0.9}})
     return folder
 

@@ -1,0 +1,14 @@
+"""`mode=doctor`: check whether this machine can run the configuration. Exit code 1 when a check fails."""
+
+import sys
+from pathlib import Path
+
+from app.config import RunConfig
+from app.mode import ModeResult
+from app.mode.doctor.check import report
+
+
+def run(config: RunConfig, _folder: Path) -> ModeResult:
+    text, code = report(config)
+    sys.stdout.write(text + "\n")
+    return ModeResult(float(code), code)

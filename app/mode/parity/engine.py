@@ -22,9 +22,9 @@ from app.config.weight_sync import Verify
 from app.device import device_of
 from app.errors import SyncError
 from app.mode.session import start_rollout_workers, start_trainer_workers
-from app.placement.time_sharing import OPTIMIZER_STATE, TimeSharing
+from app.placement.time_sharing import TimeSharing
 from app.tracking.run_folder.timeline import Timeline
-from app.types import Completion, GroupRequest, Sampling, TrainerMemory
+from app.types import Completion, GroupRequest, Sampling
 from app.utils.tasks import until_signal
 
 PROMPT_TOKENS, GROUP_SIZE, MAX_TOKENS, VERSION = 16, 8, 32, 0
@@ -64,21 +64,18 @@ async def _sample(config: RunConfig, folder: Path) -> Sampled:
     prompt = np.random.default_rng(0).integers(4, 60, PROMPT_TOKENS).astype(np.int32)
     request = GroupRequest("parity/0@0", prompt, GROUP_SIZE, Sampling(1.0, 1.0, MAX_TOKENS), VERSION)
     async with contextlib.AsyncExitStack() as stack:
-        side = await stack.enter_async_context(start_rollout_workers(config, device, folder, recorder))  # type: ignore[arg-type]
-        trainer, sync = await stack.enter_async_context(start_trainer_workers(config, device, folder, side, first=True))
-        shared = config.placement.kind is PlacementKind.colocate
-        turns = TimeSharing(config.offload, trainer, side.pool)
-        if shared:
-            await turns.offload_trainer(OPTIMIZER_STATE)
-            await turns.weights_return()
-        recorder.status("pushing")
+        side = await stack.enter_async_context(start_rollout_workers(config, device, folder, recorder))
+        made = await stack.enter_async_context(start_trainer_workers(config, device, folder, side, first=True))
+        devices = TimeSharing(config.offload, made.trainer, side.pool, side.supervisor)
+        recorder.status("syncing weights")
         try:
-            await sync.sync(VERSION)
+            if config.placement.kind is PlacementKind.colocate:
+                await devices.give_to_engines(lambda: made.synchronizer.sync(VERSION))
+            else:
+                await made.synchronizer.sync(VERSION)
         except SyncError as error:
             return Sampled(False, str(error), prompt, ())
-        if shared:
-            await turns.offload_trainer([TrainerMemory.parameters])
-            await turns.reload_kv_cache()
+
         recorder.status("sampling")
         groups = await asyncio.gather(*(engine.generate(request) for engine in side.pool.engines))
         return Sampled(True, "", prompt, [completion for group in groups for completion in group])

@@ -1,0 +1,116 @@
+"""Repeats a weight sync that failed, and finds out who is to blame.
+
+Invariants:
+    - The parameters are not updated while they are synced (`updating`).
+    - A sync that failed because of an engine is repeated without it, or with its replacement; one that failed because
+      of the trainer raises `TrainerLost`.
+    - After `recovery.max_engine_failures` failures in a row the last failure is raised.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import Protocol
+
+from app.errors import EngineError, RunError, SyncError, TrainerError, TrainerLost
+from app.protocols import RolloutEngine, Trainer, WeightSynchronizer
+from app.recovery.engine_supervisor import BACKOFF_SECONDS, Engines, EngineSupervisor, summary
+from app.types import SyncReport
+
+
+class ElasticWeightSynchronizer(WeightSynchronizer, Protocol):
+    """A weight synchronizer whose engines may change between syncs."""
+
+    def set_engines(self, engines: Engines) -> None:
+        """Sync into these engines, by index, from now on."""
+        ...
+
+
+class RetryingWeightSync:
+    """Implements `WeightSynchronizer` (app/protocols.py) over engines that may be lost.
+
+    Args:
+        synchronizer: Makes one attempt.
+        trainer: Whose parameters are synced; asked whether it lives when a sync fails.
+        supervisor: Restarts lost engines.
+        version: The policy version of the trainer's parameters.
+        params_on_device: Context in which the parameters are on the device during the engines' turn.
+    """
+
+    def __init__(
+        self,
+        synchronizer: ElasticWeightSynchronizer,
+        trainer: Trainer,
+        supervisor: EngineSupervisor,
+        *,
+        version: int,
+        params_on_device: Callable[[Iterable[RolloutEngine]], AbstractAsyncContextManager[None]] | None = None,
+    ) -> None:
+        self.synchronizer = synchronizer
+        self.trainer = trainer
+        self.supervisor = supervisor
+        self.version = version
+        self._params_on_device = params_on_device or (lambda engines: nullcontext())
+        self._limit = supervisor.config.recovery.max_engine_failures
+        self._failures = 0  # in a row, of syncs into restarted engines
+        self._parameters = asyncio.Lock()  # held while the parameters are read or updated
+
+    @asynccontextmanager
+    async def updating(self, version: int) -> AsyncIterator[None]:
+        """Exclude syncs during the update that makes the parameters those of `version`."""
+        async with self._parameters:
+            yield
+            self.version = version
+
+    async def sync(self, version: int) -> SyncReport:
+        """Sync into every engine, repeatedly if necessary. Raises `SyncError` or `TrainerLost`."""
+        for attempt in itertools.count(1):
+            engines = await self._targets()
+            self.version = version
+            report = await self._attempt(engines, attempt)
+            if report is not None:
+                self.supervisor.mark_ready(engines)
+                return report
+        raise AssertionError("unreachable")
+
+    async def sync_restarted(self, engines: Engines) -> Engines:
+        """Sync the current policy into restarted engines; returns those that have it."""
+        async with self._params_on_device(engines.values()):
+            report = await self._attempt(engines, self._failures + 1)
+        # Engines get ready after this block: until then their KV cache is not back.
+        self._failures = 0 if report is not None else self._failures + 1
+        return engines if report is not None else {}
+
+    async def _targets(self) -> Engines:
+        """Return the engines that a sync has to reach, after those were restarted that nobody else restarts now."""
+        pool = self.supervisor.pool
+        if self.supervisor.restarts_paused:
+            await self.supervisor.restart_lost()
+            absent = pool.lost.keys() - self.supervisor.unsynced
+        else:
+            await pool.wait_for_any()
+            absent = set(pool.lost)
+        return {index: engine for index, engine in enumerate(pool.engines) if index not in absent}
+
+    async def _attempt(self, engines: Engines, attempt: int) -> SyncReport | None:
+        """Make one attempt; None when it failed and may be repeated."""
+        try:
+            async with self._parameters:
+                self.synchronizer.set_engines(engines)
+                return await self.synchronizer.sync(self.version)
+        except (EngineError, SyncError) as error:
+            await self.supervisor.diagnose(engines)
+            await self._require_trainer(error)
+            if attempt > self._limit:
+                raise
+            self.supervisor.warn(f"{summary(error)} (repeating sync {self.version}, attempt {attempt + 1})")
+            await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
+            return None
+
+    async def _require_trainer(self, error: RunError) -> None:
+        """Raise `TrainerLost` if the trainer is to blame for a failed sync."""
+        try:
+            await self.trainer.version()
+        except TrainerError as failure:
+            raise TrainerLost(str(failure)) from error
