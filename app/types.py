@@ -1,7 +1,7 @@
 """What flows through a run: prompt → completion → trajectory → group → scored group → step report.
 
-Everything here is immutable and holds numpy arrays: it crosses process borders without torch and without copies.
-`T` is the number of completion tokens, `P` of prompt tokens, `G` the group size.
+All types are immutable and hold numpy arrays, so they cross process borders without torch and without copies. In shape
+comments `T` is the number of completion tokens, `P` of prompt tokens and `G` the group size.
 """
 
 import math
@@ -13,23 +13,23 @@ import numpy as np
 
 
 class FinishReason(Enum):
-    """Why sampling of a completion ended."""
+    """Why the sampling of a completion ended."""
 
-    stop = "stop"  # the model ended it; the stop token is its last token
+    stop = "stop"  # the model sampled a stop token, which is the last token
     length = "length"  # truncated at the token limit
-    abort = "abort"  # we ended it: partial, never trained on
+    abort = "abort"  # aborted by the application: partial, never trained on
 
 
 class InFlight(Enum):
-    """What happens to completions in flight at a push."""
+    """What happens to completions in flight at a weight sync."""
 
-    drain = "drain"  # they finish first
-    retract = "retract"  # they continue with a recomputed cache
-    in_place = "in_place"  # they continue on the old cache
+    drain = "drain"  # they finish before the sync
+    retract = "retract"  # they continue after it with a recomputed KV cache
+    in_place = "in_place"  # they continue after it on the old KV cache
 
 
 class EngineMemory(Enum):
-    """A part of an engine's device memory that can be released and reloaded."""
+    """A region of an engine's device memory that can be released and reloaded."""
 
     weights = "weights"
     kv_cache = "kv_cache"
@@ -37,7 +37,7 @@ class EngineMemory(Enum):
 
 
 class TrainerMemory(Enum):
-    """A part of the trainer's device memory that can be offloaded and onloaded."""
+    """A region of the trainer's device memory that can be offloaded and onloaded."""
 
     parameters = "parameters"
     optimizer = "optimizer"
@@ -46,37 +46,37 @@ class TrainerMemory(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One problem as the engine sees it."""
+    """One problem, tokenized."""
 
-    id: str  # "<source>/<row>@<epoch>": unique over the whole run
+    id: str  # "<source>/<row>@<epoch>": unique within a run
     token_ids: np.ndarray  # [P] int32
     answer: str
-    source: str  # the data set's name
+    source: str  # name of the data set
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are sampled."""
+    """Sampling parameters."""
 
-    temperature: float  # 0 is greedy
+    temperature: float  # 0: greedy
     top_p: float
     max_tokens: int  # completion tokens
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """What an engine is asked for: `group_size` completions of one prompt."""
+    """A request for `group_size` completions of one prompt."""
 
     prompt_id: str
     token_ids: np.ndarray  # [P] int32
     group_size: int
     sampling: Sampling
-    version: int  # the last pushed policy version when the request was made
+    version: int  # policy version synced last when the request was made
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens `start:end` of a completion were sampled by policy `version`."""
+    """Tokens `start:end` of a completion, sampled by policy `version`."""
 
     version: int
     start: int
@@ -85,13 +85,13 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Sampled tokens with the log-probabilities that the engine reported for them, at the sampling temperature."""
+    """Sampled tokens with their rollout log-probabilities, as the engine reported them at the sampling temperature."""
 
     token_ids: np.ndarray  # [T] int32, the stop token included
     logprobs: np.ndarray  # [T] float32
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]  # cover 0:T without gaps
-    text: str | None = None  # decoded by the engine's host, without special tokens; null: not decoded there
+    text: str | None = None  # decoded by the engine's host, without special tokens; None: not decoded
 
     @property
     def oldest_version(self) -> int:
@@ -104,17 +104,17 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A completion of a prompt and what it earned. `reward` is NaN until it was scored."""
+    """A completion of a prompt and its reward, which is NaN until it is scored."""
 
     prompt: Prompt
     completion: Completion
     text: str  # the decoded completion, without special tokens
     reward: float = math.nan
-    reward_components: Mapping[str, float] = field(default_factory=dict)  # unweighted, by part name
+    reward_components: Mapping[str, float] = field(default_factory=dict)  # unweighted, by component
 
     @property
     def tokens(self) -> int:
-        """Prompt and completion tokens."""
+        """Number of prompt and completion tokens."""
         return len(self.prompt.token_ids) + len(self.completion.token_ids)
 
 
@@ -140,7 +140,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """A group with its advantages; the raw rewards stay in `group`."""
+    """A group with its advantages. The raw rewards stay in `group`."""
 
     group: Group
     advantages: np.ndarray  # [G] float32
@@ -148,52 +148,50 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine is busy with."""
+    """The load of an engine."""
 
-    groups: int  # requests in flight
+    groups: int  # in flight
     completion_tokens: int  # generated since the engine started
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What a part of the run holds, in bytes, and how full its machine is."""
+    """Memory of one component of a run."""
 
-    resident: int  # RSS of its processes, shared pages counted in each
-    host_used: float  # share of the machine's memory (of the container's limit, where it has one)
-    device_peak: int | None = None  # largest allocation since it was asked last; None: no device of its own
+    resident: int  # bytes, RSS summed over its processes; shared pages count in each
+    host_used: float  # used share of the machine's memory, or of the container's limit
+    device_peak: int | None = None  # bytes, largest allocation since the last call; None: no device of its own
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a finished step says of itself. Each metric was divided by its own denominator already."""
+    """Report of a finished step. Every metric is reduced with its own denominator."""
 
-    version: int  # the policy version that this step made
-    updates: int  # optimizer updates done (skipped ones not counted)
+    version: int  # policy version that the step made
+    updates: int  # optimizer updates, without skipped ones
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What a push did, and how long each phase took (seconds, from the driver's clock)."""
+    """Report of a weight sync. Seconds are wall-clock seconds of the driver."""
 
     version: int
     bytes: int
     buckets: int
-    seconds: Mapping[str, float]  # gather, pause, connect, load, verify, resume: one after the other; total
+    seconds: Mapping[str, float]  # of the phases, which follow each other, and `total`
     group_reused: bool = True
-    bytes_full: int | None = None  # what all weights take; None: they were what was sent
-    changed_fraction: float | None = None  # of the weights, since the last push; None: not compared
+    bytes_full: int | None = None  # of all weights; None: all were sent
+    changed_fraction: float | None = None  # of the weights since the last sync; None: not compared
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The report under the names of the log."""
-        phases = {f"sync/{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
-        compared = {} if self.changed_fraction is None else {"sync/changed_fraction": self.changed_fraction}
-        return {
-            **phases,
-            **compared,
-            "sync/bytes_full": float(self.bytes if self.bytes_full is None else self.bytes_full),
-            "sync/bytes": float(self.bytes),
-            "sync/buckets": float(self.buckets),
-            "sync/group_reused": float(self.group_reused),
-        }
+        """The report under its metric names."""
+        metrics = {f"sync/{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
+        if self.changed_fraction is not None:
+            metrics["sync/changed_fraction"] = self.changed_fraction
+        metrics["sync/bytes_full"] = float(self.bytes if self.bytes_full is None else self.bytes_full)
+        metrics["sync/bytes"] = float(self.bytes)
+        metrics["sync/buckets"] = float(self.buckets)
+        metrics["sync/group_reused"] = float(self.group_reused)
+        return metrics
