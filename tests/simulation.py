@@ -336,13 +336,13 @@ class Lines:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.lines.append({"step": step, **metrics})
 
-    def prompts(self, step: int, *, trained: Sequence[str], filtered: Sequence[str]) -> None:
+    def log_prompts(self, step: int, *, trained: Sequence[str], filtered: Sequence[str]) -> None:
         self.ledger.append((step, [*trained], [*filtered]))
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
 
-    def samples(self, step: int, groups: Sequence[Group], decode: object = None) -> None: ...
+    def log_samples(self, step: int, groups: Sequence[Group], decode: object = None) -> None: ...
 
     def log_eval(
         self,

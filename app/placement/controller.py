@@ -90,9 +90,9 @@ class PlacementController(ABC):
         recorder, scorer = parts.recorder, parts.rollouter.scorer
         memory = await parts.memory.sample()
         restarts = {"recovery/engine_restarts": float(parts.sync.restarts)}
-        recorder.samples(step, groups, parts.rollouter.tokenizer.decode)
+        recorder.log_samples(step, groups, parts.rollouter.tokenizer.decode)
         recorder.log(step, {**line, **scorer.metrics, **memory, **restarts, **parts.checkpoints.metrics})
-        recorder.prompts(step, trained=ids[0], filtered=ids[1])
+        recorder.log_prompts(step, trained=ids[0], filtered=ids[1])
         parts.cursor.settle([*ids[0], *ids[1]])
         self.version, self._failures = step, 0
         scorer.check()

@@ -11,7 +11,7 @@ def trace(timeline, folder):
 
 
 def rows(content):
-    """Row name → its spans (name, start, end in microseconds)."""
+    """Return row name → its spans (name, start and end in microseconds)."""
     names = {e["tid"]: e["args"]["name"] for e in content["traceEvents"] if e["name"] == "thread_name"}
     found = {}
     for event in content["traceEvents"]:
@@ -21,7 +21,7 @@ def rows(content):
     return found
 
 
-def test_the_file_keeps_to_the_trace_event_format(tmp_path):
+def test_the_file_follows_the_trace_event_format(tmp_path):
     timeline = Timeline()
     with timeline.span("driver", "step 1", version=1), timeline.span("driver", "train"):
         pass
@@ -41,7 +41,7 @@ def test_the_file_keeps_to_the_trace_event_format(tmp_path):
     assert content["traceEvents"][-2]["args"] == {"version": 1}
 
 
-def test_nested_spans_share_a_row_and_overlapping_ones_get_rows_of_their_own(tmp_path):
+def test_nested_spans_share_a_row_and_overlapping_ones_get_their_own(tmp_path):
     timeline = Timeline()
     base = timeline.now()
     for name, start, end in [("a", 0, 10), ("inside a", 2, 4), ("b", 5, 12), ("c", 12, 13), ("inside b", 11, 12)]:
@@ -55,7 +55,7 @@ def test_nested_spans_share_a_row_and_overlapping_ones_get_rows_of_their_own(tmp
     }
 
 
-def test_the_spans_of_every_row_nest_whatever_was_recorded(tmp_path):
+def test_the_spans_of_every_row_nest_for_any_input(tmp_path):
     timeline = Timeline()
     base, state = timeline.now(), 12345
     for index in range(400):
@@ -71,7 +71,7 @@ def test_the_spans_of_every_row_nest_whatever_was_recorded(tmp_path):
             open_ends.append(end)
 
 
-def test_the_newest_spans_are_kept_and_the_rest_is_counted(tmp_path):
+def test_the_newest_spans_are_kept_and_older_ones_counted(tmp_path):
     timeline = Timeline(capacity=10)
     for index in range(25):
         timeline.add("driver", str(index), timeline.now(), timeline.now())
@@ -80,14 +80,14 @@ def test_the_newest_spans_are_kept_and_the_rest_is_counted(tmp_path):
     assert content["otherData"]["older_spans_left_out"] == 15
 
 
-def test_a_span_is_recorded_when_its_body_fails(tmp_path):
+def test_a_span_is_recorded_when_its_body_raises(tmp_path):
     timeline = Timeline()
     with pytest.raises(RuntimeError), timeline.span("driver", "push"):
         raise RuntimeError
     assert [event["name"] for event in trace(timeline, tmp_path)["traceEvents"] if event["ph"] == "X"] == ["push"]
 
 
-def test_a_resumed_run_keeps_the_spans_of_the_attempt_before(tmp_path):
+def test_a_resumed_run_keeps_the_spans_of_the_earlier_attempt(tmp_path):
     first = Timeline()
     first.add("driver", "before", first.now() - 100, first.now() - 50)
     first.write(tmp_path)
