@@ -180,8 +180,8 @@ RULES = {
     "no reward variance": Rule(
         "reward/zero_std_fraction",
         no_reward_variance,
-        "Read samples/. If the answers are wrong, check the reward's parsing and the prompt's format, then try a "
-        "larger algorithm.group_size or easier data. If they are correct, try harder data or algorithm.dynamic_sampling=true.",
+        "Read samples/. If the answers are wrong, check the reward's parsing and the prompt's format, then try easier "
+        "data or a larger algorithm.group_size. If they are right, try harder data or algorithm.dynamic_sampling=true.",
         at_end=True,
     ),
     "mismatch": Rule(

@@ -22,6 +22,7 @@ HEALTHY = {
     "reward/failed_fraction": 0.0,
     "mismatch/kl": 1e-7,
     "kl/old": 1e-4,
+    "kl/reference": 1e-4,
     "entropy": 1.0,
     "completion/truncated_fraction": 0.1,
     "throughput/completion_tokens_per_second": 1000.0,

@@ -13,12 +13,12 @@ def trace(timeline, folder):
 def rows(content):
     """Return row name → its spans (name, start and end in microseconds)."""
     names = {e["tid"]: e["args"]["name"] for e in content["traceEvents"] if e["name"] == "thread_name"}
-    found = {}
+    spans_by_row = {}
     for event in content["traceEvents"]:
         if event["ph"] == "X":
             span = (event["name"], event["ts"], event["ts"] + event["dur"])
-            found.setdefault(names[event["tid"]], []).append(span)
-    return found
+            spans_by_row.setdefault(names[event["tid"]], []).append(span)
+    return spans_by_row
 
 
 def test_the_file_follows_the_trace_event_format(tmp_path):
@@ -47,8 +47,8 @@ def test_nested_spans_share_a_row_and_overlapping_ones_get_their_own(tmp_path):
     for name, start, end in [("a", 0, 10), ("inside a", 2, 4), ("b", 5, 12), ("c", 12, 13), ("inside b", 11, 12)]:
         timeline.add("engine 0", name, base + start, base + end)
     timeline.add("trainer", "train", base + 1, base + 2)
-    found = rows(trace(timeline, tmp_path))
-    assert {row: [name for name, _, _ in spans] for row, spans in found.items()} == {
+    spans_by_row = rows(trace(timeline, tmp_path))
+    assert {row: [name for name, _, _ in spans] for row, spans in spans_by_row.items()} == {
         "engine 0": ["a", "inside a", "inside b", "c"],
         "engine 0 ·2": ["b"],
         "trainer": ["train"],
