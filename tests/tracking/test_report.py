@@ -11,6 +11,7 @@ from app.tracking.recorder import RunFolderRecorder
 from app.tracking.report import data as report_data
 from app.tracking.report.checks import Tone, learning_check, rule_checks, rules_check, time_check
 from app.tracking.report.page import write_report
+from app.types import SYNC_PHASES
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}
 
@@ -123,6 +124,14 @@ def test_problems_are_named(tmp_path, group):
     words = Page(folder / "report.html").words
     assert "step 11 The log-probabilities of engine and trainer differ: mismatch/kl is 0.5" in words
     assert "step 13 In 100% of the groups all completions have the same reward" in words
+
+
+def test_the_phases_of_a_weight_sync_are_stacked_in_their_order(tmp_path, group):
+    phases = {f"sync/{phase}_seconds": 0.01 for phase in sorted(SYNC_PHASES)}
+    folder = run_folder(tmp_path / "run", group, steps=2, change=lambda step, metrics: {**metrics, **phases})
+    stacked = [chart for chart in Page(folder / "report.html").data["charts"] if chart["section"] == "sync"]
+    assert stacked[0]["labels"] == list(SYNC_PHASES)
+    assert stacked[0]["metrics"] == [f"sync/{phase}_seconds" for phase in SYNC_PHASES]
 
 
 def test_a_failed_run_and_an_empty_folder_have_a_report_too(tmp_path):
