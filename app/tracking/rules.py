@@ -197,16 +197,8 @@ RULES = {
         "Try a smaller trainer.lr or placement.max_staleness, or algorithm.correction=icepop.",
         stale=True,
     ),
-    "KL to the old policy": Rule(
-        "kl/old",
-        spike("The updates of one step move the policy far", floor=0.1),
-        KL_ADVICE,
-    ),
-    "KL to the reference": Rule(
-        "kl/reference",
-        spike("The policy moves far from the reference", floor=0.1),
-        KL_ADVICE,
-    ),
+    "KL to the old policy": Rule("kl/old", spike("The updates of one step move the policy far", floor=0.1), KL_ADVICE),
+    "KL to the reference": Rule("kl/reference", spike("The policy moves far from the reference", floor=0.1), KL_ADVICE),
     "entropy collapse": Rule(
         "entropy",
         entropy_collapse,

@@ -22,19 +22,7 @@ from app.utils.files import replace_file
 
 NAME = "report.html"
 PAGE = Path(__file__).parent
-COLUMNS = (
-    "run",
-    "status",
-    "steps",
-    "first accuracy",
-    "last",
-    "best",
-    "step time",
-    "tok/s",
-    "time",
-    "learned?",
-    "healthy?",
-)
+HEAD = ("run", "status", "steps", "first accuracy", "last", "best", "step time", "tok/s", "time", "learned", "healthy")
 
 
 def write_report(folders: Sequence[Path], out: Path) -> Path:
@@ -145,7 +133,7 @@ def _comparison(runs: Sequence[RunData], names: Sequence[str]) -> str:
         ]
         for index, (run, name) in enumerate(zip(runs, names, strict=True))
     ]
-    return f"<section><div class='scroll compare'>{_table(COLUMNS, rows)}</div></section>"
+    return f"<section><div class='scroll compare'>{_table(HEAD, rows)}</div></section>"
 
 
 def _checks(run: RunData) -> str:
