@@ -172,6 +172,9 @@ class StepReport:
     metrics: Mapping[str, float]
 
 
+SYNC_PHASES = ("gather", "pause", "connect", "load", "verify", "resume")
+
+
 @dataclass(frozen=True, slots=True)
 class SyncReport:
     """Report of a weight sync. Seconds are wall-clock seconds of the driver."""

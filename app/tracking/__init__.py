@@ -1,1 +1,1 @@
-"""Where the numbers go: console, files, dashboards."""
+"""Metrics, samples and reports: run folder, console, dashboards, alarms."""

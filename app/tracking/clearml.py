@@ -1,8 +1,9 @@
-"""ClearML: a task with the resolved configuration as hyper-parameters, scalars, and alarms in its console.
+"""ClearML: a task with the resolved configuration as hyperparameters, scalars, and alarms in its console.
 
 Credentials come from the environment (`CLEARML_API_ACCESS_KEY` …) or ClearML's own file. `tracking.offline=true` or
-`CLEARML_OFFLINE_MODE=1` keep the session in ClearML's cache and, at the end, as a zip in `tracking/clearml/`;
-`Task.import_offline_session` uploads it. Nothing of the process is patched: no streams, frameworks, arguments or seeds.
+`CLEARML_OFFLINE_MODE=1` record offline: the session stays in ClearML's cache and is copied as a zip to
+`tracking/clearml/` at the end; `Task.import_offline_session` uploads it. ClearML's patching of streams, frameworks,
+arguments and seeds is off.
 """
 
 import logging
@@ -15,32 +16,35 @@ from app.tracking.dashboard import DashboardOptions, Progress
 
 
 class ClearML:
-    """A resumed run continues its task; offline, where ClearML cannot, it is a session of its own."""
+    """A ClearML task. A resumed run continues its task, except offline, where it is a new session."""
 
-    def __init__(self, start: DashboardOptions) -> None:
+    def __init__(self, options: DashboardOptions) -> None:
         from clearml import Task
 
-        offline = start.offline or os.environ.get("CLEARML_OFFLINE_MODE", "0") not in ("", "0")
-        self._folder = start.folder
-        self._progress = Progress(start.folder.with_suffix(".json"), resumed=start.resumed_at is not None)
-        known = self._progress.run_id
-        continued = None if offline or known is None or known.startswith("offline-") else known
+        self._folder = options.folder
+        self._progress = Progress(options.folder.with_suffix(".json"), resumed=options.resumed_at is not None)
+        offline = options.offline or os.environ.get("CLEARML_OFFLINE_MODE", "0") not in ("", "0")
+        task_id = self._progress.run_id
+        if offline or (task_id is not None and task_id.startswith("offline-")):
+            task_id = None
+
         Task.set_offline(offline)
-        Task.set_random_seed(None)  # ClearML would seed this process
-        setattr(Task, "_report_subprocess_enabled", False)  # noqa: B010  (not in its types) it would fork the driver, and its end would take 10 s
+        Task.set_random_seed(None)  # keeps ClearML from seeding this process
+        # Keeps ClearML from forking the driver, which would add 10 s to its exit. The attribute is not in its types.
+        setattr(Task, "_report_subprocess_enabled", False)  # noqa: B010
         self._task: Any = Task.init(
-            project_name=start.project,
-            task_name=start.run_name,
+            project_name=options.project,
+            task_name=options.run_name,
             reuse_last_task_id=False,
-            continue_last_task=continued or False,
+            continue_last_task=task_id or False,
             auto_connect_arg_parser=False,
             auto_connect_frameworks=False,
             auto_resource_monitoring=False,
             auto_connect_streams=False,
         )
-        if continued:
-            self._task.set_initial_iteration(0)  # our steps count from the run's start
-        self._task.set_parameters(flat(start.config))
+        if task_id is not None:
+            self._task.set_initial_iteration(0)  # our steps are not relative to the resume
+        self._task.set_parameters(flat(options.config))
         self._logger: Any = self._task.get_logger()
         self._progress.opened(self._task.id)
 
@@ -68,7 +72,7 @@ class ClearML:
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """ClearML's form of a nested configuration: section/name, the rest of the path joined by dots.
+    """Convert a nested configuration to ClearML's `section/name` keys; deeper keys are joined by dots.
 
     >>> flat({"steps": 3, "model": {"name": "tiny", "tiny": {"heads": 4}}})
     {'run/steps': 3, 'model/name': 'tiny', 'model/tiny.heads': 4}
@@ -83,10 +87,10 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(node: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
     for name, value in node.items():
         if isinstance(value, Mapping) and value:
-            found += _leaves(value, f"{prefix}{name}.")
+            leaves += _leaves(value, f"{prefix}{name}.")
         else:
-            found.append((f"{prefix}{name}", value))
-    return found
+            leaves.append((f"{prefix}{name}", value))
+    return leaves

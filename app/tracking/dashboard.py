@@ -1,4 +1,4 @@
-"""What a dashboard is: what it is opened with, what it is sent, and what of it survives a resume."""
+"""The dashboard interface, the options that open a dashboard, and its state across resumes."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -6,22 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from app.utils.files import replace_file
+
 
 @dataclass(frozen=True, slots=True)
 class DashboardOptions:
-    """What a dashboard is opened with."""
+    """What a dashboard needs to open a run."""
 
-    config: Mapping[str, Any]  # the resolved configuration, plain
-    folder: Path  # the dashboard's own, in the run folder; not made yet
+    config: Mapping[str, Any]  # the resolved configuration, without OmegaConf types
+    folder: Path  # the dashboard's folder in the run folder; may not exist yet
     project: str
     run_name: str
     offline: bool
-    resumed_at: int | None  # the run goes on after this step; None: it is new
+    resumed_at: int | None  # the step that the run resumes after; None: a new run
     warn: Callable[[str], None]
 
 
 class Dashboard(Protocol):
-    """One open dashboard run. Calls come from one thread; they may block and raise."""
+    """An open dashboard run. All calls come from one thread; they may block and raise."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -31,7 +33,7 @@ class Dashboard(Protocol):
 
 
 class Progress:
-    """`<dashboard>.json` in the run folder: the dashboard's run id and the last step it was sent."""
+    """`tracking/<dashboard>.json`: the dashboard's run id and the last step sent, for resumed runs."""
 
     def __init__(self, path: Path, *, resumed: bool) -> None:
         self._path = path
@@ -40,23 +42,24 @@ class Progress:
 
     @property
     def run_id(self) -> str | None:
+        """The run id of the earlier attempt; None for a new run."""
         return self._content.get("run_id")
 
     def opened(self, run_id: str) -> None:
+        """Save the dashboard's run id."""
         self._content["run_id"] = run_id
         self._write()
 
     def is_new(self, step: int) -> bool:
-        """Whether an earlier attempt has not sent this step yet."""
+        """Whether no earlier attempt has sent this step."""
         return step > self._sent_before
 
     def sent(self, step: int) -> None:
+        """Save that this step was sent."""
         if step > int(self._content.get("last_step", -1)):
             self._content["last_step"] = step
             self._write()
 
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        part = self._path.with_suffix(".part")
-        part.write_text(json.dumps(self._content), encoding="utf-8")
-        part.replace(self._path)
+        replace_file(self._path, json.dumps(self._content))

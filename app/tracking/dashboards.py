@@ -1,12 +1,15 @@
-"""Dashboards beside the run's own files: TensorBoard, Weights & Biases, ClearML.
+"""TensorBoard, Weights & Biases and ClearML beside the run's own files.
 
-Each lives on a thread of its own behind a bounded queue. Always: nothing that a dashboard does, raises or waits for
-reaches training. A failure is said once; numbers that find the queue full are dropped and counted; the end of a run
-waits for a dashboard no longer than a deadline. Packages are imported on that thread, only where `tracking.use` names
-them. Keys come from the environment (or the package's own login), never from the configuration.
+Each dashboard runs on its own thread behind a bounded queue. Its package is imported on that thread, and only if
+`tracking.use` names it. Keys come from the environment or the package's own login, never from the configuration.
 
-Names are grouped so that dashboards fold well: what has no prefix in `metrics.jsonl` gets `train/`. A resumed run goes
-on in the same dashboard run, and a step that was sent before is not sent twice (`Progress`).
+Invariants:
+- A dashboard never blocks training or raises into it. Each failure is reported once.
+- Metrics that do not fit the queue are dropped and counted.
+- At the end of a run each dashboard has a deadline to send what is queued.
+- A resumed run continues the same dashboard run and sends no step twice (`Progress`).
+
+Metrics without a prefix in `metrics.jsonl` are sent as `train/<name>`, so that dashboards group them.
 """
 
 import logging
@@ -17,34 +20,40 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
+from app.errors import one_line
 from app.tracking.dashboard import Dashboard, DashboardOptions
 
 log = logging.getLogger("app.run")
 
-FOLDER = "tracking"  # in the run folder: what dashboards keep there
-T = TypeVar("T")
+FOLDER = "tracking"  # in the run folder: the dashboards' own files
 QUEUE_CAPACITY = 1000  # messages; a step is one or two
+T = TypeVar("T")
 
 
-def open_dashboard(name: str, start: DashboardOptions) -> Dashboard:
-    """Import what `name` needs and open it; raises what the package raises."""
+def open_dashboard(name: str, options: DashboardOptions) -> Dashboard:
+    """Import the package of a dashboard and open a run in it.
+
+    Raises:
+        ValueError: There is no dashboard of this name.
+        Exception: Whatever the package raises.
+    """
     if name == "tensorboard":
         from app.tracking.tensorboard import TensorBoard
 
-        return TensorBoard(start)
+        return TensorBoard(options)
     if name == "wandb":
         from app.tracking.wandb import WeightsAndBiases
 
-        return WeightsAndBiases(start)
+        return WeightsAndBiases(options)
     if name == "clearml":
         from app.tracking.clearml import ClearML
 
-        return ClearML(start)
-    raise ValueError(f"no dashboard is called {name}")
+        return ClearML(options)
+    raise ValueError(f"{name} is not a dashboard")
 
 
 def abandon_dashboard(name: str) -> None:
-    """See to it that a dashboard that hangs does not keep our process from ending."""
+    """Ensure that a dashboard that hangs cannot keep the process from exiting."""
     if name == "wandb":
         from app.tracking.wandb import abandon
 
@@ -52,7 +61,7 @@ def abandon_dashboard(name: str) -> None:
 
 
 def grouped(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Finite numbers under names with a prefix.
+    """Return the finite metrics, all of them with a prefix.
 
     >>> grouped({"lr": 0.1, "reward/mean": 0.5, "loss/policy": math.nan})
     {'train/lr': 0.1, 'reward/mean': 0.5}
@@ -65,65 +74,77 @@ def grouped(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 class DashboardWorker:
-    """The thread of one dashboard and the queue before it. `log`, `alert` return at once and never raise."""
+    """One dashboard's thread and queue.
 
-    def __init__(self, name: str, start: DashboardOptions, capacity: int = QUEUE_CAPACITY) -> None:
-        self.name, self.dropped = name, 0
-        self._start = start
+    The thread opens the dashboard, sends the queued messages, and closes the dashboard after `close` was called. If the
+    dashboard cannot be opened, all messages are discarded.
+    """
+
+    def __init__(self, name: str, options: DashboardOptions, capacity: int = QUEUE_CAPACITY) -> None:
+        self.name = name
+        self.dropped = 0  # messages
+        self._options = options
         self._queue: queue.Queue[Callable[[Dashboard], None]] = queue.Queue(capacity)
-        self._ending, self._given_up, self._abandoned = threading.Event(), False, False
+        self._closing = threading.Event()
+        self._open_failed = False
+        self._abandoned = False
         self._status = "running"
         self._thread = threading.Thread(target=self._work, name=f"tracking-{name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Queue the metrics of a step. Returns at once and never raises."""
         values = grouped(metrics)
         self._put(lambda dashboard: dashboard.log(step, values))
 
     def alert(self, step: int, title: str, text: str) -> None:
+        """Queue an alarm. Returns at once and never raises."""
         self._put(lambda dashboard: dashboard.alert(step, title, text))
 
     def close(self, status: str, timeout_s: float) -> None:
-        """Send what is queued and close, within `timeout_s`; then go on without it."""
+        """Send the queued messages and close the dashboard; abandon it after `timeout_s`."""
         self._status = status
-        self._ending.set()
+        self._closing.set()
         self._thread.join(timeout_s)
+
         if self._thread.is_alive():
-            self._start.warn(f"{self.name} did not end within {timeout_s:.0f} s; the run ends without it.")
-            self._abandoned = True  # what its end throws now was said already
+            self._options.warn(f"{self.name} did not finish within {timeout_s:.0f} s; the run ends without it.")
+            # Errors from here on follow from the timeout, which was reported.
+            self._abandoned = True
             self._guarded("could not be abandoned", lambda: abandon_dashboard(self.name))
         if self.dropped:
-            self._start.warn(f"{self.name} was too slow: {self.dropped} messages were not sent to it.")
+            self._options.warn(f"{self.name} was too slow: {self.dropped} messages were dropped.")
 
     def _put(self, message: Callable[[Dashboard], None]) -> None:
-        if self._given_up:
+        if self._open_failed:
             return
         try:
             self._queue.put_nowait(message)
         except queue.Full:
             if not self.dropped:
-                self._start.warn(f"{self.name} is too slow: what does not fit its queue is dropped.")
+                self._options.warn(f"{self.name} is too slow: messages that do not fit its queue are dropped.")
             self.dropped += 1
 
     def _work(self) -> None:
-        dashboard = self._guarded("could not be opened", lambda: open_dashboard(self.name, self._start))
+        dashboard = self._guarded("could not be opened", lambda: open_dashboard(self.name, self._options))
         if dashboard is None:
-            self._given_up = True
+            self._open_failed = True
             return
-        while not (self._ending.is_set() and self._queue.empty()):
+
+        while not (self._closing.is_set() and self._queue.empty()):
             try:
                 message = self._queue.get(timeout=0.2)
             except queue.Empty:
                 continue
-            self._guarded("refused what it was sent", partial(message, dashboard))
+            self._guarded("failed on a message", partial(message, dashboard))
         self._guarded("could not be closed", lambda: dashboard.close(self._status))
 
     def _guarded(self, what: str, call: Callable[[], T]) -> T | None:
+        """Return the call's result; report its error and return None if it fails."""
         try:
             return call()
-        except (Exception, SystemExit) as error:  # a third party's anything: it must not reach training
+        except (Exception, SystemExit) as error:  # third-party code may raise anything
             log.info("%s %s", self.name, what, exc_info=True)
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             if not self._abandoned:
-                self._start.warn(f"{self.name} {what}, the run goes on without it: {reason}")
+                self._options.warn(f"{self.name} {what}; the run continues without it: {one_line(error)}")
             return None

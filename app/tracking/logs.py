@@ -1,7 +1,7 @@
-"""Where log records go (`conf/hydra/job_logging/rich.yaml`): all to `logs/driver.log`, warnings to the screen too.
+"""Log handlers of the driver (`conf/hydra/job_logging/rich.yaml`).
 
-People read the console that `app.tracking.console` draws; the rest of what is said stays in the run's own log. The
-handlers find `sys.stderr` anew for each record, so that a progress bar that is on the screen stays at its bottom.
+All records go to `logs/driver.log`; warnings and errors also go to the terminal, beside the lines of
+`app.tracking.console`.
 """
 
 import logging
@@ -13,7 +13,7 @@ YELLOW, RED, PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
 class DriverLog(logging.FileHandler):
-    """Appends to `<folder>/driver.log`. The folder is made by the first record: what logs nothing leaves nothing."""
+    """Appends to `<folder>/driver.log`. The first record creates the folder, so a process without logs leaves none."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(Path(folder) / DRIVER_LOG, encoding="utf-8", delay=True)
@@ -25,14 +25,15 @@ class DriverLog(logging.FileHandler):
 
 
 class ConsoleWarnings(logging.Handler):
-    """One line on stderr for each warning or error: `warning: …`, in colour on a terminal, without traceback."""
+    """Prints `warning: …` or `error: …` to stderr, in color on a terminal, without a traceback."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        # `sys.stderr` is looked up each time: rich replaces it while a progress bar is shown, to print above the bar.
         try:
-            word = "error" if record.levelno >= logging.ERROR else "warning"
+            label = "error" if record.levelno >= logging.ERROR else "warning"
             if sys.stderr.isatty():
-                word = f"{RED if word == 'error' else YELLOW}{word}{PLAIN}"
-            sys.stderr.write(f"{word}: {record.getMessage()}\n")
+                label = f"{RED if label == 'error' else YELLOW}{label}{PLAIN}"
+            sys.stderr.write(f"{label}: {record.getMessage()}\n")
             sys.stderr.flush()
-        except (OSError, ValueError):  # the terminal is gone; the file has the record
+        except (OSError, ValueError):  # the terminal is gone; the log file has the record
             self.handleError(record)

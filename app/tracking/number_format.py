@@ -1,10 +1,10 @@
-"""Numbers as people read them."""
+"""Numbers formatted for people."""
 
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def count(value: float) -> str:
-    """Three digits and a unit: 17, 1.23k, 45.6M.
+    """Format a count with three digits and a unit.
 
     >>> count(17), count(1234.5), count(45_600_000)
     ('17', '1.23k', '45.6M')
@@ -12,12 +12,13 @@ def count(value: float) -> str:
     for size, unit in UNITS:
         if abs(value) >= size * 0.9995:
             scaled = value / size
-            return f"{scaled:.{max(0, 2 - (len(str(int(abs(scaled)))) - 1))}f}{unit}"
+            decimals = max(0, 3 - len(str(int(abs(scaled)))))
+            return f"{scaled:.{decimals}f}{unit}"
     return f"{value:.0f}"
 
 
 def seconds(value: float) -> str:
-    """A step's or a phase's time.
+    """Format the duration of a step or phase.
 
     >>> seconds(0.0123), seconds(1.234), seconds(75.2), seconds(4000)
     ('0.01 s', '1.23 s', '75.2 s', '4000 s')
@@ -28,7 +29,7 @@ def seconds(value: float) -> str:
 
 
 def duration(value: float) -> str:
-    """A run's time.
+    """Format the duration of a run.
 
     >>> duration(42.4), duration(102), duration(7384)
     ('42 s', '1 min 42 s', '2 h 03 min')
@@ -39,3 +40,12 @@ def duration(value: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def plural(number: int, noun: str) -> str:
+    """Format a number of things.
+
+    >>> plural(1, "step"), plural(2, "step")
+    ('1 step', '2 steps')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,7 +1,7 @@
-"""What the placement code holds of tracking: one object that everything about a run is told to.
+"""The recorder of a run: its folder, console, alarms and dashboards behind one object.
 
-Always: `metrics.jsonl`, `summary.json` and the console have a step's numbers when `log` returns; dashboards have them
-later, from a thread of their own, so that a slow or broken one neither slows nor stops training.
+Invariant: `metrics.jsonl`, `summary.json` and the console have a step's metrics when `log` returns. Dashboards get them
+later, on their own threads, so that a slow or broken dashboard neither slows nor stops training.
 """
 
 import json
@@ -20,11 +20,9 @@ from app.tracking import dashboards
 from app.tracking.alarms import Alarms
 from app.tracking.console import RunConsole
 from app.tracking.dashboard import DashboardOptions
-from app.tracking.report import page as reports
+from app.tracking.report import page
 from app.tracking.report.data import WARNINGS
-from app.tracking.run_folder import metrics_file as jsonl
-from app.tracking.run_folder import samples
-from app.tracking.run_folder import timeline as timelines
+from app.tracking.run_folder import metrics_file, samples, timeline
 from app.tracking.run_folder.samples import Decode
 from app.tracking.run_folder.summary import Status, Summary
 from app.types import Group
@@ -37,62 +35,74 @@ DASHBOARD_DEADLINE_S = {Status.finished: 30.0, Status.interrupted: 4.0, Status.f
 
 
 class RunFolderRecorder:
-    """Records the run of `config` in `folder`, which is made if need be.
+    """Records the run of `config` in `folder`, which is created.
 
-    As a context manager it ends the run by itself: finished, or interrupted or failed by what was raised.
+    Lifecycle: `resume` (to continue an earlier attempt, or after a trainer restart), then `log`, `log_samples` and
+    `log_prompts` for every step, then `finish`. A context manager calls `finish` itself: finished, or interrupted or
+    failed depending on the exception.
+
+    Example:
+        with RunFolderRecorder(config, folder) as recorder:
+            with recorder.timeline.span("driver", "train", step=1):
+                ...
+            recorder.log(1, {"reward/mean": 0.5, "time/step": 1.0})
     """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.config, self.folder = config, folder
-        self.timeline = timelines.Timeline()
+        self.config = config
+        self.folder = folder
+        self.timeline = timeline.Timeline()
         self._alarms = Alarms(max_staleness=config.placement.max_staleness)
-        self._feeds: list[dashboards.DashboardWorker] | None = (
-            None  # opened by the first numbers, when `resume` was called
-        )
+        # Opened with the first metrics, because `resume` decides how.
+        self._dashboards: list[dashboards.DashboardWorker] | None = None
         self._resumed_at: int | None = None
         self._step = 0
         self._warned: set[str] = set()
         self._warning_lock = threading.Lock()
-        self._ended = False
-        self._metrics = jsonl.MetricsFile(folder / jsonl.NAME)
-        self.used = self._metrics.last_step is not None  # by an earlier attempt
+        self._finished = False
+        self._metrics = metrics_file.MetricsFile(folder / metrics_file.NAME)
+        self.used = self._metrics.last_step is not None  # whether an earlier attempt left metrics
         self._summary = Summary(folder)
         self._summary.write()
         self._console = RunConsole(config, folder)
 
     def resume(self, step: int) -> None:
-        """Go on after `step`: forget what an earlier attempt, or this one, recorded of later steps."""
-        for feed in self._feeds or ():
-            feed.close(Status.interrupted.value, DASHBOARD_DEADLINE_S[Status.failed])
-        self._feeds = None
-        self._resumed_at = self._step = step
+        """Continue after `step`: remove the records of later steps, of an earlier attempt or of this one."""
+        for dashboard in self._dashboards or ():
+            dashboard.close(Status.interrupted.value, DASHBOARD_DEADLINE_S[Status.failed])
+        self._dashboards = None
+        self._resumed_at = step
+        self._step = step
+
         self._metrics.close()
-        jsonl.cut(self.folder / jsonl.NAME, step)
-        jsonl.cut(self.folder / WARNINGS, step)
-        jsonl.cut(self.folder / PROMPTS, step)
-        samples.cut(self.folder, step)
+        for name in (metrics_file.NAME, WARNINGS, PROMPTS):
+            metrics_file.truncate_after(self.folder / name, step)
+        samples.truncate_after(self.folder, step)
+        self._metrics = metrics_file.MetricsFile(self.folder / metrics_file.NAME)
         self.timeline.load(self.folder)
-        self._metrics = jsonl.MetricsFile(self.folder / jsonl.NAME)
-        self._summary.restart()
-        for row in jsonl.read(self.folder / jsonl.NAME):
+
+        self._summary.reset()
+        for row in metrics_file.read(self.folder / metrics_file.NAME):
             self._summary.add(row["step"], row)
         self._summary.write()
         self._console.resume(step, self._summary.values.get("eval/accuracy_first"))
 
     def status(self, text: str) -> None:
-        """Show what the run is busy with where no step says so ("starting the engine")."""
+        """Show and log the current activity between steps ("starting the engine")."""
         log.info(text)
         self._console.status(text)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Record the numbers of a finished step, under the names of the design (`metrics.jsonl`)."""
+        """Record the metrics of a finished step and warn about the alarms that it raises."""
         self._record(step, metrics)
         self._console.step(step, metrics)
+
         for alarm in self._alarms.check(step, metrics):
             self.warn(alarm.text)
-            for feed in self._open_feeds():
-                feed.alert(step, alarm.name, f"{alarm.what} {alarm.advice}")
+            for dashboard in self._open_dashboards():
+                dashboard.alert(step, alarm.name, f"{alarm.problem} {alarm.advice}")
+
         self.timeline.write_if_due(self.folder)
 
     def log_eval(
@@ -102,9 +112,13 @@ class RunFolderRecorder:
         groups: Sequence[Group] = (),
         decode: Decode | None = None,
     ) -> None:
-        """Record an evaluation after `step` (0: before training), by set name; they join the step's line.
+        """Record an evaluation; its metrics join the step's line.
 
-        Of its groups some are kept in `samples/eval_<step>.jsonl`.
+        Args:
+            step: The step that the evaluation follows; 0 is before training.
+            results: The metrics of each evaluation set.
+            groups: The groups that were sampled; some are written to `samples/eval_<step>.jsonl`.
+            decode: Converts prompt tokens to the question's text for the samples.
         """
         samples.write_samples(self.folder, step, groups, self.config.tracking.samples_per_step, decode, kind="eval")
         self._record(step, evaluation_metrics(results))
@@ -120,33 +134,38 @@ class RunFolderRecorder:
         samples.write_samples(self.folder, step, groups, self.config.tracking.samples_per_step, decode)
 
     def warn(self, text: str) -> None:
-        """Say it once on the screen, in the log and in the report, however often it is called with this text."""
-        with self._warning_lock:  # dashboards warn from their threads
+        """Warn on the console, in the log and in the report. Repeated texts are ignored. Thread-safe."""
+        with self._warning_lock:
             if text in self._warned:
                 return
             self._warned.add(text)
+
             path = self.folder / WARNINGS
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps({"time": round(time.time(), 1), "step": self._step, "text": text}) + "\n")
+
         log.warning(text)
 
     def finish(self, status: Status | str, error: str | None = None) -> None:
-        """End the run: the last files are written, dashboards closed, and the screen says where things are. Once."""
-        if self._ended:
+        """End the run: write the last files, close the dashboards and print the outcome. Later calls do nothing."""
+        if self._finished:
             return
-        self._ended = True
+        self._finished = True
+
         status = Status(status)
         self._metrics.close()
         self._summary.end(status, error)
         self._summary.write()
         self.timeline.write(self.folder)
+
         deadline = time.monotonic() + DASHBOARD_DEADLINE_S[status]
-        for feed in self._feeds or ():
-            feed.close(status.value, max(0.1, deadline - time.monotonic()))
-        files = self._report()
+        for dashboard in self._dashboards or ():
+            dashboard.close(status.value, max(0.1, deadline - time.monotonic()))
+
+        files = self._write_report()
         totals = {**self._summary.values, "total/seconds": self._summary.seconds}
-        self._console.end(status.value, totals, error, {**files, "timeline": self.folder / timelines.NAME})
+        self._console.end(status.value, totals, error, {**files, "timeline": self.folder / timeline.NAME})
 
     def __enter__(self) -> "RunFolderRecorder":
         return self
@@ -166,15 +185,16 @@ class RunFolderRecorder:
         self._metrics.append(step, metrics)
         self._summary.add(step, metrics)
         self._summary.write()
-        for feed in self._open_feeds():
-            feed.log(step, metrics)
+        for dashboard in self._open_dashboards():
+            dashboard.log(step, metrics)
 
-    def _open_feeds(self) -> list[dashboards.DashboardWorker]:
-        if self._feeds is None:
-            self._feeds = [dashboards.DashboardWorker(name, self._start(name)) for name in self.config.tracking.use]
-        return self._feeds
+    def _open_dashboards(self) -> list[dashboards.DashboardWorker]:
+        if self._dashboards is None:
+            names = self.config.tracking.use
+            self._dashboards = [dashboards.DashboardWorker(name, self._options(name)) for name in names]
+        return self._dashboards
 
-    def _start(self, name: str) -> DashboardOptions:
+    def _options(self, name: str) -> DashboardOptions:
         tracking = self.config.tracking
         plain = OmegaConf.to_container(OmegaConf.structured(self.config), enum_to_str=True)
         assert isinstance(plain, dict)
@@ -188,19 +208,24 @@ class RunFolderRecorder:
             warn=self.warn,
         )
 
-    def _report(self) -> dict[str, Path]:
+    def _write_report(self) -> dict[str, Path]:
         try:
-            return {"report": reports.write_report([self.folder], self.folder / reports.NAME)}
-        except Exception as error:  # the run is over and its record is whole: a page about it must not make it fail
-            log.exception("report.html could not be made")
-            self.warn(f"report.html could not be made ({error}): logs/driver.log has the details.")
+            return {"report": page.write_report([self.folder], self.folder / page.NAME)}
+        except Exception as error:  # the run's records are complete; a report must not make it fail
+            log.exception("report.html could not be written")
+            self.warn(f"report.html could not be written ({error}): see logs/driver.log.")
             return {}
 
 
 def evaluation_metrics(results: Mapping[str, Metrics]) -> dict[str, float]:
-    """One set gives `eval/<name>`; several give `eval/<set>/<name>`, and `eval/accuracy` is their mean."""
+    """Name the metrics of an evaluation.
+
+    One set gives `eval/<name>`. Several give `eval/<set>/<name>` and their mean accuracy as `eval/accuracy`.
+    """
     if len(results) == 1:
         return {f"eval/{name}": value for metrics in results.values() for name, value in metrics.items()}
     named = {f"eval/{key}/{name}": value for key, metrics in results.items() for name, value in metrics.items()}
     accuracies = [metrics["accuracy"] for metrics in results.values() if "accuracy" in metrics]
-    return {**named, "eval/accuracy": sum(accuracies) / len(accuracies)} if accuracies else named
+    if accuracies:
+        named["eval/accuracy"] = sum(accuracies) / len(accuracies)
+    return named

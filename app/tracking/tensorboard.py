@@ -1,4 +1,4 @@
-"""TensorBoard event files under `tracking/tensorboard/`: `tensorboard --logdir outputs` shows every run."""
+"""TensorBoard event files in `tracking/tensorboard/`. `tensorboard --logdir outputs` shows all runs."""
 
 import json
 from collections.abc import Mapping
@@ -7,15 +7,15 @@ from app.tracking.dashboard import DashboardOptions
 
 
 class TensorBoard:
-    """A resumed run writes a further event file, whose start tells TensorBoard to forget the later steps."""
+    """A writer of event files. A resumed run adds a file that makes TensorBoard discard the later steps."""
 
-    def __init__(self, start: DashboardOptions) -> None:
+    def __init__(self, options: DashboardOptions) -> None:
         from torch.utils.tensorboard import SummaryWriter  # needs the package `tensorboard`
 
-        purge = None if start.resumed_at is None else start.resumed_at + 1
-        self._writer = SummaryWriter(str(start.folder), purge_step=purge, flush_secs=30)
-        if start.resumed_at is None:
-            self._writer.add_text("configuration", _block(json.dumps(start.config, indent=2)), 0)
+        purge_step = None if options.resumed_at is None else options.resumed_at + 1
+        self._writer = SummaryWriter(str(options.folder), purge_step=purge_step, flush_secs=30)
+        if options.resumed_at is None:
+            self._writer.add_text("configuration", _code_block(json.dumps(options.config, indent=2)), 0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -29,6 +29,6 @@ class TensorBoard:
         self._writer.close()
 
 
-def _block(text: str) -> str:
-    """Markdown that keeps the text as it stands."""
+def _code_block(text: str) -> str:
+    """Return the text as a Markdown code block."""
     return "\n".join(f"    {line}" for line in text.splitlines())

@@ -1,53 +1,61 @@
-"""Weights & Biases, online or offline; a resumed run goes on in the same W&B run.
+"""Weights & Biases, online or offline. A resumed run continues the same W&B run.
 
-The key is the environment's `WANDB_API_KEY` or what `wandb login` left. Without one the run is recorded offline, which
-is said, and `wandb sync` uploads it later. `tracking.offline=true` or `WANDB_MODE=offline` ask for that.
+`tracking.offline=true` or `WANDB_MODE=offline` record offline. Otherwise W&B looks for a key (`WANDB_API_KEY`, or what
+`wandb login` saved) and never prompts for one. Without a valid key the run is recorded offline, with one warning.
 """
 
 import logging
-import netrc
-import os
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Literal
-from urllib.parse import urlparse
+from functools import partial
 
+from app.errors import one_line
 from app.tracking.dashboard import DashboardOptions, Progress
 
 log = logging.getLogger("app.run")
 
 HELPER = "wandb-core"
 START_TIMEOUT_S = 60.0
-EXIT_CODES = {"finished": 0, "interrupted": 130}  # W&B shows any other as failed
+EXIT_CODES = {"finished": 0, "interrupted": 130}  # W&B shows any other code as failed
 
 
 class WeightsAndBiases:
-    """Its id and the last step sent are in `tracking/wandb.json`; W&B takes steps in order only."""
+    """A W&B run. `tracking/wandb.json` holds its id and the last step sent; W&B accepts steps in order only."""
 
-    def __init__(self, start: DashboardOptions) -> None:
+    def __init__(self, options: DashboardOptions) -> None:
         import wandb
 
-        start.folder.mkdir(parents=True, exist_ok=True)  # W&B falls back to a temporary folder otherwise
-        self._progress = Progress(start.folder.with_suffix(".json"), resumed=start.resumed_at is not None)
+        # Without the folder W&B would fall back to a temporary one.
+        options.folder.mkdir(parents=True, exist_ok=True)
+        self._progress = Progress(options.folder.with_suffix(".json"), resumed=options.resumed_at is not None)
         run_id = self._progress.run_id or uuid.uuid4().hex[:8]
-        self._run = wandb.init(
-            project=start.project,
-            name=start.run_name,
+
+        start = partial(
+            wandb.init,
+            project=options.project,
+            name=options.run_name,
             id=run_id,
             resume="allow",
-            dir=str(start.folder.parent),  # W&B adds its name
-            config=dict(start.config),
-            mode=_mode(start),
-            reinit="create_new",  # a sweep's jobs share the process
+            dir=str(options.folder.parent),  # W&B appends its own name
+            config=dict(options.config),
+            reinit="create_new",  # the jobs of a sweep share this process
             settings=wandb.Settings(
-                console="off",  # the screen is ours
+                console="off",  # the run has its own console
                 silent=True,
                 save_code=False,
                 init_timeout=START_TIMEOUT_S,
-                login_timeout=START_TIMEOUT_S,
             ),
         )
+
+        # A silent session never prompts for a key: `init` raises `UsageError` instead.
+        wandb.setup(settings=wandb.Settings(silent=True))
+        try:
+            # Without a mode W&B follows its environment variables.
+            self._run = start(mode="offline") if options.offline else start()
+        except wandb.errors.UsageError as error:
+            upload = f"wandb sync {options.folder}/offline-run-*"
+            options.warn(f"wandb records this run offline: {one_line(error)} To upload it, run: {upload}")
+            self._run = start(mode="offline")
         self._progress.opened(run_id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -64,7 +72,7 @@ class WeightsAndBiases:
 
 
 def abandon() -> None:
-    """End W&B's helper process, which would keep ours from ending for as long as it tries to reach its server."""
+    """Kill W&B's helper process, which would block our exit for as long as it cannot reach its server."""
     import psutil
     import wandb
 
@@ -72,30 +80,6 @@ def abandon() -> None:
         if child.name().startswith(HELPER):
             child.kill()
     try:
-        wandb.teardown()  # the next run of this process (a sweep's) gets a new helper
+        wandb.teardown()  # the next run of this process (in a sweep) starts a new helper
     except OSError as error:
-        log.info("wandb's helper was ended: %s", error)
-
-
-def _mode(start: DashboardOptions) -> Literal["offline"] | None:
-    """None leaves it to W&B (online, or what its own environment variables say)."""
-    if start.offline:
-        return "offline"
-    if "WANDB_MODE" in os.environ or _has_key():
-        return None
-    start.warn(
-        "wandb found no key, so this run is recorded offline: set WANDB_API_KEY (or tracking.offline=true to be "
-        f"silent), and upload it with: wandb sync {start.folder}/offline-run-*"
-    )
-    return "offline"
-
-
-def _has_key() -> bool:
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    try:
-        return netrc.netrc(str(path)).authenticators(host) is not None
-    except (FileNotFoundError, netrc.NetrcParseError):
-        return False
+        log.info("wandb's helper process was killed: %s", error)

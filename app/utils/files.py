@@ -1,4 +1,4 @@
-"""File operations whose result survives a crash of the machine: what returned is on the disk."""
+"""File operations. All but a plain `replace_file` survive a machine crash: their result is on disk when they return."""
 
 import os
 import shutil
@@ -12,6 +12,28 @@ def write(file: Path, text: str) -> None:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Replace a file atomically: readers see the old content or the new, never a mix.
+
+    Args:
+        path: The file. Its folder must exist.
+        content: Text is written as UTF-8.
+        durable: Flush to disk before and after the rename, so that the new content survives a machine crash.
+    """
+    temporary = path.with_name(path.name + UNFINISHED)
+    data = content.encode() if isinstance(content, str) else content
+
+    with temporary.open("wb") as stream:
+        stream.write(data)
+        if durable:
+            stream.flush()
+            os.fsync(stream.fileno())
+    temporary.replace(path)
+
+    if durable:
+        sync(path.parent)
 
 
 def sync(folder: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_run_survives_kill_9_of_driver_engine_and_trainer(start: Callable[...,
     assert len(on_policy) >= 3  # each life begins with one
     assert max(line["mismatch/kl"] for line in on_policy) < 1e-6
     assert run.summary()["status"] == "finished"
-    assert f"goes on after step {saved}" in run.text
+    assert f"resumed after step {saved}" in run.text
     said = " ".join(warnings(run.folder))
     assert "was killed by SIGKILL" in said
     assert "the trainer was lost and began again after step" in said

@@ -1,4 +1,4 @@
-"""Groups and metrics that a run could have had."""
+"""Groups and metrics of a plausible run."""
 
 from collections.abc import Callable
 

@@ -1,12 +1,17 @@
 import math
+import re
 
 import pytest
 
+from app.config import RunConfig
+from app.config.compose import setting_names
 from app.tracking.alarms import Alarms
+from app.tracking.report.checks import PHASES
+from app.tracking.rules import RULES
 
 
 def run(steps, **settings):
-    """(step, name) of every alarm that these metrics raise."""
+    """Return (step, name) of every alarm that these metrics raise."""
     alarms = Alarms(**settings)
     return [(alarm.step, alarm.name) for step, metrics in enumerate(steps, 1) for alarm in alarms.check(step, metrics)]
 
@@ -17,6 +22,7 @@ HEALTHY = {
     "reward/failed_fraction": 0.0,
     "mismatch/kl": 1e-7,
     "kl/old": 1e-4,
+    "kl/reference": 1e-4,
     "entropy": 1.0,
     "completion/truncated_fraction": 0.1,
     "throughput/completion_tokens_per_second": 1000.0,
@@ -30,7 +36,7 @@ def healthy(count):
     return [dict(HEALTHY) for _ in range(count)]
 
 
-def test_a_healthy_run_and_a_run_without_numbers_raise_nothing():
+def test_a_healthy_run_and_a_run_without_metrics_raise_nothing():
     learning = [
         {**HEALTHY, "entropy": 1.0 - 0.019 * step, "reward/accuracy": min(0.95, 0.3 + step / 40)} for step in range(50)
     ]
@@ -41,43 +47,58 @@ def test_a_healthy_run_and_a_run_without_numbers_raise_nothing():
 @pytest.mark.parametrize(
     ("name", "changes", "needed"),
     [
-        ("groups without spread", {"reward/zero_std_fraction": 1.0}, 3),
+        ("no reward variance", {"reward/zero_std_fraction": 1.0}, 3),
         ("mismatch", {"mismatch/kl": 0.01}, 1),
         ("drift", {"mismatch/kl": 0.5, "staleness/max": 1.0}, 1),
-        ("KL", {"kl/old": 0.5}, 1),
+        ("KL to the old policy", {"kl/old": 0.5}, 1),
+        ("KL to the reference", {"kl/reference": 0.5}, 1),
         ("entropy collapse", {"entropy": 0.04}, 1),
-        ("all completions truncated", {"completion/truncated_fraction": 1.0}, 2),
-        ("throughput halved", {"throughput/completion_tokens_per_second": 400.0}, 3),
-        ("staleness at its bound", {"staleness/mean": 2.0}, 5),
+        ("truncated completions", {"completion/truncated_fraction": 1.0}, 2),
+        ("throughput", {"throughput/completion_tokens_per_second": 400.0}, 3),
+        ("staleness", {"staleness/mean": 2.0}, 5),
+        ("staleness", {"staleness/max": 3.0}, 1),
         ("engine restarts", {"recovery/engine_restarts": 1.0}, 1),
-        ("rewards failing", {"reward/failed_fraction": 0.1}, 1),
-        ("gradients not finite", {"grad_norm": math.nan}, 1),
+        ("reward failures", {"reward/failed_fraction": 0.1}, 1),
+        ("gradient norm", {"grad_norm": math.nan}, 1),
+        ("gradient norm", {"grad_norm": 250.0}, 1),
     ],
 )
-def test_each_trouble_raises_its_alarm_once_when_it_has_lasted(name, changes, needed):
+def test_each_problem_raises_its_alarm_once_after_its_number_of_steps(name, changes, needed):
     steps = healthy(15) + [{**HEALTHY, **changes} for _ in range(8)]
     assert run(steps, max_staleness=2) == [(15 + needed, name)]
 
 
-def test_an_alarm_comes_back_only_after_it_was_over_and_some_quiet_steps():
-    trouble = {**HEALTHY, "mismatch/kl": 0.5}
-    flicker = [trouble, HEALTHY] * 60
+def test_an_alarm_is_raised_again_only_after_its_problem_ended_and_a_growing_number_of_quiet_steps():
+    problem = {**HEALTHY, "mismatch/kl": 0.5}
+    flicker = [problem, HEALTHY] * 60
     assert [step for step, _ in run(healthy(10) + flicker)] == [11, 31, 111]
 
 
-def test_an_older_policy_that_sampled_is_no_mismatch():
-    """What would be one on-policy: the engine had another policy, and is right to differ."""
+def test_stale_data_is_no_mismatch():
+    """The same KL is a mismatch on fresh data; an older policy's log-probabilities are expected to differ."""
     assert run([*healthy(10), {**HEALTHY, "mismatch/kl": 0.09, "staleness/max": 1.0}], max_staleness=2) == []
 
 
-def test_low_entropy_is_no_alarm_where_the_answers_are_right():
+def test_low_entropy_is_no_alarm_while_most_answers_are_correct():
     assert run([{**HEALTHY, "entropy": 1.0 if step < 6 else 0.01, "reward/accuracy": 0.95} for step in range(20)]) == []
 
 
-def test_the_sentence_says_what_was_seen_and_what_to_try():
+def test_staleness_at_a_bound_of_1_is_normal():
+    assert run([{**HEALTHY, "staleness/mean": 1.0, "staleness/max": 1.0}] * 10, max_staleness=1) == []
+
+
+def test_all_settings_named_in_advice_exist():
+    advice = " ".join([*(rule.advice for rule in RULES.values()), *(remedy for _, remedy in PHASES.values())])
+    files = {"timeline.json", "ui.perfetto.dev"}
+    named = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", advice)) - files
+    assert len(named) > 15
+    assert named <= set(setting_names(RunConfig))
+
+
+def test_an_alarm_names_the_problem_and_what_to_try():
     alarms = Alarms()
     for step in range(1, 4):
         raised = alarms.check(step, {"reward/zero_std_fraction": 1.0, "reward/accuracy": 0.0})
-    assert raised[0].what == "In 100% of the groups all completions earn the same (all wrong): no gradient."
+    assert raised[0].problem == "In 100% of the groups all completions have the same reward (all wrong): no gradient."
     assert "reward's parsing" in raised[0].advice
     assert raised[0].text.startswith("step 3: In 100%")

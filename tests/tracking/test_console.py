@@ -12,14 +12,14 @@ def lines(draw, steps=60):
     return stream.getvalue().splitlines()
 
 
-def test_header_names_model_algorithm_placement_device_and_folder():
+def test_the_header_names_model_algorithm_placement_device_and_folder():
     header = "\n".join(lines(lambda console: None))
     assert "tiny · grpo · colocate · cpu" in header
     assert "60 steps of 32 prompts × 8 completions, 1 update each · 1 trainer rank, 1 engine" in header
     assert "out/run" in header
 
 
-def test_a_step_is_one_plain_line_without_colour_where_there_is_no_terminal(metrics):
+def test_a_step_is_one_plain_line_without_a_terminal(metrics):
     line = lines(lambda console: console.step(3, metrics(3)))[-1]
     assert line == (
         " step  3/60   reward  0.300   accuracy  30.0%     1.23k tok/s    1.00 s"
@@ -36,7 +36,7 @@ def test_the_bar_shows_the_phases_in_proportion(metrics):
     assert cells == {"cyan": 7, "magenta": 4, "bright_black": 1}  # of 12: 0.6, 0.3, 0.05 rounds to 0
 
 
-def test_an_evaluation_says_the_change_since_the_first():
+def test_an_evaluation_shows_the_change_since_the_first():
     def draw(console):
         console.log_eval(0, {"eval": {"accuracy": 0.3}})
         console.log_eval(10, {"eval": {"accuracy": 0.85}})
@@ -49,7 +49,7 @@ def test_an_evaluation_says_the_change_since_the_first():
     ]
 
 
-def test_the_end_says_how_and_where():
+def test_the_end_shows_status_totals_and_files():
     totals = {
         "steps": 60,
         "total/seconds": 102.0,
@@ -65,6 +65,20 @@ def test_the_end_says_how_and_where():
     ]
     failed = lines(lambda console: console.end("failed", {"steps": 1, "total/seconds": 3.0}, "engine 0 died", {}))
     assert failed[-2:] == ["failed: 1 step in 3 s", "  engine 0 died"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_gets_a_progress_bar_with_the_status():
+    stream = Terminal()
+    console = RunConsole(RunConfig(steps=2), Path("out/run"), stream)
+    console.status("starting the engine")
+    console.end("finished", {"steps": 2}, None, {})
+    assert "starting the engine" in stream.getvalue()
+    assert "0/2" in stream.getvalue()
 
 
 def test_numbers_are_short():

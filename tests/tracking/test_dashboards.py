@@ -1,4 +1,8 @@
 import json
+import os
+import pty
+import subprocess
+import sys
 import threading
 import time
 import zipfile
@@ -10,6 +14,7 @@ from app.tracking import dashboards
 from app.tracking.dashboard import DashboardOptions, Progress
 from app.tracking.dashboards import DashboardWorker, grouped
 from app.tracking.recorder import RunFolderRecorder
+from app.tracking.run_folder.summary import Status
 
 BLOCK, HEADER = 32768, 7
 
@@ -36,14 +41,14 @@ def warnings(folder):
     return [json.loads(line)["text"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_names_without_a_prefix_are_grouped_and_what_is_no_number_is_left_out():
+def test_names_without_a_prefix_are_grouped_and_non_finite_values_are_left_out():
     assert grouped({"lr": 1, "reward/mean": 0.5, "loss/policy": float("nan"), "x": None}) == {
         "train/lr": 1.0,
         "reward/mean": 0.5,
     }
 
 
-def test_tensorboard_reads_back_the_curve_of_a_resumed_run_without_doubles(tmp_path, metrics):
+def test_tensorboard_reads_back_the_curve_of_a_resumed_run_without_duplicates(tmp_path, metrics):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     record(make_config("tensorboard"), tmp_path, metrics, (1, 2, 3))
@@ -62,7 +67,7 @@ def test_tensorboard_reads_back_the_curve_of_a_resumed_run_without_doubles(tmp_p
     assert warnings(tmp_path) == []
 
 
-def test_wandb_offline_keeps_history_config_and_the_run_id_over_a_resumption(tmp_path, metrics):
+def test_wandb_offline_keeps_history_config_and_run_id_across_a_resume(tmp_path, metrics):
     record(make_config("wandb"), tmp_path, metrics, (1, 2, 3))
     record(make_config("wandb"), tmp_path, metrics, (3, 4), resumed_at=2)
     assert warnings(tmp_path) == []
@@ -89,22 +94,57 @@ def test_wandb_offline_keeps_history_config_and_the_run_id_over_a_resumption(tmp
 
 
 def wandb_records(path):
-    """The records of a `.wandb` file: LevelDB's log format (blocks of 32 KiB, header of checksum, length, type)."""
+    """Yield the records of a `.wandb` file: LevelDB's log format (32 KiB blocks; checksum, length and type)."""
     from wandb.proto import wandb_internal_pb2
 
-    data, at, parts = path.read_bytes(), HEADER, b""
-    while at + HEADER <= len(data):
-        if BLOCK - at % BLOCK < HEADER:
-            at += BLOCK - at % BLOCK
+    data = path.read_bytes()
+    offset = HEADER
+    content = b""
+    while offset + HEADER <= len(data):
+        if BLOCK - offset % BLOCK < HEADER:
+            offset += BLOCK - offset % BLOCK
             continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        parts += data[at + HEADER : at + HEADER + length]
-        at += HEADER + length
-        if kind in (1, 4):  # whole, or the last part
-            entry = wandb_internal_pb2.Record()
-            entry.ParseFromString(parts)
-            parts = b""
-            yield entry
+
+        length = int.from_bytes(data[offset + 4 : offset + 6], "little")
+        kind = data[offset + 6]
+        content += data[offset + HEADER : offset + HEADER + length]
+        offset += HEADER + length
+        if kind in (1, 4):  # a full record, or the last fragment of one
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(content)
+            content = b""
+            yield record
+
+
+def test_wandb_without_a_key_records_offline_and_never_prompts_even_on_a_terminal(tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from app.tracking.dashboard import DashboardOptions\n"
+        "from app.tracking.wandb import WeightsAndBiases\n"
+        "folder = Path(sys.argv[1]) / 'tracking/wandb'\n"
+        "options = DashboardOptions({}, folder, 'project', 'run', False, None, lambda text: print('warned:', text))\n"
+        "assert sys.stdin.isatty() and sys.stderr.isatty()\n"
+        "WeightsAndBiases(options).close('finished')\n"
+    )
+    keys = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "NETRC")
+    environment = {name: value for name, value in os.environ.items() if name not in keys} | {"HOME": str(tmp_path)}
+    controller, terminal = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdin=terminal,
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        env=environment,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    os.close(controller)
+    os.close(terminal)
+    warned = [line for line in done.stdout.splitlines() if line.startswith("warned:")]
+    assert len(warned) == 1
+    assert warned[0].startswith("warned: wandb records this run offline: ")
+    assert "wandb sync" in warned[0]
+    assert list((tmp_path / "tracking/wandb").glob("offline-run-*/*.wandb"))
 
 
 def test_clearml_offline_keeps_scalars_and_hyperparameters(tmp_path, metrics, monkeypatch):
@@ -129,9 +169,9 @@ def test_clearml_offline_keeps_scalars_and_hyperparameters(tmp_path, metrics, mo
 def test_a_folder_that_cannot_be_written_costs_one_warning_and_nothing_else(tmp_path, metrics, use):
     (tmp_path / "tracking").write_text("a file where the folder should be")
     record(make_config(use), tmp_path, metrics, (1, 2, 3))
-    said = warnings(tmp_path)
-    assert len(said) == 1
-    assert said[0].startswith(f"{use} could not be opened, the run goes on without it: ")
+    messages = warnings(tmp_path)
+    assert len(messages) == 1
+    assert messages[0].startswith(f"{use} could not be opened; the run continues without it: ")
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
@@ -139,7 +179,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning_and_nothing_else(tmp_
 def test_a_refused_network_and_a_wrong_key_cost_a_warning_and_no_time_of_a_step(tmp_path, metrics, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr("app.tracking.recorder.DASHBOARD_DEADLINE_S", dict.fromkeys(dashboards_states(), 1.0))
+    monkeypatch.setattr("app.tracking.recorder.DASHBOARD_DEADLINE_S", dict.fromkeys(Status, 1.0))
     config = make_config("wandb")
     config.tracking.offline = False
     with RunFolderRecorder(config, tmp_path) as recorder:
@@ -151,78 +191,76 @@ def test_a_refused_network_and_a_wrong_key_cost_a_warning_and_no_time_of_a_step(
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
 
 
-def dashboards_states():
-    from app.tracking.run_folder.summary import Status
-
-    return list(Status)
-
-
 class Slow:
-    """A dashboard that takes nothing until it is let go."""
+    """A dashboard that blocks until `go` is set."""
 
     def __init__(self):
-        self.go, self.taken = threading.Event(), []
+        self.go = threading.Event()
+        self.received = []
 
     def log(self, step, metrics):
         self.go.wait(20)
         if step == 3:
             raise ConnectionError("gone for a moment")
-        self.taken.append(step)
+        self.received.append(step)
 
     def alert(self, step, title, text):
-        self.taken.append(title)
+        self.received.append(title)
 
     def close(self, status):
-        self.taken.append(status)
+        self.received.append(status)
 
 
-def make_start(tmp_path, said):
-    return DashboardOptions({}, tmp_path / "slow", "project", "run", True, None, said.append)
+def make_options(tmp_path, warned):
+    return DashboardOptions({}, tmp_path / "slow", "project", "run", True, None, warned.append)
 
 
 def test_a_slow_dashboard_drops_and_counts_what_its_queue_cannot_hold(tmp_path, monkeypatch):
-    slow, said = Slow(), []
-    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, start: slow)
-    feed = DashboardWorker("slow", make_start(tmp_path, said), capacity=4)
+    slow = Slow()
+    warned = []
+    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, options: slow)
+    worker = DashboardWorker("slow", make_options(tmp_path, warned), capacity=4)
     start = time.monotonic()
     for step in range(100):
-        feed.log(step, {"lr": 1.0})
+        worker.log(step, {"lr": 1.0})
         time.sleep(0.001)
     assert time.monotonic() - start < 5
     slow.go.set()
-    feed.close("finished", 10)
-    assert feed.dropped >= 94
-    assert slow.taken[-1] == "finished"
-    assert said[0] == "slow is too slow: what does not fit its queue is dropped."
-    assert said[-1] == f"slow was too slow: {feed.dropped} messages were not sent to it."
+    worker.close("finished", 10)
+    assert worker.dropped >= 94
+    assert slow.received[-1] == "finished"
+    assert warned[0] == "slow is too slow: messages that do not fit its queue are dropped."
+    assert warned[-1] == f"slow was too slow: {worker.dropped} messages were dropped."
 
 
-def test_a_message_that_fails_is_said_and_the_next_ones_are_sent(tmp_path, monkeypatch):
-    slow, said = Slow(), []
+def test_a_failed_message_is_reported_and_the_next_ones_are_sent(tmp_path, monkeypatch):
+    slow = Slow()
+    warned = []
     slow.go.set()
-    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, start: slow)
-    feed = DashboardWorker("slow", make_start(tmp_path, said))
+    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, options: slow)
+    worker = DashboardWorker("slow", make_options(tmp_path, warned))
     for step in (2, 3, 4):
-        feed.log(step, {"lr": 1.0})
-    feed.alert(4, "mismatch", "it grew")
-    feed.close("failed", 10)
-    assert slow.taken == [2, 4, "mismatch", "failed"]
-    assert said == ["slow refused what it was sent, the run goes on without it: gone for a moment"]
+        worker.log(step, {"lr": 1.0})
+    worker.alert(4, "mismatch", "it grew")
+    worker.close("failed", 10)
+    assert slow.received == [2, 4, "mismatch", "failed"]
+    assert warned == ["slow failed on a message; the run continues without it: gone for a moment"]
 
 
-def test_a_dashboard_that_never_ends_is_left_behind_at_the_deadline(tmp_path, monkeypatch):
-    slow, said = Slow(), []
-    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, start: slow)
-    feed = DashboardWorker("slow", make_start(tmp_path, said))
-    feed.log(1, {"lr": 1.0})
+def test_a_dashboard_that_hangs_is_abandoned_at_the_deadline(tmp_path, monkeypatch):
+    slow = Slow()
+    warned = []
+    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, options: slow)
+    worker = DashboardWorker("slow", make_options(tmp_path, warned))
+    worker.log(1, {"lr": 1.0})
     start = time.monotonic()
-    feed.close("finished", 0.2)
+    worker.close("finished", 0.2)
     assert time.monotonic() - start < 2
-    assert said == ["slow did not end within 0 s; the run ends without it."]
+    assert warned == ["slow did not finish within 0 s; the run ends without it."]
     slow.go.set()
 
 
-def test_progress_remembers_the_run_and_the_last_step_for_a_resumption_only(tmp_path):
+def test_progress_keeps_the_run_and_the_last_step_for_a_resume_only(tmp_path):
     path = tmp_path / "tracking/x.json"
     first = Progress(path, resumed=False)
     first.opened("abc")

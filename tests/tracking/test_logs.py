@@ -10,7 +10,7 @@ LOGGING = Path(__file__).parents[2] / "conf/hydra/job_logging/rich.yaml"
 
 @pytest.fixture
 def configured(tmp_path):
-    """Logging as Hydra configures it, and as it was again afterwards."""
+    """The log file of a logging setup as Hydra configures it; the setup is undone afterwards."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     settings = OmegaConf.to_container(OmegaConf.load(LOGGING), resolve=False)
@@ -22,13 +22,13 @@ def configured(tmp_path):
     root.handlers, root.level = handlers, level
 
 
-def test_the_folder_is_made_by_the_first_record_only(configured):
+def test_only_the_first_record_creates_the_folder(configured):
     assert not configured.parent.exists()
     logging.getLogger("app.some.part").info("hello")
     assert "INFO app.some.part: hello" in configured.read_text()
 
 
-def test_warnings_reach_stderr_and_the_file_and_the_rest_only_the_file(configured, capsys):
+def test_warnings_go_to_stderr_and_the_file_and_other_records_to_the_file_only(configured, capsys):
     log = logging.getLogger("app.some.part")
     log.info("quiet")
     log.warning("watch %s", "out")

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from app.tracking.run_folder import metrics_file as jsonl
+from app.tracking.run_folder import metrics_file
 
 
 def rows(path):
@@ -12,16 +12,16 @@ def rows(path):
 
 def test_each_step_is_one_line_that_is_on_disk_when_append_returns(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with jsonl.MetricsFile(path) as file:
+    with metrics_file.MetricsFile(path) as file:
         file.append(1, {"loss/policy": 0.5})
         assert rows(path) == [{"step": 1, "loss/policy": 0.5}]
         file.append(2, {"loss/policy": math.nan, "lr": math.inf})
     assert rows(path) == [{"step": 1, "loss/policy": 0.5}, {"step": 2, "loss/policy": None, "lr": None}]
 
 
-def test_numbers_of_the_same_step_join_its_line(tmp_path):
+def test_metrics_of_the_same_step_join_its_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with jsonl.MetricsFile(path) as file:
+    with metrics_file.MetricsFile(path) as file:
         file.append(1, {"lr": 1.0})
         file.append(1, {"eval/accuracy": 0.75})
         file.append(2, {"lr": 2.0})
@@ -29,27 +29,27 @@ def test_numbers_of_the_same_step_join_its_line(tmp_path):
 
 
 def test_an_earlier_step_is_refused(tmp_path):
-    with jsonl.MetricsFile(tmp_path / "metrics.jsonl") as file:
+    with metrics_file.MetricsFile(tmp_path / "metrics.jsonl") as file:
         file.append(2, {})
         with pytest.raises(ValueError, match="step 1 comes after step 2"):
             file.append(1, {})
 
 
-def test_a_half_line_of_a_killed_writer_is_replaced_by_the_next_one(tmp_path):
+def test_an_incomplete_line_of_a_killed_writer_is_replaced(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "lr": 1.0}\n{"step": 2, "l')
-    assert [row["step"] for row in jsonl.read(path)] == [1]
-    with jsonl.MetricsFile(path) as file:
+    assert [row["step"] for row in metrics_file.read(path)] == [1]
+    with metrics_file.MetricsFile(path) as file:
         assert file.last_step == 1
         file.append(2, {"lr": 2.0})
     assert rows(path) == [{"step": 1, "lr": 1.0}, {"step": 2, "lr": 2.0}]
 
 
-def test_cut_removes_the_lines_after_a_step(tmp_path):
+def test_truncate_after_removes_the_lines_after_a_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with jsonl.MetricsFile(path) as file:
+    with metrics_file.MetricsFile(path) as file:
         for step in range(5):
             file.append(step, {"lr": step})
-    jsonl.cut(path, 2)
+    metrics_file.truncate_after(path, 2)
     assert [row["step"] for row in rows(path)] == [0, 1, 2]
-    jsonl.cut(tmp_path / "absent.jsonl", 2)
+    metrics_file.truncate_after(tmp_path / "absent.jsonl", 2)

@@ -15,7 +15,7 @@ def summary(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_a_run_leaves_its_numbers_samples_summary_and_timeline(tmp_path, group, metrics, capsys):
+def test_a_run_leaves_metrics_samples_summary_and_timeline(tmp_path, group, metrics, capsys):
     folder = tmp_path / "run"
     with RunFolderRecorder(RunConfig(steps=2), folder) as recorder:
         assert summary(folder)["status"] == "running"
@@ -35,27 +35,27 @@ def test_a_run_leaves_its_numbers_samples_summary_and_timeline(tmp_path, group, 
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "said"),
+    ("error", "status", "message"),
     [
         (Interrupted("stopped by SIGTERM"), "interrupted", "stopped by SIGTERM"),
         (KeyboardInterrupt(), "interrupted", "Ctrl-C"),
         (EngineError("engine 0 died"), "failed", "EngineError: engine 0 died"),
     ],
 )
-def test_the_summary_says_how_a_run_ended_that_did_not_finish(tmp_path, error, status, said):
+def test_the_summary_has_the_reason_of_a_run_that_did_not_finish(tmp_path, error, status, message):
     with pytest.raises(type(error)), RunFolderRecorder(RunConfig(), tmp_path):
         raise error
-    assert (summary(tmp_path)["status"], summary(tmp_path)["error"]) == (status, said)
+    assert (summary(tmp_path)["status"], summary(tmp_path)["error"]) == (status, message)
 
 
-def test_a_warning_is_said_once_for_each_text(tmp_path, caplog):
+def test_a_repeated_warning_is_reported_once(tmp_path, caplog):
     recorder = RunFolderRecorder(RunConfig(), tmp_path)
     for text in ("odd", "odd", "other"):
         recorder.warn(text)
     assert [record.message for record in caplog.records] == ["odd", "other"]
 
 
-def test_a_resumed_run_forgets_later_steps_and_its_summary_speaks_of_the_whole_run(tmp_path, group, metrics, capsys):
+def test_a_resumed_run_removes_later_steps_and_its_summary_covers_the_whole_run(tmp_path, group, metrics, capsys):
     with RunFolderRecorder(RunConfig(steps=6), tmp_path) as recorder:
         recorder.log_eval(0, {"eval": {"accuracy": 0.25}})
         for step in (1, 2, 3):

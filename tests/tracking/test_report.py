@@ -9,14 +9,15 @@ from omegaconf import OmegaConf
 from app.config import RunConfig
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.report import data as report_data
-from app.tracking.report.checks import Tone, checks, learned, sane, speed
+from app.tracking.report.checks import Tone, learning_check, rule_checks, rules_check, time_check
 from app.tracking.report.page import write_report
+from app.types import SYNC_PHASES
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}
 
 
 class Page(HTMLParser):
-    """Text, embedded data and outside addresses of a page; tags must be closed in order."""
+    """The text, the embedded data and the external addresses of a page. Tags must be closed in order."""
 
     def __init__(self, path):
         super().__init__()
@@ -44,12 +45,12 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.text).split())
 
 
-def run_folder(folder, group, *, steps=20, lr=1e-3, typed=(), change=lambda step, metrics: metrics):
+def run_folder(folder, group, *, steps=20, lr=1e-3, overrides=(), change=lambda step, metrics: metrics):
     config = RunConfig(steps=steps)
     config.trainer.lr = lr
     (folder / "config").mkdir(parents=True)
     OmegaConf.save(OmegaConf.structured(config), folder / "config/config.yaml")
-    OmegaConf.save(OmegaConf.create(list(typed)), folder / "config/overrides.yaml")
+    OmegaConf.save(OmegaConf.create(list(overrides)), folder / "config/overrides.yaml")
     with RunFolderRecorder(config, folder) as recorder:
         recorder.log_eval(0, {"eval": {"accuracy": 0.3}})
         for step in range(1, steps + 1):
@@ -72,19 +73,19 @@ def run_folder(folder, group, *, steps=20, lr=1e-3, typed=(), change=lambda step
 
 
 def test_the_report_answers_the_three_questions_in_one_file_without_addresses(tmp_path, group):
-    folder = run_folder(tmp_path / "run", group, typed=["trainer.lr=0.001"])
+    folder = run_folder(tmp_path / "run", group, overrides=["trainer.lr=0.001"])
     page = Page(folder / "report.html")
     assert "Did it learn? Yes Held-out accuracy went from 30.0% to 90.0%." in page.words
-    assert "Where does the time go? Generating (60%) A step takes 1.00 s (median)" in page.words
+    assert "Where does the time go? Generation (60%) The median step takes 1.00 s" in page.words
     assert "generate 60%, train 30%, sync 6%, other 4%." in page.words
-    assert "Is it sane? Yes All 1 checks are within their usual range; 0 warnings." in page.words
+    assert "Is it healthy? Yes 1 check passed; 0 warnings." in page.words
     assert "tiny · grpo · colocate · cpu finished" in page.words
-    assert "trainer.lr typed 0.001 1e-06" in page.words
+    assert "trainer.lr overridden 0.001 1e-06" in page.words
     assert all(address.startswith(("#", "data:,")) for address in page.addresses)
     assert "http" not in (folder / "report.html").read_text().replace("http://www.w3.org/2000/svg", "")
 
 
-def test_the_numbers_and_samples_are_in_the_file_and_cannot_become_markup(tmp_path, group):
+def test_metrics_and_samples_are_in_the_file_and_cannot_become_markup(tmp_path, group):
     data = Page(run_folder(tmp_path / "run", group) / "report.html").data
     run = data["runs"][0]
     assert run["steps"] == list(range(21))
@@ -92,13 +93,13 @@ def test_the_numbers_and_samples_are_in_the_file_and_cannot_become_markup(tmp_pa
     assert run["phases"] == {"generate": 0.6, "train": 0.3, "sync": 0.06, "other": pytest.approx(0.04)}
     assert [at["step"] for at in run["samples"]] == list(range(1, 21))
     row = run["samples"][0]["rows"][1]
-    assert (row["question"], row["reward"], row["parts"]) == ("</script><b>what is & why", 1.0, {"exact": 1.0})
+    assert (row["question"], row["reward"], row["components"]) == ("</script><b>what is & why", 1.0, {"exact": 1.0})
     shown = {metric for chart in data["charts"] for metric in chart["metrics"]}
     assert set(run["series"]) <= shown | {"time/step"}, "a metric is on no chart"
     assert next(chart["section"] for chart in data["charts"] if chart["metrics"] == ["some/other"]) == "more"
 
 
-def test_several_runs_are_compared_side_by_side_with_what_differs(tmp_path, group):
+def test_several_runs_are_compared_side_by_side_with_the_settings_that_differ(tmp_path, group):
     folders = [
         run_folder(tmp_path / name / "2026-01-01", group, lr=lr) for name, lr in (("slow", 1e-4), ("fast", 1e-2))
     ]
@@ -110,18 +111,27 @@ def test_several_runs_are_compared_side_by_side_with_what_differs(tmp_path, grou
     assert [run["name"] for run in page.data["runs"]] == ["slow/2026-01-01", "fast/2026-01-01"]
 
 
-def test_trouble_is_named(tmp_path, group):
+def test_problems_are_named(tmp_path, group):
     def change(step, metrics):
-        trouble = {"mismatch/kl": 0.5, "reward/accuracy": 0.1, "reward/zero_std_fraction": 1.0, "grad_norm": 1.0}
-        return {**metrics, **trouble} if step > 10 else metrics
+        problem = {"mismatch/kl": 0.5, "reward/accuracy": 0.1, "reward/zero_std_fraction": 1.0, "grad_norm": 1.0}
+        return {**metrics, **problem} if step > 10 else metrics
 
     folder = run_folder(tmp_path / "run", group, change=change)
     run = report_data.read_run(folder)
-    assert [check.name for check in checks(run) if check.tone is Tone.warning] == ["Mismatch", "No spread"]
-    assert sane(run).sentence == "Out of the usual: mismatch, no spread; 2 warnings."
+    problems = [check.name for check in rule_checks(run) if check.tone is Tone.warning]
+    assert problems == ["no reward variance", "mismatch"]
+    assert rules_check(run).explanation == "Unusual: no reward variance, mismatch; 2 warnings."
     words = Page(folder / "report.html").words
-    assert "step 11 The engine's and the trainer's log-probabilities differ: mismatch/kl is 0.5" in words
-    assert "step 13 In 100% of the groups all completions earn the same" in words
+    assert "step 11 The log-probabilities of engine and trainer differ: mismatch/kl is 0.5" in words
+    assert "step 13 In 100% of the groups all completions have the same reward" in words
+
+
+def test_the_phases_of_a_weight_sync_are_stacked_in_their_order(tmp_path, group):
+    phases = {f"sync/{phase}_seconds": 0.01 for phase in sorted(SYNC_PHASES)}
+    folder = run_folder(tmp_path / "run", group, steps=2, change=lambda step, metrics: {**metrics, **phases})
+    stacked = [chart for chart in Page(folder / "report.html").data["charts"] if chart["section"] == "sync"]
+    assert stacked[0]["labels"] == list(SYNC_PHASES)
+    assert stacked[0]["metrics"] == [f"sync/{phase}_seconds" for phase in SYNC_PHASES]
 
 
 def test_a_failed_run_and_an_empty_folder_have_a_report_too(tmp_path):
@@ -136,15 +146,15 @@ def test_a_failed_run_and_an_empty_folder_have_a_report_too(tmp_path):
         write_report([], tmp_path / "report.html")
 
 
-def test_a_report_that_cannot_be_made_is_said_and_the_run_stays_finished(tmp_path, metrics):
+def test_a_report_that_cannot_be_written_is_a_warning_and_the_run_stays_finished(tmp_path, metrics):
     (tmp_path / "report.html").mkdir()
     with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
         recorder.log(1, metrics(1))
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
-    assert "report.html could not be made" in (tmp_path / "logs/warnings.jsonl").read_text()
+    assert "report.html could not be written" in (tmp_path / "logs/warnings.jsonl").read_text()
 
 
-def test_long_runs_stay_small():
+def test_the_curves_of_long_runs_are_thinned():
     rows = [{"step": step, "lr": float(step)} for step in range(1, 5001)]
     steps, series = report_data.curves(rows)
     assert len(steps) == 556
@@ -153,30 +163,30 @@ def test_long_runs_stay_small():
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "word"),
+    ("accuracy", "answer"),
     [
         ([0.3, 0.9], "Yes"),
-        ([0.3, 0.9, 0.4], "Yes, then lost some"),
+        ([0.3, 0.9, 0.4], "Yes, then it declined"),
         ([0.5, 0.51], "Not visibly"),
         ([0.5, 0.3], "No, it got worse"),
     ],
 )
-def test_learning_is_judged_by_the_held_out_accuracy(tmp_path, accuracy, word):
+def test_learning_is_judged_by_the_held_out_accuracy(tmp_path, accuracy, answer):
     with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
         for step, value in enumerate(accuracy):
             recorder.log_eval(step, {"eval": {"accuracy": value}})
-    assert learned(report_data.read_run(tmp_path)).word == word
+    assert learning_check(report_data.read_run(tmp_path)).answer == answer
 
 
-def test_without_evaluation_learning_is_judged_by_the_reward_and_overlap_is_said(tmp_path):
+def test_without_an_evaluation_learning_is_judged_by_the_reward_and_phase_overlap_is_mentioned(tmp_path):
     with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
         for step in range(1, 11):
             times = {"time/step": 1.0, "time/generate": 0.9, "time/train": 0.8, "time/sync": 0.01}
             recorder.log(step, {"reward/mean": step / 10, **times})
     run = report_data.read_run(tmp_path)
-    assert learned(run).word == "Yes"
-    assert "Reward went from 0.15 (first fifth) to 0.95 (last fifth)" in learned(run).sentence
-    assert "generate 90%, train 80%, sync 1%, other 0% (they overlap)" in speed(run).sentence
+    assert learning_check(run).answer == "Yes"
+    assert "Mean reward went from 0.15 (first fifth) to 0.95 (last fifth)" in learning_check(run).explanation
+    assert "generate 90%, train 80%, sync 1%, other 0% (phases overlap)" in time_check(run).explanation
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="Chromium is not installed")

@@ -3,7 +3,7 @@ import json
 from app.tracking.run_folder import samples
 
 
-def test_choice_takes_prompts_evenly_and_one_trajectory_of_each_first(group):
+def test_samples_are_spread_evenly_over_prompts_before_any_gives_a_second(group):
     groups = [group(row, [0.0, 1.0]) for row in range(8)]
     chosen = samples.choose(groups, 4)
     assert [(one.prompt.answer, one.text) for one in chosen] == [(str(row), "text 0") for row in (0, 2, 4, 6)]
@@ -12,7 +12,7 @@ def test_choice_takes_prompts_evenly_and_one_trajectory_of_each_first(group):
     assert samples.choose(groups, 0) == []
 
 
-def test_a_line_says_what_was_asked_answered_and_earned(tmp_path, group):
+def test_a_line_has_question_answer_completion_and_reward(tmp_path, group):
     path = samples.write_samples(tmp_path, 3, [group(7, [0.5, float("nan")], version=2)], 2, lambda ids: f"q{ids}")
     assert path == tmp_path / "samples/step_3.jsonl"
     first, second = (json.loads(line) for line in path.read_text().splitlines())
@@ -34,8 +34,8 @@ def test_a_line_says_what_was_asked_answered_and_earned(tmp_path, group):
     assert second["logprobs"] == [-0.25, -0.25]
 
 
-def test_cut_removes_the_samples_after_a_step(tmp_path, group):
+def test_truncate_after_removes_the_samples_after_a_step(tmp_path, group):
     for step in (1, 2, 10):
         samples.write_samples(tmp_path, step, [group(0, [1.0, 0.0])], 1)
-    samples.cut(tmp_path, 2)
+    samples.truncate_after(tmp_path, 2)
     assert [step for step, _ in samples.sample_files(tmp_path)] == [1, 2]

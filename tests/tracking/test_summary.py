@@ -1,7 +1,6 @@
 import json
 
-from app.tracking.run_folder import summary
-from app.tracking.run_folder.summary import Status, Summary
+from app.tracking.run_folder.summary import Summary
 
 
 def test_summary_follows_the_steps(tmp_path, metrics):
@@ -32,15 +31,3 @@ def test_summary_follows_the_steps(tmp_path, metrics):
 def test_seconds_of_an_earlier_attempt_are_kept(tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({"status": "interrupted", "total/seconds": 100.0}))
     assert 100.0 <= Summary(tmp_path).seconds < 110.0
-
-
-def test_a_vanished_driver_is_marked_from_outside_and_an_ended_run_is_left_alone(tmp_path):
-    run = Summary(tmp_path)
-    run.write()
-    summary.mark_ended(tmp_path, Status.failed, "the driver was killed")
-    assert (summary.read(tmp_path)["status"], summary.read(tmp_path)["error"]) == ("failed", "the driver was killed")
-    run.end(Status.finished, None)
-    run.write()
-    summary.mark_ended(tmp_path, Status.failed, "late")
-    assert summary.read(tmp_path)["status"] == "finished"
-    assert "error" not in summary.read(tmp_path)

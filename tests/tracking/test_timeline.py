@@ -11,17 +11,17 @@ def trace(timeline, folder):
 
 
 def rows(content):
-    """Row name → its spans (name, start, end in microseconds)."""
+    """Return row name → its spans (name, start and end in microseconds)."""
     names = {e["tid"]: e["args"]["name"] for e in content["traceEvents"] if e["name"] == "thread_name"}
-    found = {}
+    spans_by_row = {}
     for event in content["traceEvents"]:
         if event["ph"] == "X":
             span = (event["name"], event["ts"], event["ts"] + event["dur"])
-            found.setdefault(names[event["tid"]], []).append(span)
-    return found
+            spans_by_row.setdefault(names[event["tid"]], []).append(span)
+    return spans_by_row
 
 
-def test_the_file_keeps_to_the_trace_event_format(tmp_path):
+def test_the_file_follows_the_trace_event_format(tmp_path):
     timeline = Timeline()
     with timeline.span("driver", "step 1", version=1), timeline.span("driver", "train"):
         pass
@@ -41,21 +41,21 @@ def test_the_file_keeps_to_the_trace_event_format(tmp_path):
     assert content["traceEvents"][-2]["args"] == {"version": 1}
 
 
-def test_nested_spans_share_a_row_and_overlapping_ones_get_rows_of_their_own(tmp_path):
+def test_nested_spans_share_a_row_and_overlapping_ones_get_their_own(tmp_path):
     timeline = Timeline()
     base = timeline.now()
     for name, start, end in [("a", 0, 10), ("inside a", 2, 4), ("b", 5, 12), ("c", 12, 13), ("inside b", 11, 12)]:
         timeline.add("engine 0", name, base + start, base + end)
     timeline.add("trainer", "train", base + 1, base + 2)
-    found = rows(trace(timeline, tmp_path))
-    assert {row: [name for name, _, _ in spans] for row, spans in found.items()} == {
+    spans_by_row = rows(trace(timeline, tmp_path))
+    assert {row: [name for name, _, _ in spans] for row, spans in spans_by_row.items()} == {
         "engine 0": ["a", "inside a", "inside b", "c"],
         "engine 0 ·2": ["b"],
         "trainer": ["train"],
     }
 
 
-def test_the_spans_of_every_row_nest_whatever_was_recorded(tmp_path):
+def test_the_spans_of_every_row_nest_for_any_input(tmp_path):
     timeline = Timeline()
     base, state = timeline.now(), 12345
     for index in range(400):
@@ -71,7 +71,7 @@ def test_the_spans_of_every_row_nest_whatever_was_recorded(tmp_path):
             open_ends.append(end)
 
 
-def test_the_newest_spans_are_kept_and_the_rest_is_counted(tmp_path):
+def test_the_newest_spans_are_kept_and_older_ones_counted(tmp_path):
     timeline = Timeline(capacity=10)
     for index in range(25):
         timeline.add("driver", str(index), timeline.now(), timeline.now())
@@ -80,14 +80,14 @@ def test_the_newest_spans_are_kept_and_the_rest_is_counted(tmp_path):
     assert content["otherData"]["older_spans_left_out"] == 15
 
 
-def test_a_span_is_recorded_when_its_body_fails(tmp_path):
+def test_a_span_is_recorded_when_its_body_raises(tmp_path):
     timeline = Timeline()
     with pytest.raises(RuntimeError), timeline.span("driver", "push"):
         raise RuntimeError
     assert [event["name"] for event in trace(timeline, tmp_path)["traceEvents"] if event["ph"] == "X"] == ["push"]
 
 
-def test_a_resumed_run_keeps_the_spans_of_the_attempt_before(tmp_path):
+def test_a_resumed_run_keeps_the_spans_of_the_earlier_attempt(tmp_path):
     first = Timeline()
     first.add("driver", "before", first.now() - 100, first.now() - 50)
     first.write(tmp_path)

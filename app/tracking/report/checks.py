@@ -1,28 +1,33 @@
-"""The three questions people open a report with: did it learn, where does its time go, is it sane?
+"""The three questions of a report: did it learn, where does the time go, is it healthy?
 
-Each answer is one word, one sentence and a tone; the checks behind "is it sane" are listed one by one. They judge from
-the whole run, as `app.tracking.alarms` judges step by step.
+Each gets a short answer, an explanation and a tone. The health answer summarizes `app.tracking.rules` over the whole
+run: rules about its outcome (`at_end`) are judged by the last step, the others by all steps.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean, median
 
-from app.tracking.number_format import count, duration, seconds
+from app.tracking.number_format import count, duration, plural, seconds
 from app.tracking.report.data import RunData
+from app.tracking.rules import RULES, History
 
-NOISE = 0.02  # a smaller change of accuracy is not seen as learning
-FASTER = {  # what makes a phase shorter
-    "generate": "more rollout devices, a larger rollout.max_inflight_groups, or shorter completions",
-    "train": "more trainer devices or a larger trainer.tokens_per_microbatch",
-    "sync": "look at the phases of a push below, and at weight_sync.transport and bucket_mib",
-    "other": "timeline.json in ui.perfetto.dev shows what is waited for",
+NOISE = 0.02  # smaller changes of accuracy do not count as learning
+PHASES = {  # phase → its label, how to shorten it
+    "generate": (
+        "Generation",
+        "use more rollout devices, a larger rollout.max_inflight_groups, or shorter completions",
+    ),
+    "train": ("Training", "use more trainer devices or a larger trainer.tokens_per_microbatch"),
+    "sync": ("Weight sync", "see its phases below, and try weight_sync.transport and weight_sync.bucket_mib"),
+    "other": ("Between the phases", "open timeline.json in ui.perfetto.dev to see what the run waits for"),
 }
 
 
 class Tone(Enum):
+    """How good an answer is; the page's color."""
+
     good = "good"
     plain = "plain"
     warning = "warning"
@@ -31,147 +36,144 @@ class Tone(Enum):
 
 @dataclass(frozen=True, slots=True)
 class HealthCheck:
+    """The answer to one of the three questions."""
+
     question: str
-    word: str
-    sentence: str
+    answer: str  # a few words
+    explanation: str
     tone: Tone
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class RuleCheck:
+    """A rule of `app.tracking.rules` over a whole run."""
+
     name: str
     value: str
     tone: Tone  # good or warning
-    meaning: str
+    meaning: str  # of the value; the problem and the advice where there is one
 
 
-def verdicts(run: RunData) -> list[HealthCheck]:
-    return [learned(run), speed(run), sane(run)]
+def health_checks(run: RunData) -> list[HealthCheck]:
+    """Answer the three questions."""
+    return [learning_check(run), time_check(run), rules_check(run)]
 
 
-def learned(run: RunData) -> HealthCheck:
-    """From the held-out accuracy; where there is none, from the reward of the first and the last steps."""
+def learning_check(run: RunData) -> HealthCheck:
+    """Judge learning by the held-out accuracy; without one, by the reward of the first and the last steps."""
     question = "Did it learn?"
     accuracy = run.values("eval/accuracy")
     if len(accuracy) >= 2:
-        change, best = accuracy[-1] - accuracy[0], max(accuracy)
-        where = f"Held-out accuracy went from {accuracy[0]:.1%} to {accuracy[-1]:.1%}"
-        tail = f" (best {best:.1%})." if best > accuracy[-1] else "."
-        if change > NOISE:
-            lost = best - accuracy[-1] > max(NOISE, change)
-            return HealthCheck(question, "Yes, then lost some" if lost else "Yes", where + tail, _tone(lost))
-        word, tone = ("No, it got worse", Tone.bad) if change < -NOISE else ("Not visibly", Tone.warning)
-        return HealthCheck(question, word, where + tail, tone)
+        return HealthCheck(question, *_accuracy_change(accuracy))
+
     reward = run.values("reward/mean")
     if len(reward) < 4:
         return HealthCheck(question, "Too early", "There are too few steps to tell.", Tone.plain)
-    part = max(1, len(reward) // 5)
-    first, last = fmean(reward[:part]), fmean(reward[-part:])
-    spread = max(fmean(abs(value - fmean(reward[-part:])) for value in reward[-part:]), 1e-9)
-    sentence = f"Reward went from {first:.3g} (first fifth) to {last:.3g} (last fifth); nothing held out was evaluated."
+
+    fifth = max(1, len(reward) // 5)
+    first = fmean(reward[:fifth])
+    last = fmean(reward[-fifth:])
+    spread = max(fmean(abs(value - last) for value in reward[-fifth:]), 1e-9)
+    explanation = (
+        f"Mean reward went from {first:.3g} (first fifth) to {last:.3g} (last fifth). There was no evaluation."
+    )
     if last - first > spread:
-        return HealthCheck(question, "Yes", sentence, Tone.good)
-    return HealthCheck(question, "Not visibly", sentence, Tone.warning)
+        return HealthCheck(question, "Yes", explanation, Tone.good)
+    return HealthCheck(question, "Not visibly", explanation, Tone.warning)
 
 
-def speed(run: RunData) -> HealthCheck:
-    """The largest phase of the median step."""
+def _accuracy_change(accuracy: list[float]) -> tuple[str, str, Tone]:
+    """Return answer, explanation and tone for the held-out accuracy of each evaluation."""
+    best = max(accuracy)
+    change = accuracy[-1] - accuracy[0]
+    peak = f" (best {best:.1%})" if best > accuracy[-1] else ""
+    explanation = f"Held-out accuracy went from {accuracy[0]:.1%} to {accuracy[-1]:.1%}{peak}."
+
+    if change < -NOISE:
+        return "No, it got worse", explanation, Tone.bad
+    if change <= NOISE:
+        return "Not visibly", explanation, Tone.warning
+    if best - accuracy[-1] > max(NOISE, change):
+        return "Yes, then it declined", explanation, Tone.warning
+    return "Yes", explanation, Tone.good
+
+
+def time_check(run: RunData) -> HealthCheck:
+    """Name the longest phase of the median step and how to shorten it."""
     question = "Where does the time go?"
-    step = run.values("time/step")
-    if not step:
+    if not run.values("time/step"):
         return HealthCheck(question, "Not measured", "No step was finished.", Tone.plain)
-    shares = {name: value / median(step) for name, value in phase_medians(run).items()}
-    largest = max(shares, key=lambda name: shares[name], default="other")
-    words = {"generate": "Generating", "train": "Training", "sync": "Weight sync", "other": "Between the phases"}
+
+    step = median(run.values("time/step"))
+    shares = {name: value / step for name, value in phase_medians(run).items()}
+    longest = max(shares, key=lambda name: shares[name])
+    label, remedy = PHASES[longest]
+
     rate = run.values("throughput/completion_tokens_per_second")
-    pace = f", {count(median(rate))} completion tokens/s" if rate else ""
-    parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    overlap = " (they overlap)" if sum(shares.values()) > 1.05 else ""
-    sentence = f"A step takes {seconds(median(step))} (median){pace}: {parts}{overlap}."
-    total, stepping = run.summary.get("total/seconds"), run.summary.get("total/step_seconds")
-    if total and stepping and total > stepping:
-        sentence += f" Start-up, evaluation and the rest: {duration(total - stepping)} of {duration(total)}."
-    sentence += f" To go faster: {FASTER[largest]}."
-    slow = largest in ("sync", "other") and shares[largest] > 0.4
-    return HealthCheck(question, f"{words[largest]} ({min(shares[largest], 1):.0%})", sentence, _tone(slow, Tone.plain))
+    speed = f", {count(median(rate))} completion tokens/s" if rate else ""
+    phases = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    overlap = " (phases overlap)" if sum(shares.values()) > 1.05 else ""
+    explanation = f"The median step takes {seconds(step)}{speed}: {phases}{overlap}."
+
+    total = run.summary.get("total/seconds", 0.0)
+    outside = total - run.summary.get("total/step_seconds", total)
+    if outside > 0:
+        explanation += f" Startup, evaluation and the rest took {duration(outside)} of {duration(total)}."
+    explanation += f" To speed it up: {remedy}."
+
+    overhead = longest in ("sync", "other") and shares[longest] > 0.4
+    tone = Tone.warning if overhead else Tone.plain
+    return HealthCheck(question, f"{label} ({min(shares[longest], 1):.0%})", explanation, tone)
 
 
 def phase_medians(run: RunData) -> dict[str, float]:
-    """Median seconds of each phase of a step, and of what no phase took (0 where phases overlap)."""
-    found = {
-        name: median(run.values(f"time/{name}")) for name in ("generate", "train", "sync") if run.values(f"time/{name}")
-    }
-    whole = run.values("time/step")
-    return {**found, "other": max(0.0, median(whole) - sum(found.values()))} if whole else found
+    """Return the median seconds of each phase of a step and of the time outside of phases (0 where phases overlap)."""
+    measured = {name: run.values(f"time/{name}") for name in ("generate", "train", "sync")}
+    medians = {name: median(values) for name, values in measured.items() if values}
+    steps = run.values("time/step")
+    if steps:
+        medians["other"] = max(0.0, median(steps) - sum(medians.values()))
+    return medians
 
 
-def sane(run: RunData) -> HealthCheck:
-    question, bad = "Is it sane?", [check for check in checks(run) if check.tone is not Tone.good]
-    status = run.summary.get("status")
-    if status == "failed":
-        return HealthCheck(question, "It failed", str(run.summary.get("error", "No error was recorded.")), Tone.bad)
-    said = f"{len(run.warnings)} warning{'' if len(run.warnings) == 1 else 's'}"
-    if bad:
-        names = ", ".join(check.name.lower() for check in bad)
-        return HealthCheck(question, "Look closer", f"Out of the usual: {names}; {said}.", Tone.warning)
-    sentence = f"All {len(checks(run))} checks are within their usual range; {said}."
-    return HealthCheck(question, "Yes", sentence, Tone.good)
+def rules_check(run: RunData) -> HealthCheck:
+    """Summarize the rules, the warnings and how the run ended."""
+    question = "Is it healthy?"
+    if run.summary.get("status") == "failed":
+        error = str(run.summary.get("error", "No error was recorded."))
+        return HealthCheck(question, "It failed", error, Tone.bad)
+
+    checks = rule_checks(run)
+    problems = [check.name for check in checks if check.tone is Tone.warning]
+    warnings = plural(len(run.warnings), "warning")
+    if problems:
+        return HealthCheck(question, "Look closer", f"Unusual: {', '.join(problems)}; {warnings}.", Tone.warning)
+    return HealthCheck(question, "Yes", f"{plural(len(checks), 'check')} passed; {warnings}.", Tone.good)
 
 
-def checks(run: RunData) -> list[Check]:
-    """What was measured and whether it is in its usual range, over the whole run."""
-    found = []
-    for rule in RULES:
-        values = run.values(rule.metric)
-        if values:
-            value = rule.pick(values)
-            tone = Tone.good if rule.fine(value, run) else Tone.warning
-            found.append(Check(rule.name, rule.form.format(value), tone, rule.meaning))
-    return found
+def rule_checks(run: RunData) -> list[RuleCheck]:
+    """Check each rule whose metric was measured."""
+    history = History(max_staleness=run.config.get("placement.max_staleness", math.inf))
+    readings: dict[str, list[tuple[float, str | None]]] = {name: [] for name in RULES}
+    for row in run.rows:
+        history.add(row)
+        for name, rule in RULES.items():
+            if rule.applies(history):
+                readings[name].append((history.last(rule.metric)[0], rule.check(history)))
+
+    return [_rule_check(name, measured) for name, measured in readings.items() if measured]
 
 
-def _newest(values: list[float]) -> float:
-    return values[-1]
+def _rule_check(name: str, readings: list[tuple[float, str | None]]) -> RuleCheck:
+    """Summarize the value and the problem of each step."""
+    rule = RULES[name]
+    judged = readings[-1:] if rule.at_end else readings
+    value = max(value for value, _ in judged)
+    shown = count(value) if value >= 1000 else f"{value:.3g}"
+    if rule.metric.endswith("_fraction"):
+        shown = f"{value:.1%}"
 
-
-def _solved(run: RunData) -> bool:
-    """Then groups that are all right are no worry."""
-    return fmean(run.values("reward/accuracy")[-5:] or [0.0]) > 0.8
-
-
-def _within_bound(value: float, run: RunData) -> bool:
-    return value <= run.config.get("placement.max_staleness", math.inf)
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """How one number of a run becomes a check."""
-
-    name: str
-    metric: str
-    pick: Callable[[list[float]], float]
-    fine: Callable[[float, RunData], bool]
-    form: str
-    meaning: str
-
-
-FAILED, RESTARTS = "reward/failed_fraction", "recovery/engine_restarts"
-CUT, EQUAL = "completion/truncated_fraction", "reward/zero_std_fraction"
-RULES = (
-    Rule(
-        "Mismatch", "mismatch/kl", max, lambda v, _: v < 0.01, "{:.2g}", "largest KL of the engine's log-probabilities"
-    ),
-    Rule("Staleness", "staleness/max", max, _within_bound, "{:.0f} pushes", "largest, against placement.max_staleness"),
-    Rule("Gradient norm", "grad_norm", max, lambda v, _: v < 100, "{:.3g}", "largest, before clipping"),
-    Rule("Entropy", "entropy", _newest, lambda v, run: v > 1e-3 or _solved(run), "{:.3g}", "what is left at the end"),
-    Rule("Truncated", CUT, _newest, lambda v, _: v < 0.5, "{:.1%}", "of the last step's completions"),
-    Rule(
-        "No spread", EQUAL, _newest, lambda v, run: v < 0.9 or _solved(run), "{:.1%}", "of the last groups: no gradient"
-    ),
-    Rule("Rewards failed", FAILED, max, lambda v, _: v < 0.05, "{:.1%}", "most in one step: timeouts and crashes"),
-    Rule("Engine restarts", RESTARTS, max, lambda v, _: v == 0, "{:.0f}", "engines lost and started again"),
-)
-
-
-def _tone(worry: bool, otherwise: Tone = Tone.good) -> Tone:
-    return Tone.warning if worry else otherwise
+    problems = [problem for _, problem in judged if problem is not None]
+    if problems:
+        return RuleCheck(name, shown, Tone.warning, f"{problems[-1]} {rule.advice}")
+    return RuleCheck(name, shown, Tone.good, f"{rule.metric}, {'last step' if rule.at_end else 'largest'}")

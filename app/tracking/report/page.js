@@ -2,10 +2,10 @@
 // Draws the report's charts and samples from the JSON in the page. No libraries, no network.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs, SEVERAL = RUNS.length > 1;
-const PHASE_COLOURS = { generate: "var(--s0)", train: "var(--s1)", sync: "var(--s2)", other: "var(--rest)" };
-const colour = (index) => `var(--s${index % 6})`;
+const PHASE_COLORS = { generate: "var(--s0)", train: "var(--s1)", sync: "var(--s2)", other: "var(--rest)" };
+const color = (index) => `var(--s${index % 6})`;
 const HEIGHT = 190, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 22;
-const SMOOTH_FROM = 50; // points: a longer curve gets a smoothed line over its faint raw one
+const SMOOTH_FROM = 50; // points: longer curves get a smoothed line over the faint raw one
 
 const FORMS = {
   percent: (v) => +(100 * v).toPrecision(Math.abs(v) < 0.01 ? 2 : 3) + "%",
@@ -56,7 +56,8 @@ function scaleOf(values, chart) {
   const first = ticks[0], last = ticks[ticks.length - 1];
   return { ticks, at: (v) => (v - first) / (last - first) };
 }
-function smooth(values) { // mean of the neighbours on both sides, so that it does not lag
+// Centered moving average, which does not lag behind the curve.
+function smooth(values) {
   const reach = Math.max(2, Math.round(values.length / 40));
   return values.map((v, i) => {
     if (v === null) return null;
@@ -69,14 +70,15 @@ function tickLabels(ticks, form) {
   return new Set(labels).size === labels.length ? labels : ticks.map((tick) => String(+tick.toPrecision(6)));
 }
 
-// ---- charts: every figure knows how to draw itself at a width and how to show one step
+// ---- charts: a figure redraws at any width and can show the values of one step
 const figures = [];
-function lineSeries(chart) { // one run: a colour a metric; several: a chart a metric (below) and a colour a run
+// One run: a color for each metric. Several runs: a chart for each metric (`split`) and a color for each run.
+function lineSeries(chart) {
   const series = [];
   RUNS.forEach((run, r) => chart.metrics.forEach((metric, m) => {
     const y = run.series[metric];
     if (!y || y.every((v) => v === null)) return;
-    series.push({ label: SEVERAL ? run.name : chart.labels[m], x: run.steps, y, colour: colour(SEVERAL ? r : m) });
+    series.push({ label: SEVERAL ? run.name : chart.labels[m], x: run.steps, y, color: color(SEVERAL ? r : m) });
   }));
   return series;
 }
@@ -90,25 +92,25 @@ function split(chart) {
 function stackSeries(chart, run) {
   return chart.metrics.map((metric, m) => ({
     label: chart.labels[m], x: run.steps, y: run.series[metric] || run.steps.map(() => null),
-    colour: PHASE_COLOURS[chart.labels[m]] || colour(m),
+    color: PHASE_COLORS[chart.labels[m]] || color(m),
   }));
 }
 function addFigure(grid, chart, series, title) {
-  const where = make("span", { class: "note" }), legend = make("div", { class: "legend" });
-  const caption = make("figcaption", {}, make("span", { class: "title" }, title), where, legend);
+  const note = make("span", { class: "note" }), legend = make("div", { class: "legend" });
+  const caption = make("figcaption", {}, make("span", { class: "title" }, title), note, legend);
   const svg = make("svg", { height: HEIGHT, role: "img", "aria-label": title });
   grid.append(make("figure", {}, caption, svg));
   const values = series.map((s) => {
     const value = make("b");
-    const swatch = make("span", { class: "swatch", style: `background:${s.colour}` });
+    const swatch = make("span", { class: "swatch", style: `background:${s.color}` });
     legend.append(make("span", {}, swatch, s.label, value));
     return value;
   });
   const figure = { svg, chart, series, width: 0 };
   figure.show = (step) => {
-    where.textContent = step === null ? chart.note : `step ${step}`;
+    note.textContent = step === null ? chart.note : `step ${step}`;
     series.forEach((s, i) => {
-      const at = step === null ? lastAt(s.y) : nearest(s, step);
+      const at = step === null ? lastAt(s.y) : lastBefore(s, step);
       values[i].textContent = at < 0 || s.y[at] === null ? "–" : FORMS[chart.form](s.y[at]);
     });
     if (figure.cross) {
@@ -128,10 +130,11 @@ function addFigure(grid, chart, series, title) {
 }
 function showStep(step) { figures.forEach((figure) => figure.width && figure.show(step)); }
 function lastAt(y) { for (let i = y.length - 1; i >= 0; i--) if (y[i] !== null) return i; return -1; }
-function nearest(s, step) { // the last measured value at or before the step
-  let found = -1;
-  for (let i = 0; i < s.x.length && s.x[i] <= step; i++) if (s.y[i] !== null) found = i;
-  return found;
+// Index of the last measured value at or before the step, or -1.
+function lastBefore(s, step) {
+  let last = -1;
+  for (let i = 0; i < s.x.length && s.x[i] <= step; i++) if (s.y[i] !== null) last = i;
+  return last;
 }
 function draw(figure) {
   const { svg, chart, series } = figure, width = svg.clientWidth;
@@ -172,12 +175,12 @@ function pathOf(s, y, xOf, yOf) {
 }
 function drawLine(svg, s, xOf, yOf, chart) {
   const count = s.y.filter((v) => v !== null).length;
-  const style = (opacity, width) => `fill:none;stroke:${s.colour};stroke-width:${width};opacity:${opacity};stroke-linejoin:round`;
+  const style = (opacity, width) => `fill:none;stroke:${s.color};stroke-width:${width};opacity:${opacity};stroke-linejoin:round`;
   const smoothed = count >= SMOOTH_FROM && count > 0.7 * s.y.length && !chart.log;
   svg.append(make("path", { d: pathOf(s, s.y, xOf, yOf), style: style(smoothed ? 0.28 : 1, smoothed ? 1 : 2) }));
   if (smoothed) svg.append(make("path", { d: pathOf(s, smooth(s.y), xOf, yOf), style: style(1, 2) }));
   if (count <= 25) s.x.forEach((step, i) => {
-    if (s.y[i] !== null) svg.append(make("circle", { cx: xOf(step), cy: yOf(s.y[i]), r: 3, style: `fill:${s.colour};stroke:var(--card);stroke-width:1.5` }));
+    if (s.y[i] !== null) svg.append(make("circle", { cx: xOf(step), cy: yOf(s.y[i]), r: 3, style: `fill:${s.color};stroke:var(--card);stroke-width:1.5` }));
   });
 }
 function drawStack(svg, series, rows, xOf, yOf, bar) {
@@ -186,26 +189,26 @@ function drawStack(svg, series, rows, xOf, yOf, bar) {
     const top = rows.map((i, k) => base[k] + (s.y[i] || 0));
     if (bar) rows.forEach((i, k) => {
       const gap = bar > 5 ? 1 : 0, height = yOf(base[k]) - yOf(top[k]);
-      if (height > 0) svg.append(make("rect", { x: xOf(s.x[i]) - bar / 2 + gap / 2, width: bar - gap, y: yOf(top[k]), height, style: `fill:${s.colour}` }));
+      if (height > 0) svg.append(make("rect", { x: xOf(s.x[i]) - bar / 2 + gap / 2, width: bar - gap, y: yOf(top[k]), height, style: `fill:${s.color}` }));
     });
     else {
       const up = rows.map((i, k) => `${xOf(s.x[i]).toFixed(1)} ${yOf(top[k]).toFixed(1)}`);
       const down = rows.map((i, k) => `${xOf(s.x[i]).toFixed(1)} ${yOf(base[k]).toFixed(1)}`).reverse();
-      svg.append(make("path", { d: `M${up.join("L")}L${down.join("L")}Z`, style: `fill:${s.colour}` }));
+      svg.append(make("path", { d: `M${up.join("L")}L${down.join("L")}Z`, style: `fill:${s.color}` }));
     }
     top.forEach((v, k) => { base[k] = v; });
   });
 }
 document.querySelectorAll("[data-charts]").forEach((section) => {
-  const grid = section.querySelector(".grid"), mine = DATA.charts.filter((c) => c.section === section.dataset.charts).flatMap(split);
-  mine.forEach((chart) => {
+  const grid = section.querySelector(".grid"), own = DATA.charts.filter((c) => c.section === section.dataset.charts).flatMap(split);
+  own.forEach((chart) => {
     if (chart.kind !== "stack") return addFigure(grid, chart, lineSeries(chart), chart.title);
     RUNS.filter((run) => chart.metrics.some((m) => run.series[m])).forEach((run) =>
       addFigure(grid, chart, stackSeries(chart, run), SEVERAL ? `${chart.title} · ${run.name}` : chart.title));
   });
-  if (!mine.length) {
+  if (!own.length) {
     if (section.id === "time") section.querySelector(".grid").remove();
-    else if (section.id !== "sanity") { section.remove(); document.querySelector(`nav a[href="#${section.id}"]`)?.remove(); }
+    else if (section.id !== "health") { section.remove(); document.querySelector(`nav a[href="#${section.id}"]`)?.remove(); }
   }
 });
 
@@ -218,15 +221,15 @@ RUNS.forEach((run, r) => {
   const bar = make("div", { class: "bar", style: `width:${(100 * whole) / longest}%` });
   Object.entries(run.phases).forEach(([name, value]) => {
     if (value <= 0) return;
-    const share = value / whole, room = share > 0.16 ? `${name} ${FORMS.seconds(value)}` : "";
+    const share = value / whole, label = share > 0.16 ? `${name} ${FORMS.seconds(value)}` : "";
     const text = name === "other" ? "color:var(--ink)" : "";
-    bar.append(make("div", { style: `flex:${value} 0 0;background:${PHASE_COLOURS[name]};${text}`, title: `${name} ${FORMS.seconds(value)} (${FORMS.percent(share)})` }, room));
+    bar.append(make("div", { style: `flex:${value} 0 0;background:${PHASE_COLORS[name]};${text}`, title: `${name} ${FORMS.seconds(value)} (${FORMS.percent(share)})` }, label));
   });
   const row = document.getElementById("shares");
-  if (SEVERAL) row.append(make("span", { class: "who" }, make("span", { class: "key", style: `background:${colour(r)}` }), run.name));
+  if (SEVERAL) row.append(make("span", { class: "who" }, make("span", { class: "key", style: `background:${color(r)}` }), run.name));
   row.append(bar);
 });
-document.querySelectorAll("[data-run]").forEach((key) => { key.style.background = colour(+key.dataset.run); });
+document.querySelectorAll("[data-run]").forEach((key) => { key.style.background = color(+key.dataset.run); });
 
 // ---- samples
 const pick = Object.fromEntries(["run", "step", "filter", "where", "cards"].map((id) => [id, document.getElementById("sample-" + id)]));
@@ -236,13 +239,13 @@ function sampleCard(row) {
   const level = row.reward > 0.5 ? "high" : row.reward > 0 ? "mid" : "low";
   const reward = make("span", { class: `reward ${level}` }, row.reward === null ? "reward failed" : `reward ${FORMS.number(row.reward)}`);
   const top = make("div", { class: "top" }, reward);
-  Object.entries(row.parts).forEach(([name, value]) => top.append(make("span", { class: "part" }, `${name} ${value === null ? "failed" : FORMS.number(value)}`)));
-  top.append(make("span", {}, `${row.tokens} tokens, ended by ${row.finish}`));
-  if (row.versions.length) top.append(make("span", {}, `policy ${[...new Set(row.versions)].join(", ")}`));
+  Object.entries(row.components).forEach(([name, value]) => top.append(make("span", { class: "component" }, `${name} ${value === null ? "failed" : FORMS.number(value)}`)));
+  top.append(make("span", {}, `${row.tokens} tokens, finish reason: ${row.finish}`));
+  if (row.versions.length) top.append(make("span", {}, `policy version ${[...new Set(row.versions)].join(", ")}`));
   if (row.logprob !== null) top.append(make("span", {}, `mean log-prob ${FORMS.number(row.logprob)}`));
   const card = make("article", { class: "sample" }, top);
   const block = (label, text, name) => card.append(make("pre", { class: name }, make("span", { class: "label" }, label), text));
-  block(row.prompt || "prompt", row.question ?? "(the question's text was not recorded)", "question");
+  block(row.prompt || "prompt", row.question ?? "(the prompt's text was not recorded)", "question");
   block("completion", row.completion || "(empty)", "completion");
   if (row.answer !== null) block("reference answer", row.answer, "question");
   return card;
@@ -253,8 +256,8 @@ function showSamples() {
   if (!steps.length) { pick.where.textContent = "none"; return pick.cards.replaceChildren(); }
   const at = steps[Math.min(+pick.step.value, steps.length - 1)];
   pick.where.textContent = `step ${at.step}`;
-  const wanted = { all: () => true, high: (row) => row.reward > 0, low: (row) => !(row.reward > 0) }[pick.filter.value];
-  pick.cards.replaceChildren(...at.rows.filter(wanted).map(sampleCard));
+  const matches = { all: () => true, high: (row) => row.reward > 0, low: (row) => !(row.reward > 0) }[pick.filter.value];
+  pick.cards.replaceChildren(...at.rows.filter(matches).map(sampleCard));
 }
 function turn(by) { pick.step.value = +pick.step.value + by; showSamples(); }
 document.getElementById("earlier").addEventListener("click", () => turn(-1));

@@ -1,4 +1,4 @@
-"""The end of a sweep: a line for each of its runs, the best first, and what became of those that failed."""
+"""The table at the end of a sweep: one line for each run, best first, then the errors of failed runs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,14 +10,19 @@ COLUMNS = ("run", "status", "steps", "accuracy", "best", "time")
 
 
 def table(folder: Path) -> str:
-    """The runs below a sweep's folder, from their `summary.json`; those that never began have none and are named."""
+    """Format the runs of a sweep's folder from each `summary.json`. Runs without one are listed as not started."""
     entries = folder.iterdir() if folder.is_dir() else ()
-    runs = sorted(path for path in entries if path.is_dir() and not path.name.startswith("."))  # launchers keep theirs
-    found = sorted(((run.name, summary.read(run)) for run in runs), key=lambda each: -_best(each[1]))
-    rows = [COLUMNS, *(_row(name, values) for name, values in found)]
+    # Launchers keep files in hidden folders.
+    runs = sorted(path for path in entries if path.is_dir() and not path.name.startswith("."))
+    summaries = {run.name: summary.read(run) for run in runs}
+    ranked = sorted(summaries, key=lambda name: -_best(summaries[name]))
+
+    rows = [COLUMNS, *(_row(name, summaries[name]) for name in ranked)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    errors = [f"{name}: {values['error']}".splitlines()[0] for name, values in found if "error" in values]
+
+    failed = [name for name in ranked if "error" in summaries[name]]
+    errors = [f"{name}: {summaries[name]['error']}".splitlines()[0] for name in failed]
     return "\n".join([str(folder), *lines, *errors])
 
 
@@ -28,11 +33,13 @@ def _best(values: Mapping[str, object]) -> float:
 
 def _row(name: str, values: Mapping[str, object]) -> tuple[str, ...]:
     if not values:
-        return name, "did not begin", "", "", "", ""
-    seconds = values.get("total/seconds")
+        return name, "not started", "", "", "", ""
+
+    status = str(values.get("status"))
     accuracy = f"{_percent(values, 'first')} → {_percent(values, 'last')}"
+    seconds = values.get("total/seconds")
     time = duration(seconds) if isinstance(seconds, (int, float)) else ""
-    return name, str(values.get("status")), str(values.get("steps", 0)), accuracy, _percent(values, "best"), time
+    return name, status, str(values.get("steps", 0)), accuracy, _percent(values, "best"), time
 
 
 def _percent(values: Mapping[str, object], which: str) -> str:

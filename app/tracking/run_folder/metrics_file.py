@@ -1,8 +1,10 @@
-"""`metrics.jsonl`: the numbers of a run, one line a step, in the order of the steps.
+"""`metrics.jsonl`: one line of metrics per step, in step order.
 
-Always: a step has one line, each line is complete JSON, and what was appended is in the file when `append` returns (a
-killed driver loses nothing). What is appended for the last step once more joins its line, so that an evaluation after
-the step's numbers is found beside them. Numbers that JSON has no word for (NaN, infinity) are written as null.
+Invariants:
+- Each step has one line, and each complete line is valid JSON.
+- A row is in the file when `append` returns, so a killed driver loses nothing.
+- Metrics appended to the last step again join its line, so an evaluation stands beside the step's metrics.
+- NaN and infinity, which JSON lacks, are written as null.
 """
 
 import json
@@ -11,12 +13,21 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+from app.utils.files import replace_file
 
 NAME = "metrics.jsonl"
 
 
 class MetricsFile:
-    """The open file. One writer at a time."""
+    """The file opened for writing, by one writer at a time. A half line of a killed writer is removed.
+
+    Example:
+        with MetricsFile(folder / "metrics.jsonl") as file:
+            file.append(1, {"lr": 1e-6})
+            file.append(1, {"eval/accuracy": 0.5})  # {"step": 1, "lr": 1e-6, "eval/accuracy": 0.5}
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -25,16 +36,24 @@ class MetricsFile:
 
     @property
     def last_step(self) -> int | None:
+        """The step of the last line, or None if the file is empty."""
         return self._row["step"] if self._row else None
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add a line, or add to the last one if it is this step's; an earlier step is a mistake (`ValueError`)."""
+        """Add a line, or extend the last line if it is of the same step.
+
+        Raises:
+            ValueError: `step` comes before the last line's step.
+        """
         last = self.last_step
         if last is not None and step < last:
             raise ValueError(f"step {step} comes after step {last} in {self._file.name}")
+
         if step != last:
-            self._line_start, self._row = self._file.seek(0, os.SEEK_END), {"step": step}
+            self._line_start = self._file.seek(0, os.SEEK_END)
+            self._row = {"step": step}
         self._row.update({name: _number(value) for name, value in metrics.items() if name != "step"})
+
         self._file.seek(self._line_start)
         self._file.write(json.dumps(self._row).encode() + b"\n")
         self._file.truncate()
@@ -51,8 +70,8 @@ class MetricsFile:
     ) -> None:
         self.close()
 
-    def _last_line(self) -> tuple[int, dict]:
-        """Where the last complete line starts and what it says; a line that a killed writer left half is removed."""
+    def _last_line(self) -> tuple[int, dict[str, Any]]:
+        """Remove an incomplete line at the end; return the offset and the content of the last complete line."""
         self._file.seek(0)
         content = self._file.read()
         end = content.rfind(b"\n") + 1
@@ -61,18 +80,14 @@ class MetricsFile:
         return start, json.loads(content[start:end]) if end else {}
 
 
-def cut(path: Path, step: int) -> None:
-    """Remove the lines of steps after `step`: what a resumed run will do again."""
-    if not path.exists():
-        return
-    kept = [json.dumps(row) + "\n" for row in read(path) if row["step"] <= step]
-    part = path.with_suffix(".part")
-    part.write_text("".join(kept), encoding="utf-8")
-    part.replace(path)
+def truncate_after(path: Path, step: int) -> None:
+    """Remove the lines after `step`, which a resumed run will write again."""
+    if path.exists():
+        replace_file(path, "".join(json.dumps(row) + "\n" for row in read(path) if row["step"] <= step))
 
 
-def read(path: Path) -> Iterator[dict]:
-    """The rows, oldest first; a half line at the end (its writer was killed) is left out."""
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows, oldest first, without an incomplete line at the end. A missing file has none."""
     if not path.exists():
         return
     with path.open(encoding="utf-8") as lines:

@@ -1,12 +1,13 @@
-"""`samples/step_N.jsonl`: some trajectories of each step, as they were trained on, for people to read.
+"""`samples/step_N.jsonl`: some of the trajectories of each training step, for people to read.
 
-The choice does not look at rewards: prompts are taken evenly over the step's groups, one trajectory of each first, so
-what one reads is what the policy does, not its best or its worst.
+Samples are chosen regardless of their rewards: prompts are spread evenly over the step's groups, and each contributes
+one trajectory before any contributes a second. They show what the policy does, not its best or worst.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +21,24 @@ Decode = Callable[[Sequence[int]], str]  # token ids → text
 def write_samples(
     folder: Path, step: int, groups: Sequence[Group], count: int, decode: Decode | None = None, *, kind: str = "step"
 ) -> Path | None:
-    """Write `count` trajectories (fewer if there are no more); None where that is none. `decode` gives the question.
+    """Write up to `count` trajectories of a step.
 
-    `kind` is `step` for what was trained on, `eval` for what an evaluation after that step sampled.
+    Args:
+        folder: The run folder.
+        step: The step of the trajectories.
+        groups: All groups of the step.
+        count: How many trajectories to write.
+        decode: Converts prompt tokens to the question's text; None leaves the question out.
+        kind: `step` for training data, `eval` for the samples of an evaluation after that step.
+
+    Returns:
+        The file, or None if there is nothing to write.
     """
     chosen = choose(groups, count)
     if not chosen:
         return None
-    path = sample_path(folder, step, kind)
+
+    path = folder / FOLDER / f"{kind}_{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row(trajectory, decode), ensure_ascii=False) + "\n" for trajectory in chosen]
     path.write_text("".join(lines), encoding="utf-8")
@@ -35,17 +46,18 @@ def write_samples(
 
 
 def choose(groups: Sequence[Group], count: int) -> list[Trajectory]:
-    """The first trajectory of groups that lie evenly over the step, then their second ones, and so on."""
+    """Return the first trajectory of evenly spaced groups, then the second of each, and so on."""
     if not groups or count <= 0:
         return []
-    spread = [groups[index * len(groups) // min(count, len(groups))] for index in range(min(count, len(groups)))]
-    longest = max(len(group.trajectories) for group in spread)
-    turns = (group.trajectories[turn] for turn in range(longest) for group in spread if turn < len(group.trajectories))
-    return [trajectory for trajectory, _ in zip(turns, range(count), strict=False)]
+
+    prompts = min(count, len(groups))
+    chosen = [groups[index * len(groups) // prompts].trajectories for index in range(prompts)]
+    rounds = zip_longest(*chosen)
+    return [trajectory for each in rounds for trajectory in each if trajectory is not None][:count]
 
 
 def row(trajectory: Trajectory, decode: Decode | None) -> dict[str, object]:
-    """One line of the file."""
+    """Return one line of the file."""
     prompt, completion = trajectory.prompt, trajectory.completion
     return {
         "prompt": prompt.id,
@@ -63,21 +75,17 @@ def row(trajectory: Trajectory, decode: Decode | None) -> dict[str, object]:
     }
 
 
-def sample_path(folder: Path, step: int, kind: str = "step") -> Path:
-    return folder / FOLDER / f"{kind}_{step}.jsonl"
-
-
-def cut(folder: Path, step: int) -> None:
-    """Remove the samples of steps after `step`: what a resumed run will do again."""
-    for found, path in sample_files(folder):
-        if found > step:
+def truncate_after(folder: Path, step: int) -> None:
+    """Remove the training samples of steps after `step`, which a resumed run will write again."""
+    for sampled, path in sample_files(folder):
+        if sampled > step:
             path.unlink()
 
 
-def sample_files(folder: Path) -> Iterator[tuple[int, Path]]:
-    """(step, file), in the order of the steps."""
-    found = [(path.stem.removeprefix("step_"), path) for path in (folder / FOLDER).glob("step_*.jsonl")]
-    yield from sorted((int(step), path) for step, path in found if step.isdigit())
+def sample_files(folder: Path) -> list[tuple[int, Path]]:
+    """Return (step, file) of the training samples, in step order."""
+    files = [(path.stem.removeprefix("step_"), path) for path in (folder / FOLDER).glob("step_*.jsonl")]
+    return sorted((int(step), path) for step, path in files if step.isdigit())
 
 
 def _finite(value: float) -> float | None:

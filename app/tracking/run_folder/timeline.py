@@ -1,8 +1,10 @@
-"""`timeline.json`: when each part of the run did what, as a Chrome trace that Perfetto (ui.perfetto.dev) opens.
+"""`timeline.json`: a Chrome trace of the run for Perfetto (ui.perfetto.dev).
 
-Always: the spans of a row of the trace nest or follow each other; what overlaps on one track (groups that are generated
-at the same time) is laid out on further rows when the file is written. Size is bounded: the newest `capacity` spans are
-kept and the file says how many older ones are not. A span costs some microseconds.
+Invariants:
+- Spans in one row of the trace nest or follow each other. Overlapping spans of a track, such as groups generated
+  concurrently, are laid out in additional rows when the file is written.
+- The size is bounded: the newest `capacity` spans are kept, and the file counts the older ones.
+- Recording a span takes microseconds.
 
 Format: "Trace Event Format" (Chromium), complete events (`ph: X`) in microseconds and metadata events (`ph: M`).
 """
@@ -15,15 +17,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from app.utils.files import replace_file
+
 NAME = "timeline.json"
 PID = 1
-ROUNDING = 1e-6  # seconds: spans that touch within this do not overlap
-WRITING_SHARE = 0.005  # of the run's time may go into rewriting the file while the run goes on
+ROUNDING = 1e-6  # seconds; smaller overlaps count as touching
+WRITING_SHARE = 0.005  # of the run's time may be spent on rewriting the file
 WRITE_EVERY_S = 30.0
 
 
 class Span(NamedTuple):
-    """`start` and `end` in seconds since 1970."""
+    """A named interval on a track; `start` and `end` in Unix seconds."""
 
     track: str
     name: str
@@ -33,21 +37,29 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """The spans of a run so far."""
+    """Records the spans of a run.
+
+    Example:
+        timeline = Timeline()
+        with timeline.span("driver", "train", step=1):
+            ...
+        timeline.write(folder)
+    """
 
     def __init__(self, capacity: int = 50_000) -> None:
         self._spans: deque[Span] = deque(maxlen=capacity)
         self._added = 0
-        self._clock_zero = time.time() - time.perf_counter()  # one clock for all spans, even if the date is set
+        # A steady clock, so that setting the system time does not disorder the spans.
+        self._clock_zero = time.time() - time.perf_counter()
         self._next_write = self.now() + WRITE_EVERY_S
 
     def now(self) -> float:
-        """Seconds since 1970 on this timeline's own steady clock."""
+        """Return Unix seconds from this timeline's steady clock."""
         return self._clock_zero + time.perf_counter()
 
     @contextmanager
     def span(self, track: str, name: str, **args: object) -> Iterator[None]:
-        """Record the time the body takes, also when it raises. `args` are shown when the span is selected."""
+        """Record the duration of the body, also when it raises. Perfetto shows `args` for the selected span."""
         start = self.now()
         try:
             yield
@@ -55,40 +67,37 @@ class Timeline:
             self.add(track, name, start, self.now(), args)
 
     def add(self, track: str, name: str, start: float, end: float, args: dict[str, object] | None = None) -> None:
-        """Record a span that was measured elsewhere; `start` and `end` in seconds since 1970 (`time.time()`)."""
+        """Record a span that was measured elsewhere; `start` and `end` in Unix seconds."""
         self._added += 1
         self._spans.append(Span(track, name, start, max(start, end), args or {}))
 
     def write(self, folder: Path) -> None:
-        """Write the whole file."""
+        """Replace `timeline.json` in the run folder."""
         spans = sorted(self._spans, key=lambda span: (span.start, -span.end))
         zero = spans[0].start if spans else self.now()
-        events = trace_events(spans, zero)
         content = {
             "displayTimeUnit": "ms",
             "otherData": {"zero_unix_seconds": zero, "older_spans_left_out": self._added - len(self._spans)},
-            "traceEvents": events,
+            "traceEvents": trace_events(spans, zero),
         }
-        part = folder / f"{NAME}.part"
-        part.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
-        part.replace(folder / NAME)
+        replace_file(folder / NAME, json.dumps(content, separators=(",", ":")))
 
     def write_if_due(self, folder: Path) -> None:
-        """Write now and then, so that a killed run leaves a trace too, within `WRITING_SHARE` of the run's time."""
+        """Write periodically, so that a killed run leaves a trace, in at most `WRITING_SHARE` of the run's time."""
         start = self.now()
-        if start < self._next_write:
-            return
-        self.write(folder)
-        taken = self.now() - start
-        self._next_write = start + max(WRITE_EVERY_S, taken / WRITING_SHARE)
+        if start >= self._next_write:
+            self.write(folder)
+            self._next_write = start + max(WRITE_EVERY_S, (self.now() - start) / WRITING_SHARE)
 
     def load(self, folder: Path) -> None:
-        """Take in the file that an earlier attempt of this run left, unless this one has spans of its own already."""
+        """Add the spans of an earlier attempt of this run, unless this timeline already has spans."""
         path = folder / NAME
         if self._added or not path.exists():
             return
+
         content = json.loads(path.read_text(encoding="utf-8"))
-        zero, tracks = content["otherData"]["zero_unix_seconds"], {}
+        zero = content["otherData"]["zero_unix_seconds"]
+        tracks: dict[int, str] = {}
         for event in content["traceEvents"]:
             if event["ph"] == "M" and event["name"] == "thread_name":
                 tracks[event["tid"]] = event["args"]["name"].split(" ·")[0]
@@ -99,29 +108,41 @@ class Timeline:
 
 
 def trace_events(spans: list[Span], zero: float) -> list[dict[str, object]]:
-    """Metadata and complete events; `spans` sorted by start, longer ones first. Tracks keep their first appearance."""
-    rows: dict[str, list[list[float]]] = {}  # track → its rows → ends of the spans that are open there, outermost first
-    placed = [(span, _row_of(rows.setdefault(span.track, []), span)) for span in spans]
-    first_tid, following = {}, 1
+    """Return metadata and complete events. Tracks are in order of their first span.
+
+    Args:
+        spans: Sorted by start, longer ones first.
+        zero: Unix seconds of the trace's origin.
+    """
+    rows: dict[str, list[list[float]]] = {}  # track → its rows → the ends of the row's open spans, outermost first
+    row_of_span = [_assign_row(rows.setdefault(span.track, []), span) for span in spans]
+
+    first_tid: dict[str, int] = {}
+    next_tid = 1
     for track, open_ends in rows.items():
-        first_tid[track], following = following, following + len(open_ends)
+        first_tid[track] = next_tid
+        next_tid += len(open_ends)
+
     events: list[dict[str, object]] = [
         {"ph": "M", "pid": PID, "tid": 0, "name": "process_name", "args": {"name": "run"}}
     ]
     for track, open_ends in rows.items():
         for row in range(len(open_ends)):
-            tid, name = first_tid[track] + row, track if row == 0 else f"{track} ·{row + 1}"
+            tid = first_tid[track] + row
+            name = track if row == 0 else f"{track} ·{row + 1}"
             events.append({"ph": "M", "pid": PID, "tid": tid, "name": "thread_name", "args": {"name": name}})
             events.append({"ph": "M", "pid": PID, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
-    for span, row in placed:
-        start, end = round((span.start - zero) * 1e6, 1), round((span.end - zero) * 1e6, 1)
+
+    for span, row in zip(spans, row_of_span, strict=True):
+        start = round((span.start - zero) * 1e6, 1)
+        end = round((span.end - zero) * 1e6, 1)
         common = {"ph": "X", "pid": PID, "tid": first_tid[span.track] + row, "name": span.name, "cat": span.track}
         events.append({**common, "ts": start, "dur": round(end - start, 1), "args": span.args})
     return events
 
 
-def _row_of(rows: list[list[float]], span: Span) -> int:
-    """The first row on which the span follows or nests; a new one if there is none."""
+def _assign_row(rows: list[list[float]], span: Span) -> int:
+    """Add the span to the first row in which it nests or follows, or to a new row; return the row's index."""
     for index, ends in enumerate(rows):
         while ends and ends[-1] <= span.start + ROUNDING:
             ends.pop()

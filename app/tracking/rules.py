@@ -1,0 +1,243 @@
+"""What counts as an unhealthy metric, for the alarms of a run in progress and for the checks of its report.
+
+Thresholds favor few false alarms. The rules cover failures that users of RL systems tend to notice days late:
+
+- no reward variance: at least 95% of the groups have equal rewards, for 3 steps
+- mismatch: on fresh data, the engine/trainer KL is above 0.05, or above 0.001 and 10 times its median
+- drift: on stale data, the same KL is above 0.3, or above 0.1 and 10 times its median
+- KL to the old policy, KL to the reference: above 0.1 and 10 times the median
+- entropy collapse: entropy is below 5% of its mean over the first 5 steps while accuracy is below 70%
+- truncated completions: at least 80% of the completions hit the token limit, for 2 steps
+- throughput: below half of the median, for 3 steps
+- staleness: a trajectory exceeds `placement.max_staleness`, or the mean is at least 90% of a bound of 2 or more, for 5
+  steps
+- engine restarts: an engine was restarted
+- reward failures: at least 5% of the rewards failed
+- gradient norm: above 100 before clipping, or not finite
+
+Medians cover the `WINDOW` most recent steps and need 5 earlier steps (throughput: 10).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import fmean, median
+
+WINDOW = 30  # steps
+
+
+class History:
+    """The most recent steps of a run.
+
+    Example:
+        history = History(max_staleness=0)
+        history.add({"entropy": 1.2})
+        history.add({"entropy": 1.1})
+        history.last("entropy", 2)  # [1.2, 1.1]
+        history.before("entropy")  # [1.2]
+    """
+
+    def __init__(self, *, max_staleness: float = 0) -> None:
+        self.max_staleness = max_staleness
+        self.initial_entropy: list[float] = []
+        self._steps: list[Mapping[str, float]] = []  # oldest first
+
+    def add(self, metrics: Mapping[str, float | None]) -> None:
+        """Append the metrics of the next step. None is what `metrics.jsonl` holds for NaN and infinity."""
+        values = {name: math.nan if value is None else value for name, value in metrics.items()}
+        self._steps = [*self._steps, values][-WINDOW:]
+
+        entropy = values.get("entropy", math.nan)
+        if math.isfinite(entropy) and len(self.initial_entropy) < 5:
+            self.initial_entropy.append(entropy)
+
+    def last(self, name: str, count: int = 1) -> list[float]:
+        """Return a metric's values in the last `count` steps, or an empty list unless all of them have it."""
+        values = [step[name] for step in self._steps[-count:] if name in step]
+        return values if len(values) == count else []
+
+    def before(self, name: str, skip: int = 1) -> list[float]:
+        """Return a metric's finite values in the steps before the last `skip`."""
+        return [step[name] for step in self._steps[:-skip] if math.isfinite(step.get(name, math.nan))]
+
+    @property
+    def stale(self) -> bool:
+        """Whether the last step trained on trajectories of an older policy."""
+        return max(self.last("staleness/max"), default=0.0) > 0
+
+
+Problem = Callable[[History, str], str | None]  # history, metric name → one sentence about the last step
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A threshold on one metric and what to do about it."""
+
+    metric: str
+    problem: Problem
+    advice: str
+    at_end: bool = False  # the report judges the last step; False: all steps
+    stale: bool | None = None  # the rule is for stale (True) or fresh (False) data only; None: for both
+
+    def applies(self, history: History) -> bool:
+        """Whether the last step has the metric, measured on the kind of data that the rule is for."""
+        return bool(history.last(self.metric)) and self.stale in (None, history.stale)
+
+    def check(self, history: History) -> str | None:
+        """Return one sentence about a problem in the last step, or None."""
+        return self.problem(history, self.metric) if self.applies(history) else None
+
+
+def at_least(limit: float, sentence: str, *, steps: int = 1) -> Problem:
+    """Problem: the metric is at least `limit`, or not finite, in each of the last `steps` steps."""
+
+    def problem(history: History, name: str) -> str | None:
+        values = history.last(name, steps)
+        return sentence.format(values[-1]) if values and not any(value < limit for value in values) else None
+
+    return problem
+
+
+def spike(sentence: str, *, floor: float, limit: float = math.inf) -> Problem:
+    """Problem: the metric is above `limit`, or above both `floor` and 10 times its median."""
+
+    def problem(history: History, name: str) -> str | None:
+        value = history.last(name)[0]
+        earlier = history.before(name)
+        usual = median(earlier) if len(earlier) >= 5 else math.inf
+
+        if value > limit or value > max(floor, 10 * usual):
+            comparison = f", median {usual:.2g}" if usual < math.inf else ""
+            return f"{sentence}: {name} is {value:.3g}{comparison}."
+        return None
+
+    return problem
+
+
+def no_reward_variance(history: History, name: str) -> str | None:
+    """Problem: nearly all groups have equal rewards."""
+    fractions = history.last(name, 3)
+    if not fractions or min(fractions) < 0.95:
+        return None
+
+    which = ""
+    accuracy = history.last("reward/accuracy")
+    if accuracy:
+        which = " (all correct)" if accuracy[0] > 0.5 else " (all wrong)"
+    return f"In {fractions[-1]:.0%} of the groups all completions have the same reward{which}: no gradient."
+
+
+def entropy_collapse(history: History, name: str) -> str | None:
+    """Problem: entropy is nearly gone although many answers are wrong; with correct answers it is expected."""
+    value = history.last(name)[0]
+    accuracy = history.last("reward/accuracy", 5)
+    if len(history.initial_entropy) < 5 or (accuracy and fmean(accuracy) >= 0.7):
+        return None
+
+    start = fmean(history.initial_entropy)
+    if value < 0.05 * start:
+        return f"Entropy fell from {start:.3g} to {value:.2g}: the policy has almost stopped exploring."
+    return None
+
+
+def throughput_drop(history: History, name: str) -> str | None:
+    """Problem: throughput halved."""
+    recent = history.last(name, 3)
+    earlier = history.before(name, 3)
+    if recent and len(earlier) >= 10 and max(recent) < 0.5 * median(earlier):
+        return f"Throughput fell from {median(earlier):.0f} to {fmean(recent):.0f} completion tokens per second."
+    return None
+
+
+def stale_data(history: History, name: str) -> str | None:
+    """Problem: staleness exceeds its bound, or stays close to it.
+
+    At a bound of 1, staleness 1 is normal: it only means that generation and training overlap.
+    """
+    bound = history.max_staleness
+    largest = max(history.last("staleness/max"), default=0.0)
+    if largest > bound:
+        return f"A trajectory of staleness {largest:.0f} was trained on; the bound is {bound:.0f}."
+
+    means = history.last(name, 5)
+    if bound > 1 and means and min(means) >= 0.9 * bound:
+        return f"Staleness is at its bound of {bound:.0f}: engines wait for the trainer."
+    return None
+
+
+def engine_restarted(history: History, name: str) -> str | None:
+    """Problem: the count of restarts grew."""
+    count = history.last(name)[0]
+    if count > max(history.before(name)[-1:], default=0):
+        return f"An engine was restarted ({count:.0f} so far)."
+    return None
+
+
+KL_ADVICE = (
+    "Try a smaller trainer.lr, fewer algorithm.updates_per_step, or algorithm.kl=k3 and algorithm.kl_coefficient."
+)
+RULES = {
+    "no reward variance": Rule(
+        "reward/zero_std_fraction",
+        no_reward_variance,
+        "Read samples/. If the answers are wrong, check the reward's parsing and the prompt's format, then try easier "
+        "data or a larger algorithm.group_size. If they are right, try harder data or algorithm.dynamic_sampling=true.",
+        at_end=True,
+    ),
+    "mismatch": Rule(
+        "mismatch/kl",
+        spike("The log-probabilities of engine and trainer differ", floor=1e-3, limit=0.05),
+        "Try weight_sync.verify=always (did the weights arrive?), the same dtype for both, or algorithm.correction=tis "
+        "or icepop.",
+        stale=False,
+    ),
+    "drift": Rule(
+        "mismatch/kl",
+        spike("The trained policy is far from the rollout policies", floor=0.1, limit=0.3),
+        "Try a smaller trainer.lr or placement.max_staleness, or algorithm.correction=icepop.",
+        stale=True,
+    ),
+    "KL to the old policy": Rule("kl/old", spike("The updates of one step move the policy far", floor=0.1), KL_ADVICE),
+    "KL to the reference": Rule("kl/reference", spike("The policy moves far from the reference", floor=0.1), KL_ADVICE),
+    "entropy collapse": Rule(
+        "entropy",
+        entropy_collapse,
+        "Try a smaller trainer.lr, a higher algorithm.clip_high (0.28), rollout.temperature=1, or a small "
+        "algorithm.entropy_coefficient.",
+        at_end=True,
+    ),
+    "truncated completions": Rule(
+        "completion/truncated_fraction",
+        at_least(0.8, "{:.0%} of the completions hit the token limit.", steps=2),
+        "Try a larger rollout.max_completion_tokens, check that the chat template lets the model stop, or penalize "
+        "length with algorithm.overlong_buffer_fraction.",
+        at_end=True,
+    ),
+    "throughput": Rule(
+        "throughput/completion_tokens_per_second",
+        throughput_drop,
+        "Find the slow phase in timeline.json. Look for longer completions (completion/length_p95), other load on the "
+        "machine, or a lost engine (logs/).",
+        at_end=True,
+    ),
+    "staleness": Rule(
+        "staleness/mean",
+        stale_data,
+        "Try more placement.trainer_devices and fewer placement.rollout_devices, or a smaller placement.max_staleness.",
+    ),
+    "engine restarts": Rule(
+        "recovery/engine_restarts",
+        engine_restarted,
+        "Its log under logs/ shows why it stopped. If it ran out of memory, try a smaller rollout.memory_fraction.",
+    ),
+    "reward failures": Rule(
+        "reward/failed_fraction",
+        at_least(0.05, "{:.0%} of the rewards failed or timed out; their trajectories score 0."),
+        "Try a larger reward.timeout_s or more reward.workers. The first error is in logs/.",
+    ),
+    "gradient norm": Rule(
+        "grad_norm",
+        at_least(100, "The gradient norm is {:.3g} before clipping; a norm that is not finite skips the update."),
+        "Try a smaller trainer.lr. If it persists, look at mismatch/max_ratio and the longest samples.",
+    ),
+}
