@@ -25,7 +25,7 @@ from app.config.reward import RewardConfig
 from app.config.rollout import RolloutConfig
 from app.data.cursor import PromptCursor
 from app.errors import EngineLost, SyncError
-from app.model.tiny.tokenizer import tokenizer
+from app.model.tiny.tokenizer import build_tokenizer
 from app.placement.context import RunContext
 from app.recovery.engine_supervisor import EngineSupervisor
 from app.reward.scorer import Scorer
@@ -409,7 +409,7 @@ class World:
             trainer=self.trainer,
             pool=pool,
             sync=self.recovery,
-            rollouter=Rollouter(pool, self.scorer, tokenizer(256), self.recorder.timeline, self.config.recovery),
+            rollouter=Rollouter(pool, self.scorer, build_tokenizer(256), self.recorder.timeline, self.config.recovery),
             cursor=self.cursor,
             evals={"eval": prompts(self.eval_rows, "eval")},
             recorder=self.recorder,  # type: ignore[arg-type]

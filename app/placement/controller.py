@@ -93,7 +93,7 @@ class PlacementController(ABC):
         recorder.samples(step, groups, parts.rollouter.tokenizer.decode)
         recorder.log(step, {**line, **scorer.metrics, **memory, **restarts, **parts.checkpoints.metrics})
         recorder.prompts(step, trained=ids[0], filtered=ids[1])
-        parts.cursor.settle([*ids[0], *ids[1]])
+        parts.cursor.mark_consumed([*ids[0], *ids[1]])
         self.version, self._failures = step, 0
         scorer.check()
 

@@ -147,7 +147,7 @@ class FullyAsync(PlacementController):
             self.tally.dropped += len(stale)
             self.admission.give_back(len(stale))
             self.producer.forget(stale)
-            self.parts.cursor.give_back([group.prompt.id for group in stale])
+            self.parts.cursor.requeue([group.prompt.id for group in stale])
             self.producer.look_again()
         return taken
 

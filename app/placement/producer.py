@@ -76,7 +76,7 @@ class Producer:
         except Aborted:
             self.tally.aborted += 1
             self._ended(prompt)
-            self.parts.cursor.give_back([prompt.id])
+            self.parts.cursor.requeue([prompt.id])
         else:
             self._finished(prompt, group)
         finally:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.model.hf_import import transformers
-from app.model.tiny import tokenizer as characters
+from app.model.tiny.tokenizer import build_tokenizer
 
 LENGTHS = (5, 17, 3, 16, 9, 1)  # one of them without a completion token
 
@@ -119,7 +119,7 @@ def _save(kind: Any, config: Any, folder: Path, seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         kind(config).save_pretrained(folder)
-    characters.tokenizer(256).save_pretrained(folder)
+    build_tokenizer(256).save_pretrained(folder)
     return folder
 
 
