@@ -19,7 +19,7 @@ LENGTHS = (4, 0, 1, 9, 2, 0, 6)
 def random_case(
     seed: int, lengths: Sequence[int] = LENGTHS, *, spread: float = 0.6, masked: float = 0.3, on_policy: bool = False
 ) -> Case:
-    """Sequences of these lengths whose policies differ by about `spread` nats. A fraction `masked` of them is masked."""
+    """Sequences of these lengths whose policies differ by about `spread` nats. A fraction `masked` is masked."""
     rng = random.Random(seed)
 
     def near(values: list[float], by: float) -> list[float]:
