@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from app.model.attention import packed, varlen, varlen_kernel
+from app.model.packing import Packing
 from tests.model.test_packing import packing
 
 HEADS = 6
@@ -96,11 +97,10 @@ def test_the_kernel_equals_the_buckets_on_a_device(width: int) -> None:
     torch.manual_seed(0)
     kernel = varlen_kernel()
     assert kernel is not None
-    layout = packing([700, 33, 1, 290])
+    layout = Packing.of(packing([700, 33, 1, 290]).cu_seqlens.cuda())
     random = [torch.randn(1, heads, 1024, width, device="cuda") for heads in (8, 2, 2)]
     inputs = [each.bfloat16().requires_grad_() for each in random]
     exact = [each.detach().float().requires_grad_() for each in inputs]
-    layout = type(layout)(**{k: v.cuda() if isinstance(v, Tensor) else v for k, v in vars(layout).items()})
     fast = varlen(kernel, *inputs, layout, None)
     slow, _ = packed(nn.Module(), *exact, None, packing=layout)
     torch.testing.assert_close(fast.float(), slow.squeeze(0), rtol=2e-2, atol=2e-2)
