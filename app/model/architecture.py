@@ -35,14 +35,14 @@ class LinearAttention:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
-    def value_channels(self) -> int:
+    def values(self) -> int:
         """Width of all value heads together."""
         return self.value_heads * self.value_dim
 
     def parameters(self, hidden: int) -> int:
         """Parameters of the mixer of one layer."""
-        in_projections = hidden * (self.channels + self.value_channels + 2 * self.value_heads)
-        out_projection = self.value_channels * hidden
+        in_projections = hidden * (self.channels + self.values + 2 * self.value_heads)
+        out_projection = self.values * hidden
         decays_and_norm = 2 * self.value_heads + self.value_dim
         return in_projections + out_projection + self.channels * self.convolution + decays_and_norm
 
