@@ -1,1 +1,1 @@
-"""GRPO, DAPO and their relatives as few orthogonal settings."""
+"""RL algorithms as orthogonal settings: GRPO, DAPO, Dr. GRPO and GSPO share one advantage and one loss."""

@@ -1,7 +1,8 @@
-"""From raw rewards to advantages: overlong punishment (DAPO), then relative to the group (GRPO).
+"""Group-relative advantages (GRPO) from rewards shaped by soft overlong punishment (DAPO).
 
-The raw rewards stay where they are: shaping happens on a copy, and dynamic sampling asks the raw ones, because a
-punishment for length would hide that a group's answers are all right or all wrong.
+Invariants:
+- Raw rewards are never modified; shaping returns a new array.
+- Dynamic sampling filters on raw rewards. Shaped rewards would hide that all answers of a group are right or all wrong.
 """
 
 import numpy as np
@@ -13,18 +14,23 @@ STD_EPSILON = 1e-6
 
 
 def score(group: Group, config: AlgorithmConfig, *, max_completion_tokens: int) -> ScoredGroup:
-    """The group with its advantages [G], the same for every token of a completion.
+    """Compute the advantages [G] of a group, each shared by all tokens of its completion.
 
     Â = (r − mean) / (std + 1e-6) of the shaped rewards (DeepSeekMath, arXiv 2402.03300, section 4.1.2), or r − mean
-    without `normalize_by_std` (Dr. GRPO). The paper does not say which std; we take the sample's (divided by G − 1) as
-    verl, slime and TRL do with `torch.std`, and verl's epsilon (TRL: 1e-4). A group without spread gets exact zeros.
-    Raises `ValueError` for a reward that is not finite: it was not scored yet.
+    without `normalize_by_std` (Dr. GRPO). The paper does not define the std. This is the sample std (divided by
+    G − 1), as in verl, slime and TRL (`torch.std`), with verl's epsilon (TRL: 1e-4). A group of equal rewards gets
+    exact zeros.
+
+    Raises:
+        ValueError: If a reward is not finite, for example because the group was never scored.
     """
     rewards = shaped_rewards(group, config, max_completion_tokens=max_completion_tokens)
     if not np.isfinite(rewards).all():
-        raise ValueError(f"the rewards of prompt {group.prompt.id} are not all finite: {rewards.tolist()}")
+        raise ValueError(f"prompt {group.prompt.id} has rewards that are not finite: {rewards.tolist()}")
+
     if rewards.min() == rewards.max():
         return ScoredGroup(group, np.zeros(len(rewards), dtype=np.float32))
+
     advantages = rewards - rewards.mean()
     if config.normalize_by_std:
         advantages = advantages / (rewards.std(ddof=1) + STD_EPSILON)
@@ -32,7 +38,7 @@ def score(group: Group, config: AlgorithmConfig, *, max_completion_tokens: int) 
 
 
 def shaped_rewards(group: Group, config: AlgorithmConfig, *, max_completion_tokens: int) -> np.ndarray:
-    """Raw rewards plus the overlong punishment of each completion: [G] float64, a new array."""
+    """Return raw rewards plus the overlong punishment of each completion: [G] float64, a new array."""
     buffer = config.overlong_buffer_tokens(max_completion_tokens)
     punishments = [
         overlong_punishment(len(trajectory.completion.token_ids), limit=max_completion_tokens, buffer=buffer)
@@ -54,10 +60,10 @@ def overlong_punishment(tokens: int, *, limit: int, buffer: int) -> float:
 
 
 def has_reward_variance(group: Group) -> bool:
-    """Whether the raw rewards differ, so that the group teaches something (DAPO, section 3.2)."""
+    """Whether the raw rewards differ. Dynamic sampling drops groups without variance (DAPO, section 3.2)."""
     return bool(group.rewards.min() != group.rewards.max())
 
 
-def earns_gradient(completion: Completion, config: AlgorithmConfig) -> bool:
-    """False for truncated completions under `mask_truncated` (DAPO's overlong filtering, section 3.4)."""
-    return not (config.mask_truncated and completion.truncated)
+def contributes_gradient(completion: Completion, *, mask_truncated: bool) -> bool:
+    """False for a truncated completion under `mask_truncated` (DAPO's overlong filtering, section 3.4)."""
+    return not (mask_truncated and completion.truncated)

@@ -1,12 +1,16 @@
-"""The policy loss of a packed microbatch: one mechanism, of which GRPO, DAPO, Dr. GRPO and GSPO are settings.
+"""Policy loss of a packed microbatch. GRPO, DAPO, Dr. GRPO and GSPO are settings of one mechanism.
 
     J = Σ weight · [ correction · min(ratio · Â, clip(ratio, 1 − ε_low, 1 + ε_high) · Â) − β · KL + η · entropy ]
 
-What always holds: the result is a raw sum, to be divided once by the whole update's `denominator`, so that gradients
-and metrics do not depend on how an update was cut into microbatches. Denominators count the unmasked batch: a masked
-token's term is zero, but it is still counted. Tensors of tokens have shape [N], of sequences [S]; a sequence is never
-split. Sources: DeepSeekMath (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), dual clip
-(1912.09729), truncated importance sampling and IcePop (masked band) for the mismatch of sampler and trainer.
+Invariants:
+- The loss is a raw sum, divided once by the `denominator` of the whole update. Gradients and metrics therefore do not
+  depend on how an update is split into microbatches.
+- Denominators count the unmasked batch: the term of a masked token is zero, but the token is still counted.
+- Tensors over tokens have shape [N], tensors over sequences [S]. A sequence is never split across microbatches.
+
+Sources: DeepSeekMath (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), dual clip
+(1912.09729). Truncated importance sampling (TIS) and IcePop (a masked band) correct the mismatch between rollout and
+trainer.
 """
 
 from dataclasses import dataclass
@@ -16,38 +20,39 @@ from torch import Tensor
 
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
 
-LOG_RATIO_LIMIT = 20.0  # log-ratios are clamped to ± this before exp
+# Log-ratios are clamped to ± this limit before exp.
+LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenBatch:
-    """The N completion tokens of S whole sequences; prompts are not in here."""
+    """N completion tokens of S whole sequences, without prompt tokens."""
 
-    logprobs: Tensor  # [N] of the current policy, at the sampling temperature; carries the gradient
-    old_logprobs: Tensor | None  # [N] of the trainer when the step began; None: the current ones, detached (ratio 1)
-    rollout_logprobs: Tensor  # [N] as the engine reported them
-    reference_logprobs: Tensor | None  # [N] of the frozen reference; None without `algorithm.kl`
-    entropy: Tensor  # [N] nats; carries a gradient where `entropy_coefficient` is above 0
-    sequence: Tensor  # [N] int64: which of the S sequences a token belongs to
+    logprobs: Tensor  # [N] current policy at the sampling temperature; carries the gradient
+    old_logprobs: Tensor | None  # [N] trainer at the start of the step; None: current ones, detached (ratio 1)
+    rollout_logprobs: Tensor  # [N] as reported by the engine
+    reference_logprobs: Tensor | None  # [N] frozen reference; None without `algorithm.kl`
+    entropy: Tensor  # [N] nats; carries a gradient if `entropy_coefficient` is above 0
+    sequence: Tensor  # [N] int64, index in 0..S of the token's sequence
     advantages: Tensor  # [S]
-    lengths: Tensor  # [S] completion tokens of each sequence; 0 is allowed
-    weight_mask: Tensor  # [S] 0 for sequences without gradient (truncated and masked, dummy passes), else 1
+    lengths: Tensor  # [S] completion tokens per sequence; 0 is allowed
+    weight_mask: Tensor  # [S] 0 for sequences without gradient (masked truncations, dummy passes), else 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossSums:
-    """Raw sums over a microbatch. Those of a dummy pass are not merged: its tokens are in no denominator."""
+    """Raw sums over a microbatch. Sums of a dummy pass are not merged: no denominator counts its tokens."""
 
     loss: Tensor  # [] carries the gradient; divide by `denominator`
-    sums: dict[str, Tensor]  # [] detached, named and divided as in `metrics.TABLE`
+    sums: dict[str, Tensor]  # [] each, detached; names and divisors as in `metrics.TABLE`
 
     def floats(self) -> dict[str, float]:
-        """The sums on the host, in one transfer: what `metrics.merge` takes."""
+        """Copy the sums to the host in one transfer, as input of `metrics.merge`."""
         return dict(zip(self.sums, torch.stack(list(self.sums.values())).tolist(), strict=True))
 
 
 def denominator(config: AlgorithmConfig, *, tokens: float, sequences: float, max_completion_tokens: int) -> float:
-    """What the update's summed loss is divided by, from global counts of its unmasked batch."""
+    """Return the divisor of an update's summed loss, from global counts of its unmasked batch."""
     match config.aggregation:
         case Aggregation.token_mean:
             return tokens
@@ -58,9 +63,19 @@ def denominator(config: AlgorithmConfig, *, tokens: float, sequences: float, max
 
 
 def policy_loss(batch: TokenBatch, config: AlgorithmConfig, correction: Correction) -> LossSums:
-    """The loss of a microbatch and its metrics, as raw sums. `correction` is the resolved one, never `auto`."""
+    """Compute the loss and the metrics of a microbatch as raw sums.
+
+    Args:
+        batch: The tokens of whole sequences.
+        config: Settings of `algorithm=`.
+        correction: The resolved correction, never `auto`.
+
+    Raises:
+        ValueError: If `correction` is `auto`, or a reference was given with `algorithm.kl=none`.
+    """
     trainer_old = batch.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     old = batch.rollout_logprobs if config.old_policy is OldPolicy.rollout else trainer_old
+
     ratio = importance_ratio(batch, old, config.ratio)
     objective = clipped_objective(ratio, batch.advantages[batch.sequence], config)
     corrected = correction_weight(batch, trainer_old, config, correction)
@@ -75,17 +90,18 @@ def policy_loss(batch: TokenBatch, config: AlgorithmConfig, correction: Correcti
     loss = torch.stack(list(terms.values())).sum()
 
     with torch.no_grad():
-        sums = {"loss/total": loss.detach(), **{name: term.detach() for name, term in terms.items()}}
-        sums |= _policy_sums(batch, old, ratio, config) | _mismatch_sums(batch, trainer_old, corrected)
+        sums = {name: term.detach() for name, term in {"loss/total": loss, **terms}.items()}
+        sums |= _policy_sums(batch, old, ratio, config)
+        sums |= _mismatch_sums(batch, trainer_old, corrected)
     return LossSums(loss, sums)
 
 
 def importance_ratio(batch: TokenBatch, old: Tensor, level: RatioLevel) -> Tensor:
-    """π / π_old of each token [N]; at sequence level every token carries its sequence's.
+    """Return π / π_old of each token [N]; at sequence level, the ratio of its sequence.
 
-    GSPO (eq. 7): s_i = exp(mean over the sequence of log π/π_old). Following GSPO-token (eq. 14), token t carries
-    sg[s_i] · π_t / sg[π_t]: the same value, and the same gradient where the tokens' weights are equal; where they
-    differ (a correction by token), each token's gradient keeps its own.
+    GSPO (eq. 7): s_i = exp(mean over the sequence of log π/π_old). As in GSPO-token (eq. 14), token t carries
+    sg[s_i] · π_t / sg[π_t], which has the same value. The gradient is also the same if all tokens of the sequence have
+    equal weights. If weights differ (token-level correction), the gradient of each token keeps its own weight.
     """
     log_ratio = batch.logprobs - old
     if level is RatioLevel.sequence:
@@ -95,7 +111,7 @@ def importance_ratio(batch: TokenBatch, old: Tensor, level: RatioLevel) -> Tenso
 
 
 def clipped_objective(ratio: Tensor, advantage: Tensor, config: AlgorithmConfig) -> Tensor:
-    """PPO's clipped objective with DAPO's two ranges (eq. 8); dual clip bounds it below by c · Â where Â < 0."""
+    """PPO's clipped objective with DAPO's two ranges (eq. 8). Dual clip bounds it from below by c · Â where Â < 0."""
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     objective = torch.minimum(ratio * advantage, clipped * advantage)
     if config.dual_clip is None:
@@ -104,7 +120,7 @@ def clipped_objective(ratio: Tensor, advantage: Tensor, config: AlgorithmConfig)
 
 
 def aggregation_weight(batch: TokenBatch, aggregation: Aggregation) -> Tensor:
-    """The weight of each token [N] in the raw sum: 1/length for a mean inside the sequence, else 1; 0 where masked."""
+    """Weight of each token [N] in the raw sum: 0 if masked, 1/length for a mean over the sequence, else 1."""
     weight = batch.weight_mask
     if aggregation is Aggregation.seq_mean_token_mean:
         weight = weight / batch.lengths.clamp(min=1)
@@ -114,26 +130,28 @@ def aggregation_weight(batch: TokenBatch, aggregation: Aggregation) -> Tensor:
 def correction_weight(
     batch: TokenBatch, trainer_old: Tensor, config: AlgorithmConfig, correction: Correction
 ) -> Tensor:
-    """The weight [N] made of w = π_old(trainer) / π_sampler, without gradient; see the table in `schema`."""
+    """Weight [N] from w = π_old(trainer) / π_rollout, without gradient; table in `app/config/algorithm.py`."""
     log_weight = trainer_old - batch.rollout_logprobs
     weight = bounded_exp(log_weight)
+
     match correction:
         case Correction.none:
             return torch.ones_like(weight)
         case Correction.tis:
             return weight.clamp(max=config.tis_max)
         case Correction.icepop:
-            return torch.where((weight >= config.icepop_low) & (weight <= config.icepop_high), weight, 0.0)
+            in_band = (weight >= config.icepop_low) & (weight <= config.icepop_high)
+            return torch.where(in_band, weight, 0.0)
         case Correction.sequence_mask:
             mean = bounded_exp(sequence_mean(log_weight, batch))
-            kept = (mean >= config.sequence_mask_low) & (mean <= config.sequence_mask_high)
-            return kept[batch.sequence].to(weight.dtype)
+            in_band = (mean >= config.sequence_mask_low) & (mean <= config.sequence_mask_high)
+            return in_band[batch.sequence].to(weight.dtype)
         case Correction.auto:
-            raise ValueError("correction=auto must be resolved first: use RunConfig.correction")
+            raise ValueError("correction=auto must be resolved first; use RunConfig.correction")
 
 
 def kl_estimate(log_ratio: Tensor, kind: Kl) -> Tensor:
-    """Estimate of KL(π ‖ π_ref) at each sampled token from log π/π_ref; k3 is DeepSeekMath's eq. 4."""
+    """Estimate KL(π ‖ π_ref) at each sampled token from log π/π_ref. k3 is eq. 4 of DeepSeekMath."""
     match kind:
         case Kl.k1:
             return log_ratio
@@ -142,28 +160,30 @@ def kl_estimate(log_ratio: Tensor, kind: Kl) -> Tensor:
         case Kl.k3:
             return k3(-log_ratio)
         case Kl.none:
-            raise ValueError("reference log-probabilities were given, but algorithm.kl=none")
+            raise ValueError("reference log-probabilities require algorithm.kl=k1, k2 or k3; it is none")
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """q/p − log(q/p) − 1 from log q/p, for tokens sampled from p: never negative, unbiased for KL(p ‖ q)."""
+    """Return q/p − log(q/p) − 1 from log q/p. Non-negative; unbiased for KL(p ‖ q) on tokens sampled from p."""
     bounded = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return bounded.exp() - bounded - 1
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Return exp of a log-ratio clamped to ± `LOG_RATIO_LIMIT`."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def sequence_mean(values: Tensor, batch: TokenBatch) -> Tensor:
-    """Mean of token values [N] over each sequence [S]; 0 for an empty one."""
+    """Mean of token values [N] over each sequence [S]; 0 for an empty sequence."""
     totals = values.new_zeros(batch.lengths.shape).index_add(0, batch.sequence, values)
     return totals / batch.lengths.clamp(min=1)
 
 
 def _policy_sums(batch: TokenBatch, old: Tensor, ratio: Tensor, config: AlgorithmConfig) -> dict[str, Tensor]:
-    """How far the policy moved from π_old, and what clipping did about it."""
-    advantage, log_ratio = batch.advantages[batch.sequence], batch.logprobs - old
+    """Policy movement from π_old and clip fractions."""
+    advantage = batch.advantages[batch.sequence]
+    log_ratio = batch.logprobs - old
     sums = {
         "entropy": batch.entropy.sum(),
         "ratio/mean": ratio.sum(),
@@ -174,15 +194,17 @@ def _policy_sums(batch: TokenBatch, old: Tensor, ratio: Tensor, config: Algorith
         "clip/high_fraction": ((advantage > 0) & (ratio > 1 + config.clip_high)).sum(),
         "kl/old": k3(log_ratio).sum(),
     }
+
     if config.dual_clip is not None:
         sums["clip/dual_fraction"] = ((advantage < 0) & (ratio > config.dual_clip)).sum()
     if batch.reference_logprobs is not None:
         sums["kl/reference"] = k3(batch.reference_logprobs - batch.logprobs).sum()
+
     return {name: value.detach().to(batch.logprobs.dtype) for name, value in sums.items()}
 
 
 def _mismatch_sums(batch: TokenBatch, trainer_old: Tensor, corrected: Tensor) -> dict[str, Tensor]:
-    """How far the trainer's π_old is from what the sampler says it sampled from; measured under every setting."""
+    """Mismatch between the trainer's π_old and the rollout policy, measured under every setting."""
     log_weight = trainer_old - batch.rollout_logprobs
     weight = bounded_exp(log_weight)
     return {
@@ -196,5 +218,5 @@ def _mismatch_sums(batch: TokenBatch, trainer_old: Tensor, corrected: Tensor) ->
 
 
 def _maximum(values: Tensor) -> Tensor:
-    """The largest value; −inf of none, which any other microbatch's wins over."""
+    """Return the largest value, or −inf for an empty tensor, so that any other microbatch wins the merge."""
     return torch.cat([values, values.new_full((1,), -torch.inf)]).amax()

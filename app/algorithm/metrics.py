@@ -1,9 +1,8 @@
-"""Metrics, each with a denominator of its own.
+"""Training metrics, each with its own denominator, and driver-side metrics of groups.
 
-`TABLE` is the one place that says what a summed training metric is divided by. The loss gives raw sums per microbatch;
-the trainer merges them over microbatches and ranks, and `finalise` divides once, by global counts, when the update is
-done. One scalar for all would be wrong, and so would a mean of per-rank means. The rest of this file measures groups on
-the driver, where the raw rewards are.
+`TABLE` defines the divisor of every summed training metric. The loss returns raw sums per microbatch, the trainer
+merges them over microbatches and ranks, and `finalize` divides once per update by global counts. A shared divisor or a
+mean of per-rank means would bias the metrics. Group metrics are computed on the driver from raw rewards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,28 +12,30 @@ import numpy as np
 
 from app.types import Group, ScoredGroup, Trajectory
 
-CORRECTNESS_PARTS = ("exact", "math")  # built-in reward parts that are 1 exactly where the answer is right
+# Built-in reward components that are 1 if and only if the answer is correct.
+CORRECTNESS_COMPONENTS = ("exact", "math")
 
 
 class Over(Enum):
-    """What a raw value is divided by when the update is done."""
+    """Divisor of a raw value at the end of an update."""
 
     tokens = "tokens"
     sequences = "sequences"
-    loss = "loss"  # the loss's own denominator
+    loss = "loss"  # `loss.denominator`
     max = "max"  # merged by max, never divided
     min = "min"  # merged by min, never divided
-    part = "part"  # a sum that only others are made of; not reported
+    intermediate = "intermediate"  # input of another metric, not reported
 
 
 TABLE: Mapping[str, Over] = {
     "loss/total": Over.loss,
-    "loss/policy": Over.loss,  # the terms that the total is made of, coefficients included
+    # Terms of the total, coefficients included.
+    "loss/policy": Over.loss,
     "loss/kl": Over.loss,
     "loss/entropy": Over.loss,
     "entropy": Over.tokens,
     "ratio/mean": Over.tokens,
-    "ratio/sequence_mean": Over.sequences,  # the geometric mean over each sequence, GSPO's ratio
+    "ratio/sequence_mean": Over.sequences,  # geometric mean over each sequence: GSPO's ratio
     "ratio/max": Over.max,
     "ratio/min": Over.min,
     "clip/low_fraction": Over.tokens,
@@ -42,17 +43,17 @@ TABLE: Mapping[str, Over] = {
     "clip/dual_fraction": Over.tokens,
     "kl/old": Over.tokens,  # k3 of KL(π_old ‖ π)
     "kl/reference": Over.tokens,  # k3 of KL(π ‖ π_ref)
-    "mismatch/kl": Over.tokens,  # k3 of KL(π_sampler ‖ π_old of the trainer)
+    "mismatch/kl": Over.tokens,  # k3 of KL(π_rollout ‖ π_old of the trainer)
     "mismatch/abs_difference": Over.tokens,  # of log-probabilities
     "mismatch/max_ratio": Over.max,
-    "mismatch/weight": Over.part,
-    "mismatch/weight_square": Over.part,
-    "mismatch/masked_fraction": Over.tokens,  # zeroed by the correction
+    "mismatch/weight": Over.intermediate,
+    "mismatch/weight_square": Over.intermediate,
+    "mismatch/masked_fraction": Over.tokens,  # tokens zeroed by the correction
 }
 
 
 def merge(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """Raw sums of two microbatches, or ranks, as those of both. Neutral element: an empty mapping."""
+    """Merge the raw sums of two microbatches or ranks. The empty mapping is the neutral element."""
     merged = dict(one)
     for name, value in other.items():
         merged[name] = _combine(name, merged[name], value) if name in merged else value
@@ -69,67 +70,78 @@ def _combine(name: str, one: float, other: float) -> float:
             return one + other
 
 
-def finalise(sums: Mapping[str, float], *, tokens: float, sequences: float, loss: float) -> dict[str, float]:
-    """The metrics of an update, from sums and counts over all its microbatches and ranks.
+def finalize(sums: Mapping[str, float], *, tokens: float, sequences: float, loss: float) -> dict[str, float]:
+    """Compute the metrics of an update from global sums and counts.
 
-    `tokens` and `sequences` count the unmasked batch; `loss` is `loss.denominator` of them. Without any token every
-    metric is 0.
+    Args:
+        sums: Raw sums, merged over all microbatches and ranks.
+        tokens: Completion tokens of the unmasked batch. Without any token every metric is 0.
+        sequences: Sequences of the unmasked batch.
+        loss: The update's `loss.denominator`.
     """
+    reported = {name: value for name, value in sums.items() if TABLE[name] is not Over.intermediate}
     if tokens == 0:
-        return {name: 0.0 for name in sums if TABLE[name] is not Over.part}
+        return dict.fromkeys(reported, 0.0)
+
     counts = {Over.tokens: tokens, Over.sequences: sequences, Over.loss: loss, Over.max: 1.0, Over.min: 1.0}
-    metrics = {name: value / counts[TABLE[name]] for name, value in sums.items() if TABLE[name] is not Over.part}
-    if "mismatch/weight" in sums:  # (Σw)² / (N · Σw²): 1 where all weights are equal
-        metrics["mismatch/effective_sample_size"] = sums["mismatch/weight"] ** 2 / (
-            tokens * sums["mismatch/weight_square"]
-        )
+    metrics = {name: value / counts[TABLE[name]] for name, value in reported.items()}
+
+    # (Σw)² / (N · Σw²): 1 if all weights are equal.
+    if "mismatch/weight" in sums:
+        squares = tokens * sums["mismatch/weight_square"]
+        metrics["mismatch/effective_sample_size"] = sums["mismatch/weight"] ** 2 / squares
     return metrics
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards, correctness and lengths of a step's groups (at least one). Rewards are the raw ones."""
+    """Measure raw rewards, correctness and lengths of a step's groups (at least one)."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = np.concatenate([group.rewards for group in groups])
     lengths = np.array([len(trajectory.completion.token_ids) for trajectory in trajectories], dtype=np.float64)
-    prompts = sum(len(group.prompt.token_ids) for group in groups)
+    prompt_tokens = sum(len(group.prompt.token_ids) for group in groups)
+
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/accuracy": float(np.mean([correct(trajectory) for trajectory in trajectories])),
-        **_part_metrics(trajectories),
+        **_component_metrics(trajectories),
         **_pass_metrics(groups),
         "reward/zero_std_fraction": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
         "completion/length_mean": float(lengths.mean()),
         "completion/length_p95": float(np.percentile(lengths, 95)),
         "completion/truncated_fraction": float(np.mean([t.completion.truncated for t in trajectories])),
         "tokens/completion": float(lengths.sum()),
-        "tokens/prompt": float(prompts),
+        "tokens/prompt": float(prompt_tokens),
     }
 
 
 def correct(trajectory: Trajectory) -> bool:
-    """Whether the answer is right: its `exact` or `math` part is 1; where the reward has neither, it is above 0.5."""
-    judged = [trajectory.reward_components[name] for name in CORRECTNESS_PARTS if name in trajectory.reward_components]
-    return max(judged) == 1 if judged else trajectory.reward > 0.5
+    """Whether the `exact` or `math` component is 1; without either component, whether the reward is above 0.5."""
+    components = trajectory.reward_components
+    verdicts = [components[name] for name in CORRECTNESS_COMPONENTS if name in components]
+    return max(verdicts) == 1 if verdicts else trajectory.reward > 0.5
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that at least one of k completions is right, from c right ones of n ≥ k (arXiv 2107.03374, section 2.1).
+    """Unbiased pass@k from c correct completions out of n ≥ k (arXiv 2107.03374, section 2.1).
 
-    Unbiased: 1 − C(n − c, k) / C(n, k), as a product that cannot overflow.
+    1 − C(n − c, k) / C(n, k), computed as a product that cannot overflow.
 
     >>> pass_at_k(4, 1, 2)
     0.5
+
+    Raises:
+        ValueError: Unless 0 < k ≤ n and 0 ≤ c ≤ n.
     """
     if not 0 < k <= n or not 0 <= c <= n:
-        raise ValueError(f"pass@{k} of {c} right ones in {n} is not defined")
+        raise ValueError(f"pass@{k} is not defined for {c} correct completions out of {n}")
     if n - c < k:
         return 1.0
     return 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
 
 
 def advantage_metrics(scored: Sequence[ScoredGroup]) -> dict[str, float]:
-    """The spread of a step's advantages, over trajectories."""
+    """Measure the spread of a step's advantages over its trajectories."""
     advantages = np.concatenate([group.advantages for group in scored]).astype(np.float64)
     return {
         "advantage/std": float(advantages.std()),
@@ -139,21 +151,25 @@ def advantage_metrics(scored: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Staleness over trajectories, in pushes: version being trained − oldest that sampled one of the tokens."""
+    """Staleness of trajectories in weight syncs: trained `version` − oldest version that sampled one of the tokens."""
     staleness = [version - t.completion.oldest_version for group in groups for t in group.trajectories]
     return {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(max(staleness))}
 
 
-def _part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The mean of each reward part over the trajectories that have it."""
+def _component_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean of each reward component over the trajectories that have it."""
     names = sorted({name for trajectory in trajectories for name in trajectory.reward_components})
-    values = {name: [t.reward_components[name] for t in trajectories if name in t.reward_components] for name in names}
-    return {f"reward/{name}": float(np.mean(values[name])) for name in names}
+    return {
+        f"reward/{name}": float(
+            np.mean([t.reward_components[name] for t in trajectories if name in t.reward_components])
+        )
+        for name in names
+    }
 
 
 def _pass_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """pass@k for the powers of two up to the smallest group, the mean over groups."""
+    """pass@k, averaged over groups, for powers of two up to the smallest group size."""
     smallest = min(len(group.trajectories) for group in groups)
-    right = [(len(group.trajectories), sum(map(correct, group.trajectories))) for group in groups]
+    counts = [(len(group.trajectories), sum(map(correct, group.trajectories))) for group in groups]
     ks = [2**power for power in range(smallest.bit_length()) if 2**power <= smallest]
-    return {f"reward/pass@{k}": float(np.mean([pass_at_k(n, c, k) for n, c in right])) for k in ks}
+    return {f"reward/pass@{k}": float(np.mean([pass_at_k(n, c, k) for n, c in counts])) for k in ks}

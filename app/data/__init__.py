@@ -1,4 +1,4 @@
-"""Prompts: where they come from, in which order, and where we stand.
+"""Prompts: loading, templating, tokenization, and the resumable order in which they are dispatched.
 
-`build.build` is the door: it hands back the training stream (a `PromptCursor`) and the evaluation sets.
+`build.build` is the entry point. It returns the training stream (a `PromptCursor`) and the evaluation sets.
 """

@@ -1,21 +1,23 @@
-"""Generated additions: "12+34=" → "46". Also what the tiny model is warmed up on.
+"""Generated additions: "12+34=" → "46". Also the warm-up data of the tiny model.
 
-Always holds: no question appears twice, in either split or across them; the same seed gives the same rows on every
-machine and Python version (`random.Random.sample` over a range is stable).
+Invariants:
+- No question appears twice, within a split or across splits.
+- The same seed gives the same rows on every machine and Python version: `random.Random.sample` over a range is stable.
 """
 
 import random
 
 from app.config.data import ArithmeticConfig
-from app.data.row import Row
+from app.data.fields import Row
 
 NAME = "arithmetic"
 
 
 def problems(config: ArithmeticConfig, seed: int) -> tuple[list[Row], list[Row]]:
-    """The training rows and the held-out rows: disjoint pairs of operands from 0 to `max_operand`, uniformly drawn."""
+    """Draw training rows and held-out rows: disjoint, uniformly drawn pairs of operands from 0 to `max_operand`."""
     base = config.max_operand + 1
     pairs = random.Random(seed).sample(range(base * base), config.problems + config.eval_problems)
+
     rows = [_row(*divmod(pair, base), index) for index, pair in enumerate(pairs)]
     return rows[: config.problems], rows[config.problems :]
 

@@ -1,6 +1,7 @@
-"""From the configuration to prompts: rows → template → token ids → the training stream and the evaluation sets.
+"""Build all prompts of a run: rows → template → token ids → training stream and evaluation sets.
 
-Always holds: no prompt is longer than `max_prompt_tokens`; what was left out for that is counted and said once.
+Invariants:
+- No prompt is longer than `max_prompt_tokens`. Longer prompts are dropped, counted, and reported in one warning.
 """
 
 import logging
@@ -11,7 +12,7 @@ from typing import Any
 from app.config.data import DataConfig
 from app.data import rows, template
 from app.data.cursor import PromptCursor
-from app.data.row import Row
+from app.data.fields import Row
 from app.errors import ConfigError
 from app.types import Prompt
 
@@ -24,51 +25,64 @@ class PromptData:
 
     train: PromptCursor
     evals: dict[str, list[Prompt]]  # by evaluation set; ids are "<set>/<row>@eval"
-    left_out: int  # prompts longer than allowed, of all sets together
+    dropped: int  # prompts above the length limit, over all sets
 
 
 def build(config: DataConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: int) -> PromptData:
-    """Load, template and tokenize everything; `tokenizer` is any Hugging Face tokenizer. Raises `ConfigError`."""
+    """Load, template and tokenize all rows.
+
+    Args:
+        config: Settings of `data=`.
+        tokenizer: Any Hugging Face tokenizer.
+        seed: Seed of the generated problems and of the shuffling.
+        max_prompt_tokens: Longest accepted prompt, template included.
+
+    Raises:
+        ConfigError: If data cannot be read or templated, or all prompts of a set are too long.
+    """
     loaded = rows.load(config, seed=seed)
-    train = _prompts(loaded.train, config, tokenizer, set_name=None)
-    fitting = _fitting(train, "the training set", max_prompt_tokens)
-    evals, total, kept = {}, len(train), len(fitting)
-    for name, members in loaded.evals.items():
-        prompts = _prompts(members, config, tokenizer, set_name=name)
-        evals[name] = _fitting(prompts, f"evaluation set {name}", max_prompt_tokens)
-        total, kept = total + len(prompts), kept + len(evals[name])
-    left_out = total - kept
-    if left_out:
+    all_train = _prompts(loaded.train, config, tokenizer, set_name=None)
+    train = _within_limit(all_train, "the training set", max_prompt_tokens)
+    total = len(all_train)
+    accepted = len(train)
+
+    evals: dict[str, list[Prompt]] = {}
+    for name, eval_rows in loaded.evals.items():
+        prompts = _prompts(eval_rows, config, tokenizer, set_name=name)
+        evals[name] = _within_limit(prompts, f"evaluation set {name}", max_prompt_tokens)
+        total += len(prompts)
+        accepted += len(evals[name])
+
+    dropped = total - accepted
+    if dropped:
         log.warning(
-            "%d of %d prompts are longer than rollout.max_prompt_tokens=%d and were left out",
-            left_out,
-            total,
-            max_prompt_tokens,
+            "dropped %d of %d prompts: longer than rollout.max_prompt_tokens=%d", dropped, total, max_prompt_tokens
         )
-    return PromptData(PromptCursor(fitting, seed=seed, shuffle=config.shuffle), evals, left_out)
+    return PromptData(PromptCursor(train, seed=seed, shuffle=config.shuffle), evals, dropped)
 
 
 def _prompts(members: Sequence[Row], config: DataConfig, tokenizer: Any, *, set_name: str | None) -> list[Prompt]:
     encoded = template.encode([row.question for row in members], config, tokenizer)
+
     prompts = []
     for row, token_ids in zip(members, encoded, strict=True):
         if not len(token_ids):
             raise ConfigError(
-                f"data.question={config.question} is not accepted: give text that the model's tokenizer knows; "
-                f"row {row.index + 1} of {row.source} has no token."
+                f"data.question={config.question} is not accepted: give text that the model's tokenizer can encode; "
+                f"row {row.index + 1} of {row.source} has no tokens."
             )
-        # a training prompt gets its epoch from the cursor
+        # The cursor appends the epoch to the id of a training prompt.
         prompt_id = f"{row.source}/{row.index}" if set_name is None else f"{set_name}/{row.index}@eval"
         prompts.append(Prompt(id=prompt_id, token_ids=token_ids, answer=row.answer, source=row.source))
     return prompts
 
 
-def _fitting(prompts: Sequence[Prompt], what: str, max_prompt_tokens: int) -> list[Prompt]:
-    fitting = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
-    if not fitting:
+def _within_limit(prompts: Sequence[Prompt], set_label: str, max_prompt_tokens: int) -> list[Prompt]:
+    accepted = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
+    if not accepted:
         shortest = min(len(prompt.token_ids) for prompt in prompts)
         raise ConfigError(
             f"rollout.max_prompt_tokens={max_prompt_tokens} is not accepted: give at least {shortest}, the length of "
-            f"the shortest prompt of {what}; all its prompts are longer than allowed."
+            f"the shortest prompt of {set_label}; all its prompts are too long."
         )
-    return fitting
+    return accepted

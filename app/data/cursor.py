@@ -1,13 +1,15 @@
-"""Where training stands in its data: an endless, resumable stream of prompts.
+"""Position of a run in its training data: an endless, resumable stream of prompts.
 
-Epoch by epoch, each in its own order, which follows from (seed, epoch) alone. So the whole state is a few numbers:
-which epoch, how many of its prompts were handed out, and which of those are not settled.
+The order of an epoch depends only on (seed, epoch). The whole state is therefore an epoch, a position in its order,
+and the ids of unfinished prompts.
 
-    handed out → settled (trained on, or filtered: never again)
-               → given back (handed out again before anything new)
+    dispatched → consumed (trained on, or filtered: never dispatched again)
+               → requeued (dispatched again before any new prompt)
 
-Always holds: within an epoch every prompt is handed out exactly once, plus once more for each time it was given back;
-a restored cursor first hands out what was out when its state was taken, then what had been given back, then goes on.
+Invariants:
+- Within an epoch every prompt is dispatched exactly once, plus once for each time it was requeued.
+- A restored cursor first dispatches the prompts that were in flight when its state was saved, then the requeued ones,
+  then new ones.
 """
 
 import hashlib
@@ -23,106 +25,126 @@ from app.types import Prompt
 
 
 class PromptCursor(Iterator[Prompt]):
-    """An endless iterator over prompts: ids are "<source>/<row>" going in, "<source>/<row>@<epoch>" coming out."""
+    """An endless iterator over prompts, which appends the epoch to their ids: "gsm8k/3" → "gsm8k/3@0".
+
+    Every dispatched prompt is in flight until it is marked as consumed or requeued:
+
+        cursor = PromptCursor(prompts, seed=0, shuffle=True)
+        first, second = cursor.take(2)      # "gsm8k/17@0", "gsm8k/4@0"
+        cursor.mark_consumed([first.id])    # trained on
+        cursor.requeue([second.id])         # next(cursor) returns it again
+    """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
         self._prompts = list(prompts)
-        self._places = {prompt.id: place for place, prompt in enumerate(self._prompts)}
-        if not self._prompts or len(self._places) != len(self._prompts):
-            raise ValueError("a cursor needs prompts, each with an id of its own")
-        self._seed, self._shuffle = seed, shuffle
+        self._rows = {prompt.id: row for row, prompt in enumerate(self._prompts)}
+        if not self._prompts or len(self._rows) != len(self._prompts):
+            raise ValueError("a cursor needs at least one prompt, and unique prompt ids")
+
+        self._seed = seed
+        self._shuffle = shuffle
         self._fingerprint = _fingerprint(self._prompts, seed, shuffle)
-        self._out: dict[str, None] = {}  # ids that are neither settled nor given back, in the order of handing out
-        self._returned: deque[str] = deque()  # ids to hand out again, first come first
-        self._epoch, self._position = 0, 0  # `position` prompts of `epoch` were handed out
+
+        # Ids in flight, in dispatch order. A dict serves as an ordered set.
+        self._in_flight: dict[str, None] = {}
+        self._requeued: deque[str] = deque()
+        self._epoch = 0
+        self._position = 0  # prompts of `_epoch` dispatched so far
         self._order = self._order_of(0)
 
     def __len__(self) -> int:
-        """Prompts in an epoch."""
+        """Prompts per epoch."""
         return len(self._prompts)
 
     def __next__(self) -> Prompt:
-        prompt = self.prompt(self._returned.popleft()) if self._returned else self._fresh()
-        self._out[prompt.id] = None
+        """Dispatch the next prompt: a requeued one if there is any, else a new one."""
+        prompt = self.prompt(self._requeued.popleft()) if self._requeued else self._next_new()
+        self._in_flight[prompt.id] = None
         return prompt
 
-    def _fresh(self) -> Prompt:
+    def _next_new(self) -> Prompt:
         if self._position == len(self):
-            self._epoch, self._position = self._epoch + 1, 0
+            self._epoch += 1
+            self._position = 0
             self._order = self._order_of(self._epoch)
-        chosen = self._prompts[self._order[self._position]]
+
+        prompt = self._prompts[self._order[self._position]]
         self._position += 1
-        return replace(chosen, id=f"{chosen.id}@{self._epoch}")
+        return replace(prompt, id=f"{prompt.id}@{self._epoch}")
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts."""
+        """Dispatch the next `count` prompts."""
         return [next(self) for _ in range(count)]
 
     @property
     def epoch(self) -> float:
-        """Epochs handed out so far, with the fraction of the current one."""
+        """Epochs dispatched so far, including the fraction of the current one."""
         return self._epoch + self._position / len(self)
 
     def prompt(self, prompt_id: str) -> Prompt:
-        """The prompt of an id that this cursor handed out; `KeyError` for any other."""
-        return replace(self._prompts[self._place(prompt_id)], id=prompt_id)
+        """Look up a dispatched prompt by id. Raises `KeyError` for any other id."""
+        return replace(self._prompts[self._row(prompt_id)], id=prompt_id)
 
-    def settle(self, prompt_ids: Sequence[str]) -> None:
-        """These were trained on or filtered: they are done with. `KeyError` if one is not out."""
+    def mark_consumed(self, prompt_ids: Sequence[str]) -> None:
+        """Finish trained or filtered prompts. Raises `KeyError` if one is not in flight."""
         self._remove(prompt_ids)
 
-    def give_back(self, prompt_ids: Sequence[str]) -> None:
-        """Put unfinished prompts at the head, in this order. `KeyError` if one is not out."""
+    def requeue(self, prompt_ids: Sequence[str]) -> None:
+        """Put prompts in flight at the head of the stream, in this order. Raises `KeyError` if one is not in flight."""
         self._remove(prompt_ids)
-        self._returned.extendleft(reversed(prompt_ids))
+        self._requeued.extendleft(reversed(prompt_ids))
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, as JSON can hold it. What is out now a restored cursor hands out first."""
+        """Return the state as JSON-serializable values. Prompts in flight count as unfinished."""
         return {
             "epoch": self._epoch,
             "position": self._position,
-            "returned": [*self._out, *self._returned],
+            "returned": [*self._in_flight, *self._requeued],
             "fingerprint": self._fingerprint,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken; a `ConfigError` if that was over other prompts or in another order."""
+        """Continue from a saved state. Raises `ConfigError` if it was saved over other prompts or in another order."""
         if state["fingerprint"] != self._fingerprint:
             raise ConfigError(
-                "data is not that of the checkpoint: give the same data set, template, rollout.max_prompt_tokens, "
-                "seed and data.shuffle as the run that is resumed."
+                "data does not match the checkpoint: give the same data set, template, rollout.max_prompt_tokens, "
+                "seed and data.shuffle as the resumed run."
             )
-        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+
+        self._epoch = int(state["epoch"])
+        self._position = int(state["position"])
         self._order = self._order_of(self._epoch)
-        self._returned = deque(state["returned"])
-        self._out = {}
+        self._requeued = deque(state["returned"])
+        self._in_flight = {}
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        """[prompts] int64: places in the order of this epoch."""
+        """Rows in the order of this epoch: [prompts] int64."""
         if not self._shuffle:
             return np.arange(len(self))
-        # the legacy generator's streams are frozen: a checkpoint survives a newer numpy
+        # The streams of the legacy generator are frozen, so checkpoints survive a newer numpy.
         return np.random.RandomState([self._seed, epoch]).permutation(len(self))
 
-    def _place(self, prompt_id: str) -> int:
-        """The place of an id; `KeyError` if it was never handed out."""
+    def _row(self, prompt_id: str) -> int:
+        """Row of a dispatched id. Raises `KeyError` for an id that was never dispatched."""
         base, _, epoch_text = prompt_id.rpartition("@")
-        if base not in self._places or not epoch_text.isdecimal():
+        if base not in self._rows or not epoch_text.isdecimal():
             raise KeyError(f"no prompt {prompt_id}")
-        place, epoch = self._places[base], int(epoch_text)
-        if epoch > self._epoch or (epoch == self._epoch and place in self._order[self._position :]):
-            raise KeyError(f"prompt {prompt_id} was not handed out yet")
-        return place
+
+        row = self._rows[base]
+        epoch = int(epoch_text)
+        if epoch > self._epoch or (epoch == self._epoch and row in self._order[self._position :]):
+            raise KeyError(f"prompt {prompt_id} was not dispatched yet")
+        return row
 
     def _remove(self, prompt_ids: Sequence[str]) -> None:
         for prompt_id in prompt_ids:
-            if prompt_id not in self._out:
-                raise KeyError(f"prompt {prompt_id} is not out")
-            del self._out[prompt_id]
+            if prompt_id not in self._in_flight:
+                raise KeyError(f"prompt {prompt_id} is not in flight")
+            del self._in_flight[prompt_id]
 
 
 def _fingerprint(prompts: Sequence[Prompt], seed: int, shuffle: bool) -> str:
-    """Changes with anything that would make a restored stream another one."""
+    """Hash everything that determines the stream."""
     digest = hashlib.sha256(f"{seed} {shuffle} {len(prompts)}".encode())
     for prompt in prompts:
         digest.update(f"\n{prompt.id} {prompt.answer} ".encode())

@@ -1,11 +1,13 @@
-"""All rows of a run: the training set and every evaluation set, before templates and tokens.
+"""Load all rows of a run, training set and evaluation sets, before templating and tokenization.
 
     data.path ── null ─────────→ generated arithmetic ──→ training rows + held-out rows
               ── a local file ─→ field map ─→ distinct ─→ training rows + held-out rows (eval_fraction)
               ── a hub id ─────→ field map ─→ distinct ─→ training rows; evaluation sets are its other splits
 
-Always holds: training and held-out rows are disjoint; the held-out rows of a file are the same for every seed, so that
-runs compare; an evaluation set that shares questions with the training set is said in the log.
+Invariants:
+- Training rows and held-out rows are disjoint.
+- The held-out rows of a file are the same for every seed, so that runs are comparable.
+- An evaluation set that shares questions with the training set is logged as a warning.
 """
 
 import logging
@@ -15,63 +17,66 @@ from dataclasses import dataclass
 
 from app.config.data import DataConfig, EvalSetConfig
 from app.data import arithmetic, sources
-from app.data.fields import FieldMap
-from app.data.row import Row
+from app.data.fields import FieldMap, Row
 from app.errors import ConfigError
-
-__all__ = ["DataRows", "Row", "is_local", "load"]
 
 log = logging.getLogger(__name__)
 
 DEFAULT_EVAL_SET = "eval"
-HELD_OUT_SEED = 0  # not the run's: runs with different seeds are evaluated on the same rows
+# Independent of the run's seed: runs with different seeds are evaluated on the same rows.
+HELD_OUT_SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DataRows:
-    """What `load` returns. No list is empty."""
+    """All rows of a run. No list is empty."""
 
     train: list[Row]
     evals: dict[str, list[Row]]  # by evaluation set
 
 
 def is_local(config: DataConfig) -> bool:
-    """Whether `load` reads nothing but this machine's files, so that it can be tried before anything starts."""
+    """Whether `load` reads local files only, so that the data can be validated before anything starts.
+
+    False for hub data, which may take minutes to download.
+    """
     paths = [config.path, *(evaluation.path for evaluation in config.eval_sets.values())]
-    hub_splits = config.path is not None and sources.local_file(config.path) is None
-    return not hub_splits and all(path is None or sources.local_file(path) is not None for path in paths)
+    return all(path is None or sources.local_file(path) is not None for path in paths)
 
 
 def load(config: DataConfig, *, seed: int) -> DataRows:
-    """Read or generate all rows; `seed` decides the generated problems only. Raises `ConfigError`."""
+    """Read or generate all rows. `seed` only affects generated problems. Raises `ConfigError`."""
     sets = config.eval_sets or {DEFAULT_EVAL_SET: EvalSetConfig()}
-    from_training = [name for name, evaluation in sets.items() if _is_held_out(config, evaluation)]
+    held_out_sets = [name for name, evaluation in sets.items() if _is_held_out(config, evaluation)]
+
+    held_out: list[Row] = []
     if config.path is None:
         train, held_out = arithmetic.problems(config.arithmetic, seed)
     else:
-        train, held_out = _read_training(config), []
-        if from_training:
-            _say_held_out(config, from_training)
+        train = _read_training(config)
+        if held_out_sets:
+            _warn_of_held_out(config, held_out_sets)
             train, held_out = _hold_out(train, config)
+
     evals = {}
     for name, evaluation in sets.items():
-        rows = held_out if name in from_training else _read_evaluation(config, name, evaluation)
+        rows = held_out if name in held_out_sets else _read_evaluation(config, name, evaluation)
         evals[name] = rows[: evaluation.rows]
         _warn_of_overlap(train, name, evals[name])
     return DataRows(train, evals)
 
 
 def _is_held_out(config: DataConfig, evaluation: EvalSetConfig) -> bool:
-    """Whether an evaluation set is made of rows held out of the training set: there is no other split to read."""
+    """Whether an evaluation set consists of held-out training rows because there is no other split to read."""
     if evaluation.path is not None:
         return False
     return config.path is None or not config.eval_sets or sources.local_file(config.path) is not None
 
 
-def _say_held_out(config: DataConfig, names: list[str]) -> None:
+def _warn_of_held_out(config: DataConfig, names: list[str]) -> None:
     if config.eval_sets:
         log.warning(
-            "data.path=%s is a file without splits: a fraction of %g of its rows is held out for %s",
+            "data.path=%s is a file without splits: holding out %g of its rows for %s",
             config.path,
             config.eval_fraction,
             ", ".join(f"data.eval_sets.{name}" for name in names),
@@ -82,12 +87,13 @@ def _hold_out(rows: list[Row], config: DataConfig) -> tuple[list[Row], list[Row]
     if len(rows) < 2:
         raise ConfigError(
             f"data.path={config.path} is not accepted: give at least 2 rows, since some are held out for evaluation "
-            f"(it has {len(rows)}), or evaluation sets of their own by data.eval_sets."
+            f"(it has {len(rows)}), or separate evaluation sets in data.eval_sets."
         )
+
     count = min(max(1, round(len(rows) * config.eval_fraction)), len(rows) - 1)
-    chosen = set(random.Random(HELD_OUT_SEED).sample(range(len(rows)), count))
-    kept = [row for place, row in enumerate(rows) if place not in chosen]
-    return kept, [rows[place] for place in sorted(chosen)]
+    held_out = set(random.Random(HELD_OUT_SEED).sample(range(len(rows)), count))
+    train = [row for index, row in enumerate(rows) if index not in held_out]
+    return train, [rows[index] for index in sorted(held_out)]
 
 
 def _read_training(config: DataConfig) -> list[Row]:
@@ -135,7 +141,7 @@ def _warn_of_overlap(train: list[Row], name: str, evaluation: list[Row]) -> None
     shared = sum(row.question in questions for row in evaluation)
     if shared:
         log.warning(
-            "%d of the %d questions of evaluation set %s are also in the training set: its accuracy measures memory",
+            "%d of the %d questions of evaluation set %s are in the training set: its accuracy measures memorization",
             shared,
             len(evaluation),
             name,

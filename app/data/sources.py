@@ -1,7 +1,9 @@
-"""Raw records from a JSONL file, a Parquet file or a hub data set, as (number in the file, record) pairs.
+"""Read raw records from a JSONL file, a Parquet file or a hub data set, as (number in the file, record) pairs.
 
-Always holds: a path that exists as a file is read here and never looked up on the hub; whatever cannot be read is one
-`ConfigError` that names the key and the file. Only the asked columns of Parquet and hub data are decoded.
+Invariants:
+- A path that exists as a file is read locally and never looked up on the hub.
+- Unreadable data raises a `ConfigError` that names the key and the file.
+- Only the requested columns of Parquet and hub data are decoded.
 """
 
 import json
@@ -10,23 +12,35 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.errors import ConfigError
+from app.errors import ConfigError, one_line
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 BATCH_ROWS = 4096
+MAX_ERROR_CHARACTERS = 200  # of a library's message inside ours
 Records = Iterator[tuple[int, dict[str, Any]]]  # (number from 1, record)
 
 
 def local_file(path: str) -> Path | None:
-    """The file that this path names, or None when it is to be looked up on the hub."""
+    """Return the file at this path, or None if the path is not a local file."""
     file = Path(path).expanduser()
     return file if file.is_file() else None
 
 
 def read(path: str, *, subset: str | None, split: str, columns: Sequence[str], key: str) -> Records:
-    """The records of a file or hub data set; `columns` are the top-level fields that will be asked for."""
+    """Read the records of a file or a hub data set, lazily.
+
+    Args:
+        path: A JSONL or Parquet file, or the id of a hub data set.
+        subset: Configuration of a hub data set.
+        split: Split of a hub data set.
+        columns: Top-level fields to decode.
+        key: Configuration section named in errors.
+
+    Raises:
+        ConfigError: If the data cannot be read.
+    """
     file = local_file(path)
     if file is None:
         return _hub(path, subset, split, columns, key)
@@ -34,7 +48,7 @@ def read(path: str, *, subset: str | None, split: str, columns: Sequence[str], k
         return _json_lines(file, key)
     if file.suffix in PARQUET:
         return _parquet(file, columns, key)
-    raise _refused(key, path, f"a file that ends in {', '.join(JSON_LINES + PARQUET)}, or the id of a hub data set")
+    raise _error(key, path, f"a file that ends in {', '.join(JSON_LINES + PARQUET)}, or the id of a hub data set")
 
 
 def _json_lines(file: Path, key: str) -> Records:
@@ -44,18 +58,16 @@ def _json_lines(file: Path, key: str) -> Records:
                 if line.strip():
                     yield number, _object(line, number, file, key)
     except (OSError, UnicodeDecodeError) as error:
-        raise _refused(key, str(file), f"a readable UTF-8 file of JSON lines ({_brief(error)})") from error
+        raise _error(key, str(file), f"a readable UTF-8 file of JSON lines ({_brief(error)})") from error
 
 
 def _object(line: str, number: int, file: Path, key: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise _refused(
-            key, str(file), f"one JSON object a line; line {number} is not JSON ({_brief(error)})"
-        ) from error
+        raise _error(key, str(file), f"one JSON object a line; line {number} is not JSON ({_brief(error)})") from error
     if not isinstance(record, dict):
-        raise _refused(key, str(file), f"one JSON object a line; line {number} is a {type(record).__name__}")
+        raise _error(key, str(file), f"one JSON object a line; line {number} is a {type(record).__name__}")
     return record
 
 
@@ -66,37 +78,38 @@ def _parquet(file: Path, columns: Sequence[str], key: str) -> Records:
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
             names = table.schema_arrow.names
-            # without the asked columns, decode all of them: the message about the missing field will list them
-            wanted = list(columns) if set(columns) <= set(names) else None
-            yield from _numbered(table.iter_batches(batch_size=BATCH_ROWS, columns=wanted))
+            # If a column is missing, decode all of them: the error about the missing field lists the existing ones.
+            decoded = list(columns) if set(columns) <= set(names) else None
+            yield from _numbered(table.iter_batches(batch_size=BATCH_ROWS, columns=decoded))
     except (OSError, pyarrow.ArrowException) as error:
-        raise _refused(key, str(file), f"a readable Parquet file ({_brief(error)})") from error
+        raise _error(key, str(file), f"a readable Parquet file ({_brief(error)})") from error
 
 
 def _hub(path: str, subset: str | None, split: str, columns: Sequence[str], key: str) -> Records:
-    if not Path(path).expanduser().is_dir() and (
-        not HUB_ID.fullmatch(path) or path.lower().endswith(JSON_LINES + PARQUET)
-    ):
-        raise _refused(
-            key, path, "an existing JSONL or Parquet file, or the id of a hub data set; no such file is here"
-        )
+    is_folder = Path(path).expanduser().is_dir()
+    is_hub_id = HUB_ID.fullmatch(path) is not None and not path.lower().endswith(JSON_LINES + PARQUET)
+    if not is_folder and not is_hub_id:
+        raise _error(key, path, "an existing JSONL or Parquet file, or the id of a hub data set; there is no such file")
+
     try:
         import datasets
     except ImportError as error:
-        raise _refused(key, path, "a local file, or install the 'datasets' library to use the hub") from error
+        raise _error(key, path, "a local file, or install the 'datasets' library to use the hub") from error
+
     try:
         table = datasets.load_dataset(path, subset, split=split)
-    # the hub's client lets through the errors of half a dozen libraries, without a common base
+    # The hub client passes on errors of half a dozen libraries, without a common base class.
     except Exception as error:
         where = f"split {split}" + (f" of subset {subset}" if subset else "")
-        raise _refused(key, path, f"a data set that can be loaded; {where} could not be ({_brief(error)})") from error
+        raise _error(key, path, f"a data set that can be loaded; {where} failed to load ({_brief(error)})") from error
+
     if set(columns) <= set(table.column_names):
         table = table.select_columns(list(columns))
     yield from _numbered(table.with_format("arrow").iter(batch_size=BATCH_ROWS))
 
 
 def _numbered(batches: Iterator[Any]) -> Records:
-    """Rows of Arrow batches, counted from 1."""
+    """Number the rows of Arrow batches from 1."""
     number = 0
     for batch in batches:
         for record in batch.to_pylist():
@@ -105,10 +118,9 @@ def _numbered(batches: Iterator[Any]) -> Records:
 
 
 def _brief(error: Exception) -> str:
-    """The first line of an error, short enough for a sentence."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(".")[:200]
+    """First line of an error, shortened to fit into a sentence."""
+    return one_line(error).rstrip(".")[:MAX_ERROR_CHARACTERS]
 
 
-def _refused(key: str, path: str, accepted: str) -> ConfigError:
+def _error(key: str, path: str, accepted: str) -> ConfigError:
     return ConfigError(f"{key}.path={path} is not accepted: give {accepted}.")

@@ -1,7 +1,8 @@
-"""From a question to token ids: plain text, or the tokenizer's chat template.
+"""Encode questions as token ids: plain text, or the tokenizer's chat template.
 
-Always holds: the chat template's own special tokens are the only ones in a chat prompt; a plain prompt gets those that
-the tokenizer adds by itself (a beginning-of-sequence token, where it has one).
+Invariants:
+- A chat prompt has only the special tokens of its template.
+- A plain prompt has the special tokens that the tokenizer adds by default (such as beginning-of-sequence).
 """
 
 from collections.abc import Sequence
@@ -14,13 +15,19 @@ from app.errors import ConfigError, expect
 
 
 def encode(questions: Sequence[str], config: DataConfig, tokenizer: Any) -> list[np.ndarray]:
-    """Token ids of every question's prompt, each [P] int32.
+    """Encode the prompt of every question: [P] int32 each.
 
-    `tokenizer` is any Hugging Face tokenizer. A chat template that is missing or refuses the messages is a
-    `ConfigError`.
+    Args:
+        questions: Questions without prefix and suffix.
+        config: Settings of `data=`.
+        tokenizer: Any Hugging Face tokenizer.
+
+    Raises:
+        ConfigError: If the chat template is missing or rejects the messages.
     """
     if not questions:
         return []
+
     texts = [config.prefix + question + config.suffix for question in questions]
     chat = config.template is Template.chat
     if chat:
@@ -28,9 +35,10 @@ def encode(questions: Sequence[str], config: DataConfig, tokenizer: Any) -> list
             bool(getattr(tokenizer, "chat_template", None)),
             "data.template",
             config.template,
-            "plain, since this model's tokenizer has no chat template",
+            "plain; this model's tokenizer has no chat template",
         )
         texts = [_render(text, config, tokenizer) for text in texts]
+
     encoded = tokenizer(texts, add_special_tokens=not chat)["input_ids"]
     return [np.asarray(ids, dtype=np.int32) for ids in encoded]
 
@@ -40,6 +48,7 @@ def _render(text: str, config: DataConfig, tokenizer: Any) -> str:
 
     system = [] if config.system is None else [{"role": "system", "content": config.system}]
     messages = [*system, {"role": "user", "content": text}]
+
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, enable_thinking=config.thinking
@@ -47,5 +56,5 @@ def _render(text: str, config: DataConfig, tokenizer: Any) -> str:
     except TemplateError as error:
         raise ConfigError(
             f"data.template=chat is not accepted: give plain, or other messages; the tokenizer's chat template "
-            f"refuses these ({error})."
+            f"rejects these ({error})."
         ) from error

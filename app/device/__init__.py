@@ -1,4 +1,7 @@
-"""The device seam: everything that differs between CPU, CUDA and NPU stands in one `Device` value."""
+"""Device abstraction: one `Device` value holds every difference between CPU, CUDA and NPU.
+
+Shared code never branches on the kind of device; it reads the fields of the value.
+"""
 
 from app.config.device import DeviceKind
 from app.device.base import Device
@@ -7,7 +10,7 @@ __all__ = ["Device", "device_of"]
 
 
 def device_of(kind: DeviceKind) -> Device:
-    """The value of this kind; importing it needs no accelerator library."""
+    """Return the `Device` of a kind. Importing it requires no accelerator library."""
     from app.device import cpu, cuda, npu
 
     return {DeviceKind.cpu: cpu.DEVICE, DeviceKind.cuda: cuda.DEVICE, DeviceKind.npu: npu.DEVICE}[kind]

@@ -1,5 +1,6 @@
-"""One value per kind of device: everything that shared code must know about it, and nothing else does."""
+"""The `Device` type: everything that shared code needs to know about a kind of device."""
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -23,36 +24,39 @@ class Device:
     kind: DeviceKind
     torch_type: str  # torch.device type
     collective: str  # torch.distributed backend
-    resource: str  # Ray's name of it
+    resource: str  # Ray resource name
     visibility: str | None  # environment variable that selects devices
-    attention: str  # the trainer's attention implementation, see app/model
-    engine_args: Mapping[str, object] = field(default_factory=dict)  # SGLang server flags it always needs
+    attention: str  # attention implementation of the trainer, see app/model/attention.py
+    engine_args: Mapping[str, object] = field(default_factory=dict)  # SGLang server flags
     engine_env: Mapping[str, str] = field(default_factory=dict)
     trainer_env: Mapping[str, str] = field(default_factory=dict)
-    shares_memory: bool = True  # trainer and engine fill the same memory, so that offloading frees some
+    shares_memory: bool = True  # trainer and engine share device memory, so that offloading frees some
     plugin: str | None = None  # module that registers the device type with torch
-    packages: Mapping[str, str] = field(default_factory=dict)  # further ones it needs → what for
-    toolkit: tuple[str, ...] | None = None  # command that shows driver and devices
-    toolkit_variable: str | None = None  # names the toolkit's folder once its environment is sourced
-    driver_paths: tuple[str, ...] = ()  # files of the driver that a container must be given
-    allocator_variables: tuple[str, ...] = ()  # where expandable segments could be asked for
-    machine_env: Mapping[str, str] = field(default_factory=dict)  # what nodes of a cluster are started with
-    memory_query: tuple[str, ...] | None = None  # command whose first line is the memory of a device in MiB
-    card: str = ""  # what the numbers below stand for, where the machine cannot be asked
+    packages: Mapping[str, str] = field(default_factory=dict)  # further required packages → purpose
+    toolkit: tuple[str, ...] | None = None  # command that prints driver and devices
+    toolkit_variable: str | None = None  # set to the toolkit's folder by its environment script
+    driver_paths: tuple[str, ...] = ()  # driver files to mount into a container
+    allocator_variables: tuple[str, ...] = ()  # variables that can enable expandable segments
+    machine_env: Mapping[str, str] = field(default_factory=dict)  # environment of cluster nodes
+    memory_query: tuple[str, ...] | None = None  # command that prints a device's memory in MiB on its first line
+
+    # Estimates for `mode=plan`, where the device cannot be queried.
+    card: str = ""  # the card that the numbers below describe
     card_memory_gib: float | None = None  # None: a share of this machine's memory
-    peak_tflops: float | None = None  # of the card, dense bfloat16; None: not worth an estimate
-    trainer_runtime_gib: float = 0.0  # a rank's own: context, kernels, collective buffers; stays when offloaded
-    engine_runtime_gib: float = 0.0  # an engine rank's own
-    push_seconds_per_gb: float = 0.0  # of a weight sync over `collective`
-    steps_in_place: bool = False  # the optimizer updates tensor by tensor, without temporaries of all of them
+    peak_tflops: float | None = None  # dense bfloat16; None: no estimate
+    trainer_runtime_gib: float = 0.0  # per rank, not offloadable: context, kernels, collective buffers
+    engine_runtime_gib: float = 0.0  # per engine rank
+    push_seconds_per_gb: float = 0.0  # weight sync over `collective`
+    steps_in_place: bool = False  # optimizer updates tensor by tensor, without temporaries of all of them
 
     def torch_device(self, index: int = 0) -> "torch.device":
+        """Return the torch device with this index; a CPU has no index."""
         import torch
 
         return torch.device(self.torch_type if self.kind is DeviceKind.cpu else f"{self.torch_type}:{index}")
 
     def count(self) -> int:
-        """Devices of this kind on this machine; cores where the device is the CPU."""
+        """Count the devices on this machine; for the CPU, its cores."""
         if self.kind is DeviceKind.cpu:
             return os.cpu_count() or 1
         import torch
@@ -61,27 +65,32 @@ class Device:
         return module.device_count() if module is not None and module.is_available() else 0
 
     def memory_gib(self) -> float | None:
-        """Memory of one device (of this machine, where the device is the CPU), without torch; None: cannot be asked."""
+        """Query the memory of one device in GiB without torch; for the CPU, that of this machine.
+
+        Returns None if it cannot be queried.
+        """
         if self.kind is DeviceKind.cpu:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         if self.memory_query is None or shutil.which(self.memory_query[0]) is None:
             return None
-        asked = subprocess.run(self.memory_query, capture_output=True, text=True, timeout=QUERY_SECONDS)
-        lines = asked.stdout.split()
-        return float(lines[0]) / 1024 if asked.returncode == 0 and lines else None
+
+        result = subprocess.run(self.memory_query, capture_output=True, text=True, timeout=QUERY_SECONDS)
+        lines = result.stdout.split()
+        return float(lines[0]) / 1024 if result.returncode == 0 and lines else None
 
     def require(self) -> None:
-        """Raise `ConfigError` where this machine has no such device."""
+        """Raise `ConfigError` if this machine has no such device."""
         if self.plugin is not None:
             try:
-                __import__(self.plugin)
+                importlib.import_module(self.plugin)
             except (ImportError, OSError) as error:
                 raise ConfigError(
-                    f"device={self.kind.name} cannot be used here: {self.plugin} does not import ({error}); "
+                    f"device={self.kind.name} is not available: {self.plugin} does not import ({error}); "
                     "use device=cpu or a machine that has it."
                 ) from None
+
         if self.count() == 0:
             raise ConfigError(
-                f"device={self.kind.name} is not accepted: this machine shows no such device to torch; "
+                f"device={self.kind.name} is not accepted: torch finds no such device on this machine; "
                 "use device=cpu, or run where one is visible."
             )

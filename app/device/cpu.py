@@ -1,4 +1,4 @@
-"""The CPU as a device: real SGLang and real FSDP2, over gloo, in float32."""
+"""CPU: the real SGLang and the real FSDP2, over Gloo, in float32."""
 
 from app.config.device import DeviceKind
 from app.device.base import Device
@@ -18,12 +18,14 @@ DEVICE = Device(
         "max-total-tokens": 65536,
         "max-running-requests": 256,
         "mem-fraction-static": 0.3,
-        "sleep-on-idle": True,  # the scheduler's loop would take a core from the trainer
+        # A busy-polling scheduler would take a core from the trainer.
+        "sleep-on-idle": True,
     },
     engine_env={
         "SGLANG_PLATFORM": "torch_cpu",
         "POSTTRAIN_ENGINE_DEVICE": "cpu",
-        "SGLANG_MAMBA_CONV_DTYPE": "float32",  # the state of linear attention's convolution; bfloat16 by default
+        # Convolution state of linear attention; bfloat16 by default.
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",
     },
     shares_memory=False,
     card="this machine's memory",

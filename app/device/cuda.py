@@ -11,7 +11,7 @@ DEVICE = Device(
     visibility="CUDA_VISIBLE_DEVICES",
     attention="packed",
     engine_args={"device": "cuda"},
-    # cuMem must agree on both sides of a group; graphs on memory-saver memory hang
+    # Both sides of a process group must agree on cuMem. CUDA graphs on memory-saver memory hang.
     engine_env={"POSTTRAIN_ENGINE_DEVICE": "cuda", "NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
     trainer_env={"NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
     toolkit=("nvidia-smi",),

@@ -1,11 +1,11 @@
-"""Ascend NPUs. Nothing here was run on hardware yet: read from torch_npu's, SGLang's and CANN's documentation."""
+"""Ascend NPUs. Not yet run on hardware: taken from the documentation of torch_npu, SGLang and CANN."""
 
 from app.config.device import DeviceKind
 from app.device.base import Device
 
 HCCL = {
     "HCCL_CONNECT_TIMEOUT": "1500",
-    # several processes on a device clash on HCCL's fixed port otherwise
+    # Otherwise several processes on one device would clash on HCCL's fixed port.
     "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
     "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
@@ -28,7 +28,7 @@ DEVICE = Device(
     trainer_env={**HCCL, "ASCEND_COREDUMP_SIGNAL": "none"},
     plugin="torch_npu",
     packages={
-        "torch_npu": "the device itself; its version begins with torch's",
+        "torch_npu": "the device backend of torch; its version starts with torch's version",
         "sgl_kernel_npu": "SGLang's kernels, from a release of sgl-kernel-npu",
         "triton_ascend": "kernels of linear attention",
     },

@@ -1,20 +1,29 @@
-"""Lets torchvision import beside a torch that was built without an accelerator.
+"""Make torchvision importable beside a torch build without accelerator support.
 
-The wheels that package indexes offer are built for accelerators; there torchvision's import fails for want of two
-operators, and takes transformers and SGLang down with it. Call `define_operators` before either is imported.
+Package indexes offer torchvision wheels built for accelerators. Beside a CPU build of torch their import fails for lack
+of two operators, and breaks the import of transformers and SGLang. Call `define_operators` before importing either.
 """
 
-_library: list[object] = []  # torch drops a library's operators with its last reference
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
-def define_operators() -> None:
-    """Declare the two operators where torch cannot load torchvision's own. Harmless to repeat."""
+@cache
+def define_operators() -> "torch.library.Library | None":
+    """Declare the two operators if torch cannot load torchvision's own. Idempotent.
+
+    Returns the library, which the cache keeps alive: torch drops the operators of a library with its last reference.
+    """
     import torch
 
     built_for_accelerator = torch.version.cuda is not None or getattr(torch.version, "hip", None) is not None
     if built_for_accelerator or hasattr(torch.ops.torchvision, "nms"):
-        return
+        return None
+
     library = torch.library.Library("torchvision", "DEF")
     for operator in ("nms", "qnms"):
         library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _library.append(library)
+    return library

@@ -1,1 +1,1 @@
-"""Models: directories of the Hugging Face form, loaded into FSDP2 shards."""
+"""Models: Hugging Face directories, loaded into FSDP2 shards."""

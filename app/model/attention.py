@@ -1,9 +1,11 @@
-"""Attention that keeps packed sequences apart, under a name of its own in transformers' `AttentionInterface`.
+"""Attention over packed sequences, registered as `packed` in transformers' `AttentionInterface`.
 
-`packed` runs torch's varlen kernel where there is one (16-bit, newer torch, not on a CPU), which takes the borders as
-they are; elsewhere torch's causal scaled-dot-product attention on buckets of similar length: exact, on every device and
-dtype, and the fastest on CPU. Linear attention (Qwen3.5's gated delta-net) must not see over a border either:
-`isolate_sequences` runs such a mixer on the same buckets, which is right with any kernel, torch's reference included.
+Full attention: torch's varlen kernel if available (16-bit, newer torch, not on a CPU), which takes the sequence
+boundaries directly. Otherwise torch's causal scaled-dot-product attention on padded buckets of similar length, which is
+exact on every device and dtype, and the fastest on a CPU.
+
+Linear attention (Qwen3.5's gated delta-net) must not carry state across a boundary either. `isolate_sequences` runs
+such a mixer on the same buckets, which is correct with any kernel, including torch's reference.
 """
 
 import inspect
@@ -24,8 +26,8 @@ VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @cache
-def register() -> None:
-    """Make `packed` known to transformers. No mask is ever made for it: the borders say all."""
+def register_packed() -> None:
+    """Register `packed` with transformers, without a mask: the sequence boundaries replace it."""
     transformers().AttentionInterface.register(PACKED, packed)
     transformers().AttentionMaskInterface.register(PACKED, _no_mask)
 
@@ -40,18 +42,28 @@ def packed(
     packing: Packing,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,  # what transformers hands to every implementation
+    **_: Any,  # further arguments that transformers passes to every implementation
 ) -> tuple[Tensor, None]:
-    """Causal attention within each packed sequence; [1, T, H, D]."""
+    """Causal attention within each packed sequence: [1, T, H, D].
+
+    Raises:
+        ValueError: If a sequence is longer than the model's sliding window, which is not supported.
+    """
     if sliding_window is not None and sliding_window < packing.longest:
-        raise NotImplementedError(f"{PACKED} has no sliding window, and the model asks for {sliding_window}")
-    if query.device.type != "cpu" and query.dtype in VARLEN_DTYPES and (kernel := varlen_kernel()) is not None:
+        raise ValueError(
+            f"{PACKED} attention has no sliding window: the window is {sliding_window} tokens, "
+            f"the longest sequence {packing.longest}"
+        )
+
+    kernel = varlen_kernel()
+    if kernel is not None and query.device.type != "cpu" and query.dtype in VARLEN_DTYPES:
         return varlen(kernel, query, key, value, packing, scaling).unsqueeze(0), None
+
     heads = query.shape[1]
     mixed = []
     padded = (packing.pad(tensor.squeeze(0).transpose(0, 1)) for tensor in (query, key, value))
-    for parts in zip(*padded, strict=True):
-        q, k, v = (part.transpose(1, 2) for part in parts)  # [B, heads, L, D]
+    for bucket in zip(*padded, strict=True):
+        q, k, v = (tensor.transpose(1, 2) for tensor in bucket)  # [B, heads, L, D]
         out = scaled_dot_product_attention(q, _repeat(k, heads), _repeat(v, heads), is_causal=True, scale=scaling)
         mixed.append(out.transpose(1, 2))
     return packing.unpad(mixed).unsqueeze(0), None
@@ -59,7 +71,7 @@ def packed(
 
 @cache
 def varlen_kernel() -> Callable[..., Any] | None:
-    """torch's varlen attention, where this torch has it."""
+    """Return torch's varlen attention, or None if this torch does not have it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -75,23 +87,36 @@ def varlen(
     packing: Packing,
     scaling: float | None,
 ) -> Tensor:
-    """Causal attention by the kernel, [T, H, D]. Its first version knew neither window, scale nor grouped heads."""
-    knows = inspect.signature(kernel).parameters
-    heads, width = query.shape[1], query.shape[3]
-    if scaling is not None and "scale" not in knows:
-        query = query * (scaling * sqrt(width))
-    if "enable_gqa" not in knows:
-        key, value = _repeat(key, heads), _repeat(value, heads)
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in knows else {"is_causal": True}
-    options |= {"scale": scaling} if "scale" in knows else {}
-    options |= {"enable_gqa": True} if "enable_gqa" in knows else {}
-    q, k, v = (each.squeeze(0).transpose(0, 1).contiguous() for each in (query, key, value))
-    borders = packing.cu_seqlens
-    return kernel(q, k, v, borders, borders, packing.longest, packing.longest, **options)
+    """Causal attention with the varlen kernel: [T, H, D].
+
+    The kernel's first version had no window, scale or grouped heads, so its signature decides which arguments it gets.
+    """
+    accepted = inspect.signature(kernel).parameters
+    options: dict[str, Any] = {}
+    if "window_size" in accepted:
+        options["window_size"] = (-1, 0)
+    else:
+        options["is_causal"] = True
+
+    if "scale" in accepted:
+        options["scale"] = scaling
+    elif scaling is not None:
+        query = query * (scaling * sqrt(query.shape[3]))
+
+    if "enable_gqa" in accepted:
+        options["enable_gqa"] = True
+    else:
+        heads = query.shape[1]
+        key = _repeat(key, heads)
+        value = _repeat(value, heads)
+
+    q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
+    boundaries = packing.cu_seqlens
+    return kernel(q, k, v, boundaries, boundaries, packing.longest, packing.longest, **options)
 
 
 def isolate_sequences(mixer: nn.Module) -> None:
-    """Make a linear-attention module treat its packed input bucket by bucket (its parameters stay where they are)."""
+    """Make a linear-attention module process its packed input bucket by bucket. Its parameters are unchanged."""
     forward: Callable[..., Tensor] = mixer.forward
 
     def per_bucket(hidden_states: Tensor, *, packing: Packing, **_: Any) -> Tensor:
@@ -102,11 +127,14 @@ def isolate_sequences(mixer: nn.Module) -> None:
 
 
 def _repeat(grouped: Tensor, heads: int) -> Tensor:
-    """Key or value heads [B, K, L, D] → [B, H, L, D]: as fast as torch's `enable_gqa` on CPU; every kernel takes it."""
-    batch, kept, length, width = grouped.shape
-    if kept == heads:
+    """Repeat key or value heads: [B, K, L, D] → [B, H, L, D].
+
+    As fast as torch's `enable_gqa` on a CPU, and supported by every kernel.
+    """
+    batch, kv_heads, length, width = grouped.shape
+    if kv_heads == heads:
         return grouped
-    repeated = grouped[:, :, None].expand(batch, kept, heads // kept, length, width)
+    repeated = grouped[:, :, None].expand(batch, kv_heads, heads // kv_heads, length, width)
     return repeated.reshape(batch, heads, length, width)
 
 

@@ -1,7 +1,9 @@
-"""A checkpoint on disk: which tensors it has, under which names, and how they are called in the model.
+"""Tensors of a checkpoint on disk, and their names in the model.
 
-Always holds: what is read is read by slice, so that a rank touches only its own rows; the checkpoint's own names are
-kept beside the model's, since engines and exports speak the former (transformers' text-only classes rename keys).
+Invariants:
+- Tensors are read by slice, so that a rank reads its own rows only.
+- Checkpoint names are kept beside model names. Engines and exports use the former; transformers' text-only classes
+  rename keys.
 """
 
 import re
@@ -16,18 +18,18 @@ from torch import Tensor
 from app.errors import ConfigError
 
 SAFETENSORS = "*.safetensors"
-# (start of the model's name, start of the checkpoint's name), the first that fits a checkpoint is used
+# (prefix in the model, prefix in the checkpoint); the first match is used.
 RENAMED = (
     ("", ""),
-    ("model.", "model.language_model."),  # Qwen3.5: the text model within the vision-language checkpoint
+    ("model.", "model.language_model."),  # Qwen3.5: text model inside the vision-language checkpoint
     ("model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
 )
-SHOWN = 5  # tensor names in an error message
+SHOWN = 5  # tensor names per error message
 
 
 class Checkpoint:
-    """The safetensors of a model directory, open for reading."""
+    """Open safetensors files of a model directory."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         from safetensors import safe_open
@@ -40,22 +42,26 @@ class Checkpoint:
 
     @property
     def names(self) -> set[str]:
+        """Names of all tensors."""
         return set(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading its data."""
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor, without reading its data unless it is a scalar."""
         return self._files[name].get_slice(name)[:0].dtype if self.shape(name) else self.read(name).dtype
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """A tensor in the checkpoint's dtype, or some rows of it."""
+        """Read a tensor, or some of its rows, in the dtype of the checkpoint."""
         file = self._files[name]
         return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
 
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
+    """Open a model directory. Raises `ConfigError` if its safetensors cannot be read."""
     from safetensors import SafetensorError
 
     with ExitStack() as stack:
@@ -68,33 +74,42 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
 
 
 def match(
-    wanted: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint, *, ignored: Iterable[str], tied: Iterable[str]
+    expected: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint, *, ignored: Iterable[str], tied: Iterable[str]
 ) -> dict[str, str]:
-    """The checkpoint's name of every wanted tensor (given with its shape).
+    """Map every expected tensor of the model to its name in the checkpoint.
 
-    `ignored` are patterns of names that the checkpoint may have besides, `tied` names of the model that share another
-    one's tensor. Raises `ConfigError` naming what is missing, left over or of another shape.
+    Args:
+        expected: Shapes by model name.
+        checkpoint: The checkpoint to search.
+        ignored: Regular expressions for further names that the checkpoint may have.
+        tied: Model names that share the tensor of another one.
+
+    Raises:
+        ConfigError: If tensors are missing, unexpected, or of another shape.
     """
     names = checkpoint.names
-    found = {name: match for name in wanted if (match := _in_checkpoint(name, names))}
-    aliases = {match for name in tied if (match := _in_checkpoint(name, names))}
+    candidates = {name: _in_checkpoint(name, names) for name in expected}
+    matched = {name: stored for name, stored in candidates.items() if stored is not None}
+    aliases = {_in_checkpoint(name, names) for name in tied}
+
+    missing = [name for name in expected if name not in matched]
     patterns = [re.compile(pattern) for pattern in ignored]
-    missing = [name for name in wanted if name not in found]
-    spare = names - set(found.values()) - aliases
+    spare = names - set(matched.values()) - aliases
     unexpected = sorted(name for name in spare if not any(pattern.search(name) for pattern in patterns))
     misshapen = [
-        f"{found[name]} {checkpoint.shape(found[name])} for {shape}"
-        for name, shape in wanted.items()
-        if name in found and checkpoint.shape(found[name]) != shape
+        f"{stored} {checkpoint.shape(stored)} instead of {expected[name]}"
+        for name, stored in matched.items()
+        if checkpoint.shape(stored) != expected[name]
     ]
-    wrong = {"lacks": missing, "also has": unexpected, "has in another shape": misshapen}
-    said = [f"{what} {_some(which)}" for what, which in wrong.items() if which]
-    if said:
+
+    problems = {"lacks": missing, "also has": unexpected, "has in another shape": misshapen}
+    described = [f"{verb} {_shorten(tensors)}" for verb, tensors in problems.items() if tensors]
+    if described:
         raise ConfigError(
-            f"model.path={checkpoint.path} is not accepted: give a checkpoint that fits its own config.json; this "
-            f"one {' and '.join(said)}."
+            f"model.path={checkpoint.path} is not accepted: give a checkpoint that matches its config.json; this one "
+            f"{' and '.join(described)}."
         )
-    return found
+    return matched
 
 
 def _in_checkpoint(name: str, names: set[str]) -> str | None:
@@ -102,6 +117,6 @@ def _in_checkpoint(name: str, names: set[str]) -> str | None:
     return next((candidate for candidate in candidates if candidate in names), None)
 
 
-def _some(names: list[str]) -> str:
+def _shorten(names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more

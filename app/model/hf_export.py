@@ -1,7 +1,9 @@
-"""Writes a trained policy as a Hugging Face directory that looks like the one it came from.
+"""Export a trained policy as a Hugging Face directory with the layout of its source.
 
-Always holds: tensors carry the source checkpoint's own names; what the source has and was not trained (a vision tower,
-multi-token prediction) is copied, so that nothing is lost; a directory under its final name is complete.
+Invariants:
+- Tensors have the names of the source checkpoint.
+- Untrained tensors of the source (a vision tower, multi-token prediction) are copied.
+- A directory under its final name is complete.
 """
 
 import json
@@ -16,28 +18,38 @@ from torch import Tensor
 from app.errors import RunError
 from app.model.hf_checkpoint import Checkpoint, open_checkpoint
 
-FILE_BYTES = 4 * 2**30  # a safetensors file is closed when it would grow beyond this
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FILE_BYTES = 4 * 2**30  # largest safetensors file, unless a single tensor is larger
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
-def export(path_source: Path, state: Iterable[tuple[str, Tensor]], out: Path, dtype: torch.dtype | None = None) -> None:
-    """Write `out` from the tensors of `state` (CPU, checkpoint names) and the directory `path_source`.
+def export(source: Path, state: Iterable[tuple[str, Tensor]], out: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a model directory.
 
-    `dtype` of the trained floating-point tensors; None keeps each one's dtype of the source. `state` is consumed one
-    tensor at a time. Raises `RunError` when `out` exists and is not empty, or a tensor is unknown to the source.
+    Args:
+        source: Directory of the initial model, which provides all other files and tensors.
+        state: Trained tensors by checkpoint name, consumed one at a time.
+        out: Directory to create; may exist if it is empty.
+        dtype: Dtype of the trained floating-point tensors; None keeps the source's dtype of each tensor.
+
+    Raises:
+        RunError: If `out` is not empty, or the source has no tensor of a trained name.
     """
     if out.exists() and any(out.iterdir()):
         raise RunError(f"export to {out}: the directory is not empty")
+
     out.parent.mkdir(parents=True, exist_ok=True)
-    writing = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        _copy_side_files(path_source, writing, dtype)
-        with open_checkpoint(path_source) as source:
-            _write(_all_tensors(state, source, dtype), writing)
-        writing.chmod(0o755)  # mkdtemp's folder is the maker's alone
-        writing.replace(out)
+        _copy_side_files(source, temporary, dtype)
+        with open_checkpoint(source) as checkpoint:
+            _write(_all_tensors(state, checkpoint, dtype), temporary)
+
+        # mkdtemp creates a folder for its owner only.
+        temporary.chmod(0o755)
+        temporary.replace(out)
     finally:
-        shutil.rmtree(writing, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _all_tensors(
@@ -48,15 +60,15 @@ def _all_tensors(
         if name not in source.names:
             raise RunError(f"export: {source.path} has no tensor named {name}")
         trained.add(name)
-        kept = tensor.dtype if not tensor.is_floating_point() else dtype or source.dtype(name)
-        yield name, tensor.detach().to(device="cpu", dtype=kept).contiguous()
-    tied = _tied_head(source, trained)
-    for name in sorted(source.names - trained - tied):
+        written_dtype = tensor.dtype if not tensor.is_floating_point() else dtype or source.dtype(name)
+        yield name, tensor.detach().to(device="cpu", dtype=written_dtype).contiguous()
+
+    for name in sorted(source.names - trained - _tied_head(source, trained)):
         yield name, source.read(name)
 
 
 def _tied_head(source: Checkpoint, trained: set[str]) -> set[str]:
-    """A copy of a tied head, which some checkpoints carry: it would be the untrained one."""
+    """Name of the stored copy of a tied head, which some checkpoints have: its values are untrained."""
     config = json.loads((source.path / "config.json").read_text())
     tied = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False))
     return {name for name in source.names - trained if tied and name.endswith("lm_head.weight")}
@@ -66,47 +78,53 @@ def _write(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     from safetensors.torch import save_file
 
     files: list[list[str]] = []
-    held: dict[str, Tensor] = {}
-    total = held_bytes = 0
+    pending: dict[str, Tensor] = {}
+    pending_bytes = 0
+    total_bytes = 0
 
-    def close() -> None:
-        save_file(held, folder / f"part-{len(files)}", metadata={"format": "pt"})
-        files.append(list(held))
-        held.clear()
+    def flush() -> None:
+        save_file(pending, folder / f"{len(files)}.tmp", metadata={"format": "pt"})
+        files.append(list(pending))
+        pending.clear()
 
     for name, tensor in tensors:
-        if held and held_bytes + tensor.nbytes > FILE_BYTES:
-            close()
-            held_bytes = 0
-        held[name] = tensor
-        held_bytes += tensor.nbytes
-        total += tensor.nbytes
-    close()
-    _name_files(folder, files, total)
+        if pending and pending_bytes + tensor.nbytes > FILE_BYTES:
+            flush()
+            pending_bytes = 0
+        pending[name] = tensor
+        pending_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    flush()
+
+    _name_files(folder, files, total_bytes)
 
 
 def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
+    """Give the written files their final names, which contain the number of files."""
     if len(files) == 1:
-        (folder / "part-0").rename(folder / SINGLE)
+        (folder / "0.tmp").rename(folder / SINGLE)
         return
-    where: dict[str, str] = {}
+
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(files):
         file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        (folder / f"part-{number}").rename(folder / file)
-        where |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(where.items()))}
+        (folder / f"{number}.tmp").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _copy_side_files(source: Path, out: Path, dtype: torch.dtype | None) -> None:
-    """Everything but weights: configuration, tokenizer, templates, code."""
+    """Copy everything except weights: configuration, tokenizer, templates, code."""
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix not in {".safetensors", ".bin", ".pt"} and not file.name.endswith(INDEX):
             shutil.copy(file, out / file.name)
+
     if dtype is not None:
         config = json.loads((out / "config.json").read_text())
-        for part in (config, config.get("text_config")):
-            if part is not None:
-                part.pop("torch_dtype", None)
-                part["dtype"] = str(dtype).removeprefix("torch.")
+        for section in (config, config.get("text_config")):
+            if section is not None:
+                section.pop("torch_dtype", None)
+                section["dtype"] = str(dtype).removeprefix("torch.")
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,6 +1,6 @@
-"""Makes transformers importable beside a CPU build of torch.
+"""Make transformers importable beside a CPU build of torch.
 
-Every module of this application that needs transformers gets it from here; app/device/torchvision_shim.py says why.
+Every module that needs transformers gets it from here; app/device/torchvision_shim.py explains why.
 """
 
 from functools import cache
@@ -12,7 +12,7 @@ from app.device.torchvision_shim import define_operators
 
 @cache
 def transformers() -> ModuleType:
-    """The transformers package, safe to take model classes from."""
+    """Import the transformers package with its model classes usable."""
     define_operators()
     import transformers as package
 
@@ -21,9 +21,9 @@ def transformers() -> ModuleType:
 
 
 def general_tokenizer() -> Any:
-    """transformers' class for whatever tokenizer.json describes. Unlike its `AutoTokenizer` it does not import torch.
+    """Return transformers' class for any `tokenizer.json`, which does not import torch, unlike `AutoTokenizer`.
 
-    That would be seconds at every start and 200 MB in every process that only needs a tokenizer.
+    Importing torch costs seconds at every start, and 200 MB in every process that only needs a tokenizer.
     """
     from transformers import PreTrainedTokenizerFast
 

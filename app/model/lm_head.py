@@ -1,9 +1,12 @@
-"""Log-probabilities without the logits: the head applied to a chunk of tokens at a time, forward and backward.
+"""Chunked LM head: log-probabilities and entropies without materializing all logits, forward and backward.
 
-Always holds: no tensor with a vocabulary dimension is larger than one chunk, save the head's own gradient; softmax runs
-in float32 (float64 for float64 inputs) whatever the head's dtype; the head's gradient is summed over the chunks in that
-dtype too. The idea is Liger's fused linear cross-entropy (arXiv 2410.10989) and Megatron's recomputation: the backward
-pass computes a chunk's logits again, which costs a third more head FLOPs and saves `tokens × vocabulary` floats.
+Invariants:
+- No tensor with a vocabulary dimension is larger than one chunk, except the gradient of the head.
+- Softmax runs in float32 (float64 for float64 inputs) whatever the dtype of the head. The gradient of the head is
+  summed over chunks in that dtype too.
+
+After Liger's fused linear cross-entropy (arXiv 2410.10989) and Megatron's recomputation: the backward pass recomputes
+the logits of a chunk, which costs a third more head FLOPs and saves `tokens × vocabulary` floats.
 
 With p = softmax(z), z = h·Wᵀ / temperature, y the target and H the entropy of p:
     d log p_y / dz_j = [j = y] − p_j        dH / dz_j = −p_j (log p_j + H)
@@ -15,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**26  # logits of a chunk: 256 MiB in float32
-CHUNK_ELEMENTS_CPU = 2**24  # enough for its caches to be used well
+# Logits per chunk: 256 MiB in float32. Smaller on a CPU, for its caches.
+CHUNK_ELEMENTS = 2**26
+CHUNK_ELEMENTS_CPU = 2**24
 
 
 def token_logprobs(
@@ -28,10 +32,15 @@ def token_logprobs(
     entropy_gradient: bool = False,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution, both [N] float32.
+    """Compute the log-probability of each target and the entropy of each distribution, both [N] float32.
 
-    `hidden` [N, D], head `weight` [V, D] of the same dtype, `targets` [N] int64. The entropy carries a gradient only
-    with `entropy_gradient`. `chunk_tokens` defaults to what `CHUNK_ELEMENTS` (on a CPU, `CHUNK_ELEMENTS_CPU`) allows.
+    Args:
+        hidden: [N, D].
+        weight: [V, D] of the LM head, in the dtype of `hidden`.
+        targets: [N] int64.
+        temperature: Sampling temperature.
+        entropy_gradient: Whether the entropy carries a gradient.
+        chunk_tokens: Tokens per chunk; by default `CHUNK_ELEMENTS` (on a CPU `CHUNK_ELEMENTS_CPU`) / V.
     """
     elements = CHUNK_ELEMENTS_CPU if weight.device.type == "cpu" else CHUNK_ELEMENTS
     tokens = chunk_tokens or max(1, elements // weight.shape[0])
@@ -46,66 +55,75 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wide = _wide(hidden)
         logprobs = hidden.new_empty(len(targets), dtype=wide)
-        normaliser, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for part in _chunks(len(targets), chunk_tokens):
-            logits = _logits(hidden[part], weight, temperature)
-            chosen = logits.gather(1, targets[part, None]).squeeze(1)
-            normaliser[part] = torch.logsumexp(logits, dim=1)
-            logprobs[part] = chosen - normaliser[part]
-            probabilities = torch.exp(logits - normaliser[part, None])
-            entropy[part] = normaliser[part] - torch.linalg.vecdot(probabilities, logits)
-        ctx.save_for_backward(hidden, weight, targets, normaliser, entropy)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        normalizer = torch.empty_like(logprobs)
+        entropy = torch.empty_like(logprobs)
+
+        for chunk in _chunks(len(targets), chunk_tokens):
+            logits = _logits(hidden[chunk], weight, temperature)
+            target_logits = logits.gather(1, targets[chunk, None]).squeeze(1)
+            normalizer[chunk] = torch.logsumexp(logits, dim=1)
+            logprobs[chunk] = target_logits - normalizer[chunk]
+            probabilities = torch.exp(logits - normalizer[chunk, None])
+            entropy[chunk] = normalizer[chunk] - torch.linalg.vecdot(probabilities, logits)
+
+        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
+        ctx.temperature = temperature
+        ctx.chunk_tokens = chunk_tokens
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
-        of_logprobs, of_entropy = gradients
-        if of_logprobs is None:
-            of_logprobs = torch.zeros_like(normaliser)
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        hidden_gradient = torch.zeros_like(hidden) if wants_hidden else None
-        weight_gradient = torch.zeros_like(weight, dtype=_wide(hidden)) if wants_weight else None
-        for part in _chunks(len(targets), ctx.chunk_tokens):
-            logits = _logits(hidden[part], weight, ctx.temperature)
-            through = _logits_gradient(
-                logits,
-                targets[part],
-                normaliser[part],
-                entropy[part],
-                of_logprobs[part],
-                None if of_entropy is None else of_entropy[part],
+        hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
+        grad_logprobs, grad_entropy = gradients
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(normalizer)
+
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=_wide(hidden)) if needs_weight else None
+
+        for chunk in _chunks(len(targets), ctx.chunk_tokens):
+            grad_logits = _logits_gradient(
+                _logits(hidden[chunk], weight, ctx.temperature),
+                targets[chunk],
+                normalizer[chunk],
+                entropy[chunk],
+                grad_logprobs[chunk],
+                None if grad_entropy is None else grad_entropy[chunk],
             )
-            through = through.div_(ctx.temperature).to(hidden.dtype)
-            if hidden_gradient is not None:
-                torch.mm(through, weight, out=hidden_gradient[part])
-            if weight_gradient is not None:
-                _add_product(weight_gradient, through.T, hidden[part])
-        cast = None if weight_gradient is None else weight_gradient.to(weight.dtype)
-        return hidden_gradient, cast, None, None, None
+            grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
+
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                _add_product(grad_weight, grad_logits.T, hidden[chunk])
+
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _logits_gradient(
-    logits: Tensor,  # [C, V]; used up
+    logits: Tensor,  # [C, V]; overwritten
     targets: Tensor,  # [C]
-    normaliser: Tensor,  # [C]
+    normalizer: Tensor,  # [C]
     entropy: Tensor,  # [C]
-    of_logprobs: Tensor,  # [C]
-    of_entropy: Tensor | None,  # [C]
+    grad_logprobs: Tensor,  # [C]
+    grad_entropy: Tensor | None,  # [C]
 ) -> Tensor:
-    """Gradient with respect to the tempered logits, [C, V]."""
-    logs = logits.sub_(normaliser[:, None])
+    """Gradient with respect to the temperature-scaled logits: [C, V]."""
+    logs = logits.sub_(normalizer[:, None])
     probabilities = logs.exp()
-    factor = of_logprobs[:, None]
-    if of_entropy is not None:
-        factor = logs.add_(entropy[:, None]).mul_(of_entropy[:, None]).add_(factor)
-    return probabilities.mul_(factor).neg_().scatter_add_(1, targets[:, None], of_logprobs[:, None])
+
+    factor = grad_logprobs[:, None]
+    if grad_entropy is not None:
+        factor = logs.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(factor)
+    return probabilities.mul_(factor).neg_().scatter_add_(1, targets[:, None], grad_logprobs[:, None])
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right`, without a temporary of `total`'s size where the dtypes allow it."""
+    """`total += left @ right`, without a temporary of the size of `total` if the dtypes are equal."""
     if total.dtype == right.dtype:
         total.addmm_(left, right)
     else:

@@ -1,12 +1,13 @@
-"""Sequences packed end to end, and the way to a few padded batches and back for whatever must not look over a border.
+"""Layout of packed sequences, and exact conversion to a few padded batches and back.
 
-    packed   a a a a b b c c c          [T, …]      what embeddings, norms and linear layers work on
+    packed   a a a a b b c c c          [T, …]      input of embeddings, norms and linear layers
     buckets  a a a a    b b             [B, L, …]   sequences of similar length, padded on the right
              c c c ·
 
-Always holds: padding and unpadding are exact inverses on real tokens, and each one's gradient is the other one. A mixer
-that only looks to the left (causal attention, a convolution or a recurrence over time) gives real tokens the same
-result in a padded batch as alone, since padding stands to the right of them.
+Invariants:
+- Padding and unpadding are exact inverses on real tokens, and each is the gradient of the other.
+- A mixer that only looks to the left (causal attention, a convolution or a recurrence over time) computes the same
+  result for real tokens in a padded batch as for the sequence alone, because padding is on the right.
 """
 
 from dataclasses import dataclass
@@ -16,38 +17,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FILLED = 0.75  # a bucket takes sequences of at least this fraction of its longest
+# A bucket takes sequences of at least this fraction of its longest one.
+FILLED = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The borders of a packed row of `T` tokens, and its layout as buckets of `P` padded positions in all."""
+    """Boundaries of `S` packed sequences of `T` tokens, and their layout in buckets of `P` padded positions."""
 
-    cu_seqlens: Tensor  # [S + 1] int32: 0, then where each sequence ends
+    cu_seqlens: Tensor  # [S + 1] int32: 0, then the end of each sequence
     longest: int  # tokens
     shapes: tuple[tuple[int, int], ...]  # (sequences, padded length) of each bucket
-    source: Tensor  # [P] int64: the token at each padded position; padding repeats a token of its sequence
+    source: Tensor  # [P] int64: token index at each padded position; padding repeats a token of its sequence
     real: Tensor  # [P] bool: false at padding
-    place: Tensor  # [T] int64: the padded position of each token
+    position: Tensor  # [T] int64: padded position of each token
 
     @classmethod
     def of(cls, cu_seqlens: Tensor) -> "Packing":
-        """Lay out the sequences whose borders are `cu_seqlens` [S + 1]; none may be empty."""
-        borders = cu_seqlens.tolist()
-        lengths = [end - start for start, end in pairwise(borders)]
-        if not lengths or borders[0] != 0 or min(lengths) < 1:
-            raise ValueError(f"cu_seqlens must rise from 0, without empty sequences: {borders}")
+        """Lay out the sequences with boundaries `cu_seqlens` [S + 1].
+
+        Raises:
+            ValueError: If the boundaries do not start at 0, or a sequence is empty.
+        """
+        boundaries = cu_seqlens.tolist()
+        lengths = [end - start for start, end in pairwise(boundaries)]
+        if not lengths or boundaries[0] != 0 or min(lengths) < 1:
+            raise ValueError(f"cu_seqlens must rise from 0, without empty sequences: {boundaries}")
+
         buckets = _buckets(lengths)
-        starts = torch.tensor(borders)
-        sources, reals = [], []
+        starts = torch.tensor(boundaries)
+        sources = []
+        reals = []
         for bucket in buckets:
-            own = torch.tensor([lengths[sequence] for sequence in bucket])[:, None]
+            length = torch.tensor([lengths[sequence] for sequence in bucket])[:, None]
             column = torch.arange(lengths[bucket[0]])[None, :]
-            sources.append((starts[bucket][:, None] + torch.minimum(column, own - 1)).flatten())
-            reals.append((column < own).flatten())
-        source, real = torch.cat(sources), torch.cat(reals)
-        place = torch.empty(borders[-1], dtype=torch.int64)
-        place[source[real]] = real.nonzero().squeeze(1)
+            sources.append((starts[bucket][:, None] + torch.minimum(column, length - 1)).flatten())
+            reals.append((column < length).flatten())
+
+        source = torch.cat(sources)
+        real = torch.cat(reals)
+        position = torch.empty(boundaries[-1], dtype=torch.int64)
+        position[source[real]] = real.nonzero().squeeze(1)
+
         device = cu_seqlens.device
         return cls(
             cu_seqlens=cu_seqlens.to(torch.int32),
@@ -55,39 +66,43 @@ class Packing:
             shapes=tuple((len(bucket), lengths[bucket[0]]) for bucket in buckets),
             source=source.to(device),
             real=real.to(device),
-            place=place.to(device),
+            position=position.to(device),
         )
 
     def pad(self, packed: Tensor) -> list[Tensor]:
-        """[T, …] → a [B, L, …] for each bucket."""
-        padded = _Take.apply(packed, self.source, self.place, None)
-        split = padded.split([rows * length for rows, length in self.shapes])
-        return [part.unflatten(0, shape) for part, shape in zip(split, self.shapes, strict=True)]
+        """[T, …] → one [B, L, …] per bucket."""
+        padded = _Gather.apply(packed, self.source, self.position, None)
+        buckets = padded.split([rows * length for rows, length in self.shapes])
+        return [bucket.unflatten(0, shape) for bucket, shape in zip(buckets, self.shapes, strict=True)]
 
     def unpad(self, buckets: list[Tensor]) -> Tensor:
-        """A [B, L, …] for each bucket → [T, …]."""
-        return _Take.apply(torch.cat([bucket.flatten(0, 1) for bucket in buckets]), self.place, self.source, self.real)
+        """One [B, L, …] per bucket → [T, …]."""
+        padded = torch.cat([bucket.flatten(0, 1) for bucket in buckets])
+        return _Gather.apply(padded, self.position, self.source, self.real)
 
 
-class _Take(torch.autograd.Function):
-    """`x[index]` whose gradient is a gather as well: `back` is where each entry of `x` went, `kept` whether it did."""
+class _Gather(torch.autograd.Function):
+    """`x[index]` with a gather as its gradient.
+
+    `inverse` is the output position of each entry of `x`. `used` marks the entries that have one; None means all.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, kept: Tensor | None) -> Tensor:
-        ctx.save_for_backward(back, kept)
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, used: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inverse, used)
         return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        back, kept = ctx.saved_tensors
-        gradient = gradients[0].index_select(0, back)
-        if kept is not None:
-            gradient = gradient.masked_fill_(~kept.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
+        inverse, used = ctx.saved_tensors
+        gradient = gradients[0].index_select(0, inverse)
+        if used is not None:
+            gradient = gradient.masked_fill_(~used.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
         return gradient, None, None, None
 
 
 def _buckets(lengths: list[int]) -> list[list[int]]:
-    """Sequence numbers grouped by similar length, the longest of each group first."""
+    """Group sequence indices by similar length, the longest of each bucket first."""
     buckets: list[list[int]] = []
     for sequence in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         if buckets and lengths[sequence] >= FILLED * lengths[buckets[-1][0]]:

@@ -1,7 +1,9 @@
-"""The policy as the trainer sees it: packed tokens in, log-probabilities of completion tokens out.
+"""The trained policy: packed tokens in, log-probabilities of completion tokens out.
 
-Always holds: a token sees its own sequence only; the head is applied to the positions asked for and nowhere else;
-calling the `PolicyModel` itself (never what it wraps) is what makes FSDP2 gather its parameters.
+Invariants:
+- A token attends to its own sequence only.
+- The LM head is applied to the requested positions only.
+- Callers call the `PolicyModel` itself, never the wrapped model: its forward hook is where FSDP2 gathers parameters.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,15 +16,18 @@ from app.model.lm_head import token_logprobs
 from app.model.packing import Packing
 
 LINEAR_ATTENTION = "linear_attention"
+# Decays of linear attention, in float32 in trainer and engine: their exponential amplifies bf16 rounding.
+FLOAT32_PARAMETERS = ("A_log", "dt_bias")
 
 
 class PolicyModel(nn.Module):
-    """A Hugging Face causal LM with its checkpoint's names. Made by `app.model.load.load`."""
+    """A Hugging Face causal LM with the tensor names of its checkpoint. Built by `app.model.load.load`."""
 
     def __init__(self, causal_lm: Any, checkpoint_names: Mapping[str, str]) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self.checkpoint_names = dict(checkpoint_names)  # parameter of `causal_lm` → name in its checkpoint
+        # Name of a `causal_lm` parameter → name in the checkpoint.
+        self.checkpoint_names = dict(checkpoint_names)
         self.attention: str = causal_lm.config._attn_implementation
         if self.attention == PACKED:
             for layer in self.layers:
@@ -32,11 +37,12 @@ class PolicyModel(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The text model's Hugging Face configuration."""
+        """Hugging Face configuration of the text model."""
         return self.causal_lm.config.get_text_config()
 
     @property
     def layers(self) -> nn.ModuleList:
+        """Decoder layers."""
         return self.causal_lm.get_decoder().layers
 
     def forward(
@@ -51,19 +57,25 @@ class PolicyModel(nn.Module):
         entropy_gradient: bool = False,
         chunk_tokens: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of N tokens, both [N] float32, at `temperature`.
+        """Compute log-probabilities and entropies of N target tokens, both [N] float32.
 
-        `input_ids` and `position_ids` [1, T] int64 hold S sequences end to end, positions from 0 in each;
-        `cu_seqlens` [S + 1] their borders; `logit_positions` [N] the places in 0..T whose hidden state predicts the tokens
-        `targets` [N] (a token's predecessor). The entropy is a metric, without a gradient, unless asked for.
+        Args:
+            input_ids: [1, T] int64, S sequences packed end to end.
+            position_ids: [1, T] int64, starting at 0 in each sequence.
+            cu_seqlens: [S + 1] sequence boundaries.
+            logit_positions: [N] int64, positions in 0..T whose hidden states predict the targets (their predecessors).
+            targets: [N] int64.
+            temperature: Sampling temperature.
+            entropy_gradient: Whether the entropy carries a gradient; without, it is only a metric.
+            chunk_tokens: Tokens per chunk of the LM head; by default as many as its memory bound allows.
         """
         packing = Packing.of(cu_seqlens)
         hidden = self.causal_lm.get_decoder()(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, **self._borders(packing)
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **self._attention_kwargs(packing)
         ).last_hidden_state
-        chosen = hidden.squeeze(0).index_select(0, logit_positions)
+
         return token_logprobs(
-            chosen,
+            hidden.squeeze(0).index_select(0, logit_positions),
             self.causal_lm.lm_head.weight,
             targets,
             temperature,
@@ -71,8 +83,8 @@ class PolicyModel(nn.Module):
             chunk_tokens=chunk_tokens,
         )
 
-    def _borders(self, packing: Packing) -> dict[str, Any]:
-        """The borders in the words of the attention in use."""
+    def _attention_kwargs(self, packing: Packing) -> dict[str, Any]:
+        """Sequence boundaries as keyword arguments of the attention implementation."""
         if self.attention == PACKED:
             return {"packing": packing}
         return {
@@ -84,16 +96,16 @@ class PolicyModel(nn.Module):
 
 
 def packs_sequences(config: Any, attention: str = PACKED) -> bool:
-    """Whether a `PolicyModel` of this configuration may be given several sequences at once.
+    """Whether a `PolicyModel` of this configuration supports packed sequences.
 
-    Full attention always; linear attention where `isolate_sequences` is at work, since varlen kernels for it (fla,
-    causal-conv1d) come and go with the installation, and without them borders would be ignored silently.
+    Full attention always does. Linear attention does with `isolate_sequences` only: its varlen kernels (fla,
+    causal-conv1d) are optional, and without them boundaries would be ignored silently.
     """
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     return attention == PACKED or LINEAR_ATTENTION not in kinds
 
 
 def named_checkpoint_tensors(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """(source checkpoint's name, parameter or its DTensor) in model order; a tied head comes once, as embedding."""
+    """Yield (checkpoint name, parameter or DTensor) in model order. A tied head appears once, as the embedding."""
     for name, parameter in model.causal_lm.named_parameters():
         yield model.checkpoint_names[name], parameter

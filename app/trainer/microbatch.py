@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.algorithm.advantage import contributes_gradient
 from app.types import ScoredGroup, Trajectory
 
 QUADRATIC_TOKENS = 16384  # length at which attention costs as much as everything that is linear in it
@@ -60,7 +61,7 @@ def samples_of(groups: Sequence[ScoredGroup], *, mask_truncated: bool) -> list[S
         Sample(
             trajectory,
             float(advantage),
-            0.0 if mask_truncated and trajectory.completion.truncated else 1.0,
+            float(contributes_gradient(trajectory.completion, mask_truncated=mask_truncated)),
             (scored.group.prompt.id, member),
         )
         for scored in groups

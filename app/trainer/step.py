@@ -254,7 +254,7 @@ class TrainStep:
             max_completion_tokens=self.settings.max_completion_tokens,
         )
         sums = total.sums or dict.fromkeys(tables.TABLE, 0.0)  # a step without trajectories has a full line too
-        metrics = tables.finalise(sums, tokens=total.tokens, sequences=total.sequences, loss=loss)
+        metrics = tables.finalize(sums, tokens=total.tokens, sequences=total.sequences, loss=loss)
         computed = total.input_tokens + total.padding_tokens
         speed = throughput_metrics(
             self._watch.seconds(),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from app.config.weight_sync import SnapshotPlace
-from app.model.policy import named_checkpoint_tensors
+from app.model.policy import FLOAT32_PARAMETERS, named_checkpoint_tensors
 from app.types import TrainerMemory
 from app.weight_sync import gather as shards
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from app.trainer.rank import TrainerRank
 
 BUFFERS = 2
-KEPT_FLOAT32 = ("A_log", "dt_bias")  # linear attention's decay, which engines keep in float32 too
 
 
 class Sender:
@@ -43,7 +42,7 @@ class Sender:
     def describe(self) -> list[TensorMeta]:
         """What is to be sent, in model order."""
         return [
-            TensorMeta(name, "float32" if name.endswith(KEPT_FLOAT32) else self.dtype, tuple(tensor.shape))
+            TensorMeta(name, "float32" if name.endswith(FLOAT32_PARAMETERS) else self.dtype, tuple(tensor.shape))
             for name, tensor in self.tensors.items()
         ]
 

@@ -1,4 +1,4 @@
-"""Random microbatches, as the application sees them and as the papers' loops see them."""
+"""Random microbatches, as tensors of the application and as cases of the reference loss."""
 
 import random
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ LENGTHS = (4, 0, 1, 9, 2, 0, 6)
 def random_case(
     seed: int, lengths: Sequence[int] = LENGTHS, *, spread: float = 0.6, masked: float = 0.3, on_policy: bool = False
 ) -> Case:
-    """Sequences of these lengths whose policies differ by about `spread` nats; some are masked."""
+    """Sequences of these lengths whose policies differ by about `spread` nats. A fraction `masked` is masked."""
     rng = random.Random(seed)
 
     def near(values: list[float], by: float) -> list[float]:
@@ -37,14 +37,14 @@ def random_case(
                 reference=near(logprobs, spread),
                 entropy=[rng.random() for _ in range(length)],
                 advantage=rng.gauss(0, 1),
-                kept=rng.random() >= masked,
+                unmasked=rng.random() >= masked,
             )
         )
     return case
 
 
 def batch_of(case: Case, config: AlgorithmConfig, *, recompute_old: bool = True) -> TokenBatch:
-    """The case as tensors, in double precision; `recompute_old=False` leaves π_old to be the current policy."""
+    """Convert the case to tensors in double precision. `recompute_old=False`: π_old is the current policy."""
 
     def flat(name: str) -> torch.Tensor:
         return torch.tensor([value for sequence in case for value in getattr(sequence, name)], dtype=torch.float64)
@@ -59,24 +59,26 @@ def batch_of(case: Case, config: AlgorithmConfig, *, recompute_old: bool = True)
         sequence=torch.repeat_interleave(torch.arange(len(case)), lengths),
         advantages=torch.tensor([sequence.advantage for sequence in case], dtype=torch.float64),
         lengths=lengths,
-        weight_mask=torch.tensor([float(sequence.kept) for sequence in case], dtype=torch.float64),
+        weight_mask=torch.tensor([float(sequence.unmasked) for sequence in case], dtype=torch.float64),
     )
 
 
 @dataclass(frozen=True)
 class Update:
-    """What an update makes of a case."""
+    """Result of an update."""
 
     loss: float
-    gradient: list[float]  # by token
+    gradient: list[float]  # per token
     metrics: dict[str, float]
 
 
 def update(
     microbatches: Sequence[Case], config: AlgorithmConfig, correction: Correction, *, recompute_old: bool = True
 ) -> Update:
-    """As the trainer does it: raw sums by microbatch, merged, divided once by global counts."""
-    total, sums, gradient = 0.0, {}, []
+    """Follow the trainer: raw sums per microbatch, merged, divided once by global counts."""
+    total = 0.0
+    sums: dict[str, float] = {}
+    gradient: list[float] = []
     for case in microbatches:
         batch = batch_of(case, config, recompute_old=recompute_old)
         result = policy_loss(batch, config, correction)
@@ -85,11 +87,12 @@ def update(
         total += result.loss.item()
         gradient += batch.logprobs.grad.tolist()
         sums = metrics.merge(sums, result.floats())
+
     sequences = [sequence for case in microbatches for sequence in case]
     tokens = sum(map(len, sequences))
     divisor = denominator(config, tokens=tokens, sequences=len(sequences), max_completion_tokens=LIMIT)
     return Update(
         loss=total / divisor,
         gradient=[value / divisor for value in gradient],
-        metrics=metrics.finalise(sums, tokens=tokens, sequences=len(sequences), loss=divisor),
+        metrics=metrics.finalize(sums, tokens=tokens, sequences=len(sequences), loss=divisor),
     )

@@ -1,4 +1,4 @@
-"""Groups made of rewards and lengths."""
+"""Groups built from rewards and lengths."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,12 +11,12 @@ def group(
     rewards: Sequence[float],
     lengths: Sequence[int] | None = None,
     *,
-    parts: Sequence[Mapping[str, float]] | None = None,
+    components: Sequence[Mapping[str, float]] | None = None,
     truncated: Sequence[bool] | None = None,
     versions: Sequence[int] | None = None,
     prompt_tokens: int = 3,
 ) -> Group:
-    """A group whose trajectories have these rewards; a length of 1 token, no parts and version 0 where not given."""
+    """A group whose trajectories have these rewards. Defaults: length 1, no reward components, version 0."""
     prompt = Prompt("test/0@0", np.arange(prompt_tokens, dtype=np.int32), "1", "test")
     trajectories = []
     for i, reward in enumerate(rewards):
@@ -28,5 +28,5 @@ def group(
             finish_reason=FinishReason.length if truncated and truncated[i] else FinishReason.stop,
             spans=(VersionSpan(version, 0, 1), VersionSpan(version + 1, 1, length)),
         )
-        trajectories.append(Trajectory(prompt, completion, "", reward, parts[i] if parts else {}))
+        trajectories.append(Trajectory(prompt, completion, "", reward, components[i] if components else {}))
     return Group(prompt, tuple(trajectories))

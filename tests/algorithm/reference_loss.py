@@ -1,7 +1,7 @@
-"""The formulas of the papers as plain Python loops in double precision: what the tests compare the application with.
+"""Formulas of the papers as plain Python loops in double precision: the reference of the loss tests.
 
-Written from the papers, without torch and without anything of `app` but the names of its settings. A case is a list of
-sequences; a sequence is lists of numbers, one for each of its tokens, and a few numbers of its own.
+Written from the papers, without torch, and without `app` except for the names of its settings. A case is a list of
+sequences; a sequence has one list per quantity, with one number per token.
 """
 
 import math
@@ -13,7 +13,7 @@ from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, O
 
 @dataclass(frozen=True)
 class Tokens:
-    """One sequence."""
+    """Per-token values of one sequence, and its advantage."""
 
     logprobs: list[float]
     trainer_old: list[float]
@@ -21,7 +21,7 @@ class Tokens:
     reference: list[float]
     entropy: list[float]
     advantage: float
-    kept: bool  # not masked
+    unmasked: bool
 
     def __len__(self) -> int:
         return len(self.logprobs)
@@ -46,7 +46,9 @@ def sequence_ratio(sequence: Tokens, old: list[float]) -> float:
     """GSPO eq. 7."""
     if not len(sequence):
         return 1.0
-    return bounded_exp(math.fsum(new - was for new, was in zip(sequence.logprobs, old, strict=True)) / len(sequence))
+    return bounded_exp(
+        math.fsum(new - old_logprob for new, old_logprob in zip(sequence.logprobs, old, strict=True)) / len(sequence)
+    )
 
 
 def ratios(sequence: Tokens, config: AlgorithmConfig) -> list[float]:
@@ -67,7 +69,7 @@ def corrections(sequence: Tokens, config: AlgorithmConfig, correction: Correctio
     if correction is Correction.icepop:
         return [weight if config.icepop_low <= weight <= config.icepop_high else 0.0 for weight in weights]
     if correction is Correction.sequence_mask and len(sequence):
-        logs = [was - sampled for was, sampled in zip(sequence.trainer_old, sequence.rollout, strict=True)]
+        logs = [trainer - rollout for trainer, rollout in zip(sequence.trainer_old, sequence.rollout, strict=True)]
         mean = math.exp(math.fsum(logs) / len(logs))
         return [1.0 if config.sequence_mask_low <= mean <= config.sequence_mask_high else 0.0] * len(sequence)
     return [1.0] * len(sequence)
@@ -103,8 +105,8 @@ def token_losses(sequence: Tokens, config: AlgorithmConfig, correction: Correcti
 
 
 def loss(case: Case, config: AlgorithmConfig, correction: Correction, max_completion_tokens: int) -> float:
-    """The number that an update descends on: everything divided, masked sequences zero but counted."""
-    sums = [math.fsum(token_losses(s, config, correction)) if s.kept else 0.0 for s in case]
+    """The loss of an update, fully divided. Masked sequences are zero but counted."""
+    sums = [math.fsum(token_losses(s, config, correction)) if s.unmasked else 0.0 for s in case]
     lengths = [len(s) for s in case]
     if config.aggregation is Aggregation.token_mean:  # DAPO: 1 / Σ|o_i| · Σ_i Σ_t
         return math.fsum(sums) / sum(lengths)
@@ -116,8 +118,9 @@ def loss(case: Case, config: AlgorithmConfig, correction: Correction, max_comple
 
 
 def gradient(case: Case, config: AlgorithmConfig, correction: Correction, max_completion_tokens: int) -> list[float]:
-    """∂loss/∂log π of every token, by central differences: π_old and the correction do not move with π."""
-    step, slopes = 1e-6, []
+    """∂loss/∂log π of every token, by central differences. π_old and the correction stay fixed."""
+    step = 1e-6
+    slopes = []
     for index, sequence in enumerate(case):
         for t in range(len(sequence)):
             ends = []
@@ -131,7 +134,7 @@ def gradient(case: Case, config: AlgorithmConfig, correction: Correction, max_co
 
 
 def metrics(case: Case, config: AlgorithmConfig, correction: Correction) -> dict[str, float]:
-    """What the log should say of the case, apart from its losses."""
+    """Expected metrics of the case, except for its losses."""
     rows = []
     for sequence in case:
         ratio, weight = ratios(sequence, config), mismatches(sequence)

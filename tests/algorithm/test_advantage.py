@@ -10,7 +10,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from app.algorithm import advantage
-from app.algorithm.advantage import earns_gradient, has_reward_variance, overlong_punishment, score, shaped_rewards
+from app.algorithm.advantage import (
+    contributes_gradient,
+    has_reward_variance,
+    overlong_punishment,
+    score,
+    shaped_rewards,
+)
 from app.config.algorithm import AlgorithmConfig
 
 from .groups import group
@@ -22,7 +28,7 @@ REWARDS = st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=16)
 
 
 def dapo_length_reward(length: int, limit: int, cache: int) -> float:
-    """Eq. 13, as printed."""
+    """Eq. 13 as printed."""
     if length <= limit - cache:
         return 0.0
     if length <= limit:
@@ -30,7 +36,7 @@ def dapo_length_reward(length: int, limit: int, cache: int) -> float:
     return -1.0
 
 
-def test_advantages_of_one_right_answer_in_four():
+def test_advantages_of_one_correct_answer_in_four():
     scored = score(group([1, 0, 0, 0]), GRPO, max_completion_tokens=8)
     assert scored.advantages == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5)  # mean 1/4, sample std 1/2
     assert scored.advantages.dtype == np.float32
@@ -38,21 +44,21 @@ def test_advantages_of_one_right_answer_in_four():
 
 
 @given(REWARDS)
-def test_advantages_are_the_papers_and_rewards_are_left_alone(rewards):
-    made = group(rewards)
+def test_advantages_equal_the_paper_and_rewards_are_unchanged(rewards):
+    unscored = group(rewards)
     mean = math.fsum(rewards) / len(rewards)
     deviation = statistics.stdev(rewards) if max(rewards) > min(rewards) else 0.0
     expected = [(reward - mean) / (deviation + 1e-6) for reward in rewards]
-    scored = score(made, GRPO, max_completion_tokens=8)
+    scored = score(unscored, GRPO, max_completion_tokens=8)
     assert scored.advantages.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    centred = score(made, DR_GRPO, max_completion_tokens=8).advantages
-    assert centred.tolist() == pytest.approx([reward - mean for reward in rewards], rel=1e-5, abs=1e-6)
-    assert scored.group is made
-    assert made.rewards.tolist() == rewards
+    centered = score(unscored, DR_GRPO, max_completion_tokens=8).advantages
+    assert centered.tolist() == pytest.approx([reward - mean for reward in rewards], rel=1e-5, abs=1e-6)
+    assert scored.group is unscored
+    assert unscored.rewards.tolist() == rewards
 
 
 @given(REWARDS, st.floats(0.5, 4), st.floats(-3, 3))
-def test_normalised_advantages_do_not_depend_on_the_rewards_scale(rewards, scale, offset):
+def test_normalized_advantages_do_not_depend_on_the_rewards_scale(rewards, scale, offset):
     assume(np.std(rewards) > 0.1)
     plain = score(group(rewards), GRPO, max_completion_tokens=8).advantages
     moved = score(group([scale * reward + offset for reward in rewards]), GRPO, max_completion_tokens=8).advantages
@@ -60,7 +66,7 @@ def test_normalised_advantages_do_not_depend_on_the_rewards_scale(rewards, scale
 
 
 @given(st.floats(-5, 5), st.integers(1, 16))
-def test_a_group_without_spread_has_advantages_of_exactly_zero(reward, size):
+def test_a_group_without_variance_has_advantages_of_exactly_zero(reward, size):
     assert score(group([reward] * size), GRPO, max_completion_tokens=8).advantages.tolist() == [0.0] * size
 
 
@@ -78,19 +84,19 @@ def test_the_papers_buffer_is_a_fifth_of_its_limit():
     assert [overlong_punishment(n, limit=20_480, buffer=4_096) for n in lengths] == [0, -0.5, -1]
 
 
-def test_long_right_answers_earn_less_than_short_ones():
-    made = group([1, 1, 0, 0], lengths=[5, 10, 5, 10])
-    shaped = shaped_rewards(made, DAPO, max_completion_tokens=10)
+def test_long_correct_answers_earn_less_than_short_ones():
+    unscored = group([1, 1, 0, 0], lengths=[5, 10, 5, 10])
+    shaped = shaped_rewards(unscored, DAPO, max_completion_tokens=10)
     assert shaped.tolist() == [1, 0, 0, -1]
-    assert made.rewards.tolist() == [1, 1, 0, 0]
-    advantages = score(made, DAPO, max_completion_tokens=10).advantages
+    assert unscored.rewards.tolist() == [1, 1, 0, 0]
+    advantages = score(unscored, DAPO, max_completion_tokens=10).advantages
     assert advantages[0] > advantages[1] == advantages[2] > advantages[3]
 
 
-def test_the_filter_asks_the_raw_rewards_where_shaped_ones_differ():
-    made = group([1, 1], lengths=[5, 10])
-    assert not has_reward_variance(made)
-    assert np.ptp(shaped_rewards(made, DAPO, max_completion_tokens=10)) == 1
+def test_the_filter_uses_raw_rewards_even_if_shaped_rewards_differ():
+    unscored = group([1, 1], lengths=[5, 10])
+    assert not has_reward_variance(unscored)
+    assert np.ptp(shaped_rewards(unscored, DAPO, max_completion_tokens=10)) == 1
 
 
 @given(REWARDS)
@@ -98,15 +104,16 @@ def test_the_filter_keeps_exactly_the_groups_with_two_different_rewards(rewards)
     assert has_reward_variance(group(rewards)) == (len(set(rewards)) > 1)
 
 
-def test_truncated_completions_earn_no_gradient_only_under_mask_truncated():
+def test_truncated_completions_contribute_no_gradient_only_under_mask_truncated():
     stopped, truncated = group([0, 0], truncated=[False, True]).trajectories
-    masking = AlgorithmConfig(mask_truncated=True)
-    assert [earns_gradient(t.completion, masking) for t in (stopped, truncated)] == [True, False]
-    assert [earns_gradient(t.completion, GRPO) for t in (stopped, truncated)] == [True, True]
+    for mask_truncated, expected in ((True, [True, False]), (False, [True, True])):
+        assert [
+            contributes_gradient(t.completion, mask_truncated=mask_truncated) for t in (stopped, truncated)
+        ] == expected
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_group_that_was_not_scored_is_refused_by_name(reward):
+def test_a_group_without_rewards_is_rejected_with_its_prompt_id(reward):
     with pytest.raises(ValueError, match="test/0@0"):
         score(group([1, reward]), GRPO, max_completion_tokens=8)
 

@@ -1,4 +1,4 @@
-"""The policy loss, its gradient and its metrics against the papers' formulas, and the identities between algorithms."""
+"""Policy loss, gradient and metrics against the formulas of the papers, and identities between algorithms."""
 
 import math
 from dataclasses import replace
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from app.algorithm.loss import TokenBatch, policy_loss
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
 
-from . import reference_loss as paper
+from . import reference_loss
 from .cases import LENGTHS, LIMIT, batch_of, random_case, update
 
 CORRECTIONS = [Correction.none, Correction.tis, Correction.icepop, Correction.sequence_mask]
@@ -29,54 +29,54 @@ GRPO = AlgorithmConfig()
 DAPO = AlgorithmConfig(clip_high=0.28, aggregation=Aggregation.token_mean)
 
 
-def agree(case: paper.Case, config: AlgorithmConfig, correction: Correction) -> None:
-    """Loss, gradient and every metric are the papers'."""
+def assert_matches_reference(case: reference_loss.Case, config: AlgorithmConfig, correction: Correction) -> None:
+    """Loss, gradient and every metric equal the reference."""
     result = update([case], config, correction)
-    assert result.loss == pytest.approx(paper.loss(case, config, correction, LIMIT), rel=1e-12, abs=1e-13)
-    slopes = paper.gradient(case, config, correction, LIMIT)
+    assert result.loss == pytest.approx(reference_loss.loss(case, config, correction, LIMIT), rel=1e-12, abs=1e-13)
+    slopes = reference_loss.gradient(case, config, correction, LIMIT)
     assert result.gradient == pytest.approx(slopes, rel=1e-5, abs=1e-8)
     assert any(slopes)
     assert result.metrics["loss/total"] == pytest.approx(result.loss, rel=1e-12)
     terms = {"loss/total", "loss/policy", "loss/kl", "loss/entropy"}
     measured = {name: value for name, value in result.metrics.items() if name not in terms}
-    assert measured == pytest.approx(paper.metrics(case, config, correction), rel=1e-11, abs=1e-13)
+    assert measured == pytest.approx(reference_loss.metrics(case, config, correction), rel=1e-11, abs=1e-13)
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("aggregation", Aggregation)
-def test_token_level_loss_gradient_and_metrics_are_the_papers(aggregation, correction):
+def test_token_level_loss_gradient_and_metrics_equal_the_papers(aggregation, correction):
     config = replace(NARROW, aggregation=aggregation, dual_clip=1.5, kl=Kl.k3, kl_coefficient=0.04)
     for seed in range(3):
-        agree(random_case(seed), replace(config, entropy_coefficient=0.01), correction)
+        assert_matches_reference(random_case(seed), replace(config, entropy_coefficient=0.01), correction)
 
 
 @pytest.mark.parametrize("correction", [Correction.none, Correction.sequence_mask])
 @pytest.mark.parametrize("aggregation", Aggregation)
-def test_sequence_level_loss_gradient_and_metrics_are_gspos(aggregation, correction):
+def test_sequence_level_loss_gradient_and_metrics_equal_gspo(aggregation, correction):
     config = replace(NARROW, ratio=RatioLevel.sequence, aggregation=aggregation, clip_low=0.1, clip_high=0.15)
     for seed in range(3):
-        agree(random_case(seed, LENGTHS * 2, spread=0.3), config, correction)
+        assert_matches_reference(random_case(seed, LENGTHS * 2, spread=0.3), config, correction)
 
 
 @pytest.mark.parametrize("kind", [Kl.k1, Kl.k2, Kl.k3])
-def test_each_kl_estimator_is_its_formula_and_only_the_loss_term_changes(kind):
+def test_each_kl_estimator_equals_its_formula_and_only_changes_the_loss_term(kind):
     config = replace(GRPO, kl=kind, kl_coefficient=0.5)
     case = random_case(3)
-    agree(case, config, Correction.none)
+    assert_matches_reference(case, config, Correction.none)
     with_kl, without = update([case], config, Correction.none), update([case], GRPO, Correction.none)
     assert with_kl.metrics["loss/policy"] == pytest.approx(without.loss, rel=1e-12)
     assert with_kl.metrics["loss/kl"] == pytest.approx(with_kl.loss - without.loss, rel=1e-9)
 
 
-def test_ratio_against_the_sampler_when_it_is_the_old_policy():
+def test_the_ratio_uses_rollout_logprobs_if_the_rollout_is_the_old_policy():
     config = replace(NARROW, old_policy=OldPolicy.rollout)
     case = random_case(4)
-    agree(case, config, Correction.none)
+    assert_matches_reference(case, config, Correction.none)
     moved = [replace(s, trainer_old=[value - 1 for value in s.trainer_old]) for s in case]
     assert update([moved], config, Correction.none).gradient == update([case], config, Correction.none).gradient
 
 
-def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_that_of_reinforce():
+def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_equals_reinforce():
     case = random_case(5, on_policy=True, masked=0)
     result = update([case], DAPO, Correction.none, recompute_old=False)
     tokens = sum(LENGTHS)
@@ -86,20 +86,20 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_that_of_reinf
     assert result == update([case], DAPO, Correction.none, recompute_old=True)
 
 
-def test_gspo_with_a_correction_by_token_weighs_each_tokens_own_gradient():
+def test_gspo_with_a_token_level_correction_weights_the_gradient_of_each_token():
     config = replace(NARROW, ratio=RatioLevel.sequence, clip_low=0.9, clip_high=9.0)
     case = random_case(6, masked=0)
     expected = [
-        -weight * paper.sequence_ratio(s, s.trainer_old) * s.advantage / len(s) / len(case)
+        -weight * reference_loss.sequence_ratio(s, s.trainer_old) * s.advantage / len(s) / len(case)
         for s in case
-        for weight in paper.corrections(s, config, Correction.tis)
+        for weight in reference_loss.corrections(s, config, Correction.tis)
     ]
     assert update([case], config, Correction.tis).gradient == pytest.approx(expected, rel=1e-12)
 
 
 def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
     config = replace(GRPO, dual_clip=3.0, aggregation=Aggregation.seq_mean_token_sum)
-    token = paper.Tokens([0.0], [-2.0], [-2.0], [0.0], [0.0], advantage=-1.0, kept=True)  # ratio e² ≈ 7.4
+    token = reference_loss.Tokens([0.0], [-2.0], [-2.0], [0.0], [0.0], advantage=-1.0, unmasked=True)  # ratio e² ≈ 7.4
     down, up = (
         update([[token]], config, Correction.none),
         update([[replace(token, advantage=1.0)]], config, Correction.none),
@@ -113,10 +113,10 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
 # Identities
 
 
-def test_dapos_loss_with_equal_clips_and_grpos_aggregation_is_grpos():
+def test_dapo_with_equal_clips_and_grpo_aggregation_equals_grpo():
     case = random_case(7)
-    made = replace(DAPO, clip_high=DAPO.clip_low, aggregation=Aggregation.seq_mean_token_mean)
-    assert update([case], made, Correction.none) == update([case], GRPO, Correction.none)
+    config = replace(DAPO, clip_high=DAPO.clip_low, aggregation=Aggregation.seq_mean_token_mean)
+    assert update([case], config, Correction.none) == update([case], GRPO, Correction.none)
     assert update([case], DAPO, Correction.none).gradient != update([case], GRPO, Correction.none).gradient
 
 
@@ -141,7 +141,7 @@ def test_aggregations_agree_on_equal_lengths():
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
-def test_corrections_vanish_when_sampler_and_trainer_agree(correction):
+def test_corrections_vanish_if_rollout_and_trainer_agree(correction):
     case = [replace(sequence, rollout=sequence.trainer_old) for sequence in random_case(10)]
     corrected, plain = update([case], GRPO, correction), update([case], GRPO, Correction.none)
     assert corrected == plain
@@ -150,32 +150,33 @@ def test_corrections_vanish_when_sampler_and_trainer_agree(correction):
     assert corrected.metrics["mismatch/effective_sample_size"] == pytest.approx(1, rel=1e-12)
 
 
-# What always holds
+# Invariants
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
-    cuts=st.lists(st.integers(0, len(LENGTHS)), max_size=5).map(sorted),
+    splits=st.lists(st.integers(0, len(LENGTHS)), max_size=5).map(sorted),
     aggregation=st.sampled_from(Aggregation),
     level=st.sampled_from(RatioLevel),
     correction=st.sampled_from(CORRECTIONS),
 )
-def test_the_cut_into_microbatches_changes_nothing(seed, cuts, aggregation, level, correction):
+def test_the_split_into_microbatches_changes_nothing(seed, splits, aggregation, level, correction):
     config = replace(NARROW, aggregation=aggregation, ratio=level, kl=Kl.k3, kl_coefficient=0.1, dual_clip=2.0)
     case = random_case(seed)
-    edges = [0, *cuts, len(case)]  # equal edges make microbatches without any sequence
+    edges = [0, *splits, len(case)]  # equal edges make empty microbatches
     pieces = [case[start:end] for start, end in pairwise(edges)]
-    whole, cut = update([case], config, correction), update(pieces, config, correction)
-    assert cut.loss == pytest.approx(whole.loss, rel=1e-10, abs=1e-12)
-    assert cut.gradient == pytest.approx(whole.gradient, rel=1e-10, abs=1e-12)
-    assert cut.metrics == pytest.approx(whole.metrics, rel=1e-10, abs=1e-12)
+    whole = update([case], config, correction)
+    split = update(pieces, config, correction)
+    assert split.loss == pytest.approx(whole.loss, rel=1e-10, abs=1e-12)
+    assert split.gradient == pytest.approx(whole.gradient, rel=1e-10, abs=1e-12)
+    assert split.metrics == pytest.approx(whole.metrics, rel=1e-10, abs=1e-12)
 
 
-def test_masked_sequences_earn_no_gradient_and_still_count():
+def test_masked_sequences_contribute_no_gradient_and_still_count():
     config = replace(DAPO, kl=Kl.k3, kl_coefficient=0.1)
     case = random_case(11, lengths=(3, 5), masked=0)
-    masked = [case[0], replace(case[1], kept=False)]
+    masked = [case[0], replace(case[1], unmasked=False)]
     whole, half = update([case], config, Correction.none), update([masked], config, Correction.none)
     assert half.gradient == [*whole.gradient[:3], *[0.0] * 5]
     assert half.metrics["entropy"] == whole.metrics["entropy"]
@@ -186,7 +187,7 @@ def test_a_masking_correction_does_not_shrink_its_own_denominator():
     config = replace(DAPO, icepop_low=0.9, icepop_high=1.1)
     case = random_case(12, lengths=(4,), masked=0)
     case = [replace(case[0], trainer_old=case[0].logprobs, rollout=[*case[0].logprobs[:3], case[0].logprobs[3] - 3])]
-    weights = paper.corrections(case[0], config, Correction.icepop)
+    weights = reference_loss.corrections(case[0], config, Correction.icepop)
     assert weights == [1, 1, 1, 0]
     result = update([case], config, Correction.icepop)
     assert result.gradient == pytest.approx([-case[0].advantage / 4 * weight for weight in weights], rel=1e-12)
@@ -231,6 +232,6 @@ def test_single_precision_is_close_to_double():
     assert single.logprobs.grad.tolist() == pytest.approx(double.logprobs.grad.tolist(), rel=1e-5)
 
 
-def test_an_unresolved_correction_is_refused():
+def test_an_unresolved_correction_is_rejected():
     with pytest.raises(ValueError, match="must be resolved first"):
         policy_loss(batch_of(random_case(16), GRPO), GRPO, Correction.auto)

@@ -1,4 +1,4 @@
-"""Metrics of groups on the driver, the merging of raw sums, and pass@k against counting every draw."""
+"""Group metrics, merging of raw sums, and pass@k against counting all draws."""
 
 import doctest
 import itertools
@@ -16,7 +16,7 @@ from app.algorithm.metrics import (
     Over,
     advantage_metrics,
     correct,
-    finalise,
+    finalize,
     group_metrics,
     merge,
     pass_at_k,
@@ -30,11 +30,11 @@ SUMS = st.dictionaries(st.sampled_from(sorted(TABLE)), st.integers(-100, 100).ma
 
 
 @given(st.integers(1, 9), st.data())
-def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(n, data):
+def test_pass_at_k_is_the_fraction_of_draws_with_a_correct_answer(n, data):
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     draws = list(itertools.combinations(range(n), k))
-    share = sum(any(index < c for index in draw) for draw in draws) / len(draws)
-    assert pass_at_k(n, c, k) == pytest.approx(share, abs=1e-12)
+    fraction = sum(any(index < c for index in draw) for draw in draws) / len(draws)
+    assert pass_at_k(n, c, k) == pytest.approx(fraction, abs=1e-12)
 
 
 def test_pass_at_k_of_many_completions_does_not_overflow():
@@ -43,7 +43,7 @@ def test_pass_at_k_of_many_completions_does_not_overflow():
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 5), (4, 5, 1), (4, 1, 0), (4, -1, 1)])
-def test_pass_at_k_is_refused_where_it_is_not_defined(n, c, k):
+def test_pass_at_k_is_rejected_if_it_is_not_defined(n, c, k):
     with pytest.raises(ValueError, match="not defined"):
         pass_at_k(n, c, k)
 
@@ -72,29 +72,29 @@ def test_group_metrics_of_two_groups_counted_by_hand():
 
 @given(st.lists(st.lists(st.booleans(), min_size=4, max_size=8), min_size=1, max_size=5))
 def test_accuracy_and_pass_at_k_agree_with_each_other(answers):
-    measured = group_metrics([group([float(right) for right in rights]) for rights in answers])
-    flat = [right for rights in answers for right in rights]
+    measured = group_metrics([group([float(correct) for correct in group_answers]) for group_answers in answers])
+    flat = [correct for group_answers in answers for correct in group_answers]
     assert measured["reward/accuracy"] == pytest.approx(sum(flat) / len(flat))
     assert measured["reward/mean"] == pytest.approx(measured["reward/accuracy"])
     assert measured["reward/pass@1"] <= measured["reward/pass@2"] + 1e-12 <= measured["reward/pass@4"] + 2e-12
-    assert measured["reward/zero_std_fraction"] == np.mean([len(set(rights)) == 1 for rights in answers])
+    assert measured["reward/zero_std_fraction"] == np.mean([len(set(group_answers)) == 1 for group_answers in answers])
     assert ("reward/pass@8" in measured) == (min(map(len, answers)) == 8)
 
 
-def test_accuracy_asks_the_answers_part_and_not_the_weighted_sum():
-    made = group(
-        [0.1, 1.1, 0.9], parts=[{"exact": 0, "format": 1}, {"exact": 1, "format": 1}, {"exact": 0, "format": 9}]
+def test_accuracy_uses_the_answer_component_and_not_the_weighted_sum():
+    answered = group(
+        [0.1, 1.1, 0.9], components=[{"exact": 0, "format": 1}, {"exact": 1, "format": 1}, {"exact": 0, "format": 9}]
     )
-    assert [correct(trajectory) for trajectory in made.trajectories] == [False, True, False]
-    measured = group_metrics([made])
+    assert [correct(trajectory) for trajectory in answered.trajectories] == [False, True, False]
+    measured = group_metrics([answered])
     assert measured["reward/accuracy"] == pytest.approx(1 / 3)
     assert measured["reward/exact"] == pytest.approx(1 / 3)
     assert measured["reward/format"] == pytest.approx(11 / 3)
 
 
 def test_accuracy_of_a_users_own_reward_is_a_reward_above_one_half():
-    made = group([0.5, 0.6, -1.0], parts=[{"mine": 3.0}] * 3)
-    assert [correct(trajectory) for trajectory in made.trajectories] == [False, True, False]
+    answered = group([0.5, 0.6, -1.0], components=[{"mine": 3.0}] * 3)
+    assert [correct(trajectory) for trajectory in answered.trajectories] == [False, True, False]
 
 
 def test_staleness_counts_from_the_oldest_version_of_each_trajectory():
@@ -102,7 +102,7 @@ def test_staleness_counts_from_the_oldest_version_of_each_trajectory():
     assert measured == {"staleness/mean": 1.0, "staleness/max": 2.0}
 
 
-def test_advantage_metrics_show_the_spread():
+def test_advantage_metrics_measure_the_spread():
     scored = [score(group([1, 0, 0, 0]), AlgorithmConfig(normalize_by_std=False), max_completion_tokens=8)]
     measured = advantage_metrics(scored)
     assert measured == pytest.approx(
@@ -127,7 +127,7 @@ def test_each_metric_is_divided_by_its_own_denominator():
         "mismatch/weight": 6.0,
         "mismatch/weight_square": 4.0,
     }
-    assert finalise(sums, tokens=12, sequences=3, loss=2) == {
+    assert finalize(sums, tokens=12, sequences=3, loss=2) == {
         "loss/policy": 3.0,
         "entropy": 0.5,
         "ratio/sequence_mean": 2.0,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from app.model.tiny.tokenizer import tokenizer
+from app.model.tiny.tokenizer import build_tokenizer
 from app.placement.fully_async import FullyAsync
 from app.tracking.recorder import RunFolderRecorder
 from app.types import Completion, FinishReason, GroupRequest, InFlight, ScoredGroup, VersionSpan
@@ -73,7 +73,7 @@ def payload() -> tuple[bytes, list[bytes]]:
 
 def decode_us() -> float:
     """CPU time of decoding one completion here."""
-    decoder, rng = tokenizer(TOKENS), np.random.default_rng(0)
+    decoder, rng = build_tokenizer(TOKENS), np.random.default_rng(0)
     tokens = rng.integers(5, 99, TOKENS, dtype=np.int32)
     started = time.process_time()
     for _ in range(20):

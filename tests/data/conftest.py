@@ -1,4 +1,4 @@
-"""A character tokenizer, and files of rows."""
+"""A character tokenizer, and data files."""
 
 import json
 from collections.abc import Callable
@@ -15,15 +15,15 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture
 def tokenizer() -> Any:
-    """One token a character, no special token added by itself, no chat template."""
+    """One token per character, no default special tokens, no chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = [chr(code) for code in range(32, 127)] + ["\n"]
-    inner = Tokenizer(models.WordLevel({letter: place for place, letter in enumerate(letters)}))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    inner.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=False)
+    backend = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(letters)}))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def chat_tokenizer(tokenizer: Any) -> Any:
 
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Callable[..., str]:
-    """Write rows (or lines of text, as they stand) to a file; gives its path."""
+    """Write rows (or verbatim lines of text) to a file and return its path."""
 
     def write(*rows: Any, name: str = "rows.jsonl") -> str:
         path = tmp_path / name

@@ -11,14 +11,14 @@ def test_the_answer_is_the_sum():
         assert 0 <= int(right) <= 99
 
 
-def test_training_and_held_out_rows_are_disjoint_and_of_the_asked_size():
+def test_training_and_held_out_rows_are_disjoint_and_have_the_configured_sizes():
     train, held_out = problems(ArithmeticConfig(problems=80, eval_problems=20, max_operand=9), seed=0)
     assert (len(train), len(held_out)) == (80, 20)
     assert len({row.question for row in train + held_out}) == 100
     assert len({row.index for row in train + held_out}) == 100
 
 
-def test_the_seed_decides_the_problems():
+def test_the_seed_determines_the_problems():
     config = ArithmeticConfig(problems=100, eval_problems=10)
     assert problems(config, seed=1) == problems(config, seed=1)
     assert problems(config, seed=1) != problems(config, seed=2)

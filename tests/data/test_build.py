@@ -34,46 +34,48 @@ def test_a_chat_prompt_follows_the_tokenizers_template(jsonl, chat_tokenizer, th
     assert chat_tokenizer.decode(next(data.train).token_ids) == expected
 
 
-def test_prompt_ids_say_source_row_and_epoch(tokenizer):
+def test_prompt_ids_contain_source_row_and_epoch(tokenizer):
     data = build(DataConfig(arithmetic=SMALL, shuffle=False), tokenizer, seed=0, max_prompt_tokens=32)
     assert [prompt.id for prompt in data.train.take(41)][-2:] == ["arithmetic/39@0", "arithmetic/0@1"]
     assert data.evals["eval"][0].id == "eval/40@eval"
     assert data.evals["eval"][0].source == "arithmetic"
-    assert data.left_out == 0
+    assert data.dropped == 0
 
 
-def test_longer_prompts_are_left_out_counted_and_said_once(jsonl, tokenizer, caplog):
+def test_longer_prompts_are_dropped_counted_and_reported_once(jsonl, tokenizer, caplog):
     questions = ["12345", "123", "1234", "12", "123456", "1"]
     train = jsonl(*[{"question": text, "answer": "a"} for text in questions])
     with caplog.at_level(logging.WARNING):
         data = build(DataConfig(path=train, eval_fraction=0.01), tokenizer, seed=0, max_prompt_tokens=4)
-    assert data.left_out == 2
+    assert data.dropped == 2
     assert all(len(prompt.token_ids) <= 4 for prompt in data.train.take(len(data.train)))
     assert [record.getMessage() for record in caplog.records] == [
-        "2 of 6 prompts are longer than rollout.max_prompt_tokens=4 and were left out"
+        "dropped 2 of 6 prompts: longer than rollout.max_prompt_tokens=4"
     ]
 
 
-def test_all_prompts_too_long_is_refused_with_the_length_that_would_do(tokenizer):
+def test_a_limit_below_all_prompts_is_rejected_with_the_smallest_sufficient_one(tokenizer):
     with pytest.raises(ConfigError, match=r"^rollout\.max_prompt_tokens=3 is not accepted: give at least [45], "):
         build(DataConfig(arithmetic=SMALL), tokenizer, seed=0, max_prompt_tokens=3)
 
 
-def test_chat_without_a_chat_template_is_refused(tokenizer):
-    with pytest.raises(ConfigError, match=r"^data\.template=chat is not accepted: give plain, .* no chat template\.$"):
+def test_chat_without_a_chat_template_is_rejected(tokenizer):
+    with pytest.raises(ConfigError, match=r"^data\.template=chat is not accepted: give plain; .* no chat template\.$"):
         build(DataConfig(arithmetic=SMALL, template=Template.chat), tokenizer, seed=0, max_prompt_tokens=64)
 
 
-def test_a_chat_template_that_refuses_the_messages_is_a_configuration_error(tokenizer):
+def test_a_chat_template_that_rejects_the_messages_is_a_configuration_error(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(ConfigError, match=r"refuses these \(no system role\)\.$"):
+    with pytest.raises(ConfigError, match=r"rejects these \(no system role\)\.$"):
         build(DataConfig(arithmetic=SMALL, template=Template.chat), tokenizer, seed=0, max_prompt_tokens=64)
 
 
-def test_a_prompt_without_any_token_is_refused(jsonl, tokenizer):
+def test_a_prompt_without_tokens_is_rejected(jsonl, tokenizer):
     from tokenizers import normalizers
 
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("é", "")
     path = jsonl(*[{"question": "é", "answer": "2"}] * 2)
-    with pytest.raises(ConfigError, match=r"give text that the model's tokenizer knows; row \d of arithmetic has no"):
+    with pytest.raises(
+        ConfigError, match=r"give text that the model's tokenizer can encode; row \d of arithmetic has no"
+    ):
         build(DataConfig(path=path), tokenizer, seed=0, max_prompt_tokens=8)

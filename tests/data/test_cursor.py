@@ -34,41 +34,44 @@ def test_an_epoch_never_repeats_or_skips_a_prompt(count, seed, shuffle, epochs):
 @given(
     count=st.integers(1, 20),
     before=st.integers(0, 60),
-    returned=st.sets(st.integers(0, 59)),
+    requeued=st.sets(st.integers(0, 59)),
     unfinished=st.sets(st.integers(0, 59)),
     after=st.integers(1, 60),
 )
 @settings(deadline=None)
-def test_a_restored_cursor_continues_where_the_saved_one_stood(count, before, returned, unfinished, after):
+def test_a_restored_cursor_continues_from_the_saved_position(count, before, requeued, unfinished, after):
     saved = cursor(count, seed=7)
-    out = ids(saved, before)
-    back = [out[place] for place in sorted(returned) if place < before]
-    saved.give_back(back)
-    open_ids = [out[place] for place in sorted(unfinished - returned) if place < before]
-    saved.settle([each for each in out if each not in {*back, *open_ids}])
+    dispatched = ids(saved, before)
+    requeued_ids = [dispatched[index] for index in sorted(requeued) if index < before]
+    saved.requeue(requeued_ids)
+    in_flight = [dispatched[index] for index in sorted(unfinished - requeued) if index < before]
+    saved.mark_consumed([each for each in dispatched if each not in {*requeued_ids, *in_flight}])
     state = json.loads(json.dumps(saved.state()))
     restored = cursor(count, seed=7)
     restored.take(3)  # a used cursor can be restored too
     restored.restore(state)
-    assert ids(restored, len(open_ids)) == open_ids
+    assert ids(restored, len(in_flight)) == in_flight
     assert ids(restored, after) == ids(saved, after)
 
 
 @given(count=st.integers(1, 12), steps=st.lists(st.tuples(st.integers(1, 10), st.sets(st.integers(0, 9))), max_size=12))
 @settings(deadline=None)
-def test_giving_back_loses_no_prompt_and_doubles_none(count, steps):
-    """Whatever is taken and given back, each prompt of a past epoch was finished exactly once."""
-    stream, finished = cursor(count, seed=1), Counter[str]()
+def test_requeuing_neither_loses_nor_duplicates_a_prompt(count, steps):
+    """For any sequence of take and requeue, each prompt of a past epoch is consumed exactly once."""
+    stream = cursor(count, seed=1)
+    finished = Counter[str]()
     for take, unfinished in steps:
-        out = ids(stream, take)
-        back = [out[place] for place in sorted(unfinished) if place < take]
-        stream.give_back(back)
-        stream.settle(sorted(set(out) - set(back)))
-        finished.update(set(out) - set(back))
+        dispatched = ids(stream, take)
+        requeued = [dispatched[index] for index in sorted(unfinished) if index < take]
+        stream.requeue(requeued)
+        stream.mark_consumed(sorted(set(dispatched) - set(requeued)))
+        finished.update(set(dispatched) - set(requeued))
+
     while stream.state()["returned"]:
-        again = ids(stream, 1)
-        stream.settle(again)
-        finished.update(again)
+        requeued = ids(stream, 1)
+        stream.mark_consumed(requeued)
+        finished.update(requeued)
+
     assert all(times == 1 for times in finished.values())
     epoch, position = stream.state()["epoch"], stream.state()["position"]
     assert finished.total() == epoch * count + position
@@ -76,16 +79,16 @@ def test_giving_back_loses_no_prompt_and_doubles_none(count, steps):
         assert all(finished[f"set/{row}@{past}"] == 1 for row in range(count))
 
 
-def test_prompts_given_back_come_first_in_the_order_given():
+def test_requeued_prompts_come_first_in_the_given_order():
     stream = cursor(10)
-    out = ids(stream, 4)
-    stream.give_back([out[2], out[0]])
-    stream.give_back([out[3]])
-    assert ids(stream, 3) == [out[3], out[2], out[0]]
-    assert len(set(out) | set(ids(stream, 6))) == 10
+    dispatched = ids(stream, 4)
+    stream.requeue([dispatched[2], dispatched[0]])
+    stream.requeue([dispatched[3]])
+    assert ids(stream, 3) == [dispatched[3], dispatched[2], dispatched[0]]
+    assert len(set(dispatched) | set(ids(stream, 6))) == 10
 
 
-def test_the_order_follows_from_seed_and_epoch_alone():
+def test_the_order_depends_only_on_seed_and_epoch():
     assert ids(cursor(50, seed=1), 100) == ids(cursor(50, seed=1), 100)
     assert ids(cursor(50, seed=1), 50) != ids(cursor(50, seed=2), 50)
     both = ids(cursor(50), 100)
@@ -99,39 +102,40 @@ def test_without_shuffling_rows_come_in_their_order():
 
 def test_the_state_is_small_and_does_not_grow_with_the_data():
     stream = cursor(5000)
-    stream.settle(ids(stream, 7000))
+    stream.mark_consumed(ids(stream, 7000))
     assert len(json.dumps(stream.state())) < 200
     assert stream.epoch == pytest.approx(1.4)
 
 
-def test_a_prompt_is_found_by_its_id():
+def test_a_prompt_can_be_looked_up_by_id():
     stream = cursor(5)
-    chosen = stream.take(7)[6]
-    found = stream.prompt(chosen.id)
-    assert (found.id, found.answer, found.token_ids.tolist()) == (chosen.id, chosen.answer, chosen.token_ids.tolist())
+    taken = stream.take(7)[6]
+    looked_up = stream.prompt(taken.id)
+    assert (looked_up.id, looked_up.answer) == (taken.id, taken.answer)
+    assert looked_up.token_ids.tolist() == taken.token_ids.tolist()
 
 
-def test_ids_that_are_not_out_are_refused():
+def test_ids_that_are_not_in_flight_are_rejected():
     stream = cursor(5)
-    out = ids(stream, 2)
+    dispatched = ids(stream, 2)
     later = ids(cursor(5), 3)[2]
     for wrong in (later, "set/0@1", "set/9@0", "set/0", "other/0@0", ""):
         with pytest.raises(KeyError):
-            stream.give_back([wrong])
+            stream.requeue([wrong])
         with pytest.raises(KeyError):
             stream.prompt(wrong)
-    stream.give_back([out[0]])
-    for done_with in (stream.give_back, stream.settle):
-        with pytest.raises(KeyError, match="is not out"):
-            done_with([out[0]])
-    assert ids(stream, 1) == [out[0]]
-    stream.settle([out[0]])
-    with pytest.raises(KeyError, match="is not out"):
-        stream.give_back([out[0]])
+    stream.requeue([dispatched[0]])
+    for finish in (stream.requeue, stream.mark_consumed):
+        with pytest.raises(KeyError, match="is not in flight"):
+            finish([dispatched[0]])
+    assert ids(stream, 1) == [dispatched[0]]
+    stream.mark_consumed([dispatched[0]])
+    with pytest.raises(KeyError, match="is not in flight"):
+        stream.requeue([dispatched[0]])
 
 
-def test_a_state_of_other_prompts_seed_or_order_is_refused():
+def test_a_state_of_other_prompts_seed_or_order_is_rejected():
     state = cursor(5, seed=1).state()
     for other in (cursor(6, seed=1), cursor(5, seed=2), cursor(5, seed=1, shuffle=False)):
-        with pytest.raises(ConfigError, match=r"^data is not that of the checkpoint: give the same data set"):
+        with pytest.raises(ConfigError, match=r"^data does not match the checkpoint: give the same data set"):
             other.restore(state)

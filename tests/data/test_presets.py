@@ -1,4 +1,4 @@
-"""The shipped choices of `data=`, composed as the command composes them."""
+"""The presets of `data=`, composed by Hydra as on the command line."""
 
 from hydra import compose, initialize_config_dir
 
@@ -14,7 +14,7 @@ def composed(*overrides: str) -> RunConfig:
         return configuration.resolve(compose("config", list(overrides)))
 
 
-def test_a_file_of_gsm8ks_form_takes_the_place_of_the_hub_set(jsonl):
+def test_a_local_file_in_gsm8k_format_replaces_the_hub_set(jsonl):
     path = jsonl(*[{"question": f"What is {n}+1?", "answer": f"{n}+1=<<{n}+1>>\n#### {n + 1}"} for n in range(40)])
     config = composed("data=gsm8k", f"data.path={path}")
     loaded = rows.load(config.data, seed=config.seed)
@@ -24,7 +24,7 @@ def test_a_file_of_gsm8ks_form_takes_the_place_of_the_hub_set(jsonl):
     assert config.reward.components == {"math": 1.0}
 
 
-def test_rows_of_dapos_form_are_read_and_repeats_dropped(jsonl):
+def test_rows_in_dapo_format_are_read_and_duplicates_dropped(jsonl):
     records = [
         {"prompt": [{"role": "user", "content": f"q{n}"}], "reward_model": {"ground_truth": str(n), "style": "rule"}}
         for n in range(3)
@@ -36,12 +36,12 @@ def test_rows_of_dapos_form_are_read_and_repeats_dropped(jsonl):
     assert len(loaded.evals["aime24"]) == 3
 
 
-def test_a_reward_named_on_the_command_line_wins_over_the_datas():
+def test_a_reward_on_the_command_line_overrides_that_of_the_data():
     assert composed("data=gsm8k", "reward=exact").reward.components == {"exact": 1.0}
     assert composed("data=arithmetic").reward.components == {"exact": 1.0}
 
 
-def test_a_users_own_reward_and_its_arguments_can_be_named_on_the_command_line():
+def test_a_custom_reward_and_its_arguments_can_be_set_on_the_command_line():
     reward = composed("reward._target_=my_rewards.short", "+reward.args.limit=200").reward
     assert reward._target_ == "my_rewards.short"
     assert reward.args == {"limit": 200}

@@ -14,8 +14,8 @@ def additions(count: int) -> list[dict[str, str]]:
     return [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(count)]
 
 
-def refusal(config: DataConfig) -> str:
-    """The one sentence that loading ends with."""
+def config_error(config: DataConfig) -> str:
+    """Load the data and return the one-sentence `ConfigError`."""
     with pytest.raises(ConfigError) as caught:
         rows.load(config, seed=0)
     message = str(caught.value)
@@ -24,7 +24,7 @@ def refusal(config: DataConfig) -> str:
     return message
 
 
-# what loads
+# Accepted data
 
 
 def test_without_a_path_problems_are_generated():
@@ -34,7 +34,7 @@ def test_without_a_path_problems_are_generated():
     assert list(loaded.evals) == ["eval"]
 
 
-def test_a_jsonl_file_keeps_its_row_numbers_and_its_blank_lines_do_not_count(jsonl):
+def test_a_jsonl_file_keeps_its_row_numbers_and_skips_blank_lines(jsonl):
     path = jsonl({"q": "a", "n": 1}, "", {"q": "b", "n": 2.5}, {"q": "c", "n": "3"})
     loaded = rows.load(DataConfig(name="mine", path=path, question="q", answer="n", eval_fraction=0.3), seed=0)
     everything = sorted(loaded.train + loaded.evals["eval"], key=lambda row: row.index)
@@ -63,7 +63,7 @@ def test_a_parquet_file_with_nested_fields_gives_the_same_rows_as_jsonl(tmp_path
     assert len(loaded[0].train) == 18
 
 
-def test_the_answer_after_the_last_mark_is_taken(jsonl):
+def test_the_answer_follows_the_last_marker(jsonl):
     path = jsonl(*[{"question": "q", "answer": "#### 7 is wrong\nso\n#### 1,234 "}] * 2)
     loaded = rows.load(DataConfig(path=path, answer_after="####"), seed=0)
     assert loaded.train[0].answer == "1,234"
@@ -75,7 +75,7 @@ def test_distinct_drops_repeated_rows_and_keeps_the_first(jsonl):
     assert sorted(row.index for row in loaded.train + loaded.evals["eval"]) == [0, 1, 2, 3, 4, 10]
 
 
-def test_held_out_rows_are_a_fraction_the_same_for_every_seed_and_not_trained_on(jsonl):
+def test_held_out_rows_are_a_fraction_identical_for_every_seed_and_disjoint_from_training(jsonl):
     config = DataConfig(path=jsonl(*additions(100)), eval_fraction=0.07)
     first, second = rows.load(config, seed=0), rows.load(config, seed=1)
     assert first == second
@@ -83,14 +83,14 @@ def test_held_out_rows_are_a_fraction_the_same_for_every_seed_and_not_trained_on
     assert not {row.question for row in first.train} & {row.question for row in first.evals["eval"]}
 
 
-def test_at_least_one_row_is_held_out_and_one_is_left(jsonl):
+def test_at_least_one_row_is_held_out_and_at_least_one_is_trained_on(jsonl):
     path = jsonl(*additions(2))
     for fraction in (0.001, 0.999):
         loaded = rows.load(DataConfig(path=path, eval_fraction=fraction), seed=0)
         assert (len(loaded.train), len(loaded.evals["eval"])) == (1, 1)
 
 
-def test_an_evaluation_set_has_a_path_fields_and_a_length_of_its_own(jsonl):
+def test_an_evaluation_set_can_override_path_fields_and_length(jsonl):
     train = jsonl(*[{"question": f"q{n}", "answer": f"#### {n}"} for n in range(4)])
     other = jsonl(*[{"problem": f"p{n}", "solution": n} for n in range(9)], name="other.jsonl")
     evaluation = EvalSetConfig(path=other, question="problem", answer="solution", answer_after="", rows=3)
@@ -103,7 +103,7 @@ def test_an_evaluation_set_has_a_path_fields_and_a_length_of_its_own(jsonl):
     ]
 
 
-def test_a_file_in_place_of_a_hub_set_gives_its_splits_from_held_out_rows_and_says_so_once(jsonl, caplog):
+def test_a_file_instead_of_a_hub_set_holds_out_rows_for_its_splits_and_warns_once(jsonl, caplog):
     config = DataConfig(
         name="gsm8k", path=jsonl(*additions(20)), subset="main", eval_sets={"test": EvalSetConfig(split="test")}
     )
@@ -111,17 +111,16 @@ def test_a_file_in_place_of_a_hub_set_gives_its_splits_from_held_out_rows_and_sa
         loaded = rows.load(config, seed=0)
     assert (len(loaded.train), len(loaded.evals["test"])) == (19, 1)
     assert [record.getMessage() for record in caplog.records] == [
-        f"data.path={config.path} is a file without splits: a fraction of 0.05 of its rows is held out for "
-        "data.eval_sets.test"
+        f"data.path={config.path} is a file without splits: holding out 0.05 of its rows for data.eval_sets.test"
     ]
 
 
-def test_an_evaluation_set_that_is_also_trained_on_is_warned_of(jsonl, caplog):
+def test_an_evaluation_set_inside_the_training_set_causes_a_warning(jsonl, caplog):
     path = jsonl(*additions(6))
     with caplog.at_level(logging.WARNING):
         rows.load(DataConfig(path=path, eval_sets={"same": EvalSetConfig(path=path)}), seed=0)
     assert [record.getMessage() for record in caplog.records] == [
-        "6 of the 6 questions of evaluation set same are also in the training set: its accuracy measures memory"
+        "6 of the 6 questions of evaluation set same are in the training set: its accuracy measures memorization"
     ]
 
 
@@ -134,7 +133,7 @@ def test_a_folder_is_loaded_as_a_hub_data_set_with_splits(tmp_path):
     assert loaded.train[4].answer == "5"
 
 
-def test_local_data_can_be_told_from_hub_data(jsonl):
+def test_local_data_is_distinguished_from_hub_data(jsonl):
     path = jsonl(*additions(2))
     assert rows.is_local(DataConfig())
     assert rows.is_local(DataConfig(path=path, eval_sets={"test": EvalSetConfig()}))
@@ -142,116 +141,118 @@ def test_local_data_can_be_told_from_hub_data(jsonl):
     assert not rows.is_local(DataConfig(path=path, eval_sets={"aime": EvalSetConfig(path="some/aime")}))
 
 
-# what is refused, each in one sentence
+# Rejected data: one sentence each
 
 
-def test_a_missing_file_is_refused():
+def test_a_missing_file_is_rejected():
     for path in ("missing.jsonl", "./rows", "/no/such/folder/rows.parquet", "Rows.JSONL"):
-        message = refusal(DataConfig(path=path))
+        message = config_error(DataConfig(path=path))
         assert message.startswith(f"data.path={path} is not accepted: give an existing JSONL or Parquet file")
 
 
-def test_a_file_of_another_kind_is_refused(tmp_path):
+def test_a_file_of_an_unsupported_kind_is_rejected(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("question,answer\n")
-    assert "give a file that ends in .jsonl, .ndjson, .json, .parquet" in refusal(DataConfig(path=str(path)))
+    assert "give a file that ends in .jsonl, .ndjson, .json, .parquet" in config_error(DataConfig(path=str(path)))
 
 
-def test_an_empty_file_is_refused(jsonl, tmp_path):
+def test_an_empty_file_is_rejected(jsonl, tmp_path):
     path = jsonl()
-    assert refusal(DataConfig(path=path)) == (
+    assert config_error(DataConfig(path=path)) == (
         f"data.path={path} is not accepted: give a data set with rows; this one is empty."
     )
     parquet = tmp_path / "empty.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"question": [], "answer": []}), parquet)
-    assert "this one is empty" in refusal(DataConfig(path=str(parquet)))
+    assert "this one is empty" in config_error(DataConfig(path=str(parquet)))
 
 
-def test_a_file_that_is_not_text_is_refused(tmp_path):
+def test_a_file_that_is_not_text_is_rejected(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xff\xfe\x00binary")
-    assert "give a readable UTF-8 file of JSON lines ('utf-8' codec" in refusal(DataConfig(path=str(path)))
+    assert "give a readable UTF-8 file of JSON lines ('utf-8' codec" in config_error(DataConfig(path=str(path)))
 
 
-def test_a_broken_parquet_file_is_refused(tmp_path):
+def test_a_broken_parquet_file_is_rejected(tmp_path):
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"PAR1 but no more")
-    assert f"data.path={path} is not accepted: give a readable Parquet file (" in refusal(DataConfig(path=str(path)))
+    assert f"data.path={path} is not accepted: give a readable Parquet file (" in config_error(
+        DataConfig(path=str(path))
+    )
 
 
-def test_a_line_that_is_not_a_json_object_is_refused_with_its_number(jsonl):
+def test_a_line_that_is_not_a_json_object_is_rejected_with_its_number(jsonl):
     good = {"question": "q", "answer": "a"}
-    assert "; line 3 is not JSON (Expecting" in refusal(DataConfig(path=jsonl(good, "", "{broken")))
-    assert "; line 2 is a list." in refusal(DataConfig(path=jsonl(good, "[1, 2]")))
-    assert "; line 1 is not JSON (" in refusal(DataConfig(path=jsonl("[" * 100_000)))
+    assert "; line 3 is not JSON (Expecting" in config_error(DataConfig(path=jsonl(good, "", "{broken")))
+    assert "; line 2 is a list." in config_error(DataConfig(path=jsonl(good, "[1, 2]")))
+    assert "; line 1 is not JSON (" in config_error(DataConfig(path=jsonl("[" * 100_000)))
 
 
-def test_a_row_without_the_field_is_refused_with_its_number_and_what_it_has(jsonl):
+def test_a_row_without_the_field_is_rejected_with_its_number_and_existing_fields(jsonl):
     good = {"question": "q", "answer": "a"}
     path = jsonl(good, {"question": "q", "solution": "a"})
-    assert refusal(DataConfig(path=path)) == (
+    assert config_error(DataConfig(path=path)) == (
         f"data.answer=answer is not accepted: give a field of the rows; row 2 of {path} has only question, solution."
     )
-    assert "data.question=q is not accepted" in refusal(DataConfig(path=path, question="q"))
+    assert "data.question=q is not accepted" in config_error(DataConfig(path=path, question="q"))
     nested = jsonl({"prompt": [{"content": "q"}], "answer": "a"}, name="nested.jsonl")
-    assert "has a list of 1 there." in refusal(DataConfig(path=nested, question="prompt.1.content"))
-    assert "has only content." in refusal(DataConfig(path=nested, question="prompt.0.text"))
-    assert "has a str there." in refusal(DataConfig(path=nested, question="answer.0"))
+    assert "has a list of 1 there." in config_error(DataConfig(path=nested, question="prompt.1.content"))
+    assert "has only content." in config_error(DataConfig(path=nested, question="prompt.0.text"))
+    assert "has a str there." in config_error(DataConfig(path=nested, question="answer.0"))
 
 
-def test_a_parquet_file_without_the_column_is_refused_with_those_it_has(tmp_path):
+def test_a_parquet_file_without_the_column_is_rejected_with_the_existing_columns(tmp_path):
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"question": ["q"], "solution": ["s"]}), path)
-    assert "row 1 of" in (message := refusal(DataConfig(path=str(path))))
+    assert "row 1 of" in (message := config_error(DataConfig(path=str(path))))
     assert message.endswith("has only question, solution.")
 
 
-def test_an_empty_question_or_answer_is_refused_with_its_row(jsonl):
+def test_an_empty_question_or_answer_is_rejected_with_its_row(jsonl):
     good = {"question": "q", "answer": "a"}
     path = jsonl(good, good, {"question": " \n", "answer": "a"})
-    assert f"it is empty in row 3 of {path}." in refusal(DataConfig(path=path))
-    assert "data.answer=answer" in refusal(DataConfig(path=jsonl({"question": "q", "answer": ""})))
+    assert f"it is empty in row 3 of {path}." in config_error(DataConfig(path=path))
+    assert "data.answer=answer" in config_error(DataConfig(path=jsonl({"question": "q", "answer": ""})))
 
 
-def test_a_field_that_is_not_text_is_refused_with_its_kind(jsonl):
+def test_a_field_that_is_not_text_is_rejected_with_its_kind(jsonl):
     for value, kind in ((None, "null"), ([1], "a list"), ({"a": 1}, "a dict"), (True, "a bool")):
-        message = refusal(DataConfig(path=jsonl({"question": value, "answer": "a"})))
-        assert f"give a field with text; it is {kind} in row 1 of" in message
+        message = config_error(DataConfig(path=jsonl({"question": value, "answer": "a"})))
+        assert f"give a text field; it is {kind} in row 1 of" in message
 
 
-def test_an_answer_without_the_mark_is_refused_with_its_row(jsonl):
+def test_an_answer_without_the_marker_is_rejected_with_its_row(jsonl):
     marked = {"question": "q", "answer": "#### 1"}
     for answer in ("1", "1 ####  "):
-        message = refusal(DataConfig(path=jsonl(marked, {"question": "q", "answer": answer}), answer_after="####"))
-        assert message.startswith("data.answer_after=#### is not accepted: give a text that the answer stands after")
+        message = config_error(DataConfig(path=jsonl(marked, {"question": "q", "answer": answer}), answer_after="####"))
+        assert message.startswith("data.answer_after=#### is not accepted: give a marker that precedes every answer")
         assert "row 2" in message
 
 
-def test_one_row_is_too_few_where_some_are_held_out(jsonl):
+def test_one_row_is_too_few_if_some_are_held_out(jsonl):
     path = jsonl(*additions(1))
-    assert refusal(DataConfig(path=path)).startswith(f"data.path={path} is not accepted: give at least 2 rows")
+    assert config_error(DataConfig(path=path)).startswith(f"data.path={path} is not accepted: give at least 2 rows")
     other = jsonl(*additions(3), name="other.jsonl")
     loaded = rows.load(DataConfig(path=path, eval_sets={"other": EvalSetConfig(path=other)}), seed=0)
     assert (len(loaded.train), len(loaded.evals["other"])) == (1, 3)
 
 
-def test_a_wrong_evaluation_set_is_named_by_its_own_key(jsonl):
+def test_an_error_in_an_evaluation_set_names_its_own_key(jsonl):
     config = DataConfig(path=jsonl(*additions(3)), eval_sets={"aime": EvalSetConfig(path="missing.parquet")})
-    assert refusal(config).startswith("data.eval_sets.aime.path=missing.parquet is not accepted")
+    assert config_error(config).startswith("data.eval_sets.aime.path=missing.parquet is not accepted")
     other = jsonl({"problem": "p"}, name="other.jsonl")
     config = DataConfig(path=jsonl(*additions(3)), eval_sets={"aime": EvalSetConfig(path=other)})
-    assert refusal(config).startswith("data.eval_sets.aime.question=question is not accepted")
+    assert config_error(config).startswith("data.eval_sets.aime.question=question is not accepted")
 
 
-def test_a_hub_data_set_that_cannot_be_loaded_is_refused(tmp_path):
+def test_a_hub_data_set_that_cannot_be_loaded_is_rejected(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": "q", "answer": "a"}) + "\n")
-    message = refusal(DataConfig(path=str(tmp_path), split="validation"))
+    message = config_error(DataConfig(path=str(tmp_path), split="validation"))
     assert message.startswith(f"data.path={tmp_path} is not accepted: give a data set that can be loaded; ")
-    assert "split validation could not be (" in message
+    assert "split validation failed to load (" in message
 
 
-def test_wrong_settings_are_refused_before_anything_is_read():
+def test_invalid_settings_are_rejected_before_anything_is_read():
     for config, key in (
         (DataConfig(arithmetic=ArithmeticConfig(problems=0)), "data.arithmetic.problems=0"),
         (DataConfig(arithmetic=ArithmeticConfig(problems=99, eval_problems=2, max_operand=9)), "at most 100 problems"),

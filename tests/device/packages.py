@@ -1,4 +1,4 @@
-"""Packages as text: the installed one, or a wheel of the package index, parsed and never imported."""
+"""Source code of packages, installed or from a downloaded wheel. It is parsed, never imported."""
 
 import ast
 import importlib.util
@@ -18,7 +18,7 @@ APP = ROOT / "app"
 
 @dataclass(frozen=True)
 class Package:
-    """Files of one version of a package, named by their path from site-packages."""
+    """Files of one version of a package. Names are paths relative to site-packages."""
 
     name: str
     names: tuple[str, ...]
@@ -34,7 +34,7 @@ class Package:
         return ast.parse(self.read(path))
 
     def defines(self, path: str, name: str) -> bool:
-        """Whether a module defines a function or class, or imports it under that name."""
+        """Whether a module defines a function or class of this name, or imports one under it."""
         for node in ast.walk(self.tree(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == name:
                 return True
@@ -48,7 +48,7 @@ class Package:
 
 @cache
 def installed(module: str) -> Package:
-    """The package in this environment; the test is skipped where there is none."""
+    """The package in this environment. Skips the test if it is not installed."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         pytest.skip(f"{module} is not installed")
@@ -59,12 +59,13 @@ def installed(module: str) -> Package:
 
 @cache
 def wheel(requirement: str, folder: Path) -> Package:
-    """A wheel, fetched through pip and read as an archive."""
-    into = folder / requirement.replace("==", "-")
+    """A wheel, downloaded with pip and read as an archive."""
+    destination = folder / requirement.replace("==", "-")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
-    done = subprocess.run([*command, "--dest", str(into), requirement], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (file,) = into.glob("*.whl")
+    result = subprocess.run([*command, "--dest", str(destination), requirement], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+    (file,) = destination.glob("*.whl")
     archive = zipfile.ZipFile(file)
     return Package(requirement, tuple(archive.namelist()), lambda name: archive.read(name).decode())
 

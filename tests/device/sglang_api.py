@@ -1,4 +1,4 @@
-"""What a version of SGLang offers, read from its source: flags, routes, fields of request bodies."""
+"""API of a version of SGLang, read from its source: server flags, routes, and fields of request bodies."""
 
 import ast
 from functools import cache
@@ -6,7 +6,7 @@ from functools import cache
 from tests.device.packages import Package
 
 SERVER_ARGS = "sglang/srt/server_args.py"
-FIELDS = "sglang/srt/arg_groups/fields/"  # newer versions declare flags there
+FIELDS = "sglang/srt/arg_groups/fields/"  # flags of newer versions
 HTTP = "sglang/srt/entrypoints/http_server.py"
 BODIES = "sglang/srt/managers/io_struct.py"
 SAMPLING = "sglang/srt/sampling/sampling_params.py"
@@ -14,35 +14,35 @@ SAMPLING = "sglang/srt/sampling/sampling_params.py"
 
 @cache
 def flags(package: Package) -> set[str]:
-    """Names of server flags, without the dashes: declared as fields, or given to the parser as they are."""
-    found: set[str] = set()
+    """Names of server flags, without the dashes: dataclass fields, and literals passed to the parser."""
+    names: set[str] = set()
     for path in [SERVER_ARGS, *package.under(FIELDS)]:
         for node in ast.walk(package.tree(path)):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                found.add(node.target.id.replace("_", "-"))
+                names.add(node.target.id.replace("_", "-"))
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
-                found.add(node.value.removeprefix("--"))
-    return found
+                names.add(node.value.removeprefix("--"))
+    return names
 
 
 @cache
 def routes(package: Package) -> dict[str, str | None]:
-    """Route → class of its body, None where it has none."""
-    found: dict[str, str | None] = {}
+    """Route → class of its request body, or None if it has none."""
+    bodies: dict[str, str | None] = {}
     for node in ast.walk(package.tree(HTTP)):
         if not isinstance(node, ast.AsyncFunctionDef):
             continue
         for decorator in node.decorator_list:
             if not (isinstance(decorator, ast.Call) and decorator.args and isinstance(decorator.args[0], ast.Constant)):
                 continue
-            first = decorator.args[0].value
-            if isinstance(first, str) and first.startswith("/"):
-                found[first] = _body(node)
-    return found
+            route = decorator.args[0].value
+            if isinstance(route, str) and route.startswith("/"):
+                bodies[route] = _body(node)
+    return bodies
 
 
 def _body(handler: ast.AsyncFunctionDef) -> str | None:
-    """The first class of io_struct among the annotations of a handler's parameters."""
+    """The first class of io_struct in the annotations of a handler's parameters."""
     for argument in handler.args.args:
         for node in ast.walk(argument.annotation) if argument.annotation else ():
             if isinstance(node, ast.Name) and node.id.endswith(("ReqInput", "AbortReq", "GenerateReqInput")):
@@ -52,18 +52,18 @@ def _body(handler: ast.AsyncFunctionDef) -> str | None:
 
 @cache
 def fields(package: Package, name: str, path: str = BODIES) -> set[str]:
-    """Fields of a dataclass or struct, with those of its bases in the same module."""
+    """Fields of a dataclass or struct, including those of its bases in the same module."""
     classes = {node.name: node for node in ast.walk(package.tree(path)) if isinstance(node, ast.ClassDef)}
-    found: set[str] = set()
-    waiting = [name]
-    while waiting:
-        node = classes.get(waiting.pop())
+    names: set[str] = set()
+    pending = [name]
+    while pending:
+        node = classes.get(pending.pop())
         if node is None:
             continue
-        waiting += [base.id for base in node.bases if isinstance(base, ast.Name)]
-        for part in node.body:
-            if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
-                found.add(part.target.id)
-            if isinstance(part, ast.FunctionDef) and part.name == "__init__":
-                found |= {argument.arg for argument in [*part.args.args, *part.args.kwonlyargs]}
-    return found
+        pending += [base.id for base in node.bases if isinstance(base, ast.Name)]
+        for statement in node.body:
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                names.add(statement.target.id)
+            if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
+                names |= {argument.arg for argument in [*statement.args.args, *statement.args.kwonlyargs]}
+    return names

@@ -1,4 +1,4 @@
-"""What this application asks of SGLang, read from our own source, so that no list of it can go stale."""
+"""Our use of SGLang, read from our own source, so that it cannot go stale: requests, sampling fields, imports."""
 
 import ast
 from collections import defaultdict
@@ -18,24 +18,24 @@ def _trees() -> Iterator[tuple[Path, ast.Module]]:
 
 
 def requests() -> dict[str, set[str]]:
-    """Route → the fields that we send, as far as they stand in the call or in a dictionary beside it."""
-    found: dict[str, set[str]] = defaultdict(set)
+    """Route → the fields that we send, if they are in the call or in a dictionary literal of the same function."""
+    sent: dict[str, set[str]] = defaultdict(set)
     for _, tree in _trees():
-        for carrier, keys in _carriers(tree):
-            found[carrier] |= keys
+        for route, keys in _transports(tree):
+            sent[route] |= keys
         for function in ast.walk(tree):
             if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
             dictionaries = _dictionaries(function)
             for call in ast.walk(function):
-                route = _route(call)
-                if route is not None:
+                called = _route(call)
+                if called is not None:
                     assert isinstance(call, ast.Call)
-                    found[route] |= {key for argument in call.args[1:] for key in _keys(argument, dictionaries)}
-    return dict(found)
+                    sent[called] |= {key for argument in call.args[1:] for key in _keys(argument, dictionaries)}
+    return dict(sent)
 
 
-def _carriers(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
+def _transports(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
     """Classes that name their call as `route = "..."`, with the fields that their `ask` returns."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.ClassDef):
@@ -99,7 +99,7 @@ def sampling_fields() -> set[str]:
 
 
 def imports(package: str, skip: Collection[str] = ()) -> set[tuple[str, str]]:
-    """(module, name) of everything that we import from a package, but for files of the names in `skip`."""
+    """(module, name) of all our imports from a package, except in files named in `skip`."""
     return {
         (node.module, alias.name)
         for path, tree in _trees()

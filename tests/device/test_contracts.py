@@ -1,6 +1,6 @@
-"""Contracts with the packages that we cannot all run here: what we use of them is there, in every supported version.
+"""Contracts with packages that cannot all run here: every supported version has the API that we use.
 
-Quick: the installed SGLang and Ray. Soak: wheels of the other versions, fetched and parsed.
+Quick: the installed SGLang and Ray. Soak: wheels of the other versions, downloaded and parsed.
 """
 
 import re
@@ -12,15 +12,14 @@ from app.config.device import DeviceKind
 from app.device import device_of
 from app.rollout.server_args import engine_flags
 from tests.compose import composed
-from tests.device import sglang_api
-from tests.device import sglang_requests as our_calls
+from tests.device import sglang_api, sglang_requests
 from tests.device.packages import Package, installed, metadata, wheel
 
 OLDEST, NEWEST = "sglang==0.5.17", "sglang==0.5.23"
-SESSIONS = {"/begin_weight_update", "/end_weight_update"}  # since 0.5.21; the push asks once whether they are there
-ENDPOINTS = ("device=cpu", "device=cuda model=qwen3_4b", "device=npu model=qwen35_9b placement=fully_async")
+SESSIONS = {"/begin_weight_update", "/end_weight_update"}  # since 0.5.21; the sync checks once whether they exist
+PRESETS = ("device=cpu", "device=cuda model=qwen3_4b", "device=npu model=qwen35_9b placement=fully_async")
 PLATFORM = "sglang/srt/platforms"
-CPU_ONLY = ("platform.py", "attention.py")
+CPU_ONLY = ("platform.py", "cpu_attention.py")
 
 
 @pytest.fixture(scope="session")
@@ -35,30 +34,31 @@ def sglang(request: pytest.FixtureRequest, wheels: Path) -> Package:
     return installed("sglang") if request.param == "installed" else wheel(request.param, wheels)
 
 
-@pytest.mark.parametrize("line", ENDPOINTS)
-def test_every_server_flag_exists(sglang: Package, line: str) -> None:
-    config = composed(*line.split())
+@pytest.mark.parametrize("overrides", PRESETS)
+def test_every_server_flag_exists(sglang: Package, overrides: str) -> None:
+    config = composed(*overrides.split())
     flags = {*engine_flags(config, device_of(config.device.kind)), "model-path", "host", "port", "api-key"}
     assert flags - sglang_api.flags(sglang) == set()
 
 
-def test_the_flag_check_would_see_a_missing_one(sglang: Package) -> None:
+def test_the_flag_check_detects_a_missing_flag(sglang: Package) -> None:
     known = sglang_api.flags(sglang)
     assert "no-such-flag" not in known
     assert 200 < len(known) < 2000
 
 
 def test_every_route_exists(sglang: Package) -> None:
-    asked = set(our_calls.requests())
-    assert {"/generate", "/pause_generation", "/update_weights_from_distributed", "/server_info"} <= asked
-    assert "/update_weights_from_tensor" in asked
+    used = set(sglang_requests.requests())
+    assert {"/generate", "/pause_generation", "/update_weights_from_distributed", "/server_info"} <= used
+    assert "/update_weights_from_tensor" in used
     optional = SESSIONS if sglang.name == OLDEST else set()
-    assert asked - optional - set(sglang_api.routes(sglang)) == set()
+    assert used - optional - set(sglang_api.routes(sglang)) == set()
 
 
 def test_every_field_of_every_body_exists(sglang: Package) -> None:
-    routes, checked = sglang_api.routes(sglang), 0
-    for route, sent in our_calls.requests().items():
+    routes = sglang_api.routes(sglang)
+    checked = 0
+    for route, sent in sglang_requests.requests().items():
         body = routes.get(route)
         if not sent or (route in SESSIONS and body is None):
             continue
@@ -69,17 +69,17 @@ def test_every_field_of_every_body_exists(sglang: Package) -> None:
 
 
 def test_every_sampling_parameter_exists(sglang: Package) -> None:
-    asked = our_calls.sampling_fields()
-    assert {"temperature", "max_new_tokens"} <= asked
-    assert asked - sglang_api.fields(sglang, "SamplingParams", sglang_api.SAMPLING) == set()
+    sent = sglang_requests.sampling_fields()
+    assert {"temperature", "max_new_tokens"} <= sent
+    assert sent - sglang_api.fields(sglang, "SamplingParams", sglang_api.SAMPLING) == set()
 
 
 def test_everything_we_import_exists(sglang: Package) -> None:
-    """A plain-torch CPU runs the newest version only: what its platform is made of came later than the oldest one."""
-    asked = our_calls.imports("sglang", skip=CPU_ONLY if sglang.name == OLDEST else ())
-    assert len(asked) >= 3
+    """The CPU platform requires the newest version: the oldest one lacks its base classes."""
+    imported = sglang_requests.imports("sglang", skip=CPU_ONLY if sglang.name == OLDEST else ())
+    assert len(imported) >= 3
     missing = []
-    for module, name in sorted(asked):
+    for module, name in sorted(imported):
         path = module.replace(".", "/")
         file = f"{path}.py" if sglang.has(f"{path}.py") else f"{path}/__init__.py"
         if not (sglang.has(file) and sglang.defines(file, name)):
@@ -87,7 +87,7 @@ def test_everything_we_import_exists(sglang: Package) -> None:
     assert missing == []
 
 
-def test_the_platforms_methods_that_we_override_exist(sglang: Package) -> None:
+def test_the_platform_methods_that_we_override_exist(sglang: Package) -> None:
     for name in ("get_default_attention_backend", "get_dispatch_key_name"):
         assert sglang.mentions(f"def {name}", PLATFORM), name
 
@@ -97,14 +97,14 @@ def test_both_entry_point_groups_exist(sglang: Package) -> None:
         assert sglang.mentions(f'"{group}"', "sglang/srt"), group
 
 
-def test_the_push_meets_sglangs_process_group(sglang: Package) -> None:
+def test_the_process_group_of_the_weight_sync_matches_sglang(sglang: Package) -> None:
     assert sglang.mentions("def init_custom_process_group", "sglang/srt/utils")
     assert sglang.mentions("PrefixStore(group_name", "sglang/srt/utils")
     assert sglang.mentions('"flattened_bucket"', "sglang/srt")
 
 
 @pytest.mark.parametrize("kind", list(DeviceKind))
-def test_every_variable_of_sglang_that_we_set_is_read(sglang: Package, kind: DeviceKind) -> None:
+def test_sglang_reads_every_environment_variable_that_we_set(sglang: Package, kind: DeviceKind) -> None:
     ours = [name for name in device_of(kind).engine_env if name.startswith(("SGLANG_", "SGL_"))]
     assert [name for name in ours if not sglang.mentions(name, "sglang/srt")] == []
 
@@ -115,7 +115,7 @@ def test_sglang_knows_our_devices_and_collectives(sglang: Package) -> None:
     assert sglang.mentions("hccl", "sglang/srt")
 
 
-def test_ray_knows_npus_as_we_call_them() -> None:
+def test_ray_uses_our_resource_name_and_variables_for_npus() -> None:
     ray, npu = installed("ray"), device_of(DeviceKind.npu)
     accelerator = ray.read("ray/_private/accelerators/npu.py")
     assert f'return "{npu.resource}"' in accelerator
@@ -134,7 +134,7 @@ def test_ray_has_the_calls_and_variables_that_we_use() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("requirement", ["ray==2.50.0", "ray==2.60.0"])
-def test_supported_versions_of_ray_know_npus_as_we_call_them(requirement: str, wheels: Path) -> None:
+def test_supported_versions_of_ray_use_our_resource_name_and_variables_for_npus(requirement: str, wheels: Path) -> None:
     ray, npu = wheel(requirement, wheels), device_of(DeviceKind.npu)
     accelerator = ray.read("ray/_private/accelerators/npu.py")
     for text in (f'return "{npu.resource}"', f'"{npu.visibility}"', *(f'"{name}"' for name in npu.machine_env)):
@@ -149,7 +149,7 @@ def test_torch_npu_is_built_for_the_torch_of_the_requirements(wheels: Path) -> N
     (plugin,) = [line for line in pins if line.startswith("torch_npu==")]
     (torch,) = [line for line in pins if line.startswith("torch==")]
     package = wheel(plugin, wheels)
-    # on x86-64 of the CPU build alone, for which Dockerfile.npu asks for an index
+    # On x86-64 it requires the CPU build, for which Dockerfile.npu sets an index.
     assert re.search(rf"^Requires-Dist: torch ?==?=?{torch.split('==')[1]}(\+cpu)?$", metadata(package), re.M)
     npu = device_of(DeviceKind.npu)
     assert package.mentions(f'rename_privateuse1_backend("{npu.torch_type}")', "torch_npu/_init")
@@ -167,7 +167,7 @@ def test_torch_memory_saver_has_the_calls_that_engines_make(wheels: Path) -> Non
 
 
 @pytest.mark.soak
-def test_our_contract_with_the_newest_sglang_is_the_one_that_runs_here(wheels: Path) -> None:
-    here, there = installed("sglang"), wheel(NEWEST, wheels)
-    assert sglang_api.flags(here) == sglang_api.flags(there)
-    assert sglang_api.routes(here) == sglang_api.routes(there)
+def test_the_newest_supported_sglang_has_the_api_of_the_installed_one(wheels: Path) -> None:
+    local, newest = installed("sglang"), wheel(NEWEST, wheels)
+    assert sglang_api.flags(local) == sglang_api.flags(newest)
+    assert sglang_api.routes(local) == sglang_api.routes(newest)

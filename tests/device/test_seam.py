@@ -1,4 +1,4 @@
-"""The seam: shared code names no device and no collective library; each kind is one complete value."""
+"""The device abstraction: shared code names no device and no collective library; each kind is one complete value."""
 
 import ast
 import io
@@ -16,19 +16,19 @@ from tests.device.packages import APP
 
 NAMES = re.compile(r"(?<![a-z])(cuda|npu|nccl|hccl)(?![a-z])", re.I)
 SEAM = APP / "device"
-# a Ray that we start ourselves is told how many devices of a kind that it does not count by itself
 ALLOWED = {
     "app/config/device.py": {"cuda", "npu"},  # the values of `device.kind`
+    # A local Ray counts NPUs only if their number is passed.
     "app/cluster/placement_group.py": {"npu"},
-    # torch names the card in a tensor's handle, which two processes may number differently, on one kind of device only
+    # On CUDA only, torch puts the device index into a tensor's handle; two processes may number devices differently.
     "app/weight_sync/transport/ipc_payload.py": {"cuda", "CUDA_DEVICE_ARGUMENT"},
 }
-# SGLang's own words, which are the same on every device
-WORDS_OF_SGLANG = {"cuda_graph", "disable-cuda-graph", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"}
+# SGLang uses these names on every device.
+SGLANG_NAMES = {"cuda_graph", "disable-cuda-graph", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"}
 
 
-def spoken(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, token) of every name and text outside of comments and docstrings."""
+def tokens(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, token) of every name and string outside comments and docstrings."""
     source = path.read_text()
     docstrings = {
         (node.body[0].lineno, node.body[0].end_lineno)
@@ -44,31 +44,32 @@ def spoken(path: Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-def said(path: Path) -> list[str]:
+def device_names(path: Path) -> list[str]:
+    """Device names in a file, as "file:line: token"."""
     name = str(path.relative_to(APP.parent))
-    allowed = WORDS_OF_SGLANG | ALLOWED.get(name, set())
+    allowed = SGLANG_NAMES | ALLOWED.get(name, set())
     return [
         f"{name}:{line}: {text}"
-        for line, text in spoken(path)
+        for line, text in tokens(path)
         if NAMES.search(text) and text.strip("\"'") not in allowed
     ]
 
 
 def test_shared_code_names_no_device() -> None:
     outside = [path for path in APP.rglob("*.py") if SEAM not in path.parents]
-    assert [place for path in outside for place in said(path)] == []
+    assert [name for path in outside for name in device_names(path)] == []
 
 
-def test_the_seam_check_sees_names_and_ignores_comments(tmp_path: Path) -> None:
+def test_the_check_detects_names_and_ignores_comments(tmp_path: Path) -> None:
     file = APP / "device" / "npu.py"
-    assert any("hccl" in place for place in said(file))
+    assert any("hccl" in name for name in device_names(file))
     commented = tmp_path / "commented.py"
     commented.write_text('"""Runs on npu."""\n# as nccl does\nvalue = "cuda_graph"\n')
-    assert [text for _, text in spoken(commented) if NAMES.search(text)] == ['"cuda_graph"']
+    assert [text for _, text in tokens(commented) if NAMES.search(text)] == ['"cuda_graph"']
 
 
 def test_every_field_of_a_device_is_used() -> None:
-    """A value that nobody reads is a promise that nobody keeps."""
+    """A field without a reader would suggest support that does not exist."""
     source = "\n".join(path.read_text() for path in APP.rglob("*.py"))
     unused = [each.name for each in fields(Device) if not re.search(rf"(device|self|npu|cpu)\.{each.name}\b", source)]
     assert unused == []
@@ -88,7 +89,7 @@ def test_the_whole_application_imports_without_an_accelerator(monkeypatch: pytes
     import torch
 
     def poisoned(*_: object, **__: object) -> bool:
-        raise AssertionError("shared code asked for an accelerator")
+        raise AssertionError("shared code queried an accelerator")
 
     monkeypatch.setattr(torch.cuda, "is_available", poisoned)
     monkeypatch.setattr(torch.cuda, "device_count", poisoned)
@@ -97,15 +98,15 @@ def test_the_whole_application_imports_without_an_accelerator(monkeypatch: pytes
     assert device_of(DeviceKind.cpu).torch_device() == torch.device("cpu")
 
 
-def test_memory_is_asked_of_this_machine_for_cpu_only() -> None:
+def test_only_the_cpu_reports_the_memory_of_this_machine() -> None:
     memory = device_of(DeviceKind.cpu).memory_gib()
     assert memory is not None
     assert 0.5 < memory < 65_536
     assert device_of(DeviceKind.npu).memory_gib() is None
 
 
-def test_a_device_that_is_not_here_is_refused_in_one_sentence() -> None:
+def test_a_missing_device_is_rejected_in_one_sentence() -> None:
     from app.errors import ConfigError
 
-    with pytest.raises(ConfigError, match=r"device=npu cannot be used here: torch_npu does not import"):
+    with pytest.raises(ConfigError, match=r"device=npu is not available: torch_npu does not import"):
         device_of(DeviceKind.npu).require()

@@ -1,4 +1,4 @@
-"""What each rank of the sharding tests runs; started by `run`, which returns rank 0's full tensors."""
+"""Ranks of the sharding tests. `run` starts them and returns the full tensors of rank 0."""
 
 import os
 from pathlib import Path
@@ -30,11 +30,11 @@ def _rank(rank: int, rendezvous: Path, paths: list[Path], out: Path, options: li
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     try:
-        alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "ranks"))["ranks"]
-        gather_or_raise = init_device_mesh("cpu", (2,))
+        one_rank = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "ranks"))["ranks"]
+        two_ranks = init_device_mesh("cpu", (2,))
         runs = {
-            mesh.size(): [[_one(path, mesh, chosen) for path in paths] for chosen in options]
-            for mesh in (alone, gather_or_raise)
+            mesh.size(): [[_run(path, mesh, kwargs) for path in paths] for kwargs in options]
+            for mesh in (one_rank, two_ranks)
         }
         if rank == 0:
             torch.save(runs, out)
@@ -43,20 +43,24 @@ def _rank(rank: int, rendezvous: Path, paths: list[Path], out: Path, options: li
         dist.destroy_process_group()
 
 
-def _one(path: Path, mesh: Any, options: dict[str, Any]) -> Result:
-    """Each rank computes the whole batch: FSDP2 averages gradients over ranks, so they stay those of one rank."""
+def _run(path: Path, mesh: Any, options: dict[str, Any]) -> Result:
+    """Each rank computes the whole batch: FSDP2 averages gradients over ranks, so they equal those of one rank."""
     policy = load(path, mesh=mesh, device="cpu", **options)
     compute: dict[str, str] = {}
     policy.layers[0].mlp.register_forward_pre_hook(lambda *_: compute.update(_dtypes(policy.layers[0])))
-    given = batch(101)
-    logprobs, entropies = policy(**given.inputs, temperature=0.7, chunk_tokens=7)
-    (logprobs * weights(given)).sum().backward()
-    tensors, gradients, local_rows = {}, {}, {}
+    packed = batch(101)
+    logprobs, entropies = policy(**packed.inputs, temperature=0.7, chunk_tokens=7)
+    (logprobs * weights(packed)).sum().backward()
+
+    tensors: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
+    local_rows: dict[str, int] = {}
     for name, parameter in named_checkpoint_tensors(policy):
         assert isinstance(parameter, DTensor)
         local_rows[name] = parameter.to_local().shape[0]
         tensors[name] = _full(parameter)
         gradients[name] = _full(parameter.grad)
+
     return {
         "logprobs": logprobs.detach(),
         "entropies": entropies,
@@ -68,7 +72,7 @@ def _one(path: Path, mesh: Any, options: dict[str, Any]) -> Result:
 
 
 def _dtypes(layer: torch.nn.Module) -> dict[str, str]:
-    """What a layer's parameters are while it computes."""
+    """Dtypes of a layer's parameters during its forward pass."""
     return {name: str(parameter.dtype) for name, parameter in layer.named_parameters()}
 
 

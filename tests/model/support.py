@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.model.hf_import import transformers
-from app.model.tiny import tokenizer as characters
+from app.model.tiny.tokenizer import build_tokenizer
 
-LENGTHS = (5, 17, 3, 16, 9, 1)  # one of them without a completion token
+LENGTHS = (5, 17, 3, 16, 9, 1)  # the last one has no completion token
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Batch:
 
 
 def batch(vocabulary: int, lengths: tuple[int, ...] = LENGTHS, *, prompt: int = 2, seed: int = 0) -> Batch:
-    """Random sequences whose tokens from `prompt` on are the completion."""
+    """Random sequences with a prompt of `prompt` tokens each."""
     generator = torch.Generator().manual_seed(seed)
     sequences = [torch.randint(4, vocabulary, (length,), generator=generator) for length in lengths]
     return pack(sequences, prompt)
@@ -43,23 +43,24 @@ def pack(sequences: list[Tensor], prompt: int = 2) -> Batch:
     for sequence in sequences:
         starts.append(starts[-1] + len(sequence))
     logit_positions = [
-        start + place - 1
+        start + position - 1
         for start, sequence in zip(starts, sequences, strict=False)
-        for place in range(prompt, len(sequence))
+        for position in range(prompt, len(sequence))
     ]
-    packed, places = torch.cat(sequences), torch.tensor(logit_positions, dtype=torch.int64)
+    packed = torch.cat(sequences)
+    positions = torch.tensor(logit_positions, dtype=torch.int64)
     return Batch(
         sequences=sequences,
         input_ids=packed[None],
         position_ids=torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None],
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
-        logit_positions=places,
-        targets=packed[places + 1],
+        logit_positions=positions,
+        targets=packed[positions + 1],
     )
 
 
 def save_qwen3(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
-    """A random Qwen3 directory with grouped heads, wide enough weights to tell tokens apart."""
+    """Save a random Qwen3 with grouped heads. Its weights are wide enough to distinguish tokens."""
     config = transformers().Qwen3Config(
         vocab_size=101,  # odd, so that two ranks hold different numbers of rows
         hidden_size=32,
@@ -77,7 +78,7 @@ def save_qwen3(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
 
 
 def save_qwen35(folder: Path, *, seed: int = 0) -> Path:
-    """A random Qwen3.5 in the hub's layout: text model nested, with a vision tower and multi-token prediction."""
+    """Save a random Qwen3.5 in the layout of the hub: nested text model, vision tower, multi-token prediction."""
     text = {
         "vocab_size": 101,
         "hidden_size": 32,
@@ -119,15 +120,15 @@ def _save(kind: Any, config: Any, folder: Path, seed: int) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         kind(config).save_pretrained(folder)
-    characters.tokenizer(256).save_pretrained(folder)
+    build_tokenizer(256).save_pretrained(folder)
     return folder
 
 
-def reference(path: Path, given: Batch, temperature: float, prompt: int = 2) -> tuple[Any, Tensor, Tensor]:
-    """transformers' own forward of each sequence alone: the model, log-probabilities [N] and entropies [N]."""
+def reference(path: Path, packed: Batch, temperature: float, prompt: int = 2) -> tuple[Any, Tensor, Tensor]:
+    """Run transformers on each sequence alone: the model, log-probabilities [N] and entropies [N]."""
     model = transformers().AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
     logprobs, entropies = [], []
-    for sequence in given.sequences:
+    for sequence in packed.sequences:
         if len(sequence) <= prompt:
             continue
         logits = model(input_ids=sequence[None], use_cache=False).logits[0, prompt - 1 : -1] / temperature
@@ -137,11 +138,11 @@ def reference(path: Path, given: Batch, temperature: float, prompt: int = 2) -> 
     return model, torch.cat(logprobs), torch.cat(entropies)
 
 
-def weights(given: Batch) -> Tensor:
-    """A made-up loss: log-probabilities times these [N]."""
-    return torch.linspace(-1.0, 1.0, len(given.targets))
+def weights(packed: Batch) -> Tensor:
+    """Weights [N] of the log-probabilities in a test loss."""
+    return torch.linspace(-1.0, 1.0, len(packed.targets))
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
-    """Largest difference over the largest value."""
+    """Largest difference relative to the largest value."""
     return ((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-12)).item()

@@ -1,4 +1,4 @@
-"""The varlen kernel is asked for what the buckets compute, whichever version of it torch has."""
+"""The varlen kernel is called for the same result as the buckets, in every version of its signature."""
 
 import inspect
 from collections.abc import Callable
@@ -9,20 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from app.model.attention import packed, varlen, varlen_kernel
+from app.model.packing import Packing
 from tests.model.test_packing import packing
 
-HEADS, GROUPS, WIDTH, LENGTHS = 6, 2, 8, [5, 1, 9, 4]
+HEADS = 6
+KV_HEADS = 2
+WIDTH = 8
+LENGTHS = [5, 1, 9, 4]
 
 
-def plainly(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, scale: float) -> Tensor:
-    """[T, H, D] from loops in float64."""
+def attention_by_loops(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    """Causal attention [T, H, D] from loops in float64."""
     out = torch.zeros_like(query)
-    for start, end in pairwise(borders.tolist()):
+    for start, end in pairwise(cu_seqlens.tolist()):
         for head in range(query.shape[1]):
-            own = head * key.shape[1] // query.shape[1]
-            for place in range(start, end):
-                weights = (key[start : place + 1, own] @ query[place, head] * scale).softmax(0)
-                out[place, head] = weights @ value[start : place + 1, own]
+            kv_head = head * key.shape[1] // query.shape[1]
+            for token in range(start, end):
+                weights = (key[start : token + 1, kv_head] @ query[token, head] * scale).softmax(0)
+                out[token, head] = weights @ value[start : token + 1, kv_head]
     return out
 
 
@@ -36,11 +40,11 @@ def first_version(
     max_k: int,
     is_causal: bool = False,
 ) -> Tensor:
-    """As torch had it first: no scale, no grouped heads."""
+    """The first signature in torch: no scale, no grouped heads."""
     assert is_causal
     assert max_q == max_k == max(LENGTHS)
     assert key.shape == value.shape == query.shape
-    return plainly(query, key, value, cu_seq_q, query.shape[2] ** -0.5)
+    return attention_by_loops(query, key, value, cu_seq_q, query.shape[2] ** -0.5)
 
 
 def later_version(
@@ -56,27 +60,27 @@ def later_version(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As torch 2.13 has it."""
+    """The signature in torch 2.13."""
     assert window_size == (-1, 0)
     assert enable_gqa
-    assert key.shape[1] == GROUPS
-    return plainly(query, key, value, cu_seq_k, query.shape[2] ** -0.5 if scale is None else scale)
+    assert key.shape[1] == KV_HEADS
+    return attention_by_loops(query, key, value, cu_seq_k, query.shape[2] ** -0.5 if scale is None else scale)
 
 
 @pytest.mark.parametrize("kernel", [first_version, later_version])
 @pytest.mark.parametrize("scaling", [None, 0.2])
-def test_the_kernel_is_asked_for_what_the_buckets_compute(kernel: Callable[..., Tensor], scaling: float | None) -> None:
+def test_the_kernel_call_equals_the_buckets(kernel: Callable[..., Tensor], scaling: float | None) -> None:
     torch.manual_seed(0)
     tokens = sum(LENGTHS)
     query = torch.randn(1, HEADS, tokens, WIDTH, dtype=torch.float64)
-    key, value = torch.randn(2, 1, GROUPS, tokens, WIDTH, dtype=torch.float64)
+    key, value = torch.randn(2, 1, KV_HEADS, tokens, WIDTH, dtype=torch.float64)
     layout = packing(LENGTHS)
     bucketed, _ = packed(nn.Module(), query, key, value, None, packing=layout, scaling=scaling)
-    asked = varlen(kernel, query, key, value, layout, scaling)
-    torch.testing.assert_close(asked, bucketed.squeeze(0), rtol=1e-10, atol=1e-12)
+    by_kernel = varlen(kernel, query, key, value, layout, scaling)
+    torch.testing.assert_close(by_kernel, bucketed.squeeze(0), rtol=1e-10, atol=1e-12)
 
 
-def test_torchs_own_kernel_takes_these_arguments() -> None:
+def test_the_kernel_of_torch_has_this_signature() -> None:
     kernel = varlen_kernel()
     if kernel is None:
         pytest.skip("this torch has no varlen attention")
@@ -89,15 +93,14 @@ def test_torchs_own_kernel_takes_these_arguments() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_the_kernel_equals_the_buckets_on_a_device(width: int) -> None:
-    """Forward and gradients in bfloat16, within what bfloat16 rounds away."""
+    """Forward and gradients in bfloat16, within its rounding error."""
     torch.manual_seed(0)
     kernel = varlen_kernel()
     assert kernel is not None
-    layout = packing([700, 33, 1, 290])
-    made = [torch.randn(1, heads, 1024, width, device="cuda") for heads in (8, 2, 2)]
-    inputs = [each.bfloat16().requires_grad_() for each in made]
+    layout = Packing.of(packing([700, 33, 1, 290]).cu_seqlens.cuda())
+    random = [torch.randn(1, heads, 1024, width, device="cuda") for heads in (8, 2, 2)]
+    inputs = [each.bfloat16().requires_grad_() for each in random]
     exact = [each.detach().float().requires_grad_() for each in inputs]
-    layout = type(layout)(**{k: v.cuda() if isinstance(v, Tensor) else v for k, v in vars(layout).items()})
     fast = varlen(kernel, *inputs, layout, None)
     slow, _ = packed(nn.Module(), *exact, None, packing=layout)
     torch.testing.assert_close(fast.float(), slow.squeeze(0), rtol=2e-2, atol=2e-2)

@@ -1,4 +1,4 @@
-"""Where models come from, and the sentence for each thing that is wrong with a directory."""
+"""Locating models, and the one-sentence error for each defect of a directory."""
 
 import json
 from pathlib import Path
@@ -12,29 +12,29 @@ from app.model.hf_import import transformers
 from tests.model.support import save_qwen3
 
 
-def test_a_local_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_local_directory_is_returned_unchanged(tmp_path: Path) -> None:
     path = save_qwen3(tmp_path / "qwen3")
     assert locate(ModelConfig(path=str(path)), seed=0) == path
 
 
 @pytest.mark.parametrize(
-    ("removed", "said"),
+    ("removed", "message"),
     [("config.json", "no config.json"), ("tokenizer.json", "with a tokenizer"), ("model.safetensors", "has none")],
 )
-def test_an_incomplete_directory_is_one_sentence(removed: str, said: str, tmp_path: Path) -> None:
+def test_an_incomplete_directory_is_rejected_in_one_sentence(removed: str, message: str, tmp_path: Path) -> None:
     path = save_qwen3(tmp_path / "qwen3")
     (path / removed).unlink()
-    with pytest.raises(ConfigError, match=rf"^model\.path={path} is not accepted: give .*{said}.*\.$"):
+    with pytest.raises(ConfigError, match=rf"^model\.path={path} is not accepted: give .*{message}.*\.$"):
         locate(ModelConfig(path=str(path)), seed=0)
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./no-such-model", "a/b/c"])
-def test_a_missing_directory_is_one_sentence_without_asking_the_hub(path: str) -> None:
+def test_a_missing_directory_is_rejected_without_querying_the_hub(path: str) -> None:
     with pytest.raises(ConfigError, match=rf"^model\.path={path} is not accepted: give a directory"):
         locate(ModelConfig(path=path), seed=0)
 
 
-def test_a_hub_model_that_cannot_be_fetched_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_model_that_cannot_be_downloaded_is_rejected_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"^model\.path=nobody/nothing is not accepted: .*hub model.*\.$"):
         locate(ModelConfig(path="nobody/nothing"), seed=0)
@@ -43,14 +43,14 @@ def test_a_hub_model_that_cannot_be_fetched_is_one_sentence(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("file", "content"), [("tokenizer.json", "{"), ("tokenizer.json", "{}"), ("tokenizer_config.json", "[]")]
 )
-def test_a_broken_tokenizer_is_one_sentence(file: str, content: str, tmp_path: Path) -> None:
+def test_a_broken_tokenizer_is_rejected_in_one_sentence(file: str, content: str, tmp_path: Path) -> None:
     path = save_qwen3(tmp_path / "qwen3")
     (path / file).write_text(content)
     with pytest.raises(ConfigError, match="tokenizer can be read"):
         load_tokenizer(path)
 
 
-def test_a_tokenizer_of_the_general_class_is_the_one_that_transformers_chooses(tmp_path: Path) -> None:
+def test_the_general_tokenizer_class_equals_the_choice_of_transformers(tmp_path: Path) -> None:
     path = save_qwen3(tmp_path / "qwen3")
     assert json.loads((path / "tokenizer_config.json").read_text())["tokenizer_class"] == GENERAL
     ours, theirs = load_tokenizer(path), transformers().AutoTokenizer.from_pretrained(path)
@@ -61,7 +61,7 @@ def test_a_tokenizer_of_the_general_class_is_the_one_that_transformers_chooses(t
 
 
 @pytest.mark.parametrize(
-    ("change", "refused"),
+    ("change", "rejected"),
     [
         ({"sliding_window": 64, "use_sliding_window": True}, True),
         ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, True),
@@ -71,15 +71,15 @@ def test_a_tokenizer_of_the_general_class_is_the_one_that_transformers_chooses(t
         ({"sliding_window": None}, False),
     ],
 )
-def test_a_sliding_window_that_would_matter_is_refused(
-    change: dict[str, object], refused: bool, tmp_path: Path
+def test_a_sliding_window_shorter_than_the_sequences_is_rejected(
+    change: dict[str, object], rejected: bool, tmp_path: Path
 ) -> None:
     path = save_qwen3(tmp_path / "qwen3")
     config = json.loads((path / "config.json").read_text())
     config.pop("layer_types", None)
     (path / "config.json").write_text(json.dumps(config | change))
-    if refused:
-        with pytest.raises(ConfigError, match="its window of 64 tokens is not built for this device"):
+    if rejected:
+        with pytest.raises(ConfigError, match="its sliding window of 64 tokens is not supported on this device"):
             require_window(path, tokens=100, attention="packed")
     else:
         require_window(path, tokens=100, attention="packed")

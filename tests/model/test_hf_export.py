@@ -1,4 +1,4 @@
-"""An export is the directory it came from with other numbers in it."""
+"""An export is its source directory with other values in the trained tensors."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from app.errors import RunError
-from app.model import hf_export as exporting
+from app.model import hf_export
 from app.model.hf_directory import load_tokenizer
 from app.model.hf_export import export
 from app.model.hf_import import transformers
@@ -18,7 +18,7 @@ from tests.model.support import batch, save_qwen3, save_qwen35
 
 
 def trained(path: Path) -> PolicyModel:
-    """A policy that has moved away from its checkpoint."""
+    """A policy whose parameters differ from its checkpoint."""
     policy = load(path, mesh=None, device="cpu")
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -35,12 +35,12 @@ def state(policy: PolicyModel) -> dict[str, torch.Tensor]:
 def test_a_reloaded_export_is_bit_equal(
     tied: bool, file_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporting, "FILE_BYTES", file_bytes)
+    monkeypatch.setattr(hf_export, "FILE_BYTES", file_bytes)
     policy = trained(save_qwen3(tmp_path / "source", tied=tied))
     export(tmp_path / "source", state(policy).items(), tmp_path / "out", torch.float32)
     again = load(tmp_path / "out", mesh=None, device="cpu")
-    given = batch(101).inputs
-    assert torch.equal(again(**given, temperature=1.0)[0], policy(**given, temperature=1.0)[0])
+    inputs = batch(101).inputs
+    assert torch.equal(again(**inputs, temperature=1.0)[0], policy(**inputs, temperature=1.0)[0])
     theirs = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for name, tensor in state(policy).items():
         assert torch.equal(theirs.state_dict()[name], tensor), name
@@ -51,7 +51,7 @@ def test_a_reloaded_export_is_bit_equal(
     )
 
 
-def test_what_was_not_trained_is_copied_and_a_stale_tied_head_is_left_out(tmp_path: Path) -> None:
+def test_untrained_tensors_are_copied_and_a_stale_tied_head_is_dropped(tmp_path: Path) -> None:
     source = save_qwen3(tmp_path / "source")
     policy = trained(source)
     extra = {"model.visual.patch.weight": torch.randn(3, 5), "lm_head.weight": torch.randn(101, 32)}
@@ -64,7 +64,7 @@ def test_what_was_not_trained_is_copied_and_a_stale_tied_head_is_left_out(tmp_pa
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_without_a_dtype_each_tensor_keeps_the_one_of_the_source(tmp_path: Path) -> None:
+def test_without_a_dtype_each_tensor_keeps_the_dtype_of_the_source(tmp_path: Path) -> None:
     source = save_qwen3(tmp_path / "source")
     policy = trained(source)
     tensors = load_file(source / "model.safetensors")
@@ -75,7 +75,7 @@ def test_without_a_dtype_each_tensor_keeps_the_one_of_the_source(tmp_path: Path)
     assert {name: tensor.dtype for name, tensor in written.items()} == {name: t.dtype for name, t in mixed.items()}
 
 
-def test_a_used_directory_and_an_unknown_tensor_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+def test_a_non_empty_directory_and_an_unknown_tensor_are_rejected_without_leftovers(tmp_path: Path) -> None:
     source = save_qwen3(tmp_path / "source")
     with pytest.raises(RunError, match="no tensor named model\\.extra"):
         export(source, [("model.extra", torch.zeros(1))], tmp_path / "out", None)
@@ -84,7 +84,7 @@ def test_a_used_directory_and_an_unknown_tensor_are_refused_and_leave_nothing(tm
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
 
 
-def test_qwen35_keeps_the_hub_names_and_what_only_the_hub_has(tmp_path: Path) -> None:
+def test_qwen35_keeps_the_hub_names_and_the_tensors_of_the_hub_model_only(tmp_path: Path) -> None:
     source = save_qwen35(tmp_path / "source")
     policy = trained(source)
     names = list(state(policy))
@@ -96,8 +96,8 @@ def test_qwen35_keeps_the_hub_names_and_what_only_the_hub_has(tmp_path: Path) ->
     for name in before:
         assert torch.equal(before[name], after[name]) is (name not in names), name
     again = load(tmp_path / "out", mesh=None, device="cpu")
-    given = batch(101).inputs
-    assert torch.equal(again(**given, temperature=1.0)[0], policy(**given, temperature=1.0)[0])
+    inputs = batch(101).inputs
+    assert torch.equal(again(**inputs, temperature=1.0)[0], policy(**inputs, temperature=1.0)[0])
     whole = transformers().AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
     assert torch.equal(
         whole.state_dict()["model.language_model.norm.weight"], after["model.language_model.norm.weight"]

@@ -1,4 +1,4 @@
-"""The chunked head against full logits in float64."""
+"""The chunked LM head against full logits in float64."""
 
 import math
 
@@ -31,25 +31,25 @@ def test_logprobs_and_entropies_equal_a_loop_over_tokens() -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 13, 100])
-@pytest.mark.parametrize("parts", ["logprobs", "entropy", "both"])
-def test_gradients_equal_those_of_full_logits(chunk_tokens: int, parts: str) -> None:
+@pytest.mark.parametrize("terms", ["logprobs", "entropy", "both"])
+def test_gradients_equal_those_of_full_logits(chunk_tokens: int, terms: str) -> None:
     generator = torch.Generator().manual_seed(1)
-    of_logprobs = torch.randn(TOKENS, generator=generator, dtype=torch.float64) * (parts != "entropy")
-    of_entropy = torch.randn(TOKENS, generator=generator, dtype=torch.float64) * (parts != "logprobs")
+    grad_logprobs = torch.randn(TOKENS, generator=generator, dtype=torch.float64) * (terms != "entropy")
+    grad_entropy = torch.randn(TOKENS, generator=generator, dtype=torch.float64) * (terms != "logprobs")
 
     hidden, weight, targets = inputs()
     logs = torch.log_softmax(hidden @ weight.T / TEMPERATURE, dim=1)
     entropies = -(logs.exp() * logs).sum(dim=1)
-    (logs.gather(1, targets[:, None]).squeeze(1) @ of_logprobs + entropies @ of_entropy).backward()
+    (logs.gather(1, targets[:, None]).squeeze(1) @ grad_logprobs + entropies @ grad_entropy).backward()
     expected = hidden.grad, weight.grad
 
     hidden, weight, targets = inputs()
-    with_entropy = parts != "logprobs"
+    with_entropy = terms != "logprobs"
     logprobs, entropies = token_logprobs(
         hidden, weight, targets, TEMPERATURE, entropy_gradient=with_entropy, chunk_tokens=chunk_tokens
     )
-    loss = logprobs @ of_logprobs if parts != "entropy" else entropies @ of_entropy
-    (loss + entropies @ of_entropy if parts == "both" else loss).backward()
+    loss = logprobs @ grad_logprobs if terms != "entropy" else entropies @ grad_entropy
+    (loss + entropies @ grad_entropy if terms == "both" else loss).backward()
     for ours, theirs in zip((hidden.grad, weight.grad), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 

@@ -1,4 +1,4 @@
-"""What `load` refuses, and what it computes that no checkpoint holds."""
+"""Checkpoints that `load` rejects, and buffers that it computes."""
 
 from pathlib import Path
 
@@ -20,11 +20,11 @@ def path(tmp_path: Path) -> Path:
 
 def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> None:
     tensors = load_file(path / "model.safetensors") | change
-    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(kept, path / "model.safetensors")
+    remaining = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(remaining, path / "model.safetensors")
 
 
-def test_parameters_and_computed_buffers_equal_transformers_own(path: Path) -> None:
+def test_parameters_and_computed_buffers_equal_those_of_transformers(path: Path) -> None:
     theirs = transformers().AutoModelForCausalLM.from_pretrained(path)
     ours = load(path, mesh=None, device="cpu")
     assert ours.training
@@ -42,7 +42,7 @@ def test_a_missing_tensor_is_named(path: Path) -> None:
         load(path, mesh=None, device="cpu")
 
 
-def test_tensors_left_over_are_named_but_not_by_the_hundred(path: Path) -> None:
+def test_unexpected_tensors_are_named_up_to_a_limit(path: Path) -> None:
     rewrite(path, {f"adapter.{index}": torch.zeros(1) for index in range(7)})
     with pytest.raises(ConfigError, match=r"also has adapter\.0, .*, adapter\.4 and 2 more\.$"):
         load(path, mesh=None, device="cpu")
@@ -50,27 +50,27 @@ def test_tensors_left_over_are_named_but_not_by_the_hundred(path: Path) -> None:
 
 def test_a_tensor_of_another_shape_is_named(path: Path) -> None:
     rewrite(path, {"model.norm.weight": torch.ones(31)})
-    with pytest.raises(ConfigError, match=r"has in another shape model\.norm\.weight \(31,\) for \(32,\)\.$"):
+    with pytest.raises(ConfigError, match=r"has in another shape model\.norm\.weight \(31,\) instead of \(32,\)\.$"):
         load(path, mesh=None, device="cpu")
 
 
-def test_a_stored_copy_of_a_tied_head_is_no_error(path: Path) -> None:
+def test_a_stored_copy_of_a_tied_head_is_accepted(path: Path) -> None:
     rewrite(path, {"lm_head.weight": load_file(path / "model.safetensors")["model.embed_tokens.weight"].clone()})
     assert "lm_head.weight" not in dict(named_checkpoint_tensors(load(path, mesh=None, device="cpu")))
 
 
-def test_a_broken_file_is_one_sentence(path: Path) -> None:
+def test_a_broken_file_is_rejected_in_one_sentence(path: Path) -> None:
     (path / "model.safetensors").write_bytes(b"no tensors here")
     with pytest.raises(ConfigError, match="safetensors can be read"):
         load(path, mesh=None, device="cpu")
 
 
-def test_something_that_is_no_causal_language_model_is_one_sentence(path: Path) -> None:
+def test_anything_but_a_causal_language_model_is_rejected_in_one_sentence(path: Path) -> None:
     (path / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(ConfigError, match=r"^model\.path=.* transformers can build .*\.$"):
         load(path, mesh=None, device="cpu")
 
 
-def test_mixed_precision_needs_a_mesh(path: Path) -> None:
+def test_mixed_precision_requires_a_mesh(path: Path) -> None:
     with pytest.raises(ValueError, match="without a mesh"):
         load(path, mesh=None, device="cpu", compute_dtype=torch.bfloat16)

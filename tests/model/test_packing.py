@@ -1,4 +1,4 @@
-"""Padding and unpadding are inverses, and each one's gradient is the other."""
+"""Padding and unpadding are inverses, and each is the gradient of the other."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def packing(lengths: list[int]) -> Packing:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
-def test_every_token_comes_back_and_padding_stands_to_the_right(lengths: list[int]) -> None:
+def test_every_token_is_restored_and_padding_is_on_the_right(lengths: list[int]) -> None:
     layout = packing(lengths)
     tokens = torch.arange(sum(lengths), dtype=torch.float64)[:, None]
     rows = [row for bucket in layout.pad(tokens) for row in bucket[:, :, 0].tolist()]
@@ -24,12 +24,12 @@ def test_every_token_comes_back_and_padding_stands_to_the_right(lengths: list[in
     assert sorted(row[0] for row in rows) == sorted(starts)
     for row in rows:
         length = starts[row[0]]
-        assert row == [row[0] + min(place, length - 1) for place in range(len(row))]
+        assert row == [row[0] + min(column, length - 1) for column in range(len(row))]
         assert length >= FILLED * len(row)
     assert torch.equal(layout.unpad(layout.pad(tokens)), tokens)
 
 
-def test_gradients_equal_those_of_torch_indexing_with_padding_left_out() -> None:
+def test_gradients_equal_those_of_torch_indexing_without_padding() -> None:
     layout = packing([3, 1, 7, 6])
     x = torch.randn(17, 2, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(17, 2, dtype=torch.float64)
@@ -38,7 +38,7 @@ def test_gradients_equal_those_of_torch_indexing_with_padding_left_out() -> None
     torch.testing.assert_close(x.grad, x.detach().cos() * weights, rtol=1e-12, atol=1e-12)
 
 
-def test_garbage_at_padding_reaches_nothing() -> None:
+def test_values_at_padding_have_no_effect() -> None:
     layout = packing([4, 3])
     x = torch.ones(7, 1, requires_grad=True)
     (bucket,) = layout.pad(x)
@@ -48,13 +48,13 @@ def test_garbage_at_padding_reaches_nothing() -> None:
     assert x.grad.flatten().tolist() == [1.0] * 7
 
 
-@pytest.mark.parametrize("borders", [[0], [0, 3, 3], [1, 4]])
-def test_wrong_borders_are_refused(borders: list[int]) -> None:
+@pytest.mark.parametrize("boundaries", [[0], [0, 3, 3], [1, 4]])
+def test_invalid_boundaries_are_rejected(boundaries: list[int]) -> None:
     with pytest.raises(ValueError, match="cu_seqlens"):
-        Packing.of(torch.tensor(borders))
+        Packing.of(torch.tensor(boundaries))
 
 
-def test_linear_attention_is_packed_only_where_borders_are_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_linear_attention_is_packed_only_if_boundaries_are_respected(tmp_path_factory: pytest.TempPathFactory) -> None:
     from app.model.hf_import import transformers
 
     full, linear = (

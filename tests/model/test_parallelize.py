@@ -1,4 +1,4 @@
-"""One and two FSDP2 ranks give what a plain module gives."""
+"""FSDP2 on one and two ranks equals a plain module."""
 
 from pathlib import Path
 
@@ -26,25 +26,25 @@ def all_runs(paths: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dic
 
 @pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
 def runs(request: pytest.FixtureRequest, all_runs: dict[int, sharded.Runs]) -> sharded.Runs:
-    """In float32; in bf16 with activation checkpointing."""
+    """Two sets of options: float32, and bf16 with activation checkpointing."""
     return all_runs[request.param]
 
 
 @pytest.fixture
 def results(runs: sharded.Runs) -> list[sharded.Result]:
-    """In float32, by kind of model."""
+    """Float32 results by kind of model."""
     return runs[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_shards_give_the_same_logprobs_and_gradients_as_a_plain_module(
+def test_logprobs_and_gradients_of_shards_equal_those_of_a_plain_module(
     kind: str, paths: list[Path], results: list[sharded.Result]
 ) -> None:
     path, ours = paths[KINDS.index(kind)], results[KINDS.index(kind)]
     policy = load(path, mesh=None, device="cpu")
-    given = batch(101)
-    logprobs, entropies = policy(**given.inputs, temperature=0.7)
-    (logprobs * weights(given)).sum().backward()
+    packed = batch(101)
+    logprobs, entropies = policy(**packed.inputs, temperature=0.7)
+    (logprobs * weights(packed)).sum().backward()
     assert relative(ours["logprobs"], logprobs.detach()) < 1e-5
     assert relative(ours["entropies"], entropies) < 1e-5
     plain = dict(named_checkpoint_tensors(policy))
@@ -68,9 +68,9 @@ def test_bf16_shards_equal_a_plain_module_of_bf16_parameters(kind: str, paths: l
     for name, parameter in policy.named_parameters():
         if not name.endswith(("A_log", "dt_bias", "conv1d.weight")):
             parameter.data = parameter.data.bfloat16()
-    given = batch(101)
-    logprobs, _ = policy(**given.inputs, temperature=0.7, chunk_tokens=7)
-    (logprobs * weights(given)).sum().backward()
+    packed = batch(101)
+    logprobs, _ = policy(**packed.inputs, temperature=0.7, chunk_tokens=7)
+    (logprobs * weights(packed)).sum().backward()
     assert mixed["logprobs"].dtype == torch.float32
     assert relative(mixed["logprobs"], logprobs.detach()) < 1e-6
     for name, parameter in named_checkpoint_tensors(policy):
@@ -83,7 +83,7 @@ def test_bf16_shards_equal_a_plain_module_of_bf16_parameters(kind: str, paths: l
 def test_decays_of_linear_attention_compute_in_float32_beside_bf16(runs: sharded.Runs) -> None:
     exact, mixed = (results[KINDS.index("qwen35")] for results in runs)
     assert set(exact["compute"].values()) == {"torch.float32"}
-    kept = {name: dtype for name, dtype in mixed["compute"].items() if dtype == "torch.float32"}
-    assert {name.rpartition(".")[2] for name in kept if "conv1d" not in name} == {"A_log", "dt_bias"}
+    float32 = {name: dtype for name, dtype in mixed["compute"].items() if dtype == "torch.float32"}
+    assert {name.rpartition(".")[2] for name in float32 if "conv1d" not in name} == {"A_log", "dt_bias"}
     assert mixed["compute"]["linear_attn.in_proj_qkv.weight"] == "torch.bfloat16"
     assert mixed["compute"]["mlp.up_proj.weight"] == "torch.bfloat16"

@@ -1,4 +1,4 @@
-"""A packed pass is what transformers computes for each sequence alone."""
+"""A packed pass equals transformers on each sequence alone."""
 
 from pathlib import Path
 
@@ -22,9 +22,9 @@ def plain(path: Path, **options: bool) -> PolicyModel:
 
 
 def test_packed_logprobs_and_entropies_equal_those_of_each_sequence_alone(path: Path) -> None:
-    given = batch(101)
-    _, logprobs, entropies = reference(path, given, TEMPERATURE)
-    ours, our_entropies = plain(path)(**given.inputs, temperature=TEMPERATURE)
+    packed = batch(101)
+    _, logprobs, entropies = reference(path, packed, TEMPERATURE)
+    ours, our_entropies = plain(path)(**packed.inputs, temperature=TEMPERATURE)
     assert ours.dtype == our_entropies.dtype == torch.float32
     assert relative(ours, logprobs) < 1e-5
     assert relative(our_entropies, entropies) < 1e-5
@@ -33,22 +33,22 @@ def test_packed_logprobs_and_entropies_equal_those_of_each_sequence_alone(path: 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_packed_gradients_equal_the_sum_over_sequences_alone(path: Path, checkpointing: bool) -> None:
-    given = batch(101)
-    model, logprobs, _ = reference(path, given, TEMPERATURE)
-    (logprobs * weights(given)).sum().backward()
+    packed = batch(101)
+    model, logprobs, _ = reference(path, packed, TEMPERATURE)
+    (logprobs * weights(packed)).sum().backward()
     policy = plain(path, activation_checkpointing=checkpointing)
-    ours, _ = policy(**given.inputs, temperature=TEMPERATURE, chunk_tokens=7)
-    (ours * weights(given)).sum().backward()
+    ours, _ = policy(**packed.inputs, temperature=TEMPERATURE, chunk_tokens=7)
+    (ours * weights(packed)).sum().backward()
     theirs = dict(model.named_parameters())
     for name, parameter in policy.causal_lm.named_parameters():
         assert relative(parameter.grad, theirs[name].grad) < 1e-5, name
 
 
-def test_no_token_sees_another_sequence(path: Path) -> None:
-    given = batch(101)
+def test_no_token_attends_to_another_sequence(path: Path) -> None:
+    packed = batch(101)
     policy = plain(path)
-    before, _ = policy(**given.inputs, temperature=1.0)
-    sequences = [sequence.clone() for sequence in given.sequences]
+    before, _ = policy(**packed.inputs, temperature=1.0)
+    sequences = [sequence.clone() for sequence in packed.sequences]
     sequences[1] = torch.flip(sequences[1], [0])
     after, _ = policy(**pack(sequences).inputs, temperature=1.0)
     first = len(sequences[0]) - 2
@@ -59,18 +59,18 @@ def test_no_token_sees_another_sequence(path: Path) -> None:
     assert (before[changed] - after[changed]).abs().max() > 0.1
 
 
-def test_no_token_sees_what_follows_it(path: Path) -> None:
-    given = batch(101)
+def test_no_token_attends_to_later_tokens(path: Path) -> None:
+    packed = batch(101)
     policy = plain(path)
-    before, _ = policy(**given.inputs, temperature=1.0)
-    sequences = [sequence.clone() for sequence in given.sequences]
+    before, _ = policy(**packed.inputs, temperature=1.0)
+    sequences = [sequence.clone() for sequence in packed.sequences]
     sequences[1][-1] = 4 + (sequences[1][-1] - 3) % 97  # another last token
     after, _ = policy(**pack(sequences).inputs, temperature=1.0)
     different = (before != after).nonzero().flatten().tolist()
     assert different == [len(sequences[0]) - 2 + len(sequences[1]) - 3]
 
 
-def test_a_pass_without_completion_tokens_still_has_zero_gradients(path: Path) -> None:
+def test_a_pass_without_completion_tokens_has_zero_gradients(path: Path) -> None:
     policy = plain(path)
     logprobs, _ = policy(**batch(101, (2,)).inputs, temperature=1.0)
     assert logprobs.shape == (0,)

@@ -1,9 +1,12 @@
-"""`model=tiny`: a tiny Qwen3 with a character tokenizer, made on first use, that RL can visibly improve in a minute.
+"""Create the tiny models: small enough that RL improves them visibly within a minute, even on a CPU.
 
-`model=tiny_qwen35` is its sister of the second model family, whose warm-up takes a minute instead of ten seconds. Each
-is a normal Hugging Face directory, so that nothing downstream knows that it is special. Always holds: the folder's name
-is a hash of everything that decides its content; the same name means the same bytes on the same machine; a folder under
-its final name is complete (it is written elsewhere and renamed).
+`model=tiny` is a tiny Qwen3 with a character tokenizer, created on first use in about ten seconds. `model=tiny_qwen35`
+is a tiny Qwen3.5, whose warm-up takes a minute. Both are ordinary Hugging Face directories.
+
+Invariants:
+- The name of the folder is a hash of everything that determines its content: the same name means the same bytes on the
+  same machine.
+- A folder under its final name is complete: it is written under a temporary name and renamed.
 """
 
 import hashlib
@@ -21,19 +24,21 @@ from app.config.data import ArithmeticConfig
 from app.config.model import Family, ModelConfig, TinyConfig
 from app.data.arithmetic import problems
 from app.model.hf_import import transformers
-from app.model.tiny import tokenizer as characters
+from app.model.tiny.tokenizer import build_tokenizer
 
-RECIPE = 4  # raise it when the recipe below or in warmup.py changes
+RECIPE = 4  # increment when the recipe below or in warmup.py changes
 MAX_POSITIONS = 4096  # tokens
-FULL_ATTENTION_INTERVAL = 2  # of the Qwen3.5 kind: layers 1, 3, … have full attention
+FULL_ATTENTION_INTERVAL = 2  # Qwen3.5 only: layers 1, 3, … have full attention
 DEFAULT_CACHE = Path("~/.cache/hydra-posttrain")
 
 
 def ensure(config: ModelConfig, *, seed: int) -> Path:
-    """The tiny model's directory, made now if it is not there yet (about ten seconds on one core).
+    """Return the directory of the tiny model, creating it if necessary (about ten seconds on one core).
 
-    Two processes may make it at once: both get the same, complete directory. Raises `ConfigError` when the warm-up
-    cannot meet the accuracies asked for.
+    Safe to call from several processes at once: all get the same, complete directory.
+
+    Raises:
+        ConfigError: If the warm-up misses the configured accuracies.
     """
     tiny = config.tiny
     cache = Path(tiny.cache) if tiny.cache else DEFAULT_CACHE
@@ -41,43 +46,47 @@ def ensure(config: ModelConfig, *, seed: int) -> Path:
     folder = cache / f"tiny-{_content_hash(tiny, seed)}"
     if folder.is_dir():
         return folder
+
     cache.mkdir(parents=True, exist_ok=True)
-    making = Path(tempfile.mkdtemp(prefix=".making-", dir=cache))
+    temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=cache))
     try:
-        _make(tiny, seed, making)
-        making.chmod(0o755)  # mkdtemp's folder is the maker's alone
+        _create(tiny, seed, temporary)
+        # mkdtemp creates a folder for its owner only.
+        temporary.chmod(0o755)
         try:
-            making.rename(folder)
+            temporary.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process was faster
+            # Otherwise another process created it first.
+            if not folder.is_dir():
                 raise
     finally:
-        shutil.rmtree(making, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
 def _content_hash(tiny: TinyConfig, seed: int) -> str:
-    decides = {key: value for key, value in asdict(tiny).items() if key not in ("cache", "family")}
-    decides |= {"family": tiny.family.name, "seed": seed, "recipe": RECIPE, "arithmetic": asdict(ArithmeticConfig())}
-    decides |= {package: version(package) for package in ("torch", "transformers", "tokenizers")}
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    inputs = {key: value for key, value in asdict(tiny).items() if key not in ("cache", "family")}
+    inputs |= {"family": tiny.family.name, "seed": seed, "recipe": RECIPE, "arithmetic": asdict(ArithmeticConfig())}
+    inputs |= {package: version(package) for package in ("torch", "transformers", "tokenizers")}
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _make(tiny: TinyConfig, seed: int, folder: Path) -> None:
+def _create(tiny: TinyConfig, seed: int, folder: Path) -> None:
     from app.model.tiny.warmup import warm_up
 
     train, held_out = problems(ArithmeticConfig(), seed)
-    tokenizer = characters.tokenizer(MAX_POSITIONS)
+    tokenizer = build_tokenizer(MAX_POSITIONS)
     with _reproducible(seed):
         model = _qwen3(tiny, tokenizer) if tiny.family is Family.qwen3 else _qwen35(tiny, tokenizer)
         warm_up(model, tokenizer, train, held_out, tiny, seed)
+
     model.generation_config = transformers().GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if tiny.family is Family.qwen35:
-        _name_interval(folder / "config.json")
+        _add_interval(folder / "config.json")
 
 
 def _qwen3(tiny: TinyConfig, tokenizer: Any) -> Any:
@@ -86,9 +95,11 @@ def _qwen3(tiny: TinyConfig, tokenizer: Any) -> Any:
 
 
 def _qwen35(tiny: TinyConfig, tokenizer: Any) -> Any:
-    """The text model alone. A quarter of each head is rotated, as in the family's real models."""
-    package, size = transformers(), tiny.hidden // tiny.heads
-    half = max(1, size // 8)  # pairs of rotated dimensions, shared out to time, height and width
+    """Build the text model only. A quarter of each head is rotated, as in the family's real models."""
+    package = transformers()
+    size = tiny.hidden // tiny.heads
+    # Pairs of rotated dimensions, split into time, height and width.
+    half = max(1, size // 8)
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 2 * half / size}
     config = package.Qwen3_5TextConfig(
         **_shapes(tiny, tokenizer),
@@ -104,7 +115,7 @@ def _qwen35(tiny: TinyConfig, tokenizer: Any) -> Any:
 
 
 def _shapes(tiny: TinyConfig, tokenizer: Any) -> dict[str, Any]:
-    """What both families share. A wider initialisation than Qwen's .02: at this width it halves the warm-up's steps."""
+    """Settings of both families. At this width an initialization wider than Qwen's 0.02 halves the warm-up steps."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": tiny.hidden,
@@ -122,15 +133,15 @@ def _shapes(tiny: TinyConfig, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _name_interval(file: Path) -> None:
-    """transformers writes the kind of each layer only; SGLang asks for the interval."""
+def _add_interval(file: Path) -> None:
+    """Add the interval that SGLang reads: transformers only writes the type of each layer."""
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "full_attention_interval": FULL_ATTENTION_INTERVAL}, indent=2) + "\n")
 
 
 @contextmanager
 def _reproducible(seed: int) -> Iterator[None]:
-    """One thread and a seeded generator; both are put back, so that the caller's randomness does not notice."""
+    """Run on one thread with a seeded generator, then restore the caller's threads and generator state."""
     import torch
 
     threads = torch.get_num_threads()

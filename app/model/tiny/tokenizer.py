@@ -1,14 +1,19 @@
-"""The tiny model's tokenizer: one token per character of printable ASCII and newline, with Qwen's chat markers.
+"""Tokenizer of the tiny model: one token per character of printable ASCII and newline, with Qwen's chat markers.
 
-Always holds: any English text round-trips (`decode(encode(text)) == text`); a character outside the set becomes the
-unknown token; no token is added that the text or the chat template did not ask for.
+Invariants:
+- English text round-trips: `decode(encode(text)) == text`.
+- A character outside the set becomes the unknown token.
+- Encoding adds no special tokens.
 """
 
 from typing import Any
 
 from app.model.hf_import import transformers
 
-PAD, START, END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"
+PAD = "<|endoftext|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
+UNKNOWN = "<|unknown|>"
 SPECIAL = (PAD, START, END, UNKNOWN)
 CHARACTERS = ("\n", *map(chr, range(32, 127)))
 CHAT_TEMPLATE = (
@@ -19,16 +24,17 @@ CHAT_TEMPLATE = (
 )
 
 
-def tokenizer(max_tokens: int) -> Any:
-    """A `PreTrainedTokenizerFast` of 100 tokens for a model of `max_tokens` positions."""
+def build_tokenizer(max_tokens: int) -> Any:
+    """Build a `PreTrainedTokenizerFast` with 100 tokens for a model of `max_tokens` positions."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    inner.decoder = decoders.Fuse()
-    outer = transformers().PreTrainedTokenizerFast(
-        tokenizer_object=inner,
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+
+    tokenizer = transformers().PreTrainedTokenizerFast(
+        tokenizer_object=backend,
         pad_token=PAD,
         eos_token=END,
         unk_token=UNKNOWN,
@@ -36,5 +42,5 @@ def tokenizer(max_tokens: int) -> Any:
         model_max_length=max_tokens,
         clean_up_tokenization_spaces=False,
     )
-    outer.chat_template = CHAT_TEMPLATE
-    return outer
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer

@@ -1,0 +1,62 @@
+"""Apply FSDP2 to a policy: one FSDP group per decoder layer, and one for the root.
+
+    root group    embedding, final norm, LM head
+    layer group   all parameters of a layer, gathered for its forward and backward pass
+
+A layer with linear attention has two FSDP groups under mixed precision, because its decays compute in float32.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from app.model.policy import FLOAT32_PARAMETERS, PolicyModel
+
+
+def parallelize(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """Shard the parameters of a policy in place.
+
+    Args:
+        policy: The policy; its parameters may be on the meta device.
+        mesh: Device mesh. FSDP2 shards over its last dimension, and replicates over the first of two.
+        compute_dtype: Dtype of the computation, except for the decays of linear attention. Gradients are reduced in
+            float32.
+    """
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in policy.layers:
+        _shard_layer(layer, mesh, precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+
+
+def _shard_layer(layer: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy) -> None:
+    """Shard a layer in one FSDP group, or in two if some parameters compute in float32.
+
+    A group has one precision and consists of modules. The layer's other modules therefore form one group, and the
+    layer's own group keeps the remaining parameters: a few hundred numbers.
+    """
+    if precision.param_dtype == torch.float32 or not _has_float32(layer):
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+        return
+
+    fully_shard(_modules_without_float32(layer), mesh=mesh, mp_policy=precision)
+    exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(layer, mesh=mesh, mp_policy=exact)
+
+
+def _modules_without_float32(module: nn.Module) -> list[nn.Module]:
+    """List the largest submodules without a float32 parameter, in the order of their registration.
+
+    Convolutions are excluded: mixers read their weight without calling them, and a group is gathered by module calls.
+    """
+    modules: list[nn.Module] = []
+    for child in module.children():
+        if _has_float32(child):
+            modules += _modules_without_float32(child)
+        elif not isinstance(child, nn.Conv1d):
+            modules.append(child)
+    return modules
+
+
+def _has_float32(module: nn.Module) -> bool:
+    return any(name.rpartition(".")[2] in FLOAT32_PARAMETERS for name, _ in module.named_parameters())
