@@ -25,7 +25,6 @@ from app.config.reward import RewardConfig
 from app.config.rollout import RolloutConfig
 from app.data.cursor import PromptCursor
 from app.errors import EngineLost, SyncError
-from app.model.tiny.tokenizer import build_tokenizer
 from app.placement.context import RunContext
 from app.placement.time_sharing import TimeSharing
 from app.recovery.engine_supervisor import EngineSupervisor
@@ -422,7 +421,7 @@ class World:
             supervisor=supervisor,
             weight_sync=weight_sync,
             devices=devices,
-            rollouter=Rollouter(pool, self.scorer, tokenizer(256), self.recorder.timeline, self.config.recovery),
+            rollouter=Rollouter(pool, self.scorer, build_tokenizer(256), self.recorder.timeline, self.config.recovery),
             cursor=self.cursor,
             evals={"eval": prompts(self.eval_rows, "eval")},
             recorder=self.recorder,

@@ -1,10 +1,9 @@
 """Build all prompts of a run: rows → template → token ids → training stream and evaluation sets.
 
 Invariants:
-- No prompt is longer than `max_prompt_tokens`. Longer prompts are dropped, counted, and reported in one warning.
+- No prompt is longer than `max_prompt_tokens`. Longer prompts are dropped and counted.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,6 @@ from app.data.fields import Row
 from app.errors import ConfigError
 from app.types import Prompt
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class PromptData:
@@ -26,6 +23,7 @@ class PromptData:
     train: PromptCursor
     evals: dict[str, list[Prompt]]  # by evaluation set; ids are "<set>/<row>@eval"
     dropped: int  # prompts above the length limit, over all sets
+    total: int  # prompts before that
 
 
 def build(config: DataConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: int) -> PromptData:
@@ -53,12 +51,7 @@ def build(config: DataConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: i
         total += len(prompts)
         accepted += len(evals[name])
 
-    dropped = total - accepted
-    if dropped:
-        log.warning(
-            "dropped %d of %d prompts: longer than rollout.max_prompt_tokens=%d", dropped, total, max_prompt_tokens
-        )
-    return PromptData(PromptCursor(train, seed=seed, shuffle=config.shuffle), evals, dropped)
+    return PromptData(PromptCursor(train, seed=seed, shuffle=config.shuffle), evals, total - accepted, total)
 
 
 def _prompts(members: Sequence[Row], config: DataConfig, tokenizer: Any, *, set_name: str | None) -> list[Prompt]:

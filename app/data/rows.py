@@ -35,15 +35,6 @@ class DataRows:
     evals: dict[str, list[Row]]  # by evaluation set
 
 
-def is_local(config: DataConfig) -> bool:
-    """Whether `load` reads local files only, so that the data can be validated before anything starts.
-
-    False for hub data, which may take minutes to download.
-    """
-    paths = [config.path, *(evaluation.path for evaluation in config.eval_sets.values())]
-    return all(path is None or sources.local_file(path) is not None for path in paths)
-
-
 def load(config: DataConfig, *, seed: int) -> DataRows:
     """Read or generate all rows. `seed` only affects generated problems. Raises `ConfigError`."""
     sets = config.eval_sets or {DEFAULT_EVAL_SET: EvalSetConfig()}

@@ -25,6 +25,7 @@ class RunInputs:
     model_path: Path
     tokenizer: Any
     prompts: data.PromptData
+    warnings: tuple[str, ...] = ()  # for the run to record
 
 
 # Hydra offers no way to hand a value from its callback to the job of the same process.
@@ -61,7 +62,13 @@ def _load(config: RunConfig, status: Callable[[str], None]) -> RunInputs:
 
     status("preparing the data")
     prompts = data.build(config.data, tokenizer, seed=config.seed, max_prompt_tokens=rollout.max_prompt_tokens)
-    return RunInputs(path, tokenizer, prompts)
+    warnings = []
+    if prompts.dropped:
+        warnings.append(
+            f"dropped {prompts.dropped} of {prompts.total} prompts: longer than "
+            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}"
+        )
+    return RunInputs(path, tokenizer, prompts, tuple(warnings))
 
 
 def _require_ports(config: RunConfig) -> None:

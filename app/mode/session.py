@@ -65,6 +65,9 @@ async def start_rollout_workers(
 
     async with AsyncExitStack() as stack:
         inputs = take_inputs(config, recorder.status)
+        for warning in inputs.warnings:
+            recorder.warn(warning)
+
         scorer = Scorer(
             config.reward,
             step_trajectories=config.algorithm.trajectories_per_step,

@@ -143,7 +143,7 @@ class PlacementController(ABC):
         recorder.log_samples(step, groups, context.rollouter.tokenizer.decode)
         recorder.log(step, metrics)
         recorder.log_prompts(step, trained=trained, filtered=filtered)
-        context.cursor.settle([*trained, *filtered])
+        context.cursor.mark_consumed([*trained, *filtered])
 
         self.version = step
         self._trainer_failures = 0

@@ -73,7 +73,7 @@ class Producer:
             self.counts.dropped += len(stale)
             self.staleness.return_accepted(len(stale))
             self._discard(stale)
-            self.context.cursor.give_back([group.prompt.id for group in stale])
+            self.context.cursor.requeue([group.prompt.id for group in stale])
             self._changed.set()
         return fresh
 
@@ -146,7 +146,7 @@ class Producer:
         except Aborted:
             self.counts.aborted += 1
             self._release(prompt)
-            self.context.cursor.give_back([prompt.id])
+            self.context.cursor.requeue([prompt.id])
         else:
             self._on_sampled(prompt, group)
         finally:

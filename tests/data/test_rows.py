@@ -133,14 +133,6 @@ def test_a_folder_is_loaded_as_a_hub_data_set_with_splits(tmp_path):
     assert loaded.train[4].answer == "5"
 
 
-def test_local_data_is_distinguished_from_hub_data(jsonl):
-    path = jsonl(*additions(2))
-    assert rows.is_local(DataConfig())
-    assert rows.is_local(DataConfig(path=path, eval_sets={"test": EvalSetConfig()}))
-    assert not rows.is_local(DataConfig(path="openai/gsm8k"))
-    assert not rows.is_local(DataConfig(path=path, eval_sets={"aime": EvalSetConfig(path="some/aime")}))
-
-
 # Rejected data: one sentence each
 
 

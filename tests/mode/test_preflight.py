@@ -47,6 +47,14 @@ def test_the_inputs_of_another_configuration_are_not_taken(tiny_model: Path) -> 
     assert len(take_inputs(composed("data.arithmetic.problems=60"), lambda _: None).prompts.train) == 60
 
 
+def test_dropped_prompts_are_a_warning_of_the_run(tiny_model: Path) -> None:
+    inputs = take_inputs(composed("rollout.max_prompt_tokens=4"), lambda _: None)
+    assert inputs.prompts.dropped > 0
+    expected = f"dropped {inputs.prompts.dropped} of 2200 prompts: longer than rollout.max_prompt_tokens=4"
+    assert inputs.warnings == (expected,)
+    assert take_inputs(composed(), lambda _: None).warnings == ()
+
+
 def test_the_inputs_of_the_tiny_model_are_loaded_without_torch(tiny_model: Path) -> None:
     """Its import takes seconds and 200 MB, and an engine's host never needs it."""
     code = """
