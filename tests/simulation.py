@@ -25,6 +25,7 @@ from app.config.reward import RewardConfig
 from app.config.rollout import RolloutConfig
 from app.data.cursor import PromptCursor
 from app.errors import EngineLost, SyncError
+from app.model.tiny.tokenizer import build_tokenizer
 from app.placement.context import RunContext
 from app.placement.time_sharing import TimeSharing
 from app.recovery.engine_supervisor import EngineSupervisor
