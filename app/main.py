@@ -132,7 +132,7 @@ def cli() -> None:
     except (HydraException, OmegaConfBaseException) as error:
         if FULL_ERROR_WANTED:
             raise
-        say(configuration.sentence(error))
+        say(configuration.one_sentence(error))
         raise SystemExit(CONFIG_EXIT) from None
 
 

@@ -14,7 +14,7 @@ COMPOSED = [  # overrides, what the sentence must contain
     (["sweep=foo"], ["sweep=foo", "algorithms_placements"]),
     (["reward._target_=no_such.thing"], ["reward._target_=no_such.thing", "no module no_such"]),
     (["reward._target_=math.no_such"], ["reward._target_=math.no_such", "module math has no no_such"]),
-    (["steps=abc"], ["steps=abc", "Integer"]),
+    (["steps=abc"], ["steps=abc", "a whole number of at least 1"]),
     (["stepz=3"], ["stepz", "did you mean steps"]),
     (["+stepz=3"], ["stepz", "did you mean steps"]),
     (["+rollout.temprature=1"], ["rollout.temprature", "rollout.temperature"]),
