@@ -118,7 +118,7 @@ class AlgorithmConfig:
     )
     overlong_buffer_fraction: float = setting(
         0.0,
-        "Share of rollout.max_completion_tokens before the limit over which a length penalty grows (DAPO, eq. 13); "
+        "Share of rollout.max_completion_tokens before the limit over which a length penalty grows (DAPO); "
         "0 disables it.",
         at_least=0,
         at_most=1,

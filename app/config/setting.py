@@ -78,6 +78,7 @@ class Setting:
     section: type  # the dataclass that declares it
     key: str  # dotted
     default: object
+    bounds: Bounds
     accepted: str
     help: str
 
@@ -143,7 +144,14 @@ def settings(schema: Any, prefix: str = "") -> Iterator[Setting]:
         nested = _section_type(each)
 
         if nested is None or get_origin(each.type) is dict:
-            yield Setting(schema, key, _default(each), accepted(each), each.metadata["help"])
+            yield Setting(
+                section=schema,
+                key=key,
+                default=_default(each),
+                bounds=each.metadata["bounds"],
+                accepted=accepted(each),
+                help=each.metadata["help"],
+            )
 
         if nested is not None:
             infix = "" if nested is each.type else "<name>."

@@ -5,8 +5,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from app.config import RunConfig
 from app.config.data import ArithmeticConfig, DataConfig, EvalSetConfig
-from app.config.setting import check_bounds
 from app.data import rows
 from app.errors import ConfigError
 
@@ -263,6 +263,5 @@ def test_wrong_settings_are_refused_before_anything_is_read():
         (DataConfig(eval_sets={"a": EvalSetConfig(rows=0)}), "data.eval_sets.a.rows=0"),
     ):
         with pytest.raises(ConfigError, match="is not accepted: give ") as caught:
-            check_bounds(config, "data.")
-            config.validate()
+            RunConfig(data=config).validate()
         assert key in str(caught.value)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from app.config import RunConfig
 from app.config.reward import RewardConfig
-from app.config.setting import check_bounds
 from app.errors import ConfigError, RunError
 from app.reward.outcome import FailureKind
 from app.reward.scorer import Scorer
@@ -339,8 +339,7 @@ def test_wrong_settings_are_refused():
         (RewardConfig(components={"math": 1.0}, max_failed_fraction=1.5), "reward.max_failed_fraction=1.5"),
     ):
         with pytest.raises(ConfigError, match="is not accepted: give ") as caught:
-            check_bounds(config, "reward.")
-            config.validate()
+            RunConfig(reward=config).validate()
         assert str(caught.value).startswith(key)
 
 
