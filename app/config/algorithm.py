@@ -135,20 +135,22 @@ class AlgorithmConfig:
 
     @property
     def prompts_per_update(self) -> int:
+        """Prompts of one optimizer update."""
         return self.prompts_per_step // self.updates_per_step
 
     @property
     def trajectories_per_step(self) -> int:
+        """Trajectories of one step."""
         return self.prompts_per_step * self.group_size
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether a step begins with an extra forward: with one update, π_old is the current policy, detached."""
+        """Whether a step begins with an extra forward pass; with one update π_old is the current policy, detached."""
         return self.old_policy is OldPolicy.trainer and self.updates_per_step > 1
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen reference policy computes log-probabilities too."""
+        """Whether a frozen reference policy is loaded for the KL penalty."""
         return self.kl is not Kl.none
 
     def overlong_buffer_tokens(self, max_completion_tokens: int) -> int:

@@ -82,7 +82,10 @@ def _unknown_choice(group: str, choice: str, lines: Sequence[str]) -> str:
 
 
 def _unknown_key(key: str) -> str:
-    """Name the settings nearest to a misspelled one."""
+    """Name the settings nearest to a misspelled one, or the syntax that adds an entry to a mapping."""
+    if accepted := _accepted(key):
+        return f"{key} is not accepted: give {accepted}."
+
     names = setting_names()
     near = difflib.get_close_matches(key, names, n=3)
     if not near:
@@ -94,12 +97,18 @@ def _unknown_key(key: str) -> str:
 
 def _wrong_type(override: str, error: Exception) -> str:
     """Name the accepted values of a setting that was given a value of another type."""
-    key = override.lstrip("+").split("=")[0]
-    accepted = next((each.accepted for each in settings(RunConfig) if each.key == key), None)
-    if accepted is not None:
-        return f"{override} is not accepted: give {accepted}."
+    accepted = _accepted(override.lstrip("+").split("=")[0])
+    cause = _without_noise(str(error.__cause__ or "").splitlines())
 
-    return f"{override} is not accepted: {_without_noise(str(error.__cause__ or '').splitlines())}"
+    if accepted is None or cause.startswith("Key "):
+        return f"{override} is not accepted: {cause}"
+
+    return f"{override} is not accepted: give {accepted}."
+
+
+def _accepted(key: str) -> str | None:
+    """What the setting of this name, or the mapping that it is an entry of, accepts."""
+    return next((each.accepted for each in settings(RunConfig) if f"{key}.".startswith(f"{each.key}.")), None)
 
 
 def _without_noise(lines: Sequence[str]) -> str:

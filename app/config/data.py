@@ -73,7 +73,9 @@ class DataConfig:
         below=1,
     )
     eval_sets: dict[str, EvalSetConfig] = setting(
-        {}, "Evaluation sets by name; {} evaluates on held-out training rows, named eval."
+        {},
+        "Evaluation sets by name; {} evaluates on held-out training rows, named eval.",
+        noun="entries as in +data.eval_sets={aime: {path: FILE}}",
     )
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
 

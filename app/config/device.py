@@ -23,6 +23,7 @@ class Dtype(Enum):
 
     @property
     def bytes(self) -> int:
+        """Size of one element."""
         return 4 if self is Dtype.float32 else 2
 
 
@@ -39,5 +40,7 @@ class DeviceConfig:
         noun="a number of GiB",
     )
     engine_args: dict[str, Any] = setting(
-        {}, "SGLang server flags for this device, without the dashes: chunked-prefill-size."
+        {},
+        "SGLang server flags for this device, without the dashes.",
+        noun="entries as in +device.engine_args.chunked-prefill-size=8192",
     )

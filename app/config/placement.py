@@ -51,10 +51,12 @@ class PlacementConfig:
 
     @property
     def trainer_ranks(self) -> int:
+        """Number of trainer ranks, one per device."""
         return self.devices if self.kind is PlacementKind.colocate else self.trainer_devices
 
     @property
     def engine_devices(self) -> int:
+        """Devices of all engines together."""
         return self.devices if self.kind is PlacementKind.colocate else self.rollout_devices
 
     def validate(self) -> None:

@@ -19,11 +19,13 @@ class RewardConfig:
         "Dotted path of your own reward function or class; it replaces the components.",
         noun="a path such as my_package.my_module.my_reward",
     )
-    args: dict[str, Any] = setting({}, "Keyword arguments of reward._target_.")
+    args: dict[str, Any] = setting(
+        {}, "Keyword arguments of reward._target_.", noun="entries as in +reward.args.scale=0.5"
+    )
     components: dict[str, float] = setting(
         {},
         "Weights of the built-in components; weight 0 measures a component without rewarding it.",
-        noun=f"a mapping from {', '.join(BUILT_IN)} to weights",
+        noun=f"weights of {', '.join(BUILT_IN)}, as in +reward.components.format=0.1",
     )
     workers: int = setting(1, "Worker processes.", at_least=1)
     timeout_s: float = setting(

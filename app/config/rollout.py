@@ -42,7 +42,9 @@ class RolloutConfig:
         0.7, "Share of a device's memory for the engine's weights and KV cache.", above=0, below=1
     )
     engine_args: dict[str, Any] = setting(
-        {}, "SGLang server flags without the dashes; they win over device.engine_args."
+        {},
+        "SGLang server flags without the dashes; they override device.engine_args.",
+        noun="entries as in +rollout.engine_args.chunked-prefill-size=8192",
     )
 
     def validate(self) -> None:

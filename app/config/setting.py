@@ -26,7 +26,6 @@ NOUNS: dict[object, str] = {
     float: "a number",
     str: "text",
     list: "a list",
-    dict: "a mapping",
 }
 
 
@@ -46,6 +45,7 @@ class Bounds:
     below: float | None = None
 
     def contains(self, value: float) -> bool:
+        """Whether the value is within all limits."""
         return (
             (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
