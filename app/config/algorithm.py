@@ -1,41 +1,44 @@
-"""Settings of `algorithm=`, and the table of old policy and correction.
+"""Settings of `algorithm=`, and the table of old policies and corrections.
 
-ratio = π / π_old; the gradient is multiplied by a weight made of w = π_old(trainer) / π_sampler.
+ratio = π / π_old; the policy gradient is multiplied by a weight made of w = π_old(trainer) / π_rollout.
 
-| old_policy | π_old                               | correction    | weight                                        |
-|------------|-------------------------------------|---------------|-----------------------------------------------|
-| trainer    | the trainer's, when the step begins | none          | 1                                             |
-| trainer    |                                     | tis           | min(w, tis_max): decoupled PPO                |
-| trainer    |                                     | icepop        | w inside icepop_low … icepop_high, else 0     |
-| trainer    |                                     | sequence_mask | 1 where the sequence's w is in bounds, else 0 |
-| sampler    | the engine's                        | none          | 1: π_old is the sampler itself                |
+| old_policy | π_old                              | correction    | weight                                        |
+|------------|------------------------------------|---------------|-----------------------------------------------|
+| trainer    | the trainer's at the step's start  | none          | 1                                             |
+| trainer    |                                    | tis           | min(w, tis_max): decoupled PPO                |
+| trainer    |                                    | icepop        | w inside icepop_low … icepop_high, else 0     |
+| trainer    |                                    | sequence_mask | 1 where the sequence's w is in bounds, else 0 |
+| rollout    | the engine's                       | none          | 1: π_old is π_rollout                         |
 
-A sequence's w is the geometric mean of its tokens'. The weight multiplies the policy term, not the KL term and not the
-entropy bonus. One update a step needs no forward for π_old: it is the current policy, detached.
+A sequence's w is the geometric mean of its tokens' w. The weight multiplies the policy term, neither the KL term nor
+the entropy bonus. With one update per step π_old is the current policy, detached, and needs no extra forward pass.
 """
 
 from dataclasses import dataclass
 from enum import Enum
 
+from app.config.setting import setting
 from app.errors import expect
 
 
 class RatioLevel(Enum):
+    """Granularity of the importance ratio."""
+
     token = "token"
-    sequence = "sequence"  # GSPO: one length-normalised ratio per sequence
+    sequence = "sequence"
 
 
 class Aggregation(Enum):
-    """How per-token losses become one number."""
+    """Reduction of per-token losses to one number."""
 
-    token_mean = "token_mean"  # DAPO
-    seq_mean_token_mean = "seq_mean_token_mean"  # GRPO paper
+    token_mean = "token_mean"
+    seq_mean_token_mean = "seq_mean_token_mean"
     seq_mean_token_sum = "seq_mean_token_sum"
-    seq_mean_token_sum_norm = "seq_mean_token_sum_norm"  # Dr. GRPO: divided by max_completion_tokens
+    seq_mean_token_sum_norm = "seq_mean_token_sum_norm"
 
 
 class Kl(Enum):
-    """Estimator of the KL divergence to the frozen reference that is added to the loss."""
+    """Estimator of the KL divergence to the frozen reference policy."""
 
     none = "none"
     k1 = "k1"
@@ -44,12 +47,16 @@ class Kl(Enum):
 
 
 class OldPolicy(Enum):
+    """Source of the old log-probabilities in the ratio."""
+
     trainer = "trainer"
     rollout = "rollout"
 
 
 class Correction(Enum):
-    auto = "auto"  # none where every trajectory is on-policy, tis where staleness can be above 0
+    """Importance weight against the mismatch of trainer and rollout policy."""
+
+    auto = "auto"
     none = "none"
     tis = "tis"
     icepop = "icepop"
@@ -58,120 +65,127 @@ class Correction(Enum):
 
 @dataclass
 class AlgorithmConfig:
-    name: str = "grpo"
-    group_size: int = 8  # trajectories per prompt
-    prompts_per_step: int = 32  # groups
-    updates_per_step: int = 1  # optimizer updates; divides prompts_per_step
-    normalize_by_std: bool = True  # advantage = (r - mean) / std of the group; without: r - mean
-    ratio: RatioLevel = RatioLevel.token
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None  # bound on the loss of negative advantages, above 1
-    aggregation: Aggregation = Aggregation.seq_mean_token_mean
-    kl: Kl = Kl.none
-    kl_coefficient: float = 0.0
-    entropy_coefficient: float = 0.0
-    old_policy: OldPolicy = OldPolicy.trainer
-    correction: Correction = Correction.auto
-    tis_max: float = 2.0
-    icepop_low: float = 0.5
-    icepop_high: float = 5.0
-    sequence_mask_low: float = 0.99
-    sequence_mask_high: float = 1.001
-    overlong_buffer_fraction: float = (
-        0.0  # of rollout.max_completion_tokens: soft punishment over the last of them; 0 is off
+    """The policy-gradient algorithm: group sizes, advantages, loss and off-policy correction."""
+
+    name: str = setting("grpo", "Name of the preset, shown in the console, the plan and the report.")
+    group_size: int = setting(8, "Completions sampled per prompt; advantages compare them.", at_least=2)
+    prompts_per_step: int = setting(32, "Prompts, and so groups, trained on in one step.", at_least=1)
+    updates_per_step: int = setting(
+        1, "Optimizer updates per step; must divide algorithm.prompts_per_step.", at_least=1
     )
-    overlong_penalty: float = 1.0  # the punishment at the limit
-    mask_truncated: bool = False  # truncated completions earn no gradient
-    dynamic_sampling: bool = False  # drop groups whose raw rewards are all equal, and refill
-    max_refill_rounds: int = 10  # then train on what is there
+    normalize_by_std: bool = setting(
+        True, "Divide advantages by the standard deviation of the group's rewards; Dr. GRPO does not."
+    )
+    ratio: RatioLevel = setting(
+        RatioLevel.token,
+        "Importance ratio per token, or per sequence and length-normalized (GSPO).",
+    )
+    clip_low: float = setting(0.2, "Lower clip: the ratio is clamped to at least 1 - clip_low.", at_least=0, below=1)
+    clip_high: float = setting(
+        0.2, "Upper clip: the ratio is clamped to at most 1 + clip_high; DAPO's clip-higher uses 0.28.", at_least=0
+    )
+    dual_clip: float | None = setting(
+        None,
+        "Bound the loss of a negative advantage A by dual_clip · |A| (dual clip, arXiv 1912.09729); null disables it.",
+        above=1,
+    )
+    aggregation: Aggregation = setting(
+        Aggregation.seq_mean_token_mean,
+        "Reduction of token losses: seq_mean_token_mean is GRPO's, token_mean DAPO's, seq_mean_token_sum_norm "
+        "Dr. GRPO's, which divides by rollout.max_completion_tokens instead of the length.",
+    )
+    kl: Kl = setting(Kl.none, "Estimator of the KL penalty to the frozen reference policy; none loads no reference.")
+    kl_coefficient: float = setting(0.0, "Weight of the KL penalty in the loss.", at_least=0)
+    entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus in the loss.", at_least=0)
+    old_policy: OldPolicy = setting(
+        OldPolicy.trainer,
+        "Policy in the ratio's denominator: the trainer's log-probabilities at the start of the step, or the rollout "
+        "engine's.",
+    )
+    correction: Correction = setting(
+        Correction.auto,
+        "Importance weight for the mismatch of trainer and rollout policy; auto is tis where staleness can be above 0 "
+        "and the old policy is the trainer's, else none.",
+    )
+    tis_max: float = setting(2.0, "Upper bound of the truncated importance weight (correction=tis).", above=0)
+    icepop_low: float = setting(0.5, "Token weights below this are set to 0 (correction=icepop).", above=0)
+    icepop_high: float = setting(5.0, "Token weights above this are set to 0 (correction=icepop).", above=0)
+    sequence_mask_low: float = setting(
+        0.99, "Sequences whose mean weight is below this are masked (correction=sequence_mask).", above=0
+    )
+    sequence_mask_high: float = setting(
+        1.001, "Sequences whose mean weight is above this are masked (correction=sequence_mask).", above=0
+    )
+    overlong_buffer_fraction: float = setting(
+        0.0,
+        "Share of rollout.max_completion_tokens before the limit over which a length penalty grows (DAPO); "
+        "0 disables it.",
+        at_least=0,
+        at_most=1,
+        noun="a fraction",
+    )
+    overlong_penalty: float = setting(1.0, "Reward deducted from a completion that reaches the limit.", at_least=0)
+    mask_truncated: bool = setting(False, "Give truncated completions no gradient.")
+    dynamic_sampling: bool = setting(
+        False, "Drop groups whose raw rewards are all equal, and sample other prompts instead (DAPO)."
+    )
+    max_refill_rounds: int = setting(
+        10, "Rounds of dynamic sampling; the step then trains on the groups it has.", at_least=1
+    )
 
     @property
     def prompts_per_update(self) -> int:
+        """Prompts of one optimizer update."""
         return self.prompts_per_step // self.updates_per_step
 
     @property
     def trajectories_per_step(self) -> int:
+        """Trajectories of one step."""
         return self.prompts_per_step * self.group_size
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether a step begins with an extra forward: with one update, π_old is the current policy, detached."""
+        """Whether a step begins with an extra forward pass; with one update π_old is the current policy, detached."""
         return self.old_policy is OldPolicy.trainer and self.updates_per_step > 1
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen reference policy computes log-probabilities too."""
+        """Whether a frozen reference policy is loaded for the KL penalty."""
         return self.kl is not Kl.none
 
     def overlong_buffer_tokens(self, max_completion_tokens: int) -> int:
-        """The last tokens before the limit, over which the soft punishment grows."""
+        """Number of tokens before the limit over which the length penalty grows."""
         return round(self.overlong_buffer_fraction * max_completion_tokens)
 
-
-def validate(config: AlgorithmConfig, *, max_completion_tokens: int) -> None:
-    """Raise `ConfigError` for settings that cannot be run or contradict each other."""
-    name = "algorithm."
-    expect(config.group_size >= 2, name + "group_size", config.group_size, "a whole number of at least 2")
-    expect(
-        config.prompts_per_step >= 1, name + "prompts_per_step", config.prompts_per_step, "a whole number of at least 1"
-    )
-    expect(
-        config.updates_per_step >= 1 and config.prompts_per_step % config.updates_per_step == 0,
-        name + "updates_per_step",
-        config.updates_per_step,
-        f"a divisor of algorithm.prompts_per_step={config.prompts_per_step}",
-    )
-    expect(0 <= config.clip_low < 1, name + "clip_low", config.clip_low, "a number of at least 0 and below 1")
-    expect(config.clip_high >= 0, name + "clip_high", config.clip_high, "a number of at least 0")
-    expect(
-        config.dual_clip is None or config.dual_clip > 1,
-        name + "dual_clip",
-        config.dual_clip,
-        "null or a number above 1",
-    )
-    expect(config.kl_coefficient >= 0, name + "kl_coefficient", config.kl_coefficient, "a number of at least 0")
-    expect(
-        config.kl is not Kl.none or config.kl_coefficient == 0,
-        name + "kl_coefficient",
-        config.kl_coefficient,
-        "0, or an estimator with algorithm.kl=k1, k2 or k3",
-    )
-    expect(
-        config.entropy_coefficient >= 0,
-        name + "entropy_coefficient",
-        config.entropy_coefficient,
-        "a number of at least 0",
-    )
-    expect(config.tis_max > 0, name + "tis_max", config.tis_max, "a number above 0")
-    expect(
-        0 < config.icepop_low < config.icepop_high,
-        name + "icepop_low",
-        config.icepop_low,
-        f"a number between 0 and algorithm.icepop_high={config.icepop_high}",
-    )
-    expect(
-        0 < config.sequence_mask_low < config.sequence_mask_high,
-        name + "sequence_mask_low",
-        config.sequence_mask_low,
-        f"a number between 0 and algorithm.sequence_mask_high={config.sequence_mask_high}",
-    )
-    expect(
-        0 <= config.overlong_buffer_fraction <= 1,
-        name + "overlong_buffer_fraction",
-        config.overlong_buffer_fraction,
-        f"a fraction from 0 to 1 of rollout.max_completion_tokens={max_completion_tokens}",
-    )
-    expect(config.overlong_penalty >= 0, name + "overlong_penalty", config.overlong_penalty, "a number of at least 0")
-    expect(
-        config.max_refill_rounds >= 1,
-        name + "max_refill_rounds",
-        config.max_refill_rounds,
-        "a whole number of at least 1",
-    )
-    expect(
-        config.old_policy is OldPolicy.trainer or config.correction in (Correction.auto, Correction.none),
-        name + "correction",
-        config.correction,
-        "none with algorithm.old_policy=rollout, whose ratio is taken against the sampler already",
-    )
+    def validate(self) -> None:
+        """Raise `ConfigError` for settings that contradict each other."""
+        expect(
+            self.prompts_per_step % self.updates_per_step == 0,
+            "algorithm.updates_per_step",
+            self.updates_per_step,
+            f"a divisor of algorithm.prompts_per_step={self.prompts_per_step}",
+        )
+        expect(
+            self.kl is not Kl.none or self.kl_coefficient == 0,
+            "algorithm.kl_coefficient",
+            self.kl_coefficient,
+            "0, or an estimator with algorithm.kl=k1, k2 or k3",
+        )
+        expect(
+            self.icepop_low < self.icepop_high,
+            "algorithm.icepop_low",
+            self.icepop_low,
+            f"a number between 0 and algorithm.icepop_high={self.icepop_high}",
+        )
+        expect(
+            self.sequence_mask_low < self.sequence_mask_high,
+            "algorithm.sequence_mask_low",
+            self.sequence_mask_low,
+            f"a number between 0 and algorithm.sequence_mask_high={self.sequence_mask_high}",
+        )
+        expect(
+            self.old_policy is OldPolicy.trainer or self.correction in (Correction.auto, Correction.none),
+            "algorithm.correction",
+            self.correction,
+            "none with algorithm.old_policy=rollout, whose ratio is already taken against the rollout policy",
+        )

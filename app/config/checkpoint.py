@@ -2,18 +2,16 @@
 
 from dataclasses import dataclass
 
-from app.errors import expect
+from app.config.setting import SECONDS, setting
 
 
 @dataclass
 class CheckpointConfig:
-    every: int = 0  # steps; 0 saves none
-    keep: int = 2  # newest checkpoints kept; one more is on the disk while it is written
-    grace_s: float = 25.0  # for a last checkpoint after SIGINT or SIGTERM
-    export: bool = False  # at the end, also write a Hugging Face directory: export/
+    """When checkpoints are written, and how many are kept."""
 
-
-def validate(config: CheckpointConfig) -> None:
-    expect(config.every >= 0, "checkpoint.every", config.every, "a whole number of at least 0")
-    expect(config.grace_s > 0, "checkpoint.grace_s", config.grace_s, "a number of seconds above 0")
-    expect(config.keep >= 1, "checkpoint.keep", config.keep, "a whole number of at least 1")
+    every: int = setting(0, "Steps between checkpoints; 0 writes none.", at_least=0)
+    keep: int = setting(
+        2, "Newest checkpoints kept; the disk holds one more while a checkpoint is being written.", at_least=1
+    )
+    grace_s: float = setting(25.0, "Time for a last checkpoint after SIGINT or SIGTERM.", above=0, noun=SECONDS)
+    export: bool = setting(False, "Also write a Hugging Face directory, export/, at the end of the run.")

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from app.errors import expect
+from app.config.setting import SECONDS, setting
 
 
 @dataclass
 class ClusterConfig:
-    address: str | None = None  # a running Ray cluster; null starts one on this machine
-    timeout_s: float = 120.0  # for the resources to appear
+    """The Ray cluster."""
 
-
-def validate(config: ClusterConfig) -> None:
-    expect(config.timeout_s > 0, "cluster.timeout_s", config.timeout_s, "a number of seconds above 0")
+    address: str | None = setting(None, "Address of a running Ray cluster; null starts one on this machine.")
+    timeout_s: float = setting(
+        120.0, "Deadline for the cluster to offer the devices that the run needs.", above=0, noun=SECONDS
+    )

@@ -1,70 +1,117 @@
-"""From what Hydra composed to a typed, validated `RunConfig`, and from its errors to one sentence."""
+"""From Hydra's composition to a typed and validated `RunConfig`, and from its errors to one sentence."""
 
 import difflib
 import re
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Sequence
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from app.config.run import RunConfig, validate
+from app.config.help import settings_help
+from app.config.run import RunConfig
+from app.config.setting import settings
 from app.errors import ConfigError
+
+# Lines of Hydra's and OmegaConf's messages that do not help to correct a setting.
+NOISE = ("full_key:", "object_type=", "reference_type=", "Set the env", "Config search path", "provider=", "See https:")
 
 
 def register() -> None:
-    """Make the schema known to Hydra, so that a misspelt key or a wrong type fails while composing."""
+    """Register the schema, so that Hydra refuses misspelled keys and wrong types, and the resolver behind `--help`."""
     ConfigStore.instance().store(name="run_schema", node=RunConfig)
+    OmegaConf.register_new_resolver("settings_help", settings_help, replace=True)
 
 
 def resolve(composed: DictConfig) -> RunConfig:
-    """The typed configuration; a key that is not in the schema (also one added with `+`) is refused."""
-    plain = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    """Convert a composition to a validated `RunConfig`.
+
+    Raises:
+        ConfigError: A key is not in the schema (also one added with `+`), or a value is not accepted.
+    """
+    application = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+
     try:
-        typed = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.to_container(plain, resolve=True))
-        config = OmegaConf.to_object(typed)
+        values = OmegaConf.to_container(application, resolve=True)
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), values))
     except OmegaConfBaseException as error:
-        raise ConfigError(sentence(error)) from error
+        raise ConfigError(one_sentence(error)) from error
+
     assert isinstance(config, RunConfig)
-    validate(config)
+    config.validate()
     return config
 
 
-def sentence(error: Exception) -> str:
-    """One line of a Hydra or OmegaConf error: the key, what is wrong with it, and what would be accepted."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    cause = error.__cause__
-    if cause is not None and lines and lines[0].startswith("Error merging override"):
-        lines[0] = lines[0].removeprefix("Error merging override").strip() + " is not accepted:"
-        lines += [line.strip() for line in str(cause).splitlines()]
-    if choice := re.search(r"Could not find '(.+)/([^/]*)'", lines[0] if lines else ""):
-        start = next((at for at, line in enumerate(lines) if line.startswith("Available options")), len(lines))
-        options = ", ".join(line for line in lines[start + 1 :] if re.fullmatch(r"\w+", line))
-        return f"{choice[1]}={choice[2]} is not accepted: give one of {options or 'none: there is no such group'}."
+def setting_names() -> list[str]:
+    """The dotted names of all sections and settings."""
+    names: dict[str, None] = {}
+    for each in settings(RunConfig):
+        words = each.key.split(".")
+        names.update(dict.fromkeys(".".join(words[:count]) for count in range(1, len(words) + 1)))
+    return list(names)
+
+
+def one_sentence(error: Exception) -> str:
+    """Condense an error of Hydra or OmegaConf to the key, what is wrong with it, and what is accepted."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else ""
     key = next((line.removeprefix("full_key:").strip() for line in lines if line.startswith("full_key:")), "")
-    unknown = re.match(r"Could not override '([^']+)'", lines[0]) if lines else None
-    if unknown or (lines and re.match(r"Key '.+' not in '", lines[0])):
-        return _no_such_key(unknown.group(1) if unknown else key or lines[0].split("'")[1])
-    noise = ("full_key:", "object_type=", "reference_type=", "Set the env", "Config search path", "provider=")
-    told = " ".join(line for line in lines if line and not line.startswith(noise)).rstrip(".")
-    told = told.removeprefix("In 'config': ")
-    return f"{told}." if not key or key in told else f"{key}: {told}."
+
+    if choice := re.search(r"Could not find '(.+)/([^/]*)'", first):
+        return _unknown_choice(choice[1], choice[2], lines)
+
+    if override := re.match(r"Could not override '([^']+)'", first):
+        return _unknown_key(override[1])
+
+    if missing := re.match(r"Key '(.+)' not in '", first):
+        return _unknown_key(key or missing[1])
+
+    if override := re.match(r"Error merging override (.*)", first):
+        return _wrong_type(override[1], error)
+
+    message = _without_noise(lines)
+    return message if not key or key in message else f"{key}: {message}"
 
 
-def _no_such_key(key: str) -> str:
-    """Name the nearest settings, which is what a misspelling needs."""
-    names = setting_names(RunConfig)
-    near = difflib.get_close_matches(key, names, n=3) or [n for n in names if n.split(".")[-1] == key.split(".")[-1]]
-    hint = f"did you mean {' or '.join(near)}?" if near else "--cfg job shows all settings."
+def _unknown_choice(group: str, choice: str, lines: Sequence[str]) -> str:
+    """Name the choices of a group, which Hydra lists one on a line."""
+    start = next((index for index, line in enumerate(lines) if line.startswith("Available options")), len(lines))
+    choices = [line for line in lines[start + 1 :] if re.fullmatch(r"\w+", line)]
+    accepted = f"one of {', '.join(choices)}" if choices else "another key: there is no such group"
+    return f"{group}={choice} is not accepted: give {accepted}."
+
+
+def _unknown_key(key: str) -> str:
+    """Name the settings nearest to a misspelled one, or the syntax that adds an entry to a mapping."""
+    if accepted := _accepted(key):
+        return f"{key} is not accepted: give {accepted}."
+
+    names = setting_names()
+    near = difflib.get_close_matches(key, names, n=3)
+    if not near:
+        near = [name for name in names if name.split(".")[-1] == key.split(".")[-1]]
+
+    hint = f"did you mean {' or '.join(near)}?" if near else "--help shows all settings."
     return f"{key} is not a setting or group: {hint}"
 
 
-def setting_names(schema: type, prefix: str = "") -> list[str]:
-    """The dotted names of all settings and groups."""
-    names: list[str] = []
-    for each in fields(schema):
-        names.append(prefix + each.name)
-        nested = each.default_factory() if each.default_factory is not MISSING else None
-        if is_dataclass(nested) and not isinstance(nested, type):
-            names += setting_names(type(nested), f"{prefix}{each.name}.")
-    return names
+def _wrong_type(override: str, error: Exception) -> str:
+    """Name the accepted values of a setting that was given a value of another type."""
+    accepted = _accepted(override.lstrip("+").split("=")[0])
+    cause = _without_noise(str(error.__cause__ or "").splitlines())
+
+    if accepted is None or cause.startswith("Key "):
+        return f"{override} is not accepted: {cause}"
+
+    return f"{override} is not accepted: give {accepted}."
+
+
+def _accepted(key: str) -> str | None:
+    """What the setting of this name, or the mapping that it is an entry of, accepts."""
+    return next((each.accepted for each in settings(RunConfig) if f"{key}.".startswith(f"{each.key}.")), None)
+
+
+def _without_noise(lines: Sequence[str]) -> str:
+    stripped = [line.strip() for line in lines]
+    message = " ".join(line for line in stripped if line and not line.startswith(NOISE))
+    return message.rstrip(".").removeprefix("In 'config': ") + "."

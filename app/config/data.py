@@ -1,83 +1,104 @@
-"""Settings of `data=`: where prompts come from and how a row becomes a prompt."""
+"""Settings of `data=`: the prompts and how a row becomes one."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
+from app.config.setting import setting
 from app.errors import expect
 
 
 class Template(Enum):
-    plain = "plain"  # prefix + question + suffix, as it stands
-    chat = "chat"  # the tokenizer's chat template
+    """Rendering of a question as a prompt."""
+
+    plain = "plain"
+    chat = "chat"
 
 
 @dataclass
 class ArithmeticConfig:
-    """Generated problems `a+b=`; used where `path` is null."""
+    """Generated additions such as `12+34=`, used where `data.path` is null."""
 
-    problems: int = 2000  # training rows
-    eval_problems: int = 200  # held-out rows, disjoint from the training rows
-    max_operand: int = 50
+    problems: int = setting(2000, "Training rows.", at_least=1)
+    eval_problems: int = setting(200, "Held-out rows, disjoint from the training rows.", at_least=1)
+    max_operand: int = setting(50, "Largest operand.", at_least=1)
 
 
 @dataclass
 class EvalSetConfig:
-    """One evaluation set; a field that is null is the training set's."""
+    """One evaluation set."""
 
-    path: str | None = None  # null: this split of the training set; of a local file, its held-out rows
-    subset: str | None = None
-    split: str = "test"
-    question: str | None = None
-    answer: str | None = None
-    answer_after: str | None = None  # "": the whole answer field, whatever the training set does
-    rows: int | None = None  # the first rows only
+    path: str | None = setting(
+        None, "As data.path; null takes the split of the training set or, of a local file, its held-out rows."
+    )
+    subset: str | None = setting(None, "As data.subset; null is the training set's if data.path is shared.")
+    split: str = setting("test", "Split of a Hugging Face data set.")
+    question: str | None = setting(None, "As data.question; null is the training set's.")
+    answer: str | None = setting(None, "As data.answer; null is the training set's.")
+    answer_after: str | None = setting(
+        None, "As data.answer_after; null is the training set's, '' takes the whole answer field."
+    )
+    rows: int | None = setting(None, "Evaluate on the first rows only; null evaluates on all.", at_least=1)
 
 
 @dataclass
 class DataConfig:
-    name: str = "arithmetic"
-    path: str | None = None  # a JSONL or Parquet file, or a hub data set's id; null: generated arithmetic
-    subset: str | None = None  # a hub data set's configuration
-    split: str = "train"  # of a hub data set
-    question: str = "question"  # field of the row; dots reach into nested fields and lists: prompt.0.content
-    answer: str = "answer"
-    answer_after: str | None = None  # the answer is what follows the last occurrence of this, e.g. "####"
-    distinct: bool = False  # keep the first of rows with the same question and answer
-    template: Template = Template.plain
-    prefix: str = ""
-    suffix: str = ""
-    system: str | None = None  # system message, chat template only
-    thinking: bool = False  # the chat template's thinking mode
-    shuffle: bool = True
+    """Training prompts, their template, and the evaluation sets."""
+
+    name: str = setting("arithmetic", "Name of the data set; the prompt ids begin with it.")
+    path: str | None = setting(
+        None, "JSONL file, Parquet file or Hugging Face data set id; null generates arithmetic problems."
+    )
+    subset: str | None = setting(None, "Configuration name of a Hugging Face data set; null is its default.")
+    split: str = setting("train", "Split of a Hugging Face data set.")
+    question: str = setting(
+        "question", "Field with the question; dots reach into nested fields and lists: prompt.0.content."
+    )
+    answer: str = setting("answer", "Field with the reference answer; dots as in data.question.")
+    answer_after: str | None = setting(
+        None, "Take the answer after the last occurrence of this text, such as '####'; null takes the whole field."
+    )
+    distinct: bool = setting(False, "Keep only the first of rows with the same question and answer.")
+    template: Template = setting(
+        Template.plain, "plain joins prefix, question and suffix; chat applies the tokenizer's chat template as well."
+    )
+    prefix: str = setting("", "Text before the question.")
+    suffix: str = setting("", "Text after the question.")
+    system: str | None = setting(None, "System message of the chat template; null sends none.")
+    thinking: bool = setting(False, "Enable the chat template's thinking mode.")
+    shuffle: bool = setting(True, "Shuffle the training rows in every epoch, seeded by `seed`.")
+    eval_fraction: float = setting(
+        0.05,
+        "Share of the training rows held out, at least 1 row, where evaluation has no split or file of its own.",
+        above=0,
+        below=1,
+    )
+    eval_sets: dict[str, EvalSetConfig] = setting(
+        {},
+        "Evaluation sets by name; {} evaluates on held-out training rows, named eval.",
+        noun="entries as in +data.eval_sets={aime: {path: FILE}}",
+    )
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
-    eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)  # empty: the held-out split, named "eval"
-    eval_fraction: float = 0.05  # held out of the training file where no evaluation set is given; at least 1 row
 
+    def validate(self) -> None:
+        """Raise `ConfigError` for settings that contradict each other."""
+        expect(self.question != "", "data.question", "''", "the name of a field of the rows")
+        expect(self.answer != "", "data.answer", "''", "the name of a field of the rows")
+        expect(self.answer_after != "", "data.answer_after", "''", "null or a text such as '####'")
 
-def validate(config: DataConfig) -> None:
-    arithmetic = config.arithmetic
-    for key in ("problems", "eval_problems", "max_operand"):
-        value = getattr(arithmetic, key)
-        expect(value >= 1, f"data.arithmetic.{key}", value, "a whole number of at least 1")
-    different = (arithmetic.max_operand + 1) ** 2
-    expect(
-        config.path is not None or arithmetic.problems + arithmetic.eval_problems <= different,
-        "data.arithmetic.problems",
-        arithmetic.problems,
-        f"at most {different} problems together with data.arithmetic.eval_problems={arithmetic.eval_problems}, "
-        f"all that data.arithmetic.max_operand={arithmetic.max_operand} allows",
-    )
-    expect(0 < config.eval_fraction < 1, "data.eval_fraction", config.eval_fraction, "a number between 0 and 1")
-    for key in ("question", "answer"):
-        value = getattr(config, key)
-        expect(bool(value), f"data.{key}", repr(value), "the name of a field of the rows")
-    expect(config.answer_after != "", "data.answer_after", "''", "null or a text such as '####'")
-    expect(
-        config.system is None or config.template is Template.chat,
-        "data.system",
-        config.system,
-        "null with data.template=plain, which has no messages",
-    )
-    for name, evaluation in config.eval_sets.items():
-        key = f"data.eval_sets.{name}.rows"
-        expect(evaluation.rows is None or evaluation.rows >= 1, key, evaluation.rows, "null or a whole number above 0")
+        arithmetic = self.arithmetic
+        distinct_problems = (arithmetic.max_operand + 1) ** 2
+        expect(
+            self.path is not None or arithmetic.problems + arithmetic.eval_problems <= distinct_problems,
+            "data.arithmetic.problems",
+            arithmetic.problems,
+            f"at most {distinct_problems} problems together with "
+            f"data.arithmetic.eval_problems={arithmetic.eval_problems}, all that "
+            f"data.arithmetic.max_operand={arithmetic.max_operand} allows",
+        )
+
+        expect(
+            self.system is None or self.template is Template.chat,
+            "data.system",
+            self.system,
+            "null with data.template=plain, which has no messages",
+        )

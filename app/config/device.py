@@ -1,39 +1,46 @@
 """Settings of `device=`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from app.errors import expect
+from app.config.setting import setting
 
 
 class DeviceKind(Enum):
+    """Hardware that trainer and engines run on."""
+
     cpu = "cpu"
     cuda = "cuda"
     npu = "npu"
 
 
 class Dtype(Enum):
+    """Compute precision."""
+
     float32 = "float32"
     bfloat16 = "bfloat16"
 
     @property
     def bytes(self) -> int:
+        """Size of one element."""
         return 4 if self is Dtype.float32 else 2
 
 
 @dataclass
 class DeviceConfig:
-    kind: DeviceKind = DeviceKind.cpu
-    dtype: Dtype = Dtype.float32  # compute in trainer and engine; masters are float32
-    memory_gib: float | None = None  # of one device, for the plan; null: asked of the device
-    engine_args: dict[str, Any] = field(default_factory=dict)  # SGLang server flags, without the dashes
+    """Hardware and precision."""
 
-
-def validate(config: DeviceConfig) -> None:
-    expect(
-        config.memory_gib is None or config.memory_gib > 0,
-        "device.memory_gib",
-        config.memory_gib,
-        "null or GiB above 0",
+    kind: DeviceKind = setting(DeviceKind.cpu, "Hardware of trainer and engines.")
+    dtype: Dtype = setting(Dtype.float32, "Compute precision of trainer and engines; master weights are float32.")
+    memory_gib: float | None = setting(
+        None,
+        "Memory of one device, for mode=plan; null reads it from the device or assumes the usual card.",
+        above=0,
+        noun="a number of GiB",
+    )
+    engine_args: dict[str, Any] = setting(
+        {},
+        "SGLang server flags for this device, without the dashes.",
+        noun="entries as in +device.engine_args.chunked-prefill-size=8192",
     )

@@ -2,26 +2,25 @@
 
 from dataclasses import dataclass
 
+from app.config.setting import setting
 from app.errors import expect
 
 
 @dataclass
 class EvalConfig:
-    every: int = 0  # steps; 0: only before (if set) and after
-    before_train: bool = True
-    samples: int = 1  # completions per prompt
-    temperature: float = 0.0  # greedy
-    top_p: float = 1.0
+    """Evaluation during training and in `mode=eval`."""
 
+    every: int = setting(0, "Steps between evaluations; 0 evaluates only after the last one.", at_least=0)
+    before_train: bool = setting(True, "Evaluate the initial policy before the first step.")
+    samples: int = setting(1, "Completions per prompt.", at_least=1)
+    temperature: float = setting(0.0, "Sampling temperature of evaluations; 0 is greedy.", at_least=0)
+    top_p: float = setting(1.0, "Nucleus sampling threshold of evaluations.", above=0, at_most=1)
 
-def validate(config: EvalConfig) -> None:
-    expect(config.every >= 0, "eval.every", config.every, "a whole number of at least 0")
-    expect(config.samples >= 1, "eval.samples", config.samples, "a whole number of at least 1")
-    expect(config.temperature >= 0, "eval.temperature", config.temperature, "a number of at least 0")
-    expect(0 < config.top_p <= 1, "eval.top_p", config.top_p, "a number above 0 and up to 1")
-    expect(
-        config.samples == 1 or config.temperature > 0,
-        "eval.samples",
-        config.samples,
-        "1 with eval.temperature=0, since greedy samples are all the same",
-    )
+    def validate(self) -> None:
+        """Raise `ConfigError` for several samples that would all be the same."""
+        expect(
+            self.samples == 1 or self.temperature > 0,
+            "eval.samples",
+            self.samples,
+            "1 with eval.temperature=0, since greedy samples are all the same",
+        )

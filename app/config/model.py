@@ -2,46 +2,65 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
+from app.config.setting import setting
 from app.errors import expect
 
 
 class Family(Enum):
+    """Architecture of the tiny model."""
+
     qwen3 = "qwen3"
-    qwen35 = "qwen35"  # every second layer has linear attention, the others full attention
+    qwen35 = "qwen35"
 
 
 @dataclass
 class TinyConfig:
-    """The tiny model that is made on first use; read only where `model.path` is null."""
+    """The tiny model, created on first use where `model.path` is null."""
 
-    family: Family = Family.qwen3
-    hidden: int = 64
-    layers: int = 2
-    heads: int = 4
-    cache: str | None = None  # folder; null: the user's cache folder
-    accuracy_low: float = 0.20  # warm-up ends when the held-out greedy accuracy is within these
-    accuracy_high: float = 0.45
+    family: Family = setting(
+        Family.qwen3, "Architecture; in qwen35 layers with linear attention and with full attention alternate."
+    )
+    hidden: int = setting(64, "Hidden size; must be a multiple of model.tiny.heads.", at_least=1)
+    layers: int = setting(2, "Number of layers.", at_least=1)
+    heads: int = setting(4, "Number of attention heads; must be even.", at_least=2)
+    cache: str | None = setting(None, "Folder for created models; null is the user's cache folder.")
+    accuracy_low: float = setting(
+        0.20, "Lower end of the held-out greedy accuracy at which the warm-up stops.", above=0, below=1
+    )
+    accuracy_high: float = setting(
+        0.45, "Upper end of the held-out greedy accuracy at which the warm-up stops.", above=0, below=1
+    )
 
 
 @dataclass
 class ModelConfig:
-    name: str = "tiny"
-    path: str | None = None  # a Hugging Face directory or hub id; null makes the tiny model
-    trust_remote_code: bool = False
+    """The model that is trained."""
+
+    name: str = setting("tiny", "Name of the preset, shown in the console, the plan and the report.")
+    path: str | None = setting(None, "Hugging Face model directory or hub id; null creates the tiny model.")
+    trust_remote_code: bool = setting(False, "Run model code that ships with the checkpoint.")
     tiny: TinyConfig = field(default_factory=TinyConfig)
 
+    def validate(self) -> None:
+        """Raise `ConfigError` for a missing directory or an impossible tiny model."""
+        tiny = self.tiny
+        expect(
+            tiny.accuracy_low < tiny.accuracy_high,
+            "model.tiny.accuracy_low",
+            tiny.accuracy_low,
+            f"a number between 0 and model.tiny.accuracy_high={tiny.accuracy_high}",
+        )
+        expect(tiny.heads % 2 == 0, "model.tiny.heads", tiny.heads, "an even number of at least 2")
+        expect(
+            tiny.hidden % tiny.heads == 0,
+            "model.tiny.hidden",
+            tiny.hidden,
+            f"a multiple of model.tiny.heads={tiny.heads}",
+        )
 
-def validate(config: ModelConfig) -> None:
-    tiny = config.tiny
-    expect(
-        0 < tiny.accuracy_low < tiny.accuracy_high < 1,
-        "model.tiny.accuracy_low",
-        tiny.accuracy_low,
-        f"a number between 0 and model.tiny.accuracy_high={tiny.accuracy_high}",
-    )
-    expect(tiny.heads >= 2 and tiny.heads % 2 == 0, "model.tiny.heads", tiny.heads, "an even number of at least 2")
-    expect(
-        tiny.hidden % tiny.heads == 0, "model.tiny.hidden", tiny.hidden, f"a multiple of model.tiny.heads={tiny.heads}"
-    )
-    expect(tiny.layers >= 1, "model.tiny.layers", tiny.layers, "a whole number of at least 1")
+        path = self.path
+        if path is not None and path.startswith((".", "/", "~")):
+            is_directory = Path(path).expanduser().is_dir()
+            expect(is_directory, "model.path", path, "an existing directory of the Hugging Face form, or a hub id")

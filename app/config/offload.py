@@ -1,9 +1,13 @@
-"""Settings of `offload`, for placements in which trainer and engine share devices."""
+"""Settings of `offload`, for placements in which trainer and engines share devices."""
 
 from dataclasses import dataclass
+
+from app.config.setting import setting
 
 
 @dataclass
 class OffloadConfig:
-    engine: bool = True  # the engine releases its device memory while the trainer trains
-    trainer: bool = True  # the trainer's device memory goes to the host while the engine generates
+    """Memory offload in `placement=colocate` on accelerators."""
+
+    engine: bool = setting(True, "Engines release their device memory while the trainer trains.")
+    trainer: bool = setting(True, "Trainer tensors are offloaded to host memory while the engines generate.")

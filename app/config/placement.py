@@ -3,55 +3,73 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from app.config.setting import setting
 from app.errors import expect
 from app.types import InFlight
 
 
 class PlacementKind(Enum):
-    colocate = "colocate"  # trainer and engines take turns on the same devices
-    fully_async = "fully_async"  # they work at the same time on devices of their own
+    """How trainer and engines share the devices."""
+
+    colocate = "colocate"
+    fully_async = "fully_async"
 
 
 class Stream(Enum):
-    auto = "auto"  # on where possible
-    on = "on"  # groups are trained on as they arrive
-    off = "off"  # a step begins when all its groups are there
+    """Whether training of a step begins before all of its groups are there."""
+
+    auto = "auto"
+    on = "on"
+    off = "off"
 
 
 @dataclass
 class PlacementConfig:
-    kind: PlacementKind = PlacementKind.colocate
-    devices: int = 1  # colocate: shared by trainer ranks and engines
-    trainer_devices: int = 1  # fully_async
-    rollout_devices: int = 1  # fully_async
-    max_staleness: int = 0  # pushes
-    in_flight: InFlight = InFlight.drain
-    stream: Stream = Stream.auto
+    """The schedule, its devices, and how stale a trajectory may get."""
+
+    kind: PlacementKind = setting(
+        PlacementKind.colocate,
+        "In colocate trainer and engines alternate on the same devices; in fully_async they run concurrently on "
+        "separate devices.",
+    )
+    devices: int = setting(1, "Devices shared by trainer ranks and engines (colocate).", at_least=1)
+    trainer_devices: int = setting(1, "Devices of the trainer, one rank each (fully_async).", at_least=1)
+    rollout_devices: int = setting(1, "Devices of the engines (fully_async).", at_least=1)
+    max_staleness: int = setting(
+        0, "Hard bound on the staleness of a trajectory, in weight syncs; 0 trains on-policy.", at_least=0
+    )
+    in_flight: InFlight = setting(
+        InFlight.drain,
+        "Requests in flight at a weight sync: drain finishes them first, retract continues them with a recomputed KV "
+        "cache, in_place continues them on the old one.",
+    )
+    stream: Stream = setting(
+        Stream.auto,
+        "on trains on groups as they arrive, off waits for all groups of a step; auto is on in fully_async with one "
+        "update per step.",
+    )
 
     @property
     def trainer_ranks(self) -> int:
+        """Number of trainer ranks, one per device."""
         return self.devices if self.kind is PlacementKind.colocate else self.trainer_devices
 
     @property
     def engine_devices(self) -> int:
+        """Devices of all engines together."""
         return self.devices if self.kind is PlacementKind.colocate else self.rollout_devices
 
-
-def validate(config: PlacementConfig) -> None:
-    name = "placement."
-    for key in ("devices", "trainer_devices", "rollout_devices"):
-        expect(getattr(config, key) >= 1, name + key, getattr(config, key), "a whole number of at least 1")
-    expect(config.max_staleness >= 0, name + "max_staleness", config.max_staleness, "a whole number of at least 0")
-    colocate = config.kind is PlacementKind.colocate
-    expect(
-        config.max_staleness == 0 or not colocate,
-        name + "max_staleness",
-        config.max_staleness,
-        "0 with placement=colocate, which is always on-policy",
-    )
-    expect(
-        config.in_flight is InFlight.drain or config.max_staleness > 0,
-        name + "in_flight",
-        config.in_flight,
-        "drain with placement.max_staleness=0, which allows no completion to live through a push",
-    )
+    def validate(self) -> None:
+        """Raise `ConfigError` for staleness or requests in flight that the placement cannot have."""
+        expect(
+            self.max_staleness == 0 or self.kind is not PlacementKind.colocate,
+            "placement.max_staleness",
+            self.max_staleness,
+            "0 with placement=colocate, which is always on-policy",
+        )
+        expect(
+            self.in_flight is InFlight.drain or self.max_staleness > 0,
+            "placement.in_flight",
+            self.in_flight,
+            "drain with placement.max_staleness=0, which allows no completion to continue across a weight sync",
+        )

@@ -2,16 +2,19 @@
 
 from dataclasses import dataclass
 
-from app.errors import expect
+from app.config.setting import setting
 
 
 @dataclass
 class RecoveryConfig:
-    max_restarts: int = 3  # of the trainer, from its last checkpoint
-    max_engine_failures: int = 5  # attempts of a prompt lost to engines, before the run stops
-    max_prompt_retries: int = 2  # attempts of a prompt that fails by itself
+    """How many failures a run survives."""
 
-
-def validate(config: RecoveryConfig) -> None:
-    for key in ("max_restarts", "max_engine_failures", "max_prompt_retries"):
-        expect(getattr(config, key) >= 0, f"recovery.{key}", getattr(config, key), "a whole number of at least 0")
+    max_restarts: int = setting(
+        3, "Restarts of a failed trainer from the latest checkpoint before the run fails.", at_least=0
+    )
+    max_engine_failures: int = setting(
+        5,
+        "Failures in a row of an engine, and attempts of one prompt lost to engines, before the run fails.",
+        at_least=0,
+    )
+    max_prompt_retries: int = setting(2, "Retries of a prompt that an engine refuses before the run fails.", at_least=0)

@@ -1,52 +1,66 @@
-"""Settings of `reward=`: weighted built-in components, or a user's own callable."""
+"""Settings of `reward=`: weighted built-in components, or a callable of your own."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from app.config.setting import SECONDS, setting
 from app.errors import expect
 
-BUILT_IN = ("exact", "format", "math")  # each is the module of its name in this package
+BUILT_IN = ("exact", "format", "math")  # each is a module of `app.reward`
 
 
 @dataclass
 class RewardConfig:
-    _target_: str | None = None  # a user's own `package.function` or `package.Class`; then `components` is not used
-    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments for a user's own
-    components: dict[str, float] = field(default_factory=dict)  # built-in name → weight; 0 only measures it
-    workers: int = 1  # processes
-    timeout_s: float = 5.0  # per trajectory; a hung worker is killed and its trajectory scores 0
-    max_failed_fraction: float = 0.2  # of a step's trajectories; above it the run stops
+    """The reward function and its worker processes."""
 
-
-def validate(config: RewardConfig) -> None:
-    expect(
-        config._target_ is not None or bool(config.components),
-        "reward.components",
-        "{}",
-        "at least one component with its weight",
+    _target_: str | None = setting(
+        None,
+        "Dotted path of your own reward function or class; it replaces the components.",
+        noun="a path such as my_package.my_module.my_reward",
     )
-    for name, weight in config.components.items():
+    args: dict[str, Any] = setting(
+        {}, "Keyword arguments of reward._target_.", noun="entries as in +reward.args.scale=0.5"
+    )
+    components: dict[str, float] = setting(
+        {},
+        "Weights of the built-in components; weight 0 measures a component without rewarding it.",
+        noun=f"weights of {', '.join(BUILT_IN)}, as in +reward.components.format=0.1",
+    )
+    workers: int = setting(1, "Worker processes.", at_least=1)
+    timeout_s: float = setting(
+        5.0,
+        "Deadline per trajectory; a worker that exceeds it is killed and the trajectory's reward is 0.",
+        above=0,
+        noun=SECONDS,
+    )
+    max_failed_fraction: float = setting(
+        0.2, "Share of a step's trajectories whose scoring may fail; above it the run stops.", at_least=0, at_most=1
+    )
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for unknown components, a malformed path, or arguments without a callable."""
+        target = self._target_
         expect(
-            name in BUILT_IN,
+            target is not None or bool(self.components),
             "reward.components",
-            name,
-            f"components among {', '.join(BUILT_IN)}, or your own by _target_",
+            "{}",
+            "at least one component with its weight",
         )
-        expect(math.isfinite(weight), f"reward.components.{name}", weight, "a finite weight")
-    target = config._target_
-    expect(
-        target is None or ("." in target.strip(".") and ".." not in target),
-        "reward._target_",
-        target,
-        "the dotted path of a function or class, such as my_package.my_module.my_reward",
-    )
-    expect(config._target_ is not None or not config.args, "reward.args", config.args, "{} without reward._target_")
-    expect(config.workers >= 1, "reward.workers", config.workers, "a whole number of at least 1")
-    expect(config.timeout_s > 0, "reward.timeout_s", config.timeout_s, "a number of seconds above 0")
-    expect(
-        0 <= config.max_failed_fraction <= 1,
-        "reward.max_failed_fraction",
-        config.max_failed_fraction,
-        "a number from 0 to 1",
-    )
+
+        for name, weight in self.components.items():
+            expect(
+                name in BUILT_IN,
+                "reward.components",
+                name,
+                f"components among {', '.join(BUILT_IN)}, or your own by _target_",
+            )
+            expect(math.isfinite(weight), f"reward.components.{name}", weight, "a finite weight")
+
+        expect(
+            target is None or ("." in target.strip(".") and ".." not in target),
+            "reward._target_",
+            target,
+            "the dotted path of a function or class, such as my_package.my_module.my_reward",
+        )
+        expect(target is not None or not self.args, "reward.args", self.args, "{} without reward._target_")

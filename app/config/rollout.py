@@ -1,36 +1,53 @@
-"""Settings of `rollout`: the engines and how they sample."""
+"""Settings of `rollout`: the engines and their sampling."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from app.config.setting import SECONDS, setting
 from app.errors import expect
 
 
 @dataclass
 class RolloutConfig:
-    tensor_parallel: int = 1  # devices per engine
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_prompt_tokens: int = 64  # longer prompts are left out, and counted
-    max_completion_tokens: int = 64
-    max_inflight_groups: int = 64  # over all engines
-    urls: list[str] = field(default_factory=list)  # servers that already run; empty: we start our own
-    port: int | None = None  # of the first engine, the next one takes the next; null: free ones
-    start_timeout_s: float = 300.0  # until a server answers its health check
-    stall_timeout_s: float = 120.0  # without any new token while requests are in flight
-    memory_fraction: float = 0.7  # of the device, for weights and KV cache
-    engine_args: dict[str, Any] = field(default_factory=dict)  # SGLang server flags; they win over the device's
+    """SGLang engines, sampling and length limits."""
 
+    tensor_parallel: int = setting(1, "Devices per engine.", at_least=1)
+    temperature: float = setting(1.0, "Sampling temperature; the trainer's log-probabilities use it too.", above=0)
+    top_p: float = setting(1.0, "Nucleus sampling threshold.", above=0, at_most=1)
+    max_prompt_tokens: int = setting(64, "Longer prompts are dropped from the data, and counted.", at_least=1)
+    max_completion_tokens: int = setting(64, "Tokens after which a completion is truncated.", at_least=1)
+    max_inflight_groups: int = setting(64, "Groups being sampled at a time, over all engines.", at_least=1)
+    urls: list[str] = setting(
+        [],
+        "Addresses of running SGLang servers; [] starts the run's own engines.",
+        noun="a list of addresses such as http://host:30000",
+    )
+    port: int | None = setting(
+        None,
+        "Port of the first engine, incremented for each further engine; null takes free ports.",
+        at_least=1,
+        at_most=65535,
+        noun="a port",
+    )
+    start_timeout_s: float = setting(
+        300.0, "Deadline for an engine to answer its first health check.", above=0, noun=SECONDS
+    )
+    stall_timeout_s: float = setting(
+        120.0,
+        "Time without a new token, with requests in flight, after which an engine counts as stalled.",
+        above=0,
+        noun=SECONDS,
+    )
+    memory_fraction: float = setting(
+        0.7, "Share of a device's memory for the engine's weights and KV cache.", above=0, below=1
+    )
+    engine_args: dict[str, Any] = setting(
+        {},
+        "SGLang server flags without the dashes; they override device.engine_args.",
+        noun="entries as in +rollout.engine_args.chunked-prefill-size=8192",
+    )
 
-def validate(config: RolloutConfig) -> None:
-    name = "rollout."
-    for key in ("tensor_parallel", "max_prompt_tokens", "max_completion_tokens", "max_inflight_groups"):
-        expect(getattr(config, key) >= 1, name + key, getattr(config, key), "a whole number of at least 1")
-    expect(config.temperature > 0, name + "temperature", config.temperature, "a number above 0")
-    expect(0 < config.top_p <= 1, name + "top_p", config.top_p, "a number above 0 and up to 1")
-    expect(config.port is None or 0 < config.port < 65536, name + "port", config.port, "null or a port from 1 to 65535")
-    for key in ("start_timeout_s", "stall_timeout_s"):
-        expect(getattr(config, key) > 0, name + key, getattr(config, key), "a number of seconds above 0")
-    expect(0 < config.memory_fraction < 1, name + "memory_fraction", config.memory_fraction, "a number between 0 and 1")
-    for url in config.urls:
-        expect(url.startswith(("http://", "https://")), name + "urls", url, "addresses such as http://host:30000")
+    def validate(self) -> None:
+        """Raise `ConfigError` for an address without a scheme."""
+        for url in self.urls:
+            expect(url.startswith(("http://", "https://")), "rollout.urls", url, "addresses such as http://host:30000")

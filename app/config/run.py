@@ -1,44 +1,30 @@
-"""The configuration of a run: one dataclass per group, and the rules that no single group can check."""
+"""The configuration of a run: one dataclass per section, and the rules across sections."""
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from pathlib import Path
 
 from app.config.algorithm import AlgorithmConfig, Correction, OldPolicy
-from app.config.algorithm import validate as validate_algorithm
 from app.config.checkpoint import CheckpointConfig
-from app.config.checkpoint import validate as validate_checkpoint
 from app.config.cluster import ClusterConfig
-from app.config.cluster import validate as validate_cluster
 from app.config.data import DataConfig
-from app.config.data import validate as validate_data
 from app.config.device import DeviceConfig, DeviceKind
-from app.config.device import validate as validate_device
 from app.config.eval import EvalConfig
-from app.config.eval import validate as validate_eval
 from app.config.model import ModelConfig
-from app.config.model import validate as validate_model
 from app.config.offload import OffloadConfig
 from app.config.placement import PlacementConfig, PlacementKind, Stream
-from app.config.placement import validate as validate_placement
 from app.config.recovery import RecoveryConfig
-from app.config.recovery import validate as validate_recovery
 from app.config.reward import RewardConfig
-from app.config.reward import validate as validate_reward
 from app.config.rollout import RolloutConfig
-from app.config.rollout import validate as validate_rollout
+from app.config.setting import check_bounds, setting
 from app.config.tracking import TrackingConfig
-from app.config.tracking import validate as validate_tracking
 from app.config.trainer import TrainerConfig
-from app.config.trainer import validate as validate_trainer
-from app.config.weight_sync import WeightSyncConfig, transport_of, validate_mode
-from app.config.weight_sync import validate as validate_weight_sync
+from app.config.weight_sync import WeightSyncConfig, transport_of
 from app.errors import expect
-
-SEED_LIMIT = 2**31
 
 
 class Mode(Enum):
+    """What the command does; each mode is a module or package of `app.mode`."""
+
     train = "train"
     eval = "eval"
     plan = "plan"
@@ -50,10 +36,24 @@ class Mode(Enum):
 
 @dataclass
 class RunConfig:
-    mode: Mode = Mode.train
-    seed: int = 0
-    steps: int = 60
-    resume: str = "never"  # auto: the run in this folder; a path: that run; never: refuse a used folder
+    """Mode, seed, length and resumption of a run, and one section per package."""
+
+    mode: Mode = setting(
+        Mode.train,
+        "train trains; eval evaluates only; plan prints devices, batches and a memory estimate; doctor checks this "
+        "machine; parity compares the device's numbers with a float32 CPU reference; export writes a checkpoint as a "
+        "Hugging Face directory; report writes report.html.",
+    )
+    seed: int = setting(
+        0, "Seed of the data order, of sampling, and of the tiny model's weights.", at_least=0, at_most=2**31 - 1
+    )
+    steps: int = setting(60, "Training steps of the run.", at_least=1)
+    resume: str = setting(
+        "never",
+        "never refuses a folder that holds a run, auto resumes the run in hydra.run.dir if there is one, the path of a "
+        "run or checkpoint resumes that.",
+        noun="never, auto or a path",
+    )
     device: DeviceConfig = field(default_factory=DeviceConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -72,11 +72,12 @@ class RunConfig:
 
     @property
     def engines(self) -> int:
+        """Number of engines."""
         return len(self.rollout.urls) or self.placement.engine_devices // self.rollout.tensor_parallel
 
     @property
     def shared_devices(self) -> bool:
-        """Whether each engine rank stands on the card of a trainer rank."""
+        """Whether each engine rank shares a device with a trainer rank."""
         return self.placement.kind is PlacementKind.colocate and not self.rollout.urls
 
     @property
@@ -89,65 +90,64 @@ class RunConfig:
     @property
     def correction(self) -> Correction:
         """The correction in force: `auto` resolved."""
-        chosen = self.algorithm.correction
-        if chosen is not Correction.auto:
-            return chosen
+        if self.algorithm.correction is not Correction.auto:
+            return self.algorithm.correction
+
         stale = self.placement.max_staleness > 0 and self.algorithm.old_policy is OldPolicy.trainer
         return Correction.tis if stale else Correction.none
 
+    @property
+    def engines_keep_weights(self) -> bool:
+        """Whether weights stay in device memory of the engines while the trainer trains."""
+        colocated = self.placement.kind is PlacementKind.colocate
+        return not (colocated and self.offload.engine and self.device.kind is not DeviceKind.cpu)
 
-SECTIONS = tuple(each.name for each in fields(RunConfig) if each.default_factory is not MISSING)
+    def validate(self) -> None:
+        """Raise `ConfigError` with one sentence on the first setting that cannot be run."""
+        check_bounds(self)
+
+        self.model.validate()
+        self.data.validate()
+        self.reward.validate()
+        self.algorithm.validate()
+        self.placement.validate()
+        self.rollout.validate()
+        self.eval.validate()
+        self.tracking.validate()
+        self.weight_sync.validate(
+            dtype_bytes=self.device.dtype.bytes,
+            starts_engines=not self.rollout.urls,
+            engines_keep_weights=self.engines_keep_weights,
+        )
+        transport_of(self.weight_sync, shared_devices=self.shared_devices)
+
+        self._validate_devices()
+        self._validate_stream()
+
+    def _validate_devices(self) -> None:
+        colocated = self.placement.kind is PlacementKind.colocate
+        key = "placement.devices" if colocated else "placement.rollout_devices"
+        devices = self.placement.engine_devices
+        width = self.rollout.tensor_parallel
+        expect(devices % width == 0, "rollout.tensor_parallel", width, f"a divisor of {key}={devices}")
+
+    def _validate_stream(self) -> None:
+        if self.placement.stream is not Stream.on:
+            return
+
+        updates = self.algorithm.updates_per_step
+        expect(
+            updates == 1,
+            "placement.stream",
+            self.placement.stream,
+            f"auto or off with algorithm.updates_per_step={updates}",
+        )
+        expect(
+            self.placement.kind is PlacementKind.fully_async,
+            "placement.stream",
+            self.placement.stream,
+            "auto or off with placement=colocate",
+        )
 
 
-def validate(config: RunConfig) -> None:
-    """Raise `ConfigError` with one sentence on the first setting that cannot be run."""
-    expect(config.steps >= 1, "steps", config.steps, "a whole number of at least 1")
-    expect(0 <= config.seed < SEED_LIMIT, "seed", config.seed, f"a whole number from 0 to {SEED_LIMIT - 1}")
-    validate_device(config.device)
-    validate_model(config.model)
-    validate_data(config.data)
-    validate_reward(config.reward)
-    validate_algorithm(config.algorithm, max_completion_tokens=config.rollout.max_completion_tokens)
-    validate_placement(config.placement)
-    validate_eval(config.eval)
-    validate_recovery(config.recovery)
-    validate_cluster(config.cluster)
-    validate_rollout(config.rollout)
-    validate_trainer(config.trainer)
-    validate_checkpoint(config.checkpoint)
-    validate_weight_sync(config.weight_sync)
-    validate_tracking(config.tracking)
-    _validate_together(config)
-
-
-def _validate_together(config: RunConfig) -> None:
-    devices, width = config.placement.engine_devices, config.rollout.tensor_parallel
-    key = "placement.devices" if config.placement.kind is PlacementKind.colocate else "placement.rollout_devices"
-    expect(devices % width == 0, "rollout.tensor_parallel", width, f"a divisor of {key}={devices}")
-    expect(
-        config.placement.stream is not Stream.on or config.algorithm.updates_per_step == 1,
-        "placement.stream",
-        config.placement.stream,
-        f"auto or off with algorithm.updates_per_step={config.algorithm.updates_per_step}",
-    )
-    expect(
-        config.placement.stream is not Stream.on or config.stream,
-        "placement.stream",
-        config.placement.stream,
-        "auto or off with placement=colocate",
-    )
-    transport_of(config.weight_sync, shared_devices=config.shared_devices)
-    released = (
-        config.placement.kind is PlacementKind.colocate
-        and config.offload.engine
-        and config.device.kind is not DeviceKind.cpu
-    )
-    validate_mode(
-        config.weight_sync,
-        item_bytes=config.device.dtype.bytes,
-        own_engines=not config.rollout.urls,
-        weights_stay=not released,
-    )
-    local = config.model.path
-    if local is not None and (local.startswith((".", "/", "~")) and not Path(local).expanduser().is_dir()):
-        expect(False, "model.path", local, "an existing directory of the Hugging Face form, or a hub id")
+SECTIONS = tuple(each.name for each in fields(RunConfig) if is_dataclass(each.type))

@@ -1,26 +1,28 @@
 """Settings of `tracking=`. `metrics.jsonl`, `summary.json` and the console are always on."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from app.config.setting import setting
 from app.errors import expect
+
+TRACKERS = ("tensorboard", "wandb", "clearml")
 
 
 @dataclass
 class TrackingConfig:
-    use: list[str] = field(default_factory=list)  # further trackers: tensorboard, wandb, clearml
-    project: str = "hydra-posttrain"
-    run_name: str | None = None  # null: the run folder's name and its parent's
-    offline: bool = False  # wandb and clearml record in the run folder and send nothing
-    samples_per_step: int = 8  # trajectories written to samples/; 0 writes none
+    """Dashboards and samples."""
 
-
-def validate(config: TrackingConfig) -> None:
-    expect(
-        config.samples_per_step >= 0,
-        "tracking.samples_per_step",
-        config.samples_per_step,
-        "a whole number of at least 0",
+    use: list[str] = setting(
+        [], "Trackers beside the console and the run's folder.", noun=f"a list of {', '.join(TRACKERS)}"
     )
-    known = ("tensorboard", "wandb", "clearml")
-    for name in config.use:
-        expect(name in known, "tracking.use", name, f"a list of {', '.join(known)}")
+    project: str = setting("hydra-posttrain", "Project name in wandb and clearml.")
+    run_name: str | None = setting(
+        None, "Run name in the trackers; null joins the names of the run's folder and its parent."
+    )
+    offline: bool = setting(False, "wandb and clearml record into the run's folder and send nothing.")
+    samples_per_step: int = setting(8, "Trajectories written to samples/ per step; 0 writes none.", at_least=0)
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for an unknown tracker."""
+        for name in self.use:
+            expect(name in TRACKERS, "tracking.use", name, f"a list of {', '.join(TRACKERS)}")

@@ -1,40 +1,39 @@
 """Settings of `trainer`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
-from app.errors import expect
+from app.config.setting import SECONDS, setting
 
 
 class Optimizer(Enum):
+    """The optimizer's update rule."""
+
     adamw = "adamw"
     sgd = "sgd"
 
 
 @dataclass
 class TrainerConfig:
-    lr: float = 1e-6
-    warmup_steps: int = 0  # optimizer updates of linear warm-up; constant afterwards
-    optimizer: Optimizer = Optimizer.adamw
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.98
-    max_grad_norm: float = 1.0  # gradient norm is clipped to this
-    tokens_per_microbatch: int = 8192  # prompt and completion tokens per rank and pass; longer trajectories go alone
-    activation_checkpointing: bool = False
-    max_skipped_updates: int = 3  # in a row, for gradients that are not finite; then the run stops
-    timeout_s: float = 1800.0  # for one call to the ranks
-    profile_steps: list[int] = field(default_factory=list)  # torch profiler traces of these steps; none by default
+    """Optimizer, microbatches and deadlines of the FSDP2 trainer."""
 
-
-def validate(config: TrainerConfig) -> None:
-    name = "trainer."
-    expect(config.lr > 0, name + "lr", config.lr, "a number above 0")
-    expect(config.warmup_steps >= 0, name + "warmup_steps", config.warmup_steps, "a whole number of at least 0")
-    expect(config.weight_decay >= 0, name + "weight_decay", config.weight_decay, "a number of at least 0")
-    for key in ("beta1", "beta2"):
-        expect(0 <= getattr(config, key) < 1, name + key, getattr(config, key), "a number of at least 0 and below 1")
-    expect(config.max_grad_norm > 0, name + "max_grad_norm", config.max_grad_norm, "a number above 0")
-    for key in ("tokens_per_microbatch", "max_skipped_updates"):
-        expect(getattr(config, key) >= 1, name + key, getattr(config, key), "a whole number of at least 1")
-    expect(config.timeout_s > 0, name + "timeout_s", config.timeout_s, "a number of seconds above 0")
+    lr: float = setting(1e-6, "Learning rate after warm-up; it stays constant.", above=0)
+    warmup_steps: int = setting(0, "Optimizer updates of linear learning-rate warm-up.", at_least=0)
+    optimizer: Optimizer = setting(Optimizer.adamw, "Update rule; sgd keeps no optimizer state.")
+    weight_decay: float = setting(0.1, "Decoupled weight decay.", at_least=0)
+    beta1: float = setting(0.9, "AdamW's decay rate of the first moment.", at_least=0, below=1)
+    beta2: float = setting(0.98, "AdamW's decay rate of the second moment.", at_least=0, below=1)
+    max_grad_norm: float = setting(1.0, "The gradient norm is clipped to this.", above=0)
+    tokens_per_microbatch: int = setting(
+        8192,
+        "Prompt and completion tokens per rank in one forward-backward pass; a longer trajectory gets its own.",
+        at_least=1,
+    )
+    activation_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
+    max_skipped_updates: int = setting(
+        3, "Updates in a row that may be skipped for non-finite gradients; then the run stops.", at_least=1
+    )
+    timeout_s: float = setting(1800.0, "Deadline of one call to the trainer ranks.", above=0, noun=SECONDS)
+    profile_steps: list[int] = setting(
+        [], "Steps to record with the torch profiler, one trace per rank.", noun="a list of steps"
+    )

@@ -3,84 +3,120 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from app.config.setting import SECONDS, setting
 from app.errors import expect
 
 
 class TransportKind(Enum):
-    auto = "auto"  # handle in colocate, collective in fully_async
-    collective = "collective"  # a process group of trainer rank 0 and every engine rank
-    ipc = "ipc"  # tensor handles between processes that share a device
+    """How weights travel from the trainer to the engines."""
+
+    auto = "auto"
+    collective = "collective"
+    ipc = "ipc"
 
 
 class Verify(Enum):
+    """Which syncs are verified."""
+
     never = "never"
-    first = "first"  # the first push, and the first of a trained policy, are compared with the exported checkpoint
-    always = "always"  # and the engines' checksums with each other after each push
+    first = "first"
+    always = "always"
 
 
 class SyncMode(Enum):
-    full = "full"  # every push sends all weights
-    delta = "delta"  # only what changed since the last push, where that is less; bit for bit the same
+    """What a sync sends."""
+
+    full = "full"
+    delta = "delta"
 
 
 class SnapshotPlace(Enum):
-    device = "device"  # beside the parameters
-    host = "host"  # pinned memory of the machine
+    """Memory that holds the last synced weights."""
+
+    device = "device"
+    host = "host"
 
 
 @dataclass
 class WeightSyncConfig:
-    transport: TransportKind = TransportKind.auto
-    mode: SyncMode = SyncMode.full
-    full_every: int = 0  # delta: every so many pushes a full one; 0: the first, and after failures and replacements
-    snapshot: SnapshotPlace = SnapshotPlace.device  # delta: where the last pushed weights are kept
-    bucket_mib: float = 512.0  # a larger tensor is a bucket of its own
-    verify: Verify = Verify.never
-    timeout_s: float = 300.0  # for each wait of a push
+    """Weight sync from the trainer to the engines."""
 
+    transport: TransportKind = setting(
+        TransportKind.auto,
+        "collective broadcasts over a process group of trainer rank 0 and every engine rank, ipc passes tensor handles "
+        "between processes on one device; auto is ipc where trainer and engines share devices.",
+    )
+    mode: SyncMode = setting(
+        SyncMode.full,
+        "full sends all weights; delta sends only the weights that changed since the last sync where that is smaller, "
+        "with a bit-identical result.",
+    )
+    full_every: int = setting(
+        0,
+        "With mode=delta, every how many syncs all weights are sent; 0 does so only in the first sync and after "
+        "failures or engine restarts.",
+        at_least=0,
+    )
+    snapshot: SnapshotPlace = setting(
+        SnapshotPlace.device, "With mode=delta, where the last synced weights are kept; host is pinned memory."
+    )
+    bucket_mib: float = setting(
+        512.0, "Size of a bucket; a larger tensor is a bucket by itself.", above=0, noun="a number of MiB"
+    )
+    verify: Verify = setting(
+        Verify.never,
+        "first compares the first sync, and the first sync of a trained policy, with the exported checkpoint; always "
+        "also compares the engines' checksums after every sync.",
+    )
+    timeout_s: float = setting(300.0, "Deadline of each wait within a sync.", above=0, noun=SECONDS)
 
-def validate(config: WeightSyncConfig) -> None:
-    expect(config.bucket_mib > 0, "weight_sync.bucket_mib", config.bucket_mib, "a number of MiB above 0")
-    expect(config.full_every >= 0, "weight_sync.full_every", config.full_every, "0 or a whole number of pushes")
-    expect(config.timeout_s > 0, "weight_sync.timeout_s", config.timeout_s, "a number of seconds above 0")
+    def validate(self, *, dtype_bytes: int, starts_engines: bool, engines_keep_weights: bool) -> None:
+        """Raise `ConfigError` where delta syncs cannot work.
+
+        Args:
+            dtype_bytes: Size of one weight in the engines.
+            starts_engines: Whether this run starts the engines, with its SGLang plugin in them.
+            engines_keep_weights: Whether weights stay in the engines between syncs. Memory that a memory saver
+                released comes back undefined.
+        """
+        if self.mode is SyncMode.full:
+            return
+
+        expect(
+            dtype_bytes == 2,
+            "weight_sync.mode",
+            self.mode,
+            "full with device.dtype=float32, where a step changes nearly every weight, or delta with "
+            "device.dtype=bfloat16",
+        )
+        expect(
+            starts_engines,
+            "weight_sync.mode",
+            self.mode,
+            "full with rollout.urls: deltas need the plugin of engines that this run starts",
+        )
+        expect(
+            engines_keep_weights,
+            "weight_sync.mode",
+            self.mode,
+            "full with placement=colocate and offload.engine=true, which drops the engines' weights in every step",
+        )
 
 
 def transport_of(config: WeightSyncConfig, *, shared_devices: bool) -> TransportKind:
-    """The transport in force. `shared_devices`: each engine rank stands on the card of a trainer rank of ours."""
+    """Resolve the transport; `shared_devices` says whether each engine rank shares a device with a trainer rank.
+
+    Raises:
+        ConfigError: `ipc` without shared devices.
+    """
     if config.transport is TransportKind.auto:
         return TransportKind.ipc if shared_devices else TransportKind.collective
+
     expect(
         config.transport is TransportKind.collective or shared_devices,
         "weight_sync.transport",
         config.transport,
-        "auto or collective: a handle needs trainer and engine on the same devices, as in placement=colocate without "
+        "auto or collective: ipc needs trainer and engine on the same devices, as in placement=colocate without "
         "rollout.urls",
     )
     return config.transport
-
-
-def validate_mode(config: WeightSyncConfig, *, item_bytes: int, own_engines: bool, weights_stay: bool) -> None:
-    """`item_bytes`: of the engine's dtype. `own_engines`: started by us, with our plugin in them.
-
-    `weights_stay`: in the engines from one push to the next; what a memory saver released comes back undefined.
-    """
-    if config.mode is SyncMode.full:
-        return
-    expect(
-        item_bytes == 2,
-        "weight_sync.mode",
-        config.mode,
-        "full with device.dtype=float32, where a step changes nearly every weight, or delta with device.dtype=bfloat16",
-    )
-    expect(
-        own_engines,
-        "weight_sync.mode",
-        config.mode,
-        "full with rollout.urls: a delta is written by a plugin of engines that this run starts",
-    )
-    expect(
-        weights_stay,
-        "weight_sync.mode",
-        config.mode,
-        "full with placement=colocate and offload.engine=true, which drops the engines' weights in every step",
-    )

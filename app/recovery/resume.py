@@ -15,7 +15,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from app.checkpoint.manager import FOLDER, latest, read_state
 from app.config import RunConfig
-from app.config.compose import sentence
+from app.config.compose import one_sentence
 from app.errors import ConfigError, RunError
 from app.tracking.run_folder import metrics_file
 
@@ -127,7 +127,7 @@ def _saved(folder: Path) -> DictConfig:
     try:
         saved = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(folder / SAVED))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{folder / SAVED} is not a configuration of this version: {sentence(error)}") from error
+        raise ConfigError(f"{folder / SAVED} is not a configuration of this version: {one_sentence(error)}") from error
     assert isinstance(saved, DictConfig)
     return saved
 

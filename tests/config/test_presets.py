@@ -1,5 +1,6 @@
-"""Every preset that ships composes, and says what its name says."""
+"""Every preset composes to what its name says and begins with the command that runs it."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.compose import composed
 CONF = Path(conf_path())
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
+RUNNABLE = sorted(path for group in ("experiment", "sweep", "model", "algorithm") for path in (CONF / group).glob("*"))
 
 
 def sweep(name: str, *overrides: str) -> DictConfig:
@@ -23,7 +25,7 @@ def sweep(name: str, *overrides: str) -> DictConfig:
         return compose("config", overrides=[f"sweep={name}", *overrides], return_hydra_config=True)
 
 
-def test_presets_are_there() -> None:
+def test_the_presets_exist() -> None:
     assert len(EXPERIMENTS) >= 6
     assert len(SWEEPS) >= 4
 
@@ -31,12 +33,14 @@ def test_presets_are_there() -> None:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_composes_to_what_its_name_says(name: str) -> None:
     config = composed(f"experiment={name}")
-    place, model = name.split("_", 1)[0], name.rsplit("_", 1)[1]
-    kind, count = place.rstrip("0123456789"), int(place.lstrip("abcdefghijklmnopqrstuvwxyz"))
+    hardware, _, rest = name.partition("_")
+    placement, _, model = rest.rpartition("_")
+    kind = hardware.rstrip("0123456789")
+
     assert config.device.kind.name == kind
-    assert devices(config) == count
+    assert devices(config) == int(hardware.removeprefix(kind))
     assert config.model.name.endswith(model)
-    assert config.placement.kind.name == name.split("_", 1)[1].rsplit("_", 1)[0]
+    assert config.placement.kind.name == placement
     assert config.data.name == "dapo_math"
 
 
@@ -48,12 +52,23 @@ def test_an_experiment_fits_its_devices(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name.startswith("npu")])
-def test_the_twins_differ_in_their_device_only(name: str) -> None:
-    npu, cuda = composed(f"experiment={name}"), composed(f"experiment={name.replace('npu', 'cuda')}")
+def test_npu_and_cuda_experiments_differ_only_in_their_device(name: str) -> None:
+    npu = composed(f"experiment={name}")
+    cuda = composed(f"experiment={name.replace('npu', 'cuda')}")
     assert npu.placement == cuda.placement
     assert npu.trainer == cuda.trainer
     assert npu.rollout == cuda.rollout
     assert npu.device != cuda.device
+
+
+@pytest.mark.parametrize("path", RUNNABLE, ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_a_preset_begins_with_the_command_that_runs_it(path: Path) -> None:
+    if path.stem == "optuna":
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+
+    command = path.read_text().removeprefix("# @package _global_\n").partition("\n")[0]
+    assert re.match(rf"# python -m app {path.parent.name}={path.stem}\b", command)
+    composed(*command.removeprefix("# python -m app ").split())
 
 
 def test_the_command_line_wins_over_an_experiment() -> None:
@@ -72,6 +87,7 @@ def test_every_job_of_a_sweep_composes(name: str) -> None:
     lines = [f"{key}={values}" for key, values in composition.hydra.sweeper.params.items()]
     (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(lines), None)
     assert 6 <= len(jobs) <= 9
+
     for job in jobs:
         composed(*job)
 

@@ -1,20 +1,18 @@
-"""Composition and validation of every shipped choice."""
+"""Composition of every choice, and what follows from the composed settings."""
 
 import itertools
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from app.config import RunConfig
 from app.config.algorithm import Correction
-from app.config.compose import resolve, setting_names
-from app.main import conf_path
+from app.config.compose import setting_names
+from tests.compose import composed
 
-SAY_WHAT_WAS_LOADED = """
+PRINT_LOADED_LIBRARIES = """
 import runpy, sys
 try:
     runpy.run_module("app", run_name="__main__")
@@ -23,14 +21,12 @@ finally:
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def conf() -> Iterator[None]:
-    with initialize_config_dir(conf_path(), version_base="1.3"):
-        yield
-
-
-def composed(*overrides: str) -> RunConfig:
-    return resolve(compose("config", list(overrides)))
+def without_heavy_libraries(*overrides: str) -> str:
+    """The output of a command that must not import torch, SGLang, Ray or transformers."""
+    command = [sys.executable, "-c", PRINT_LOADED_LIBRARIES, *overrides]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert "loaded []" in result.stdout, result.stderr
+    return result.stdout
 
 
 def test_all_48_combinations_of_model_algorithm_placement_and_device_compose() -> None:
@@ -83,7 +79,7 @@ def test_streaming_is_on_where_it_is_possible() -> None:
 
 
 def test_no_setting_is_called_batch_size() -> None:
-    names = setting_names(RunConfig)
+    names = setting_names()
     assert "algorithm.prompts_per_step" in names
     assert not [name for name in names if "batch_size" in name]
 
@@ -91,15 +87,22 @@ def test_no_setting_is_called_batch_size() -> None:
 def test_the_missions_line_composes_and_plans_in_seconds_without_the_heavy_libraries() -> None:
     line = ["device=npu", "placement=fully_async", "model=qwen35_9b"]
     started = time.perf_counter()
-    composed_only = subprocess.run([sys.executable, "-m", "app", *line, "--cfg", "job"], capture_output=True, text=True)
+    composition = subprocess.run([sys.executable, "-m", "app", *line, "--cfg", "job"], capture_output=True, text=True)
     seconds = time.perf_counter() - started
-    assert composed_only.returncode == 0, composed_only.stderr
-    assert "Qwen/Qwen3.5-9B" in composed_only.stdout
+    assert composition.returncode == 0, composition.stderr
+    assert "Qwen/Qwen3.5-9B" in composition.stdout
     assert seconds < 15, "5 s on an idle machine"
-    plan = subprocess.run(
-        [sys.executable, "-c", SAY_WHAT_WAS_LOADED, *line, "mode=plan"], capture_output=True, text=True
-    )
-    assert "trainer rank 3" in plan.stdout
-    assert "tensor-parallel rank 3 of 4" in plan.stdout
-    assert "32 prompts × 8 completions = 256 trajectories" in plan.stdout
-    assert "loaded []" in plan.stdout
+
+    plan = without_heavy_libraries(*line, "mode=plan")
+    assert "trainer rank 3" in plan
+    assert "tensor-parallel rank 3 of 4" in plan
+    assert "32 prompts × 8 completions = 256 trajectories" in plan
+
+
+def test_help_shows_the_composed_settings_without_the_heavy_libraries() -> None:
+    text = without_heavy_libraries("device=npu", "algorithm.clip_high=0.3", "data.prefix=$", "--help")
+    assert re.search(r"^  device\.kind = npu +one of cpu, cuda, npu$", text, re.MULTILINE)
+    assert re.search(r"^  algorithm\.clip_high = 0\.3 +a number of at least 0$", text, re.MULTILINE)
+    assert re.search(r"^  data\.prefix = \$ +text$", text, re.MULTILINE)
+    assert "algorithm: dapo, dr_grpo, grpo, gspo" in text
+    assert "Hard bound on the staleness of a trajectory" in text

@@ -5,7 +5,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from app.config.data import ArithmeticConfig, DataConfig, EvalSetConfig, validate
+from app.config import RunConfig
+from app.config.data import ArithmeticConfig, DataConfig, EvalSetConfig
 from app.data import rows
 from app.errors import ConfigError
 
@@ -255,5 +256,5 @@ def test_invalid_settings_are_rejected_before_anything_is_read():
         (DataConfig(eval_sets={"a": EvalSetConfig(rows=0)}), "data.eval_sets.a.rows=0"),
     ):
         with pytest.raises(ConfigError, match="is not accepted: give ") as caught:
-            validate(config)
+            RunConfig(data=config).validate()
         assert key in str(caught.value)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from app import wire
-from app.config.weight_sync import SyncMode, WeightSyncConfig, validate_mode
+from app.config.weight_sync import SyncMode, WeightSyncConfig
 from app.errors import ConfigError
 from app.rollout.sglang_plugin.delta_loader import Loader
 from app.rollout.sglang_plugin.sparse_tensor import SparseTensor
@@ -305,7 +305,7 @@ def test_changes_are_those_of_a_plain_comparison(items: int) -> None:
 
 def test_delta_is_refused_for_float32_and_for_servers_that_run_already() -> None:
     delta = WeightSyncConfig(mode=SyncMode.delta)
-    validate_mode(delta, item_bytes=2, own_engines=True, weights_stay=True)
+    delta.validate(dtype_bytes=2, starts_engines=True, engines_keep_weights=True)
     with pytest.raises(ConfigError, match=r"weight_sync.mode=delta is not accepted: give full with device.dtype"):
         composed("weight_sync.mode=delta")
     with pytest.raises(ConfigError, match=r"weight_sync.mode=delta is not accepted: give full with rollout.urls"):

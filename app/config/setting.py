@@ -1,0 +1,188 @@
+"""Settings that carry their bounds and one sentence of help.
+
+A section of the configuration is a plain dataclass whose fields are declared with `setting`:
+
+    @dataclass
+    class EvalConfig:
+        top_p: float = setting(1.0, "Nucleus sampling threshold of evaluations.", above=0, at_most=1)
+
+`check_bounds` enforces what the fields declare, `settings` lists it for `--help`, so neither can drift from the other.
+"""
+
+import copy
+import types
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+from app.errors import expect
+
+T = TypeVar("T")
+SECONDS = "a number of seconds"
+NOUNS: dict[object, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The range of a numeric setting. A limit that is None is absent; NaN is outside of every range.
+
+    >>> Bounds(above=0, at_most=1).phrase
+    'above 0 and up to 1'
+    >>> Bounds(above=0, at_most=1).contains(0)
+    False
+    """
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def contains(self, value: float) -> bool:
+        """Whether the value is within all limits."""
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    @property
+    def phrase(self) -> str:
+        """The range in words, to follow a noun; empty without limits."""
+        if self.at_least is not None and self.at_most is not None:
+            return f"from {self.at_least} to {self.at_most}"
+
+        if self.above is not None and self.below is not None:
+            return f"between {self.above} and {self.below}"
+
+        limits = {
+            "of at least": self.at_least,
+            "above": self.above,
+            "up to": self.at_most,
+            "below": self.below,
+        }
+        return " and ".join(f"{words} {limit}" for words, limit in limits.items() if limit is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One entry of `--help`."""
+
+    section: type  # the dataclass that declares it
+    key: str  # dotted
+    default: object
+    bounds: Bounds
+    accepted: str
+    help: str
+
+
+def setting(
+    default: T,
+    help: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    noun: str | None = None,
+) -> T:
+    """Declare a field of a section.
+
+    Args:
+        default: The value of a run that does not set it. Lists and mappings are copied for each instance.
+        help: One sentence on what the setting means, with its unit and the meaning of null and 0.
+        at_least: Inclusive lower limit.
+        above: Exclusive lower limit.
+        at_most: Inclusive upper limit.
+        below: Exclusive upper limit.
+        noun: Accepted values in words, where the type does not say enough: "a number of seconds".
+    """
+    metadata = {"help": help, "bounds": Bounds(at_least, above, at_most, below), "noun": noun}
+
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy.copy(default), metadata=metadata)
+
+    return field(default=default, metadata=metadata)
+
+
+def check_bounds(section: Any, prefix: str = "") -> None:
+    """Raise `ConfigError` for the first setting outside of its bounds, nested sections included.
+
+    Args:
+        section: An instance of a section's dataclass.
+        prefix: Prepended to the names of the fields in messages: "trainer.".
+    """
+    for each in fields(section):
+        key = prefix + each.name
+        value = getattr(section, each.name)
+
+        if is_dataclass(value):
+            check_bounds(value, f"{key}.")
+
+        elif _section_type(each) is not None:
+            for name, nested in value.items():
+                check_bounds(nested, f"{key}.{name}.")
+
+        elif value is not None and "bounds" in each.metadata:
+            expect(each.metadata["bounds"].contains(value), key, value, accepted(each))
+
+
+def settings(schema: Any, prefix: str = "") -> Iterator[Setting]:
+    """List all settings below a section's dataclass, in order of declaration.
+
+    The settings of a mapping of sections are listed once: `data.eval_sets.<name>.rows`.
+    """
+    for each in fields(schema):
+        key = prefix + each.name
+        nested = _section_type(each)
+
+        if nested is None or get_origin(each.type) is dict:
+            yield Setting(
+                section=schema,
+                key=key,
+                default=_default(each),
+                bounds=each.metadata["bounds"],
+                accepted=accepted(each),
+                help=each.metadata["help"],
+            )
+
+        if nested is not None:
+            infix = "" if nested is each.type else "<name>."
+            yield from settings(nested, f"{key}.{infix}")
+
+
+def accepted(declared: "Field[Any]") -> str:
+    """Describe the accepted values of a field.
+
+    "a whole number of at least 1", "null or a number of seconds above 0", "one of drain, retract, in_place".
+    """
+    kinds = [declared.type]
+    if get_origin(declared.type) in (Union, types.UnionType):
+        kinds = [kind for kind in get_args(declared.type) if kind is not type(None)]
+    kind = kinds[0]
+
+    noun = declared.metadata.get("noun")
+    if noun is None and isinstance(kind, type) and issubclass(kind, Enum):
+        noun = f"one of {', '.join(kind.__members__)}"
+    if noun is None:
+        noun = NOUNS[get_origin(kind) or kind]
+
+    optional = "null or " if kind is not declared.type else ""
+    return f"{optional}{noun} {declared.metadata['bounds'].phrase}".rstrip()
+
+
+def _section_type(declared: "Field[Any]") -> Any:
+    """The dataclass of a field that is a section or a mapping of sections; None for a setting."""
+    candidates = (declared.type, *get_args(declared.type))
+    return next((each for each in candidates if is_dataclass(each)), None)
+
+
+def _default(declared: "Field[Any]") -> object:
+    return declared.default if declared.default_factory is MISSING else declared.default_factory()

@@ -1,0 +1,119 @@
+"""Bounds and help of settings: what a field declares is enforced, and `--help` shows it."""
+
+import math
+import string
+from enum import Enum
+
+import pytest
+from omegaconf import OmegaConf
+
+from app.config.data import EvalSetConfig
+from app.config.help import render, settings_help
+from app.config.run import RunConfig
+from app.config.setting import Bounds, Setting, check_bounds, settings
+from app.errors import ConfigError
+
+SETTINGS = list(settings(RunConfig))
+BOUNDED = [each for each in SETTINGS if each.bounds != Bounds()]
+
+
+def configured(key: str, value: object) -> RunConfig:
+    """A default configuration, with one evaluation set, that differs in one setting."""
+    config = RunConfig()
+    config.data.eval_sets["<name>"] = EvalSetConfig()
+
+    *sections, name = key.split(".")
+    section: object = config
+    for each in sections:
+        section = section[each] if isinstance(section, dict) else getattr(section, each)
+    setattr(section, name, value)
+    return config
+
+
+def outside(bounds: Bounds) -> list[float]:
+    """A value just outside of each limit, and NaN."""
+    values = [math.nan]
+    if bounds.at_least is not None:
+        values.append(bounds.at_least - 1)
+    if bounds.at_most is not None:
+        values.append(bounds.at_most + 1)
+    values += [limit for limit in (bounds.above, bounds.below) if limit is not None]
+    return values
+
+
+def inside(bounds: Bounds) -> list[float]:
+    """Each inclusive limit, and a value just inside of each exclusive limit."""
+    values = [limit for limit in (bounds.at_least, bounds.at_most) if limit is not None]
+    if bounds.above is not None:
+        values.append(bounds.above + 1e-6)
+    if bounds.below is not None:
+        values.append(bounds.below - 1e-6)
+    return values
+
+
+def test_most_settings_have_bounds() -> None:
+    assert len(SETTINGS) > 100
+    assert len(BOUNDED) > 50
+
+
+def test_the_defaults_are_within_their_bounds() -> None:
+    check_bounds(RunConfig())
+
+
+@pytest.mark.parametrize("setting", BOUNDED, ids=lambda each: each.key)
+def test_a_declared_bound_is_enforced(setting: Setting) -> None:
+    for value in outside(setting.bounds):
+        with pytest.raises(ConfigError) as error:
+            check_bounds(configured(setting.key, value))
+        assert str(error.value) == f"{setting.key}={value} is not accepted: give {setting.accepted}."
+
+    for value in inside(setting.bounds):
+        check_bounds(configured(setting.key, value))
+
+
+def test_null_is_within_every_bound_of_an_optional_setting() -> None:
+    optional = [each for each in BOUNDED if each.accepted.startswith("null or ")]
+    assert {"rollout.port", "algorithm.dual_clip"} <= {each.key for each in optional}
+    for each in optional:
+        check_bounds(configured(each.key, None))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "phrase"),
+    [
+        (Bounds(), ""),
+        (Bounds(at_least=1), "of at least 1"),
+        (Bounds(above=0), "above 0"),
+        (Bounds(at_least=0, below=1), "of at least 0 and below 1"),
+        (Bounds(above=0, at_most=1), "above 0 and up to 1"),
+        (Bounds(above=0, below=1), "between 0 and 1"),
+        (Bounds(at_least=1, at_most=65535), "from 1 to 65535"),
+    ],
+)
+def test_bounds_in_words(bounds: Bounds, phrase: str) -> None:
+    assert bounds.phrase == phrase
+
+
+def test_help_shows_value_accepted_values_and_meaning_of_every_setting() -> None:
+    text = " ".join(render(OmegaConf.structured(RunConfig)).split())
+    for each in SETTINGS:
+        assert f"{each.key} = " in text
+        assert f"{each.accepted} {each.help}" in text, each.key
+
+
+def test_help_names_the_members_of_every_enum() -> None:
+    enums = [each for each in SETTINGS if isinstance(each.default, Enum)]
+    assert len(enums) >= 15
+    for each in enums:
+        assert each.accepted == f"one of {', '.join(type(each.default).__members__)}"
+
+
+def test_every_meaning_is_one_sentence() -> None:
+    for each in SETTINGS:
+        assert each.help.endswith("."), each.key
+        assert ". " not in each.help.replace("Dr. ", ""), each.key
+
+
+def test_a_dollar_sign_survives_the_help_template() -> None:
+    composition = OmegaConf.structured(configured("data.prefix", "$x"))
+    assert "data.prefix = $x" in string.Template(settings_help(_root_=composition)).substitute()
