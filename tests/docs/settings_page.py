@@ -12,12 +12,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 HEAD = """\
 # Settings
 
-Every setting with the default of `app/config/`, the accepted values and the meaning. Presets change many defaults; this shows
-the values in force:
+Every setting with the default of `app/config/`, the accepted values and the meaning. Presets change many defaults;
+this shows the values in force:
 
     python -m app model=qwen3_4b device=cuda --cfg job
 
-`python -m app --help` prints this table for a composition. This page is generated: `python -m tests.docs.settings_page`.
+`python -m app --help` prints this table for a composition. This page is generated:
+`python -m tests.docs.settings_page`.
 """
 
 

@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,8 @@ EXAMPLES = {"algorithm.advantage_limit"}  # of CONTRIBUTING: settings that are y
 FREE_FORM = ("rollout.engine_args", "device.engine_args", "reward.args", "reward.components", "data.eval_sets")
 
 PREFIXES = (
-    "advantage checkpoint clip completion eval idle kl loss memory mismatch ratio recovery reward rollout staleness sync "
-    "throughput time tokens total trainer updates"
+    "advantage checkpoint clip completion eval idle kl loss memory mismatch ratio recovery reward rollout staleness "
+    "sync throughput time tokens total trainer updates"
 )
 METRIC = re.compile(rf"({'|'.join(PREFIXES.split())})/[\w@]*\w")
 NO_METRICS = {"mismatch/weight", "mismatch/weight_square", "tokens/s"}  # sums that metrics are made of; a unit
