@@ -132,7 +132,7 @@ def test_an_experiment_has_a_page_with_its_layout(preset: Path) -> None:
     assert layout
     assert re.findall(rf"^ +({kind} \d+: .*)$", text, re.M) == layout
 
-    peak, room = re.search(r"tightest: .*?: ([\d.]+) GiB of ([\d.]+) GiB", plan).groups()
+    peak, room = re.search(r": ([\d.]+) GiB of ([\d.]+) GiB, ", plan).groups()
     shown, shown_room = re.search(r"memory peak: .*?, ([\d.]+) of (\d+) GiB", text).groups()
     assert float(shown) == pytest.approx(float(peak), rel=0.02)
     assert float(shown_room) == float(room)
