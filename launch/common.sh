@@ -1,8 +1,8 @@
-# Sourced by the scripts beside it: --help from a script's own header, and --dry-run.
+# Shared by the scripts of this folder: --help from a script's header, and --dry-run.
 
 dry_run=false
 
-# Prints the comment at the top of the calling script.
+# Print the comment at the top of the calling script.
 usage() {
   sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[1]}" | sed '/^set /d'
 }
@@ -12,7 +12,7 @@ fail() {
   exit 2
 }
 
-# Runs a command, or only shows it.
+# Run a command; with --dry-run print it.
 run() {
   if $dry_run; then
     printf '%q ' "$@"
@@ -22,7 +22,7 @@ run() {
   fi
 }
 
-# Ray's name of the resource of a device kind, as options of `ray start`: ray_resources npu 8
+# The devices of a node as options of `ray start`: ray_resources npu 8
 ray_resources() {
   case $1 in
     cpu) echo "--num-cpus=$2" ;;
@@ -32,7 +32,8 @@ ray_resources() {
   esac
 }
 
-# Nodes of a cluster share a token (~/.ray/auth_token), or anyone in the network could run code in it: ray_token ray head
+# Require the token that the nodes of a cluster share (~/.ray/auth_token); create it on the head: ray_token ray head
+# Without a token anyone on the network could run code in the cluster.
 ray_token() {
   export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
   if [ "$RAY_AUTH_MODE" != token ] || [ -n "${RAY_AUTH_TOKEN-}" ] || [ -f "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ]; then

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The image on one node, with the devices, shared memory and mounts that it needs.
+# Run the image on one node, with devices, shared memory and mounts.
 #   bash launch/docker.sh [--dry-run] [--image NAME] [--models DIR] cuda|npu [group=choice] [key=value]
 #   bash launch/docker.sh npu device=npu placement=fully_async model=qwen35_9b model.path=/models/Qwen3.5-9B
-# Output goes to ./outputs, the hub's cache stays in ~/.cache/huggingface. NPUS: how many cards (8).
+# Runs are written to ./outputs; the hub cache is ~/.cache/huggingface. NPUS is the number of cards (8).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/common.sh
@@ -19,7 +19,7 @@ while [ $# -gt 0 ]; do
 done
 kind=${1-}
 [ $# -eq 0 ] || shift
-# the host's network for HCCL and NCCL between nodes, its shared memory for what processes hand to each other
+# Host network: HCCL and NCCL between nodes. Host IPC: shared memory between processes.
 options=(--rm --init=false --network=host --ipc=host --ulimit nofile=1048576 --ulimit memlock=-1
   --stop-timeout=60 -v "$PWD/outputs:/workspace/outputs" -v "$HOME/.cache/huggingface:/root/.cache/huggingface"
   -e HF_TOKEN -e WANDB_API_KEY)

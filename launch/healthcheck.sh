@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A container is healthy while a run writes: some file of its output folder changed within HEALTH_MINUTES (30).
+# Health check of the images: a file of the output folder changed within HEALTH_MINUTES (30).
 #   bash launch/healthcheck.sh [FOLDER]
 set -euo pipefail
 folder=${1:-${POSTTRAIN_OUTPUTS:-/workspace/outputs}} minutes=${HEALTH_MINUTES:-30}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv on first use (Python 3.11 or 3.12, pip) and runs the main job: bash launch/quickstart.sh [group=choice] [key=value]
+# Create .venv on first use (Python 3.11 or 3.12, pip) and train: bash launch/quickstart.sh [group=choice] [key=value]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/setup.sh cpu

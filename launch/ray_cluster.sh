@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A Ray cluster by hand: `head` on one node, `worker` on each of the others, then the application on a node with devices.
+# Start a Ray cluster by hand: `head` on one node, `worker` on each other node, then the application on a node with devices.
 #   bash launch/ray_cluster.sh [--dry-run] --device npu --devices 8 head
 #   bash launch/ray_cluster.sh [--dry-run] --device npu --devices 8 worker HEAD_ADDRESS
 #   bash launch/run.sh device=npu placement=fully_async model=qwen35_9b cluster.address=HEAD_ADDRESS:6379
 #   bash launch/ray_cluster.sh stop        on each node
-# The head makes a token on first use, ~/.ray/auth_token: copy it to the other nodes before they join.
-# PORT is the head's port (6379). RAY is the command (ray).
+# The head creates a token on first use, ~/.ray/auth_token. Copy it to the other nodes before they join.
+# PORT is the head's port (6379), RAY the ray command (ray).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/common.sh
@@ -26,7 +26,7 @@ case $role in
     [ -n "$device" ] || fail "--device is missing: give cpu, cuda or npu"
     [[ $devices =~ ^[1-9][0-9]*$ ]] || fail "--devices '$devices' is not accepted: give how many devices this node has"
     resources=$(ray_resources "$device" "$devices")
-    # Ray must leave the visible devices alone: a rank and an engine on one card are told their index by us
+    # The application sets the visible devices, since a rank and an engine may share a card; Ray must not change them.
     [ "$device" != npu ] || export RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES=1
     ulimit -n "$(ulimit -Hn)"
     ray_token "$ray" "$role"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One node: checks the machine with mode=doctor, then runs. Everything after the options goes to the application.
+# Run on one node: mode=doctor first, then the application. Arguments after the options go to the application.
 #   bash launch/run.sh [--dry-run] [--no-doctor] device=npu placement=fully_async model=qwen35_9b
-# PYTHON says which interpreter (the checkout's .venv where there is one, else python3).
+# PYTHON is the interpreter (default: the checkout's .venv, else python3).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/common.sh
@@ -17,12 +17,14 @@ while [ $# -gt 0 ]; do
 done
 python=${PYTHON:-.venv/bin/python}
 [ -x "$python" ] || python=python3
-ulimit -n "$(ulimit -Hn)" # Ray and SGLang keep many sockets and files open
+# Ray and SGLang keep many sockets and files open.
+ulimit -n "$(ulimit -Hn)"
 if $doctor; then
   run "$python" -m app "$@" mode=doctor
 fi
 if $dry_run; then
   run "$python" -m app "$@"
 else
-  exec "$python" -m app "$@" # signals reach the application, its exit code is ours
+  # exec: signals reach the application, and its exit code is the script's.
+  exec "$python" -m app "$@"
 fi

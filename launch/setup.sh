@@ -1,5 +1,5 @@
-# Sourced by the scripts beside it: makes .venv from the pinned requirements of a device, once for each change of them.
-# usage: source launch/setup.sh cpu
+# Sourced by the scripts of this folder: create .venv from the pinned requirements of a device; again when they change.
+#   source launch/setup.sh cpu
 
 requirements=launch/requirements/$1
 wanted=$(cat "$requirements".txt "$requirements"-no-deps.txt pyproject.toml launch/setup.sh | sha256sum | cut -d' ' -f1)
@@ -13,7 +13,7 @@ if [ "$(cat .venv/installed 2>/dev/null || true)" != "$wanted" ]; then
   [ -x .venv/bin/python ] || "$python" -m venv .venv
   pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet)
   "${pip[@]}" install -r "$requirements".txt
-  # these name the accelerator stack as requirements, which this device does not have
+  # These packages require the accelerator stack, which a CPU does not have.
   "${pip[@]}" install --no-deps -r "$requirements"-no-deps.txt
   "${pip[@]}" install --no-deps --editable .
   echo "$wanted" > .venv/installed

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv on first use and runs the tests; arguments go to pytest: bash launch/test.sh [-m soak] [tests/rollout]
+# Create .venv on first use and run the tests; arguments go to pytest: bash launch/test.sh [-m slow] [tests/rollout]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/setup.sh cpu

@@ -1,0 +1,140 @@
+"""Every command of README and docs composes to a configuration that could run; scripts and benchmarks exist."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from app.config import compose as configuration
+from app.errors import ConfigError
+from app.main import conf_path
+from tests.compose import composed
+from tests.docs.markdown import LAUNCHERS, PAGES, ROOT, Command, code_blocks, commands
+
+COMMANDS = list({command.line: command for page in PAGES for command in commands(page)}.values())
+APP = [command for command in COMMANDS if "python -m app" in command.line]
+OTHERS = [command for command in COMMANDS if command not in APP]
+PRESETS = "myconf"  # the folder of the reader's own presets
+MADE_UP = {  # what pages write → a folder below the test's own
+    "<run>": "run",
+    "/models/": "models/",
+}
+FOLDERS = ("run/export", "models/Qwen3-4B", "models/Qwen3.5-9B")
+FLAGS = {"--help", "-m", "--multirun"}
+PLUGINS = ("sweep=optuna", "hydra/launcher=")  # optional extras
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The made-up folders, and the presets that the pages show."""
+    root = tmp_path_factory.mktemp("docs")
+    for each in FOLDERS:
+        (root / each).mkdir(parents=True)
+
+    for page in PAGES:
+        for language, text in code_blocks(page):
+            title = text.partition("\n")[0].removeprefix("# ")
+            if language == "yaml" and title.startswith(f"{PRESETS}/"):
+                path = root / title
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text.partition("\n")[2])
+    return root
+
+
+def overrides_of(words: Sequence[str], folder: Path) -> list[str]:
+    """The overrides among the arguments, with the reader's presets on the search path."""
+    words = list(words)
+    overrides = []
+    while words:
+        word = words.pop(0)
+        if word == "--cfg":
+            words.pop(0)
+        elif word == "--config-dir":
+            overrides.append(f"hydra.searchpath=[file://{folder / words.pop(0)}]")
+        elif word not in FLAGS:
+            overrides.append(word.replace(f"file://{PRESETS}", f"file://{folder / PRESETS}"))
+    return overrides
+
+
+def jobs_of(overrides: list[str], *, multirun: bool) -> list[list[str]]:
+    """The overrides of each job; one job without a sweep. `tests/config` composes all jobs of the shipped sweeps."""
+    if any(each.startswith("sweep=") for each in overrides):
+        configuration.register()
+        with initialize_config_dir(conf_path(), version_base="1.3"):
+            sweep = compose("config", overrides=overrides, return_hydra_config=True)
+        swept = [f"{key}={values}" for key, values in sweep.hydra.sweeper.params.items()]
+        overrides = [*swept, *(each for each in overrides if each.split("=")[0] not in sweep.hydra.sweeper.params)]
+    elif not multirun:
+        return [overrides]
+
+    (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(overrides), None)
+    return [list(job) for job in jobs]
+
+
+def arguments(command: Command, folder: Path) -> list[str]:
+    line = command.line
+    for written, there in MADE_UP.items():
+        line = line.replace(written, f"{folder / there}{'/' if there.endswith('/') else ''}")
+    return shlex.split(line, comments=True)
+
+
+@pytest.mark.parametrize("command", APP, ids=str)
+def test_a_command_of_the_application_composes(command: Command, folder: Path) -> None:
+    if any(plugin in command.line for plugin in PLUGINS):
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+
+    words = arguments(command, folder)
+    words = words[words.index("app") + 1 :]
+    jobs = jobs_of(overrides_of(words, folder), multirun="-m" in words)
+
+    if command.output is not None:
+        with pytest.raises(ConfigError) as refused:
+            composed(*jobs[0])
+        assert str(refused.value) == command.output
+        return
+
+    for job in (jobs[0], jobs[-1]):
+        composed(*job)
+
+
+@pytest.mark.parametrize("command", OTHERS, ids=str)
+def test_a_script_or_benchmark_exists_and_its_settings_compose(command: Command, folder: Path) -> None:
+    words = arguments(command, folder)
+    if "-m" in words and words[0] != "bash":
+        module = words[words.index("-m") + 1]
+        assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+        return
+
+    (script,) = [word for word in words if word.startswith("launch/")]
+    assert (ROOT / script).is_file()
+    if script in LAUNCHERS:
+        settings = words[words.index(script) + 1 :]
+        composed(*[word for word in settings if "=" in word and not word.startswith("-")])
+
+
+def test_there_are_commands() -> None:
+    assert len(APP) > 50
+    assert len(OTHERS) > 15
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any("my_rewards" in text for _, text in code_blocks(page))])
+def test_a_reward_of_the_pages_scores(page: Path) -> None:
+    right, wrong = (
+        SimpleNamespace(text=text, prompt=SimpleNamespace(answer="46"), completion=SimpleNamespace(token_ids=[1, 2, 3]))
+        for text in (" 46", "47")
+    )
+    blocks = [text for language, text in code_blocks(page) if language == "python" and "# my_rewards.py" in text]
+    for text in blocks:
+        module: dict[str, object] = {}
+        exec(text, module)
+        if "Regex" in module:
+            reward = module["Regex"](r"^\s*{answer}\s*$")
+            assert reward([right, wrong]) == [1.0, 0.0]
+        else:
+            rewards = module["brief_and_right"]([right, wrong], per_token=0.01)
+            assert rewards == pytest.approx([0.97, -0.03])

@@ -1,0 +1,138 @@
+"""What the pages name exists: links, files, settings, metrics, device layouts. README stays short."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from app.config import RunConfig
+from app.config.setting import settings
+from app.mode.plan.describe import describe
+from tests.compose import composed
+from tests.docs import settings_page
+from tests.docs.markdown import PAGES, ROOT, anchors, inline_code, links, name, table_names
+
+README = ROOT / "README.md"
+GLOSSARY = ROOT / "docs" / "operations.md"
+EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))
+README_LINES = 150
+
+PATH = re.compile(r"(app|conf|docs|tests|launch)/[\w./-]*")
+DOTTED = re.compile(r"[+~]{0,2}(_?[a-z]\w*(\.\w+)+)(\.\*)?(=.*)?")
+FILE = re.compile(r".*\.(py|md|json|jsonl|yaml|html|sh|txt)")
+EXAMPLES = {"algorithm.advantage_limit"}  # of CONTRIBUTING: settings that are yet to be written
+FREE_FORM = ("rollout.engine_args", "device.engine_args", "reward.args", "reward.components", "data.eval_sets")
+
+PREFIXES = (
+    "advantage checkpoint clip completion eval idle kl loss memory mismatch ratio recovery reward rollout staleness "
+    "sync throughput time tokens total trainer updates"
+)
+METRIC = re.compile(rf"({'|'.join(PREFIXES.split())})/[\w@]*\w")
+NO_METRICS = {"mismatch/weight", "mismatch/weight_square", "tokens/s"}  # sums that metrics are made of; a unit
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= README_LINES
+
+
+def test_the_settings_page_is_current() -> None:
+    assert settings_page.PAGE.read_text() == settings_page.render(), "run: python -m tests.docs.settings_page"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in links(page):
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in anchors(linked), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_named_files_exist(page: Path) -> None:
+    paths = {word for code in inline_code(page) for word in code.split() if PATH.fullmatch(word)}
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_named_settings_exist(page: Path) -> None:
+    keys = {each.key for each in settings(RunConfig)}
+    sections = {key.split(".")[0] for key in keys}
+    groups = {key.rpartition(".")[0] for key in keys}
+
+    named = set()
+    for code in inline_code(page):
+        for word in code.split():
+            match = DOTTED.fullmatch(word)
+            if match and match[1].split(".")[0] in sections and not FILE.fullmatch(match[1]):
+                named.add(match[1])
+
+    unknown = {key for key in named - keys - groups - EXAMPLES if not key.startswith(FREE_FORM)}
+    assert unknown == set()
+
+
+def strings_of_the_code() -> tuple[set[str], list[re.Pattern[str]]]:
+    """The strings of `app`, and its f-strings as patterns."""
+    strings: set[str] = set()
+    patterns: list[re.Pattern[str]] = []
+
+    for path in (ROOT / "app").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        formatted = [node for node in nodes if isinstance(node, ast.JoinedStr)]
+        pieces = {id(piece) for node in formatted for piece in node.values}
+        strings |= {
+            node.value
+            for node in nodes
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in pieces
+        }
+        patterns += [_pattern(node) for node in formatted]
+
+    return strings, patterns
+
+
+def _pattern(formatted: ast.JoinedStr) -> re.Pattern[str]:
+    parts = [re.escape(str(part.value)) if isinstance(part, ast.Constant) else r"[\w@<>]+" for part in formatted.values]
+    return re.compile("".join(parts))
+
+
+def glossary_pattern() -> re.Pattern[str]:
+    """Matches the names of the glossary; `<component>` there stands for any name."""
+    names = table_names(GLOSSARY, "Metrics glossary")
+    return re.compile("|".join(re.sub(r"<\w+>", r"\\w+", re.escape(each)) for each in names))
+
+
+def test_the_glossary_has_every_metric_of_the_code() -> None:
+    strings, _ = strings_of_the_code()
+    written = {text for text in strings if METRIC.fullmatch(text)}
+    assert {text for text in written - NO_METRICS if not glossary_pattern().fullmatch(text)} == set()
+
+
+def test_every_metric_of_the_glossary_is_in_the_code() -> None:
+    strings, patterns = strings_of_the_code()
+    named = [pattern for pattern in patterns if "/" in pattern.pattern]
+    for metric in table_names(GLOSSARY, "Metrics glossary"):
+        assert metric in strings or any(pattern.fullmatch(metric) for pattern in named), metric
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_named_metrics_are_in_the_glossary(page: Path) -> None:
+    named = {code for code in inline_code(page) if METRIC.fullmatch(code)}
+    assert {metric for metric in named if not glossary_pattern().fullmatch(metric)} == set()
+
+
+@pytest.mark.parametrize("preset", EXPERIMENTS, ids=lambda path: path.stem)
+def test_an_experiment_has_a_page_with_its_layout(preset: Path) -> None:
+    text = (ROOT / "docs" / "experiments" / f"{preset.stem}.md").read_text()
+    plan = describe(composed(f"experiment={preset.stem}"))
+
+    kind = composed(f"experiment={preset.stem}").device.kind.name
+    layout = re.findall(rf"^ +({kind} \d+: .*)$", plan, re.M)
+    assert layout
+    assert re.findall(rf"^ +({kind} \d+: .*)$", text, re.M) == layout
+
+    peak, room = re.search(r": ([\d.]+) GiB of ([\d.]+) GiB, ", plan).groups()
+    shown, shown_room = re.search(r"memory peak: .*?, ([\d.]+) of (\d+) GiB", text).groups()
+    assert float(shown) == pytest.approx(float(peak), rel=0.02)
+    assert float(shown_room) == float(room)
