@@ -103,7 +103,7 @@ def cli() -> None:
     except (HydraException, OmegaConfBaseException) as error:
         if FULL_ERROR_REQUESTED:
             raise
-        say(compose.sentence(error))
+        say(compose.one_sentence(error))
         raise SystemExit(CONFIG_EXIT) from None
 
 
