@@ -1,21 +1,24 @@
-"""What a run started ends with its driver; what the driver started before does not."""
+"""The processes of a run end with its driver; processes that the driver started outside of the run do not."""
 
+import os
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
 from app.cluster.process_reaper import LOOK_SECONDS
+from tests.rollout.support import until
 
 DRIVER = """
 import subprocess, time
-from app.cluster.process_reaper import reaper
+from app.cluster.process_reaper import process_reaper
 
 bystander = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-with reaper():
-    # a daemon whose child has no mark, as one has that wrote its title over its environment
+with process_reaper():
+    # a daemon whose child has no mark, like a process that wrote its title over its environment
     daemon = subprocess.Popen(["sh", "-c", "env -i sleep 1001 & wait"], start_new_session=True)
     print(bystander.pid, daemon.pid, flush=True)
     time.sleep(1000)
