@@ -23,10 +23,12 @@ def connect(config: RunConfig, device: Device) -> None:
     Raises:
         RunError: The cluster cannot be joined.
     """
-    # Ray runs its workers at low priority by default, but ranks and engines are not background work.
-    os.environ["RAY_worker_niceness"] = "0"
-    # Ray hides all devices from an actor that reserves none; engine hosts of colocate reserve none and need them.
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    os.environ |= {
+        # Ray runs its workers at low priority by default, but ranks and engines are not background work.
+        "RAY_worker_niceness": "0",
+        # Ray hides all devices from an actor that reserves none. Engine hosts of colocate reserve none and need them.
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
     # It logs a notice about its default (token) authentication.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
 

@@ -21,12 +21,12 @@ class TrainerWithPeaks(SimTrainer):
         return [MemoryUse(5 * MIB, 0.5, peak) for peak in self.peaks.pop(0)]
 
 
-def engine(use: MemoryUse = MemoryUse(0, 0.0)) -> SimEngine:
+def engine(resident: int = 0, host_used: float = 0.0) -> SimEngine:
     """An engine with this memory use."""
 
     class MeasuredEngine(SimEngine):
         async def memory(self) -> MemoryUse:
-            return use
+            return MemoryUse(resident, host_used)
 
     return MeasuredEngine(lambda _: 1.0, lambda *_: True)
 
@@ -66,7 +66,7 @@ def test_a_full_machine_ends_the_run() -> None:
 
 def test_an_engine_keeps_its_name_while_another_one_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_monitor, "memory_use", lambda _: MemoryUse(MIB, 0.1))  # of the driver
-    pool = EnginePool([engine(), engine(MemoryUse(20 * MIB, 0.98))])
+    pool = EnginePool([engine(), engine(20 * MIB, 0.98)])
     pool.mark_lost(pool.engines[0], EngineLost("engine 0 was killed"))
     monitor = MemoryMonitor(SimTrainer(), pool)
     assert asyncio.run(monitor.sample())["memory/engine_rss_mib"] == 20

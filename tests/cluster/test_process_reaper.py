@@ -1,16 +1,12 @@
 """The processes of a run end with its driver; processes that the driver started outside of the run do not."""
 
-import os
 import subprocess
 import sys
-import time
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
-from app.cluster.process_reaper import LOOK_SECONDS
-from tests.rollout.support import until
+from tests.waiting import until
 
 DRIVER = """
 import subprocess, time
@@ -25,21 +21,34 @@ with process_reaper():
 """
 
 
+def wait_for_a_scan(driver: int) -> None:
+    """Wait until the reaper has looked at all processes once more. It reads their files in /proc, then sleeps."""
+    (reaper,) = [each for each in psutil.Process(driver).children() if "app.cluster.process_reaper" in each.cmdline()]
+    for _ in range(2):  # the first scan may have begun before this call
+        files_read = reaper.io_counters().read_count
+        until(
+            lambda: reaper.status() == psutil.STATUS_SLEEPING and reaper.io_counters().read_count > files_read,  # noqa: B023
+            60,
+        )
+
+
 def test_a_killed_drivers_processes_end_also_without_their_mark() -> None:
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     bystander, daemon = (psutil.Process(int(pid)) for pid in driver.stdout.readline().split())
     try:
-        time.sleep(LOOK_SECONDS + 2)
+        until(lambda: len(daemon.children()) == 1 and daemon.children()[0].name() == "sleep", 30)
         (child,) = daemon.children()
+        wait_for_a_scan(driver.pid)
         assert "POSTTRAIN_RUN" in daemon.environ()
         assert "POSTTRAIN_RUN" not in child.environ()
         driver.kill()
         driver.wait(10)
-        _, left = psutil.wait_procs([daemon, child], timeout=8)
+        _, left = psutil.wait_procs([daemon, child], timeout=30)
         assert all(process.status() == psutil.STATUS_ZOMBIE for process in left)
         assert bystander.is_running()
     finally:
+        driver.kill()
         for process in (bystander, daemon):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
