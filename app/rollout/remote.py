@@ -23,7 +23,10 @@ CALL_SECONDS = 900.0  # of all other calls but generation, whose deadline (by pr
 
 
 class RemoteEngine:
-    """Forwards every call to the host. Raises `EngineError` or `EngineLost` with the engine's name."""
+    """Implements `RolloutEngine` (app/protocols.py) by forwarding every call to the host.
+
+    Errors of the host, of its actor and of Ray become `EngineError` or `EngineLost` with the engine's name.
+    """
 
     def __init__(self, name: str, actor: Any):
         self.name = name

@@ -33,6 +33,7 @@ class SparseTensor(Tensor):
 
     @staticmethod
     def __new__(cls, layout: Tensor, position: Tensor, value: Tensor, hits: list[int]) -> "SparseTensor":
+        """Create a view; the tensor itself has no storage."""
         tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             layout.shape,
