@@ -273,7 +273,7 @@ class EngineHost:
         error = task.exception() if finished and not task.cancelled() else None
         if isinstance(error, ConnectionLost):
             if self._server:
-                # Often the first sign of a death. The error of the death says more, so wait for it.
+                # Often the first sign of a death. Wait for its error, which shows the exit code and the log.
                 await asyncio.wait([self._failure], timeout=DEATH_SECONDS)
             else:
                 # A server that comes back at this address may have other weights.

@@ -2,7 +2,7 @@
 
 Invariants:
     - A lost engine gets no request until `mark_ready`. While all engines are lost, groups wait.
-    - Whoever replaces engines must end the run if it cannot, so that no group waits forever.
+    - If the owner of the pool cannot replace engines, it must end the run, so that no group waits forever.
 """
 
 import asyncio

@@ -216,7 +216,7 @@ def test_positions_beyond_one_block_arrive() -> None:
     ("order", "said"),
     [
         ([1], "message 1 of policy 6 is out of order"),  # the first one was lost
-        ([0, 0], "message 0 of policy 6 holds changes of policy 5, but this engine holds no full push"),
+        ([0, 0], "message 0 of policy 6 holds changes of policy 5, but this engine holds no full sync"),
         ([0, 1, 1], "message 1 of policy 6 is out of order"),
         ([0, 2], "message 2 of policy 6 is out of order"),
     ],
@@ -250,7 +250,7 @@ def test_a_push_without_envelope_leaves_nothing_to_build_on() -> None:
     assert loader.from_collective(lambda updater, named: (True, "loaded"), None, plain) == (True, "loaded")
     ok, said = engine.take(sent.push(6, 5)[0])[0]
     assert not ok
-    assert "holds no full push" in said
+    assert "holds no full sync" in said
 
 
 def test_entries_that_no_parameter_takes_fail_the_push_on_all_ranks() -> None:

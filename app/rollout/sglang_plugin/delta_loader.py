@@ -103,7 +103,7 @@ class DeltaLoader:
                 return None
             return f"{message} is out of order: the previous message was not loaded"
         if header.base is not None and header.base != self.synced_version:
-            synced = "no full push" if self.synced_version is None else f"policy {self.synced_version}"
+            synced = "no full sync" if self.synced_version is None else f"policy {self.synced_version}"
             return f"{message} holds changes of policy {header.base}, but this engine holds {synced}"
         return None
 
