@@ -61,6 +61,8 @@ async def start_rollout_workers(
     """Start Ray and the reward workers and create the engines, which are started together with the trainer."""
     from app.cluster import placement_group
     from app.cluster.actors import make_engine
+    from app.cluster.connect import connect
+    from app.cluster.placement_group import reserve
     from app.reward.scorer import Scorer
 
     async with AsyncExitStack() as stack:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.checkpoint.manager import Checkpoints
-from app.cluster.memory_monitor import Memory
+from app.cluster.memory_monitor import MemoryMonitor
 from app.config import RunConfig
 from app.data.cursor import PromptCursor
 from app.placement.time_sharing import TimeSharing
@@ -30,7 +30,7 @@ class RunContext:
     evals: Mapping[str, Sequence[Prompt]]  # by evaluation set
     recorder: RunRecorder
     checkpoints: Checkpoints
-    memory: Memory
+    memory: MemoryMonitor
     model: Mapping[str, Any]  # `identity` of the source checkpoint
 
     @property

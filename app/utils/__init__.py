@@ -1,0 +1,1 @@
+"""Helpers without state, used by several packages: files, lengths, net, process, tasks."""

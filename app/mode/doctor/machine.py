@@ -15,6 +15,7 @@ from app.mode.doctor.finding import Finding, Verdict, judged
 from app.mode.plan.trainer_memory import GIB
 from app.model.architecture import architecture_of
 from app.model.tiny.create import DEFAULT_CACHE
+from app.utils.net import port_is_free
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_GIB_FAIL, SHARED_GIB_WARN = 0.25, 2.0  # Ray's object store and tensors between processes live there
@@ -81,19 +82,9 @@ def _ports(config: RunConfig) -> Iterator[Finding]:
     first = config.rollout.port
     if first is None or config.rollout.urls:
         return
-    taken = [port for port in range(first, first + config.engines) if not _bindable(port)]
+    taken = [port for port in range(first, first + config.engines) if not port_is_free("127.0.0.1", port)]
     told = f"{', '.join(map(str, taken))} in use" if taken else f"{first} to {first + config.engines - 1} are free"
     yield judged("ports", not taken, told, "give another rollout.port, or null for free ones")
-
-
-def _bindable(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def _model(config: RunConfig) -> Finding:
