@@ -172,6 +172,9 @@ class StepReport:
     metrics: Mapping[str, float]
 
 
+SYNC_PHASES = ("gather", "pause", "connect", "load", "verify", "resume")
+
+
 @dataclass(frozen=True, slots=True)
 class SyncReport:
     """What a push did, and how long each phase took (seconds, from the driver's clock)."""

@@ -88,7 +88,7 @@ async def start_trainer_workers(
     """The ranks and their sync; both ended when the block is left. The engines are started with the first ones."""
     from app.cluster.actors import make_trainer
     from app.offload.trainer import Offload
-    from app.weight_sync.factory import make_sync
+    from app.weight_sync.factory import make_synchronizer
 
     async with contextlib.AsyncExitStack() as stack:
         trainer = make_trainer(config, device, side.prepared.model_path, folder, side.reservation)
@@ -108,7 +108,7 @@ async def start_trainer_workers(
         else:
             await gather_or_raise(trainer.setup(), *starts)
             await trainer.attach_offload(partial(Offload, moves=device.shares_memory))
-        sync = make_sync(config, device, trainer, side.pool.engines, folder)
+        sync = make_synchronizer(config, device, trainer, side.pool.engines, folder)
         stack.push_async_callback(sync.close)
         await sync.prepare()
         yield trainer, sync

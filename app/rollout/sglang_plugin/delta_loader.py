@@ -17,7 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.rollout.sglang_plugin.sparse_tensor import SparseTensor
-from app.wire import BLOCK_ITEMS, BLOCKS, ENVELOPE, LOW, LOW_MASK, VALUES, DeltaHeader, SparseTensorMeta, decode
+from app.wire import (
+    BLOCK_COUNTS,
+    BLOCK_ITEMS,
+    HEADER,
+    LOW_BITS,
+    LOW_MASK,
+    VALUES,
+    DeltaHeader,
+    SparseTensorMeta,
+    decode,
+)
 
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 Named = Sequence[tuple[str, Tensor]]
@@ -44,7 +54,7 @@ class Loader:
 
     def from_group(self, original: Callable[..., Answer], updater: Any, named_tensors: Named) -> Answer:
         """Around `load_weights_from_distributed`."""
-        if all(name != ENVELOPE for name, _ in named_tensors):
+        if all(name != HEADER for name, _ in named_tensors):
             self._forget()
             return original(updater, named_tensors)
         return self.take(updater.get_model(), named_tensors)
@@ -54,7 +64,7 @@ class Loader:
     ) -> Answer:
         """Around `_update_weights_from_flattened_bucket`."""
         flat, metadata = (flattened_tensor_bucket_dict[key] for key in ("flattened_tensor", "metadata"))
-        if all(meta.name != ENVELOPE for meta in metadata):
+        if all(meta.name != HEADER for meta in metadata):
             self._forget()
             return original(updater, flattened_tensor_bucket_dict=flattened_tensor_bucket_dict)
         named = [
@@ -65,14 +75,14 @@ class Loader:
     def take(self, model: Any, named: Named) -> Answer:
         """Load one message."""
         tensors = dict(named)
-        envelope = decode(bytes(tensors.pop(ENVELOPE).cpu().numpy()))
+        envelope = decode(bytes(tensors.pop(HEADER).cpu().numpy()))
         refusal = self._out_of_turn(envelope)
         if refusal is not None:
             self._forget()
             return False, refusal
         self._forget()  # until all is well
         failure, hits = None, [[] for _ in envelope.changed]  # type: ignore[var-annotated]
-        entries = [tensors.pop(name, None) for name in (BLOCKS, LOW, VALUES)]
+        entries = [tensors.pop(name, None) for name in (BLOCK_COUNTS, LOW_BITS, VALUES)]
         try:
             with torch.no_grad():
                 model.load_weights([*tensors.items(), *sparse(envelope.changed, entries, hits)])
