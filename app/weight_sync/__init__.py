@@ -1,1 +1,1 @@
-"""The checkpoint-engine weight sync: the trainer's parameters into every engine."""
+"""Checkpoint-engine weight sync: copies the trainer's parameters into every rollout engine."""

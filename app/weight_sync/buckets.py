@@ -1,8 +1,10 @@
-"""How the parameters are cut into buckets: computed once, from names, shapes and dtypes.
+"""How the parameters are cut into buckets. Computed once, from names, shapes and dtypes.
 
-What always holds: model order; every tensor in exactly one bucket, whole (an update call loads what it receives, so a
-tensor cannot be cut); a bucket holds at most the larger of the capacity and its only tensor; every tensor starts at a
-multiple of its element size, as the engine's loader expects.
+Invariants:
+    - Tensors stay in model order.
+    - Every tensor is in exactly one bucket, whole: an update call loads what it receives, so a tensor cannot be split.
+    - A bucket holds at most its capacity, or a single larger tensor.
+    - Every tensor starts at a multiple of its element size, as the engine's loader expects.
 """
 
 from collections.abc import Sequence
@@ -14,10 +16,10 @@ ITEM_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """A parameter as the engine's loader knows it."""
+    """A parameter as the engine's loader expects it."""
 
-    name: str  # the checkpoint's
-    dtype: str  # the engine's
+    name: str  # in the checkpoint
+    dtype: str  # in the engine
     shape: tuple[int, ...]
 
     @property
@@ -31,7 +33,7 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that travel together, one behind the other without gaps."""
+    """Tensors that are sent together, packed without gaps."""
 
     tensors: tuple[TensorMeta, ...]
 
@@ -41,17 +43,28 @@ class Bucket:
 
     @property
     def offsets(self) -> list[int]:
-        """Where each tensor starts, in bytes."""
-        starts = [0]
+        """The byte offset of each tensor."""
+        offsets = [0]
         for tensor in self.tensors[:-1]:
-            starts.append(starts[-1] + tensor.bytes)
-        return starts
+            offsets.append(offsets[-1] + tensor.bytes)
+        return offsets
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyBucket:
+    """A bucket that a trainer rank has gathered, as the driver needs to know it."""
+
+    bucket: Bucket
+    changed: int | None = None  # elements that differ from the last sync; None: not compared
+    expected_reply: str | None = None  # prefix of the engine's reply; None: any reply
+    ipc_handle: str | None = None  # for the engine rank on the same device
 
 
 def plan_buckets(tensors: Sequence[TensorMeta], *, capacity: int) -> tuple[Bucket, ...]:
-    """Cut `tensors` into buckets of at most `capacity` bytes, a larger tensor alone."""
+    """Cut `tensors` into buckets of at most `capacity` bytes. A larger tensor gets its own bucket."""
     buckets: list[list[TensorMeta]] = []
     filled = 0
+
     for tensor in tensors:
         aligned = filled % tensor.item_bytes == 0
         if not buckets or filled + tensor.bytes > capacity or not aligned:
@@ -59,14 +72,5 @@ def plan_buckets(tensors: Sequence[TensorMeta], *, capacity: int) -> tuple[Bucke
             filled = 0
         buckets[-1].append(tensor)
         filled += tensor.bytes
+
     return tuple(Bucket(tuple(bucket)) for bucket in buckets)
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyBucket:
-    """What a trainer rank has in a buffer, as the driver needs to know it."""
-
-    bucket: Bucket
-    changed: int | None = None  # elements that a delta sends; None: nothing was compared
-    reply: str | None = None  # what an engine has to answer; None: nothing in particular
-    handle: str | None = None  # for the engine rank on the same card

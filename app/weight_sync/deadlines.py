@@ -1,7 +1,7 @@
-"""Waiting for several answers at once, with one deadline and an error that says who, where and what.
+"""Wait for several calls at once, with one deadline and an error that names who failed, at what and why.
 
-Always holds: the first failure ends the wait; whoever failed in the same moment is named too, since the cause is often
-not the first to be heard (an engine that dies takes the broadcast of its neighbours along).
+The first failure ends the wait. Calls that fail within a short grace period are named too: the root cause is often not
+the first error to arrive (an engine that dies breaks the broadcast to its neighbors).
 """
 
 import asyncio
@@ -13,65 +13,87 @@ from typing import Any
 from app.errors import RunError, SyncError
 
 log = logging.getLogger(__name__)
-ROOT_CAUSE_GRACE_S = 0.5  # how long further failures are listened for after the first one
-Work = Mapping[str, Coroutine[Any, Any, Any]]  # who → what they do
+ROOT_CAUSE_GRACE_S = 0.5  # how long to collect further failures after the first one
+Calls = Mapping[str, Coroutine[Any, Any, Any]]  # by the name of the engine or the ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The waits of one push."""
+    """Awaits the calls of one sync, each phase for at most `timeout_s` seconds."""
 
     version: int
     timeout_s: float
 
-    async def gather(self, phase: str, work: Work, *, deadline: bool = True) -> dict[str, Any]:
-        """Everyone's result. Raises `SyncError` naming who failed, or who did not answer in time, and the phase."""
-        tasks = {who: asyncio.ensure_future(each) for who, each in work.items()}
+    async def gather(self, phase: str, calls: Calls, *, bounded: bool = True) -> dict[str, Any]:
+        """Await all calls.
+
+        Args:
+            phase: What the calls do, for the error message.
+            calls: The calls by name.
+            bounded: Whether `timeout_s` applies. False for calls that enforce a deadline themselves.
+
+        Returns:
+            The results by name.
+
+        Raises:
+            SyncError: A call failed or missed the deadline. Names the phase and every call concerned. An exception
+                other than `RunError` is a bug and is raised as it is.
+        """
+        tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
         try:
-            done, waiting = await asyncio.wait(
-                tasks.values(), timeout=self.timeout_s if deadline else None, return_when=asyncio.FIRST_EXCEPTION
+            done, pending = await asyncio.wait(
+                tasks.values(), timeout=self.timeout_s if bounded else None, return_when=asyncio.FIRST_EXCEPTION
             )
             failed = any(task.exception() for task in done)
-            if failed and waiting:
-                await asyncio.wait(waiting, timeout=ROOT_CAUSE_GRACE_S)
+            if failed and pending:
+                await asyncio.wait(pending, timeout=ROOT_CAUSE_GRACE_S)
         finally:
             for task in tasks.values():
                 task.cancel()
+
         if failed:
             raise self._failure(phase, tasks)
-        if waiting:
-            late = ", ".join(who for who, task in tasks.items() if task in waiting)
+        if pending:
+            late = ", ".join(name for name, task in tasks.items() if task in pending)
             raise SyncError(
-                f"push of policy {self.version} did not pass {phase} within weight_sync.timeout_s="
-                f"{self.timeout_s:g} s: no answer from {late}"
+                f"weight sync of policy {self.version} did not finish {phase} within weight_sync.timeout_s="
+                f"{self.timeout_s:g} s: no reply from {late}"
             )
-        return {who: task.result() for who, task in tasks.items()}
+        return {name: task.result() for name, task in tasks.items()}
 
     def _failure(self, phase: str, tasks: Mapping[str, asyncio.Future[Any]]) -> BaseException:
-        finished = {who: task for who, task in tasks.items() if task.done() and not task.cancelled()}
-        errors = {who: error for who, task in finished.items() if (error := task.exception()) is not None}
-        bug = next((error for error in errors.values() if not isinstance(error, RunError)), None)
-        if bug is not None:
-            return bug
-        said = "; ".join(_named(who, error) for who, error in errors.items())
-        failure = SyncError(f"push of policy {self.version} failed at {phase}: {said}")
+        errors: dict[str, BaseException] = {}
+        for name, task in tasks.items():
+            error = task.exception() if task.done() and not task.cancelled() else None
+            if error is not None:
+                errors[name] = error
+
+        for error in errors.values():
+            if not isinstance(error, RunError):
+                return error
+
+        causes = "; ".join(_named(name, error) for name, error in errors.items())
+        failure = SyncError(f"weight sync of policy {self.version} failed at {phase}: {causes}")
         failure.__cause__ = next(iter(errors.values()))
         return failure
 
 
-async def best_effort(work: Work, seconds: float) -> None:
-    """Try what may fail, for so long at most; refusals are logged, since what they were asked may not exist."""
-    tasks = {who: asyncio.ensure_future(each) for who, each in work.items()}
-    _, waiting = await asyncio.wait(tasks.values(), timeout=seconds)
-    for who, task in tasks.items():
-        task.cancel()
-        if task in waiting:
-            log.warning("gave up waiting for %s", who)
-        elif isinstance(error := task.exception(), RunError):
-            log.warning("giving up: %s", _named(who, error))
+async def best_effort(calls: Calls, timeout_s: float) -> None:
+    """Best-effort cleanup with a timeout. Every `RunError` is logged, not raised."""
+    tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
+    _, pending = await asyncio.wait(tasks.values(), timeout=timeout_s)
+
+    for name, task in tasks.items():
+        if task in pending:
+            task.cancel()
+            log.warning("cleanup after a weight sync: no reply from %s within %g s", name, timeout_s)
+            continue
+        error = task.exception()
+        if isinstance(error, RunError):
+            log.warning("cleanup after a weight sync: %s", _named(name, error))
         elif error is not None:
             raise error
 
 
-def _named(who: str, error: BaseException) -> str:
-    return str(error) if who in str(error) else f"{who}: {error}"
+def _named(name: str, error: BaseException) -> str:
+    return str(error) if name in str(error) else f"{name}: {error}"

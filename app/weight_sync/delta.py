@@ -1,17 +1,17 @@
-"""A delta push on the trainer's side: only what changed since the last push, bit for bit.
+"""The trainer's side of a delta sync: sends only what changed since the last sync, bit for bit.
 
-After one step at a usual learning rate about 99 % of the 16-bit weights are as they were, because the change is
-smaller than half their spacing (SparseRL-Sync, arXiv 2605.07330; verl, slime and TRL do the like). Every rank keeps its
-shards as they were pushed last, compares, and the entries of all ranks are gathered in the coordinates of the
-checkpoint's tensors. How they are written stands in app/wire.py.
+After one step at a typical learning rate about 99 % of the 16-bit weights round back to their old value
+(SparseRL-Sync, arXiv 2605.07330; verl, slime and TRL have similar syncs). Every rank keeps a snapshot of its shards at
+the last sync and compares. The changed entries of all ranks are gathered in the coordinates of the checkpoint's
+tensors. app/wire.py documents the message format.
 
-Always: what is kept is what a message was made of, so after a failed push only a full one is right; a tensor whose
-entries would take more room than itself is sent whole; a message fits where its whole bucket would.
+Invariants:
+    - The snapshot is what the last message was made of, so only a full sync may follow a failed one.
+    - A tensor whose entries would take more bytes than the tensor itself is sent whole.
+    - A message fits into a buffer of its bucket's size plus `max_header_bytes`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,197 +19,224 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from app.weight_sync import gather as shards
-from app.weight_sync.buckets import Bucket, TensorMeta
+from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
+from app.weight_sync.gather import gather_by_rank, gather_full
 from app.weight_sync.snapshot import ShardSnapshot
-from app.wire import BLOCK_ITEMS, BLOCKS, ENVELOPE, LOW, VALUES, DeltaHeader, SparseTensorMeta
+from app.wire import BLOCK_COUNTS, BLOCK_ITEMS, HEADER, LOW_BITS, VALUES, DeltaHeader, SparseTensorMeta
 
-LARGEST = 2**31 - 1  # elements that a position can name
-PAIR_BYTES = 6  # an entry between trainer ranks: int32 position, 16-bit value
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """What lies in a buffer."""
-
-    bucket: Bucket
-    changed: int | None  # elements that differ; None: nothing was compared
-    reply: str | None = None  # what an engine that took it answers
+MAX_ELEMENTS = 2**31 - 1  # of a tensor whose positions fit into int32
+GATHERED_ENTRY_BYTES = 6  # between trainer ranks: int32 position, 16-bit value
+Changes = tuple[Tensor, Tensor]  # of one tensor on this rank: positions [n] int32, values [n] int16 bits
+Entries = tuple[list[Tensor], Tensor]  # of all ranks: positions by tensor, values of all tensors concatenated
 
 
-class Delta:
-    """The kept shards of one rank, and the push that is being packed."""
+class DeltaEncoder:
+    """The shard snapshots of one rank, and the encoder of the current sync.
+
+    Lifecycle: `begin` once for each sync, then `pack` for each bucket in order. The first sync has to be full.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: str, *, on_host: bool):
-        self.tensors, self.dtype, self.on_host = tensors, dtype, on_host
-        self.kept: dict[str, ShardSnapshot] = {}
-        distributed = [tensor for tensor in tensors.values() if isinstance(tensor, DTensor)]
-        mesh = distributed[0].device_mesh if distributed else None
-        self.ranks = mesh.size() if mesh is not None else 1
-        self.group: Any = mesh.get_group() if mesh is not None and self.ranks > 1 else None
-        self.rank = dist.get_rank(self.group) if self.group is not None else 0
+        self.tensors = tensors
+        self.dtype = dtype
+        self.on_host = on_host
+        self.snapshots: dict[str, ShardSnapshot] = {}
+
+        meshes = [tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)]
+        self.ranks = meshes[0].size() if meshes else 1
+        self.process_group = meshes[0].get_group() if self.ranks > 1 else None
+        self.rank_index = dist.get_rank(self.process_group) if self.process_group is not None else 0
 
     def begin(self, version: int, base: int | None, messages: int) -> None:
-        """A push of policy `version` onto `base`; None: a full one."""
-        if base is not None and not self.kept:
-            raise RuntimeError("a delta was asked for before any full push")
-        self.version, self.base, self.messages = version, base, messages
-
-    def forget(self) -> None:
-        """Free what is kept; the next push is full."""
-        self.kept = {}
+        """Begin the sync of policy `version` in `messages` buckets, as a delta onto `base`; None: a full sync."""
+        if base is not None and not self.snapshots:
+            raise RuntimeError("a delta sync needs a full sync before it")
+        self.version = version
+        self.base = base
+        self.messages = messages
 
     @torch.no_grad()
-    def pack(self, index: int, bucket: Bucket, buffer: Tensor | None, *, everywhere: bool) -> Packed:
-        """Write message `index` into `buffer` (on the ranks that have one); a collective of all ranks."""
-        envelope = DeltaHeader(self.version, self.base, index, self.messages)
+    def pack(self, index: int, bucket: Bucket, buffer: Tensor | None, *, on_all_ranks: bool) -> ReadyBucket:
+        """Write message `index` into `buffer` (None on ranks that receive nothing). A collective of all ranks."""
         if self.base is None:
             for meta in bucket.tensors:
-                self._keep(meta)
-            return self._write(envelope, bucket.tensors, None, buffer, everywhere)
-        compared = [meta for meta in bucket.tensors if comparable(meta)]
-        mine = [self._changes(meta) for meta in compared]
-        counts = self._counts([position.numel() for position, _ in mine])  # [R][T]
-        totals = [sum(each) for each in zip(*counts, strict=True)]
-        sparse = [SparseTensorMeta(meta.name, meta.shape, total) for meta, total in zip(compared, totals, strict=True)]
-        small = [each.bytes < meta.bytes for each, meta in zip(sparse, compared, strict=True)]
-        sent = [at for at, fits in enumerate(small) if fits and totals[at]]
-        large = {meta.name for meta, fits in zip(compared, small, strict=True) if not fits}
-        whole = [meta for meta in bucket.tensors if not comparable(meta) or meta.name in large]
-        envelope = DeltaHeader(self.version, self.base, index, self.messages, tuple(sparse[at] for at in sent))
-        entries = self._gathered([mine[at] for at in sent], [[row[at] for at in sent] for row in counts], everywhere)
-        packed = self._write(envelope, whole, entries, buffer, everywhere)
-        return Packed(packed.bucket, sum(totals), packed.reply)
+                self._take_snapshot(meta)
+            return self._write(self._header(index), bucket.tensors, None, buffer, on_all_ranks)
 
-    def _keep(self, meta: TensorMeta) -> None:
-        if not comparable(meta):
+        comparable = [meta for meta in bucket.tensors if is_comparable(meta)]
+        changes = [self._changes(meta) for meta in comparable]
+        counts = self._gather_counts([positions.numel() for positions, _ in changes])  # [R][T]
+        totals = [sum(column) for column in zip(*counts, strict=True)]
+
+        # sparse where that is smaller; a tensor without changes is not sent at all
+        sparse = [SparseTensorMeta(meta.name, meta.shape, n) for meta, n in zip(comparable, totals, strict=True)]
+        smaller = {meta.name for meta, each in zip(comparable, sparse, strict=True) if each.bytes < meta.bytes}
+        sent = [i for i, each in enumerate(sparse) if each.name in smaller and each.entries]
+        whole = [meta for meta in bucket.tensors if meta.name not in smaller]
+
+        entries = self._gather_entries(
+            [changes[i] for i in sent], [[row[i] for i in sent] for row in counts], on_all_ranks
+        )
+        header = self._header(index, tuple(sparse[i] for i in sent))
+        return self._write(header, whole, entries, buffer, on_all_ranks, changed=sum(totals))
+
+    def _header(self, index: int, changed: tuple[SparseTensorMeta, ...] = ()) -> DeltaHeader:
+        return DeltaHeader(self.version, self.base, index, self.messages, changed)
+
+    def _take_snapshot(self, meta: TensorMeta) -> None:
+        if not is_comparable(meta):
             return
-        shard = local(self.tensors[meta.name])
-        if meta.name not in self.kept:
-            self.kept[meta.name] = ShardSnapshot(shard, getattr(torch, meta.dtype), on_host=self.on_host)
-        self.kept[meta.name].replace(shard)
+        shard = local_shard(self.tensors[meta.name])
+        if meta.name not in self.snapshots:
+            self.snapshots[meta.name] = ShardSnapshot(shard, getattr(torch, meta.dtype), on_host=self.on_host)
+        self.snapshots[meta.name].replace(shard)
 
-    def _changes(self, meta: TensorMeta) -> tuple[Tensor, Tensor]:
-        """Positions in the whole tensor, and values, of what changed in this rank's part of it."""
+    def _changes(self, meta: TensorMeta) -> Changes:
+        """Return the changes of this rank's shard, at positions in the full tensor. Rank 0 reports an unsharded one."""
         tensor = self.tensors[meta.name]
-        position, value = self.kept[meta.name].changes(local(tensor))
+        positions, values = self.snapshots[meta.name].diff_and_replace(local_shard(tensor))
         if isinstance(tensor, DTensor):
-            return position + first_item(tensor), value
-        return (position, value) if self.rank == 0 else (position[:0], value[:0])
+            return positions + shard_offset(tensor), values
+        if self.rank_index == 0:
+            return positions, values
+        return positions[:0], values[:0]
 
-    def _counts(self, mine: Sequence[int]) -> list[list[int]]:
-        """Entries by rank and tensor."""
-        if self.group is None or not mine:
-            return [list(mine)]
-        device = self._device
-        own = torch.tensor(mine, dtype=torch.int64, device=device)
-        found = torch.empty(self.ranks * len(mine), dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(found, own, group=self.group)
-        return found.view(self.ranks, -1).tolist()
+    def _gather_counts(self, own: Sequence[int]) -> list[list[int]]:
+        """Gather the number of changed entries, by rank and tensor: [R][T]."""
+        if self.process_group is None or not own:
+            return [list(own)]
+        local = torch.tensor(own, dtype=torch.int64, device=self._device)
+        out = torch.empty(self.ranks * len(own), dtype=torch.int64, device=self._device)
+        dist.all_gather_into_tensor(out, local, group=self.process_group)
+        return out.view(self.ranks, -1).tolist()
 
     @property
     def _device(self) -> torch.device:
-        return local(next(iter(self.tensors.values()))).device
+        return local_shard(next(iter(self.tensors.values()))).device
 
-    def _gathered(
-        self, mine: Sequence[tuple[Tensor, Tensor]], counts: Sequence[Sequence[int]], everywhere: bool
-    ) -> tuple[list[Tensor], Tensor] | None:
-        """Positions by tensor, and all values behind one another; None where no entries are, or none are kept."""
-        largest = max(sum(row) for row in counts)
-        if not mine or not largest:
+    def _gather_entries(
+        self, changes: Sequence[Changes], counts: Sequence[list[int]], on_all_ranks: bool
+    ) -> Entries | None:
+        """Gather the changes of all ranks; None if there are none, or on a rank that receives nothing.
+
+        Args:
+            changes: Of this rank, by tensor.
+            counts: Entries by rank and tensor: [R][T].
+            on_all_ranks: Whether every rank receives the entries, or rank 0 alone.
+        """
+        most = max(sum(row) for row in counts)
+        if not most:
             return None
-        if self.group is None:
-            return [position for position, _ in mine], torch.cat([value for _, value in mine])
-        room = largest + largest % 2  # entries; every rank's part begins aligned
-        own = torch.zeros(room * PAIR_BYTES, dtype=torch.uint8, device=self._device)
-        positions, values = _pair(own)
-        count = sum(position.numel() for position, _ in mine)
-        positions[:count] = torch.cat([position for position, _ in mine])
-        values[:count] = torch.cat([value for _, value in mine])
-        found = shards.gather_parts(own, self.group, everywhere=everywhere)
-        if found is None:
+
+        own_positions = torch.cat([positions for positions, _ in changes])
+        own_values = torch.cat([values for _, values in changes])
+        if self.process_group is None:
+            return list(own_positions.split(counts[0])), own_values
+
+        # every rank sends the same number of bytes; an even number of entries keeps each rank's slice aligned
+        capacity = most + most % 2
+        payload = torch.zeros(capacity * GATHERED_ENTRY_BYTES, dtype=torch.uint8, device=self._device)
+        positions, values = _split_payload(payload)
+        positions[: len(own_positions)] = own_positions
+        values[: len(own_values)] = own_values
+        payloads = gather_by_rank(payload, self.process_group, on_all_ranks=on_all_ranks)
+        if payloads is None:
             return None
-        pairs = [
-            list(zip(*(part[: sum(row)].split(list(row)) for part in _pair(each)), strict=True))
-            for each, row in zip(found, counts, strict=True)
-        ]  # [R][T]: rows of rank r stand before those of rank r + 1
-        by_tensor = list(zip(*pairs, strict=True))
-        return (
-            [torch.cat([position for position, _ in parts]) for parts in by_tensor],
-            torch.cat([value for parts in by_tensor for _, value in parts]),
-        )
+
+        # [T][R]: the rows of rank r precede those of rank r + 1
+        positions_of: list[list[Tensor]] = [[] for _ in changes]
+        values_of: list[list[Tensor]] = [[] for _ in changes]
+        for rank_payload, row in zip(payloads, counts, strict=True):
+            rank_positions, rank_values = (flat[: sum(row)].split(row) for flat in _split_payload(rank_payload))
+            for i in range(len(changes)):
+                positions_of[i].append(rank_positions[i])
+                values_of[i].append(rank_values[i])
+
+        return [torch.cat(each) for each in positions_of], torch.cat([torch.cat(each) for each in values_of])
 
     def _write(
         self,
-        envelope: DeltaHeader,
+        header: DeltaHeader,
         whole: Sequence[TensorMeta],
-        entries: tuple[list[Tensor], Tensor] | None,
+        entries: Entries | None,
         buffer: Tensor | None,
-        everywhere: bool,
-    ) -> Packed:
-        """Lay the message out, by descending element size, and fill it."""
-        text = envelope.encode()
-        count = sum(each.entries for each in envelope.changed)
-        blocks = sum(each.blocks for each in envelope.changed)
-        lists = [TensorMeta(BLOCKS, "int32", (blocks,)), TensorMeta(LOW, "int16", (count,))]
-        lists.append(TensorMeta(VALUES, self.dtype, (count,)))
-        metas = [*whole, *(lists if count else ()), TensorMeta(ENVELOPE, "uint8", (len(text),))]
+        on_all_ranks: bool,
+        *,
+        changed: int | None = None,
+    ) -> ReadyBucket:
+        """Lay out the message by descending element size, and write it into `buffer`."""
+        text = header.encode()
+        metas = [*whole, TensorMeta(HEADER, "uint8", (len(text),))]
+        if header.changed:
+            count = sum(tensor.entries for tensor in header.changed)
+            blocks = sum(tensor.blocks for tensor in header.changed)
+            metas.append(TensorMeta(BLOCK_COUNTS, "int32", (blocks,)))
+            metas.append(TensorMeta(LOW_BITS, "int16", (count,)))
+            metas.append(TensorMeta(VALUES, self.dtype, (count,)))
+
         message = Bucket(tuple(sorted(metas, key=lambda meta: -meta.item_bytes)))
-        filled = _filling(envelope, entries, text) if buffer is not None else {}
+        contents = _contents(header, text, entries) if buffer is not None else {}
+
         for meta, offset in zip(message.tensors, message.offsets, strict=True):
-            room = buffer[offset : offset + meta.bytes] if buffer is not None else None
+            out = buffer[offset : offset + meta.bytes] if buffer is not None else None
             if meta.name in self.tensors:
-                typed = room.view(getattr(torch, meta.dtype)) if room is not None else None
-                shards.gather(self.tensors[meta.name], getattr(torch, meta.dtype), typed, everywhere=everywhere)
-            elif room is not None:
-                room.copy_(filled[meta.name])
-        return Packed(message, None, envelope.reply)
+                dtype = getattr(torch, meta.dtype)
+                typed = out.view(dtype) if out is not None else None
+                gather_full(self.tensors[meta.name], dtype, out=typed, on_all_ranks=on_all_ranks)
+            elif out is not None:
+                out.copy_(contents[meta.name])
+
+        return ReadyBucket(message, changed, header.reply)
 
 
-def comparable(meta: TensorMeta) -> bool:
-    """Whether a tensor's changes can be told; what engines keep in float32 is small and sent whole."""
-    return meta.item_bytes == 2 and Bucket((meta,)).bytes // 2 <= LARGEST
+def is_comparable(meta: TensorMeta) -> bool:
+    """Whether a tensor's changes are sent. Tensors that engines keep in float32 are small and sent whole."""
+    return meta.item_bytes == 2 and meta.bytes // 2 <= MAX_ELEMENTS
 
 
-def envelope_room(bucket: Bucket) -> int:
-    """Bytes that the envelope of a bucket takes at most."""
+def max_header_bytes(bucket: Bucket) -> int:
+    """Return the largest size of a bucket's header."""
     widest = 2**63 - 1
     rows = tuple(SparseTensorMeta(meta.name, meta.shape, widest) for meta in bucket.tensors)
     return len(DeltaHeader(widest, widest, widest, widest, rows).encode())
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part, flat."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's shard, flat."""
+    shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return shard.detach().reshape(-1)
 
 
-def first_item(tensor: DTensor) -> int:
-    """Where this rank's rows begin in the flat tensor."""
+def shard_offset(tensor: DTensor) -> int:
+    """Return the position of this rank's first element in the flat tensor."""
     if tensor.device_mesh.ndim != 1 or tensor.placements != (Shard(0),):
-        raise RuntimeError(f"a delta push knows shards of rows, and these are {tensor.placements}")
+        raise RuntimeError(f"a delta sync supports row shards only, not {tensor.placements}")
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return offset[0] * (tensor.numel() // tensor.shape[0])
 
 
-def _pair(both: Tensor) -> tuple[Tensor, Tensor]:
-    """The int32 positions and 16-bit values of a flat byte tensor."""
-    split = both.numel() // PAIR_BYTES * 4
-    return both[:split].view(torch.int32), both[split:].view(torch.int16)
+def _split_payload(payload: Tensor) -> tuple[Tensor, Tensor]:
+    """View a flat byte tensor as int32 positions and 16-bit values."""
+    split = payload.numel() // GATHERED_ENTRY_BYTES * 4
+    return payload[:split].view(torch.int32), payload[split:].view(torch.int16)
 
 
-def _filling(envelope: DeltaHeader, entries: tuple[list[Tensor], Tensor] | None, text: bytes) -> dict[str, Tensor]:
-    """The bytes of each list of a message."""
-    filled = {ENVELOPE: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
-    if entries is not None:
-        positions, values = entries
-        blocks = [_by_block(position, each.blocks) for position, each in zip(positions, envelope.changed, strict=True)]
-        lists = {BLOCKS: torch.cat(blocks), LOW: torch.cat(positions).to(torch.int16), VALUES: values}
-        filled |= {name: each.contiguous().view(torch.uint8) for name, each in lists.items()}
-    return filled
+def _contents(header: DeltaHeader, text: bytes, entries: Entries | None) -> dict[str, Tensor]:
+    """Return the bytes of the header and of the entry lists, by their names in a message."""
+    contents = {HEADER: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+    if entries is None:
+        return contents
+
+    positions, values = entries
+    counts = [_block_counts(each, meta.blocks) for each, meta in zip(positions, header.changed, strict=True)]
+    contents[BLOCK_COUNTS] = torch.cat(counts).view(torch.uint8)
+    contents[LOW_BITS] = torch.cat(positions).to(torch.int16).view(torch.uint8)
+    contents[VALUES] = values.contiguous().view(torch.uint8)
+    return contents
 
 
-def _by_block(position: Tensor, blocks: int) -> Tensor:
-    """How many of the ascending positions fall into each block, int32 [blocks]."""
-    ends = torch.arange(1, blocks + 1, device=position.device) * BLOCK_ITEMS
-    upto = torch.searchsorted(position, ends.clamp(max=LARGEST).to(position.dtype))
-    return torch.diff(upto, prepend=upto.new_zeros(1)).to(torch.int32)
+def _block_counts(positions: Tensor, blocks: int) -> Tensor:
+    """Count the ascending positions in each block: [blocks] int32."""
+    ends = torch.arange(1, blocks + 1, device=positions.device) * BLOCK_ITEMS
+    below = torch.searchsorted(positions, ends.clamp(max=MAX_ELEMENTS).to(positions.dtype))
+    return torch.diff(below, prepend=below.new_zeros(1)).to(torch.int32)

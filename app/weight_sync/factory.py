@@ -1,4 +1,4 @@
-"""Chooses the parts of a run's weight sync; whoever pushes never asks which they are."""
+"""Composes a run's weight synchronizer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,6 @@ from app.config import RunConfig
 from app.config.weight_sync import TransportKind, transport_of
 from app.device import Device
 from app.protocols import RolloutEngine
-from app.weight_sync.backends import backend_of
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from app.weight_sync.transport.base import TrainerGroup, Transport
 from app.weight_sync.transport.collective import CollectiveTransport
@@ -15,17 +14,18 @@ from app.weight_sync.transport.ipc import IpcTransport
 from app.weight_sync.verify import Verifier
 
 
-def make_sync(
-    config: RunConfig, device: Device, ranks: TrainerGroup, engines: Sequence[RolloutEngine], folder: Path
+def make_synchronizer(
+    config: RunConfig, device: Device, trainer: TrainerGroup, engines: Sequence[RolloutEngine], folder: Path
 ) -> BucketedWeightSynchronizer:
-    """The sync of a run, not prepared yet; `folder` is the run's."""
-    width = config.rollout.tensor_parallel
-    carrier: Transport
+    """Create the synchronizer of a run in `folder`, not prepared yet."""
+    tensor_parallel = config.rollout.tensor_parallel
+    transport: Transport
     if transport_of(config.weight_sync, shared_devices=config.shared_devices) is TransportKind.ipc:
-        carrier = IpcTransport(tensor_parallel=width)
+        transport = IpcTransport(tensor_parallel=tensor_parallel)
     else:
-        carrier = CollectiveTransport(backend=backend_of(device.torch_type), tensor_parallel=width)
+        transport = CollectiveTransport(backend=device.collective, tensor_parallel=tensor_parallel)
+
     verifier = Verifier(config.weight_sync.verify, folder / "verify")
     return BucketedWeightSynchronizer(
-        ranks, engines, config.weight_sync, carrier, verifier, in_flight=config.placement.in_flight
+        trainer, engines, config.weight_sync, transport, verifier, in_flight=config.placement.in_flight
     )

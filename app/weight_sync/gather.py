@@ -1,10 +1,9 @@
-"""From FSDP2 shards to whole tensors, written where they are sent from.
+"""Gathers FSDP2 shards into full tensors, directly into the buffer that they are sent from.
 
-What always holds: a shard is cast to the engine's dtype before it travels (half the bytes for bf16), and what can be
-gathered straight into the bucket is: rows that divide evenly need no staging, a lone rank no collective at all.
+Invariants:
+    - A shard is cast to the engine's dtype before it is gathered (half the bytes for bf16).
+    - Rows that divide evenly need no staging buffer. A single rank needs no collective.
 """
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,44 +12,53 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 @torch.no_grad()
-def gather(tensor: Tensor, dtype: torch.dtype, room: Tensor | None, *, everywhere: bool) -> None:
-    """Write the whole of `tensor` as `dtype` into `room` (1-D of `dtype`, its size); a collective over its mesh.
+def gather_full(tensor: Tensor, dtype: torch.dtype, *, out: Tensor | None, on_all_ranks: bool) -> None:
+    """Write the full tensor into `out`. A collective over the tensor's mesh.
 
-    `everywhere`: every rank has a room; otherwise rank 0 of the mesh has one and the others pass None.
+    Args:
+        tensor: A plain tensor, or a `DTensor` on a 1-D mesh.
+        dtype: The dtype to send.
+        out: 1-D, of `dtype`, with as many elements as the full tensor. None on ranks that receive nothing.
+        on_all_ranks: Whether every rank receives the full tensor, or rank 0 of the mesh alone.
     """
     if not isinstance(tensor, DTensor):
-        _fill(room, tensor)
+        _copy(tensor, out)
         return
-    mesh, shard = tensor.device_mesh, tensor.to_local()
+
+    mesh = tensor.device_mesh
     if mesh.size() == 1:
-        _fill(room, shard)
+        _copy(tensor.to_local(), out)
     elif mesh.ndim == 1 and tensor.placements == (Shard(0),) and tensor.shape[0] % mesh.size() == 0:
-        _gather_rows(shard.to(dtype).reshape(-1), mesh.get_group(), room, everywhere)
+        rows = tensor.to_local().to(dtype).reshape(-1)
+        _gather_rows(rows, mesh.get_group(), out, on_all_ranks)
     else:
-        cast: Any = tensor.to(dtype)
-        _fill(room, cast.full_tensor())
+        _copy(full_tensor(tensor.to(dtype)), out)
 
 
-def gather_parts(part: Tensor, group: Any, *, everywhere: bool) -> list[Tensor] | None:
-    """The parts of all ranks, of one size and dtype, in rank order; None on the ranks that keep nothing."""
-    if not everywhere and dist.get_rank(group) != 0:
-        dist.gather(part, None, group_dst=0, group=group)
-        return None
-    whole = torch.empty(dist.get_world_size(group) * part.numel(), dtype=part.dtype, device=part.device)
-    _gather_rows(part, group, whole, everywhere)
-    return list(whole.chunk(dist.get_world_size(group)))
+def gather_by_rank(local: Tensor, process_group: dist.ProcessGroup, *, on_all_ranks: bool) -> tuple[Tensor, ...] | None:
+    """Gather tensors of equal size and dtype in rank order; None on ranks that receive nothing."""
+    size = dist.get_world_size(process_group)
+    receives = on_all_ranks or dist.get_rank(process_group) == 0
+    out = local.new_empty(size * local.numel()) if receives else None
+    _gather_rows(local, process_group, out, on_all_ranks)
+    return None if out is None else out.chunk(size)
 
 
-def _fill(room: Tensor | None, whole: Tensor) -> None:
-    if room is not None:
-        room.view(whole.shape).copy_(whole)
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor on every rank. A collective for a `DTensor`."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _gather_rows(shard: Tensor, group: Any, room: Tensor | None, everywhere: bool) -> None:
-    """Rows of equal count lie one behind the other in the whole tensor, so each rank's land in a slice of the room."""
-    if everywhere:
-        assert room is not None
-        dist.all_gather_into_tensor(room, shard.contiguous(), group=group)
+def _copy(full: Tensor, out: Tensor | None) -> None:
+    if out is not None:
+        out.view(full.shape).copy_(full)
+
+
+def _gather_rows(rows: Tensor, process_group: dist.ProcessGroup, out: Tensor | None, on_all_ranks: bool) -> None:
+    """Gather shards of equal row counts: each rank's rows are one contiguous slice of `out`."""
+    if on_all_ranks:
+        assert out is not None
+        dist.all_gather_into_tensor(out, rows.contiguous(), group=process_group)
     else:
-        slices = list(room.chunk(dist.get_world_size(group))) if room is not None else None
-        dist.gather(shard.contiguous(), slices, group_dst=0, group=group)
+        slices = None if out is None else list(out.chunk(dist.get_world_size(process_group)))
+        dist.gather(rows.contiguous(), slices, group_dst=0, group=process_group)

@@ -1,138 +1,157 @@
-"""The trainer ranks' part of a push: gathers shards (all, or what changed) into buckets and hands them over.
+"""The weight sync's extension of a trainer rank: gathers shards into buckets and sends them.
 
-Gathering is a collective, so all ranks do it for every bucket. There are two buffers, allocated once and outside of any
-region of the memory saver, so that bucket k + 1 is gathered while bucket k is on the wire and loaded.
+Gathering is a collective, so all ranks do it for every bucket. Two buffers are allocated once, outside of the memory
+saver's regions: bucket k + 1 is gathered while bucket k is sent and loaded.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from app.config.weight_sync import SnapshotPlace
 from app.model.policy import FLOAT32_PARAMETERS, named_checkpoint_tensors
 from app.types import TrainerMemory
-from app.weight_sync import gather as shards
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
-from app.weight_sync.delta import Delta, Packed, envelope_room
+from app.weight_sync.delta import DeltaEncoder, max_header_bytes
+from app.weight_sync.gather import full_tensor, gather_full
 
-if TYPE_CHECKING:
-    from app.trainer.rank import TrainerRank
-
+SENDER_EXTENSION: Final = "weight_sync"  # the name under which a `Sender` is attached to every trainer rank
 BUFFERS = 2
 
 
 class Sender:
-    """Attached to every trainer rank as part `sync`. A transport says which ranks keep what was gathered."""
+    """Base of the transports' senders; sends nothing itself.
 
-    everywhere = False  # whether every rank keeps it, or rank 0 alone
+    Lifecycle:
+        1. `describe`, then `prepare` with the bucket plan.
+        2. For each sync: `begin`, `send_and_gather_next` for each bucket in order, `finish`.
+        3. `abort` after a failure, `release` to free the buffers; the next `begin` starts from scratch.
+        4. `close` once.
+    """
 
-    def __init__(self, host: "TrainerRank"):
-        self.host, self.rank, self.device = host, host.rank, host.torch_device
-        self.dtype = host.spec.dtype.name
-        self.tensors = dict(named_checkpoint_tensors(host.model))
+    on_all_ranks = False  # whether every rank gathers into buffers, or rank 0 alone
+
+    def __init__(self, trainer_rank: TrainerRank):
+        self.trainer_rank = trainer_rank
+        self.rank_index = trainer_rank.rank
+        self.device = trainer_rank.torch_device
+        self.dtype = trainer_rank.spec.dtype.name
+        self.tensors = dict(named_checkpoint_tensors(trainer_rank.model))
         self.buckets: Sequence[Bucket] = ()
         self.buffers: list[Tensor] = []
-        self.packed: list[Packed] = []  # what lies in each of them
-        self.delta: Delta | None = None
+        self.ready: dict[int, ReadyBucket] = {}  # by buffer
+        self.delta_encoder: DeltaEncoder | None = None
 
     def describe(self) -> list[TensorMeta]:
-        """What is to be sent, in model order."""
+        """Return the tensors to send, in model order."""
         return [
             TensorMeta(name, "float32" if name.endswith(FLOAT32_PARAMETERS) else self.dtype, tuple(tensor.shape))
             for name, tensor in self.tensors.items()
         ]
 
     def prepare(self, buckets: Sequence[Bucket], snapshot: SnapshotPlace | None) -> None:
-        """Take the plan, and allocate the buffers of the ranks that keep buckets. `snapshot`: for a delta push."""
+        """Set the bucket plan and allocate the buffers. `snapshot`: where a delta sync keeps its snapshot."""
         self.buckets = buckets
         if snapshot is not None:
-            self.delta = Delta(self.tensors, self.dtype, on_host=snapshot is SnapshotPlace.host)
+            self.delta_encoder = DeltaEncoder(self.tensors, self.dtype, on_host=snapshot is SnapshotPlace.host)
         self._allocate_buffers()
 
-    def _allocate_buffers(self) -> None:
-        if self.keeps:
-            size = max(bucket.bytes + (envelope_room(bucket) if self.delta else 0) for bucket in self.buckets)
-            self.buffers = []  # the old ones go before the new ones come
-            self.buffers = [self.allocate(size) for _ in range(min(BUFFERS, len(self.buckets)))]
-
-    @property
-    def keeps(self) -> bool:
-        return self.everywhere or self.rank == 0
-
-    def allocate(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
-
-    def first(self, version: int, base: int | None) -> ReadyBucket:
-        """Gather bucket 0 of a push of policy `version` (`base`: only what changed since that one)."""
-        self.host.require_onloaded("a push", TrainerMemory.parameters)
+    def begin(self, version: int, base: int | None) -> ReadyBucket:
+        """Gather bucket 0 of the sync of policy `version`, as a delta onto policy `base`; None: a full sync."""
+        self.trainer_rank.require_onloaded("weight sync", TrainerMemory.parameters)
         if not self.buffers:
             self._allocate_buffers()
-        self.packed = [Packed(bucket, None) for bucket in self.buckets[:BUFFERS]]
-        if self.delta is not None:
-            self.delta.begin(version, base, len(self.buckets))
-        return self.gather(0)
+        if self.delta_encoder is not None:
+            self.delta_encoder.begin(version, base, len(self.buckets))
+        return self._gather(0)
 
-    def advance(self, index: int) -> ReadyBucket | None:
-        """Hand bucket `index` over, and gather the next one meanwhile; None after the last."""
+    def send_and_gather_next(self, index: int) -> ReadyBucket | None:
+        """Start sending bucket `index` and gather the next one meanwhile; None after the last."""
         self.send(index)
-        return self.gather(index + 1) if index + 1 < len(self.buckets) else None
-
-    def gather(self, index: int) -> ReadyBucket:
-        """Fill the buffer of bucket `index`; returns what the driver needs to ask for it."""
-        bucket, turn = self.buckets[index], index % BUFFERS
-        buffer = self.buffers[turn] if self.keeps else None
-        if self.delta is not None:
-            self.packed[turn] = self.delta.pack(index, bucket, buffer, everywhere=self.everywhere)
-        else:
-            self.packed[turn] = Packed(bucket, None)
-            self._gather_whole(bucket, buffer)
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).current_stream().synchronize()
-        packed = self.packed[turn]
-        return ReadyBucket(packed.bucket, packed.changed, packed.reply, self.handle(index))
-
-    def _gather_whole(self, bucket: Bucket, buffer: Tensor | None) -> None:
-        for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
-            dtype = getattr(torch, meta.dtype)
-            room = buffer[offset : offset + meta.bytes].view(dtype) if buffer is not None else None
-            shards.gather(self.tensors[meta.name], dtype, room, everywhere=self.everywhere)
-
-    def handle(self, index: int) -> str | None:
-        """Of the buffer of a gathered bucket, where the transport has such a thing."""
-
-    def send(self, index: int) -> None:
-        """Start what this side does for a bucket that the engines are asked to take."""
-
-    def finish(self, timeout_s: float) -> None:
-        """Wait until this side is done with the last bucket."""
-
-    def abandon(self) -> None:
-        """Give up what is under way; the next push starts from scratch."""
+        return self._gather(index + 1) if index + 1 < len(self.buckets) else None
 
     def release(self) -> None:
-        """Free the buffers; the next push allocates them again."""
+        """Free the buffers. The next sync allocates them again."""
         self.buffers = []
 
-    def close(self) -> None:
-        """The run ends: leave nothing behind."""
-        self.release()
-
     def export(self, folder: Path) -> None:
-        """Write the parameters as they are (float32 masters) as a checkpoint, without going through a bucket."""
+        """Write the float32 master parameters as a checkpoint, bypassing the buckets."""
         from app.model.hf_export import export
 
-        whole = self._whole_tensors()
-        if self.rank == 0:
-            export(self.host.spec.model_path, whole, folder, torch.float32)
-        else:
-            for _ in whole:  # gathering is a collective
-                pass
+        tensors = self._full_tensors()
+        if self.rank_index == 0:
+            export(self.trainer_rank.spec.model_path, tensors, folder, torch.float32)
+            return
+        # gathering is a collective: the other ranks take part and drop the result
+        for _ in tensors:
+            pass
 
-    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    # --- for transports to override
+
+    def allocate(self, size: int) -> Tensor:
+        """Allocate a buffer of `size` bytes."""
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def ipc_handle(self, index: int) -> str | None:
+        """Return the IPC handle of gathered bucket `index`, where the transport has one."""
+
+    def send(self, index: int) -> None:
+        """Start sending bucket `index`, while the engines receive it."""
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until the last bucket is sent."""
+
+    def abort(self) -> None:
+        """Stop the current sync. The next one starts from scratch."""
+
+    def close(self) -> None:
+        """Free everything, also what would outlive this process."""
+        self.release()
+
+    # --- buffers
+
+    def _allocate_buffers(self) -> None:
+        if not self._has_buffers:
+            return
+        # free the old buffers before allocating new ones
+        self.buffers = []
+        size = max(self._buffer_bytes(bucket) for bucket in self.buckets)
+        self.buffers = [self.allocate(size) for _ in range(min(BUFFERS, len(self.buckets)))]
+
+    def _buffer_bytes(self, bucket: Bucket) -> int:
+        return bucket.bytes + (max_header_bytes(bucket) if self.delta_encoder is not None else 0)
+
+    @property
+    def _has_buffers(self) -> bool:
+        return self.on_all_ranks or self.rank_index == 0
+
+    def _gather(self, index: int) -> ReadyBucket:
+        """Fill the buffer of bucket `index`. A collective of all ranks."""
+        bucket = self.buckets[index]
+        slot = index % BUFFERS
+        buffer = self.buffers[slot] if self._has_buffers else None
+
+        if self.delta_encoder is not None:
+            self.ready[slot] = self.delta_encoder.pack(index, bucket, buffer, on_all_ranks=self.on_all_ranks)
+        else:
+            self.ready[slot] = ReadyBucket(bucket)
+            self._gather_bucket(bucket, buffer)
+
+        # what follows reads the buffer on another stream or in another process
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).current_stream().synchronize()
+        return replace(self.ready[slot], ipc_handle=self.ipc_handle(index))
+
+    def _gather_bucket(self, bucket: Bucket, buffer: Tensor | None) -> None:
+        for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
+            dtype = getattr(torch, meta.dtype)
+            out = buffer[offset : offset + meta.bytes].view(dtype) if buffer is not None else None
+            gather_full(self.tensors[meta.name], dtype, out=out, on_all_ranks=self.on_all_ranks)
+
+    def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.tensors.items():
-            tensor = tensor.detach()
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield name, full_tensor(tensor.detach())

@@ -1,228 +1,274 @@
-"""A push: the trainer's parameters into every engine, over whichever transport.
+"""The weight synchronizer: copies the trainer's parameters into every engine, over any transport.
 
-    gather 0 → pause → begin → [ask for k ‖ gather k + 1] … → end → (verify) → resume
+    gather bucket 0 → pause → connect → [load bucket k ‖ gather bucket k + 1] … → verify → resume
 
-Always holds: an engine is paused from before its first changed byte until its last one is in, and after a failure it
-stays paused, since it may hold weights of two policies; the next push tears down what the failed one left, and sends
-everything again: a delta (weight_sync.mode) is only pushed onto what all engines are known to hold. The version is
-stamped with the last bucket. The order of phases is slime's, the strict request and reply per bucket twinkle's, the
-race of broadcast and reply follows from SGLang's API.
+Invariants:
+    - An engine is paused from before its first changed byte until its last bucket is loaded.
+    - After a failure the engines stay paused, since they may hold weights of two policies. The next sync tears down
+      what the failed one left and sends all weights.
+    - A delta (`weight_sync.mode`) is only sent onto a version that every engine is known to hold.
+    - The last bucket stamps the version.
+
+The order of the phases is slime's, the strict request and reply for each bucket is twinkle's. Awaiting broadcast and
+reply together follows from SGLang's API.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
 from app.config.weight_sync import SyncMode, WeightSyncConfig
 from app.errors import EngineError, SyncError
 from app.protocols import RolloutEngine
-from app.types import InFlight, SyncReport
+from app.types import SYNC_PHASES, InFlight, SyncReport
 from app.weight_sync.buckets import Bucket, ReadyBucket, plan_buckets
 from app.weight_sync.deadlines import Deadline, best_effort
-from app.weight_sync.sender import Sender
-from app.weight_sync.transport.base import RANKS, SENDER, TrainerGroup, Transport, name_of
+from app.weight_sync.sender import SENDER_EXTENSION, Sender
+from app.weight_sync.transport.base import TRAINER_RANKS, TrainerGroup, Transport
 from app.weight_sync.verify import Verifier
 
 log = logging.getLogger(__name__)
 MIB = 1024 * 1024
-CLOSE_SECONDS = 3.0
-OPEN_ALREADY = "already open"  # what a server says of a session that a failed push left
+CLOSE_TIMEOUT_S = 3.0
+SESSION_OPEN = "already open"  # in the server's error about a session that a failed sync left open
 
 
 class BucketedWeightSynchronizer:
-    """Implements `WeightSynchronizer` (app/protocols.py)."""
+    """Implements `WeightSynchronizer` (app/protocols.py).
+
+    Lifecycle:
+        1. `prepare` whenever a trainer has loaded its model.
+        2. `sync`, any number of times; `set_engines` in between.
+        3. `abort` when trainer ranks were lost; continue with `prepare`.
+        4. `close` once.
+    """
 
     def __init__(
         self,
-        ranks: TrainerGroup,
+        trainer: TrainerGroup,
         engines: Sequence[RolloutEngine],
         config: WeightSyncConfig,
-        carrier: Transport,
+        transport: Transport,
         verifier: Verifier,
         *,
         in_flight: InFlight,
     ):
-        self.ranks, self.config = ranks, config
-        self.engines = dict(enumerate(engines))  # by place, which says whose card an engine stands on
-        self.carrier, self.verifier, self.in_flight = carrier, verifier, in_flight
+        self.trainer = trainer
+        self.engines = dict(enumerate(engines))  # by engine index, which determines an engine's devices
+        self.config = config
+        self.transport = transport
+        self.verifier = verifier
+        self.in_flight = in_flight
         self._buckets: Sequence[Bucket] = ()
         self._without_sessions: set[str] = set()  # engines of SGLang 0.5.20 and older
-        self._stale = False  # whether the carrier's way leads to other members
-        self._held: int | None = None  # the version that all engines hold whole; None: some may not
-        self._since_full = 0  # pushes
+        self._members_changed = False  # since the transport connected
+        self._synced_version: int | None = None  # that every engine is known to hold
+        self._deltas = 0  # since the last full sync
 
     async def prepare(self) -> None:
-        """Attach the senders and cut the plan; whenever a trainer has loaded its model. The next push is a full one."""
-        self._held = None
-        await self.ranks.attach(SENDER, self.carrier.sender)
-        tensors = (await self.ranks.call(SENDER, Sender.describe))[0]
+        """Attach the senders and plan the buckets. The next sync is full."""
+        self._synced_version = None
+        await self.trainer.attach(SENDER_EXTENSION, self.transport.sender)
+        tensors = (await self.trainer.call(SENDER_EXTENSION, Sender.describe))[0]
         self._buckets = plan_buckets(tensors, capacity=int(self.config.bucket_mib * MIB))
         snapshot = self.config.snapshot if self.config.mode is SyncMode.delta else None
-        await self.ranks.call(SENDER, Sender.prepare, buckets=self._buckets, snapshot=snapshot)
+        await self.trainer.call(SENDER_EXTENSION, Sender.prepare, buckets=self._buckets, snapshot=snapshot)
 
     def set_engines(self, engines: Mapping[int, RolloutEngine]) -> None:
-        """Push to these, by their places, from now on; the next push builds the way anew if they are others."""
+        """Sync to these engines, by engine index. If they changed, the next sync reconnects and is full."""
         if self.engines == dict(engines):
             return
         self.engines = dict(engines)
         self._without_sessions.clear()
-        self._stale, self._held = True, None
-
-    async def close(self) -> None:
-        """Free what the ranks hold: shared memory outlives a process that is killed."""
-        await best_effort({RANKS: self.ranks.call(SENDER, Sender.close)}, CLOSE_SECONDS)
+        self._members_changed = True
+        self._synced_version = None
 
     async def sync(self, version: int) -> SyncReport:
-        """Carry the trainer's parameters into every engine as policy `version`. Raises `SyncError`."""
-        waits, clock, base = Deadline(version, self.config.timeout_s), Clock(), self._base()
-        self._held = None  # until all of it is there
+        """Copy the trainer's parameters into every engine as policy `version`. See `WeightSynchronizer.sync`."""
+        deadline = Deadline(version, self.config.timeout_s)
+        clock = PhaseClock()
+        base = self._delta_base()
+        self._synced_version = None  # until every engine has all of it
         try:
-            if self._stale:
-                await self.carrier.abandon(self.ranks)
-                self._stale = False
-            gathering = {RANKS: self.ranks.call(SENDER, Sender.first, version=version, base=base)}
-            offered = (await waits.gather("gathering bucket 0", gathering))[RANKS]
-            clock.mark("gather")
-            await waits.gather("pause", self._each(self._pause), deadline=False)  # each has its own
-            clock.mark("pause")
-            reused = await self.carrier.connect(waits, self.ranks, self._members)
-            clock.mark("connect")
-            sent = await self._load(waits, offered)
-            clock.mark("load")
-            await self.verifier.after(waits, self.ranks, self._members, flush=self._flush)
-            clock.mark("verify")
-            await waits.gather("resume", self._each(lambda engine, _: engine.resume()))
-            clock.mark("resume")
+            with clock.phase("gather"):
+                await self._disconnect_old_members()
+                ready = await self._gather_first_bucket(deadline, base)
+            with clock.phase("pause"):
+                await deadline.gather("pause", self._on_engines(self._pause), bounded=False)
+            with clock.phase("connect"):
+                reused = await self.transport.connect(deadline, self.trainer, self._members)
+            with clock.phase("load"):
+                sent = await self._load(deadline, ready)
+            with clock.phase("verify"):
+                await self.verifier.after_sync(deadline, self.trainer, self._members, flush_cache=self._flush_cache)
+            with clock.phase("resume"):
+                await deadline.gather("resume", self._on_engines(lambda engine: engine.resume()))
         except BaseException:
-            await self.carrier.abandon(self.ranks)
+            await self.transport.abort(self.trainer)
             raise
-        self._held, self._since_full = version, 0 if base is None else self._since_full + 1
-        changed = [offer.changed for offer in sent if offer.changed is not None]
-        return SyncReport(
-            version=version,
-            bytes=sum(offer.bucket.bytes for offer in sent),
-            buckets=len(self._buckets),
-            seconds=clock.total(),
-            group_reused=reused,
-            bytes_full=sum(bucket.bytes for bucket in self._buckets),
-            changed_fraction=sum(changed) / self._elements if changed else None,
-        )
+
+        self._synced_version = version
+        self._deltas = 0 if base is None else self._deltas + 1
+        return self._report(version, sent, clock, reused)
 
     async def abort(self) -> None:
-        """Tear the way down on both sides: the ranks, or some of them, are gone."""
-        await self.carrier.abandon(self.ranks)
+        """Disconnect both sides, in any state of the trainer ranks."""
+        await self.transport.abort(self.trainer)
 
-    @property
-    def _members(self) -> list[RolloutEngine]:
-        return list(self.engines.values())
+    async def close(self) -> None:
+        """Free the senders' memory. Shared memory would outlive a killed process."""
+        closing = self.trainer.call(SENDER_EXTENSION, Sender.close)
+        await best_effort({TRAINER_RANKS: closing}, CLOSE_TIMEOUT_S)
 
-    def _base(self) -> int | None:
-        """What a push may be a delta onto; None: it has to be full."""
-        every = self.config.full_every
-        due = every > 0 and self._since_full + 1 >= every
-        return None if self.config.mode is SyncMode.full or due else self._held
+    # --- the steps of a sync
 
-    @property
-    def _elements(self) -> int:
-        return sum(prod(tensor.shape) for bucket in self._buckets for tensor in bucket.tensors)
+    async def _disconnect_old_members(self) -> None:
+        if self._members_changed:
+            await self.transport.abort(self.trainer)
+            self._members_changed = False
 
-    async def _load(self, waits: Deadline, offered: Sequence[ReadyBucket]) -> list[ReadyBucket]:
-        """Every bucket into every engine, the next one gathered meanwhile; returns what trainer rank 0 offered."""
-        await waits.gather("begin", self._each(self._begin))
-        count, sent = len(self._buckets), list[ReadyBucket]()
-        for index in range(count):
-            sent.append(offered[0])
-            last = index + 1 == count
-            stamp = {"weight_version": str(waits.version) if last else None, "flush_cache": last and self._flush}
-            answers = await waits.gather(
-                f"bucket {index} of {count}",
-                {
-                    RANKS: self.ranks.call(SENDER, Sender.advance, index=index),
-                    **{
-                        name_of(engine, place): engine.update(
-                            self.carrier.route, {**self.carrier.ask(place, offered), **stamp}
-                        )
-                        for place, engine in self.engines.items()
-                    },
-                },
-            )
-            self._expect_reply(waits, index, offered[0].reply, answers)
-            offered = answers[RANKS]
-        await waits.gather(
-            "end", {RANKS: self.ranks.call(SENDER, Sender.finish, timeout_s=waits.timeout_s), **self._each(self._end)}
-        )
-        return sent
+    async def _gather_first_bucket(self, deadline: Deadline, base: int | None) -> list[ReadyBucket]:
+        beginning = self.trainer.call(SENDER_EXTENSION, Sender.begin, version=deadline.version, base=base)
+        return (await deadline.gather("gathering bucket 0", {TRAINER_RANKS: beginning}))[TRAINER_RANKS]
 
-    def _expect_reply(self, waits: Deadline, index: int, reply: str | None, answers: Mapping[str, Any]) -> None:
-        """SGLang alone answers a message of a delta push with success, and skips what it does not know."""
-        for place, engine in self.engines.items():
-            name = name_of(engine, place)
-            said = answers[name].get("message", "")
-            if reply is not None and not said.startswith(reply):  # SGLang adds the version that it noted
-                raise SyncError(
-                    f"push of policy {waits.version} failed at bucket {index}: {name} answered {said!r} instead of "
-                    f"{reply!r}: weight_sync.mode=delta needs SGLang 0.5.21 or newer with this package's plugin in it; "
-                    "weight_sync.mode=full does not"
-                )
-
-    @property
-    def _flush(self) -> bool:
-        """Whether what was cached under the old weights is thrown away."""
-        return self.in_flight is not InFlight.in_place
-
-    async def _pause(self, engine: RolloutEngine, place: int) -> None:
-        """A drain may take longer than a push may wait: while groups are in flight, the engine's host watches them."""
-        seconds = self.config.timeout_s
+    async def _pause(self, engine: RolloutEngine) -> None:
+        """Pause one engine. A drain may exceed `timeout_s`: while groups are in flight, their own deadlines apply."""
+        timeout_s = self.config.timeout_s
         pausing = asyncio.ensure_future(engine.pause(self.in_flight))
         try:
-            while not (await asyncio.wait({pausing}, timeout=seconds))[0]:
-                if self.in_flight is not InFlight.drain or not (await engine.stats()).groups:
-                    raise SyncError(f"{name_of(engine, place)}: no answer within weight_sync.timeout_s={seconds:g} s")
-            pausing.result()
+            while True:
+                done, _ = await asyncio.wait({pausing}, timeout=timeout_s)
+                if done:
+                    pausing.result()
+                    return
+                draining = self.in_flight is InFlight.drain and (await engine.stats()).groups
+                if not draining:
+                    raise SyncError(f"{engine.name}: no reply within weight_sync.timeout_s={timeout_s:g} s")
         finally:
             pausing.cancel()
 
-    async def _begin(self, engine: RolloutEngine, place: int) -> None:
-        """Servers since 0.5.21 take updates in sessions only; older ones have no such route (404)."""
-        name = name_of(engine, place)
-        if name in self._without_sessions:
+    async def _load(self, deadline: Deadline, ready: list[ReadyBucket]) -> list[ReadyBucket]:
+        """Load every bucket into every engine and gather the next one meanwhile; return trainer rank 0's buckets."""
+        await deadline.gather("begin_weight_update", self._on_engines(self._begin_update))
+
+        sent: list[ReadyBucket] = []
+        for index in range(len(self._buckets)):
+            sent.append(ready[0])
+            calls = self._bucket_calls(deadline.version, index, ready)
+            replies = await deadline.gather(f"bucket {index} of {len(self._buckets)}", calls)
+            self._check_replies(deadline.version, index, ready[0].expected_reply, replies)
+            ready = replies[TRAINER_RANKS]
+
+        calls = self._on_engines(self._end_update)
+        calls[TRAINER_RANKS] = self.trainer.call(SENDER_EXTENSION, Sender.finish, timeout_s=deadline.timeout_s)
+        await deadline.gather("end_weight_update", calls)
+        return sent
+
+    def _bucket_calls(
+        self, version: int, index: int, ready: Sequence[ReadyBucket]
+    ) -> dict[str, Coroutine[Any, Any, Any]]:
+        """Return the calls that send bucket `index` and load it into the engines."""
+        last = index + 1 == len(self._buckets)
+        calls: dict[str, Coroutine[Any, Any, Any]] = {}
+        calls[TRAINER_RANKS] = self.trainer.call(SENDER_EXTENSION, Sender.send_and_gather_next, index=index)
+        for engine_index, engine in self.engines.items():
+            body = self.transport.request_body(engine_index, ready)
+            body["weight_version"] = str(version) if last else None
+            body["flush_cache"] = last and self._flush_cache
+            calls[engine.name] = engine.update(self.transport.route, body)
+        return calls
+
+    def _check_replies(self, version: int, index: int, expected: str | None, replies: Mapping[str, Any]) -> None:
+        """Raise `SyncError` if an engine ignored a delta. SGLang without our plugin skips it and reports success."""
+        if expected is None:
+            return
+        for engine in self._members:
+            reply = replies[engine.name].get("message", "")
+            # SGLang appends the version that it recorded
+            if not reply.startswith(expected):
+                raise SyncError(
+                    f"weight sync of policy {version} failed at bucket {index}: {engine.name} replied {reply!r} "
+                    f"instead of {expected!r}: weight_sync.mode=delta needs SGLang 0.5.21 or newer with this package's "
+                    "plugin installed; weight_sync.mode=full does not"
+                )
+
+    async def _begin_update(self, engine: RolloutEngine) -> None:
+        """Open an update session. Servers before 0.5.21 have no such route (404) and need none."""
+        if engine.name in self._without_sessions:
             return
         try:
             await engine.update("begin_weight_update", {})
         except EngineError as error:
             if "HTTP 404" in str(error):
-                log.info("%s has no update sessions (SGLang before 0.5.21)", name)
-                self._without_sessions.add(name)
-            elif OPEN_ALREADY in str(error):
+                log.info("%s has no update sessions (SGLang before 0.5.21)", engine.name)
+                self._without_sessions.add(engine.name)
+            elif SESSION_OPEN in str(error):
                 await engine.update("end_weight_update", {})
                 await engine.update("begin_weight_update", {})
             else:
                 raise
 
-    async def _end(self, engine: RolloutEngine, place: int) -> None:
-        if name_of(engine, place) not in self._without_sessions:
+    async def _end_update(self, engine: RolloutEngine) -> None:
+        if engine.name not in self._without_sessions:
             await engine.update("end_weight_update", {})
 
-    def _each(
-        self, call: Callable[[RolloutEngine, int], Coroutine[Any, Any, Any]]
+    # --- state of a sync
+
+    @property
+    def _members(self) -> list[RolloutEngine]:
+        return list(self.engines.values())
+
+    @property
+    def _flush_cache(self) -> bool:
+        """Whether to drop the KV cache of the old weights."""
+        return self.in_flight is not InFlight.in_place
+
+    def _delta_base(self) -> int | None:
+        """Return the version that the next sync is a delta onto; None: it has to be full."""
+        full_every = self.config.full_every
+        full_due = full_every > 0 and self._deltas + 1 >= full_every
+        if self.config.mode is SyncMode.full or full_due:
+            return None
+        return self._synced_version
+
+    def _on_engines(
+        self, call: Callable[[RolloutEngine], Coroutine[Any, Any, Any]]
     ) -> dict[str, Coroutine[Any, Any, Any]]:
-        return {name_of(engine, place): call(engine, place) for place, engine in self.engines.items()}
+        return {engine.name: call(engine) for engine in self._members}
+
+    def _report(self, version: int, sent: Sequence[ReadyBucket], clock: "PhaseClock", reused: bool) -> SyncReport:
+        elements = sum(prod(tensor.shape) for bucket in self._buckets for tensor in bucket.tensors)
+        changed = [ready.changed for ready in sent if ready.changed is not None]
+        return SyncReport(
+            version=version,
+            bytes=sum(ready.bucket.bytes for ready in sent),
+            buckets=len(self._buckets),
+            seconds=clock.seconds(),
+            group_reused=reused,
+            bytes_full=sum(bucket.bytes for bucket in self._buckets),
+            changed_fraction=sum(changed) / elements if changed else None,
+        )
 
 
-class Clock:
-    """Seconds of the phases of a push."""
+class PhaseClock:
+    """Measures the phases of one sync."""
 
     def __init__(self) -> None:
-        self._started = self._last = time.perf_counter()
-        self._seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+        self._seconds = dict.fromkeys(SYNC_PHASES, 0.0)
 
-    def mark(self, phase: str) -> None:
-        now = time.perf_counter()
-        self._seconds[phase] = now - self._last
-        self._last = now
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the duration of the block to a phase of `SYNC_PHASES`."""
+        assert name in self._seconds, name
+        began = time.perf_counter()
+        yield
+        self._seconds[name] += time.perf_counter() - began
 
-    def total(self) -> dict[str, float]:
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase, and of all of them as `total`."""
         return {**self._seconds, "total": time.perf_counter() - self._started}

@@ -1,9 +1,9 @@
-"""Whether a push put the right bytes into the engines: `weight_sync.verify`.
+"""Checks that a sync loaded the right bytes into the engines: `weight_sync.verify`.
 
-The engine holds fused, tensor-parallel parameters, which cannot be compared with the trainer's one by one. So the
-trainer exports a checkpoint, the engine loads it through its own loader of files, and its parameters are hashed before
-and after: equal hashes of every parameter on every rank mean that the push and the loader agree. Engines are compared
-with each other by the same hashes, and cheaply.
+An engine holds fused, tensor-parallel parameters, which cannot be compared with the trainer's one by one. So the
+trainer exports a checkpoint, the engine loads it with its own checkpoint loader, and its parameters are hashed before
+and after. Equal hashes of every parameter on every rank mean that the sync and the checkpoint loader agree. Engines are
+compared with each other by the same hashes, which is cheap.
 """
 
 import shutil
@@ -15,83 +15,82 @@ from app.config.weight_sync import Verify
 from app.errors import SyncError
 from app.protocols import RolloutEngine
 from app.weight_sync.deadlines import Deadline
-from app.weight_sync.sender import Sender
-from app.weight_sync.transport.base import RANKS, SENDER, TrainerGroup, name_of
+from app.weight_sync.sender import SENDER_EXTENSION, Sender
+from app.weight_sync.transport.base import TRAINER_RANKS, TrainerGroup
 
-EXPORT_CHECKS = 2  # the first push, which proves names and shapes, and the first of a trained policy
+EXPORT_CHECKS = 2  # the first sync, which proves names and shapes, and the first of a trained policy
 NAMED = 3  # parameters in a message
-Hashes = Mapping[tuple[int, str], str]  # (tensor-parallel rank, engine's parameter) → hash
+Hashes = Mapping[tuple[int, str], str]  # by tensor-parallel rank and engine parameter
 
 
 class Verifier:
-    """Called after each push, while the engines are still paused. `folder` is seen by rank 0 and by the engines."""
+    """Verifies each sync while the engines are still paused. Rank 0 and the engines need access to `folder`."""
 
     def __init__(self, verify: Verify, folder: Path):
-        self.verify, self.folder = verify, folder
+        self.verify = verify
+        self.folder = folder
         self._checks_left = 0 if verify is Verify.never else EXPORT_CHECKS
 
-    async def after(
-        self, waits: Deadline, ranks: TrainerGroup, engines: Sequence[RolloutEngine], *, flush: bool
+    async def after_sync(
+        self, deadline: Deadline, trainer: TrainerGroup, engines: Sequence[RolloutEngine], *, flush_cache: bool
     ) -> None:
-        """Raises `SyncError` naming the engine, its rank and the parameters that differ."""
+        """Verify the engines. Raises `SyncError` naming the engine, its rank and the parameters that differ."""
         compare_engines = self.verify is Verify.always and len(engines) > 1
         if not self._checks_left and not compare_engines:
             return
-        pushed = await self._hashes(waits, engines)
+        synced = await self._hashes(deadline, engines)
+
         if compare_engines:
-            (first, reference), *others = pushed.items()
+            (first, reference), *others = synced.items()
             for name, hashes in others:
-                expect_equal(waits.version, f"{name} differs from {first}", reference, hashes)
+                expect_equal(deadline.version, f"{name} differs from {first}", reference, hashes)
+
         if self._checks_left:
             self._checks_left -= 1
-            await self._compare_with_export(waits, ranks, engines, pushed, flush)
+            exported = await self._load_export(deadline, trainer, engines, flush_cache)
+            for name, hashes in synced.items():
+                problem = f"{name} differs from the exported checkpoint"
+                expect_equal(deadline.version, problem, exported[name], hashes)
 
-    async def _compare_with_export(
-        self,
-        waits: Deadline,
-        ranks: TrainerGroup,
-        engines: Sequence[RolloutEngine],
-        pushed: Mapping[str, Hashes],
-        flush: bool,
-    ) -> None:
-        path = self.folder / f"policy_{waits.version}"
+    async def _load_export(
+        self, deadline: Deadline, trainer: TrainerGroup, engines: Sequence[RolloutEngine], flush_cache: bool
+    ) -> dict[str, Hashes]:
+        """Load an export of the parameters into every engine; return the engines' hashes afterwards."""
+        path = self.folder / f"policy_{deadline.version}"
         shutil.rmtree(path, ignore_errors=True)
         try:
-            await waits.gather("verify: export", {RANKS: ranks.call(SENDER, Sender.export, folder=path)})
-            body = {"model_path": str(path), "flush_cache": flush, "weight_version": str(waits.version)}
-            await waits.gather(
+            export = trainer.call(SENDER_EXTENSION, Sender.export, folder=path)
+            await deadline.gather("verify: export", {TRAINER_RANKS: export})
+            body = {"model_path": str(path), "flush_cache": flush_cache, "weight_version": str(deadline.version)}
+            await deadline.gather(
                 "verify: loading the export",
-                {
-                    name_of(engine, i): engine.update("update_weights_from_disk", body)
-                    for i, engine in enumerate(engines)
-                },
+                {engine.name: engine.update("update_weights_from_disk", body) for engine in engines},
             )
-            loaded = await self._hashes(waits, engines)
+            return await self._hashes(deadline, engines)
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
-        for name, hashes in pushed.items():
-            expect_equal(waits.version, f"{name} differs from the exported checkpoint", loaded[name], hashes)
 
-    async def _hashes(self, waits: Deadline, engines: Sequence[RolloutEngine]) -> dict[str, Hashes]:
+    async def _hashes(self, deadline: Deadline, engines: Sequence[RolloutEngine]) -> dict[str, Hashes]:
         body = {"action": "checksum"}
-        answers = await waits.gather(
-            "verify: checksums",
-            {name_of(engine, i): engine.update("weights_checker", body) for i, engine in enumerate(engines)},
+        replies = await deadline.gather(
+            "verify: checksums", {engine.name: engine.update("weights_checker", body) for engine in engines}
         )
-        return {who: hashes_of(answer) for who, answer in answers.items()}
+        return {name: hashes_of(reply) for name, reply in replies.items()}
 
 
-def hashes_of(answer: Mapping[str, Any]) -> Hashes:
-    """The parameters' hashes in an answer of `/weights_checker`."""
+def hashes_of(reply: Mapping[str, Any]) -> Hashes:
+    """Return the parameters' hashes in a reply of `/weights_checker`."""
     return {
-        (rank, name): value for rank, found in enumerate(answer["ranks"]) for name, value in found["checksums"].items()
+        (rank, name): checksum
+        for rank, answer in enumerate(reply["ranks"])
+        for name, checksum in answer["checksums"].items()
     }
 
 
-def expect_equal(version: int, who: str, right: Hashes, found: Hashes) -> None:
+def expect_equal(version: int, problem: str, expected: Hashes, actual: Hashes) -> None:
     """Raise `SyncError` with the first parameters that differ."""
-    wrong = sorted(key for key in right.keys() | found.keys() if right.get(key) != found.get(key))
-    if wrong:
-        named = ", ".join(f"{name} (rank {rank})" for rank, name in wrong[:NAMED])
-        more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
-        raise SyncError(f"push of policy {version}: weight_sync.verify found that {who} in {named}{more}")
+    differing = sorted(key for key in expected.keys() | actual.keys() if expected.get(key) != actual.get(key))
+    if differing:
+        named = ", ".join(f"{name} (rank {rank})" for rank, name in differing[:NAMED])
+        more = f" and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
+        raise SyncError(f"weight sync of policy {version}: weight_sync.verify found that {problem} in {named}{more}")

@@ -1,10 +1,11 @@
-"""A delta push beside a full push of the same weights: `python -m tests.bench.delta [--out FILE]`.
+"""A delta sync compared with a full sync of the same weights: `python -m tests.bench.delta [--out FILE]`.
 
 A model of Qwen3-0.6B's shapes (596 M parameters in bf16), one trainer rank with one thread, one real SGLang server on
-this machine's CPU, `collective` over loopback. Every round: a full push, a step of AdamW (betas 0.9 and 0.999,
-gradients of a signal-to-noise ratio of 0.1, moments kept in bf16 to save memory), a delta push, and the engine's
-checksum after it beside the one after the next full push. First some steps without a push, since Adam's first ones are
-its largest. The table of changed fractions has torch's AdamW in float32 on a sample of weights. Prints one JSON line.
+this machine's CPU, `collective` over loopback. Every round: a full sync, a step of AdamW (betas 0.9 and 0.999,
+gradients of a signal-to-noise ratio of 0.1, moments kept in bf16 to save memory), a delta sync, and the engine's
+checksum after it compared with the one after the next full sync. First some steps without a sync, since Adam's first
+ones are its largest. The table of changed fractions has torch's AdamW in float32 on a sample of weights. Prints one
+JSON line.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import torch
 from app.config.device import Dtype
 from app.config.weight_sync import SyncMode, Verify
 from app.types import InFlight, SyncReport
+from app.weight_sync.sender import SENDER_EXTENSION
 from app.weight_sync.snapshot import ShardSnapshot
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from tests.bench.machine import machine, print_result
@@ -34,10 +36,10 @@ TABLE_STEPS = 30
 
 
 class Adam:
-    """A trainer rank's part: steps of AdamW on its master weights, from gradients that are mostly noise."""
+    """An extension of a trainer rank: AdamW steps on its master weights, with gradients that are mostly noise."""
 
-    def __init__(self, host: Any):
-        self.parameters = list(host.model.parameters())
+    def __init__(self, trainer_rank: Any):
+        self.parameters = list(trainer_rank.model.parameters())
         self.moments = [tuple(torch.zeros_like(_local(p), dtype=torch.bfloat16) for _ in "mv") for p in self.parameters]
         self.steps = 0
         with torch.no_grad():  # norms are near 1 in a trained model
@@ -68,25 +70,28 @@ def _step(master: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, step: 
 
 
 def changed_fractions() -> dict[str, dict[str, float]]:
-    """By learning rate: the share of bf16 values that a step changes, at Adam's first step and once it has settled."""
+    """Return, by learning rate, the fraction of bf16 values that a step changes: Adam's first step, and later ones."""
     table = {}
     for rate in RATES:
         torch.manual_seed(0)
         master = torch.nn.Parameter(0.02 * torch.randn(SAMPLE))
         optimizer = torch.optim.AdamW([master], lr=rate, betas=BETAS, eps=EPSILON, weight_decay=0.01)
-        kept = ShardSnapshot(master.detach(), torch.bfloat16, on_host=False)
-        kept.replace(master.detach())
-        found = []
+        snapshot = ShardSnapshot(master.detach(), torch.bfloat16, on_host=False)
+        snapshot.replace(master.detach())
+        fractions = []
         for _ in range(TABLE_STEPS):
             master.grad = torch.randn(SAMPLE) + SIGNAL
             optimizer.step()
-            found.append(kept.changes(master.detach())[0].numel() / SAMPLE)
-        table[f"{rate:g}"] = {"first_step": round(found[0], 4), "settled": round(statistics.mean(found[-5:]), 4)}
+            fractions.append(snapshot.diff_and_replace(master.detach())[0].numel() / SAMPLE)
+        table[f"{rate:g}"] = {
+            "first_step": round(fractions[0], 4),
+            "settled": round(statistics.mean(fractions[-5:]), 4),
+        }
     return table
 
 
-class Under:
-    """The trainer under another name of its parts, so that two pushes keep their senders side by side."""
+class PrefixedTrainer:
+    """The trainer with prefixed extension names, so that two synchronizers have a sender each."""
 
     def __init__(self, trainer: Any, prefix: str):
         self.trainer, self.prefix = trainer, prefix
@@ -112,8 +117,8 @@ async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> 
     trainer = await started(make_trainer(model, folder, dtype=Dtype.bfloat16), weights=False)
     await trainer.attach("adam", Adam)
     await trainer.call("adam", Adam.step, rate=rate, count=WARM_STEPS)
-    full = await a_push(Under(trainer, "full "), engine, folder, SyncMode.full, bucket_mib)
-    delta = await a_push(Under(trainer, "delta "), engine, folder, SyncMode.delta, bucket_mib)
+    full = await a_synchronizer(PrefixedTrainer(trainer, "full_"), engine, folder, SyncMode.full, bucket_mib)
+    delta = await a_synchronizer(PrefixedTrainer(trainer, "delta_"), engine, folder, SyncMode.delta, bucket_mib)
     await full.sync(0)
     server = psutil.Process(info["pid"])
     processes = [psutil.Process(await trainer.ranks[0].pid.remote()), server, *server.children(recursive=True)]
@@ -121,23 +126,23 @@ async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> 
     work: dict[str, list[float]] = {"full": [], "delta": []}
     equal = []
 
-    async def measured(name: str, push: BucketedWeightSynchronizer, version: int) -> None:
+    async def measured(name: str, synchronizer: BucketedWeightSynchronizer, version: int) -> None:
         before = cpu_seconds(processes)
-        reports[name].append(await push.sync(version))
+        reports[name].append(await synchronizer.sync(version))
         work[name].append(cpu_seconds(processes) - before)
 
     for version in range(1, rounds + 1):
         await measured("full", full, 10 * version)
-        # the full push above left the engine no version to build on: this one is told that it is a new one
+        # the full sync above left the engine no version to base a delta on: present it as a new engine
         delta.set_engines({0: RemoteEngine(engine.name, engine.actor)})
         await delta.sync(10 * version + 1)
         await trainer.call("adam", Adam.step, rate=rate)
         await measured("delta", delta, 10 * version + 2)
-        pushed = await checksum(engine)
+        after_delta = await checksum(engine)
         await full.sync(10 * version + 3)
-        equal.append(await checksum(engine) == pushed)
+        equal.append(await checksum(engine) == after_delta)
     parameters = sum(report.bytes for report in reports["full"]) // rounds // 2
-    totals = {mode: [report.seconds["total"] for report in found] for mode, found in reports.items()}
+    totals = {mode: [report.seconds["total"] for report in values] for mode, values in reports.items()}
     return {
         "what": "delta",
         "parameters": parameters,
@@ -148,10 +153,10 @@ async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> 
         "changed_fraction": median(report.changed_fraction or 0.0 for report in reports["delta"]),
         "bytes_over_full": ratio([r.bytes for r in reports["delta"]], [r.bytes for r in reports["full"]]),
         "seconds_over_full": ratio(totals["delta"], totals["full"]),
-        "median_seconds": {mode: median(found) for mode, found in totals.items()},
+        "median_seconds": {mode: median(values) for mode, values in totals.items()},
         "cpu_seconds_over_full": ratio(work["delta"], work["full"]),  # of both sides; no neighbour changes that much
-        "median_cpu_seconds": {mode: median(found) for mode, found in work.items()},
-        "phases": {mode: phases(found) for mode, found in reports.items()},
+        "median_cpu_seconds": {mode: median(values) for mode, values in work.items()},
+        "phases": {mode: phases(values) for mode, values in reports.items()},
         "parts_of_a_delta": await parts(trainer, rate),
         "targets": {"bytes_over_full": 0.04, "seconds_over_full": 0.4},
         "sender_extra_bytes": 2 * parameters,
@@ -161,12 +166,12 @@ async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> 
     }
 
 
-async def a_push(
+async def a_synchronizer(
     ranks: Any, engine: Any, folder: Path, mode: SyncMode, bucket_mib: float
 ) -> BucketedWeightSynchronizer:
-    from tests.weight_sync.support import make_push
+    from tests.weight_sync.support import make_synchronizer
 
-    return await make_push(
+    return await make_synchronizer(
         "collective",
         ranks,
         [engine],
@@ -180,18 +185,18 @@ async def a_push(
 
 
 class Compare:
-    """An extension of a trainer rank: what comparing costs, without sending."""
+    """An extension of a trainer rank: the cost of comparing, without sending."""
 
-    def __init__(self, host: Any):
-        self.delta = host.extensions["delta sync"].delta
-        self.buckets = host.extensions["delta sync"].buckets
+    def __init__(self, trainer_rank: Any):
+        self.delta_encoder = trainer_rank.extensions[f"delta_{SENDER_EXTENSION}"].delta_encoder
+        self.buckets = trainer_rank.extensions[f"delta_{SENDER_EXTENSION}"].buckets
 
     def compare(self) -> float:
-        """Seconds to compare all shards with what is kept of them."""
+        """Return the seconds to compare all shards with their snapshots."""
         began = time.perf_counter()
         for bucket in self.buckets:
             for meta in bucket.tensors:
-                self.delta._changes(meta)
+                self.delta_encoder._changes(meta)
         return time.perf_counter() - began
 
 

@@ -1,10 +1,10 @@
-"""How long a push takes beside the least it could: `python -m tests.bench.weight_sync [--out FILE]`.
+"""How long a weight sync takes, compared with its lower bound: `python -m tests.bench.weight_sync [--out FILE]`.
 
 A model of Qwen3-0.6B's shapes (1.2 GB in bf16), one trainer rank, one real SGLang server on this machine's CPU. Every
 round measures, one after the other: a memory copy of the model's bytes, a bare `dist.broadcast` of them to another
-process, a push over each transport, and the naive way (export, then `update_weights_from_disk`). Ratios are medians of
-the rounds' own ratios, so that a busy machine disturbs both sides alike. Then pushes into the midst of generation: how
-much longer generation stands still than the push before it took of an idle engine. Prints one JSON line.
+process, a sync over each transport, and the naive way (export, then `update_weights_from_disk`). Ratios are medians of
+the ratios of each round, so that a busy machine disturbs both sides alike. Then syncs during generation: how much
+longer generation pauses than a sync to an idle engine takes. Prints one JSON line.
 """
 
 import argparse
@@ -23,10 +23,9 @@ import torch.distributed as dist
 from app.config.device import Dtype
 from app.config.weight_sync import Verify
 from app.types import InFlight
-from app.weight_sync.sender import Sender
+from app.weight_sync.sender import SENDER_EXTENSION, Sender
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
-from app.weight_sync.transport.base import SENDER
-from app.weight_sync.transport.process_group import Group
+from app.weight_sync.transport.process_group import SyncProcessGroup
 from tests.bench.machine import machine, print_result
 
 SHAPES = {  # Qwen3-0.6B
@@ -64,10 +63,10 @@ def make_model(folder: Path) -> Path:
 
 
 class Baselines:
-    """A part of trainer rank 0: what the bytes cost without a push."""
+    """An extension of trainer rank 0: what the bytes cost without a sync."""
 
-    def __init__(self, host: Any):
-        self._group: Group | None = None
+    def __init__(self, trainer_rank: Any):
+        self._process_group: SyncProcessGroup | None = None
 
     def copy(self, sizes: list[int]) -> float:
         source, target = (torch.ones(max(sizes), dtype=torch.uint8) for _ in range(2))
@@ -77,23 +76,25 @@ class Baselines:
         return time.perf_counter() - began
 
     def meet(self) -> int:
-        self._group = Group(backend="gloo", address="127.0.0.1", world_size=2, name="bare", timeout_s=120)
-        return self._group.port
+        self._process_group = SyncProcessGroup(
+            backend="gloo", address="127.0.0.1", world_size=2, name="bare", timeout_s=120
+        )
+        return self._process_group.port
 
     def broadcast(self, sizes: list[int]) -> float:
-        assert self._group is not None
-        while not self._group.joined():
+        assert self._process_group is not None
+        while not self._process_group.joined():
             time.sleep(0.01)
         buffer = torch.ones(max(sizes), dtype=torch.uint8)
-        self._group.broadcast(buffer[:1]).wait()
+        self._process_group.broadcast(buffer[:1]).wait()
         began = time.perf_counter()
         for size in sizes:
-            self._group.broadcast(buffer[:size]).wait()
+            self._process_group.broadcast(buffer[:size]).wait()
         return time.perf_counter() - began
 
 
 class Receiver:
-    """The other process of the bare broadcast."""
+    """The receiving process of the bare broadcast."""
 
     def meet(self, port: int) -> None:
         from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
@@ -112,7 +113,7 @@ class Receiver:
 
 
 class Peak:
-    """The largest PSS of some processes while a block runs, less what they had before."""
+    """The peak PSS of processes during a block, less their PSS before it."""
 
     def __init__(self, processes: list[psutil.Process]):
         self.processes, self.mib, self._stop = processes, 0.0, threading.Event()
@@ -137,7 +138,7 @@ class Peak:
 
 
 def pss_kib(pid: int) -> int:
-    """From the kernel's own sum: reading the full map of a large process would disturb what is measured."""
+    """Read the kernel's sum: reading the full map of a large process would disturb the measurement."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
@@ -167,22 +168,22 @@ async def measure(rounds: int, pauses_of_each: int, bucket_mib: float, folder: P
         extra |= {f"{transport}_trainer_extra_mib": trainer_mib, f"{transport}_engine_extra_mib": engine_mib}
     for _ in range(rounds):
         for transport in ("ipc", "collective"):
-            push = await quiet_push(transport, trainer, engine, folder, bucket_mib)
-            sizes = [bucket.bytes for bucket in push._buckets]
-            await push.sync(1)  # builds the group, touches every page
+            synchronizer = await quiet_synchronizer(transport, trainer, engine, folder, bucket_mib)
+            sizes = [bucket.bytes for bucket in synchronizer._buckets]
+            await synchronizer.sync(1)  # builds the process group, touches every page
             seconds["copy"].append((await trainer.call("baselines", Baselines.copy, sizes=sizes))[0])
             if transport == "collective":
                 receiving = receiver.receive.remote(sizes)
                 seconds["broadcast"].append((await trainer.call("baselines", Baselines.broadcast, sizes=sizes))[0])
                 await receiving
-            report = await push.sync(2)
+            report = await synchronizer.sync(2)
             seconds[transport].append(report.seconds["total"])
             phases[transport] = {phase: round(value, 3) for phase, value in report.seconds.items()}
-            await push.carrier.abandon(push.ranks)
+            await synchronizer.abort()
         seconds["disk"].append(await from_disk(trainer, engine, folder / "export"))
     pauses = {
         in_flight.name: [
-            await pause_over_push(in_flight, trainer, engine, folder, bucket_mib) for _ in range(pauses_of_each)
+            await pause_over_sync(in_flight, trainer, engine, folder, bucket_mib) for _ in range(pauses_of_each)
         ]
         for in_flight in (InFlight.retract, InFlight.in_place)
         if pauses_of_each
@@ -199,7 +200,7 @@ async def measure(rounds: int, pauses_of_each: int, bucket_mib: float, folder: P
         "ipc_over_copy": ratio([value - 0.05 for value in seconds["ipc"]], copies),
         "disk_over_ipc": ratio(seconds["disk"], seconds["ipc"]),
         "disk_over_collective": ratio(seconds["disk"], seconds["collective"]),
-        "pause_over_push_ms": {name: round(1000 * statistics.median(found)) for name, found in pauses.items()},
+        "pause_over_push_ms": {name: round(1000 * statistics.median(values)) for name, values in pauses.items()},
         "targets": {"collective_over_broadcast_and_copy": 1.5, "ipc_over_copy": 3.0, "pause_over_push_ms": 50},
         "phases_of_last_round": phases,
         **{name: round(value) for name, value in extra.items()},
@@ -208,23 +209,23 @@ async def measure(rounds: int, pauses_of_each: int, bucket_mib: float, folder: P
     }
 
 
-async def pause_over_push(in_flight: InFlight, trainer: Any, engine: Any, folder: Path, bucket_mib: float) -> float:
-    """Seconds from the call that pauses a busy engine to its resumption, less those of a whole push to an idle one."""
+async def pause_over_sync(in_flight: InFlight, trainer: Any, engine: Any, folder: Path, bucket_mib: float) -> float:
+    """Return the seconds that a busy engine is paused for, less those of a sync to an idle one."""
     from tests.weight_sync.support import request
 
-    push = await quiet_push("collective", trainer, engine, folder, bucket_mib, in_flight)
-    await push.sync(1)
-    idle = (await push.sync(2)).seconds["total"]
+    synchronizer = await quiet_synchronizer("collective", trainer, engine, folder, bucket_mib, in_flight)
+    await synchronizer.sync(1)
+    idle = (await synchronizer.sync(2)).seconds["total"]
     generating = asyncio.create_task(engine.generate(request(tokens=TOKENS_IN_FLIGHT, temperature=50.0, group_size=2)))
     await asyncio.sleep(idle + 1)
-    report = await push.sync(3)
+    report = await synchronizer.sync(3)
     completions = await generating
-    assert any(len(completion.spans) > 1 for completion in completions), "nothing was in flight at the push"
-    await push.carrier.abandon(push.ranks)
+    assert any(len(completion.spans) > 1 for completion in completions), "nothing was in flight at the sync"
+    await synchronizer.abort()
     return report.seconds["total"] - report.seconds["gather"] - idle
 
 
-async def quiet_push(
+async def quiet_synchronizer(
     transport: str,
     trainer: Any,
     engine: Any,
@@ -232,9 +233,9 @@ async def quiet_push(
     bucket_mib: float,
     in_flight: InFlight = InFlight.retract,
 ) -> BucketedWeightSynchronizer:
-    from tests.weight_sync.support import make_push
+    from tests.weight_sync.support import make_synchronizer
 
-    return await make_push(
+    return await make_synchronizer(
         transport,
         trainer,
         [engine],
@@ -255,12 +256,12 @@ async def extra_memory(
     rank: psutil.Process,
     servers: list[psutil.Process],
 ) -> tuple[float, float]:
-    """Peak PSS of the trainer rank and of the server over a push, its buffers included."""
+    """Return the peak PSS in MiB of the trainer rank and of the server during a sync, buffers included."""
     with Peak([rank]) as trainer_peak, Peak(servers) as engine_peak:
-        push = await quiet_push(transport, trainer, engine, folder, bucket_mib)
-        await push.sync(1)
-    await push.carrier.abandon(push.ranks)
-    await trainer.call(SENDER, Sender.release)
+        synchronizer = await quiet_synchronizer(transport, trainer, engine, folder, bucket_mib)
+        await synchronizer.sync(1)
+    await synchronizer.abort()
+    await trainer.call(SENDER_EXTENSION, Sender.release)
     return trainer_peak.mib, engine_peak.mib
 
 
@@ -268,7 +269,7 @@ async def from_disk(trainer: Any, engine: Any, folder: Path) -> float:
     import shutil
 
     began = time.perf_counter()
-    await trainer.call(SENDER, Sender.export, folder=folder)
+    await trainer.call(SENDER_EXTENSION, Sender.export, folder=folder)
     await engine.update("update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
     took = time.perf_counter() - began
     shutil.rmtree(folder)
@@ -282,7 +283,7 @@ def ratio(upper: list[float], lower: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--pauses", type=int, default=2, help="pushes into the midst of generation, which take minutes")
+    parser.add_argument("--pauses", type=int, default=2, help="syncs during generation, which take minutes")
     parser.add_argument("--bucket-mib", type=float, default=512.0)
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()

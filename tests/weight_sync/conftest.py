@@ -1,4 +1,4 @@
-"""One trainer rank for all quick tests of a push; the session's engine gets its weights back at the end."""
+"""One trainer rank for all quick tests. At the end the session's engine gets its original weights back."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from app.config.weight_sync import Verify
-from tests.weight_sync.support import Proxy, address_of, engine_at, make_push, make_trainer, set_weights, started
+from tests.weight_sync.support import (
+    Proxy,
+    address_of,
+    engine_at,
+    make_synchronizer,
+    make_trainer,
+    set_weights,
+    started,
+)
 
 
 @pytest.fixture(scope="package")
@@ -27,28 +35,28 @@ def trainer(
 
 async def restore(trainer: Any, engine: Any, folder: Path) -> None:
     await set_weights(trainer, 0)
-    push = await make_push("ipc", trainer, [engine], folder, verify=Verify.never)
-    await push.sync(0)
-    await push.close()
+    synchronizer = await make_synchronizer("ipc", trainer, [engine], folder, verify=Verify.never)
+    await synchronizer.sync(0)
+    await synchronizer.close()
 
 
 @pytest.fixture(scope="package")
-def behind(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, Any]]:
-    """A proxy in front of the session's server, and an engine that knows only the proxy."""
+def proxy_and_engine(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, Any]]:
+    """A proxy in front of the session's server, and an engine that connects to the proxy."""
     import ray
 
     url, key = asyncio.run(address_of(engine))
     proxy = Proxy(url)
-    face = engine_at(proxy.url, key, tmp_path_factory.mktemp("behind"), "engine behind a proxy")
-    asyncio.run(face.start(60))
-    yield proxy, face
-    ray.kill(face.actor)
+    proxied = engine_at(proxy.url, key, tmp_path_factory.mktemp("proxied"), "engine behind a proxy")
+    asyncio.run(proxied.start(60))
+    yield proxy, proxied
+    ray.kill(proxied.actor)
     proxy.stop()
 
 
 @pytest.fixture
-def proxied(behind: tuple[Proxy, Any]) -> tuple[Proxy, Any]:
-    """The same, with nothing spoiled yet."""
-    behind[0].rules.clear()
-    behind[0].seen.clear()
-    return behind
+def proxied(proxy_and_engine: tuple[Proxy, Any]) -> tuple[Proxy, Any]:
+    """`proxy_and_engine` without any rule."""
+    proxy_and_engine[0].rules.clear()
+    proxy_and_engine[0].seen.clear()
+    return proxy_and_engine

@@ -1,4 +1,4 @@
-"""Real parts for the tests of a push: trainer ranks, engines behind a proxy, and what the trainer's weights become."""
+"""Real components for weight sync tests: trainer ranks, engines behind a proxy, and the expected weights."""
 
 import asyncio
 import secrets
@@ -17,6 +17,7 @@ from app.config.trainer import TrainerConfig
 from app.config.weight_sync import SyncMode, Verify, WeightSyncConfig
 from app.types import Completion, GroupRequest, InFlight, Sampling
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
+from app.weight_sync.transport.base import Transport
 from app.weight_sync.transport.collective import CollectiveTransport
 from app.weight_sync.transport.ipc import IpcTransport
 from app.weight_sync.verify import Verifier
@@ -26,10 +27,10 @@ TRANSPORTS = ("ipc", "collective")
 
 
 class Weights:
-    """A trainer rank's part that sets the parameters: the checkpoint's plus noise of a seed, or a small step."""
+    """An extension of a trainer rank that sets the parameters: the checkpoint's plus seeded noise, or a small step."""
 
-    def __init__(self, host: Any):
-        self.parameters = list(host.model.parameters())
+    def __init__(self, trainer_rank: Any):
+        self.parameters = list(trainer_rank.model.parameters())
         self.original = [parameter.detach().clone() for parameter in self.parameters]
 
     def step(self, seed: int, size: float) -> None:
@@ -50,7 +51,7 @@ class Weights:
 
 
 def make_trainer(model: Path, folder: Path, *, ranks: int = 1, dtype: Dtype = Dtype.float32) -> Any:
-    """Ray actors of real trainer ranks, not set up."""
+    """Create Ray actors of real trainer ranks, not set up yet."""
     import ray
 
     from app.trainer.rank import THREADS, RankSpec, TrainerRank
@@ -82,13 +83,14 @@ def make_trainer(model: Path, folder: Path, *, ranks: int = 1, dtype: Dtype = Dt
 
 
 async def started(trainer: Any, *, weights: bool = True) -> Any:
+    """Set up a trainer, by default with the `Weights` extension."""
     await trainer.setup()
     if weights:
         await trainer.attach("weights", Weights)
     return trainer
 
 
-async def make_push(
+async def make_synchronizer(
     transport: str,
     trainer: Any,
     engines: list[Any],
@@ -102,21 +104,20 @@ async def make_push(
     mode: SyncMode = SyncMode.full,
     full_every: int = 0,
 ) -> BucketedWeightSynchronizer:
-    """A push over this transport, prepared."""
-    width = tensor_parallel
-    carrier = (
-        IpcTransport(tensor_parallel=width)
-        if transport == "ipc"
-        else CollectiveTransport(backend="gloo", tensor_parallel=width)
-    )
+    """Create and prepare a synchronizer."""
+    implementation: Transport
+    if transport == "ipc":
+        implementation = IpcTransport(tensor_parallel=tensor_parallel)
+    else:
+        implementation = CollectiveTransport(backend="gloo", tensor_parallel=tensor_parallel)
     config = WeightSyncConfig(
         bucket_mib=bucket_mib, verify=verify, timeout_s=timeout_s, mode=mode, full_every=full_every
     )
-    push = BucketedWeightSynchronizer(
-        trainer, engines, config, carrier, Verifier(verify, folder / "verify"), in_flight=in_flight
+    synchronizer = BucketedWeightSynchronizer(
+        trainer, engines, config, implementation, Verifier(verify, folder / "verify"), in_flight=in_flight
     )
-    await push.prepare()
-    return push
+    await synchronizer.prepare()
+    return synchronizer
 
 
 async def set_weights(trainer: Any, seed: int) -> None:
@@ -124,7 +125,7 @@ async def set_weights(trainer: Any, seed: int) -> None:
 
 
 async def checksum(engine: Any) -> list[str]:
-    """One hash of all parameters for each tensor-parallel rank of an engine."""
+    """Return one hash of all parameters for each tensor-parallel rank of an engine."""
     answer = await engine.update("weights_checker", {"action": "checksum"})
     return [rank["per_gpu_checksum"] for rank in answer["ranks"]]
 
@@ -134,7 +135,7 @@ def request(*, tokens: int = 12, temperature: float = 1.0, group_size: int = 2, 
 
 
 def noisy_model(model: Path, seed: int) -> Any:
-    """transformers' own, with the weights that `set_weights` gives the trainer."""
+    """Load transformers' own model with the weights that `set_weights` gives the trainer."""
     from app.model.hf_import import transformers
 
     reference = transformers().AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -147,7 +148,7 @@ def noisy_model(model: Path, seed: int) -> Any:
 
 
 def logprobs_of(model: Path, completion: Completion, seed: int) -> np.ndarray:
-    """transformers' log-probabilities of a completion under the checkpoint with the noise of `seed`."""
+    """Return transformers' log-probabilities of a completion, under the checkpoint plus the noise of `seed`."""
     reference = noisy_model(model, seed)
     with torch.no_grad():
         tokens = torch.tensor([[*PROMPT.tolist(), *completion.token_ids.tolist()]])
@@ -155,18 +156,18 @@ def logprobs_of(model: Path, completion: Completion, seed: int) -> np.ndarray:
     return logs.gather(1, tokens[0, len(PROMPT) :, None]).squeeze(1).numpy()
 
 
-# --- an engine seen through a proxy
+# --- engines behind a proxy
 
 Rule = Callable[[web.Request, Callable[[], Awaitable[web.Response]]], Awaitable[web.StreamResponse]]
 
 
 class Proxy:
-    """Stands in front of a real server, in a thread of its own, and spoils what a test asks for."""
+    """An HTTP proxy in front of a real server, in a background thread. `rules` inject faults by route."""
 
     def __init__(self, target: str):
         self.target = target
-        self.rules: dict[str, Rule] = {}  # route → what happens there
-        self.seen: list[str] = []
+        self.rules: dict[str, Rule] = {}  # by route
+        self.seen: list[str] = []  # paths of all requests
         self.url = ""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -188,7 +189,8 @@ class Proxy:
     async def _end(self) -> None:
         await self._runner.cleanup()
         unanswered = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in unanswered:  # replies that a rule holds back
+        # replies that a rule delays
+        for task in unanswered:
             task.cancel()
         await asyncio.gather(*unanswered, return_exceptions=True)
 
@@ -211,12 +213,12 @@ class Proxy:
 
 
 async def address_of(engine: Any) -> tuple[str, str]:
-    """URL and key of the server of an engine."""
+    """Return the URL and key of an engine's server."""
     return await engine.actor.__ray_call__.remote(lambda host: (host._client.url, host.spec.server.key))
 
 
 def engine_at(url: str, key: str, folder: Path, name: str) -> Any:
-    """A host of a server that runs already, not started."""
+    """Create an engine for a running server, not started yet."""
     import ray
 
     from app.rollout.host import EngineHost, HostSpec
@@ -244,7 +246,7 @@ async def no_such_route(incoming: web.Request, forward: Any) -> web.Response:
 
 
 async def drop_reply(incoming: web.Request, forward: Any) -> web.Response:
-    """The server does its work; nobody hears of it."""
+    """Forward the request and never reply."""
     await forward()
     await asyncio.sleep(3600)
     raise AssertionError
@@ -260,10 +262,10 @@ def delay_reply(seconds: float) -> Rule:
 
 
 def once(rule: Rule, at: int = 0) -> Rule:
-    """Spoil only the call of this number."""
+    """Apply a rule to one request only, the `at`-th."""
     calls = iter(range(10**9))
 
-    async def spoiling(incoming: web.Request, forward: Any) -> web.StreamResponse:
+    async def only_once(incoming: web.Request, forward: Any) -> web.StreamResponse:
         return await (rule(incoming, forward) if next(calls) == at else forward())
 
-    return spoiling
+    return only_once

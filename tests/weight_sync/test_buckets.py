@@ -1,4 +1,4 @@
-"""The bucket plan covers everything once, in order, within capacity, aligned."""
+"""The bucket plan holds every tensor once, in order, within capacity, aligned."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from app.weight_sync.buckets import ITEM_BYTES, TensorMeta, plan_buckets
 
 SHAPES = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 TENSORS = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), SHAPES), min_size=1, max_size=30).map(
-    lambda drawn: [TensorMeta(f"tensor.{i}", dtype, shape) for i, (dtype, shape) in enumerate(drawn)]
+    lambda pairs: [TensorMeta(f"tensor.{i}", dtype, shape) for i, (dtype, shape) in enumerate(pairs)]
 )
 
 

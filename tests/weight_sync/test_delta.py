@@ -1,4 +1,4 @@
-"""What changed, packed by the trainer ranks and placed by the engine's loader: bit for bit what a full push places."""
+"""A delta, packed by trainer ranks and loaded by the engine's plugin, equals a full sync bit for bit."""
 
 import os
 import threading
@@ -21,7 +21,7 @@ from app.errors import ConfigError
 from app.rollout.sglang_plugin.delta_loader import DeltaLoader
 from app.rollout.sglang_plugin.sparse_tensor import SparseTensor
 from app.weight_sync.buckets import Bucket, TensorMeta, plan_buckets
-from app.weight_sync.delta import Delta, envelope_room
+from app.weight_sync.delta import DeltaEncoder, max_header_bytes
 from app.weight_sync.snapshot import CPU_CHUNK, ShardSnapshot
 from tests.compose import composed
 from tests.trainer.ranks import processes
@@ -32,15 +32,15 @@ KEPT_FLOAT32 = ("decay",)
 
 
 class Model:
-    """Parameters as a tensor-parallel rank of an engine holds them, filled as SGLang's loaders fill them."""
+    """The parameters of one tensor-parallel rank of an engine, loaded the way SGLang's loaders do."""
 
     def __init__(self, rank: int = 0, width: int = 1):
         self.rank, self.width = rank, width
-        half, part = ROWS // width, ROW // width
+        rows, columns = ROWS // width, ROW // width
         dtype = torch.bfloat16
-        self.fused = torch.zeros(2 * half, ROW, dtype=dtype)  # up over gate, rows of this rank
-        self.down = torch.zeros(part, ROWS, dtype=dtype).t().contiguous().t()  # any strides
-        self.columns = torch.zeros(ROWS, part, dtype=dtype)  # row-parallel: columns of this rank
+        self.fused = torch.zeros(2 * rows, ROW, dtype=dtype)  # up over gate, rows of this rank
+        self.down = torch.zeros(columns, ROWS, dtype=dtype).t().contiguous().t()  # any strides
+        self.columns = torch.zeros(ROWS, columns, dtype=dtype)  # row-parallel: columns of this rank
         self.whole = {name: torch.zeros(SHAPES[name], dtype=dtype) for name in ("odd", "big")}
         self.decay = torch.zeros(3)
 
@@ -48,11 +48,11 @@ class Model:
         for name, tensor in named:
             if name in ("up", "gate"):
                 rows = self.fused.shape[0] // 2
-                place = self.fused.narrow(0, rows * (name == "gate"), rows)
-                place.copy_(tensor.narrow(0, self.rank * rows, rows))
+                target = self.fused.narrow(0, rows * (name == "gate"), rows)
+                target.copy_(tensor.narrow(0, self.rank * rows, rows))
             if name == "up":
-                part = self.columns.shape[1]
-                self.columns.copy_(tensor.narrow(1, self.rank * part, part))
+                columns = self.columns.shape[1]
+                self.columns.copy_(tensor.narrow(1, self.rank * columns, columns))
             if name == "down":
                 rows = self.down.shape[0]
                 self.down.copy_(tensor[self.rank * rows :][:rows])
@@ -71,8 +71,8 @@ def metas() -> list[TensorMeta]:
     ]
 
 
-class TrainerGroup:
-    """An engine: a loader and a model for each rank, each in a thread, which sum their counts together."""
+class Engine:
+    """An engine: a loader and a model for each rank, each in a thread, with an all-reduce of their counts."""
 
     def __init__(self, width: int = 1):
         self.width, self.counts = width, list[list[int]]()
@@ -80,42 +80,43 @@ class TrainerGroup:
         self.loaders = [DeltaLoader(self.summed) for _ in range(width)]
         self.models = [Model(rank, width) for rank in range(width)]
 
-    def total(self) -> None:
-        self.sum, self.counts = [sum(each) for each in zip(*self.counts, strict=True)], []
+    def sum_counts(self) -> None:
+        self.sum = [sum(each) for each in zip(*self.counts, strict=True)]
+        self.counts = []
 
-    def summed(self, counts: list[int]) -> list[int]:
+    def all_reduce(self, counts: list[int]) -> list[int]:
         self.counts.append(counts)
         self.barrier.wait(30)
         return self.sum
 
     def take(self, message: Any) -> list[tuple[bool, str]]:
-        """The answers of all ranks."""
+        """Return the replies of all ranks."""
         with ThreadPoolExecutor(self.width) as pool:
             return list(pool.map(lambda rank: self.loaders[rank].load(self.models[rank], message), range(self.width)))
 
     def take_all(self, messages: Any) -> None:
         for message in messages:
-            answers = self.take(message)
-            assert all(ok for ok, _ in answers), answers
+            replies = self.take(message)
+            assert all(ok for ok, _ in replies), replies
 
 
-class Sent:
-    """Master weights, their delta, and the messages of each push."""
+class Trainer:
+    """Master weights, their delta encoder, and the messages of each sync."""
 
     def __init__(self, capacity: int = 10**9):
         torch.manual_seed(0)
         self.masters = {name: torch.randn(shape) * 0.02 for name, shape in SHAPES.items()}
         self.buckets = plan_buckets(metas(), capacity=capacity)
-        self.delta = Delta(self.masters, "bfloat16", on_host=False)
+        self.encoder = DeltaEncoder(self.masters, "bfloat16", on_host=False)
         self.changed = 0
 
-    def push(self, version: int, base: int | None) -> list[list[tuple[str, Tensor]]]:
-        self.delta.begin(version, base, len(self.buckets))
+    def sync(self, version: int, base: int | None) -> list[list[tuple[str, Tensor]]]:
+        self.encoder.begin(version, base, len(self.buckets))
         return [self.message(index, bucket) for index, bucket in enumerate(self.buckets)]
 
     def message(self, index: int, bucket: Bucket) -> list[tuple[str, Tensor]]:
-        buffer = torch.zeros(bucket.bytes + envelope_room(bucket), dtype=torch.uint8)
-        packed = self.delta.pack(index, bucket, buffer, everywhere=True)
+        buffer = torch.zeros(bucket.bytes + max_header_bytes(bucket), dtype=torch.uint8)
+        packed = self.encoder.pack(index, bucket, buffer, on_all_ranks=True)
         self.changed = packed.changed or 0
         self.bytes = packed.bucket.bytes
         assert self.bytes <= len(buffer)
@@ -133,15 +134,15 @@ class Sent:
         return model.state()
 
 
-def same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(torch.equal(bits(one), bits(other)) for one, other in zip(found, expected, strict=True))
+def same_bits(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(bits(one), bits(other)) for one, other in zip(actual, expected, strict=True))
 
 
 def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def ends(tensor: Tensor) -> Tensor:
+def change_first_and_last_row(tensor: Tensor) -> Tensor:
     return tensor.clone().index_fill_(0, torch.tensor([0, tensor.shape[0] - 1]), 1.0)
 
 
@@ -149,7 +150,7 @@ CHANGES = {
     "nothing": lambda name, tensor: tensor,
     "a few": lambda name, tensor: torch.where(torch.rand_like(tensor) < 0.02, tensor * 1.1, tensor),
     "all of one": lambda name, tensor: tensor * 2 if name == "big" else tensor,
-    "first and last rows": lambda name, tensor: ends(tensor),
+    "first and last rows": lambda name, tensor: change_first_and_last_row(tensor),
     "signs of zero": lambda name, tensor: torch.zeros_like(tensor).copysign_(torch.randn_like(tensor)),
     "not a number": lambda name, tensor: torch.where(torch.rand_like(tensor) < 0.02, torch.nan, tensor),
 }
@@ -157,53 +158,53 @@ CHANGES = {
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_delta_places_what_a_full_push_would(change: str, width: int) -> None:
-    """Fused rows, columns of a row-parallel parameter, odd sizes, float32 beside bfloat16, over three pushes."""
-    sent, engine = Sent(capacity=500), TrainerGroup(width)
+def test_a_delta_loads_what_a_full_sync_would(change: str, width: int) -> None:
+    """Fused rows, columns of a row-parallel parameter, odd sizes, float32 beside bfloat16, over three syncs."""
+    trainer, engine = Trainer(capacity=500), Engine(width)
     for version, base in ((5, None), (6, 5), (7, 6)):
         if base is not None:
-            for name, tensor in sent.masters.items():
+            for name, tensor in trainer.masters.items():
                 tensor.copy_(CHANGES[change](name, tensor))
-        engine.take_all(sent.push(version, base))
+        engine.take_all(trainer.sync(version, base))
         for rank, (loader, model) in enumerate(zip(engine.loaders, engine.models, strict=True)):
             assert loader.synced_version == version
             assert same_bits(model.state(), sent.expected(rank=rank, width=width))
 
 
 def test_only_what_changed_is_sent_and_no_message_is_larger_than_its_bucket() -> None:
-    sent = Sent()
-    full = sum(bucket.bytes for bucket in sent.buckets)
-    sent.push(0, None)
-    assert full <= sent.bytes <= full + 200
-    sent.push(1, 0)
-    assert sent.changed == 0
-    assert sent.bytes < 100
-    sent.masters["big"][100, 200] *= 2
-    ((message),) = sent.push(2, 1)
-    assert sent.changed == 1
-    low, values = dict(message)[wire.LOW], dict(message)[wire.VALUES]
+    trainer = Trainer()
+    full = sum(bucket.bytes for bucket in trainer.buckets)
+    trainer.sync(0, None)
+    assert full <= trainer.bytes <= full + 200
+    trainer.sync(1, 0)
+    assert trainer.changed == 0
+    assert trainer.bytes < 100
+    trainer.masters["big"][100, 200] *= 2
+    ((message),) = trainer.sync(2, 1)
+    assert trainer.changed == 1
+    low, values = dict(message)[wire.LOW_BITS], dict(message)[wire.VALUES]
     position = 100 * 257 + 200
     assert low.tolist() == [position & 0xFFFF if position < 2**15 else position - 2**16]
-    assert torch.equal(values, sent.masters["big"][100, 200].bfloat16().reshape(1))
-    for tensor in sent.masters.values():
+    assert torch.equal(values, trainer.masters["big"][100, 200].bfloat16().reshape(1))
+    for tensor in trainer.masters.values():
         tensor.neg_()
-    sent.push(3, 2)
-    assert sent.bytes <= full + 200  # entries would take twice as much
+    trainer.sync(3, 2)
+    assert trainer.bytes <= full + 200  # entries would take twice as much
 
 
 def test_positions_beyond_one_block_arrive() -> None:
     items = 3 * wire.BLOCK_ITEMS + 5
     masters = {"long": torch.zeros(items)}
     bucket = Bucket((TensorMeta("long", "bfloat16", (items,)),))
-    delta = Delta(masters, "bfloat16", on_host=False)
-    buffer = torch.zeros(bucket.bytes + envelope_room(bucket), dtype=torch.uint8)
+    encoder = DeltaEncoder(masters, "bfloat16", on_host=False)
+    buffer = torch.zeros(bucket.bytes + max_header_bytes(bucket), dtype=torch.uint8)
     at = torch.tensor([0, 65535, 65536, 131071, 131072, 3 * 65536 - 1, 3 * 65536, items - 1])
     target, loader = torch.zeros(items, dtype=torch.bfloat16), DeltaLoader(lambda counts: counts)
     model = SimpleNamespace(load_weights=lambda named: [target.copy_(tensor) for _, tensor in named])
     for version, base in ((0, None), (1, 0)):
         masters["long"][at] = float(version)
-        delta.begin(version, base, 1)
-        packed = delta.pack(0, bucket, buffer, everywhere=True)
+        encoder.begin(version, base, 1)
+        packed = encoder.pack(0, bucket, buffer, on_all_ranks=True)
         message = [
             (meta.name, buffer[start : start + meta.bytes].view(getattr(torch, meta.dtype)).reshape(meta.shape))
             for meta, start in zip(packed.bucket.tensors, packed.bucket.offsets, strict=True)
@@ -213,7 +214,7 @@ def test_positions_beyond_one_block_arrive() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "said"),
+    ("order", "refusal"),
     [
         ([1], "message 1 of policy 6 is out of order"),  # the first one was lost
         ([0, 0], "message 0 of policy 6 holds changes of policy 5, but this engine holds no full sync"),
@@ -221,10 +222,10 @@ def test_positions_beyond_one_block_arrive() -> None:
         ([0, 2], "message 2 of policy 6 is out of order"),
     ],
 )
-def test_a_lost_repeated_or_reordered_message_is_refused(order: list[int], said: str) -> None:
-    sent, engine = Sent(capacity=500), TrainerGroup()
-    engine.take_all(sent.push(5, None))
-    messages = sent.push(6, 5)
+def test_a_lost_repeated_or_reordered_message_is_refused(order: list[int], refusal: str) -> None:
+    trainer, engine = Trainer(capacity=500), Engine()
+    engine.take_all(trainer.sync(5, None))
+    messages = trainer.sync(6, 5)
     assert len(messages) >= 3
     answers = [engine.take(messages[index])[0] for index in order]
     assert not answers[-1][0]
@@ -235,17 +236,17 @@ def test_a_lost_repeated_or_reordered_message_is_refused(order: list[int], said:
     assert same_bits(engine.models[0].state(), sent.expected())
 
 
-def test_a_lost_push_is_noticed_by_its_version() -> None:
-    sent, engine = Sent(), TrainerGroup()
-    engine.take_all(sent.push(5, None))
-    sent.push(6, 5)
-    ok, said = engine.take(sent.push(7, 6)[0])[0]
-    assert (ok, said) == (False, "message 0 of policy 7 holds changes of policy 6, but this engine holds policy 5")
+def test_a_lost_sync_is_noticed_by_its_version() -> None:
+    trainer, engine = Trainer(), Engine()
+    engine.take_all(trainer.sync(5, None))
+    trainer.sync(6, 5)
+    ok, reply = engine.take(trainer.sync(7, 6)[0])[0]
+    assert (ok, reply) == (False, "message 0 of policy 7 holds changes of policy 6, but this engine holds policy 5")
 
 
-def test_a_push_without_envelope_leaves_nothing_to_build_on() -> None:
-    sent, engine = Sent(), TrainerGroup()
-    engine.take_all(sent.push(5, None))
+def test_after_a_sync_without_headers_a_delta_is_refused() -> None:
+    trainer, engine = Trainer(), Engine()
+    engine.take_all(trainer.sync(5, None))
     loader, plain = engine.loaders[0], [("up", torch.zeros(6, 10))]
     assert loader.from_collective(lambda updater, named: (True, "loaded"), None, plain) == (True, "loaded")
     ok, said = engine.take(sent.push(6, 5)[0])[0]
@@ -253,27 +254,27 @@ def test_a_push_without_envelope_leaves_nothing_to_build_on() -> None:
     assert "holds no full sync" in said
 
 
-def test_entries_that_no_parameter_takes_fail_the_push_on_all_ranks() -> None:
-    sent, engine = Sent(), TrainerGroup(2)
-    engine.take_all(sent.push(5, None))
-    sent.masters["big"][3, 3] *= 2
-    (message,) = sent.push(6, 5)
+def test_entries_that_no_parameter_takes_fail_the_sync_on_all_ranks() -> None:
+    trainer, engine = Trainer(), Engine(2)
+    engine.take_all(trainer.sync(5, None))
+    trainer.masters["big"][3, 3] *= 2
+    (message,) = trainer.sync(6, 5)
     for model in engine.models:
-        del model.whole["big"]  # as if its loader skipped a name that it does not know
-    answers = engine.take(message)
-    assert answers == [(False, "message 0 of policy 6 was not loaded: big: 0 of 1 entries were written")] * 2
+        del model.whole["big"]  # as if its loader skipped an unknown name
+    replies = engine.take(message)
+    assert replies == [(False, "message 0 of policy 6 was not loaded: big: 0 of 1 entries were written")] * 2
 
 
-def test_what_one_rank_cannot_load_fails_on_all_of_them() -> None:
-    sent, engine = Sent(), TrainerGroup(2)
-    engine.take_all(sent.push(5, None))
-    sent.masters["big"][3, 3] *= 2
-    (message,) = sent.push(6, 5)
+def test_an_error_on_one_rank_fails_the_message_on_all_ranks() -> None:
+    trainer, engine = Trainer(), Engine(2)
+    engine.take_all(trainer.sync(5, None))
+    trainer.masters["big"][3, 3] *= 2
+    (message,) = trainer.sync(6, 5)
     engine.models[1].whole["big"] = torch.zeros(2, 2)
-    (first, told), (second, why) = engine.take(message)
-    assert (first, second) == (False, False)
-    assert told.endswith("another rank of this engine failed")
-    assert "the loader copies (301, 257) into (2, 2)" in why
+    (first_ok, first), (second_ok, second) = engine.take(message)
+    assert (first_ok, second_ok) == (False, False)
+    assert first.endswith("another rank of this engine failed")
+    assert "the loader copies (301, 257) into (2, 2)" in second
 
 
 def test_a_loader_that_computes_with_a_delta_is_refused() -> None:
@@ -288,22 +289,22 @@ def test_a_loader_that_computes_with_a_delta_is_refused() -> None:
 def test_changes_are_those_of_a_plain_comparison(items: int) -> None:
     generator = np.random.default_rng(items)
     shard = torch.from_numpy(generator.standard_normal(items).astype(np.float32))
-    kept = ShardSnapshot(shard, torch.bfloat16, on_host=False)
-    kept.replace(shard)
-    for share in (0.0, 0.01, 1.0):
+    snapshot = ShardSnapshot(shard, torch.bfloat16, on_host=False)
+    snapshot.replace(shard)
+    for fraction in (0.0, 0.01, 1.0):
         before = shard.bfloat16().view(torch.int16).numpy().copy()
         shard.add_(
-            torch.from_numpy(generator.standard_normal(items).astype(np.float32) * (generator.random(items) < share))
+            torch.from_numpy(generator.standard_normal(items).astype(np.float32) * (generator.random(items) < fraction))
         )
         after = shard.bfloat16().view(torch.int16).numpy()
-        position, value = kept.changes(shard)
+        position, value = snapshot.diff_and_replace(shard)
         expected = [at for at in range(items) if before[at] != after[at]]
         assert position.tolist() == expected
         assert value.tolist() == after[expected].tolist()
-    assert kept.changes(shard)[0].numel() == 0
+    assert snapshot.diff_and_replace(shard)[0].numel() == 0
 
 
-def test_delta_is_refused_for_float32_and_for_servers_that_run_already() -> None:
+def test_delta_is_refused_for_float32_and_for_external_servers() -> None:
     delta = WeightSyncConfig(mode=SyncMode.delta)
     delta.validate(dtype_bytes=2, starts_engines=True, engines_keep_weights=True)
     with pytest.raises(ConfigError, match=r"weight_sync.mode=delta is not accepted: give full with device.dtype"):
@@ -319,15 +320,15 @@ def test_delta_is_refused_for_float32_and_for_servers_that_run_already() -> None
 ROUNDS = 3
 
 
-def test_two_ranks_make_the_message_of_one(tmp_path: Path) -> None:
-    """Shards of even, odd and fewer rows than ranks, where rank 0 keeps the message, and where both do."""
+def test_two_ranks_encode_the_same_message_as_one(tmp_path: Path) -> None:
+    """Shards of even, odd and fewer rows than ranks, received by rank 0 alone and by all ranks."""
     processes(_rank, (tmp_path / "rendezvous", tmp_path), 2)
-    gather_or_raise = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
-    alone = _messages(SHARDED, everywhere=True)
+    saved = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    alone = _messages(SHARDED, on_all_ranks=True)
     assert len(alone) == ROUNDS
-    for found in (gather_or_raise[0]["everywhere"], gather_or_raise[1]["everywhere"], gather_or_raise[0]["rank 0"]):
-        assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
-    assert gather_or_raise[1]["rank 0"] == [None] * ROUNDS
+    for messages in (saved[0]["all ranks"], saved[1]["all ranks"], saved[0]["rank 0"]):
+        assert all(torch.equal(one, other) for one, other in zip(messages, alone, strict=True))
+    assert saved[1]["rank 0"] == [None] * ROUNDS
 
 
 SHARDED = {"even": (8, 33), "odd": (7, 5), "one row": (1, 40), "vector": (301,), "blocks": (300, 701)}
@@ -337,17 +338,18 @@ def _rank(rank: int, rendezvous: Path, out: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     try:
-        ways = {"everywhere": True, "rank 0": False}
-        torch.save(
-            {way: _messages(SHARDED, everywhere=everywhere) for way, everywhere in ways.items()}, out / f"rank{rank}.pt"
-        )
+        messages = {
+            "all ranks": _messages(SHARDED, on_all_ranks=True),
+            "rank 0": _messages(SHARDED, on_all_ranks=False),
+        }
+        torch.save(messages, out / f"rank{rank}.pt")
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def _messages(shapes: dict[str, tuple[int, ...]], *, everywhere: bool) -> list[Tensor | None]:
-    """What this rank would send of each push, in one bucket; sharded where there are ranks."""
+def _messages(shapes: dict[str, tuple[int, ...]], *, on_all_ranks: bool) -> list[Tensor | None]:
+    """Return the messages of this rank, one for each sync, in one bucket; from shards if there are several ranks."""
     generator = torch.Generator().manual_seed(3)
     ranks = dist.is_initialized()
     whole = {name: 0.02 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -356,13 +358,13 @@ def _messages(shapes: dict[str, tuple[int, ...]], *, everywhere: bool) -> list[T
         mesh = init_device_mesh("cpu", (2,))
         tensors = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     bucket = Bucket(tuple(TensorMeta(name, "bfloat16", shape) for name, shape in shapes.items()))
-    delta = Delta(tensors, "bfloat16", on_host=False)
-    keeps = everywhere or not ranks or dist.get_rank() == 0
+    encoder = DeltaEncoder(tensors, "bfloat16", on_host=False)
+    receives = on_all_ranks or not ranks or dist.get_rank() == 0
     sent: list[Tensor | None] = []
     for version in range(ROUNDS):
-        delta.begin(version, version - 1 if version else None, 1)
-        buffer = torch.zeros(bucket.bytes + envelope_room(bucket), dtype=torch.uint8) if keeps else None
-        packed = delta.pack(0, bucket, buffer, everywhere=everywhere)
+        encoder.begin(version, version - 1 if version else None, 1)
+        buffer = torch.zeros(bucket.bytes + max_header_bytes(bucket), dtype=torch.uint8) if receives else None
+        packed = encoder.pack(0, bucket, buffer, on_all_ranks=on_all_ranks)
         sent.append(buffer[: packed.bucket.bytes] if buffer is not None else None)
         for name, tensor in tensors.items():
             change = torch.randn(shapes[name], generator=generator) * (

@@ -1,4 +1,4 @@
-"""Fifty delta pushes between every shape of trainer and engine, beside full ones. Run with `-m soak`."""
+"""Fifty delta syncs between every shape of trainer and engine, compared with full syncs. Run with `-m soak`."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from tests.weight_sync.support import (
     TRANSPORTS,
     Weights,
     checksum,
-    make_push,
+    make_synchronizer,
     make_trainer,
     request,
     set_weights,
@@ -45,7 +45,7 @@ def test_fifty_deltas_are_bit_equal_to_a_full_push_and_a_replaced_engine_gets_on
             ranks: make_trainer(model, tmp_path / f"{ranks}", ranks=ranks, dtype=Dtype.bfloat16) for ranks in (1, 2)
         }
         actors = [*(engine.actor for engine in engines), *(rank for each in trainers.values() for rank in each.ranks)]
-        found = {}
+        results = {}
         with killed(*actors):
             for engine in engines:
                 await engine.actor.__ray_call__.remote(bind_ranks)
@@ -53,53 +53,55 @@ def test_fifty_deltas_are_bit_equal_to_a_full_push_and_a_replaced_engine_gets_on
             for ranks, trainer in trainers.items():
                 await started(trainer)
                 for transport in TRANSPORTS:
-                    # a handle serves as many engine ranks as there are trainer ranks
+                    # IPC handles need one trainer rank for each engine rank
                     if transport == "ipc" and ranks < width:
                         continue
                     key = f"{family.name}, {transport}, {ranks} trainer rank(s), engine of {width}"
-                    found[key] = await deltas(transport, trainer, engines, tmp_path, width)
-        return found
+                    results[key] = await deltas(transport, trainer, engines, tmp_path, width)
+        return results
 
-    found = asyncio.run(scenario())
+    results = asyncio.run(scenario())
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    RESULT.write_text(json.dumps({**known, "delta": {**known.get("delta", {}), **found}}, indent=2) + "\n")
+    RESULT.write_text(json.dumps({**known, "delta": {**known.get("delta", {}), **results}}, indent=2) + "\n")
 
 
 async def deltas(transport: str, trainer: Any, engines: list[Any], folder: Path, width: int) -> dict[str, Any]:
-    """Steps pushed into the first engine, then into the second one in its place; returns what was compared."""
+    """Sync every step into the first engine, then into the second in its place; return the comparison."""
     fractions, first = [], engines[0]
     await set_weights(trainer, 0)
-    push = await pushing(transport, trainer, [first], folder, width, SyncMode.delta)
-    assert (await push.sync(0)).changed_fraction is None
+    synchronizer = await small_buckets(transport, trainer, [first], folder, width, SyncMode.delta)
+    assert (await synchronizer.sync(0)).changed_fraction is None
     for version in range(1, STEPS + 1):
         await trainer.call("weights", Weights.step, seed=version, size=STEP)
-        report = await push.sync(version)
+        report = await synchronizer.sync(version)
         assert report.changed_fraction is not None
         fractions.append(report.changed_fraction)
         if version in (1, STEPS):
-            found = await checksum(first)
-            await push.close()  # its sender makes room for the full push's
-            await push.carrier.abandon(push.ranks)
-            whole = await pushing(transport, trainer, [first], folder, width, SyncMode.full)
-            await whole.sync(version)
-            assert await checksum(first) == found
-            await whole.close()
-            await whole.carrier.abandon(whole.ranks)
-            push = await pushing(transport, trainer, [first], folder, width, SyncMode.delta)
-            assert (await push.sync(version)).changed_fraction is None
-    push.set_engines({0: engines[1]})  # as when the first one was lost
-    assert (await push.sync(STEPS + 1)).changed_fraction is None
-    assert (await push.sync(STEPS + 2)).changed_fraction == 0
+            after_delta = await checksum(first)
+            await synchronizer.close()  # frees its sender's memory for the full sync
+            await synchronizer.abort()
+            full = await small_buckets(transport, trainer, [first], folder, width, SyncMode.full)
+            await full.sync(version)
+            assert await checksum(first) == after_delta
+            await full.close()
+            await full.abort()
+            synchronizer = await small_buckets(transport, trainer, [first], folder, width, SyncMode.delta)
+            assert (await synchronizer.sync(version)).changed_fraction is None
+    synchronizer.set_engines({0: engines[1]})  # as when the first one was lost
+    assert (await synchronizer.sync(STEPS + 1)).changed_fraction is None
+    assert (await synchronizer.sync(STEPS + 2)).changed_fraction == 0
     assert await checksum(engines[1]) == await checksum(first)
     (completion, _) = await engines[1].generate(request())
     assert [span.version for span in completion.spans] == [STEPS + 2]
-    await push.close()
-    await push.carrier.abandon(push.ranks)
+    await synchronizer.close()
+    await synchronizer.abort()
     return {"steps": STEPS, "changed_fraction": round(sum(fractions) / STEPS, 4), "bit_equal": True}
 
 
-async def pushing(transport: str, trainer: Any, engines: list[Any], folder: Path, width: int, mode: SyncMode) -> Any:
-    return await make_push(
+async def small_buckets(
+    transport: str, trainer: Any, engines: list[Any], folder: Path, width: int, mode: SyncMode
+) -> Any:
+    return await make_synchronizer(
         transport,
         trainer,
         engines,

@@ -1,4 +1,4 @@
-"""A push speaks the hub checkpoint's names, which is what an engine's loader of that family expects."""
+"""Tensors are sent under the names of the hub checkpoint, as the engine's loader for the family expects."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,10 +34,10 @@ TEXT = {
 
 def described(path: Path) -> dict[str, TensorMeta]:
     model = load(path, mesh=None, device="cpu")
-    host: Any = SimpleNamespace(
+    trainer_rank: Any = SimpleNamespace(
         model=model, rank=0, torch_device=torch.device("cpu"), spec=SimpleNamespace(dtype=Dtype.bfloat16)
     )
-    return {tensor.name: tensor for tensor in Sender(host).describe()}
+    return {tensor.name: tensor for tensor in Sender(trainer_rank).describe()}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -57,21 +57,21 @@ def test_qwen35_is_sent_under_the_names_of_the_hub_checkpoint_without_vision(tmp
     text = {name for name in stored if not name.startswith(("model.visual.", "mtp."))}
     assert set(sent) == text
     assert all(name.startswith(("model.language_model.", "lm_head.")) for name in sent)
-    kept = {name for name, tensor in sent.items() if tensor.dtype == "float32"}
-    assert kept == {name for name in text if name.endswith(("A_log", "dt_bias"))}
-    assert len(kept) == 2 * 3  # three linear layers of four
+    float32 = {name for name, tensor in sent.items() if tensor.dtype == "float32"}
+    assert float32 == {name for name in text if name.endswith(("A_log", "dt_bias"))}
+    assert len(float32) == 2 * 3  # three linear layers of four
     assert all(
         as_sglang_reads(name).startswith(("model.layers.", "model.embed", "model.norm", "lm_head")) for name in sent
     )
 
 
 def as_sglang_reads(name: str) -> str:
-    """What `sglang.srt.models.qwen3_5` makes of a checkpoint's name before it looks for the parameter."""
+    """Map a checkpoint name to the parameter name that `sglang.srt.models.qwen3_5` looks up."""
     return name.replace("model.language_model.", "model.")
 
 
 def save_qwen35(folder: Path) -> Path:
-    """A tiny checkpoint laid out as the hub's."""
+    """Save a tiny checkpoint with the layout of the hub's."""
     hub = transformers()
     config = hub.Qwen3_5Config(text_config=TEXT, tie_word_embeddings=False)
     config.text_config.tie_word_embeddings = False

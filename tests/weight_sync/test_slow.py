@@ -1,4 +1,4 @@
-"""Pushes between every shape of trainer and engines, with processes killed and stopped, and many in a row.
+"""Weight syncs between every shape of trainer and engines, with processes killed and stopped, and many in a row.
 
 Run with `-m soak`; a few minutes each on two cores.
 """
@@ -25,7 +25,7 @@ from tests.conftest import make_engine
 from tests.weight_sync.support import (
     TRANSPORTS,
     checksum,
-    make_push,
+    make_synchronizer,
     make_trainer,
     request,
     set_weights,
@@ -34,7 +34,7 @@ from tests.weight_sync.support import (
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 PUSHES = 200
-SEEN = (20, 50, 100, 150, PUSHES)  # when what is in use is counted
+SEEN = (20, 50, 100, 150, PUSHES)  # syncs after which resources are counted
 GROWTH_MIB = 30
 TIMEOUT_S = 8.0
 RESULT = Path(__file__).parents[1] / "bench" / "results" / "weight_sync_soak.json"
@@ -71,7 +71,7 @@ def test_two_ranks_push_the_same_bytes_into_every_shape_of_engines(
             for trainer, transports in ((two, TRANSPORTS), (one, ("collective",))):
                 for transport in transports:
                     for bucket_mib in (0.02, 512.0):
-                        push = await make_push(
+                        synchronizer = await make_synchronizer(
                             transport,
                             trainer,
                             engines,
@@ -81,10 +81,10 @@ def test_two_ranks_push_the_same_bytes_into_every_shape_of_engines(
                             tensor_parallel=width,
                         )
                         await set_weights(trainer, 1)
-                        await push.sync(1)  # compared with the export, and the engines with each other
+                        await synchronizer.sync(1)  # compared with the export, and the engines with each other
                         noisy = [await checksum(engine) for engine in engines]
                         await set_weights(trainer, 0)
-                        await push.sync(2)
+                        await synchronizer.sync(2)
                         plain = [await checksum(engine) for engine in engines]
                         assert noisy[0] != plain[0]
                         assert noisy[0] == noisy[-1]
@@ -94,7 +94,7 @@ def test_two_ranks_push_the_same_bytes_into_every_shape_of_engines(
 
 
 def bind_ranks(host: Any) -> None:
-    """On a CPU, SGLang wants to be told where the ranks of an engine run."""
+    """Bind the ranks of an engine to cores, which SGLang requires on a CPU."""
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(os.cpu_count() or 1, 2)
 
 
@@ -111,7 +111,7 @@ LOSSES = [
 def test_a_lost_engine_fails_its_push_in_time_and_its_replacement_gets_the_next(
     transport: str, ray_session: None, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Of two engines the second one is killed or stopped, again and again; the first one lives through all of it."""
+    """Of two engines the second is killed or stopped repeatedly; the first survives."""
 
     async def scenario() -> None:
         engines = [make_engine(tiny_model, tmp_path, name=f"engine {i}") for i in range(2 + len(LOSSES))]
@@ -121,40 +121,40 @@ def test_a_lost_engine_fails_its_push_in_time_and_its_replacement_gets_the_next(
             infos = await asyncio.gather(*(engine.start(600) for engine in engines[:2]))
             pid = infos[1]["pid"]
             await started(trainer)
-            push = await make_push(
+            synchronizer = await make_synchronizer(
                 transport, trainer, engines[:2], tmp_path, bucket_mib=0.01, verify=Verify.always, timeout_s=TIMEOUT_S
             )
-            await push.sync(0)
+            await synchronizer.sync(0)
             for turn, (number, moment) in enumerate(LOSSES):
                 await set_weights(trainer, turn)
-                await lose(others[turn], pid, number, moment, push, 10 * turn)
+                await lose(others[turn], pid, number, moment, synchronizer, 10 * turn)
                 pid = (await others[turn + 1].start(600))["pid"]
-                push.set_engines({0: survivor, 1: others[turn + 1]})
-                await push.sync(10 * turn + 5)
-                hashes = [await checksum(engine) for engine in push.engines.values()]
+                synchronizer.set_engines({0: survivor, 1: others[turn + 1]})
+                await synchronizer.sync(10 * turn + 5)
+                hashes = [await checksum(engine) for engine in synchronizer.engines.values()]
                 assert hashes[0] == hashes[1]
-                for engine in push.engines.values():
+                for engine in synchronizer.engines.values():
                     (completion, _) = await engine.generate(request())
                     assert [span.version for span in completion.spans] == [10 * turn + 5]
 
     asyncio.run(scenario())
 
 
-async def lose(engine: Any, pid: int, number: signal.Signals, moment: str, push: Any, version: int) -> None:
-    """Kill or stop a server around a push, whose error comes in time and names it."""
+async def lose(engine: Any, pid: int, number: signal.Signals, moment: str, synchronizer: Any, version: int) -> None:
+    """Kill or stop a server around a sync, whose error comes in time and names the engine."""
     if moment == "before":
         os.killpg(pid, number)
-    pushing = asyncio.create_task(push.sync(version + 1))
+    syncing = asyncio.create_task(synchronizer.sync(version + 1))
     if moment == "in":
         await asyncio.sleep(0.05)
         os.killpg(pid, number)
     if moment == "after":
-        await pushing
+        await syncing
         os.killpg(pid, number)
-        pushing = asyncio.create_task(push.sync(version + 2))
+        syncing = asyncio.create_task(synchronizer.sync(version + 2))
     began = time.monotonic()
     with pytest.raises(SyncError, match=engine.name):
-        await pushing
+        await syncing
     assert time.monotonic() - began < TIMEOUT_S + 5
     await engine.stop()
 
@@ -163,7 +163,7 @@ async def lose(engine: Any, pid: int, number: signal.Signals, moment: str, push:
 def test_a_killed_trainer_rank_fails_the_push_and_leaves_the_engine_answering(
     transport: str, ray_session: None, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Rank 1 dies in a push of two ranks; another trainer then pushes to the same engines."""
+    """Rank 1 of two dies during a sync; another trainer then syncs to the same engines."""
 
     async def scenario() -> None:
         engines = [make_engine(tiny_model, tmp_path, name=f"engine {i}") for i in range(2)]
@@ -171,23 +171,23 @@ def test_a_killed_trainer_rank_fails_the_push_and_leaves_the_engine_answering(
         with killed(*(engine.actor for engine in engines), *lost.ranks, *other.ranks):
             await asyncio.gather(*(engine.start(600) for engine in engines))
             await started(lost)
-            push = await make_push(
+            synchronizer = await make_synchronizer(
                 transport, lost, engines, tmp_path, bucket_mib=0.01, verify=Verify.never, timeout_s=TIMEOUT_S
             )
-            await push.sync(1)
+            await synchronizer.sync(1)
             pid = await lost.ranks[1].pid.remote()
-            pushing = asyncio.create_task(push.sync(2))
+            syncing = asyncio.create_task(synchronizer.sync(2))
             await asyncio.sleep(0.03)
             os.kill(pid, signal.SIGKILL)
             began = time.monotonic()
             with contextlib.suppress(SyncError):
-                await pushing  # it may have been through already
+                await syncing  # it may have finished already
             with pytest.raises(SyncError, match="trainer rank"):
-                await push.sync(3)
+                await synchronizer.sync(3)
             assert time.monotonic() - began < TIMEOUT_S + 5
             await started(other)
             await set_weights(other, 1)
-            again = await make_push(transport, other, engines, tmp_path, verify=Verify.always)
+            again = await make_synchronizer(transport, other, engines, tmp_path, verify=Verify.always)
             await again.sync(4)
 
     asyncio.run(scenario())
@@ -197,34 +197,34 @@ def test_a_killed_trainer_rank_fails_the_push_and_leaves_the_engine_answering(
 def test_many_pushes_do_not_grow(
     transport: str, ray_session: None, tiny_model: Path, tmp_path: Path, engine: Any
 ) -> None:
-    """Memory, file handles and shared memory after 200 pushes are those after 20, but for what allocators keep."""
+    """Memory, file handles and shared memory do not grow between 20 and 200 syncs, apart from allocator caches."""
 
     async def scenario() -> dict[str, Any]:
         trainer = make_trainer(tiny_model, tmp_path)
         with killed(*trainer.ranks):
             await started(trainer)
-            push = await make_push(
+            synchronizer = await make_synchronizer(
                 transport, trainer, [engine], tmp_path, bucket_mib=0.05, verify=Verify.never, in_flight=InFlight.retract
             )
             server = await engine.actor.__ray_call__.remote(lambda host: host._server.pid)
             processes = [psutil.Process(await trainer.ranks[0].pid.remote()), psutil.Process(server)]
-            processes += processes[1].children(recursive=True)  # trainer rank, server, and what the server started
+            processes += processes[1].children(recursive=True)  # trainer rank, server and its children
             usages = []
             for version in range(1, PUSHES + 1):
-                await push.sync(version)
+                await synchronizer.sync(version)
                 if version in SEEN:
                     usages.append(usage(processes))
             await set_weights(trainer, 0)
-            await push.sync(0)
+            await synchronizer.sync(0)
         early, *_, late = usages
         assert late["handles"] <= early["handles"] + 5
         assert late["shared_files"] <= early["shared_files"]
         assert late["mib"] <= early["mib"] + GROWTH_MIB
         return {f"after_{version}_pushes": each for version, each in zip(SEEN, usages, strict=True)}
 
-    found = asyncio.run(scenario())
+    result = asyncio.run(scenario())
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    RESULT.write_text(json.dumps({**known, transport: found}, indent=2) + "\n")
+    RESULT.write_text(json.dumps({**known, transport: result}, indent=2) + "\n")
 
 
 def usage(processes: list[psutil.Process]) -> dict[str, Any]:
@@ -238,6 +238,6 @@ def usage(processes: list[psutil.Process]) -> dict[str, Any]:
 
 
 def anonymous_kib(pid: int) -> int:
-    """Memory of a process's own: shares in libraries change with whoever else runs on the machine."""
+    """Return a process's private memory: its share of libraries depends on the other processes of the machine."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))

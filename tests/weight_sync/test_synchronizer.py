@@ -1,4 +1,4 @@
-"""A push puts exactly the trainer's weights into a real server, over both transports, whatever is going on there."""
+"""A sync loads exactly the trainer's weights into a real server, over both transports, idle or busy."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from app.config.weight_sync import Verify
-from app.types import InFlight
+from app.types import SYNC_PHASES, InFlight
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from tests.weight_sync.support import (
     TRANSPORTS,
     checksum,
     logprobs_of,
-    make_push,
+    make_synchronizer,
     no_such_route,
     request,
     set_weights,
@@ -26,20 +26,21 @@ LARGEST_MIB = 0.05  # smaller than some tensors of the tiny model, larger than o
 
 @pytest.mark.parametrize("bucket_mib", [1e-6, LARGEST_MIB, 512.0])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_push_equals_loading_the_export(
+def test_a_sync_equals_loading_the_export(
     transport: str, bucket_mib: float, trainer: Any, engine: Any, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
         await set_weights(trainer, 1)
         before = await checksum(engine)
-        push = await make_push(transport, trainer, [engine], tmp_path, bucket_mib=bucket_mib)
-        report = await push.sync(7)  # verify=first compares with the export, or raises
+        synchronizer = await make_synchronizer(transport, trainer, [engine], tmp_path, bucket_mib=bucket_mib)
+        report = await synchronizer.sync(7)  # verify=first compares with the export, or raises
         assert await checksum(engine) != before
-        assert report.bytes == sum(bucket.bytes for bucket in push._buckets)
+        assert report.bytes == sum(bucket.bytes for bucket in synchronizer._buckets)
         assert (report.buckets == 1) == (bucket_mib == 512.0)
-        assert {"gather", "pause", "connect", "load", "verify", "resume", "total"} == set(report.seconds)
+        assert tuple(report.seconds) == (*SYNC_PHASES, "total")
+        assert all(seconds > 0 for seconds in report.seconds.values())
         await set_weights(trainer, 0)
-        assert (await push.sync(8)).group_reused
+        assert (await synchronizer.sync(8)).group_reused
         assert await checksum(engine) == before
         assert not (tmp_path / "verify").exists()
 
@@ -47,14 +48,14 @@ def test_a_push_equals_loading_the_export(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_logprobs_after_a_push_are_those_of_the_pushed_weights(
+def test_logprobs_after_a_sync_are_those_of_the_synced_weights(
     transport: str, trainer: Any, engine: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
-        push = await make_push(transport, trainer, [engine], tmp_path, verify=Verify.never)
+        synchronizer = await make_synchronizer(transport, trainer, [engine], tmp_path, verify=Verify.never)
         for version, seed in ((3, 0), (4, 2)):
             await set_weights(trainer, seed)
-            await push.sync(version)
+            await synchronizer.sync(version)
             (completion, _) = await engine.generate(request())
             assert [span.version for span in completion.spans] == [version]
             expected = logprobs_of(tiny_model, completion, seed)
@@ -64,16 +65,16 @@ def test_logprobs_after_a_push_are_those_of_the_pushed_weights(
 
 
 @pytest.mark.parametrize("in_flight", list(InFlight))
-def test_generation_lives_through_a_push(in_flight: InFlight, trainer: Any, engine: Any, tmp_path: Path) -> None:
-    """drain: all tokens of the old policy; retract and in_place: both policies, in the order of their pushes."""
+def test_generation_continues_through_a_sync(in_flight: InFlight, trainer: Any, engine: Any, tmp_path: Path) -> None:
+    """drain: all tokens of the old policy; retract and in_place: both policies, in the order of their syncs."""
 
-    async def around_a_push(push: BucketedWeightSynchronizer, old: int, seconds: float) -> set[tuple[int, ...]]:
-        """The versions of the members of a group that was asked for `seconds` before the push of policy `old + 1`."""
-        await push.sync(old)
+    async def around_a_sync(synchronizer: BucketedWeightSynchronizer, old: int, seconds: float) -> set[tuple[int, ...]]:
+        """Return the versions of the members of a group requested `seconds` before the sync of policy `old + 1`."""
+        await synchronizer.sync(old)
         generating = asyncio.create_task(engine.generate(endless(600)))
         await asyncio.sleep(seconds)
         await set_weights(trainer, old)
-        await push.sync(old + 1)
+        await synchronizer.sync(old + 1)
         completions = await generating
         for completion in completions:
             assert completion.spans[0].start == 0
@@ -83,31 +84,35 @@ def test_generation_lives_through_a_push(in_flight: InFlight, trainer: Any, engi
         return {tuple(span.version for span in completion.spans) for completion in completions}
 
     async def scenario() -> None:
-        push = await make_push("collective", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight)
-        for old, seconds in ((10, 0.05), (20, 0.2), (30, 0.8), (40, 3.2)):  # a busy machine begins to sample late
-            versions = await around_a_push(push, old, seconds)
+        synchronizer = await make_synchronizer(
+            "collective", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight
+        )
+        for old, seconds in ((10, 0.05), (20, 0.2), (30, 0.8), (40, 3.2)):  # a busy machine starts sampling late
+            versions = await around_a_sync(synchronizer, old, seconds)
             through = (old,) if in_flight is InFlight.drain else (old, old + 1)
-            # a member that met its stop token before the push is of the old policy alone, a late one of the new one
+            # a member may end before the sync (old policy alone) or begin after it (new policy alone)
             assert versions <= {(old,), (old + 1,), through}
             if through in versions:
                 return
-        raise AssertionError("no completion was in flight at any of the pushes")
+        raise AssertionError("no completion was in flight at any of the syncs")
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("in_flight", list(InFlight))
-def test_what_is_asked_for_after_a_push_uses_no_cache_of_older_weights(
+def test_requests_after_a_sync_use_no_cache_of_older_weights(
     in_flight: InFlight, trainer: Any, engine: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """in_place leaves the cache alone, for what is in flight; the prompts of others may be in it as well."""
+    """in_place keeps the cache for requests in flight; it may also hold the prompts of others."""
 
     async def scenario() -> None:
-        push = await make_push("ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight)
+        synchronizer = await make_synchronizer(
+            "ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight
+        )
         for version, seed in ((30, 0), (31, 2), (32, 1)):
             await set_weights(trainer, seed)
-            await push.sync(version)
-            for _ in range(2):  # the second finds the first one's prompt
+            await synchronizer.sync(version)
+            for _ in range(2):  # the second may hit the first one's prompt in the cache
                 (completion, _) = await engine.generate(request())
                 expected = logprobs_of(tiny_model, completion, seed)
                 assert np.abs(completion.logprobs - expected).max() < 1e-4
@@ -115,18 +120,16 @@ def test_what_is_asked_for_after_a_push_uses_no_cache_of_older_weights(
     asyncio.run(scenario())
 
 
-def test_what_is_asked_for_during_a_drain_is_sampled_by_the_new_policy(
-    trainer: Any, engine: Any, tmp_path: Path
-) -> None:
+def test_requests_during_a_drain_are_sampled_by_the_new_policy(trainer: Any, engine: Any, tmp_path: Path) -> None:
     async def scenario() -> None:
-        push = await make_push("ipc", trainer, [engine], tmp_path, verify=Verify.never)
-        await push.sync(20)
+        synchronizer = await make_synchronizer("ipc", trainer, [engine], tmp_path, verify=Verify.never)
+        await synchronizer.sync(20)
         first = asyncio.create_task(engine.generate(endless(400)))
         await until(engine, generating)
-        pushing = asyncio.create_task(push.sync(21))
+        syncing = asyncio.create_task(synchronizer.sync(21))
         await until(engine, draining)
         (late, _) = await engine.generate(request())
-        await pushing
+        await syncing
         assert {span.version for completion in await first for span in completion.spans} == {20}
         assert [span.version for span in late.spans] == [21]
 
@@ -142,38 +145,38 @@ def draining(host: Any) -> bool:
 
 
 async def until(engine: Any, state: Callable[[Any], bool]) -> None:
-    """Wait for a state of the engine's host."""
+    """Wait until the engine's host is in a state."""
     async with asyncio.timeout(60):
         while not await engine.actor.__ray_call__.remote(state):  # noqa: ASYNC110 (the event is another process's)
             await asyncio.sleep(0.005)
 
 
 def endless(tokens: int) -> Any:
-    """So many members that some are in flight at the push, hot so that each meets its stop token by chance."""
+    """A group large enough that some members are in flight at the sync, hot enough to stop at random."""
     return request(tokens=tokens, temperature=50.0, group_size=32)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_server_without_update_sessions_is_pushed_to(
+def test_a_server_without_update_sessions_is_synced_to(
     transport: str, trainer: Any, engine: Any, proxied: Any, tmp_path: Path
 ) -> None:
-    """SGLang up to 0.5.20 has no such routes. The proxy opens a session itself, since the real server wants one."""
+    """SGLang up to 0.5.20 has no such routes. The test opens the session that the real server requires."""
 
     async def scenario() -> None:
         proxy, old = proxied
         for route in ("/begin_weight_update", "/end_weight_update"):
             proxy.rules[route] = no_such_route
-        push = await make_push(transport, trainer, [old], tmp_path)
+        synchronizer = await make_synchronizer(transport, trainer, [old], tmp_path)
         await set_weights(trainer, 1)
         for version in (1, 2):
             await engine.update("begin_weight_update", {})
-            push.verifier = type(push.verifier)(Verify.never, tmp_path)
-            await push.sync(version)
+            synchronizer.verifier = type(synchronizer.verifier)(Verify.never, tmp_path)
+            await synchronizer.sync(version)
             await engine.update("end_weight_update", {})
-        assert proxy.seen.count("/begin_weight_update") == 1  # asked once, remembered
+        assert proxy.seen.count("/begin_weight_update") == 1  # asked once
         assert "/end_weight_update" not in proxy.seen
         after = await checksum(engine)
-        await (await make_push(transport, trainer, [engine], tmp_path, verify=Verify.never)).sync(3)
+        await (await make_synchronizer(transport, trainer, [engine], tmp_path, verify=Verify.never)).sync(3)
         assert await checksum(engine) == after
 
     asyncio.run(scenario())

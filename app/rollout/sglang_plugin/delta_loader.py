@@ -19,7 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.rollout.sglang_plugin.sparse_tensor import SparseTensor
-from app.wire import BLOCK_ITEMS, BLOCKS, ENVELOPE, LOW, LOW_MASK, VALUES, DeltaHeader, SparseTensorMeta, decode
+from app.wire import (
+    BLOCK_COUNTS,
+    BLOCK_ITEMS,
+    HEADER,
+    LOW_BITS,
+    LOW_MASK,
+    VALUES,
+    DeltaHeader,
+    SparseTensorMeta,
+    decode,
+)
 
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 NamedTensors = Sequence[tuple[str, Tensor]]

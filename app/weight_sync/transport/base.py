@@ -1,4 +1,4 @@
-"""What a push needs of the way that buckets take; the push itself knows no transport."""
+"""The transport interface. `BucketedWeightSynchronizer` is transport-agnostic."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -11,48 +11,59 @@ from app.weight_sync.sender import Sender
 
 P = ParamSpec("P")
 T = TypeVar("T")
-SENDER = "sync"  # name of the trainer ranks' part
-RANKS = "trainer ranks"  # in messages
+TRAINER_RANKS = "trainer ranks"  # their name in messages
 
 
 class TrainerGroup(Protocol):
-    """What the driver needs of the trainer: parts on every rank."""
+    """All trainer ranks, as the weight sync needs them: extensions on every rank."""
 
-    async def attach(self, name: str, make: Callable[[TrainerRank], object]) -> None: ...
+    async def attach(self, name: str, make: Callable[[TrainerRank], object]) -> None:
+        """Add the extension `make(rank)` to every rank."""
+        ...
 
     async def call(
         self, extension: str, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> list[T]: ...
+    ) -> list[T]:
+        """Call a method of an extension on every rank; return the results in rank order."""
+        ...
 
     async def source(self) -> tuple[str, int]:
-        """Address of rank 0, and a port that is free there."""
+        """Return the address of rank 0 and a free port there."""
         ...
 
 
 class Transport(Protocol):
-    """One transport."""
+    """How buckets get from the trainer ranks into the engines.
+
+    Lifecycle:
+        1. `connect` before the first bucket of each sync.
+        2. `request_body` for each bucket and engine, while the sender's `send` runs on the trainer ranks.
+        3. `abort` after a failure or a change of engines; the next `connect` starts from scratch.
+    """
 
     @property
-    def sender(self) -> type[Sender]: ...
+    def sender(self) -> type[Sender]:
+        """The extension of the trainer ranks."""
+        ...
 
     @property
     def route(self) -> str:
-        """The server's update call."""
+        """The server's route for one bucket."""
         ...
 
-    async def connect(self, waits: Deadline, ranks: TrainerGroup, engines: Sequence[RolloutEngine]) -> bool:
-        """Make the way ready; True when it was ready already."""
+    async def connect(self, deadline: Deadline, trainer: TrainerGroup, engines: Sequence[RolloutEngine]) -> bool:
+        """Connect the trainer ranks and the engines; return whether they were connected already."""
         ...
 
-    def ask(self, engine: int, offered: Sequence[ReadyBucket]) -> dict[str, Any]:
-        """The body of an engine's update call, but for cache and version; `offered` by each trainer rank."""
+    def request_body(self, engine_index: int, ready: Sequence[ReadyBucket]) -> dict[str, Any]:
+        """Return the request body for one engine.
+
+        Args:
+            engine_index: The engine's index in the run.
+            ready: The gathered bucket, by trainer rank.
+        """
         ...
 
-    async def abandon(self, ranks: TrainerGroup) -> None:
-        """Tear the way down on both sides, whatever state it is in; never waits long."""
+    async def abort(self, trainer: TrainerGroup) -> None:
+        """Disconnect both sides in any state, within a few seconds. Idempotent."""
         ...
-
-
-def name_of(engine: RolloutEngine, index: int) -> str:
-    """The engine's own name, or its place."""
-    return str(getattr(engine, "name", f"engine {index}"))

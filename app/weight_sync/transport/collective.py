@@ -1,65 +1,70 @@
-"""Transport `collective`: trainer rank 0 broadcasts flattened buckets to every engine rank over a process group.
+"""Transport `collective`: trainer rank 0 broadcasts each bucket to every engine rank over a process group.
 
-    driver    ask engines for k, tell ranks to advance  │ replies of k │ ask for k + 1 …
-    rank 0    ░ wire k ░ (▓ gather k + 1 ▓ meanwhile)   │              │ ░ wire k + 1 ░
-    engine    ░ wire k ░ ▒ load k ▒ → reply             │              │
+    driver    request bucket k at engines and ranks         │ replies of k │ request bucket k + 1 …
+    rank 0    ░ broadcast k ░ (▓ gather k + 1 ▓ meanwhile)  │              │ ░ broadcast k + 1 ░
+    engine    ░ receive k ░ ▒ load k ▒ → reply              │              │
 
-A server replies only after loading, so the broadcast starts before any reply can come and is raced against them: a
-refusal or a missing reply aborts the group on both sides, and the next push builds a new one. Without failures a group
-is built once.
+A server replies only after loading. So the broadcast starts before any reply can arrive, and both are awaited together:
+an error or a missing reply aborts the process group on both sides, and the next sync builds a new one. Without failures
+it is built once.
 """
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from app.errors import SyncError
+from app.errors import SyncError, one_line
 from app.protocols import RolloutEngine
 from app.utils.net import bracketed
 from app.weight_sync.buckets import ReadyBucket
 from app.weight_sync.deadlines import Deadline, best_effort
-from app.weight_sync.sender import BUFFERS, Sender
-from app.weight_sync.transport.base import RANKS, SENDER, TrainerGroup, name_of
-from app.weight_sync.transport.process_group import Group
+from app.weight_sync.sender import BUFFERS, SENDER_EXTENSION, Sender
+from app.weight_sync.transport.base import TRAINER_RANKS, TrainerGroup
+from app.weight_sync.transport.process_group import SyncProcessGroup
 
-JOIN_POLL_SECONDS = 0.01
-LEAVE_SECONDS = 3.0
+JOIN_POLL_S = 0.01
+ABORT_TIMEOUT_S = 1.5  # for each side
 
 
 class BroadcastSender(Sender):
-    """Rank 0 is the source; the others only gather."""
+    """Rank 0 is the source of the broadcasts. The other ranks only take part in gathering."""
 
-    def __init__(self, host: Any):
-        super().__init__(host)
-        self._group: Group | None = None
-        self._work: Any = None
+    def __init__(self, trainer_rank: TrainerRank):
+        super().__init__(trainer_rank)
+        self._process_group: SyncProcessGroup | None = None
+        self._work: dist.Work | None = None
 
     def connect(self, *, backend: str, address: str, world_size: int, name: str, timeout_s: float) -> int:
-        """Open the group; returns the port at which the engines meet it (rank 0)."""
-        if self.rank != 0:
+        """Open the process group on rank 0; return the port of its store (0 on the other ranks)."""
+        if self.rank_index != 0:
             return 0
         self._timeout_s = timeout_s
-        self._group = Group(backend=backend, address=address, world_size=world_size, name=name, timeout_s=timeout_s)
-        return self._group.port
+        self._process_group = SyncProcessGroup(
+            backend=backend, address=address, world_size=world_size, name=name, timeout_s=timeout_s
+        )
+        return self._process_group.port
 
     def joined(self) -> bool:
-        if self._group is None:
+        """Return whether all members have joined. Raises `SyncError` if joining failed."""
+        if self._process_group is None:
             return True
         try:
-            return self._group.joined()
+            return self._process_group.joined()
         except (RuntimeError, ValueError, OSError) as error:
-            raise SyncError(f"trainer rank 0: the process group was not built: {first_line(error)}") from error
+            raise SyncError(f"trainer rank 0: the process group was not built: {one_line(error)}") from error
 
     def send(self, index: int) -> None:
-        if self.rank != 0:
+        if self.rank_index != 0:
             return
         self.finish(self._timeout_s)
-        assert self._group is not None, "connected"
-        self._work = self._group.broadcast(self.buffers[index % BUFFERS][: self.packed[index % BUFFERS].bucket.bytes])
+        assert self._process_group is not None, "connected"
+        slot = index % BUFFERS
+        self._work = self._process_group.broadcast(self.buffers[slot][: self.ready[slot].bucket.bytes])
 
     def finish(self, timeout_s: float) -> None:
         if self._work is None:
@@ -67,15 +72,17 @@ class BroadcastSender(Sender):
         try:
             self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise SyncError(f"trainer rank 0: the broadcast failed: {first_line(error)}") from error
+            raise SyncError(f"trainer rank 0: the broadcast failed: {one_line(error)}") from error
         if self.device.type != "cpu":
             torch.get_device_module(self.device).current_stream().synchronize()
         self._work = None
 
-    def abandon(self) -> None:
-        group, self._group, self._work = self._group, None, None
-        if group is not None:
-            group.leave(self.device)
+    def abort(self) -> None:
+        process_group = self._process_group
+        self._process_group = None
+        self._work = None
+        if process_group is not None:
+            process_group.abort(self.device)
 
 
 class CollectiveTransport:
@@ -85,39 +92,50 @@ class CollectiveTransport:
     route = "update_weights_from_distributed"
 
     def __init__(self, *, backend: str, tensor_parallel: int):
-        self.backend, self.tensor_parallel = backend, tensor_parallel
-        self._name: str | None = None  # of the group in use
+        self.backend = backend
+        self.tensor_parallel = tensor_parallel
+        self._name: str | None = None  # of the process group in use
         self._members: list[RolloutEngine] = []
 
-    async def connect(self, waits: Deadline, ranks: TrainerGroup, engines: Sequence[RolloutEngine]) -> bool:
+    async def connect(self, deadline: Deadline, trainer: TrainerGroup, engines: Sequence[RolloutEngine]) -> bool:
         if self._name is not None:
             return True
-        address, _ = await ranks.source()
-        # the name is known before anyone joins, so that a failure on the way is cleaned up too
-        self._name, self._members = f"weight_update_{secrets.token_hex(4)}", list(engines)
-        world = 1 + len(engines) * self.tensor_parallel
+        address, _ = await trainer.source()
+
+        # set the name before anyone joins, so that `abort` also cleans up after a failure below
+        self._name = f"weight_update_{secrets.token_hex(4)}"
+        self._members = list(engines)
+        world_size = 1 + len(engines) * self.tensor_parallel
         phase = "building the process group"
-        opened = await waits.gather(phase, {RANKS: self._open(ranks, self._name, address, world, waits.timeout_s)})
-        port = opened[RANKS][0]
-        receivers = {
-            name_of(engine, index): engine.update(
-                "init_weights_update_group",
-                {
-                    "master_address": bracketed(address),
-                    "master_port": port,
-                    "rank_offset": 1 + index * self.tensor_parallel,
-                    "world_size": world,
-                    "group_name": self._name,
-                    "backend": self.backend,
-                },
-            )
-            for index, engine in enumerate(engines)
-        }
-        await waits.gather(phase, {**receivers, RANKS: self._joined(ranks)})
+
+        opening = trainer.call(
+            SENDER_EXTENSION,
+            BroadcastSender.connect,
+            backend=self.backend,
+            address=address,
+            world_size=world_size,
+            name=self._name,
+            timeout_s=deadline.timeout_s,
+        )
+        ports = (await deadline.gather(phase, {TRAINER_RANKS: opening}))[TRAINER_RANKS]
+
+        calls: dict[str, Coroutine[Any, Any, Any]] = {}
+        for index, engine in enumerate(engines):
+            body = {
+                "master_address": bracketed(address),
+                "master_port": ports[0],
+                "rank_offset": 1 + index * self.tensor_parallel,
+                "world_size": world_size,
+                "group_name": self._name,
+                "backend": self.backend,
+            }
+            calls[engine.name] = engine.update("init_weights_update_group", body)
+        calls[TRAINER_RANKS] = self._wait_until_joined(trainer)
+        await deadline.gather(phase, calls)
         return False
 
-    def ask(self, engine: int, offered: Sequence[ReadyBucket]) -> dict[str, Any]:
-        tensors = offered[0].bucket.tensors
+    def request_body(self, engine_index: int, ready: Sequence[ReadyBucket]) -> dict[str, Any]:
+        tensors = ready[0].bucket.tensors
         return {
             "names": [tensor.name for tensor in tensors],
             "dtypes": [tensor.dtype for tensor in tensors],
@@ -126,32 +144,20 @@ class CollectiveTransport:
             "load_format": "flattened_bucket",
         }
 
-    async def abandon(self, ranks: TrainerGroup) -> None:
-        """The source first: its abort is what frees engines that wait inside a broadcast."""
-        name, self._name = self._name, None
+    async def abort(self, trainer: TrainerGroup) -> None:
+        """Disconnect the source first: its abort unblocks engines that wait inside a broadcast."""
+        name = self._name
+        self._name = None
         if name is None:
             return
-        await best_effort({RANKS: ranks.call(SENDER, Sender.abandon)}, LEAVE_SECONDS / 2)
-        leaving = {
-            name_of(engine, index): engine.update("destroy_weights_update_group", {"group_name": name})
-            for index, engine in enumerate(self._members)
-        }
-        await best_effort(leaving, LEAVE_SECONDS / 2)
+        await best_effort({TRAINER_RANKS: trainer.call(SENDER_EXTENSION, Sender.abort)}, ABORT_TIMEOUT_S)
+        body = {"group_name": name}
+        leaving = {engine.name: engine.update("destroy_weights_update_group", body) for engine in self._members}
+        await best_effort(leaving, ABORT_TIMEOUT_S)
 
-    async def _open(self, ranks: TrainerGroup, name: str, address: str, world: int, timeout_s: float) -> list[int]:
-        return await ranks.call(
-            SENDER,
-            BroadcastSender.connect,
-            backend=self.backend,
-            address=address,
-            world_size=world,
-            name=name,
-            timeout_s=timeout_s,
-        )
-
-    async def _joined(self, ranks: TrainerGroup) -> None:
-        while not all(await ranks.call(SENDER, BroadcastSender.joined)):  # noqa: ASYNC110 (the event is another process's)
-            await asyncio.sleep(JOIN_POLL_SECONDS)
+    async def _wait_until_joined(self, trainer: TrainerGroup) -> None:
+        while not all(await trainer.call(SENDER_EXTENSION, BroadcastSender.joined)):  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(JOIN_POLL_S)
 
 
 def first_line(error: BaseException) -> str:

@@ -1,8 +1,8 @@
-"""Transport `handle`: no byte travels; the engine rank reads the bucket where the trainer rank on its card wrote it.
+"""Transport `ipc`: no bytes are sent; an engine rank reads each bucket from the memory of a trainer rank.
 
-Each trainer rank gathers the whole bucket into a buffer of its own (device memory, or named shared memory on a CPU) and
-offers a handle of it to the engine rank on the same card: engine e's rank t stands beside trainer rank e · width + t.
-The engine's reply says that it has read the buffer, which is the one that bucket k + 2 will be gathered into.
+Each trainer rank gathers the whole bucket into a buffer (device memory, or named shared memory on a CPU) and passes an
+IPC handle of it to the engine rank on the same device: rank t of engine e shares a device with trainer rank
+e · tensor_parallel + t. The engine's reply says that it has read the buffer, which bucket k + 2 then overwrites.
 """
 
 import shutil
@@ -14,73 +14,75 @@ from torch import Tensor
 
 from app.errors import SyncError
 from app.protocols import RolloutEngine
+from app.trainer.rank import TrainerRank
 from app.weight_sync.buckets import ReadyBucket
 from app.weight_sync.deadlines import Deadline, best_effort
-from app.weight_sync.sender import BUFFERS, Sender
-from app.weight_sync.transport import ipc_payload as payload
-from app.weight_sync.transport.base import RANKS, SENDER, TrainerGroup
+from app.weight_sync.sender import BUFFERS, SENDER_EXTENSION, Sender
+from app.weight_sync.transport.base import TRAINER_RANKS, TrainerGroup
+from app.weight_sync.transport.ipc_payload import allocate_shared, serialize_bucket, shared_memory_name
 
-ABANDON_SECONDS = 3.0
+ABORT_TIMEOUT_S = 3.0
 SHARED_MEMORY = Path("/dev/shm")
 
 
-class HandleSender(Sender):
-    """Every rank serves the engine rank on its card."""
+class IpcSender(Sender):
+    """Every rank serves the engine rank on its device."""
 
-    everywhere = True
+    on_all_ranks = True
 
-    def __init__(self, host: Any):
-        super().__init__(host)
-        self._names: list[str] = []  # of shared memory given up
+    def __init__(self, trainer_rank: TrainerRank):
+        super().__init__(trainer_rank)
+        self._released_names: list[str] = []  # of the shared memory of released buffers
 
     def allocate(self, size: int) -> Tensor:
         if self.device.type == "cpu":
             free = shutil.disk_usage(SHARED_MEMORY).free
             if size > free:
                 raise SyncError(
-                    f"trainer rank {self.rank}: {SHARED_MEMORY} has {free / 2**20:.0f} MiB free, a bucket needs "
-                    f"{size / 2**20:.0f}: give weight_sync.transport=collective, a smaller weight_sync.bucket_mib, or "
-                    "the machine more shared memory"
+                    f"trainer rank {self.rank_index}: a bucket needs {size / 2**20:.0f} MiB, but {SHARED_MEMORY} has "
+                    f"only {free / 2**20:.0f} MiB free: set weight_sync.transport=collective, reduce "
+                    "weight_sync.bucket_mib, or give the machine more shared memory"
                 )
-        return payload.allocate(size, self.device)
+        return allocate_shared(size, self.device)
 
-    def handle(self, index: int) -> str:
-        return payload.serialize(self.buffers[index % BUFFERS], self.packed[index % BUFFERS].bucket)
+    def ipc_handle(self, index: int) -> str:
+        slot = index % BUFFERS
+        return serialize_bucket(self.buffers[slot], self.ready[slot].bucket)
 
-    def abandon(self) -> None:
-        """Give the buffers up: a request that is still on its way must not find the memory of a later bucket."""
+    def abort(self) -> None:
+        """Release the buffers: a request still in flight must not read a bucket of a later sync."""
         self.release()
 
     def release(self) -> None:
         if self.device.type == "cpu":
-            self._names += [payload.file_of(buffer) for buffer in self.buffers]
+            self._released_names += [shared_memory_name(buffer) for buffer in self.buffers]
         super().release()
 
     def close(self) -> None:
-        """Named memory stays while a handle of it is not redeemed, so it is unlinked here: nobody asks for it again."""
-        self.release()
-        for name in self._names:
+        """Unlink the shared memory. It would outlive this process if an engine never opened a handle of it."""
+        super().close()
+        for name in self._released_names:
             (SHARED_MEMORY / name).unlink(missing_ok=True)
 
 
 class IpcTransport:
     """Implements `Transport`."""
 
-    sender = HandleSender
+    sender = IpcSender
     route = "update_weights_from_tensor"
 
     def __init__(self, *, tensor_parallel: int):
         self.tensor_parallel = tensor_parallel
 
-    async def connect(self, waits: Deadline, ranks: TrainerGroup, engines: Sequence[RolloutEngine]) -> bool:
+    async def connect(self, deadline: Deadline, trainer: TrainerGroup, engines: Sequence[RolloutEngine]) -> bool:
         return True
 
-    def ask(self, engine: int, offered: Sequence[ReadyBucket]) -> dict[str, Any]:
-        first = engine * self.tensor_parallel
+    def request_body(self, engine_index: int, ready: Sequence[ReadyBucket]) -> dict[str, Any]:
+        first = engine_index * self.tensor_parallel
         return {
-            "serialized_named_tensors": [each.handle for each in offered[first : first + self.tensor_parallel]],
+            "serialized_named_tensors": [each.ipc_handle for each in ready[first : first + self.tensor_parallel]],
             "load_format": "flattened_bucket",
         }
 
-    async def abandon(self, ranks: TrainerGroup) -> None:
-        await best_effort({RANKS: ranks.call(SENDER, Sender.abandon)}, ABANDON_SECONDS)
+    async def abort(self, trainer: TrainerGroup) -> None:
+        await best_effort({TRAINER_RANKS: trainer.call(SENDER_EXTENSION, Sender.abort)}, ABORT_TIMEOUT_S)

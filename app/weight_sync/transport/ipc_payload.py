@@ -1,9 +1,9 @@
-"""A bucket as SGLang's `/update_weights_from_tensor` takes it: a handle of memory that both processes can see.
+"""A bucket as SGLang's `/update_weights_from_tensor` takes it: a handle to memory that both processes can map.
 
-The format is that of SGLang's `MultiprocessingSerializer` with `load_format=flattened_bucket`: base64 of a pickle that
-multiprocessing's reducers wrote. Importing SGLang for it would cost a trainer rank seconds and memory, and is not
-needed: the server reads the entries of `metadata` by attribute, and `types.SimpleNamespace` is on the list of classes
-that it unpickles. We only write such pickles; nothing is unpickled by us.
+The format is that of SGLang's `MultiprocessingSerializer` with `load_format=flattened_bucket`: base64 of a pickle
+written by multiprocessing's reducers. We do not import SGLang for it, which would cost a trainer rank seconds and
+memory: the server reads the entries of `metadata` by attribute, and its unpickler allows `types.SimpleNamespace`. We
+write such pickles and never load one.
 """
 
 import base64
@@ -24,27 +24,30 @@ from app.weight_sync.buckets import Bucket
 CUDA_DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`
 
 
-def allocate(size: int, device: torch.device) -> Tensor:
-    """`size` bytes that other processes can be given a handle of, every page of them touched."""
+def allocate_shared(size: int, device: torch.device) -> Tensor:
+    """Allocate `size` zeroed bytes that other processes can open by a handle."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)
-    # made where it will be shared: `share_memory_` would copy, and so need the room twice
+    # allocated as shared memory at once: `share_memory_` would copy, and need the memory twice
     storage = torch.UntypedStorage._new_using_filename_cpu(size)
     return torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
 
 
-def file_of(buffer: Tensor) -> str:
-    """The name of a CPU buffer's shared memory."""
+def shared_memory_name(buffer: Tensor) -> str:
+    """Return the name of a CPU buffer's shared memory."""
     _, name, _ = buffer.untyped_storage()._share_filename_cpu_()
     return name.decode().lstrip("/")
 
 
-def serialize(buffer: Tensor, bucket: Bucket) -> str:
-    """The payload of a bucket in `buffer` (from `allocate`) for one engine rank.
+def serialize_bucket(buffer: Tensor, bucket: Bucket) -> str:
+    """Return the payload of a bucket for one engine rank.
 
-    Each receiver needs a payload of its own, since a handle counts its readers.
+    A handle counts its readers, so each engine rank needs its own payload.
+
+    Args:
+        buffer: From `allocate_shared`; begins with the bucket's bytes.
+        bucket: Its tensors.
     """
-    flat = buffer[: bucket.bytes]
     metadata = [
         SimpleNamespace(
             name=tensor.name,
@@ -56,29 +59,31 @@ def serialize(buffer: Tensor, bucket: Bucket) -> str:
         )
         for tensor, start in zip(bucket.tensors, bucket.offsets, strict=True)
     ]
-    written = io.BytesIO()
-    with _by_name():
-        handle = flat if flat.device.type != "cuda" else _ByUuid(flat)
-        ForkingPickler(written).dump({"flattened_tensor": handle, "metadata": metadata})
-    return base64.b64encode(written.getvalue()).decode()
+    flat = buffer[: bucket.bytes]
+    handle = flat if flat.device.type != "cuda" else _TensorByUuid(flat)
+
+    pickled = io.BytesIO()
+    with _file_system_sharing():
+        ForkingPickler(pickled).dump({"flattened_tensor": handle, "metadata": metadata})
+    return base64.b64encode(pickled.getvalue()).decode()
 
 
-class _ByUuid:
-    """A CUDA tensor that names its card by UUID: the two processes may number the cards differently."""
+class _TensorByUuid:
+    """A CUDA tensor whose handle names the device by UUID: the two processes may number the devices differently."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = reductions.reduce_tensor(self.tensor)
-        uuid = str(torch.cuda.get_device_properties(self.tensor.device).uuid)
-        at = CUDA_DEVICE_ARGUMENT
-        return rebuild, (*arguments[:at], uuid, *arguments[at + 1 :])
+        by_uuid = list(arguments)
+        by_uuid[CUDA_DEVICE_ARGUMENT] = str(torch.cuda.get_device_properties(self.tensor.device).uuid)
+        return rebuild, tuple(by_uuid)
 
 
 @contextmanager
-def _by_name() -> Iterator[None]:
-    """CPU memory is shared as a named file: file descriptors only travel between relatives."""
+def _file_system_sharing() -> Iterator[None]:
+    """Share CPU memory as a named file: file descriptors can only be passed between related processes."""
     before = multiprocessing.get_sharing_strategy()
     multiprocessing.set_sharing_strategy("file_system")
     try:

@@ -1,8 +1,8 @@
-"""The process group of a push, outside of torch's WORLD.
+"""The process group of a weight sync, outside of torch's WORLD.
 
-Built exactly as SGLang builds its side (`sglang.srt.utils.init_custom_process_group`): torch's public constructor would
-never meet it, since that one prefixes its store differently. Joining blocks until every member is there, so it happens
-in a thread, and whoever asked for it stays able to answer and to give up.
+Built exactly as SGLang builds its side (`sglang.srt.utils.init_custom_process_group`). torch's public constructor
+prefixes its store differently and would never connect to it. Joining blocks until every member has joined, so it runs
+in a thread and the trainer rank can still reply and abort.
 """
 
 import threading
@@ -13,23 +13,28 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
 
-class Group:
-    """The source's membership: rank 0, whose store the others meet at."""
+class SyncProcessGroup:
+    """Rank 0 of the process group: the source of all broadcasts, and the host of the store.
+
+    Lifecycle: created and joining in the background; `broadcast` after `joined`; `abort` in any state.
+    """
 
     def __init__(self, *, backend: str, address: str, world_size: int, name: str, timeout_s: float):
-        self.backend, self.world_size, self.name = backend, world_size, name
+        self.backend = backend
+        self.world_size = world_size
+        self.name = name
         self._timeout = timedelta(seconds=timeout_s)
         self._store: dist.Store | None = dist.TCPStore(
             address, 0, None, is_master=True, timeout=self._timeout, wait_for_workers=False
         )
         self.port: int = self._store.port
-        self._group: dist.ProcessGroup | None = None
+        self._process_group: dist.ProcessGroup | None = None
         self._failure: Exception | None = None
         self._joining = threading.Thread(target=self._join, name=f"join-{name}", daemon=True)
         self._joining.start()
 
     def joined(self) -> bool:
-        """Whether all members are there; raises what kept them apart."""
+        """Return whether all members have joined. Raises the error that joining failed with."""
         if self._joining.is_alive():
             return False
         if self._failure is not None:
@@ -38,24 +43,25 @@ class Group:
 
     def broadcast(self, buffer: torch.Tensor) -> dist.Work:
         """Start sending `buffer` to all members."""
-        assert self._group is not None, "joined"
-        work = dist.broadcast(buffer, src=0, group=self._group, async_op=True)
+        assert self._process_group is not None, "joined"
+        work = dist.broadcast(buffer, src=0, group=self._process_group, async_op=True)
         assert work is not None
         return work
 
-    def leave(self, device: torch.device) -> None:
-        """Leave; a broadcast that nobody will receive ends at once, a pending join when its deadline passes."""
+    def abort(self, device: torch.device) -> None:
+        """Leave the process group. A broadcast in flight ends at once, a pending join at its deadline."""
         self._store = None
-        if self._group is None:
+        if self._process_group is None:
             return
-        group, self._group = self._group, None
-        group._get_backend(device).abort()
-        dist.destroy_process_group(group)
+        process_group = self._process_group
+        self._process_group = None
+        process_group._get_backend(device).abort()
+        dist.destroy_process_group(process_group)
 
     def _join(self) -> None:
         assert self._store is not None
         try:
-            group, _ = _new_process_group_helper(
+            process_group, _ = _new_process_group_helper(
                 self.world_size,
                 0,
                 [],
@@ -65,7 +71,7 @@ class Group:
                 backend_options=None,
                 timeout=self._timeout,
             )
-            _world.pg_group_ranks[group] = {member: member for member in range(self.world_size)}
-            self._group = group
+            _world.pg_group_ranks[process_group] = {member: member for member in range(self.world_size)}
+            self._process_group = process_group
         except (RuntimeError, ValueError, OSError) as error:
             self._failure = error
