@@ -88,7 +88,7 @@ def main(composed: DictConfig) -> float:
 
             return _parity(*compare(config, folder))
         if config.mode is Mode.export:  # in a sweep
-            from app.checkpoint.export import export_run
+            from app.mode.export import export_run
 
             say(str(export_run(config, folder)))
             return 0.0
@@ -190,7 +190,7 @@ def _report(composed: DictConfig) -> None:
 
 def _export(config: RunConfig, composed: DictConfig) -> None:
     """Export the run in `hydra.run.dir` or at `resume=<path>`, say where it is, and leave; nothing else is written."""
-    from app.checkpoint.export import export_run
+    from app.mode.export import export_run
 
     say(str(export_run(config, Path(_given_folder(composed)))))
     raise SystemExit(0)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from app.checkpoint.manager import Checkpoints
+from app.checkpoint.manager import CheckpointManager
 from app.cluster.memory_monitor import Memory
 from app.config import RunConfig
 from app.config.algorithm import AlgorithmConfig
@@ -413,7 +413,7 @@ class World:
             cursor=self.cursor,
             evals={"eval": prompts(self.eval_rows, "eval")},
             recorder=self.recorder,  # type: ignore[arg-type]
-            checkpoints=Checkpoints(self.folder, 2),
+            checkpoints=CheckpointManager(self.folder, 2),
             memory=Memory(self.trainer, pool),
             model={},
         )

@@ -88,7 +88,7 @@ def make_trainer(
     config: RunConfig, device: Device, path: Path, folder: Path, reservation: DevicePlacement
 ) -> RemoteTrainer:
     """The trainer's ranks, created and not set up."""
-    from app.trainer.rank import THREADS, RankSpec, TrainerRank
+    from app.trainer.rank import CONCURRENCY_GROUPS, RankSpec, TrainerRank
     from app.trainer.step import StepSettings
 
     ranks = config.placement.trainer_ranks
@@ -112,7 +112,7 @@ def make_trainer(
         logs=folder / "logs",
         profile_steps=tuple(config.trainer.profile_steps),
     )
-    make = ray.remote(concurrency_groups=THREADS)(TrainerRank)  # type: ignore[call-overload]
+    make = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainerRank)  # type: ignore[call-overload]
     environment = {"env_vars": dict(device.trainer_env)} if device.trainer_env else None
     actors = [
         make.options(runtime_env=environment, **reservation.rank_options(rank)).remote(spec, rank)

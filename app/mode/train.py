@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from app.checkpoint.export import export_trained
-from app.checkpoint.manager import Checkpoints, require_model
+from app.checkpoint.manager import CheckpointManager, require_model
 from app.cluster.memory_monitor import Memory
 from app.config import Mode, RunConfig
 from app.config.placement import PlacementKind
@@ -37,7 +37,7 @@ async def live(
     config: RunConfig, device: Device, folder: Path, recorder: RunFolderRecorder, side: RolloutWorkers
 ) -> float:
     """Train to the end; returns the last evaluation's accuracy."""
-    checkpoints = Checkpoints(folder, config.checkpoint.keep, timeout_s=config.trainer.timeout_s)
+    checkpoints = CheckpointManager(folder, config.checkpoint.keep, timeout_s=config.trainer.timeout_s)
     beginning = side.prepared.prompts.train.state()
     restarts = 0
     lost: TrainerLost | None = None
@@ -110,7 +110,7 @@ async def _stand(parts: RunContext, beginning: dict[str, Any], *, afresh: bool) 
 
 
 def _parts(
-    config: RunConfig, recorder: RunFolderRecorder, side: RolloutWorkers, checkpoints: Checkpoints, trainer: Any
+    config: RunConfig, recorder: RunFolderRecorder, side: RolloutWorkers, checkpoints: CheckpointManager, trainer: Any
 ) -> RunContext:
     from app.model.hf_directory import identity
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.checkpoint.manager import Checkpoints
+from app.checkpoint.manager import CheckpointManager
 from app.cluster.memory_monitor import Memory
 from app.config import RunConfig
 from app.data.cursor import PromptCursor
@@ -26,7 +26,7 @@ class RunContext:
     cursor: PromptCursor
     evals: Mapping[str, Sequence[Prompt]]
     recorder: RunFolderRecorder
-    checkpoints: Checkpoints
+    checkpoints: CheckpointManager
     memory: Memory
     model: Mapping[str, Any]  # `identity` of the source checkpoint
 
