@@ -29,6 +29,7 @@ from app.config.trainer import TrainerConfig
 from app.device import device_of
 from app.device.torchvision_shim import define_operators
 from app.errors import TrainerError
+from app.model.policy import PolicyModel
 from app.trainer.checkpoint_state import RankState, host_copy
 from app.trainer.optimizer import PolicyOptimizer
 from app.trainer.profile import FOLDER, StepProfiler
@@ -163,7 +164,6 @@ class TrainerRank:
     def _load_models(self) -> None:
         define_operators()
         from app.model.load import load
-        from app.model.policy import PolicyModel
 
         mesh = init_device_mesh(self.device.torch_type, (self.spec.ranks,))
 

@@ -28,12 +28,12 @@ class RawSums:
     sums: Mapping[str, float] = field(default_factory=dict)  # by name, see `algorithm.metrics.TABLE`
 
     @classmethod
-    def of(cls, micro: MicroBatch, loss: LossSums) -> "RawSums":
+    def of(cls, micro: MicroBatch, loss_sums: LossSums) -> "RawSums":
         """Return the counts and sums of one microbatch. A dummy's tokens are padding and in no denominator."""
         size = float(micro.input_ids.numel())
         if micro.dummy:
             return cls(padding_tokens=size)
-        return cls(float(len(micro.targets)), float(len(micro.keys)), size, sums=loss.floats())
+        return cls(float(len(micro.targets)), float(len(micro.keys)), size, sums=loss_sums.floats())
 
     def __add__(self, other: "RawSums") -> "RawSums":
         return RawSums(

@@ -219,9 +219,9 @@ class TrainStep:
             weight_mask=micro.weight_mask,
         )
         with self._timer.phase("backward"):
-            loss = policy_loss(batch, algorithm, self.settings.correction)
-            loss.loss.backward()
-        return RawSums.of(micro, loss)
+            loss_sums = policy_loss(batch, algorithm, self.settings.correction)
+            loss_sums.loss.backward()
+        return RawSums.of(micro, loss_sums)
 
     def _forward(
         self, model: PolicyModel, micro: MicroBatch, *, entropy_gradient: bool = False
