@@ -1,0 +1,1 @@
+"""Checkpoints of a run, and their export as Hugging Face directories."""

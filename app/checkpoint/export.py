@@ -1,89 +1,68 @@
-"""From a checkpoint to a Hugging Face directory: `mode=export`, and the end of a run with `checkpoint.export=true`.
+"""Export of a checkpoint as a Hugging Face directory, for `mode=export` and `checkpoint.export=true`.
 
-Neither Ray nor an engine nor an accelerator is needed: one process reads the checkpoint tensor by tensor, whatever
-number of ranks wrote it. `export/` is replaced only by a complete one.
+One process reads the checkpoint tensor by tensor, whatever number of ranks wrote it. It needs neither Ray nor an engine
+nor an accelerator.
+
+Invariants:
+- `export/` is replaced only by a complete directory.
 """
 
 import asyncio
 import shutil
 from pathlib import Path
 
-from app.checkpoint.manager import FOLDER as CHECKPOINTS
-from app.checkpoint.manager import Checkpoints, RunState, find, latest, read_state, require_model
+from app.checkpoint.manager import CheckpointManager, RunState, latest, read_state
 from app.config import RunConfig
-from app.errors import ConfigError, RunError
+from app.errors import RunError
 from app.model.hf_directory import identity, locate
 from app.protocols import Trainer
-from app.utils import files as durable
+from app.utils import files
 
 FOLDER, FINAL = "export", "final"
 
 
-def export_run(config: RunConfig, folder: Path) -> Path:
-    """Export the checkpoint of `resume=<path>`, or else the latest of the run in `folder`; returns the directory.
-
-    It stands beside that checkpoint's `checkpoints/`, and replaces an earlier export. Raises `ConfigError` where there
-    is no checkpoint, `CheckpointError` for one that is not whole or of another model, `RunError` where it cannot be
-    written.
-    """
-    path = _checkpoint(config, folder)
-    state = read_state(path)
-    source = _source(config, state)
-    require_model(state, identity(source), path)
-    run = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
-    return write(path, source, run / FOLDER)
-
-
 async def export_trained(trainer: Trainer, config: RunConfig, folder: Path) -> Path:
-    """Export what the trainer holds at the end of the run in `folder`, from its last checkpoint if that is as new.
+    """Export the trainer's parameters at the end of the run in `folder`.
 
-    Where it is not, one is written for this into `final/`, which stays only if the export fails: `mode=export
-    resume=<folder>/final` tries again.
+    Exports the last checkpoint if it is of the last step. Otherwise writes one to `final/`, which is deleted after the
+    export. If the export fails it stays, and `mode=export resume=<folder>/final` retries.
+
+    Returns:
+        The exported directory.
     """
-    source, last = locate(config.model, seed=config.seed), latest(folder)
+    source = locate(config.model, seed=config.seed)
+    last = latest(folder)
     if last is not None and read_state(last).step == config.steps:
-        return await asyncio.to_thread(write, last, source, folder / FOLDER)
-    final = Checkpoints(folder / FINAL, keep=1, timeout_s=config.trainer.timeout_s)
-    path = await final.save(trainer, RunState(config.steps, config.steps, model=identity(source)))
+        return await asyncio.to_thread(export_checkpoint, last, source, folder / FOLDER)
+
+    final = CheckpointManager(folder / FINAL, keep=1, timeout_s=config.trainer.timeout_s)
+    checkpoint = await final.save(trainer, RunState(config.steps, config.steps, model=identity(source)))
     await final.wait()
-    out = await asyncio.to_thread(write, path, source, folder / FOLDER)
+    out = await asyncio.to_thread(export_checkpoint, checkpoint, source, folder / FOLDER)
     shutil.rmtree(folder / FINAL)
     return out
 
 
-def write(weights: Path, source: Path, out: Path) -> Path:
-    """The directory `source` with the trained tensors of the checkpoint `weights` in it, as `out`."""
+def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
+    """Copy the model directory `source` to `out`, with the tensors of a checkpoint in place of its own.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+        RunError: `out` cannot be written.
+    """
     from safetensors import SafetensorError
 
     from app.model.hf_export import export
-    from app.trainer import checkpoint_state as state
+    from app.trainer.checkpoint_state import read_weights
 
-    following = out.with_name(f"{out.name}.new{durable.UNFINISHED}")
+    unfinished = out.with_name(f"{out.name}.new{files.UNFINISHED}")
     try:
-        durable.remove(following)
-        export(source, state.weights(weights), following)
+        files.remove(unfinished)
+        export(source, read_weights(checkpoint), unfinished)
         if out.exists():
-            durable.delete(out)
-        following.rename(out)
-        durable.sync(out.parent)
+            files.delete(out)
+        unfinished.rename(out)
+        files.sync(out.parent)
     except (OSError, SafetensorError) as error:
-        raise RunError(f"export to {out}: {error}") from error
+        raise RunError(f"export to {out} failed: {error}") from error
     return out
-
-
-def _checkpoint(config: RunConfig, folder: Path) -> Path:
-    given = config.resume not in ("auto", "never")
-    path = find(Path(config.resume).expanduser() if given else folder)
-    if path is None:
-        key, value = ("resume", config.resume) if given else ("hydra.run.dir", str(folder))
-        raise ConfigError(
-            f"{key}={value} is not accepted: give the folder of a run that has checkpoints (checkpoint.every=… saves "
-            "them; there are none by default), or resume=<path> of a checkpoint."
-        )
-    return path
-
-
-def _source(config: RunConfig, state: RunState) -> Path:
-    """Where the model was when the checkpoint was made; `model.path` where it is not there any more."""
-    source = Path(str(state.model.get("source", "")))
-    return source if state.model.get("source") and source.is_dir() else locate(config.model, seed=config.seed)

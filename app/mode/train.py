@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.checkpoint.export import export_trained
-from app.checkpoint.manager import Checkpoints, require_model
+from app.checkpoint.manager import CheckpointManager, require_model
 from app.cluster.memory_monitor import Memory
 from app.config import RunConfig
 from app.config.placement import PlacementKind

@@ -1,1 +1,1 @@
-"""Memory offload: who holds the device's memory when trainer and engine share it."""
+"""Memory offload of the trainer, where it shares devices with the engines."""

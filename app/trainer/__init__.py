@@ -1,1 +1,1 @@
-"""The FSDP2 trainer: ranks, packing, the split step."""
+"""The FSDP2 trainer: ranks, microbatches and the split train step."""

@@ -1,8 +1,8 @@
-"""Puts an FSDP2 model back in order after a forward or backward that raised.
+"""Resets an FSDP2 model after a forward or backward pass that raised.
 
-Such a pass leaves modules in the middle of it: the next forward takes a module for one that is still in its backward,
-and gradients that were not reduced yet would join those of the next step. Nothing of this raises; it gives wrong
-gradients. Every rank calls this, since it gathers parameters.
+A failed pass leaves FSDP2 modules in the middle of it. The next forward would treat such a module as still in its
+backward, and gradients that were not reduced yet would add to those of the next step. Neither raises an error; both
+give wrong gradients.
 """
 
 import torch
@@ -12,14 +12,19 @@ from app.errors import TrainerError
 
 
 def reset_fsdp_state(model: torch.nn.Module) -> None:
-    """Reshard, and drop what the failed pass left; a plain module needs nothing of it."""
+    """Drop unreduced gradients and reshard. A collective, since it gathers parameters. No-op for a plain module.
+
+    Raises:
+        TrainerError: torch is older than 2.13 and cannot reset FSDP2's state.
+    """
     if not isinstance(model, FSDPModule):
         return
-    if not hasattr(model, "reset_iter_state"):  # older than torch 2.13
+    if not hasattr(model, "reset_iter_state"):
         raise TrainerError(
-            f"a pass failed, and torch {torch.__version__} cannot put a sharded model back in order after that: "
-            "its gradients would be wrong from here on"
+            f"a forward or backward pass failed, and torch {torch.__version__} cannot reset a sharded model after "
+            "that: all later gradients would be wrong"
         )
+
     model.reset_iter_state()
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,8 +1,8 @@
-"""Which trajectory is computed by which rank in which pass, and the packed tensors of one pass.
+"""Which rank computes which trajectory in which pass, and the packed tensors of one microbatch.
 
-A pass is one forward and backward on every rank at the same time. Every rank plans for all of them from the same
-lengths, so the plans agree without talking. A bin holds up to `budget` tokens without padding; a longer trajectory
-has a bin of its own. Bins are balanced by cost, linear plus quadratic in length.
+A pass is one forward and backward that all ranks run together, each on a microbatch. Every rank plans for all ranks
+from the same lengths, so the plans agree without communication. A microbatch holds up to `budget` tokens without
+padding; a longer trajectory gets its own. Microbatches are balanced by cost: linear plus quadratic in length.
 """
 
 import math
@@ -11,52 +11,59 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from app.algorithm.advantage import contributes_gradient
 from app.types import ScoredGroup, Trajectory
 
-QUADRATIC_TOKENS = 16384  # length at which attention costs as much as everything that is linear in it
+QUADRATIC_TOKENS = 16384  # length at which attention costs as much as everything linear in length
+SampleKey = tuple[str, int]  # prompt id, member of its group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One trajectory with its advantage, as the trainer counts it."""
+    """One trajectory with its advantage."""
 
     trajectory: Trajectory
     advantage: float
-    weight: float  # 0: earns no gradient, but stays in every denominator
-    key: tuple[str, int]  # prompt id and member
+    weight: float  # 0: no gradient, but counted in every denominator
+    key: SampleKey
 
     @property
     def tokens(self) -> int:
+        """Prompt and completion tokens."""
         return self.trajectory.tokens
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.trajectory.completion.token_ids)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """What one rank computes in one pass: S sequences packed to T tokens, N of them completion tokens."""
+    """One rank's input of one pass: S sequences packed to T tokens, N of them completion tokens."""
 
     input_ids: Tensor  # [1, T] int64
     position_ids: Tensor  # [1, T] int64, from 0 in each sequence
-    cu_seqlens: Tensor  # [S + 1] int32, the borders
-    logit_positions: Tensor  # [N] int64, where in T each completion token is predicted from
-    targets: Tensor  # [N] int64, the completion tokens
-    sequence: Tensor  # [N] int64, which of the S a completion token belongs to
-    lengths: Tensor  # [S] float32, completion tokens of each
+    cu_seqlens: Tensor  # [S + 1] int32, sequence boundaries in 0..T
+    logit_positions: Tensor  # [N] int64, position in 0..T whose hidden state predicts the completion token
+    targets: Tensor  # [N] int64, completion tokens
+    sequence: Tensor  # [N] int64, index in 0..S of the token's sequence
+    lengths: Tensor  # [S] float32, completion tokens per sequence
     advantages: Tensor  # [S] float32
     weight_mask: Tensor  # [S] float32
     rollout_logprobs: Tensor  # [N] float32
-    keys: tuple[tuple[str, int], ...]  # of the S sequences; empty for a dummy pass
+    keys: tuple[SampleKey, ...]  # S keys; empty for a dummy
 
     @property
     def dummy(self) -> bool:
-        """A pass that only keeps this rank in step with the others."""
+        """Whether this rank has no sample in the pass and only takes part in its collectives."""
         return not self.keys
 
 
-def samples_of(groups: Sequence[ScoredGroup], *, mask_truncated: bool) -> list[Sample]:
-    """The trajectories of these groups, in order. Empty completions stay: they count as sequences."""
+def make_samples(groups: Sequence[ScoredGroup], *, mask_truncated: bool) -> list[Sample]:
+    """Flatten groups into samples, in order. Empty completions stay: they count as sequences."""
     return [
         Sample(
             trajectory,
@@ -70,86 +77,112 @@ def samples_of(groups: Sequence[ScoredGroup], *, mask_truncated: bool) -> list[S
 
 
 def cost(tokens: int) -> float:
-    """Relative time of a sequence of this many tokens."""
+    """Relative compute time of a sequence of this many tokens."""
     return tokens + tokens * tokens / QUADRATIC_TOKENS
 
 
-def plan_passes(lengths: Sequence[int], *, ranks: int, budget: int, alone: bool = False) -> list[list[list[int]]]:
-    """Passes × ranks × indices into `lengths`; every index once; every pass has a bin (maybe empty) for every rank.
+def plan_microbatches(
+    lengths: Sequence[int], *, ranks: int, budget: int, packing: bool = True
+) -> list[list[list[int]]]:
+    """Assign sequences to microbatches.
 
-    `alone` puts each sequence into a bin of its own, for models that cannot tell packed sequences apart.
+    Args:
+        lengths: Tokens of each sequence.
+        ranks: Microbatches per pass.
+        budget: Maximum tokens of a microbatch; a longer sequence gets its own.
+        packing: Whether a microbatch may hold several sequences. False for models that cannot isolate them.
+
+    Returns:
+        Indices into `lengths` as `[pass][rank][i]`. Every index occurs once. A rank's list may be empty.
     """
     if not lengths:
         return []
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    if alone:
-        bins = [[index] for index in order]
+
+    longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    if packing:
+        bins = _fill_bins(longest_first, lengths, ranks=ranks, budget=budget)
     else:
-        wanted = math.ceil(sum(lengths) / budget)
-        filled = _fill(order, lengths, budget, max(ranks, math.ceil(wanted / ranks) * ranks), ranks)
-        bins = [members for members in filled if members]  # a trajectory above the budget leaves bins over
+        bins = [[index] for index in longest_first]
+
+    # Every rank takes part in every pass.
     bins += [[] for _ in range(-len(bins) % ranks)]
+
+    # Ranks wait for each other at the end of a pass, so bins of similar cost share one.
     bins.sort(key=lambda members: -sum(cost(lengths[index]) for index in members))
     return [bins[start : start + ranks] for start in range(0, len(bins), ranks)]
 
 
-def _fill(order: Sequence[int], lengths: Sequence[int], budget: int, count: int, ranks: int) -> list[list[int]]:
-    """Longest first into the cheapest bin that has room; more bins when none has."""
+def _fill_bins(order: Sequence[int], lengths: Sequence[int], *, ranks: int, budget: int) -> list[list[int]]:
+    """Put each sequence into the cheapest bin with space for it. Add bins for one more pass when there is none."""
+    needed = math.ceil(sum(lengths) / budget)
+    count = max(ranks, math.ceil(needed / ranks) * ranks)
     bins: list[list[int]] = [[] for _ in range(count)]
-    tokens, costs = [0] * count, [0.0] * count
+    tokens = [0] * count
+    costs = [0.0] * count
+
     for index in order:
-        room = [b for b in range(len(bins)) if not bins[b] or tokens[b] + lengths[index] <= budget]
-        if not room:
-            room = [len(bins)]
+        candidates = [b for b in range(len(bins)) if not bins[b] or tokens[b] + lengths[index] <= budget]
+        if not candidates:
+            candidates = [len(bins)]
             bins += [[] for _ in range(ranks)]
             tokens += [0] * ranks
             costs += [0.0] * ranks
-        best = min(room, key=costs.__getitem__)
+
+        best = min(candidates, key=costs.__getitem__)
         bins[best].append(index)
         tokens[best] += lengths[index]
         costs[best] += cost(lengths[index])
-    return bins
+
+    # A sequence above the budget takes the tokens of several bins, which stay empty.
+    return [members for members in bins if members]
 
 
-def full_prefix(lengths: Sequence[int], *, ranks: int, budget: int) -> int:
-    """How many of these trajectories, in order, fill whole passes already; the rest waits for more."""
+def count_ready(lengths: Sequence[int], *, ranks: int, budget: int) -> int:
+    """Return how many leading samples already fill whole passes. The others wait for more samples."""
     passes = sum(lengths) // (ranks * budget)
-    room, taken = passes * ranks * budget, 0
-    for length in lengths:
-        if length > room:
-            break
-        room -= length
-        taken += 1
-    return taken
+    tokens_left = passes * ranks * budget
+
+    for ready, length in enumerate(lengths):
+        if length > tokens_left:
+            return ready
+        tokens_left -= length
+    return len(lengths)
 
 
 def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
-    """The packed tensors of these samples; of none, a dummy pass of one token."""
+    """Pack samples end to end. Without samples, return a dummy of two tokens and weight 0."""
     if not samples:
         return _dummy(device)
-    prompts = [sample.trajectory.prompt.token_ids for sample in samples]
+
     completions = [sample.trajectory.completion for sample in samples]
     totals = np.array([sample.tokens for sample in samples])
-    starts = np.concatenate([[0], totals.cumsum()])
-    lengths = np.array([len(completion.token_ids) for completion in completions])
-    tokens = [array for pair in zip(prompts, (c.token_ids for c in completions), strict=True) for array in pair]
-    # the token at position p is predicted from the hidden state at p - 1
-    logit_positions = [
-        np.arange(start + len(p) - 1, start + len(p) - 1 + n)
-        for start, p, n in zip(starts, prompts, lengths, strict=False)
+    lengths = np.array([sample.completion_tokens for sample in samples])
+    boundaries = np.concatenate([[0], totals.cumsum()])
+    tokens = [
+        token_ids
+        for sample in samples
+        for token_ids in (sample.trajectory.prompt.token_ids, sample.trajectory.completion.token_ids)
     ]
-    to = lambda values, dtype: torch.as_tensor(np.ascontiguousarray(values), dtype=dtype, device=device)  # noqa: E731
+
+    # The hidden state at position p - 1 predicts the token at position p.
+    logit_positions = [
+        np.arange(end - length - 1, end - 1) for end, length in zip(boundaries[1:], lengths, strict=True)
+    ]
+
+    def tensor(values: ArrayLike, dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(np.ascontiguousarray(values), dtype=dtype, device=device)
+
     return MicroBatch(
-        input_ids=to(np.concatenate(tokens), torch.int64)[None],
-        position_ids=to(np.concatenate([np.arange(total) for total in totals]), torch.int64)[None],
-        cu_seqlens=to(starts, torch.int32),
-        logit_positions=to(np.concatenate(logit_positions), torch.int64),
-        targets=to(np.concatenate([c.token_ids for c in completions]), torch.int64),
-        sequence=to(np.repeat(np.arange(len(samples)), lengths), torch.int64),
-        lengths=to(lengths, torch.float32),
-        advantages=to([sample.advantage for sample in samples], torch.float32),
-        weight_mask=to([sample.weight for sample in samples], torch.float32),
-        rollout_logprobs=to(np.concatenate([c.logprobs for c in completions]), torch.float32),
+        input_ids=tensor(np.concatenate(tokens), torch.int64)[None],
+        position_ids=tensor(np.concatenate([np.arange(total) for total in totals]), torch.int64)[None],
+        cu_seqlens=tensor(boundaries, torch.int32),
+        logit_positions=tensor(np.concatenate(logit_positions), torch.int64),
+        targets=tensor(np.concatenate([completion.token_ids for completion in completions]), torch.int64),
+        sequence=tensor(np.repeat(np.arange(len(samples)), lengths), torch.int64),
+        lengths=tensor(lengths, torch.float32),
+        advantages=tensor([sample.advantage for sample in samples], torch.float32),
+        weight_mask=tensor([sample.weight for sample in samples], torch.float32),
+        rollout_logprobs=tensor(np.concatenate([completion.logprobs for completion in completions]), torch.float32),
         keys=tuple(sample.key for sample in samples),
     )
 

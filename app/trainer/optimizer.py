@@ -1,4 +1,4 @@
-"""The optimizer of one rank: AdamW or SGD over sharded float32 masters, warm-up, clipping, a guard against NaN."""
+"""The optimizer of one rank: AdamW or SGD over sharded float32 parameters, with warm-up, clipping and a NaN guard."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -7,61 +7,74 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from app.config import trainer as schema
-from app.config.trainer import TrainerConfig
+from app.config.trainer import Optimizer, TrainerConfig
 from app.errors import RunError
 
-SLOTS = {schema.Optimizer.adamw: ("step", "exp_avg", "exp_avg_sq"), schema.Optimizer.sgd: ()}
+SLOTS = {Optimizer.adamw: ("step", "exp_avg", "exp_avg_sq"), Optimizer.sgd: ()}
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What an update did."""
+class UpdateResult:
+    """Outcome of one optimizer update."""
 
-    applied: bool  # False: the gradient was not finite, or there was none; nothing was changed
+    applied: bool  # False: there was no gradient or it was not finite, and nothing changed
     grad_norm: float  # before clipping
-    lr: float  # the one that was used
+    lr: float  # learning rate of this update
 
 
-class Optimizer:
+class PolicyOptimizer:
     """Updates parameters from gradients that were accumulated as raw sums."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], config: TrainerConfig):
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.config = config
-        self.torch = _make(self.parameters, config)
-        self.updates = 0  # applied ones; the schedule counts them
+        self.torch_optimizer = _make(self.parameters, config)
+        self.updates = 0  # applied updates: the position in the learning-rate schedule
         self.skipped_in_a_row = 0
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """What it keeps of every parameter that it updated."""
+        """Names of the state tensors of each parameter."""
         return SLOTS[self.config.optimizer]
 
-    def update(self, *, scale: float) -> Outcome:
-        """Scale the gradients, clip, step. One that is not finite is skipped; too many in a row raise an error."""
+    def update(self, *, scale: float) -> UpdateResult:
+        """Scale the gradients, clip them and update the parameters. A collective.
+
+        Args:
+            scale: Factor that turns the accumulated sums into the gradient of the loss.
+
+        Raises:
+            RunError: More than `trainer.max_skipped_updates` updates in a row had non-finite gradients. Fewer of them
+                are skipped.
+        """
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         lr = self.lr()
-        if not gradients:  # a step without trajectories, on every rank
-            return Outcome(False, 0.0, lr)
+
+        # Without trajectories, no rank has a gradient.
+        if not gradients:
+            return UpdateResult(False, 0.0, lr)
+
         torch._foreach_mul_(gradients, scale)
         norm = grad_norm(gradients)
         if not torch.isfinite(norm):
             self._skip()
-            return Outcome(False, float(norm), lr)
-        self.skipped_in_a_row = 0
+            return UpdateResult(False, float(norm), lr)
+
         limit = self.config.max_grad_norm
         if norm > limit:
             torch._foreach_mul_(gradients, float(limit / norm))
-        for group in self.torch.param_groups:
-            group["lr"] = lr
-        self.torch.step()
+
+        for param_group in self.torch_optimizer.param_groups:
+            param_group["lr"] = lr
+        self.torch_optimizer.step()
         self.zero_grad()
+
+        self.skipped_in_a_row = 0
         self.updates += 1
-        return Outcome(True, float(norm), lr)
+        return UpdateResult(True, float(norm), lr)
 
     def lr(self) -> float:
-        """The learning rate of the next update."""
+        """Return the learning rate of the next update."""
         warmup = self.config.warmup_steps
         return self.config.lr * min(1.0, (self.updates + 1) / warmup) if warmup else self.config.lr
 
@@ -70,20 +83,30 @@ class Optimizer:
             parameter.grad = None
 
     def state(self) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
-        """(parameter, slot, value) of every parameter that was updated before."""
+        """Yield (parameter, slot, value) for every parameter that was updated before."""
         for parameter in self.parameters:
-            kept = self.torch.state.get(parameter, {})
-            yield from ((parameter, slot, kept[slot]) for slot in self.slots if slot in kept)
+            state = self.torch_optimizer.state.get(parameter, {})
+            yield from ((parameter, slot, state[slot]) for slot in self.slots if slot in state)
 
     def restore(
-        self, kept: Mapping[torch.Tensor, Mapping[str, torch.Tensor]], *, updates: int, skipped_in_a_row: int
+        self, state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]], *, updates: int, skipped_in_a_row: int
     ) -> None:
-        """Go on where another optimizer stood: slot → value of each parameter that it had updated."""
-        groups = self.torch.param_groups
-        order = [parameter for group in groups for parameter in group["params"]]
-        state = {place: dict(kept[parameter]) for place, parameter in enumerate(order) if parameter in kept}
-        self.torch.load_state_dict({"state": state, "param_groups": self.torch.state_dict()["param_groups"]})
-        self.updates, self.skipped_in_a_row = updates, skipped_in_a_row
+        """Load the state of another optimizer.
+
+        Args:
+            state: Slot → value for each parameter that the other optimizer had updated.
+            updates: Its applied updates.
+            skipped_in_a_row: Its latest updates that were skipped.
+        """
+        param_groups = self.torch_optimizer.param_groups
+        order = [parameter for param_group in param_groups for parameter in param_group["params"]]
+        by_index = {index: dict(state[parameter]) for index, parameter in enumerate(order) if parameter in state}
+
+        self.torch_optimizer.load_state_dict(
+            {"state": by_index, "param_groups": self.torch_optimizer.state_dict()["param_groups"]}
+        )
+        self.updates = updates
+        self.skipped_in_a_row = skipped_in_a_row
 
     def _skip(self) -> None:
         self.zero_grad()
@@ -96,7 +119,7 @@ class Optimizer:
 
 
 def grad_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm over all parameters and all ranks: each rank squares its shards, one number is reduced."""
+    """Return the 2-norm [] float64 over all parameters and ranks: local squares, then one all-reduce."""
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     squared = torch.stack(torch._foreach_norm(local)).double().square().sum().cpu()
     if any(isinstance(gradient, DTensor) for gradient in gradients):
@@ -105,9 +128,13 @@ def grad_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _make(parameters: list[torch.nn.Parameter], config: TrainerConfig) -> torch.optim.Optimizer:
-    decayed = [parameter for parameter in parameters if parameter.dim() > 1]
-    plain = [parameter for parameter in parameters if parameter.dim() <= 1]  # norms and biases are not decayed
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    if config.optimizer is schema.Optimizer.sgd:
-        return torch.optim.SGD(groups, lr=config.lr)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2))
+    # Norms and biases are not decayed.
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    vectors = [parameter for parameter in parameters if parameter.dim() <= 1]
+    param_groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    if config.optimizer is Optimizer.sgd:
+        return torch.optim.SGD(param_groups, lr=config.lr)
+    return torch.optim.AdamW(param_groups, lr=config.lr, betas=(config.beta1, config.beta2))

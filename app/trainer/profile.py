@@ -1,4 +1,4 @@
-"""`trainer.profile_steps=[10,11]`: torch profiler traces of these steps, one file a rank, in the run's folder."""
+"""torch profiler traces of chosen steps, `trainer.profile_steps=[10,11]`: one file per rank in the run's folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,32 +10,35 @@ FOLDER = "profile"
 
 
 class StepProfiler:
-    """Around begin and finish of a step; off for every step that was not asked for."""
+    """Profiles from `begin` to `finish` of the chosen steps. Does nothing in other steps."""
 
     def __init__(self, steps: Sequence[int], folder: Path, rank: int):
-        self.steps, self.folder, self.rank = frozenset(steps), folder, rank
-        self._running: profile | None = None
+        self.steps = frozenset(steps)
+        self.folder = folder
+        self.rank = rank
+        self._profile: profile | None = None
 
     def begin(self, step: int) -> None:
         if step in self.steps:
-            # an accelerator's own activities where this torch knows them
-            known = [activity for activity in ProfilerActivity.__members__.values() if _supported(activity)]
-            self._running = profile(activities=known)
-            self._running.start()
+            # Includes the accelerator's activities if this torch supports them.
+            supported = torch.profiler.supported_activities()
+            activities = [activity for activity in ProfilerActivity.__members__.values() if activity in supported]
+            self._profile = profile(activities=activities)
+            self._profile.start()
 
     def finish(self, step: int) -> None:
         """Write `profile/step_N_rank_R.json`, a Chrome trace."""
-        if self._running is not None:
-            running, self._running = self._running, None
-            running.stop()
+        finished = self._stop()
+        if finished is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            running.export_chrome_trace(str(self.folder / f"step_{step}_rank_{self.rank}.json"))
+            finished.export_chrome_trace(str(self.folder / f"step_{step}_rank_{self.rank}.json"))
 
     def abort(self) -> None:
-        if self._running is not None:
-            self._running.stop()
-            self._running = None
+        self._stop()
 
-
-def _supported(activity: ProfilerActivity) -> bool:
-    return activity in torch.profiler.supported_activities()
+    def _stop(self) -> profile | None:
+        stopped = self._profile
+        self._profile = None
+        if stopped is not None:
+            stopped.stop()
+        return stopped

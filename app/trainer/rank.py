@@ -1,10 +1,11 @@
-"""One rank of the trainer: a Ray actor with its shard of the model, its optimizer and its part of every step.
+"""One rank of the trainer: a Ray actor with its shard of the model and its share of every step.
 
-All ranks get the same calls in the same order. Other parts (the weight sync's sender, memory offload) are attached by
-whoever introduces them, so that this module knows none of them.
+All ranks get the same calls in the same order. Memory offload and extensions (such as the weight sync's sender) are
+attached by their owners; this module does not import them.
 """
 
 import gc
+import importlib
 import os
 import random
 import sys
@@ -27,28 +28,36 @@ from app.config.trainer import TrainerConfig
 from app.device import device_of
 from app.device.torchvision_shim import define_operators
 from app.errors import TrainerError
+from app.model.policy import PolicyModel
 from app.trainer.checkpoint_state import RankState, host_copy
-from app.trainer.optimizer import Optimizer
+from app.trainer.optimizer import PolicyOptimizer
 from app.trainer.profile import FOLDER, StepProfiler
 from app.trainer.step import StepSettings, TrainStep
 from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
 from app.utils.net import bracketed, free_port
 from app.utils.process import log_to, memory_use
 
-THREADS = {"answers": 1, "checkpoint": 1}  # Ray's concurrency groups: what runs beside the step
+# Ray's concurrency groups: calls that run in their own thread, beside the step.
+CONCURRENCY_GROUPS = {"status": 1, "checkpoint": 1}
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def runs_concurrently(concurrency_group: str) -> Callable[[F], F]:
+    """Run a method in a Ray concurrency group. Unlike `ray.method`, keep the method's type."""
+    return cast(Callable[[F], F], ray.method(concurrency_group=concurrency_group))
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What a rank is made with; the same for all ranks."""
+    """Settings of a rank, the same for all ranks."""
 
     device: DeviceKind
-    dtype: Dtype  # compute
+    dtype: Dtype  # compute; parameters are float32
     model_path: Path
     trust_remote_code: bool
     trainer: TrainerConfig
     step: StepSettings
-    reference: bool  # whether a frozen copy of the first policy is kept
+    reference: bool  # whether to keep a frozen copy of the initial policy
     ranks: int
     threads: int  # per rank, on CPU
     seed: int
@@ -68,25 +77,28 @@ class MemoryOffload(Protocol):
         ...
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def runs_beside_the_step(concurrency_group: str) -> Callable[[F], F]:
-    """Run a method in a Ray concurrency group of its own. The method keeps its type."""
-    return cast(Callable[[F], F], ray.method(concurrency_group=concurrency_group))
-
-
 class TrainerRank:
-    """Built in two phases: the actor first, then `setup` on all ranks at once (it enters collectives)."""
+    """A trainer rank.
+
+    Lifecycle:
+        1. Create the actor.
+        2. `setup` on all ranks at once: it runs collectives.
+        3. `attach_offload`, and `attach` for each extension.
+        4. Steps: `begin_step` → `add_groups` … → `finish_step` or `abort_step`.
+        5. Between steps: `offload` and `onload`, `capture` → `write`, `restore`.
+    """
 
     def __init__(self, spec: RankSpec, rank: int):
         log_to(spec.logs / f"trainer_{rank}.log")
-        self.spec, self.rank = spec, rank
+        self.spec = spec
+        self.rank = rank
         self.device = device_of(spec.device)
         self.extensions: dict[str, Any] = {}
         self.memory_offload: MemoryOffload | None = None
-        self.offloaded: set[TrainerMemory] = set()  # what a part of this rank has taken off the device
+        self.offloaded: set[TrainerMemory] = set()
         self.profiler = StepProfiler(spec.profile_steps, spec.logs.parent / FOLDER, rank)
+
+    # --- setup
 
     def node_address(self) -> str:
         return ray.util.get_node_ip_address()
@@ -95,74 +107,99 @@ class TrainerRank:
         return free_port(host="")
 
     def setup(self, address: str, port: int) -> int:
-        """Join the ranks, load the model; returns the number of parameters."""
-        define_operators()
-        from app.model.load import load
+        """Join the process group, load the model and make the step. A collective.
 
-        torch.set_num_threads(self.spec.threads)
+        Args:
+            address: Address of rank 0.
+            port: Free port there, for the rendezvous.
+
+        Returns:
+            Number of the model's parameters.
+        """
+        self._seed()
+        self._select_device()
+        self._join_process_group(address, port)
+        self._load_models()
+        self._make_step()
+        disable_automatic_gc()
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def _seed(self) -> None:
         random.seed(self.spec.seed)
         np.random.seed(self.spec.seed)
         torch.manual_seed(self.spec.seed)
+
+    def _select_device(self) -> None:
+        torch.set_num_threads(self.spec.threads)
         if self.device.plugin:
-            __import__(self.device.plugin)
+            importlib.import_module(self.device.plugin)
         self.torch_device = self.device.torch_device(self._device_index())
         if self.device.torch_type != "cpu":
             torch.get_device_module(self.device.torch_type).set_device(self.torch_device)
+
+    def _device_index(self) -> int:
+        """Return this rank's index among the visible devices: Ray narrows visibility for some device kinds only."""
+        assigned = [str(each) for each in ray.get_runtime_context().get_accelerator_ids().get(self.device.resource, [])]
+        visible = [each for each in os.environ.get(self.device.visibility or "", "").split(",") if each]
+        if not assigned:
+            return 0
+        return visible.index(assigned[0]) if assigned[0] in visible else int(assigned[0])
+
+    def _join_process_group(self, address: str, port: int) -> None:
+        backend = self.device.collective
+        if self.device.torch_type != "cpu":
+            # Gloo, for collectives of host tensors.
+            backend = f"cpu:gloo,{self.device.torch_type}:{backend}"
+
         dist.init_process_group(
-            backend=self._backends(),
+            backend=backend,
             init_method=f"tcp://{bracketed(address)}:{port}",
             rank=self.rank,
             world_size=self.spec.ranks,
             timeout=timedelta(seconds=self.spec.trainer.timeout_s),
         )
+
+    def _load_models(self) -> None:
+        define_operators()
+        from app.model.load import load
+
         mesh = init_device_mesh(self.device.torch_type, (self.spec.ranks,))
-        make = lambda: load(  # noqa: E731
-            self.spec.model_path,
-            mesh=mesh,
-            device=self.torch_device,
-            compute_dtype=getattr(torch, self.spec.dtype.name),
-            attention=self.device.attention,
-            activation_checkpointing=self.spec.trainer.activation_checkpointing,
-            trust_remote_code=self.spec.trust_remote_code,
-        )
-        self.model = make()
-        self.reference = make().requires_grad_(False) if self.spec.reference else None
-        self.optimizer = Optimizer(self.model.parameters(), self.spec.trainer)
-        self.step = TrainStep(
-            self.model, self.optimizer, self.spec.step, self.torch_device, self.reference, self._peak_flops()
-        )
+
+        def load_policy() -> PolicyModel:
+            return load(
+                self.spec.model_path,
+                mesh=mesh,
+                device=self.torch_device,
+                compute_dtype=getattr(torch, self.spec.dtype.name),
+                attention=self.device.attention,
+                activation_checkpointing=self.spec.trainer.activation_checkpointing,
+                trust_remote_code=self.spec.trust_remote_code,
+            )
+
+        self.model = load_policy()
+        self.reference = load_policy().requires_grad_(False) if self.spec.reference else None
+
+    def _make_step(self) -> None:
+        # The known peak is that of bfloat16.
+        peak_flops = None
+        if self.device.peak_tflops is not None and self.spec.dtype is Dtype.bfloat16:
+            peak_flops = 1e12 * self.device.peak_tflops
+
+        self.optimizer = PolicyOptimizer(self.model.parameters(), self.spec.trainer)
+        self.step = TrainStep(self.model, self.optimizer, self.spec.step, self.torch_device, self.reference, peak_flops)
         self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=self.spec.trainer.timeout_s)
-        disable_automatic_gc()
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
-    def _device_index(self) -> int:
-        """Which of the devices that this process sees is its own: Ray shows some kinds one device, others all."""
-        own = [str(each) for each in ray.get_runtime_context().get_accelerator_ids().get(self.device.resource, [])]
-        shown = [each for each in os.environ.get(self.device.visibility or "", "").split(",") if each]
-        if not own:
-            return 0
-        return shown.index(own[0]) if own[0] in shown else int(own[0])
-
-    def _peak_flops(self) -> float | None:
-        """Of one device, FLOP/s, where it is known: for bfloat16."""
-        peak = self.device.peak_tflops
-        return None if peak is None or self.spec.dtype is not Dtype.bfloat16 else 1e12 * peak
-
-    def _backends(self) -> str:
-        """Collectives of small numbers run on the host, whatever the device's own backend is."""
-        own = self.device.collective
-        return own if self.device.torch_type == "cpu" else f"cpu:gloo,{self.device.torch_type}:{own}"
 
     # --- the step
 
     def begin_step(self, version: int) -> None:
+        """Open a step. Ranks collect garbage here, since automatic GC is off."""
         self.require_onloaded("begin_step", *TrainerMemory)
         gc.collect()
         self.step.begin(version)
         self.profiler.begin(version)
 
     def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
-        self.step.feed(groups)
+        self.step.add_groups(groups)
 
     def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
         self.step.old_logprobs(groups)
@@ -188,9 +225,9 @@ class TrainerRank:
         self._require_closed("capture")
         return self.state.capture(self.memory_offload.copy if self.memory_offload else host_copy)
 
-    @runs_beside_the_step("checkpoint")
+    @runs_concurrently("checkpoint")
     def write(self, folder: Path) -> None:
-        """In a thread of its own, so that steps go on."""
+        """Write the captured state, concurrently with further steps."""
         self.state.write(folder)
 
     def restore(self, folder: Path, version: int) -> None:
@@ -200,15 +237,17 @@ class TrainerRank:
         self.step.version = version
 
     def ready(self) -> None:
-        """Return when everything that was asked for before is done, also on the device."""
+        """Return once all earlier calls are done, on the device too."""
         if self.device.torch_type != "cpu":
             torch.get_device_module(self.device.torch_type).synchronize(self.torch_device)
 
-    def require_onloaded(self, call: str, *parts: TrainerMemory) -> None:
-        """Raise `TrainerError` if one of these parts is offloaded: what is read then would be nonsense."""
-        missing = [part.name for part in parts if part in self.offloaded]
-        if missing:
-            raise TrainerError(f"trainer rank {self.rank}: {call} while offloaded: {', '.join(missing)}")
+    # --- preconditions
+
+    def require_onloaded(self, call: str, *regions: TrainerMemory) -> None:
+        """Raise `TrainerError` if one of these regions is offloaded: reading it would return garbage."""
+        offloaded = [region.name for region in regions if region in self.offloaded]
+        if offloaded:
+            raise TrainerError(f"trainer rank {self.rank}: {call} while offloaded: {', '.join(offloaded)}")
 
     def _require_closed(self, call: str) -> None:
         if self.step.open:
@@ -217,7 +256,7 @@ class TrainerRank:
     # --- memory offload
 
     def attach_offload(self, make: Callable[["TrainerRank"], MemoryOffload]) -> None:
-        """Set who offloads this rank's memory; `make` is a function of a module, since it is sent by name."""
+        """Attach `make(rank)` as this rank's memory offload. `make` is pickled by name: a module-level callable."""
         self.memory_offload = make(self)
 
     def offload(self, region: TrainerMemory) -> None:
@@ -234,17 +273,18 @@ class TrainerRank:
     # --- extensions
 
     def attach(self, name: str, make: Callable[["TrainerRank"], Any]) -> None:
-        """Give this rank a further part; `make` is a function of a module, so it travels by name."""
+        """Attach `make(rank)` as an extension. `make` is pickled by name: a module-level callable."""
         self.extensions[name] = make(self)
 
     def call(self, name: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a method of an extension."""
         return getattr(self.extensions[name], method)(*args, **kwargs)
 
-    # --- answers while the rank is busy (a thread of their own)
+    # --- status, answered while a step is computed
 
-    @runs_beside_the_step("answers")
+    @runs_concurrently("status")
     def stacks(self) -> str:
-        """What every thread of this rank is doing right now."""
+        """Return the stack of every thread."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         return "\n".join(
             f"--- rank {self.rank} pid {os.getpid()} thread {names.get(ident, ident)}\n"
@@ -252,9 +292,9 @@ class TrainerRank:
             for ident, frame in sys._current_frames().items()
         )
 
-    @runs_beside_the_step("answers")
+    @runs_concurrently("status")
     def memory(self) -> MemoryUse:
-        """Also the device's peak since this was asked last."""
+        """Return the memory in use and, of an accelerator, its peak since the last call."""
         if self.device.torch_type == "cpu":
             return memory_use([os.getpid()])
         module = torch.get_device_module(self.device.torch_type)
@@ -262,13 +302,16 @@ class TrainerRank:
         module.reset_peak_memory_stats(self.torch_device)
         return replace(memory_use([os.getpid()]), device_peak=peak)
 
-    @runs_beside_the_step("answers")
+    @runs_concurrently("status")
     def pid(self) -> int:
         return os.getpid()
 
 
 def disable_automatic_gc() -> None:
-    """From now on `gc.collect` alone does it, at the same place on every rank: one that stops for it stops all."""
+    """Disable automatic GC.
+
+    `begin_step` collects on all ranks at the same time, so that one rank's pause cannot stall the others.
+    """
     gc.collect()
-    gc.freeze()  # what is there stays
+    gc.freeze()  # exempts today's objects from later collections
     gc.disable()

@@ -1,11 +1,12 @@
-"""What one driver costs: its own CPU time per completion, with payloads as the engine hosts send them.
+"""CPU time of the driver per completion, with payloads of realistic size.
 
     python -m tests.bench.controller
 
-The real controller, sampler, scorer (`exact`), admission, buffer and recorder. 1,000 simulated engines in virtual time
-answer groups of 8 completions of 8,000 tokens with log-probabilities and text. A group is unpickled when it arrives and
-pickled when it goes to the trainer, as between Ray's processes: arrays out of band, read in place, copied once into
-shared memory. Not counted: Ray's own calls. Decoding is the engine hosts' work; what it would cost here is printed.
+The real controller, rollouter, scorer (`exact`), staleness manager, buffer and recorder. 1,000 simulated engines in
+virtual time answer groups of 8 completions of 8,000 tokens with log-probabilities and text. As between Ray's processes,
+a group is unpickled when it arrives and pickled when it goes to the trainer: arrays out of band, read in place, copied
+once into shared memory. Ray's own calls are not counted. Engine hosts decode the text; the cost of decoding it on the
+driver instead is printed.
 """
 
 import json
@@ -31,22 +32,24 @@ PROMPTS, STEPS = 250, 6  # groups a step
 TARGET_US = 300
 
 
-class Hosts(SimEngine):
-    """Answers with a recorded payload under the version that samples it."""
+class ReplayEngine(SimEngine):
+    """Answers every request with a recorded payload, under the current policy version."""
 
     payload = b""
     arrays: list[bytes] = []  # noqa: RUF012
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
-        short = await super().generate(request)
+        completions = await super().generate(request)
         arrays = pickle.loads(self.payload, buffers=self.arrays)[: request.group_size]
         return [
             Completion(tokens, logprobs, FinishReason.stop, (VersionSpan(self.version, 0, TOKENS),), text)
-            for (tokens, logprobs, text), _ in zip(arrays, short, strict=True)
+            for (tokens, logprobs, text), _ in zip(arrays, completions, strict=True)
         ]
 
 
-class Receiver(SimTrainer):
+class PicklingTrainer(SimTrainer):
+    """Pickles groups as Ray does."""
+
     shared = memoryview(bytearray(TOKENS * 4))
 
     async def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
@@ -59,7 +62,7 @@ class Receiver(SimTrainer):
 
 
 def payload() -> tuple[bytes, list[bytes]]:
-    """A pickled group and its arrays."""
+    """Return a pickled group and its out-of-band arrays."""
     rng = np.random.default_rng(0)
     texts = ["x" * TOKENS + " 1" if member % 2 else "x" * TOKENS for member in range(GROUP)]
     arrays = [
@@ -82,8 +85,8 @@ def decode_us() -> float:
 
 
 def run_once(folder: Path) -> float:
-    """CPU seconds of a whole run of this process."""
-    made = config(
+    """Return the CPU seconds of a whole run in this process."""
+    settings = config(
         steps=STEPS,
         prompts_per_step=PROMPTS,
         group_size=GROUP,
@@ -93,10 +96,10 @@ def run_once(folder: Path) -> float:
         max_completion_tokens=TOKENS,
     )
     seconds = lambda prompt_id: 30 * random.Random(prompt_id).lognormvariate(0, 0.5)  # noqa: E731
-    world = World(made, folder, seconds, rows=5000, eval_rows=1, trainer=Receiver(seconds=0.1))
-    Hosts.payload, Hosts.arrays = payload()
+    world = World(settings, folder, seconds, rows=5000, eval_rows=1, trainer=PicklingTrainer(seconds=0.1))
+    ReplayEngine.payload, ReplayEngine.arrays = payload()
 
-    async def story(recorder: RunFolderRecorder) -> float:
+    async def scenario(recorder: RunFolderRecorder) -> float:
         world.recorder = recorder  # type: ignore[assignment]
         context = world.context()
         context.pool.engines[:] = [Hosts(seconds, world.right) for _ in range(ENGINES)]
@@ -106,23 +109,23 @@ def run_once(folder: Path) -> float:
         await FullyAsync(context).run()
         return time.process_time() - started
 
-    with RunFolderRecorder(made, folder) as recorder:
-        return run_virtual(story(recorder))
+    with RunFolderRecorder(settings, folder) as recorder:
+        return run_virtual(scenario(recorder))
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         cpu = run_once(Path(name))
     completions = PROMPTS * STEPS * GROUP
-    each = cpu / completions * 1e6
+    cost_us = cpu / completions * 1e6
     print(
         json.dumps(
             {
                 "benchmark": "controller",
-                "driver_cpu_us_per_completion": round(each, 1),
+                "driver_cpu_us_per_completion": round(cost_us, 1),
                 "target_us": TARGET_US,
-                "of_target": round(each / TARGET_US, 3),
-                "limit_completions_per_second": round(1e6 / each),
+                "of_target": round(cost_us / TARGET_US, 3),
+                "limit_completions_per_second": round(1e6 / cost_us),
                 "decoding_here_would_add_us": round(decode_us(), 1),
                 "completions": completions,
                 "engines": ENGINES,

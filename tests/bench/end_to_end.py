@@ -1,10 +1,12 @@
-"""The whole application against TRL's GRPOTrainer: `python -m tests.bench.end_to_end --peer PYTHON [--out FILE]`.
+"""The whole application against TRL's GRPOTrainer.
 
-The same workload on the same two cores, one after the other, in turns: a random Qwen3 (6 layers, 256 wide, 64 tokens in
-its vocabulary, so that a completion ends by chance after 64 tokens on average and at 256 at most), 16 prompts of 16
-tokens a step, groups of 8, a reward that costs nothing, one AdamW update a step, float32. PYTHON is that of an
-environment with TRL (tests/bench/trl_grpo.py says how to make one). The first two steps of each run are not counted.
-Memory is the largest sum, over all processes of a run, of the proportional set size. Prints one JSON line.
+    python -m tests.bench.end_to_end --peer PYTHON [--out FILE]
+
+Both run the same workload on the same two cores, in turns: a random Qwen3 (6 layers, 256 wide, vocabulary of 64, so
+that a completion ends by chance after 64 tokens on average, at 256 at the latest), 16 prompts of 16 tokens per step,
+groups of 8, a trivial reward, one AdamW update per step, float32. PYTHON is the interpreter of an environment with TRL;
+tests/bench/trl_grpo.py shows how to create one. The first two steps of each run are not counted. Memory is the peak of
+the proportional set size summed over all processes of a run. Prints one JSON line.
 """
 
 import argparse
@@ -26,43 +28,43 @@ import psutil
 
 from app.types import Trajectory
 from tests.bench.machine import machine, pss_by_process
-from tests.bench.trl_baseline import VOCABULARY, save_peer_model
+from tests.bench.trl_baseline import VOCABULARY, save_baseline_model
 
 PROMPTS_PER_STEP, GROUP_SIZE, PROMPT_TOKENS, MAX_TOKENS = 16, 8, 16, 256
 WARM_UP = 2  # steps
-SAMPLE_SECONDS = 3.0  # a look at a dozen processes takes a tenth of a second
-DEADLINE_SECONDS = 1800  # for one side of a round
+SAMPLE_SECONDS = 3.0  # sampling a dozen processes takes 0.1 s
+DEADLINE_SECONDS = 1800  # for one run
 MARK = "POSTTRAIN_BENCH_RUN"
 
 
 def reward(trajectories: list[Trajectory]) -> list[float]:
-    """TRL's side has the same."""
+    """The same reward as in trl_grpo.py."""
     return [int(each.completion.token_ids.sum()) % 7 / 7 for each in trajectories]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     seconds: float  # median step
-    tokens_per_second: float  # completion tokens of all counted steps over their seconds
+    tokens_per_second: float  # completion tokens over seconds, of all counted steps
     peak_mib: float
-    processes: dict[str, int]  # MiB at the peak, by what they are
+    processes: dict[str, int]  # MiB at the peak, by kind of process
     detail: dict[str, float]
 
 
 def save_prompts(file: Path, count: int) -> Path:
-    choose = random.Random(0)
-    rows = [" ".join(f"w{choose.randrange(2, VOCABULARY)}" for _ in range(PROMPT_TOKENS)) for _ in range(count)]
+    generator = random.Random(0)
+    rows = [" ".join(f"w{generator.randrange(2, VOCABULARY)}" for _ in range(PROMPT_TOKENS)) for _ in range(count)]
     file.write_text("".join(json.dumps({"question": row, "answer": "0"}) + "\n" for row in rows))
     return file
 
 
-def peer(python: str, model: Path, prompts: Path, steps: int) -> Measured:
+def trl(python: str, model: Path, prompts: Path, steps: int) -> Measured:
     command = [python, str(Path(__file__).with_name("trl_grpo.py")), "--model", str(model), "--prompts", str(prompts)]
     shape = {"steps": steps, "prompts-per-step": PROMPTS_PER_STEP, "group-size": GROUP_SIZE, "max-tokens": MAX_TOKENS}
     command += [word for name, value in shape.items() for word in (f"--{name}", str(value))]
-    output, memory = watched(command)
-    said = json.loads(output.splitlines()[-1])
-    return measured(said["seconds"], said["completion_tokens"], memory, lambda: {})
+    output, memory = run_and_sample_memory(command)
+    result = json.loads(output.splitlines()[-1])
+    return measured(result["seconds"], result["completion_tokens"], memory, lambda: {})
 
 
 def ours(placement: str, model: Path, prompts: Path, steps: int, folder: Path) -> Measured:
@@ -84,7 +86,9 @@ def ours(placement: str, model: Path, prompts: Path, steps: int, folder: Path) -
         "data.eval_fraction": 1e-9,  # one row
         "hydra.run.dir": run,
     }
-    _, memory = watched([sys.executable, "-m", "app", *(f"{key}={value}" for key, value in overrides.items())])
+    _, memory = run_and_sample_memory(
+        [sys.executable, "-m", "app", *(f"{key}={value}" for key, value in overrides.items())]
+    )
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "time/step" in line]
     tokens = [line["tokens/completion"] for line in lines]
@@ -105,20 +109,22 @@ def measured(
 
 
 class Memory:
-    """Follows a process and everything that it started."""
+    """Samples the memory of a process and its descendants in a thread."""
 
     def __init__(self, pid: int, mark: str):
-        self.root, self.mark = psutil.Process(pid), mark.encode()
-        self.peak_mib, self.by_kind = 0.0, dict[str, int]()
+        self.root = psutil.Process(pid)
+        self.mark = mark.encode()
+        self.peak_mib = 0.0
+        self.by_kind: dict[str, int] = {}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
+        self._thread = threading.Thread(target=self._sample)
         self._thread.start()
 
     def stop(self) -> None:
         self._stop.set()
         self._thread.join()
 
-    def _watch(self) -> None:
+    def _sample(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):
             sizes = pss_by_process(self._processes())
             if sum(sizes.values()) > self.peak_mib:
@@ -126,24 +132,24 @@ class Memory:
                 self.by_kind = {kind: round(mib) for kind, mib in sorted(sizes.items(), key=lambda each: -each[1])}
 
     def _processes(self) -> list[psutil.Process]:
-        """By descent, and by a mark in the environment for those whose parent has ended."""
+        """Return the descendants, and processes marked in their environment, whose parents may have ended."""
         try:
-            found = {process.pid: process for process in [self.root, *self.root.children(recursive=True)]}
+            processes = {process.pid: process for process in [self.root, *self.root.children(recursive=True)]}
         except psutil.NoSuchProcess:
             return []
         for process in psutil.process_iter():
             try:
-                if process.pid not in found and self.mark in Path(f"/proc/{process.pid}/environ").read_bytes():
-                    found[process.pid] = process
+                if process.pid not in processes and self.mark in Path(f"/proc/{process.pid}/environ").read_bytes():
+                    processes[process.pid] = process
             except OSError:
                 continue
-        return list(found.values())
+        return list(processes.values())
 
 
-def watched(command: list[str]) -> tuple[str, Memory]:
+def run_and_sample_memory(command: list[str]) -> tuple[str, Memory]:
     mark = secrets.token_hex(8)
     environment = {**os.environ, MARK: mark}
-    environment.pop("OMP_NUM_THREADS", None)  # each side chooses by itself
+    environment.pop("OMP_NUM_THREADS", None)  # each side chooses its own
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=environment
     )
@@ -161,19 +167,19 @@ def watched(command: list[str]) -> tuple[str, Memory]:
 
 
 def compare(python: str, placement: str, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
-    model = save_peer_model(folder / "model")
+    model = save_baseline_model(folder / "model")
     prompts = save_prompts(folder / "prompts.jsonl", PROMPTS_PER_STEP * (steps + 4))
-    found: dict[str, list[Measured]] = {"trl": [], "ours": []}
+    results: dict[str, list[Measured]] = {"trl": [], "ours": []}
     loads = []
     for _ in range(rounds):
         loads.append(round(os.getloadavg()[0], 1))
         for side, measure in (
-            ("trl", lambda: peer(python, model, prompts, steps)),
+            ("trl", lambda: trl(python, model, prompts, steps)),
             ("ours", lambda: ours(placement, model, prompts, steps, folder)),
         ):
-            found[side].append(measure())
-            print(side, found[side][-1], file=sys.stderr)  # a round takes minutes
-    both = list(zip(found["ours"], found["trl"], strict=True))
+            results[side].append(measure())
+            print(side, results[side][-1], file=sys.stderr)  # progress: a round takes minutes
+    both = list(zip(results["ours"], results["trl"], strict=True))
     return {
         "what": "end_to_end",
         "placement": placement,
@@ -188,7 +194,7 @@ def compare(python: str, placement: str, rounds: int, steps: int, folder: Path) 
                 "pss_mib_at_the_peak": rows[-1].processes,
                 **rows[-1].detail,
             }
-            for side, rows in found.items()
+            for side, rows in results.items()
         },
         "steps": steps,
         "rounds": rounds,
@@ -203,17 +209,19 @@ def median(values: list[float], digits: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", required=True, help="the Python of an environment that has TRL")
+    parser.add_argument("--peer", required=True, help="Python interpreter of an environment with TRL")
     parser.add_argument("--placement", default="colocate")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--out", type=Path)
-    chosen = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = json.dumps(compare(chosen.peer, chosen.placement, chosen.rounds, chosen.steps, Path(folder)))
-    print(found)
-    if chosen.out:
-        chosen.out.write_text(found + "\n")
+        result = json.dumps(
+            compare(arguments.peer, arguments.placement, arguments.rounds, arguments.steps, Path(folder))
+        )
+    print(result)
+    if arguments.out:
+        arguments.out.write_text(result + "\n")
 
 
 if __name__ == "__main__":

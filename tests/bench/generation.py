@@ -1,8 +1,10 @@
-"""What the engine's batched attention gains on a CPU: `python -m tests.bench.generation [--out FILE]`.
+"""Speedup of the engine's batched CPU attention over SGLang's torch_native attention.
 
-Two real SGLang servers with the same model, one with SGLang's torch_native attention, one with ours, take turns at the
-same requests on otherwise idle cores. The temperature makes all tokens about as likely as each other, so completions
-end by chance: a long tail, cut at the limit. The ratio is the median of the rounds' own ratios. Prints one JSON line.
+    python -m tests.bench.generation [--out FILE]
+
+Two real SGLang servers with the same model, one with each attention backend, answer the same requests in turns on
+otherwise idle cores. The temperature makes all tokens about equally likely, so completions end by chance: a long tail,
+truncated at the limit. The ratio is the median of the rounds' ratios. Prints one JSON line.
 """
 
 import argparse
@@ -20,7 +22,7 @@ from tests.bench.machine import machine, print_result
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 16
-HOT = 50.0
+TEMPERATURE = 50.0  # nearly uniform sampling
 BACKENDS = ("torch_native", "torch_batched")
 
 
@@ -31,11 +33,11 @@ def requests(name: str, groups: int, max_tokens: int, temperature: float) -> lis
     return [GroupRequest(f"{name}/{index}", prompt, GROUP_SIZE, sampling, 0) for index, prompt in enumerate(prompts)]
 
 
-async def tokens_per_second(engine: RemoteEngine, asked: list[GroupRequest]) -> float:
-    began = time.perf_counter()
-    groups = await asyncio.gather(*(engine.generate(request) for request in asked))
+async def tokens_per_second(engine: RemoteEngine, group_requests: list[GroupRequest]) -> float:
+    started = time.perf_counter()
+    groups = await asyncio.gather(*(engine.generate(request) for request in group_requests))
     tokens = sum(len(completion.token_ids) for group in groups for completion in group)
-    return tokens / (time.perf_counter() - began)
+    return tokens / (time.perf_counter() - started)
 
 
 async def measure(model: Path, rounds: int, max_tokens: int, folder: Path) -> dict[str, Any]:
@@ -45,38 +47,39 @@ async def measure(model: Path, rounds: int, max_tokens: int, folder: Path) -> di
     engines = {name: make_engine(model, folder, name=name, attention_backend=name, **flags) for name in BACKENDS}
     for engine in engines.values():
         await engine.start(600)
-    found = {}
+    results = {}
     for concurrent in (32, 64, 128):
         speed: dict[str, list[float]] = {name: [] for name in BACKENDS}
-        for number in range(1 + rounds):
-            asked = requests(f"{concurrent}/{number}", concurrent // GROUP_SIZE, max_tokens, HOT)
+        for round_number in range(1 + rounds):
+            group_requests = requests(f"{concurrent}/{round_number}", concurrent // GROUP_SIZE, max_tokens, TEMPERATURE)
             for name, engine in engines.items():
-                measured = await tokens_per_second(engine, asked)
-                if number:  # the first round warms up
+                measured = await tokens_per_second(engine, group_requests)
+                # The first round warms up.
+                if round_number:
                     speed[name].append(measured)
-        native, batched = (speed[name] for name in BACKENDS)
-        found[f"{concurrent} requests"] = {
+        ratios = [batched / native for native, batched in zip(*(speed[name] for name in BACKENDS), strict=True)]
+        results[f"{concurrent} requests"] = {
             **{f"{name}_tokens_per_second": round(statistics.median(values)) for name, values in speed.items()},
-            "batched_over_native": round(statistics.median(b / n for b, n in zip(batched, native, strict=True)), 2),
+            "batched_over_native": round(statistics.median(ratios), 2),
         }
     for engine in engines.values():
         await engine.stop()
-    return found
+    return results
 
 
 async def all_models(rounds: int, max_tokens: int, folder: Path) -> dict[str, Any]:
     from app.config.model import ModelConfig
     from app.model.hf_directory import locate
-    from tests.bench.trl_baseline import save_peer_model
+    from tests.bench.trl_baseline import save_baseline_model
 
     tiny = locate(ModelConfig(), seed=0)
-    peer = save_peer_model(folder / "peer")
+    baseline = save_baseline_model(folder / "baseline")
     return {
         "what": "generation",
         "max_tokens": max_tokens,
         "rounds": rounds,
         "tiny": await measure(tiny, rounds, max_tokens, folder),
-        "qwen3 of 6 layers, 256 wide": await measure(peer, rounds, max_tokens, folder),
+        "qwen3 of 6 layers, 256 wide": await measure(baseline, rounds, max_tokens, folder),
         "machine": machine(),
     }
 
@@ -86,8 +89,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--out", type=Path)
-    chosen = parser.parse_args()
-    print_result(lambda folder: all_models(chosen.rounds, chosen.max_tokens, folder), chosen.out)
+    arguments = parser.parse_args()
+    print_result(lambda folder: all_models(arguments.rounds, arguments.max_tokens, folder), arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Does it learn: real runs of the application, one after the other: `python -m tests.bench.learning [NAME …]`.
+"""Learning runs of the application, one after the other.
 
-Every run is `python -m app` with the overrides below, in a process of its own. Says for each the held-out accuracy
-before and after, the largest staleness that was trained on, the median step and the completion tokens per second of the
-steps (the first three left out). Prints one JSON line; `--out FILE` adds to what the file holds of other runs.
+    python -m tests.bench.learning [NAME …] [--out FILE]
+
+Each run is `python -m app` with the overrides below. Reports its held-out accuracy before and after, the largest
+staleness trained on, and the median step and completion tokens per second without the first three steps. Prints one
+JSON line. `--out FILE` replaces these runs in the file and keeps its others.
 """
 
 import argparse
@@ -24,7 +26,7 @@ RUNS: dict[str, str] = {
     "async 0 drain": f"{ASYNC} placement.max_staleness=0 placement.in_flight=drain",
     **{
         f"async {bound} {how}": f"{ASYNC} placement.max_staleness={bound} placement.in_flight={how} steps={steps}"
-        for bound, steps in ((1, 60), (4, 150))  # what is older teaches less a step
+        for bound, steps in ((1, 60), (4, 150))  # staler data teach less per step
         for how in ("drain", "retract", "in_place")
     },
     "async dapo": f"{ASYNC} algorithm=dapo",
@@ -58,11 +60,11 @@ def run(overrides: str, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=list(RUNS), help=f"of: {', '.join(RUNS)}")
+    parser.add_argument("names", nargs="*", default=list(RUNS), help=f"one or more of: {', '.join(RUNS)}")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    known = json.loads(arguments.out.read_text())["runs"] if arguments.out and arguments.out.exists() else []
-    results = {each["name"]: each for each in known}
+    previous = json.loads(arguments.out.read_text())["runs"] if arguments.out and arguments.out.exists() else []
+    results = {each["name"]: each for each in previous}
     for name in arguments.names:
         with tempfile.TemporaryDirectory() as folder:
             results[name] = {"name": name, **run(RUNS[name], Path(folder) / "run")}

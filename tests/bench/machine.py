@@ -1,4 +1,4 @@
-"""What a measurement was taken on, and memory as the kernel counts it."""
+"""The machine of a measurement, and memory from /proc."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ MIB = 1024 * 1024
 def machine(*packages: str) -> dict[str, Any]:
     return {
         "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 1),  # well above the cores: others were at work
+        "load_average": round(os.getloadavg()[0], 1),  # far above the cores: the machine was not idle
         "architecture": platform.machine(),
         "python": platform.python_version(),
         **{package: version(package) for package in (packages or ("torch", "sglang", "ray"))},
@@ -28,20 +28,20 @@ def machine(*packages: str) -> dict[str, Any]:
 
 
 def pss_by_process(processes: Iterable[psutil.Process]) -> dict[str, float]:
-    """MiB of proportional set size by what the processes are; those that have ended count nothing."""
-    found: dict[str, float] = defaultdict(float)
+    """Return the proportional set size in MiB by kind of process. Ended processes count 0."""
+    sizes: dict[str, float] = defaultdict(float)
     for process in processes:
         try:
             lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
             name = kind_of(process)
         except (OSError, psutil.Error):
             continue
-        found[name] += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0) / 1024
-    return dict(found)
+        sizes[name] += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0) / 1024
+    return dict(sizes)
 
 
 def kind_of(process: psutil.Process) -> str:
-    """A short name: what the process calls itself, or the module or program that it runs."""
+    """Return a short name: the process title, or the module or program it runs."""
     words = process.cmdline()
     if not words:
         return process.name()
@@ -53,12 +53,12 @@ def kind_of(process: psutil.Process) -> str:
 
 
 def rss_mib() -> float:
-    """Resident memory of this process."""
+    """Return the resident memory of this process in MiB."""
     return _status("VmRSS")
 
 
 def peak_rss_mib() -> float:
-    """The largest resident memory of this process since `reset_peak`."""
+    """Return the peak resident memory of this process in MiB since `reset_peak`."""
     return _status("VmHWM")
 
 
@@ -72,16 +72,16 @@ def _status(field: str) -> float:
 
 
 def print_result(measure: Callable[[Path], Coroutine[Any, Any, dict[str, Any]]], out: Path | None) -> None:
-    """Measure with a Ray of its own and a folder that is removed; one JSON line, also into `out`."""
+    """Run `measure` in a temporary folder with its own Ray. Print the result as one JSON line, also to `out`."""
     import ray
 
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * MIB)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            found = json.dumps(asyncio.run(measure(Path(folder))))
+            result = json.dumps(asyncio.run(measure(Path(folder))))
     finally:
         ray.shutdown()
-    sys.stdout.write(found + "\n")
+    sys.stdout.write(result + "\n")
     if out is not None:
-        out.write_text(found + "\n")
+        out.write_text(result + "\n")

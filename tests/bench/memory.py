@@ -1,12 +1,12 @@
-"""Memory of a forward and backward by sequence length and vocabulary, head in chunks and not:
+"""Memory of one forward and backward by sequence length and vocabulary, with and without chunks of the head.
 
     python -m tests.bench.memory [--out FILE]
 
-A random Qwen3 of one layer, 128 wide, so that the head's share shows, in float32; one sequence of completion tokens,
-of which every log-probability is trained. Chunked is the trainer's policy model; full is the same model with all logits
-at once, log_softmax and gather, as transformers' models are commonly used. Each cell is a process of its own: the
-largest resident size during the pass, less that before it; null where four copies of the logits would fill more than
-half of the free memory. Vocabularies are Qwen3's and Qwen3.5's. Prints one JSON line.
+A random Qwen3 of one layer, 128 wide, in float32, so that the head dominates; one sequence, every token trained.
+`chunked` is the trainer's policy model. `full` is the same model with all logits at once, log_softmax and gather, the
+common way to use transformers' models. Each cell is a separate process: peak resident size during the pass minus the
+size before it; null where four copies of the logits would fill more than half of the free memory. The vocabularies are
+those of Qwen3 and Qwen3.5. Prints one JSON line.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def save_model(folder: Path, vocabulary: int) -> Path:
 
 
 def measure(way: str, path: Path, length: int) -> float:
-    """MiB above what was there before the pass. Gradients are there before: a short pass made them."""
+    """Return the MiB that a pass adds. A short pass before it has allocated the gradients."""
     import torch
 
     from app.model.load import load
@@ -72,7 +72,7 @@ def measure(way: str, path: Path, length: int) -> float:
         if way == "chunked":
             logprobs, _ = policy(**inputs, temperature=1.0)
         else:
-            hidden = whole_hidden(policy, inputs)
+            hidden = hidden_states(policy, inputs)
             logits = policy.causal_lm.lm_head(hidden)
             logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None]).squeeze(1)
         logprobs.mean().backward()
@@ -84,8 +84,8 @@ def measure(way: str, path: Path, length: int) -> float:
     return peak_rss_mib() - before
 
 
-def whole_hidden(policy: Any, inputs: dict[str, Any]) -> Any:
-    """Hidden states of all tokens but the last, [T - 1, D]."""
+def hidden_states(policy: Any, inputs: dict[str, Any]) -> Any:
+    """Return the hidden states of all tokens but the last, [T - 1, D]."""
     from app.model.packing import Packing
 
     packing = Packing.of(inputs["cu_seqlens"])
@@ -98,7 +98,7 @@ def fits(vocabulary: int, length: int) -> bool:
     return 4 * 4 * vocabulary * length < psutil.virtual_memory().available / 2
 
 
-def in_a_process(way: str, path: Path, length: int) -> int:
+def in_subprocess(way: str, path: Path, length: int) -> int:
     command = [sys.executable, "-m", "tests.bench.memory", "--way", way, "--model", str(path), "--tokens", str(length)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return round(float(done.stdout.splitlines()[-1]))
@@ -112,7 +112,7 @@ def table(folder: Path) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"vocabulary": vocabulary, "tokens": length}
             for way in WAYS:
                 measured = way == "chunked" or fits(vocabulary, length)
-                row[f"{way}_mib"] = in_a_process(way, path, length) if measured else None
+                row[f"{way}_mib"] = in_subprocess(way, path, length) if measured else None
             both = row["chunked_mib"], row["full_mib"]
             rows.append({**row, "chunked_over_full": None if None in both else round(both[0] / both[1], 3)})
     return rows
@@ -121,19 +121,21 @@ def table(folder: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--way", choices=WAYS, help="measure this one only, in this process")
+    parser.add_argument("--way", choices=WAYS, help="measure only this one, in this process")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--tokens", type=int)
-    chosen = parser.parse_args()
-    if chosen.way:
-        print(measure(chosen.way, chosen.model, chosen.tokens))
+    arguments = parser.parse_args()
+    if arguments.way:
+        print(measure(arguments.way, arguments.model, arguments.tokens))
         return
     with tempfile.TemporaryDirectory() as folder:
         rows = table(Path(folder))
-    found = json.dumps({"what": "memory", "hidden": HIDDEN, "table": rows, "machine": machine("torch", "transformers")})
-    print(found)
-    if chosen.out:
-        chosen.out.write_text(found + "\n")
+    result = json.dumps(
+        {"what": "memory", "hidden": HIDDEN, "table": rows, "machine": machine("torch", "transformers")}
+    )
+    print(result)
+    if arguments.out:
+        arguments.out.write_text(result + "\n")
 
 
 if __name__ == "__main__":

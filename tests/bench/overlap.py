@@ -1,12 +1,13 @@
-"""How much of generation and training fully_async hides: step time over the ideal, max(generation, training).
+"""How well fully_async overlaps generation and training: step time over the ideal, max(generation, training).
 
     python -m tests.bench.overlap
 
-The real controllers, admission and buffer; engines and trainer are simulated in virtual time. A group takes log-normal
-seconds with a long tail that is cut at the length limit, whatever else its engine does (decoding is bound by memory
-bandwidth), so generation of a step is the sum of its groups' seconds over the groups in flight. colocate has both
-halves of the devices for each phase. The verl presets take lengths and times from its published runs (Qwen2.5-Math-7B,
-DAPO, H20; 512 prompts a step): the longest group is as long as its colocate generation, training as its update_actor.
+The real controllers, staleness manager and buffer; engines and trainer are simulated in virtual time. The seconds of a
+group are log-normal, with a long tail truncated at the length limit, and independent of the engine's load (decoding is
+bound by memory bandwidth). So generating a step takes the sum of its groups' seconds over the groups in flight.
+colocate uses both halves of the devices in each phase. The verl presets take lengths and times from its published runs
+(Qwen2.5-Math-7B, DAPO, H20; 512 prompts per step): the longest group takes as long as its colocate generation, training
+as long as its update_actor.
 """
 
 import json
@@ -39,20 +40,20 @@ MODES = {
 
 @dataclass(frozen=True)
 class Preset:
-    """Seconds of one step, and groups."""
+    """A workload: seconds and groups of one step."""
 
-    prompts: int  # groups a step
-    in_flight: int  # groups that the rollout half of the devices generates at once
-    longest: float  # seconds of the longest groups
+    prompts: int  # groups per step
+    in_flight: int  # groups that the rollout half of the devices generates concurrently
+    longest: float  # seconds of the longest group
     training: float  # on the trainer's half of the devices
-    colocate_training: float  # on all devices, with everything else that colocate does in turn
+    colocate_training: float  # on all devices, including all other phases that colocate runs in sequence
     push: float
-    dominated: bool  # one side takes at most half of the other
-    published: float | None = None  # speed-up over colocate
+    dominated: bool  # one side takes at most half as long as the other
+    published: float | None = None  # speedup over colocate
 
 
 def synthetic(generation: float, training: float) -> Preset:
-    """A quarter of a step's groups in flight; `generation` and `training` are each side's seconds alone."""
+    """A preset with a quarter of a step's groups in flight. `generation` and `training`: each side's seconds alone."""
     longest = generation / 4 / MEAN
     return Preset(
         128, 32, longest, training, training / 2, 0.5, 2 * min(generation, training) <= max(generation, training)
@@ -75,14 +76,14 @@ PRESETS = {
 
 
 def durations(longest: float) -> Callable[[str], float]:
-    """Seconds of a group, the same whenever its prompt is sampled."""
+    """Return the seconds of a group as a function of its prompt id."""
     return lambda prompt_id: longest * min(1.0, random.Random(f"overlap/{prompt_id}").lognormvariate(0, SIGMA) / CUT)
 
 
 def measure(preset: Preset, staleness: int | None, in_flight: InFlight, folder: Path) -> dict[str, float]:
-    """Mean step after the warm-up; `staleness` None is colocate."""
+    """Measure the mean step after the warm-up. `staleness` None measures colocate."""
     colocate = staleness is None
-    made = config(
+    settings = config(
         PlacementKind.colocate if colocate else PlacementKind.fully_async,
         steps=WARM_UP + MEASURED,
         prompts_per_step=preset.prompts,
@@ -93,7 +94,7 @@ def measure(preset: Preset, staleness: int | None, in_flight: InFlight, folder: 
     training = preset.colocate_training if colocate else preset.training
     trainer = SimTrainer(seconds=training / preset.prompts)
     world = World(
-        made,
+        settings,
         folder,
         durations(preset.longest),
         engine_count=ENGINES,
@@ -102,13 +103,13 @@ def measure(preset: Preset, staleness: int | None, in_flight: InFlight, folder: 
         eval_rows=1,
         trainer=trainer,
     )
-    placement = Colocate if colocate else FullyAsync
+    controller = Colocate if colocate else FullyAsync
 
     async def story() -> float:
         await placement(world.context()).run()
         return now()
 
-    run_virtual(story())
+    run_virtual(scenario())
     step = (trainer.finished_at[-1] - trainer.finished_at[WARM_UP - 1]) / MEASURED
     trained = trainer.trained[WARM_UP:]
     mean = fmean(world.seconds(group.prompt.id) for _, groups in trained for group in groups)
@@ -120,7 +121,7 @@ def measure(preset: Preset, staleness: int | None, in_flight: InFlight, folder: 
         "over_ideal": step / ideal,
         "staleness_mean": fmean(staleness_seen),
         "staleness_max": max(staleness_seen),
-        "lost_groups_fraction": lost / (preset.prompts * made.steps),
+        "lost_groups_fraction": lost / (preset.prompts * settings.steps),
     }
 
 

@@ -1,13 +1,15 @@
-"""A GRPO step of the trainer against the plain way: `python -m tests.bench.trainer [--rounds N] [--out FILE]`.
+"""One GRPO step of the trainer against a plain implementation.
 
-The same random Qwen3 (512 wide, 8 layers, the real vocabulary of 151,936), the same trajectories with a long tail of
-lengths, the same loss, AdamW, float32, activation checkpointing in both. Ours is the rank's own step: FSDP2 over one
-rank, microbatches of packed tokens, the head in chunks. The plain way is transformers with what most trainers do: all
-trajectories padded to the longest, as many in a microbatch as fill the same number of positions, full logits.
+    python -m tests.bench.trainer [--rounds N] [--out FILE]
 
-Every measurement is a process of its own, ours and the plain one in turns. Memory is the largest resident size during
-the step, less that before the model was loaded and four times the parameters (they, their gradients, AdamW's two
-states). Both say the norm of their gradient, so that one sees that they did the same. Prints one JSON line.
+Both use the same random Qwen3 (512 wide, 8 layers, the real vocabulary of 151,936), the same trajectories with
+long-tailed lengths, the same loss, AdamW, float32 and activation checkpointing. `ours` is the rank's step: FSDP2 over
+one rank, packed microbatches, the head in chunks. `plain` is transformers as most trainers use it: trajectories padded
+to the longest one, as many per microbatch as fill the same number of positions, full logits.
+
+Each measurement is a separate process; the two alternate. Memory is the peak resident size during the step, minus the
+size before the model was loaded and four times the parameters (parameters, gradients, AdamW's two moments). Both
+report their gradient norm, which shows that they computed the same. Prints one JSON line.
 """
 
 import argparse
@@ -41,19 +43,19 @@ SHAPES = {
 }
 PROMPTS, GROUP_SIZE, PROMPT_TOKENS = 4, 8, 16
 MEDIAN, SIGMA, LIMIT = 48, 1.0, 384  # completion tokens, log-normal
-TOGETHER = 4  # trajectories in a microbatch of the plain way
+PLAIN_MICROBATCH = 4  # trajectories in a microbatch of `plain`
 WAYS = ("plain", "ours")
 
 
-def groups(prompts: int, seed: int) -> list[ScoredGroup]:
+def make_groups(prompts: int, seed: int) -> list[ScoredGroup]:
     random = np.random.default_rng(seed)
-    made = []
+    groups = []
     for index in range(prompts):
         prompt = Prompt(f"bench/{index}@0", tokens(random, PROMPT_TOKENS), "", "bench")
         lengths = np.minimum(LIMIT, random.lognormal(np.log(MEDIAN), SIGMA, GROUP_SIZE).astype(int) + 1)
         members = tuple(trajectory(prompt, random, int(length)) for length in lengths)
-        made.append(ScoredGroup(Group(prompt, members), random.normal(size=GROUP_SIZE).astype(np.float32)))
-    return made
+        groups.append(ScoredGroup(Group(prompt, members), random.normal(size=GROUP_SIZE).astype(np.float32)))
+    return groups
 
 
 def trajectory(prompt: Prompt, random: np.random.Generator, length: int) -> Trajectory:
@@ -78,7 +80,7 @@ def save_model(folder: Path) -> Path:
     return folder
 
 
-# --- the two ways: load a model, then a function that makes a step and returns the norm of its gradient
+# --- the two implementations: load a model; return a function that trains one step and returns its gradient norm
 
 Step = Callable[[list[ScoredGroup]], float]
 
@@ -91,19 +93,19 @@ def ours(path: Path) -> tuple[Step, int]:
     from app.config.algorithm import AlgorithmConfig, Correction
     from app.config.trainer import TrainerConfig
     from app.model.load import load
-    from app.trainer.optimizer import Optimizer
+    from app.trainer.optimizer import PolicyOptimizer
     from app.trainer.step import StepSettings, TrainStep
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     policy = load(path, mesh=init_device_mesh("cpu", (1,)), device="cpu", activation_checkpointing=True)
     config = TrainerConfig()
-    budget = TOGETHER * (PROMPT_TOKENS + LIMIT)
+    budget = PLAIN_MICROBATCH * (PROMPT_TOKENS + LIMIT)
     settings = StepSettings(AlgorithmConfig(), Correction.none, 1.0, LIMIT, budget)
-    step = TrainStep(policy, Optimizer(policy.parameters(), config), settings, torch.device("cpu"))
+    step = TrainStep(policy, PolicyOptimizer(policy.parameters(), config), settings, torch.device("cpu"))
 
-    def train(scored: list[ScoredGroup]) -> float:
+    def train(groups: list[ScoredGroup]) -> float:
         step.begin(1)
-        step.feed(scored)
+        step.add_groups(groups)
         return step.finish().metrics["grad_norm"]
 
     return train, sum(parameter.numel() for parameter in policy.parameters())
@@ -122,26 +124,27 @@ def plain(path: Path) -> tuple[Step, int]:
         model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
     )
 
-    def train(scored: list[ScoredGroup]) -> float:
-        flat = [each for one in scored for each in zip(one.group.trajectories, one.advantages, strict=True)]
-        longest = max(each.tokens for each, _ in flat)
+    def train(groups: list[ScoredGroup]) -> float:
+        flat = [pair for scored in groups for pair in zip(scored.group.trajectories, scored.advantages, strict=True)]
+        longest = max(trajectory.tokens for trajectory, _ in flat)
         ids = torch.zeros(len(flat), longest, dtype=torch.int64)
-        real, completed = (torch.zeros(len(flat), longest, dtype=torch.bool) for _ in range(2))
+        attention_mask = torch.zeros(len(flat), longest, dtype=torch.bool)
+        completion_mask = torch.zeros(len(flat), longest, dtype=torch.bool)
         for row, (each, _) in enumerate(flat):
-            whole = np.concatenate([each.prompt.token_ids, each.completion.token_ids])
-            ids[row, : len(whole)] = torch.as_tensor(whole)
-            real[row, : len(whole)] = True
-            completed[row, PROMPT_TOKENS : len(whole)] = True
+            token_ids = np.concatenate([each.prompt.token_ids, each.completion.token_ids])
+            ids[row, : len(token_ids)] = torch.as_tensor(token_ids)
+            attention_mask[row, : len(token_ids)] = True
+            completion_mask[row, PROMPT_TOKENS : len(token_ids)] = True
         advantages = torch.tensor([float(advantage) for _, advantage in flat])
-        for start in range(0, len(flat), TOGETHER):
-            part = slice(start, start + TOGETHER)
-            logits = model(input_ids=ids[part], attention_mask=real[part], use_cache=False).logits[:, :-1]
-            logs = torch.log_softmax(logits, dim=-1).gather(2, ids[part, 1:, None]).squeeze(2)
+        for start in range(0, len(flat), PLAIN_MICROBATCH):
+            rows = slice(start, start + PLAIN_MICROBATCH)
+            logits = model(input_ids=ids[rows], attention_mask=attention_mask[rows], use_cache=False).logits[:, :-1]
+            logs = torch.log_softmax(logits, dim=-1).gather(2, ids[rows, 1:, None]).squeeze(2)
             ratio = (logs - logs.detach()).exp()
             clipped = ratio.clamp(0.8, 1.2)
-            gain = torch.minimum(ratio * advantages[part, None], clipped * advantages[part, None])
-            mask = completed[part, 1:]
-            loss = -((gain * mask).sum(1) / mask.sum(1)).sum() / len(flat)
+            objective = torch.minimum(ratio * advantages[rows, None], clipped * advantages[rows, None])
+            mask = completion_mask[rows, 1:]
+            loss = -((objective * mask).sum(1) / mask.sum(1)).sum() / len(flat)
             loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
         optimizer.step()
@@ -152,24 +155,25 @@ def plain(path: Path) -> tuple[Step, int]:
 
 
 def measure(way: str, path: Path) -> dict[str, float]:
-    """In a process of its own: a short step that allocates everything, then the one that is measured."""
+    """Measure one step, after a short step that allocates all memory. Runs in its own process."""
     import torch
 
     from app.model.hf_import import transformers
 
-    transformers().AutoModelForCausalLM  # noqa: B018  # its import is no part of the model
+    # Its import must not count as memory of the model.
+    transformers().AutoModelForCausalLM  # noqa: B018
     torch.set_num_threads(os.cpu_count() or 1)
     empty = rss_mib()
     train, parameters = {"ours": ours, "plain": plain}[way](path)
-    warm = groups(1, seed=1)
-    train([ScoredGroup(Group(warm[0].group.prompt, warm[0].group.trajectories[:2]), warm[0].advantages[:2])])
+    warmup = make_groups(1, seed=1)
+    train([ScoredGroup(Group(warmup[0].group.prompt, warmup[0].group.trajectories[:2]), warmup[0].advantages[:2])])
     gc.collect()
     reset_peak()
-    scored = groups(PROMPTS, seed=0)
-    began = time.perf_counter()
-    norm = train(scored)
-    seconds = time.perf_counter() - began
-    trained = sum(each.tokens for one in scored for each in one.group.trajectories)
+    scored_groups = make_groups(PROMPTS, seed=0)
+    started = time.perf_counter()
+    norm = train(scored_groups)
+    seconds = time.perf_counter() - started
+    trained = sum(each.tokens for scored in scored_groups for each in scored.group.trajectories)
     return {
         "seconds": seconds,
         "tokens": trained,
@@ -181,17 +185,18 @@ def measure(way: str, path: Path) -> dict[str, float]:
 
 def compare(rounds: int, folder: Path) -> dict[str, Any]:
     path = save_model(folder / "model")
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    results: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for _ in range(rounds):
         for way in WAYS:
             command = [sys.executable, "-m", "tests.bench.trainer", "--way", way, "--model", str(path)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            found[way].append(json.loads(done.stdout.splitlines()[-1]))
-    lengths = [len(each.completion.token_ids) for one in groups(PROMPTS, 0) for each in one.group.trajectories]
-    both = list(zip(found["ours"], found["plain"], strict=True))
+            results[way].append(json.loads(done.stdout.splitlines()[-1]))
+    trajectories = [each for scored in make_groups(PROMPTS, 0) for each in scored.group.trajectories]
+    lengths = [len(trajectory.completion.token_ids) for trajectory in trajectories]
+    both = list(zip(results["ours"], results["plain"], strict=True))
     median = {
         way: {name: round(statistics.median(each[name] for each in rows), 3) for name in rows[0]}
-        for way, rows in found.items()
+        for way, rows in results.items()
     }
     return {
         "what": "trainer",
@@ -214,17 +219,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--way", choices=WAYS, help="measure this one only, in this process")
+    parser.add_argument("--way", choices=WAYS, help="measure only this one, in this process")
     parser.add_argument("--model", type=Path)
-    chosen = parser.parse_args()
-    if chosen.way:
-        print(json.dumps(measure(chosen.way, chosen.model)))
+    arguments = parser.parse_args()
+    if arguments.way:
+        print(json.dumps(measure(arguments.way, arguments.model)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        found = json.dumps(compare(chosen.rounds, Path(folder)))
-    print(found)
-    if chosen.out:
-        chosen.out.write_text(found + "\n")
+        result = json.dumps(compare(arguments.rounds, Path(folder)))
+    print(result)
+    if arguments.out:
+        arguments.out.write_text(result + "\n")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,23 @@
-"""The model of the end-to-end comparison: a random Qwen3 with so few tokens that a completion ends by chance.
+"""The model of the comparison with TRL: a random Qwen3 with a vocabulary of 64.
 
-Each of its 64 tokens is about as likely as any other and one of them ends the completion: 64 tokens on average, a long
-tail, as in real runs.
+All tokens are about equally likely, and one of them ends the completion. So completions end by chance, after 64 tokens
+on average, with a long tail as in real runs.
 """
 
 from pathlib import Path
 
 VOCABULARY = 64
-END = 1
+EOS = 1
 
 
-def save_peer_model(folder: Path, *, hidden: int = 256, layers: int = 6, seed: int = 0) -> Path:
-    """A Hugging Face directory with a tokenizer of words `w2` … `w63`."""
+def save_baseline_model(folder: Path, *, hidden: int = 256, layers: int = 6, seed: int = 0) -> Path:
+    """Save a Hugging Face directory whose tokenizer has the words `w2` … `w63`."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     from app.model.hf_import import transformers
 
-    vocabulary = {"<pad>": 0, "<eos>": END, **{f"w{index}": index for index in range(2, VOCABULARY)}}
+    vocabulary = {"<pad>": 0, "<eos>": EOS, **{f"w{index}": index for index in range(2, VOCABULARY)}}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = transformers().PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
@@ -32,7 +32,7 @@ def save_peer_model(folder: Path, *, hidden: int = 256, layers: int = 6, seed: i
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         pad_token_id=0,
-        eos_token_id=END,
+        eos_token_id=EOS,
         bos_token_id=None,
         dtype="float32",
     )

@@ -1,9 +1,9 @@
-"""The peer of end_to_end.py: TRL's GRPOTrainer on the same workload, on CPU. Runs in an environment that has TRL.
+"""The baseline of end_to_end.py: TRL's GRPOTrainer with the same workload on a CPU, in an environment with TRL.
 
     python -m venv peer && peer/bin/pip install torch==2.13.0 trl==1.16.0 transformers datasets
     peer/bin/python tests/bench/trl_grpo.py --model FOLDER --prompts FILE --steps 8
 
-One JSON line: seconds and completion tokens of each step. Imports nothing of this application.
+Prints one JSON line: seconds and completion tokens of each step. Imports nothing from this application.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class StepClock(TrainerCallback):
-    """Wall time of each optimizer step."""
+    """Measures the seconds of each optimizer step."""
 
     def __init__(self) -> None:
         self.started: float | None = None

@@ -1,4 +1,4 @@
-"""Several steps in a row, with a checkpoint captured on the way, or continued from one."""
+"""Runs of several steps: one that saves a checkpoint midway, and one that resumes from it."""
 
 import random
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ BUDGET = 100  # tokens per rank and pass
 
 
 @dataclass(frozen=True)
-class Lineage:
-    """What came of it; the same on all ranks but the random numbers, which are rank 0's."""
+class RunResult:
+    """Results of a run. The same on all ranks, except that the random numbers are rank 0's."""
 
     metrics: dict[int, dict[str, float]]  # by step
-    saved: dict[str, Tensor]  # parameters when the checkpoint was captured, or just restored
-    after: dict[str, Tensor]  # at the end
-    numbers: list[float]  # drawn from each generator after the checkpoint
+    saved: dict[str, Tensor]  # parameters at capture, or right after restore
+    after: dict[str, Tensor]  # parameters at the end
+    numbers: list[float]  # drawn from each generator after capture or restore
 
 
 def trainer_of(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> tuple[TrainStep, RankState]:
@@ -38,48 +38,48 @@ def trainer_of(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -
     return step, RankState(step.model, step.optimizer, torch.device("cpu"), timeout_s=60)
 
 
-def from_the_start(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup], folder: Path) -> Lineage:
-    """Four steps; the second is captured and written while the others are made."""
+def run_and_save(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup], folder: Path) -> RunResult:
+    """Run four steps. The state after the second is captured, and written during the others."""
     torch.manual_seed(11)
     step, state = trainer_of(path, Scenario(GRPO, groups, trainer=TRAINER, budget=BUDGET), mesh)
     metrics = {version: _step(step, groups, version) for version in range(1, SAVED + 1)}
     folder.mkdir(exist_ok=True)
     state.capture()
     saved, numbers = parameters(step.model), _draw()
-    with ThreadPoolExecutor(1) as beside:
-        writing = beside.submit(state.write, folder)
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(state.write, folder)
         metrics |= {version: _step(step, groups, version) for version in range(SAVED + 1, STEPS + 1)}
         writing.result()
-    return Lineage(metrics, saved, parameters(step.model), numbers)
+    return RunResult(metrics, saved, parameters(step.model), numbers)
 
 
-def from_a_checkpoint(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup], folder: Path) -> Lineage:
-    """The last two steps, by a trainer that was used for something else before."""
+def run_resumed(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup], folder: Path) -> RunResult:
+    """Run the last two steps, on a trainer that had another state before."""
     torch.manual_seed(12)
     step, state = trainer_of(path, Scenario(GRPO, groups, trainer=TRAINER, budget=BUDGET), mesh)
     _step(step, groups[::-1], 9)
     step.begin(10)
-    step.old_logprobs(groups)  # leaves the root's parameters gathered
+    step.old_logprobs(groups)  # a forward alone: the root stays gathered
     step.abort()
     state.restore(folder)
     saved, numbers = parameters(step.model), _draw()
     metrics = {version: _step(step, groups, version) for version in range(SAVED + 1, STEPS + 1)}
-    return Lineage(metrics, saved, parameters(step.model), numbers)
+    return RunResult(metrics, saved, parameters(step.model), numbers)
 
 
 def on_two_ranks(
     mesh: DeviceMesh, path: Path, groups: Sequence[ScoredGroup], one: Path, two: Path
-) -> dict[str, Lineage]:
-    """Everything that needs two ranks, in one start of them: `one` was made by one rank, `two` is made here."""
+) -> dict[str, RunResult]:
+    """Run all scenarios of two ranks. One rank wrote the checkpoint `one`; `two` is written here."""
     return {
-        "2": from_the_start(mesh, path, groups, two),
-        "2 to 2": from_a_checkpoint(mesh, path, groups, two),
-        "1 to 2": from_a_checkpoint(mesh, path, groups, one),
+        "2": run_and_save(mesh, path, groups, two),
+        "2 to 2": run_resumed(mesh, path, groups, two),
+        "1 to 2": run_resumed(mesh, path, groups, one),
     }
 
 
 def _step(step: TrainStep, groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:
-    """Each step has data of its own."""
+    """Train one step. Every version has different data."""
     count = len(groups) - version % 3
     return dict(train(step, Scenario(GRPO, groups[:count], trainer=TRAINER, budget=BUDGET), version).metrics)
 

@@ -1,7 +1,7 @@
-"""A trainer of one process that saves checkpoints.
+"""A single-process trainer that saves checkpoints.
 
-`python -m tests.checkpoint.saves MODEL FOLDER` saves one after the other until it is killed, and says the step of each
-that it committed.
+`python -m tests.checkpoint.saves MODEL FOLDER` saves one checkpoint after the other until it is killed, and prints the
+step of each one it committed.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from app.checkpoint.manager import Checkpoints, RunState, latest, read_state
+from app.checkpoint.manager import CheckpointManager, RunState, latest, read_state
 from app.config.trainer import TrainerConfig
 from app.device.torchvision_shim import define_operators
 from app.trainer.checkpoint_state import RankState
@@ -24,11 +24,11 @@ DEADLINE_S = 120.0
 
 
 class OneProcess:
-    """A trainer of one process under the calls that `Checkpoints` makes."""
+    """`Savable` in one process."""
 
     def __init__(self, state: RankState):
         self.state = state
-        self.gate = threading.Event()  # writes wait for it
+        self.gate = threading.Event()  # writes wait while it is cleared
         self.gate.set()
 
     async def checkpoint_bytes(self) -> int:
@@ -45,21 +45,22 @@ class OneProcess:
         self.state.write(folder)
 
 
-async def save_for_ever(path: Path, folder: Path) -> None:
+async def save_forever(path: Path, folder: Path) -> None:
     scenario = Scenario(GRPO, scored_groups(2), trainer=TrainerConfig())
     step, state = trainer_of(path, scenario)
     train(step, scenario)
-    trainer, checkpoints = OneProcess(state), Checkpoints(folder, keep=2)
+    trainer = OneProcess(state)
+    checkpoints = CheckpointManager(folder, keep=2)
     checkpoints.prepare(state.bytes)
-    before = latest(folder)
-    for number in count(1 + (read_state(before).step if before else 0)):
-        await checkpoints.save(trainer, RunState(number, number))
+    last = latest(folder)
+    for committed in count(1 + (read_state(last).step if last else 0)):
+        await checkpoints.save(trainer, RunState(committed, committed))
         await checkpoints.wait()
-        sys.stdout.write(f"{number}\n")
+        sys.stdout.write(f"{committed}\n")
         sys.stdout.flush()
 
 
 if __name__ == "__main__":
     define_operators()
     torch.set_num_threads(1)
-    asyncio.run(save_for_ever(Path(sys.argv[1]), Path(sys.argv[2])))
+    asyncio.run(save_forever(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,4 +1,4 @@
-"""An exported run is a model directory like the one it began with, and computes what its trainer computes."""
+"""An export is a model directory like the source, and its model matches the trainer."""
 
 import asyncio
 import subprocess
@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.checkpoint.export import export_run
-from app.checkpoint.manager import Checkpoints, RunState
+from app.checkpoint.manager import CheckpointManager, RunState
 from app.config import RunConfig
-from app.config import trainer as schema
 from app.config.model import ModelConfig
+from app.config.trainer import TrainerConfig
 from app.errors import CheckpointError, ConfigError
+from app.mode.export import export_run
 from app.model.hf_directory import identity
 from app.trainer.step import TrainStep
 from app.types import GroupRequest, Sampling
@@ -34,13 +34,13 @@ QUICK = ["eval.before_train=false", "data.arithmetic.eval_problems=20"]
 
 
 def trained(source: Path, run: Path) -> TrainStep:
-    """The trainer of a run whose only checkpoint is of step 3."""
-    scenario = Scenario(GRPO, scored_groups(2), trainer=schema.TrainerConfig(lr=0.05))
+    """Return the trainer of a run whose only checkpoint is that of step 3."""
+    scenario = Scenario(GRPO, scored_groups(2), trainer=TrainerConfig(lr=0.05))
     step, state = trainer_of(source, scenario)
     train(step, scenario)
 
     async def save() -> None:
-        checkpoints = Checkpoints(run, keep=1)
+        checkpoints = CheckpointManager(run, keep=1)
         await checkpoints.save(OneProcess(state), RunState(3, 3, model=identity(source)))
         await checkpoints.wait()
 
@@ -53,18 +53,17 @@ def config_of(source: Path, **settings: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("make", [save_qwen3, save_qwen35])
-def test_transformers_computes_with_an_export_what_the_trainer_computes(
-    make: Callable[[Path], Path], tmp_path: Path
-) -> None:
-    source, run = make(tmp_path / "source"), tmp_path / "run"
+def test_transformers_with_an_export_matches_the_trainer(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    source = make(tmp_path / "source")
+    run = tmp_path / "run"
     step = trained(source, run)
     out = export_run(config_of(source), run)
     assert out == run / "export"
-    given = batch(101)
+    packed = batch(101)
     with torch.no_grad():
-        ours, _ = step.model(**given.inputs, temperature=1.0)
+        ours, _ = step.model(**packed.inputs, temperature=1.0)
         theirs = []
-        for sequence in given.sequences:
+        for sequence in packed.sequences:
             logits = transformers_model(out)(input_ids=sequence[None]).logits[0].double()
             picked = logits.log_softmax(-1)[:-1].gather(1, sequence[1:, None])[:, 0]
             theirs.append(picked[1:])  # the first two tokens are the prompt
@@ -80,8 +79,9 @@ def test_transformers_computes_with_an_export_what_the_trainer_computes(
             assert (out / file.name).read_bytes() == file.read_bytes()
 
 
-def test_an_export_replaces_the_one_before_and_leaves_nothing_else(tmp_path: Path) -> None:
-    source, run = save_qwen3(tmp_path / "source"), tmp_path / "run"
+def test_an_export_replaces_the_previous_one_and_leaves_nothing_else(tmp_path: Path) -> None:
+    source = save_qwen3(tmp_path / "source")
+    run = tmp_path / "run"
     trained(source, run)
     (run / "export").mkdir()
     (run / "export" / "old.txt").touch()
@@ -90,8 +90,9 @@ def test_an_export_replaces_the_one_before_and_leaves_nothing_else(tmp_path: Pat
     assert not (run / "export" / "old.txt").exists()
 
 
-def test_what_cannot_be_exported_gets_one_sentence(tmp_path: Path) -> None:
-    source, run = save_qwen3(tmp_path / "source"), tmp_path / "run"
+def test_an_impossible_export_raises_one_sentence(tmp_path: Path) -> None:
+    source = save_qwen3(tmp_path / "source")
+    run = tmp_path / "run"
     with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*run is not accepted: give the folder of a run that has"):
         export_run(config_of(source), run)
     with pytest.raises(ConfigError, match=r"resume=.*run is not accepted: give the folder of a run that has"):
@@ -108,8 +109,9 @@ def test_what_cannot_be_exported_gets_one_sentence(tmp_path: Path) -> None:
     assert {each.name for each in run.iterdir()} == {"checkpoints"}
 
 
-def test_the_command_exports_a_run_without_touching_its_record(tmp_path: Path) -> None:
-    source, run = save_qwen3(tmp_path / "source"), tmp_path / "run"
+def test_the_command_exports_a_run_without_changing_its_records(tmp_path: Path) -> None:
+    source = save_qwen3(tmp_path / "source")
+    run = tmp_path / "run"
     trained(source, run)
     command = [sys.executable, "-m", "app", "mode=export", f"hydra.run.dir={run}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)

@@ -1,4 +1,4 @@
-"""A trainer rank as memory offload sees it, in this process, and an offload that poisons what it takes away."""
+"""A fake trainer rank for memory offload in this process, and an offload that poisons freed memory."""
 
 from typing import Any
 
@@ -12,29 +12,32 @@ from app.trainer.step import TrainStep
 from app.types import TrainerMemory
 
 
-class Host:
-    """What `Offload` uses of a `TrainerRank`."""
+class FakeRank:
+    """The attributes of `TrainerRank` that `Offload` uses."""
 
     rank = 0
     torch_device = torch.device("cpu")
     device = device_of(DeviceKind.cpu)
 
     def __init__(self, step: TrainStep, reference: torch.nn.Module | None = None):
-        self.step, self.model, self.optimizer, self.reference = step, step.model, step.optimizer, reference
+        self.step = step
+        self.model = step.model
+        self.optimizer = step.optimizer
+        self.reference = reference
         self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=60)
         self.offloaded: set[TrainerMemory] = set()
 
 
 class Poisoned(Offload):
-    """Copies as on a device, but leaves NaN behind in place of freed memory: reading it does not crash, it shows."""
+    """Offload that fills memory with NaN instead of freeing it, so that a read of offloaded tensors shows."""
 
-    def __init__(self, host: Any):
-        super().__init__(host, moves=True)
+    def __init__(self, rank: Any):
+        super().__init__(rank, moves=True)
 
     def _free(self, storage: torch.UntypedStorage) -> None:
         storage.fill_(0xFF)
 
-    def _regrow(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+    def _allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         assert storage.nbytes() == nbytes
 
 

@@ -1,4 +1,4 @@
-"""What is taken off the device comes back bit for bit, and nothing reads it meanwhile."""
+"""Offloaded tensors come back bit for bit, and nothing reads them in between."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from app.offload import trainer as module
 from app.offload.trainer import HostCopy, Offload
 from app.types import ScoredGroup, TrainerMemory
 from tests.model.support import save_qwen3, save_qwen35
-from tests.offload.support import Host, storages
+from tests.offload.support import FakeRank, storages
 from tests.trainer.ranks import run_on
 from tests.trainer.support import Scenario, full, make_step, parameters, sampled, scored_groups, train
 from tests.trainer.test_step import GRPO
@@ -41,46 +41,47 @@ def groups(path: Path) -> list[ScoredGroup]:
 
 
 def two_steps(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup], *, offload: bool) -> dict[str, Any]:
-    """Two steps; with `offload` everything leaves and comes back before, between and after them."""
+    """Train two steps. With `offload`, offload and onload everything before, between and after them."""
     torch.manual_seed(0)
     scenario = Scenario(WITH_REFERENCE, groups, trainer=TrainerConfig(lr=1e-3), reference=path)
     step = make_step(path, scenario, mesh)
-    host = Host(step, step.reference)
-    part = Offload(host, moves=True)  # type: ignore[arg-type]
-    metrics, freed = [], []
+    rank = FakeRank(step, step.reference)
+    offloader = Offload(rank, moves=True)  # type: ignore[arg-type]
+    metrics = []
+    freed = []
     for version in (1, 2):
         if offload:
-            freed.append(_there_and_back(host, part))
+            freed.append(_offload_and_onload(rank, offloader))
         metrics.append(train(step, scenario, version).metrics)
     if offload:
-        freed.append(_there_and_back(host, part))
-    assert host.reference is not None
+        freed.append(_offload_and_onload(rank, offloader))
+    assert rank.reference is not None
     return {
         "losses": [[line[name] for name in ("loss/total", "grad_norm", "mismatch/kl")] for line in metrics],
         "parameters": parameters(step.model),
-        "optimizer": [full(value) for _, _, value in host.optimizer.state()],
-        "reference": [full(value) for value in host.reference.parameters()],
+        "optimizer": [full(value) for _, _, value in rank.optimizer.state()],
+        "reference": [full(value) for value in rank.reference.parameters()],
         "freed": freed,
     }
 
 
-def _there_and_back(host: Host, part: Offload) -> int:
-    """Bytes of parameters, reference and optimizer that were gone meanwhile; what a forward gathered stays gone."""
-    gathered = _held(host)
-    for each in ALL:
-        part.offload(each)
-    assert sum(storage.nbytes() for storage in (*gathered, *_held(host))) == 0
-    for each in ALL:
-        part.onload(each)
-    return sum(storage.nbytes() for storage in set(_held(host)))
+def _offload_and_onload(rank: FakeRank, offloader: Offload) -> int:
+    """Return the bytes that were freed in between. Parameters that a forward had gathered are freed for good."""
+    before = _all_storages(rank)
+    for region in ALL:
+        offloader.offload(region)
+    assert sum(storage.nbytes() for storage in (*before, *_all_storages(rank))) == 0
+    for region in ALL:
+        offloader.onload(region)
+    return sum(storage.nbytes() for storage in set(_all_storages(rank)))
 
 
-def _held(host: Host) -> list[torch.UntypedStorage]:
-    assert host.reference is not None
+def _all_storages(rank: FakeRank) -> list[torch.UntypedStorage]:
+    assert rank.reference is not None
     return [
-        *storages(host.model.parameters()),
-        *storages(host.reference.parameters()),
-        *storages(value for _, _, value in host.optimizer.state()),
+        *storages(rank.model.parameters()),
+        *storages(rank.reference.parameters()),
+        *storages(value for _, _, value in rank.optimizer.state()),
     ]
 
 
@@ -93,10 +94,11 @@ def test_training_is_the_same_to_the_last_bit(
     ranks: int, path: Path, groups: list[ScoredGroup], tmp_path: Path
 ) -> None:
     if ranks:
-        found = run_on(ranks, on_ranks, tmp_path / "results.pt", path, groups)
+        results = run_on(ranks, on_ranks, tmp_path / "results.pt", path, groups)
     else:
-        found = {offload: two_steps(None, path, groups, offload=offload) for offload in (False, True)}
-    still, moved = found[False], found[True]
+        results = {offload: two_steps(None, path, groups, offload=offload) for offload in (False, True)}
+    still = results[False]
+    moved = results[True]
     assert moved["losses"] == still["losses"]
     for name, parameter in still["parameters"].items():
         assert torch.equal(moved["parameters"][name], parameter), name
@@ -107,51 +109,56 @@ def test_training_is_the_same_to_the_last_bit(
     assert 0 < 1.9 * first < second == third
 
 
-def test_pieces_smaller_than_a_tensor_keep_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE_BYTES", 100)
+def test_chunks_smaller_than_a_tensor_keep_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_BYTES", 100)
     torch.manual_seed(0)
     tensors = [torch.randn(7), torch.randn(60, 3).bfloat16(), torch.arange(50), torch.empty(0), torch.randn(25)]
-    before, rows = [tensor.clone() for tensor in tensors], tensors[1][10:20, 1:]
-    kept = HostCopy([tensor.untyped_storage() for tensor in tensors], pin=False)
-    assert kept.bytes == 28 + 360 + 400 + 100
-    kept.take()
+    before = [tensor.clone() for tensor in tensors]
+    rows = tensors[1][10:20, 1:]
+    copy = HostCopy([tensor.untyped_storage() for tensor in tensors], pin=False)
+    assert copy.bytes == 28 + 360 + 400 + 100
+    copy.copy_from_device()
     for tensor in tensors:
         tensor.untyped_storage().resize_(0)
-    assert torch.equal(kept.tensor(rows), before[1][10:20, 1:])  # a view of one of them
-    kept.give_back(lambda storage, nbytes: storage.resize_(nbytes))
+    assert torch.equal(copy.read(rows), before[1][10:20, 1:])  # a view of one of them
+    copy.copy_to_device(lambda storage, nbytes: storage.resize_(nbytes))
     assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
 
 
 @pytest.mark.parametrize("family", [save_qwen3, save_qwen35])
-def test_a_checkpoint_is_captured_from_what_is_away(family: Any, groups: list[ScoredGroup], tmp_path: Path) -> None:
+def test_a_checkpoint_is_captured_from_offloaded_tensors(
+    family: Any, groups: list[ScoredGroup], tmp_path: Path
+) -> None:
     step = make_step(family(tmp_path / "model"), Scenario(GRPO, groups, trainer=TrainerConfig(lr=1e-3)), None)
     for parameter in step.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     step.optimizer.update(scale=1.0)
-    host = Host(step)
-    part = Offload(host, moves=True)  # type: ignore[arg-type]
+    rank = FakeRank(step)
+    offloader = Offload(rank, moves=True)  # type: ignore[arg-type]
     saved: dict[str, Tensor] = parameters(step.model)
-    moments = [value.clone() for _, _, value in host.optimizer.state()]
-    for each in ALL:
-        part.offload(each)
-    host.state.capture(part.copy)
-    for each in ALL:
-        part.onload(each)
+    moments = [value.clone() for _, _, value in rank.optimizer.state()]
+    for region in ALL:
+        offloader.offload(region)
+    rank.state.capture(offloader.copy)
+    for region in ALL:
+        offloader.onload(region)
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    host.state.write(folder)
+    rank.state.write(folder)
     with torch.no_grad():
         for parameter in step.model.parameters():
             parameter.zero_()
-    host.state.restore(folder)
+    rank.state.restore(folder)
     assert all(torch.equal(full(value), saved[name]) for name, value in parameters(step.model).items())
-    restored = [value for _, _, value in host.optimizer.state()]
+    restored = [value for _, _, value in rank.optimizer.state()]
     assert len(restored) == len(moments) > 0
     assert all(torch.equal(one, other) for one, other in zip(restored, moments, strict=True))
 
 
-def test_what_is_away_is_refused_by_name(ray_session: None, engine: Any, tiny_model: Path, tmp_path: Path) -> None:
-    """On real ranks: a second offload, a step, a push and a restore while the parameters are away."""
+def test_calls_that_need_offloaded_memory_raise_and_name_it(
+    ray_session: None, engine: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    """On real ranks: a second offload, a step, a sync and a restore while the parameters are offloaded."""
 
     async def scenario() -> None:
         trainer = await started(make_trainer(tiny_model, tmp_path))
@@ -168,7 +175,7 @@ def test_what_is_away_is_refused_by_name(ray_session: None, engine: Any, tiny_mo
         with pytest.raises(TrainerError, match=r"trainer rank 0: restore while offloaded: parameters"):
             await trainer.restore(tmp_path, version=2)
         await trainer.onload(TrainerMemory.parameters)
-        await trainer.onload(TrainerMemory.parameters)  # it is there
+        await trainer.onload(TrainerMemory.parameters)  # idempotent
         assert (await push.sync(2)).version == 2
         await trainer.begin_step(version=3)
         with pytest.raises(TrainerError, match=r"optimizer cannot be offloaded while a step is open"):
@@ -179,8 +186,8 @@ def test_what_is_away_is_refused_by_name(ray_session: None, engine: Any, tiny_mo
     asyncio.run(scenario())
 
 
-class Card:
-    """A device module whose memory another process frees a while later."""
+class FakeDeviceModule:
+    """A device module whose memory another process frees after a while."""
 
     def __init__(self, free: list[int]):
         self.free = free
@@ -193,20 +200,20 @@ class Card:
     def empty_cache(self) -> None: ...
 
 
-def test_onload_waits_for_the_engine_to_let_go(
+def test_onload_waits_until_the_engine_released_its_memory(
     path: Path, groups: list[ScoredGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = Host(make_step(path, Scenario(GRPO, groups), None))
-    part = Offload(host, moves=True)  # type: ignore[arg-type]
-    part.offload(TrainerMemory.parameters)
-    card = Card([0, 10, 2**40])
-    monkeypatch.setattr(Offload, "_module", card)
-    part.onload(TrainerMemory.parameters)
-    assert card.free == [2**40]
+    rank = FakeRank(make_step(path, Scenario(GRPO, groups), None))
+    offloader = Offload(rank, moves=True)  # type: ignore[arg-type]
+    offloader.offload(TrainerMemory.parameters)
+    device = FakeDeviceModule([0, 10, 2**40])
+    monkeypatch.setattr(Offload, "_device_module", device)
+    offloader.onload(TrainerMemory.parameters)
+    assert device.free == [2**40]
     monkeypatch.undo()
-    part.offload(TrainerMemory.parameters)
-    monkeypatch.setattr(Offload, "_module", Card([2**20]))
-    monkeypatch.setattr(module, "ROOM_SECONDS", 0.2)
-    monkeypatch.setattr(part._copies[TrainerMemory.parameters], "bytes", 2**31)
-    with pytest.raises(TrainerError, match=r"onload of parameters needs 2\.0 GiB on cpu, of which 0\.0 GiB were free"):
-        part.onload(TrainerMemory.parameters)
+    offloader.offload(TrainerMemory.parameters)
+    monkeypatch.setattr(Offload, "_device_module", FakeDeviceModule([2**20]))
+    monkeypatch.setattr(module, "FREE_MEMORY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(offloader._copies[TrainerMemory.parameters], "bytes", 2**31)
+    with pytest.raises(TrainerError, match=r"onload of parameters needs 2\.0 GiB on cpu, but only 0\.0 GiB were free"):
+        offloader.onload(TrainerMemory.parameters)

@@ -20,7 +20,7 @@ from app.config.trainer import TrainerConfig
 from app.model.load import load
 from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
-from app.trainer.optimizer import Optimizer
+from app.trainer.optimizer import PolicyOptimizer
 from app.trainer.step import StepSettings, TrainStep
 from app.types import (
     Completion,
@@ -84,7 +84,7 @@ class InProcess:
         self.model = load(path, mesh=None, device="cpu")
         settings = TrainerConfig(lr=0.05 if optimizer is Kind.sgd else 1e-3, optimizer=optimizer, weight_decay=0.0)
         step = StepSettings(made.algorithm, made.correction, 1.0, 16, tokens_per_microbatch=40)
-        self.step = TrainStep(self.model, Optimizer(self.model.parameters(), settings), step, torch.device("cpu"))
+        self.step = TrainStep(self.model, PolicyOptimizer(self.model.parameters(), settings), step, torch.device("cpu"))
         self.reports: list[StepReport] = []
 
     async def begin_step(self, *, version: int) -> None:
@@ -92,7 +92,7 @@ class InProcess:
 
     async def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
         await asyncio.sleep(0.5)
-        self.step.feed(groups)
+        self.step.add_groups(groups)
 
     async def finish_step(self) -> StepReport:
         self.reports.append(self.step.finish())

@@ -22,7 +22,7 @@ from app.offload.trainer import Offload
 from app.placement.colocate import Colocate
 from app.types import Completion, EngineMemory, GroupRequest, InFlight, ScoredGroup, SyncReport, TrainerMemory
 from tests.model.support import save_qwen3
-from tests.offload.support import Host, Poisoned
+from tests.offload.support import FakeRank, Poisoned
 from tests.placement.test_same_parameters import GRPO, InProcess, Recorded
 from tests.recovery.test_recovery_runs import assert_ledger
 from tests.runs import Run
@@ -117,7 +117,7 @@ def train(folder: Path, model: Path, make_offload: Callable[[Any], Offload]) -> 
     """A whole run on one card, as runs begin: the trainer has it."""
     made = config(PlacementKind.colocate, steps=STEPS, algorithm=GRPO)
     trainer = Shared(model, made, Kind.adamw)
-    trainer.memory_offload = make_offload(Host(trainer.step))
+    trainer.memory_offload = make_offload(FakeRank(trainer.step))
     world = World(made, folder, trainer=trainer)  # type: ignore[arg-type]
 
     async def story() -> None:

@@ -1,4 +1,4 @@
-"""Imports what ranks use, once: their processes are forked from one that has done this and nothing else."""
+"""Imports the modules that ranks need. The fork server preloads this, so that each rank starts fast."""
 
 from importlib import import_module
 

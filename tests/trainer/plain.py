@@ -1,4 +1,4 @@
-"""A step computed without the application: transformers, one trajectory at a time, the papers' formulas, float64."""
+"""A reference train step without the application: transformers, one trajectory at a time, in float64."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ def transformers_model(path: Path) -> Any:
 
 
 def token_logprobs(model: Any, trajectory: Trajectory, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of a completion, both [T] float64."""
+    """Return log-probabilities and entropies of a completion, both [T] float64."""
     prompt = torch.as_tensor(trajectory.prompt.token_ids, dtype=torch.int64)
     completion = torch.as_tensor(trajectory.completion.token_ids, dtype=torch.int64)
     logits = model(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
@@ -35,8 +35,14 @@ def loss(
     old: dict[tuple[str, int], Tensor] | None = None,
     reference: Any = None,
 ) -> Tensor:
-    """What an update descends on; `old` are π_old's log-probabilities where they are not the current ones."""
-    terms, tokens, sequences = [], 0, 0
+    """Return the loss of an update.
+
+    Args:
+        old: π_old's log-probabilities by (prompt id, member); None: the current ones.
+    """
+    terms = []
+    tokens = 0
+    sequences = 0
     for scored in groups:
         for member, trajectory in enumerate(scored.group.trajectories):
             sequences += 1
@@ -44,41 +50,47 @@ def loss(
             tokens += length
             if length == 0 or (config.mask_truncated and trajectory.completion.truncated):
                 continue
+
             logprobs, entropy = token_logprobs(model, trajectory, TEMPERATURE)
-            before = old[scored.group.prompt.id, member] if old else logprobs.detach()
+            old_logprobs = old[scored.group.prompt.id, member] if old else logprobs.detach()
             token_losses = -surrogate(
-                logprobs, before, trajectory, float(scored.advantages[member]), config, correction
+                logprobs, old_logprobs, trajectory, float(scored.advantages[member]), config, correction
             )
             if config.kl is Kl.k3:
                 with torch.no_grad():
-                    theirs, _ = token_logprobs(reference, trajectory, TEMPERATURE)
-                difference = theirs - logprobs
+                    reference_logprobs, _ = token_logprobs(reference, trajectory, TEMPERATURE)
+                difference = reference_logprobs - logprobs
                 token_losses = token_losses + config.kl_coefficient * (difference.exp() - difference - 1)
             token_losses = token_losses - config.entropy_coefficient * entropy
-            inside = length if config.aggregation is Aggregation.seq_mean_token_mean else 1
-            terms.append(token_losses.sum() / inside)
-    outside = {
+
+            divisor = length if config.aggregation is Aggregation.seq_mean_token_mean else 1
+            terms.append(token_losses.sum() / divisor)
+
+    denominator = {
         Aggregation.token_mean: tokens,
         Aggregation.seq_mean_token_mean: sequences,
         Aggregation.seq_mean_token_sum: sequences,
         Aggregation.seq_mean_token_sum_norm: sequences * LIMIT,
     }[config.aggregation]
-    return torch.stack(terms).sum() / outside
+    return torch.stack(terms).sum() / denominator
 
 
 def surrogate(
     logprobs: Tensor,
-    before: Tensor,
+    old_logprobs: Tensor,
     trajectory: Trajectory,
     advantage: float,
     config: AlgorithmConfig,
     correction: Correction,
 ) -> Tensor:
-    sampler = torch.as_tensor(trajectory.completion.logprobs, dtype=torch.float64)
-    difference = logprobs - (sampler if config.old_policy is OldPolicy.rollout else before)
-    if config.ratio is RatioLevel.sequence:  # GSPO: every token of a sequence has the sequence's ratio
+    """Return the clipped, corrected objective of each token, [T]."""
+    rollout_logprobs = torch.as_tensor(trajectory.completion.logprobs, dtype=torch.float64)
+    difference = logprobs - (rollout_logprobs if config.old_policy is OldPolicy.rollout else old_logprobs)
+    # GSPO: every token has the ratio of its sequence.
+    if config.ratio is RatioLevel.sequence:
         difference = difference.mean().expand(len(logprobs))
+
     ratio = difference.exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    weight = (before - sampler).exp().clamp(max=config.tis_max) if correction is Correction.tis else 1.0
+    weight = (old_logprobs - rollout_logprobs).exp().clamp(max=config.tis_max) if correction is Correction.tis else 1.0
     return weight * torch.minimum(ratio * advantage, clipped * advantage)

@@ -1,4 +1,4 @@
-"""Work on several gloo ranks, each a process of its own; rank 0's results come back."""
+"""Runs functions on several gloo ranks, one process each, and returns rank 0's result."""
 
 import os
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tests.trainer.support import Result, Scenario, play
 
 
 def play_on(ranks: int, path: Path, scenarios: dict[str, Scenario], out: Path) -> dict[str, Result]:
-    """Every scenario, one after the other, on `ranks` gloo ranks."""
+    """Play every scenario on `ranks` gloo ranks."""
     return run_on(ranks, _play_all, out, path, scenarios)
 
 
@@ -26,13 +26,13 @@ def _play_all(mesh: DeviceMesh, path: Path, scenarios: dict[str, Scenario]) -> d
 
 
 def run_on(ranks: int, work: Callable[..., Any], out: Path, *arguments: Any) -> Any:
-    """What `work`, a module's function, returns on rank 0; it gets the ranks' mesh first."""
+    """Return the result of `work(mesh, *arguments)` on rank 0. `work` must be a module-level function."""
     processes(_rank, (ranks, out.with_suffix(".rendezvous"), work, arguments, out), ranks)
     return torch.load(out, weights_only=False)
 
 
 def processes(work: Callable[..., None], arguments: tuple[Any, ...], number: int) -> None:
-    """`work(index, *arguments)` in processes forked from one that imported what they need and did nothing yet."""
+    """Run `work(index, *arguments)` in processes that are forked from a server with all imports done."""
     set_forkserver_preload(["tests.trainer.imported"])
     mp.start_processes(work, arguments, nprocs=number, start_method="forkserver")  # type: ignore[attr-defined]
 

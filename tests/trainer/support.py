@@ -1,4 +1,4 @@
-"""Steps on a small random Qwen3: hand-made groups, a scenario in one process or on gloo ranks, what came out of it."""
+"""Train steps on a small random Qwen3: random groups, scenarios for one process or several ranks, their results."""
 
 import contextlib
 from collections.abc import Sequence
@@ -13,23 +13,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from app.config import trainer as schema
 from app.config.algorithm import AlgorithmConfig, Correction
-from app.config.trainer import TrainerConfig
+from app.config.trainer import Optimizer, TrainerConfig
 from app.model.load import load
 from app.model.policy import PolicyModel, named_checkpoint_tensors
-from app.trainer.optimizer import Optimizer, Outcome
+from app.trainer.optimizer import PolicyOptimizer, UpdateResult
 from app.trainer.step import StepSettings, TrainStep
 from app.types import Completion, FinishReason, Group, Prompt, ScoredGroup, StepReport, Trajectory, VersionSpan
 
 VOCABULARY = 101
 TEMPERATURE = 0.7
 LIMIT = 12  # completion tokens
-SGD = TrainerConfig(optimizer=schema.Optimizer.sgd, lr=0.05, weight_decay=0.0, max_grad_norm=1e9)
+SGD = TrainerConfig(optimizer=Optimizer.sgd, lr=0.05, weight_decay=0.0, max_grad_norm=1e9)
 
 
 def scored_groups(count: int, size: int = 4, *, seed: int = 0, shortest: int = 0) -> list[ScoredGroup]:
-    """Random tokens, lengths and advantages; completions of `LIMIT` tokens are truncated, some have none at all."""
+    """Make groups of random tokens, lengths and advantages. Completions of `LIMIT` tokens are truncated."""
     random = np.random.default_rng(seed)
     groups = []
     for index in range(count):
@@ -53,14 +52,14 @@ def _trajectory(prompt: Prompt, random: np.random.Generator, length: int) -> Tra
 
 
 def with_logprobs(groups: Sequence[ScoredGroup], logprobs: Sequence[np.ndarray]) -> list[ScoredGroup]:
-    """The groups with these sampler log-probabilities, one array a trajectory, in order."""
-    given = iter(logprobs)
+    """Return the groups with these rollout log-probabilities, one array per trajectory, in order."""
+    remaining = iter(logprobs)
     return [
         ScoredGroup(
             Group(
                 scored.group.prompt,
                 tuple(
-                    replace(each, completion=replace(each.completion, logprobs=next(given)))
+                    replace(each, completion=replace(each.completion, logprobs=next(remaining)))
                     for each in scored.group.trajectories
                 ),
             ),
@@ -71,17 +70,18 @@ def with_logprobs(groups: Sequence[ScoredGroup], logprobs: Sequence[np.ndarray])
 
 
 def sampled(path: Path, groups: Sequence[ScoredGroup], *, noise: float = 0.1, seed: int = 1) -> list[ScoredGroup]:
-    """The groups as if an engine that is off by some noise had sampled them from the model of this directory."""
+    """Return the groups with rollout log-probabilities of this model, plus some noise for the engine's mismatch."""
     from tests.trainer.plain import token_logprobs, transformers_model
 
-    random, model = np.random.default_rng(seed), transformers_model(path)
+    random = np.random.default_rng(seed)
+    model = transformers_model(path)
     with torch.no_grad():
-        own = [token_logprobs(model, each, TEMPERATURE)[0].numpy() for g in groups for each in g.group.trajectories]
-    return with_logprobs(groups, [(one + random.normal(0, noise, len(one))).astype(np.float32) for one in own])
+        exact = [token_logprobs(model, each, TEMPERATURE)[0].numpy() for g in groups for each in g.group.trajectories]
+    return with_logprobs(groups, [(one + random.normal(0, noise, len(one))).astype(np.float32) for one in exact])
 
 
 def unreadable(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-    """The groups with a token that the model does not have: their forward raises `IndexError`."""
+    """Return the groups with a token outside of the vocabulary: their forward raises `IndexError`."""
     return [
         replace(scored, group=replace(scored.group, trajectories=tuple(map(_unreadable, scored.group.trajectories))))
         for scored in groups
@@ -95,42 +95,42 @@ def _unreadable(trajectory: Trajectory) -> Trajectory:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A step, and what happened before it."""
+    """A step, and optionally an aborted step before it."""
 
     algorithm: AlgorithmConfig
     groups: Sequence[ScoredGroup]
     correction: Correction = Correction.none
     trainer: TrainerConfig = field(default_factory=lambda: SGD)
     budget: int = 40  # tokens per rank and pass
-    pieces: int = 1  # how many calls the groups are fed in
-    before: str | None = None  # "abort", "failed forward", "failed backward": an open step that was given up
+    pieces: int = 1  # `add_groups` calls
+    before: str | None = None  # "abort", "failed forward", "failed backward": why an earlier step was aborted
     reference: Path | None = None  # directory of the frozen reference
 
 
 @dataclass(frozen=True)
 class Result:
-    """What is the same on all ranks."""
+    """Results, the same on all ranks."""
 
     version: int
     updates: int
     metrics: dict[str, float]
-    gradients: list[dict[str, Tensor]]  # of each update, by parameter, divided and not clipped
-    before: dict[str, Tensor]
+    gradients: list[dict[str, Tensor]]  # of each update, by parameter, divided but not clipped
+    before: dict[str, Tensor]  # parameters
     after: dict[str, Tensor]
 
     def moved(self, name: str) -> Tensor:
         return self.after[name] - self.before[name]
 
 
-class Recording(Optimizer):
-    """The optimizer, which also keeps what it was given."""
+class RecordingOptimizer(PolicyOptimizer):
+    """Also records the gradients of each update."""
 
     def __init__(self, policy: PolicyModel, config: TrainerConfig):
         super().__init__(policy.parameters(), config)
         self.policy = policy
         self.gradients: list[dict[str, Tensor]] = []
 
-    def update(self, *, scale: float) -> Outcome:
+    def update(self, *, scale: float) -> UpdateResult:
         named = named_checkpoint_tensors(self.policy)
         self.gradients.append({name: full(p.grad) * scale for name, p in named if p.grad is not None})
         return super().update(scale=scale)
@@ -151,17 +151,17 @@ def make_step(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) ->
     if scenario.reference is not None:
         reference = load(scenario.reference, mesh=mesh, device="cpu").requires_grad_(False)
     settings = StepSettings(scenario.algorithm, scenario.correction, TEMPERATURE, LIMIT, scenario.budget)
-    return TrainStep(policy, Recording(policy, scenario.trainer), settings, torch.device("cpu"), reference)
+    return TrainStep(policy, RecordingOptimizer(policy, scenario.trainer), settings, torch.device("cpu"), reference)
 
 
 def play(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> Result:
-    """The whole scenario on this rank."""
+    """Play the scenario on this rank."""
     step = make_step(path, scenario, mesh)
     before = parameters(step.model)
     if scenario.before is not None:
-        give_up(step, scenario)
+        aborted_step(step, scenario)
     report = train(step, scenario)
-    assert isinstance(step.optimizer, Recording)
+    assert isinstance(step.optimizer, RecordingOptimizer)
     return Result(
         report.version,
         report.updates,
@@ -174,40 +174,43 @@ def play(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> Resu
 
 def train(step: TrainStep, scenario: Scenario, version: int = 1) -> StepReport:
     step.begin(version)
-    for piece in cut(scenario.groups, scenario.pieces):
+    pieces = split(scenario.groups, scenario.pieces)
+    for piece in pieces:
         if scenario.algorithm.needs_old_logprobs:
             step.old_logprobs(piece)
-    for piece in cut(scenario.groups, scenario.pieces):
-        step.feed(piece)
+    for piece in pieces:
+        step.add_groups(piece)
     return step.finish()
 
 
-def cut(groups: Sequence[ScoredGroup], pieces: int) -> list[Sequence[ScoredGroup]]:
-    borders = np.linspace(0, len(groups), pieces + 1).astype(int)
-    return [groups[start:end] for start, end in pairwise(borders)]
+def split(groups: Sequence[ScoredGroup], pieces: int) -> list[Sequence[ScoredGroup]]:
+    boundaries = np.linspace(0, len(groups), pieces + 1).astype(int)
+    return [groups[start:end] for start, end in pairwise(boundaries)]
 
 
-class Planned(Exception):
-    """What a broken backward raises."""
+class BackwardFailed(Exception):
+    """Raised by the broken backward."""
 
 
-def give_up(step: TrainStep, scenario: Scenario) -> None:
-    """A step that computed something and was then aborted, for one of three reasons."""
+def aborted_step(step: TrainStep, scenario: Scenario) -> None:
+    """Compute part of a step and abort it, for the reason `scenario.before`."""
     others = scored_groups(6, seed=9, shortest=3)
     step.begin(7)
     if scenario.algorithm.needs_old_logprobs:
         step.old_logprobs(others)
-    step.feed(others)
+    step.add_groups(others)
+
     expected: type[Exception] | None = None
     hook = None
     if scenario.before == "failed forward":
         others, expected = unreadable(others), IndexError
     elif scenario.before == "failed backward":
-        expected = Planned
-        hook = step.model.layers[1].self_attn.register_full_backward_pre_hook(_broken)
+        expected = BackwardFailed
+        hook = step.model.layers[1].self_attn.register_full_backward_pre_hook(_fail)
+
     with contextlib.suppress(expected) if expected else contextlib.nullcontext():
-        step.feed(others)
-        assert expected is None, "the feed did not fail"
+        step.add_groups(others)
+        assert expected is None, "add_groups did not fail"
     if hook is not None:
         hook.remove()
     assert step.open
@@ -215,5 +218,5 @@ def give_up(step: TrainStep, scenario: Scenario) -> None:
     assert not step.open
 
 
-def _broken(*_: object) -> None:
-    raise Planned
+def _fail(*_: object) -> None:
+    raise BackwardFailed

@@ -1,10 +1,10 @@
-"""Passes hold every trajectory once and every rank as often; a packed pass is what a plain loop makes of it."""
+"""Microbatches hold every trajectory once, every rank has one in every pass, and packing matches a plain loop."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.trainer.microbatch import full_prefix, pack, plan_passes, samples_of
+from app.trainer.microbatch import count_ready, make_samples, pack, plan_microbatches
 from tests.trainer.support import scored_groups
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
@@ -13,82 +13,84 @@ CPU = torch.device("cpu")
 
 
 @given(LENGTHS, RANKS, BUDGET, st.booleans())
-def test_every_index_stands_in_one_bin(lengths: list[int], ranks: int, budget: int, alone: bool) -> None:
-    passes = plan_passes(lengths, ranks=ranks, budget=budget, alone=alone)
-    indices = [index for bins in passes for members in bins for index in members]
+def test_every_index_is_in_one_microbatch(lengths: list[int], ranks: int, budget: int, packing: bool) -> None:
+    passes = plan_microbatches(lengths, ranks=ranks, budget=budget, packing=packing)
+    indices = [index for by_rank in passes for members in by_rank for index in members]
     assert sorted(indices) == list(range(len(lengths)))
 
 
 @given(LENGTHS, RANKS, BUDGET)
-def test_a_bin_keeps_the_budget_or_holds_one_trajectory(lengths: list[int], ranks: int, budget: int) -> None:
-    for bins in plan_passes(lengths, ranks=ranks, budget=budget):
-        for members in bins:
+def test_a_microbatch_keeps_the_budget_or_holds_one_trajectory(lengths: list[int], ranks: int, budget: int) -> None:
+    for by_rank in plan_microbatches(lengths, ranks=ranks, budget=budget):
+        for members in by_rank:
             assert len(members) <= 1 or sum(lengths[index] for index in members) <= budget
 
 
 @given(LENGTHS, RANKS, BUDGET)
-def test_every_rank_has_a_bin_in_every_pass_and_no_pass_is_empty(lengths: list[int], ranks: int, budget: int) -> None:
-    passes = plan_passes(lengths, ranks=ranks, budget=budget)
-    assert all(len(bins) == ranks for bins in passes)
-    assert all(any(bins) for bins in passes)
+def test_every_rank_has_a_microbatch_in_every_pass_and_no_pass_is_empty(
+    lengths: list[int], ranks: int, budget: int
+) -> None:
+    passes = plan_microbatches(lengths, ranks=ranks, budget=budget)
+    assert all(len(by_rank) == ranks for by_rank in passes)
+    assert all(any(by_rank) for by_rank in passes)
 
 
 @given(LENGTHS, RANKS, BUDGET)
-def test_alone_puts_each_trajectory_into_a_bin_of_its_own(lengths: list[int], ranks: int, budget: int) -> None:
-    passes = plan_passes(lengths, ranks=ranks, budget=budget, alone=True)
+def test_without_packing_every_trajectory_gets_its_own_microbatch(lengths: list[int], ranks: int, budget: int) -> None:
+    passes = plan_microbatches(lengths, ranks=ranks, budget=budget, packing=False)
     assert len(passes) == -(-len(lengths) // ranks)
-    assert all(len(members) <= 1 for bins in passes for members in bins)
+    assert all(len(members) <= 1 for by_rank in passes for members in by_rank)
 
 
-def test_trajectories_longer_than_the_budget_cost_a_pass_for_each_rank_full() -> None:
-    assert plan_passes([1000, 999, 998], ranks=2, budget=100) == [[[0], [1]], [[2], []]]
+def test_oversized_trajectories_take_one_rank_of_a_pass_each() -> None:
+    assert plan_microbatches([1000, 999, 998], ranks=2, budget=100) == [[[0], [1]], [[2], []]]
 
 
-def test_the_bins_of_a_pass_cost_about_the_same() -> None:
+def test_the_microbatches_of_a_pass_cost_about_the_same() -> None:
     lengths = [37, 91, 12, 55, 60, 23, 78, 44, 19, 66, 31, 84]
-    for bins in plan_passes(lengths, ranks=2, budget=200):
-        tokens = [sum(lengths[index] for index in members) for members in bins]
+    for by_rank in plan_microbatches(lengths, ranks=2, budget=200):
+        tokens = [sum(lengths[index] for index in members) for members in by_rank]
         assert max(tokens) <= 1.25 * min(tokens)
 
 
 @given(LENGTHS, RANKS, BUDGET)
-def test_a_full_prefix_fits_into_whole_passes_and_leaves_less_than_a_pass_and_a_trajectory(
+def test_ready_trajectories_fit_into_whole_passes_and_leave_less_than_a_pass_and_a_trajectory(
     lengths: list[int], ranks: int, budget: int
 ) -> None:
-    taken = full_prefix(lengths, ranks=ranks, budget=budget)
+    ready = count_ready(lengths, ranks=ranks, budget=budget)
     whole_pass = ranks * budget
-    assert 0 <= taken <= len(lengths)
-    assert sum(lengths[:taken]) <= sum(lengths) // whole_pass * whole_pass
-    if taken < len(lengths):
-        assert sum(lengths[taken:]) < whole_pass + lengths[taken]
+    assert 0 <= ready <= len(lengths)
+    assert sum(lengths[:ready]) <= sum(lengths) // whole_pass * whole_pass
+    if ready < len(lengths):
+        assert sum(lengths[ready:]) < whole_pass + lengths[ready]
     if sum(lengths) < whole_pass:
-        assert taken == 0
+        assert ready == 0
 
 
-def test_a_pack_is_what_a_loop_over_its_tokens_gives() -> None:
-    samples = samples_of(scored_groups(5, seed=3), mask_truncated=True)
-    ids, positions, logit_positions, targets, sequence, logprobs, borders = [], [], [], [], [], [], [0]
-    for number, sample in enumerate(samples):
+def test_packing_matches_a_loop_over_the_tokens() -> None:
+    samples = make_samples(scored_groups(5, seed=3), mask_truncated=True)
+    ids, positions, logit_positions, targets, sequence, logprobs, boundaries = [], [], [], [], [], [], [0]
+    for index, sample in enumerate(samples):
         prompt, completion = sample.trajectory.prompt.token_ids, sample.trajectory.completion
-        for place, token in enumerate([*prompt, *completion.token_ids]):
-            if place >= len(prompt):
+        for position, token in enumerate([*prompt, *completion.token_ids]):
+            if position >= len(prompt):
                 logit_positions.append(len(ids) - 1)  # the token before this one
                 targets.append(int(token))
-                sequence.append(number)
-                logprobs.append(float(completion.logprobs[place - len(prompt)]))
+                sequence.append(index)
+                logprobs.append(float(completion.logprobs[position - len(prompt)]))
             ids.append(int(token))
-            positions.append(place)
-        borders.append(len(ids))
+            positions.append(position)
+        boundaries.append(len(ids))
     micro = pack(samples, CPU)
     assert micro.input_ids.tolist() == [ids]
     assert micro.position_ids.tolist() == [positions]
-    assert micro.cu_seqlens.tolist() == borders
+    assert micro.cu_seqlens.tolist() == boundaries
     assert micro.logit_positions.tolist() == logit_positions
     assert micro.targets.tolist() == targets == micro.input_ids[0, micro.logit_positions + 1].tolist()
     assert micro.sequence.tolist() == sequence
     assert micro.rollout_logprobs.tolist() == logprobs
-    assert micro.lengths.tolist() == [sequence.count(number) for number in range(len(samples))]
-    assert 0 in micro.lengths.tolist()  # an empty completion is a sequence too
+    assert micro.lengths.tolist() == [sequence.count(index) for index in range(len(samples))]
+    assert 0 in micro.lengths.tolist()  # an empty completion counts as a sequence
     assert micro.keys == tuple((f"random/{group}@0", member) for group in range(5) for member in range(4))
     truncated = [sample.trajectory.completion.truncated for sample in samples]
     assert True in truncated
@@ -96,7 +98,7 @@ def test_a_pack_is_what_a_loop_over_its_tokens_gives() -> None:
     assert not micro.dummy
 
 
-def test_a_pack_of_nothing_is_a_dummy_without_weight() -> None:
+def test_packing_nothing_gives_a_dummy_without_weight() -> None:
     micro = pack([], CPU)
     assert micro.dummy
     assert micro.weight_mask.tolist() == [0.0]

@@ -1,4 +1,4 @@
-"""Two FSDP2 ranks give what one process gives, however the step was fed and whatever was given up before."""
+"""Two FSDP2 ranks compute the step of one process, however many calls add the groups and after any aborted step."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,38 +46,40 @@ def scenarios(path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def on_two(path: Path, scenarios: dict[str, Scenario], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+def on_two_ranks(
+    path: Path, scenarios: dict[str, Scenario], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Result]:
     return play_on(2, path, scenarios, tmp_path_factory.mktemp("ranks") / "results.pt")
 
 
 @pytest.mark.parametrize(
     "name", [*ALGORITHMS, "in 2 pieces", "in 7 pieces", "two updates", "two updates in 3 pieces", "three trajectories"]
 )
-def test_two_ranks_make_the_step_of_one(
-    name: str, path: Path, scenarios: dict[str, Scenario], on_two: dict[str, Result]
+def test_two_ranks_compute_the_step_of_one(
+    name: str, path: Path, scenarios: dict[str, Scenario], on_two_ranks: dict[str, Result]
 ) -> None:
-    assert_same(on_two[name], play(path, scenarios[name]))
+    assert_same(on_two_ranks[name], play(path, scenarios[name]))
 
 
-def test_pieces_do_not_change_the_step_of_two_ranks(on_two: dict[str, Result]) -> None:
-    assert_same(on_two["in 2 pieces"], on_two["dapo against the sampler"])
-    assert_same(on_two["in 7 pieces"], on_two["dapo against the sampler"])
+def test_pieces_do_not_change_the_step_of_two_ranks(on_two_ranks: dict[str, Result]) -> None:
+    assert_same(on_two_ranks["in 2 pieces"], on_two_ranks["dapo against the rollout policy"])
+    assert_same(on_two_ranks["in 7 pieces"], on_two_ranks["dapo against the rollout policy"])
 
 
 @pytest.mark.parametrize("before", ["abort", "failed forward", "failed backward"])
-def test_abort_then_step_equals_step_alone(before: str, on_two: dict[str, Result]) -> None:
-    for name, parameter in on_two["alone"].after.items():
-        assert torch.equal(on_two[before].after[name], parameter), name
-        assert not torch.equal(parameter, on_two["alone"].before[name]), name
+def test_abort_then_step_equals_step_alone(before: str, on_two_ranks: dict[str, Result]) -> None:
+    for name, parameter in on_two_ranks["alone"].after.items():
+        assert torch.equal(on_two_ranks[before].after[name], parameter), name
+        assert not torch.equal(parameter, on_two_ranks["alone"].before[name]), name
 
 
-def test_a_rank_without_a_trajectory_computes_a_dummy_pass(on_two: dict[str, Result]) -> None:
-    """Three trajectories, each above the budget: two passes, and one of the four bins is empty."""
-    metrics = on_two["three trajectories"].metrics
-    padded = metrics["trainer/padding_fraction"]
-    assert padded == pytest.approx(2 / (metrics["trainer/tokens"] + 2))  # a dummy is two tokens long
+def test_a_rank_without_a_trajectory_computes_a_dummy_pass(on_two_ranks: dict[str, Result]) -> None:
+    """Three trajectories above the budget take two passes, with one dummy among the four microbatches."""
+    metrics = on_two_ranks["three trajectories"].metrics
+    padding = metrics["trainer/padding_fraction"]
+    assert padding == pytest.approx(2 / (metrics["trainer/tokens"] + 2))  # a dummy has two tokens
 
 
-def test_two_ranks_step_without_groups(on_two: dict[str, Result]) -> None:
-    result = on_two["no groups"]
+def test_two_ranks_step_without_groups(on_two_ranks: dict[str, Result]) -> None:
+    result = on_two_ranks["no groups"]
     assert (result.updates, result.metrics["grad_norm"], result.metrics["loss/policy"]) == (0, 0.0, 0.0)

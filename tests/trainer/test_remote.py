@@ -1,4 +1,4 @@
-"""The driver's face of the ranks, over real ranks in Ray: checkpoints through it, and a call that one rank fails."""
+"""The driver's proxy over real ranks in Ray: checkpoints, and calls that fail on one rank."""
 
 import asyncio
 import gc
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.checkpoint.manager import Checkpoints, RunState
+from app.checkpoint.manager import CheckpointManager, RunState
 from app.errors import TrainerError
 from app.trainer.remote import RemoteTrainer
 from app.types import ScoredGroup, StepReport
@@ -21,7 +21,7 @@ from tests.model.support import save_qwen3
 from tests.trainer.support import VOCABULARY, scored_groups
 from tests.weight_sync.support import make_trainer
 
-TOO_LONG_S = 60.0  # what a call would hang for without being noticed is `timeout_s` of `make_trainer`: 120
+TOO_LONG_S = 60.0  # an undetected failure would take the `timeout_s` of `make_trainer`: 120
 
 
 @pytest.fixture(scope="module")
@@ -33,36 +33,36 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trainer(ray_session: None, path: Path, tmp_path: Path) -> Iterator[RemoteTrainer]:
     import ray
 
-    made = make_trainer(path, tmp_path, ranks=2)
-    yield made
-    for rank in made.ranks:
+    trainer = make_trainer(path, tmp_path, ranks=2)
+    yield trainer
+    for rank in trainer.ranks:
         ray.kill(rank)
 
 
-def readable_by_one_rank(groups: list[ScoredGroup]) -> list[ScoredGroup]:
-    """The last trajectory alone has a token that the model does not have, so that one rank fails in its forward."""
+def failing_on_one_rank(groups: list[ScoredGroup]) -> list[ScoredGroup]:
+    """Give the last trajectory a token outside of the vocabulary, so that the forward of one rank fails."""
     *others, last = groups
-    *kept, broken = last.group.trajectories
+    *intact, broken = last.group.trajectories
     tokens = np.full_like(broken.prompt.token_ids, VOCABULARY)
     broken = replace(broken, prompt=replace(broken.prompt, token_ids=tokens))
-    return [*others, replace(last, group=replace(last.group, trajectories=(*kept, broken)))]
+    return [*others, replace(last, group=replace(last.group, trajectories=(*intact, broken)))]
 
 
 class Garbage:
-    """Makes a cycle, which nothing but a collection frees."""
+    """An extension that makes a reference cycle, which only a garbage collection frees."""
 
-    def __init__(self, host: object):
-        self.left: weakref.ref[Garbage] | None = None
+    def __init__(self, rank: object):
+        self.reference: weakref.ref[Garbage] | None = None
 
     def make(self) -> bool:
         cycle = Garbage(None)
         cycle.itself = cycle  # type: ignore[attr-defined]
-        self.left = weakref.ref(cycle)
+        self.reference = weakref.ref(cycle)
         return gc.isenabled()
 
-    def there(self) -> bool:
-        assert self.left is not None
-        return self.left() is not None
+    def exists(self) -> bool:
+        assert self.reference is not None
+        return self.reference() is not None
 
 
 async def step(trainer: RemoteTrainer, version: int, groups: list[ScoredGroup]) -> StepReport:
@@ -75,17 +75,17 @@ async def step(trainer: RemoteTrainer, version: int, groups: list[ScoredGroup]) 
 def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(trainer: RemoteTrainer, tmp_path: Path) -> None:
     groups = scored_groups(4, shortest=2)
 
-    async def story() -> None:
+    async def scenario() -> None:
         parameters = await trainer.setup()
         assert await trainer.checkpoint_bytes() == 12 * parameters
         await trainer.attach("garbage", Garbage)
-        assert await trainer.call("garbage", Garbage.make) == [False, False]  # collected by hand alone
-        assert await trainer.call("garbage", Garbage.there) == [True, True]
+        assert await trainer.call("garbage", Garbage.make) == [False, False]  # automatic GC is off
+        assert await trainer.call("garbage", Garbage.exists) == [True, True]
         await step(trainer, 1, groups)
-        assert await trainer.call("garbage", Garbage.there) == [False, False]
-        checkpoints = Checkpoints(tmp_path, keep=2)
+        assert await trainer.call("garbage", Garbage.exists) == [False, False]
+        checkpoints = CheckpointManager(tmp_path, keep=2)
         saved = await checkpoints.save(trainer, RunState(1, 1))
-        beside = await step(trainer, 2, groups[:3])  # the write goes on meanwhile
+        first = await step(trainer, 2, groups[:3])  # while the checkpoint is written
         await checkpoints.wait()
         assert checkpoints.metrics["checkpoint/bytes"] > 12 * parameters
         assert await trainer.version() == 2
@@ -93,34 +93,36 @@ def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(trainer: 
         assert await trainer.version() == 1
         again = await step(trainer, 2, groups[:3])
         for name in ("loss/policy", "grad_norm", "entropy", "lr"):
-            assert again.metrics[name] == beside.metrics[name], name
+            assert again.metrics[name] == first.metrics[name], name
 
         await trainer.begin_step(version=3)
         for call in (trainer.capture(), trainer.restore(saved, version=1)):
             with pytest.raises(TrainerError, match="while a step is open: finish or abort it first"):
                 await call
-        assert not trainer.broken  # both ranks said so, and both go on
-        began = time.monotonic()
+        assert not trainer.broken  # both ranks raised, and both still work
+        started = time.monotonic()
         with pytest.raises(TrainerError, match=r"trainer rank \d failed during (add_groups|finish_step): IndexError"):
             await fail(trainer, groups)
-        assert time.monotonic() - began < TOO_LONG_S
-        assert trainer.broken  # the other rank waits for it
-        with pytest.raises(TrainerError, match=r"abort_step: the trainer cannot go on, since trainer rank \d failed"):
+        assert time.monotonic() - started < TOO_LONG_S
+        assert trainer.broken  # the other rank is stuck in a collective
+        with pytest.raises(
+            TrainerError, match=r"abort_step: the trainer cannot continue, since trainer rank \d failed"
+        ):
             await trainer.abort_step()
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 async def fail(trainer: RemoteTrainer, groups: list[ScoredGroup]) -> None:
-    await trainer.add_groups(readable_by_one_rank(groups))
+    await trainer.add_groups(failing_on_one_rank(groups))
     await trainer.finish_step()
 
 
 @pytest.mark.soak
 def test_a_rank_that_dies_is_the_one_that_is_named(trainer: RemoteTrainer) -> None:
-    """Its death breaks off the other's collective, whose error may come first."""
+    """Its death breaks the collective of the other rank, whose error may come first."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         await trainer.setup()
         await trainer.begin_step(version=1)
         os.kill(await trainer.ranks[1].pid.remote(), signal.SIGKILL)
@@ -128,4 +130,4 @@ def test_a_rank_that_dies_is_the_one_that_is_named(trainer: RemoteTrainer) -> No
             await trainer.add_groups(scored_groups(100, shortest=2))
         assert trainer.broken
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""The split step on one process: its state machine, its arithmetic against a step computed without the application."""
+"""The split step in one process: its lifecycle, and its numbers against a reference without the application."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +31,7 @@ GRPO = AlgorithmConfig(prompts_per_step=8, group_size=4)
 DAPO = replace(GRPO, aggregation=Aggregation.token_mean, clip_high=0.28, old_policy=OldPolicy.rollout)
 ALGORITHMS = {
     "grpo": (GRPO, Correction.none),
-    "dapo against the sampler": (DAPO, Correction.none),
+    "dapo against the rollout policy": (DAPO, Correction.none),
     "dapo masked": (replace(DAPO, mask_truncated=True), Correction.none),
     "dr_grpo": (replace(GRPO, aggregation=Aggregation.seq_mean_token_sum_norm), Correction.none),
     "sums with tis": (replace(GRPO, aggregation=Aggregation.seq_mean_token_sum, tis_max=1.1), Correction.tis),
@@ -56,7 +56,7 @@ def groups(path: Path) -> list[ScoredGroup]:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_loss_and_gradients_are_those_of_transformers_one_trajectory_at_a_time(
+def test_loss_and_gradients_match_transformers_one_trajectory_at_a_time(
     name: str, path: Path, reference: Path, groups: list[ScoredGroup]
 ) -> None:
     algorithm, correction = ALGORITHMS[name]
@@ -74,25 +74,25 @@ def test_loss_and_gradients_are_those_of_transformers_one_trajectory_at_a_time(
         assert relative(ours.after[parameter], ours.before[parameter] - SGD.lr * theirs[parameter]) < 1e-6, parameter
 
 
-def test_metrics_have_their_own_denominators(path: Path, groups: list[ScoredGroup]) -> None:
+def test_every_metric_has_its_own_denominator(path: Path, groups: list[ScoredGroup]) -> None:
     metrics = play(path, Scenario(GRPO, groups)).metrics
     model = plain.transformers_model(path)
-    logprobs, entropies, sampler = [], [], []
+    logprobs, entropies, rollout_logprobs = [], [], []
     with torch.no_grad():
         for scored in groups:
             for trajectory in scored.group.trajectories:
                 logs, entropy = plain.token_logprobs(model, trajectory, TEMPERATURE)
                 logprobs.append(logs)
                 entropies.append(entropy)
-                sampler.append(torch.as_tensor(trajectory.completion.logprobs).double())
-    difference = torch.cat(logprobs) - torch.cat(sampler)
+                rollout_logprobs.append(torch.as_tensor(trajectory.completion.logprobs).double())
+    difference = torch.cat(logprobs) - torch.cat(rollout_logprobs)
     assert metrics["entropy"] == pytest.approx(torch.cat(entropies).mean().item(), rel=1e-5)
     assert metrics["mismatch/abs_difference"] == pytest.approx(difference.abs().mean().item(), rel=1e-4)
     assert metrics["mismatch/kl"] == pytest.approx((difference.exp() - difference - 1).mean().item(), rel=1e-4)
     assert metrics["mismatch/max_ratio"] == pytest.approx(difference.exp().max().item(), rel=1e-5)
     assert (metrics["ratio/max"], metrics["ratio/min"], metrics["ratio/mean"]) == (1.0, 1.0, 1.0)
     assert metrics["trainer/tokens"] == sum(t.tokens for scored in groups for t in scored.group.trajectories)
-    assert metrics["trainer/padding_fraction"] == 0.0  # one rank has no dummy passes
+    assert metrics["trainer/padding_fraction"] == 0.0  # one rank has no dummies
 
 
 @pytest.mark.parametrize("budget", [1, 40, 100_000])
@@ -104,10 +104,10 @@ def test_pieces_and_budget_do_not_change_the_step(
     assert_same(play(path, Scenario(DAPO, groups, pieces=pieces, budget=budget)), whole)
 
 
-def test_an_open_step_computes_what_fills_its_budget_when_it_is_fed(path: Path, groups: list[ScoredGroup]) -> None:
+def test_add_groups_computes_the_microbatches_that_are_full(path: Path, groups: list[ScoredGroup]) -> None:
     step = make_step(path, Scenario(GRPO, groups, budget=100))
     step.begin(1)
-    step.feed(groups[:4])
+    step.add_groups(groups[:4])
     early = {name: parameter.grad for name, parameter in step.model.named_parameters()}
     assert all(gradient is not None and gradient.abs().max() > 0 for gradient in early.values())
     step.finish()
@@ -129,21 +129,22 @@ def test_abort_then_step_equals_step_alone(before: str, updates: int, path: Path
     }
 
 
-def test_an_aborted_step_leaves_no_trace_in_the_next_ones(path: Path, groups: list[ScoredGroup]) -> None:
+def test_an_aborted_step_does_not_affect_later_steps(path: Path, groups: list[ScoredGroup]) -> None:
     scenario = Scenario(GRPO, groups, trainer=TrainerConfig(lr=1e-3, warmup_steps=3))
-    plain_run, with_aborts = make_step(path, scenario), make_step(path, scenario)
+    without_aborts = make_step(path, scenario)
+    with_aborts = make_step(path, scenario)
     for version in (1, 2, 3):
-        train(plain_run, scenario, version)
+        train(without_aborts, scenario, version)
         with_aborts.begin(version)
-        with_aborts.feed(groups[:5])
+        with_aborts.add_groups(groups[:5])
         with_aborts.abort()
         train(with_aborts, scenario, version)
-    theirs = parameters(plain_run.model)
+    theirs = parameters(without_aborts.model)
     for name, ours in parameters(with_aborts.model).items():
         assert torch.equal(ours, theirs[name]), name
 
 
-def test_two_updates_take_their_ratios_against_the_policy_that_began_the_step(
+def test_two_updates_take_their_ratios_against_the_policy_at_the_start_of_the_step(
     path: Path, groups: list[ScoredGroup]
 ) -> None:
     algorithm = replace(GRPO, updates_per_step=2, clip_low=0.05, clip_high=0.05)
@@ -156,9 +157,9 @@ def test_two_updates_take_their_ratios_against_the_policy_that_began_the_step(
             for member, trajectory in enumerate(scored.group.trajectories)
         }
     assert ours.updates == len(ours.gradients) == 2
-    for update, part in enumerate((groups[:4], groups[4:])):
+    for update, half in enumerate((groups[:4], groups[4:])):
         model.zero_grad()
-        plain.loss(model, part, algorithm, Correction.none, old=old).backward()
+        plain.loss(model, half, algorithm, Correction.none, old=old).backward()
         for name, parameter in model.named_parameters():
             assert relative(ours.gradients[update][name], parameter.grad) < 1e-5, (update, name)
         with torch.no_grad():
@@ -179,7 +180,7 @@ def test_the_first_of_several_updates_has_ratios_of_one(path: Path, groups: list
     assert_same(first, play(path, Scenario(GRPO, groups[:4])), skip=("ratio/", "kl/old"))
 
 
-def test_a_policy_equal_to_its_sampler_has_no_mismatch(path: Path) -> None:
+def test_a_policy_equal_to_the_rollout_policy_has_no_mismatch(path: Path) -> None:
     exact = sampled(path, scored_groups(8), noise=0.0)
     metrics = play(path, Scenario(GRPO, exact)).metrics
     assert metrics["mismatch/abs_difference"] < 1e-5
@@ -213,7 +214,7 @@ def test_a_step_without_groups_changes_nothing_and_reports_zeros(updates: int, p
 
 
 CALLS: dict[str, Callable[..., object]] = {
-    "add_groups": lambda step, groups: step.feed(groups),
+    "add_groups": lambda step, groups: step.add_groups(groups),
     "old_logprobs": lambda step, groups: step.old_logprobs(groups),
     "finish_step": lambda step, groups: step.finish(),
 }
@@ -230,10 +231,10 @@ def test_a_closed_step_refuses_all_but_begin_and_abort(call: str, path: Path, gr
         CALLS[call](step, groups)
 
 
-def test_a_step_that_is_open_cannot_begin(path: Path, groups: list[ScoredGroup]) -> None:
+def test_an_open_step_cannot_begin_again(path: Path, groups: list[ScoredGroup]) -> None:
     step = make_step(path, Scenario(GRPO, groups))
     step.begin(4)
-    step.feed(groups)
+    step.add_groups(groups)
     with pytest.raises(TrainerError, match=r"begin_step\(5\) while the step of version 4 is open"):
         step.begin(5)
     report = step.finish()
@@ -245,7 +246,7 @@ def test_a_step_stays_open_after_a_failure_until_it_is_aborted(path: Path, group
     step = make_step(path, Scenario(GRPO, groups))
     step.begin(1)
     with pytest.raises(IndexError):
-        step.feed(unreadable(groups))
+        step.add_groups(unreadable(groups))
     assert step.open
     step.abort()
     assert not step.open

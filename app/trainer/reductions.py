@@ -1,0 +1,87 @@
+"""The collectives of a step, except FSDP2's own: raw sums and old log-probabilities over all ranks.
+
+Both run on the host. Without a process group, or with one rank, they return their input.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from app.algorithm.loss import LossSums
+from app.algorithm.metrics import TABLE, Over, merge
+from app.trainer.microbatch import MicroBatch, Sample, SampleKey
+
+EXTREMES = (Over.max, Over.min)
+
+
+@dataclass(frozen=True, slots=True)
+class RawSums:
+    """Counts and raw metric sums of some microbatches, to be divided once all are known."""
+
+    tokens: float = 0.0  # completion tokens, masked ones included
+    sequences: float = 0.0
+    input_tokens: float = 0.0  # prompt and completion
+    padding_tokens: float = 0.0  # of dummies
+    sums: Mapping[str, float] = field(default_factory=dict)  # by name, see `algorithm.metrics.TABLE`
+
+    @classmethod
+    def of(cls, micro: MicroBatch, loss_sums: LossSums) -> "RawSums":
+        """Return the counts and sums of one microbatch. A dummy's tokens are padding and in no denominator."""
+        size = float(micro.input_ids.numel())
+        if micro.dummy:
+            return cls(padding_tokens=size)
+        return cls(float(len(micro.targets)), float(len(micro.keys)), size, sums=loss_sums.floats())
+
+    def __add__(self, other: "RawSums") -> "RawSums":
+        return RawSums(
+            self.tokens + other.tokens,
+            self.sequences + other.sequences,
+            self.input_tokens + other.input_tokens,
+            self.padding_tokens + other.padding_tokens,
+            merge(self.sums, other.sums),
+        )
+
+    def all_reduce(self) -> "RawSums":
+        """Merge the sums of all ranks, in float64. A collective."""
+        if _single_rank():
+            return self
+
+        names = list(TABLE)
+        counts = [self.tokens, self.sequences, self.input_tokens, self.padding_tokens]
+        present = [float(name in self.sums) for name in names]
+        addends = [0.0 if TABLE[name] in EXTREMES else self.sums.get(name, 0.0) for name in names]
+        summed = torch.tensor([*counts, *present, *addends], dtype=torch.float64)
+        dist.all_reduce(summed)
+
+        # One max reduction serves both extremes: min(x) = -max(-x).
+        sign = {name: -1.0 if TABLE[name] is Over.min else 1.0 for name in names}
+        maxima = [sign[name] * self.sums[name] if name in self.sums else -torch.inf for name in names]
+        extremes = torch.tensor(maxima, dtype=torch.float64)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+
+        counts, present, totals = (values.tolist() for values in summed.split([len(counts), len(names), len(names)]))
+        sums = {
+            name: sign[name] * extreme if TABLE[name] in EXTREMES else total
+            for name, on_ranks, total, extreme in zip(names, present, totals, extremes.tolist(), strict=True)
+            if on_ranks
+        }
+        return RawSums(counts[0], counts[1], counts[2], counts[3], sums)
+
+
+def all_gather_logprobs(own: Mapping[SampleKey, Tensor], samples: Sequence[Sample]) -> dict[SampleKey, Tensor]:
+    """Return the log-probabilities [T] of all samples, of which each rank computed some. A collective."""
+    if _single_rank():
+        return dict(own)
+
+    # Each sample was computed by one rank; the others add zeros.
+    lengths = [sample.completion_tokens for sample in samples]
+    flat = torch.cat([own.get(sample.key, torch.zeros(n)) for sample, n in zip(samples, lengths, strict=True)])
+    dist.all_reduce(flat)
+    return {sample.key: logprobs for sample, logprobs in zip(samples, flat.split(lengths), strict=True)}
+
+
+def _single_rank() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
