@@ -49,3 +49,9 @@ def expect(condition: bool, key: str, value: object, accepted: str) -> None:
     if not condition:
         shown = "null" if value is None else str(getattr(value, "name", value))
         raise ConfigError(f"{key}={shown} is not accepted: give {accepted}.")
+
+
+def one_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name when it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,8 +1,12 @@
-"""Where the parts meet. Placement code speaks to these and to nothing behind them."""
+"""The four interfaces between components. Placement code is written against these and against nothing behind them.
+
+Every method may be called again after it returned. "Idempotent" means that a repeated call changes nothing. All waits
+are bounded by the implementation; a passed deadline raises the error of the component, with what was awaited.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from app.types import (
     Completion,
@@ -15,115 +19,208 @@ from app.types import (
     StepReport,
     SyncReport,
     TrainerMemory,
-    Trajectory,
 )
 
 
 class RolloutEngine(Protocol):
-    """One SGLang server, owned by a host of its own that also parses its answers."""
+    """One SGLang server of `rollout.tensor_parallel` devices.
+
+    Lifecycle:
+        1. `start` once.
+        2. `generate`, any number concurrently.
+        3. For a weight sync: `pause`, `update` …, `resume`.
+        4. Where devices are shared: `pause(drain)`, `release` each region, later `reload` each region, `resume`.
+        5. `end` once, in any state.
+
+    Raises (every method but `end`):
+        EngineLost: The server died, stalled or does not answer. The engine has to be replaced.
+        EngineError: The server refused the call. The engine lives.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name that messages and logs use, such as `engine 0`."""
+        ...
+
+    async def start(self, timeout_s: float) -> Mapping[str, Any]:
+        """Start the server and wait until it is healthy.
+
+        Args:
+            timeout_s: Seconds until the server must answer its health check.
+
+        Returns:
+            Its `url`, SGLang's `version`, and the `pid` of its process group (None for a server of `rollout.urls`).
+        """
+        ...
+
+    async def end(self) -> None:
+        """End the server and its host process in any state. Idempotent; never raises for an engine that is gone."""
+        ...
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
-        """`group_size` completions of one prompt. Aborted ones come back partial with `FinishReason.abort`."""
+        """Sample `request.group_size` completions of one prompt.
+
+        Waits while the engine is paused. A prompt id must not be in flight already.
+
+        Returns:
+            One completion for each member. Aborted ones are partial, with `FinishReason.abort`.
+        """
         ...
 
     async def pause(self, in_flight: InFlight) -> None:
-        """Stop sampling. `drain` returns when nothing is in flight any more."""
+        """Stop sampling. Idempotent.
+
+        Args:
+            in_flight: `drain` returns when nothing is in flight any more; the others return at once, and requests
+                continue after `resume`.
+        """
         ...
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Continue sampling. Idempotent."""
+        ...
 
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
-        """End the requests of these prompts (all of them: None); their `generate` returns what there is."""
+        """Abort the requests of these prompts, or all requests (None). Their `generate` returns what was sampled."""
         ...
 
-    async def release(self, part: EngineMemory) -> None: ...
-
-    async def reload(self, part: EngineMemory) -> None: ...
-
-    async def update(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Forward one step of a weight update to the server; raises `EngineError` on a refusal."""
+    async def release(self, region: EngineMemory) -> None:
+        """Free a region's device memory; its content is lost. Needs a paused, idle engine. Idempotent."""
         ...
 
-    async def load(self) -> EngineStats: ...
+    async def reload(self, region: EngineMemory) -> None:
+        """Allocate a released region again. Weights are undefined until the next sync. Idempotent."""
+        ...
+
+    async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Forward one request of a weight update to the server's `route` and return its reply."""
+        ...
+
+    async def stats(self) -> EngineStats:
+        """Return the requests in flight and the tokens generated so far."""
+        ...
 
     async def memory(self) -> MemoryUse:
-        """Of the server that we started, and its host."""
+        """Return the memory of the server's processes and of its host process."""
         ...
 
     async def check(self) -> None:
-        """Raise `EngineLost` if the server is gone or does not answer."""
+        """Raise `EngineLost` unless the server's scheduler answers. Works on a paused engine too."""
         ...
 
 
 class Trainer(Protocol):
-    """Driver-side face of the FSDP2 ranks: a split step CLOSED → begin → OPEN → groups… → finish or abort → CLOSED."""
+    """The FSDP2 ranks as one trainer. A step is split: CLOSED → `begin_step` → OPEN → `add_groups` … → CLOSED.
+
+    Calls are made one at a time; only `memory`, `write` and `version` may overlap with others.
+
+    Raises (every method):
+        TrainerError: A rank failed, or did not answer within `trainer.timeout_s`. `broken` says whether the ranks can
+            go on.
+    """
+
+    @property
+    def broken(self) -> bool:
+        """Whether a rank died or is stuck, so that all ranks have to be started again."""
+        ...
 
     async def begin_step(self, *, version: int) -> None:
-        """Open the step that makes policy `version`."""
-        ...
-
-    async def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
-        """Feed groups; microbatches that fill their token budget are computed at once."""
-        ...
-
-    async def finish_step(self) -> StepReport:
-        """Compute what is left, update, and report."""
-        ...
-
-    async def abort_step(self) -> None:
-        """Forget the open step: no update, no new version. Harmless when no step is open."""
-        ...
-
-    async def version(self) -> int | None:
-        """The policy that the parameters are; None in the middle of a step's updates."""
-        ...
-
-    async def memory(self) -> list[MemoryUse]:
-        """Of each rank; answers also while a step is computed."""
+        """Open the step that makes policy `version`. Needs a closed step and nothing offloaded."""
         ...
 
     async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
-        """Fix π_old of these groups at the current parameters (only where the algorithm needs it)."""
+        """Fix π_old of these groups at the current parameters.
+
+        Called after `begin_step` and before the first update, where `AlgorithmConfig.needs_old_logprobs`.
+        """
         ...
 
-    async def offload(self, part: TrainerMemory) -> None: ...
+    async def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
+        """Add groups to the open step. Microbatches that fill their token budget are computed at once."""
+        ...
 
-    async def onload(self, part: TrainerMemory) -> None: ...
+    async def finish_step(self) -> StepReport:
+        """Compute what is left, update the parameters and close the step."""
+        ...
+
+    async def abort_step(self) -> None:
+        """Discard the open step: no update, no new version. Idempotent."""
+        ...
+
+    async def version(self) -> int | None:
+        """Return the policy version of the parameters; None in the middle of a step's updates."""
+        ...
+
+    async def memory(self) -> list[MemoryUse]:
+        """Return the memory of each rank. Answers while a step is computed."""
+        ...
+
+    async def offload(self, region: TrainerMemory) -> None:
+        """Move a region to host memory and free it on the device. Raises if it is offloaded or a step is open."""
+        ...
+
+    async def onload(self, region: TrainerMemory) -> None:
+        """Move an offloaded region back to the device. Idempotent."""
+        ...
 
     async def checkpoint_bytes(self) -> int:
-        """Bytes that a checkpoint takes, over all ranks."""
+        """Return the bytes of a checkpoint, over all ranks."""
         ...
 
     async def capture(self) -> int:
-        """Copy what a checkpoint holds to host memory, also while parts are offloaded; returns the bytes of all ranks.
+        """Copy the checkpoint's content to host memory and return its bytes, over all ranks.
 
-        Only between steps, as `restore`.
+        Between steps only. Works with offloaded regions.
         """
         ...
 
     async def write(self, folder: Path) -> None:
-        """Write what was captured into a folder that all ranks see; steps may go on meanwhile."""
+        """Write the captured state into a folder that all ranks see. Steps may continue meanwhile."""
         ...
 
     async def restore(self, folder: Path, *, version: int) -> None:
-        """Take over a checkpoint of policy `version`, of any number of ranks; nothing may be offloaded."""
+        """Load a checkpoint of policy `version`, written by any number of ranks. Nothing may be offloaded.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be read or is of another model.
+        """
         ...
 
 
-class WeightSync(Protocol):
-    """Carries the trainer's parameters into every engine."""
+class WeightSynchronizer(Protocol):
+    """Copies the trainer's parameters into every engine."""
 
-    async def push(self, version: int) -> SyncReport: ...
+    async def sync(self, version: int) -> SyncReport:
+        """Copy the parameters into every engine as policy `version`.
+
+        1. Gather the first bucket on the trainer.
+        2. Pause the engines.
+        3. Connect, if the members changed.
+        4. Send and load all buckets; the last one stamps the version.
+        5. Verify, where `weight_sync.verify` says so.
+        6. Resume the engines.
+
+        May be called again after a failure: the retry tears down what the failed sync left and sends all weights.
+
+        Raises:
+            SyncError: Names engine, rank, bucket and phase. The engines stay paused: they may hold weights of two
+                policies.
+            TrainerError: A trainer rank failed.
+        """
+        ...
 
 
-class Tracker(Protocol):
-    """Where the numbers of a run go."""
+class RunRecorder(Protocol):
+    """Where a run's numbers and messages go. No method raises for a dashboard that fails."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def status(self, text: str) -> None:
+        """Show what the run is doing now."""
+        ...
 
+    def warn(self, text: str) -> None:
+        """Show and log one warning."""
+        ...
 
-@runtime_checkable
-class Reward(Protocol):
-    """Scores trajectories; runs in killable worker processes."""
-
-    def __call__(self, trajectories: Sequence[Trajectory]) -> Sequence[float]: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a finished step. Steps must increase."""
+        ...

@@ -178,7 +178,7 @@ class SimEngine:
     async def update(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
         return {}
 
-    async def load(self) -> EngineStats:
+    async def stats(self) -> EngineStats:
         return EngineStats(len(self._running), 0)
 
     async def memory(self) -> MemoryUse:
@@ -308,7 +308,7 @@ class SimSync:
     def set_engines(self, engines: Mapping[int, Any]) -> None:
         self.engines = list(engines.values())
 
-    async def push(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> SyncReport:
         if version == self.fail_at:
             raise SyncError("push failed on purpose")
         await asyncio.gather(*(engine.pause(self.in_flight) for engine in self.engines))

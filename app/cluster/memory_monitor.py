@@ -7,7 +7,7 @@ and says so.
 import os
 
 from app.errors import RunError
-from app.protocols import Trainer
+from app.protocols import RolloutEngine, Trainer
 from app.rollout.pool import EnginePool
 from app.types import MemoryUse
 from app.utils.process import memory_use
@@ -34,7 +34,7 @@ class Memory:
         """MiB by role (of the largest rank or engine), and the fullest machine's share in use."""
         found = {"driver": memory_use([os.getpid()])}
         found |= {f"trainer rank {rank}": use for rank, use in enumerate(await self.trainer.memory())}
-        found |= {f"engine {place}": use for place, use in enumerate(await self.pool.broadcast("memory"))}
+        found |= {f"engine {place}": use for place, use in (await self.pool.each(RolloutEngine.memory)).items()}
         self._last = found
         metrics = {
             f"memory/{role}_rss_mib": max(use.resident for name, use in found.items() if name.startswith(role)) / MIB

@@ -36,7 +36,7 @@ class RolloutWorkers:
 
     def starts(self, timeout_s: float) -> list[Coroutine[Any, Any, Any]]:
         """Of the engines: to be awaited together with whatever else starts."""
-        return [engine.start(timeout_s) for engine in self.pool.engines]  # type: ignore[attr-defined]
+        return [engine.start(timeout_s) for engine in self.pool.engines]
 
 
 @asynccontextmanager
@@ -72,7 +72,7 @@ async def start_rollout_workers(
 
 
 async def _stop_engines(pool: EnginePool) -> None:
-    await asyncio.gather(*(engine.end() for engine in pool.engines))  # type: ignore[attr-defined]
+    await asyncio.gather(*(engine.end() for engine in pool.engines))
 
 
 def _shutdown_ray() -> None:
@@ -99,7 +99,7 @@ async def start_trainer_workers(
             if not first:
                 await turns.offload_engines()
             await trainer.setup()
-            await trainer.attach("offload", partial(Offload, moves=device.shares_memory))
+            await trainer.attach_offload(partial(Offload, moves=device.shares_memory))
             if first:  # an engine takes what it finds free
                 await turns.offload_trainer(TrainerMemory)
                 await gather_or_raise(*starts)
@@ -107,7 +107,7 @@ async def start_trainer_workers(
                 await turns.onload_trainer(TrainerMemory)
         else:
             await gather_or_raise(trainer.setup(), *starts)
-            await trainer.attach("offload", partial(Offload, moves=device.shares_memory))
+            await trainer.attach_offload(partial(Offload, moves=device.shares_memory))
         sync = make_sync(config, device, trainer, side.pool.engines, folder)
         stack.push_async_callback(sync.close)
         await sync.prepare()

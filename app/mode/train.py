@@ -57,7 +57,7 @@ async def live(
                 try:
                     return await _run(CONTROLLERS[config.placement.kind](parts, version), side, folder)
                 except TrainerError as error:
-                    await sync.abandon()
+                    await sync.abort()
                     if isinstance(error, TrainerLost) or trainer.broken:
                         raise TrainerLost(str(error)) from error
                     raise

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from app.errors import TrainerError
+from app.trainer.checkpoint_state import host_copy
 from app.types import TrainerMemory
 
 if TYPE_CHECKING:
@@ -37,34 +38,32 @@ class Offload:
     def __init__(self, host: "TrainerRank", *, moves: bool):
         self.host, self.moves = host, moves
         self._copies: dict[TrainerMemory, HostCopy] = {}  # kept while the part is on the device: pinning takes long
-        self._copy_here = host.state.copy
-        host.state.copy = self.copy
 
     def offload(self, part: TrainerMemory) -> None:
         """Free this part's device memory; what it held survives on the host."""
-        if part in self.host.away:
+        if part in self.host.offloaded:
             raise TrainerError(f"trainer rank {self.host.rank}: {part.name} is offloaded already")
         if self.host.step.open:
             raise TrainerError(f"trainer rank {self.host.rank}: {part.name} cannot be offloaded while a step is open")
         if self.moves:
             with self._told("offloaded", part):
                 self._take_away(part)
-        self.host.away.add(part)
+        self.host.offloaded.add(part)
 
     def onload(self, part: TrainerMemory) -> None:
         """Bring a part back; one that is there stays."""
-        if part in self.host.away:
+        if part in self.host.offloaded:
             if self.moves:
                 with self._told("onloaded", part):
                     self._bring_back(part)
-            self.host.away.discard(part)
+            self.host.offloaded.discard(part)
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A local tensor's copy in host memory, wherever it is; for a checkpoint."""
-        for part in self.host.away & self._copies.keys():
+        for part in self.host.offloaded & self._copies.keys():
             if self._copies[part].holds(tensor):
                 return self._copies[part].tensor(tensor)
-        return self._copy_here(tensor)
+        return host_copy(tensor)
 
     # --- inside
 

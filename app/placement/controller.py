@@ -74,7 +74,7 @@ class PlacementController(ABC):
         """Push, and put its phases on the timeline: they follow each other."""
         timeline = self.parts.recorder.timeline
         with timeline.span("driver", "push", step=version):
-            report = await self.parts.sync.push(version)
+            report = await self.parts.sync.sync(version)
         begin = timeline.now() - report.seconds["total"]
         for phase, seconds in report.seconds.items():
             if phase != "total":

@@ -17,6 +17,7 @@ from app.placement.buffer import GroupBuffer
 from app.placement.context import RunContext
 from app.placement.staleness import StalenessManager
 from app.placement.step_metrics import RolloutCounts
+from app.protocols import RolloutEngine
 from app.rollout.rollouter import Aborted
 from app.types import Group, Prompt, ScoredGroup
 
@@ -65,7 +66,7 @@ class Producer:
         limit = version - self.admission.max_staleness
         stale = [prompt_id for prompt_id, begun in self.running.items() if begun < limit]
         if stale:
-            await self.parts.pool.broadcast("abort", stale)
+            await self.parts.pool.each(RolloutEngine.abort, stale)
 
     async def _group(self, prompt: Prompt) -> None:
         algorithm = self.parts.config.algorithm

@@ -24,19 +24,19 @@ class TimeSharing:
     async def offload_engines(self) -> None:
         """Everything of the engines, as soon as they are idle."""
         if self.offload.engine:
-            await self.pool.broadcast("pause", InFlight.drain)
+            await self.pool.each(RolloutEngine.pause, InFlight.drain)
             for part in (*CACHES, EngineMemory.weights):
-                await self.pool.broadcast("release", part)
+                await self.pool.each(RolloutEngine.release, part)
 
     async def weights_return(self) -> None:
         """The engines' weights, whose content is yet to be pushed."""
         if self.offload.engine:
-            await self.pool.broadcast("reload", EngineMemory.weights)
+            await self.pool.each(RolloutEngine.reload, EngineMemory.weights)
 
     async def reload_kv_cache(self) -> None:
         if self.offload.engine:
             for part in reversed(CACHES):
-                await self.pool.broadcast("reload", part)
+                await self.pool.each(RolloutEngine.reload, part)
 
     async def offload_trainer(self, parts: Iterable[TrainerMemory]) -> None:
         if self.offload.trainer:

@@ -33,7 +33,7 @@ class ChangeableSync(Protocol):
 
     def set_engines(self, engines: Engines) -> None: ...
 
-    async def push(self, version: int) -> SyncReport: ...
+    async def sync(self, version: int) -> SyncReport: ...
 
 
 class EngineSupervisor:
@@ -69,7 +69,7 @@ class EngineSupervisor:
         The block before may have ended with engines lost, or with new ones that nothing was pushed to.
         """
         if self.pool.lost:
-            self.pool.loss.set()
+            self.pool.engine_lost.set()
         try:
             async with asyncio.TaskGroup() as tasks:
                 watcher = tasks.create_task(self._replace_forever(), name="recovery")
@@ -88,15 +88,15 @@ class EngineSupervisor:
     async def forget(self) -> None:
         """Let the engines end what a lost trainer's steps had asked for; one that does not is replaced."""
         deadline = time.monotonic() + FORGET_SECONDS
-        await self.pool.broadcast("abort")
-        for engine in self.pool.living:
+        await self.pool.each(RolloutEngine.abort)
+        for engine in self.pool.alive:
             try:
-                while (await engine.load()).groups:
+                while (await engine.stats()).groups:
                     if time.monotonic() > deadline:
                         raise EngineLost(f"requests in flight were not aborted within {FORGET_SECONDS:.0f} s")
                     await asyncio.sleep(POLL_SECONDS)
             except EngineLost as why:
-                self.pool.lose(engine, why)
+                self.pool.mark_lost(engine, why)
 
     # --- whose turn it is, where engines and trainer share devices
 
@@ -110,13 +110,13 @@ class EngineSupervisor:
 
     # --- pushing
 
-    async def push(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> SyncReport:
         """Carry the policy into every engine, again if need be. Raises `SyncError`, or `TrainerLost`."""
         for attempt in itertools.count(1):
             if not self._turn.is_set():  # nobody else starts them now
                 await self._start_lost()
             else:
-                await self.pool.some()  # if none lives, one is on its way
+                await self.pool.wait_for_any()  # if none lives, one is on its way
             self.version = version
             away = self.pool.lost.keys() - (set() if self._turn.is_set() else self._fresh)
             targets = {place: engine for place, engine in enumerate(self.pool.engines) if place not in away}
@@ -132,7 +132,7 @@ class EngineSupervisor:
         try:
             async with self._parameters:
                 self._sync.set_engines(targets)
-                report = await self._sync.push(self.version)
+                report = await self._sync.sync(self.version)
         except (EngineError, SyncError) as error:
             await self._find_the_lost(error, targets)
             if attempt > self._limit:
@@ -150,7 +150,7 @@ class EngineSupervisor:
                 await engine.check()
             except EngineLost as why:
                 self._fresh.discard(place)
-                self.pool.lose(engine, why)
+                self.pool.mark_lost(engine, why)
         try:
             await self._trainer.version()
         except TrainerError as gone:
@@ -159,13 +159,13 @@ class EngineSupervisor:
     def _welcome(self, targets: Engines) -> None:
         for place in self._fresh & targets.keys():
             self._fresh.discard(place)
-            self.pool.restore(place)
+            self.pool.mark_ready(place)
 
     # --- replacing
 
     async def _replace_forever(self) -> None:
         while True:
-            await self.pool.loss.wait()
+            await self.pool.engine_lost.wait()
             await self._turn.wait()
             async with self._replacing:
                 if self._turn.is_set():
@@ -187,7 +187,7 @@ class EngineSupervisor:
                 self._welcome(fresh)
 
     async def _start_lost(self) -> None:
-        self.pool.loss.clear()
+        self.pool.engine_lost.clear()
         async with asyncio.TaskGroup() as tasks:
             for place in self.pool.lost.keys() - self._fresh:
                 tasks.create_task(self._start(place), name=f"start of engine {place}")
@@ -196,7 +196,7 @@ class EngineSupervisor:
         why: EngineError = self.pool.lost[place]
         for attempt in itertools.count(1):
             self.warn(f"{first_line(why)} (started again, attempt {attempt})")
-            await self.pool.engines[place].end()  # type: ignore[attr-defined]
+            await self.pool.engines[place].end()
             if attempt > 1:
                 await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 2))
             engine = self.pool.engines[place] = self.make(place)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -53,11 +53,11 @@ class Client:
         """Raises `EngineError` like `post`."""
         return await self._call("GET", route, None, seconds)
 
-    async def post(self, route: str, body: dict[str, Any], *, seconds: float | None = CALL_SECONDS) -> Any:
+    async def post(self, route: str, body: Mapping[str, Any], *, seconds: float | None = CALL_SECONDS) -> Any:
         """Raises `EngineError` when the server refuses, answers `success: false`, or not within `seconds`."""
         return await self._call("POST", route, body, seconds)
 
-    async def _call(self, method: str, route: str, body: dict[str, Any] | None, seconds: float | None) -> Any:
+    async def _call(self, method: str, route: str, body: Mapping[str, Any] | None, seconds: float | None) -> Any:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
             async with self._session.request(method, self.url + route, json=body, timeout=timeout) as reply:

@@ -10,7 +10,7 @@ import itertools
 import os
 import secrets
 import zlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -142,25 +142,27 @@ class EngineHost:
             for name in self._running.get(prompt_id, ()):
                 await self._control("/abort_request", {"rid": name})
 
-    async def release(self, part: EngineMemory) -> None:
+    async def release(self, region: EngineMemory) -> None:
         """Free a part's device memory; its content is lost. One that is released stays so: the server would crash."""
         if self._running or not self._paused:
-            raise EngineError(f"{self.spec.name}: {part.name} cannot be released before the engine is paused and idle")
-        if part not in self._released:
+            raise EngineError(
+                f"{self.spec.name}: {region.name} cannot be released before the engine is paused and idle"
+            )
+        if region not in self._released:
             if self.spec.releases_memory:
-                await self._control("/release_memory_occupation", {"tags": [MEMORY_TAGS[part]]})
-            self._released.add(part)
+                await self._control("/release_memory_occupation", {"tags": [MEMORY_TAGS[region]]})
+            self._released.add(region)
 
-    async def reload(self, part: EngineMemory) -> None:
-        if part in self._released:
+    async def reload(self, region: EngineMemory) -> None:
+        if region in self._released:
             if self.spec.releases_memory:
-                await self._control("/resume_memory_occupation", {"tags": [MEMORY_TAGS[part]]})
-            self._released.discard(part)
+                await self._control("/resume_memory_occupation", {"tags": [MEMORY_TAGS[region]]})
+            self._released.discard(region)
 
-    async def update(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
-        return await self._post(f"/{call}", body)
+    async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._post(f"/{route}", body)
 
-    async def load(self) -> EngineStats:
+    async def stats(self) -> EngineStats:
         return EngineStats(groups=len(self._running), completion_tokens=self._tokens)
 
     async def memory(self) -> MemoryUse:
@@ -186,7 +188,7 @@ class EngineHost:
             raise self._failure.result()
         return self._client
 
-    async def _post(self, route: str, body: dict[str, Any]) -> Any:
+    async def _post(self, route: str, body: Mapping[str, Any]) -> Any:
         return await self._or_failure(self._ready().post(route, body))
 
     async def _control(self, route: str, body: dict[str, Any]) -> None:

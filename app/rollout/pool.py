@@ -6,12 +6,15 @@ for that. Whoever replaces engines ends the run when it cannot, so nobody waits 
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from app.errors import EngineLost
 from app.protocols import RolloutEngine
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class EnginePool:
@@ -20,38 +23,38 @@ class EnginePool:
     def __init__(self, engines: Sequence[RolloutEngine]):
         self.engines = list(engines)
         self.lost: dict[int, EngineLost] = {}  # place → why
-        self.loss = asyncio.Event()  # set when an engine was lost
+        self.engine_lost = asyncio.Event()  # set when an engine was lost
         self._changed = asyncio.Event()  # set when one came back
         self._outstanding = [0] * len(self.engines)  # completions asked for and not there yet
         self._busy, self._counted_at = 0.0, time.perf_counter()  # engine-seconds with work, and until when
 
     @property
-    def living(self) -> list[RolloutEngine]:
+    def alive(self) -> list[RolloutEngine]:
         return [engine for place, engine in enumerate(self.engines) if place not in self.lost]
 
-    def lose(self, engine: RolloutEngine, why: EngineLost) -> None:
+    def mark_lost(self, engine: RolloutEngine, why: EngineLost) -> None:
         """Ask this engine for nothing more. Harmless for one that was replaced meanwhile."""
         for place, known in enumerate(self.engines):
             if known is engine:
                 self.lost[place] = why
-                self.loss.set()
+                self.engine_lost.set()
 
-    def restore(self, place: int) -> None:
+    def mark_ready(self, place: int) -> None:
         """The engine in this place may be asked again."""
         del self.lost[place]
         self._changed.set()
 
-    async def some(self) -> list[RolloutEngine]:
+    async def wait_for_any(self) -> list[RolloutEngine]:
         """The living engines, as soon as there are any."""
-        while not self.living:
+        while not self.alive:
             self._changed.clear()
             await self._changed.wait()
-        return self.living
+        return self.alive
 
     @asynccontextmanager
     async def least_busy(self, work: int) -> AsyncIterator[tuple[str, RolloutEngine]]:
         """The engine with the least to do, for `work` completions, and its name; notes when it is lost."""
-        await self.some()
+        await self.wait_for_any()
         places = [place for place in range(len(self.engines)) if place not in self.lost]
         place = min(places, key=self._outstanding.__getitem__)
         engine = self.engines[place]
@@ -59,22 +62,36 @@ class EnginePool:
         try:
             yield f"engine {place}", engine
         except EngineLost as error:
-            self.lose(engine, error)
+            self.mark_lost(engine, error)
             raise
         finally:
             self._account(place, -work)
 
-    async def broadcast(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method on every living engine at once: the answers, without those of engines that are lost by it."""
-        answers = await asyncio.gather(*(self._ask(engine, method, arguments) for engine in self.living))
-        return [answer for each in answers for answer in each]
+    async def each(
+        self,
+        method: Callable[Concatenate[RolloutEngine, P], Coroutine[Any, Any, T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> dict[int, T]:
+        """Call a method of `RolloutEngine` on every alive engine concurrently.
 
-    async def _ask(self, engine: Any, method: str, arguments: Sequence[object]) -> list[Any]:
-        try:
-            return [await getattr(engine, method)(*arguments)]
-        except EngineLost as error:
-            self.lose(engine, error)
-            return []
+        Returns:
+            The results by engine index. Engines that are lost by the call are marked lost and left out.
+
+        Raises:
+            EngineError: An engine refused the call.
+        """
+
+        async def call(index: int, engine: RolloutEngine) -> tuple[int, T] | None:
+            try:
+                return index, await getattr(engine, method.__name__)(*args, **kwargs)
+            except EngineLost as error:
+                self.mark_lost(engine, error)
+                return None
+
+        alive = [(index, engine) for index, engine in enumerate(self.engines) if index not in self.lost]
+        results = await asyncio.gather(*(call(index, engine) for index, engine in alive))
+        return dict(result for result in results if result is not None)
 
     def busy_seconds(self) -> float:
         """Time that an engine had something to do, the mean over engines, since the pool was made."""

@@ -2,15 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from app.errors import EngineError, EngineLost, RunError
+from app.errors import EngineError, EngineLost, RunError, one_line
+from app.rollout.host import EngineHost
 from app.types import Completion, EngineMemory, EngineStats, GroupRequest, InFlight, MemoryUse
 
+P = ParamSpec("P")
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 STOP_SECONDS = 10.0
 CHECK_SECONDS = 30.0
@@ -24,10 +27,10 @@ class RemoteEngine:
         self.name, self.actor = name, actor
 
     async def start(self, timeout_s: float) -> dict[str, Any]:
-        return await self._call("start", seconds=timeout_s + 30)
+        return await self._call_within(timeout_s + 30, EngineHost.start)
 
     async def stop(self) -> None:
-        await self._call("stop", seconds=30)
+        await self._call_within(30, EngineHost.stop)
 
     async def end(self) -> None:
         """End the server and its host, whatever state they are in: politely first."""
@@ -38,47 +41,62 @@ class RemoteEngine:
         ray.kill(self.actor)
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
-        return await self._call("generate", request, seconds=None)
+        return await self._call_within(None, EngineHost.generate, request)
 
     async def pause(self, in_flight: InFlight) -> None:
-        await self._call("pause", in_flight, seconds=None if in_flight is InFlight.drain else CALL_SECONDS)
+        await self._call_within(None if in_flight is InFlight.drain else CALL_SECONDS, EngineHost.pause, in_flight)
 
     async def resume(self) -> None:
-        await self._call("resume")
+        await self._call(EngineHost.resume)
 
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
-        await self._call("abort", prompt_ids)
+        await self._call(EngineHost.abort, prompt_ids)
 
-    async def release(self, part: EngineMemory) -> None:
-        await self._call("release", part)
+    async def release(self, region: EngineMemory) -> None:
+        await self._call(EngineHost.release, region)
 
-    async def reload(self, part: EngineMemory) -> None:
-        await self._call("reload", part)
+    async def reload(self, region: EngineMemory) -> None:
+        await self._call(EngineHost.reload, region)
 
-    async def update(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
-        return await self._call("update", call, body)
+    async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._call(EngineHost.update, route, body)
 
-    async def load(self) -> EngineStats:
-        return await self._call("load")
+    async def stats(self) -> EngineStats:
+        return await self._call(EngineHost.stats)
 
     async def memory(self) -> MemoryUse:
-        return await self._call("memory")
+        return await self._call(EngineHost.memory)
 
     async def check(self) -> None:
-        await self._call("check", seconds=CHECK_SECONDS)
+        await self._call_within(CHECK_SECONDS, EngineHost.check)
 
-    async def _call(self, method: str, *arguments: Any, seconds: float | None = CALL_SECONDS) -> Any:
+    async def _call(
+        self,
+        method: Callable[Concatenate[EngineHost, P], Coroutine[Any, Any, T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        return await self._call_within(CALL_SECONDS, method, *args, **kwargs)
+
+    async def _call_within(
+        self,
+        seconds: float | None,
+        method: Callable[Concatenate[EngineHost, P], Coroutine[Any, Any, T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Call a method of the host. `seconds`: the deadline; None where the host keeps one by progress."""
+        name = method.__name__
         try:
-            return await asyncio.wait_for(_awaitable(getattr(self.actor, method).remote(*arguments)), seconds)
+            return await asyncio.wait_for(_awaitable(getattr(self.actor, name).remote(*args, **kwargs)), seconds)
         except TimeoutError:
-            raise EngineLost(f"{self.name}: {method} did not return within {seconds:.0f} s") from None
+            raise EngineLost(f"{self.name}: {name} did not return within {seconds:.0f} s") from None
         except RayTaskError as error:
             if isinstance(error.cause, RunError):
                 raise error.cause from None
-            told = f"{type(error.cause).__name__}: {error.cause}".splitlines()[0]
-            raise EngineError(f"{self.name}: {method} failed: {told}") from error
+            raise EngineError(f"{self.name}: {name} failed: {type(error.cause).__name__}: {error.cause}") from error
         except RayActorError as error:
-            raise EngineLost(f"{self.name}: its host died during {method}: {str(error).splitlines()[0]}") from error
+            raise EngineLost(f"{self.name}: its host died during {name}: {one_line(error)}") from error
 
 
 async def _awaitable(reference: Any) -> Any:

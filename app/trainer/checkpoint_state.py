@@ -50,7 +50,6 @@ class RankState:
 
     def __init__(self, model: PolicyModel, optimizer: Optimizer, device: torch.device, *, timeout_s: float):
         self.model, self.optimizer, self.device = model, optimizer, device
-        self.copy: Callable[[Tensor], Tensor] = host_copy  # a part that takes tensors away puts its own here
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._captured: dict[str, Tensor] | None = None
         self._group: dist.ProcessGroup | None = None
@@ -65,14 +64,14 @@ class RankState:
         copies = 1 + sum(slot != "step" for slot in self.optimizer.slots)
         return copies * sum(_local(tensor).nbytes for tensor in self._parameters().values())
 
-    def capture(self) -> int:
-        """Copy everything to the host, wherever it is; returns this rank's bytes."""
+    def capture(self, copy: Callable[[Tensor], Tensor] = host_copy) -> int:
+        """Copy this rank's part to host memory with `copy` and return its bytes."""
         self.reshard(self.model)
         parameters = self._parameters()
         names = {parameter: name for name, parameter in parameters.items()}
         found = {MODEL + name: parameter for name, parameter in parameters.items()}
         found |= {f"{OPTIMIZER}{slot}.{names[each]}": value for each, slot, value in self.optimizer.state()}
-        captured = {key: self._on_host(tensor) for key, tensor in found.items()}
+        captured = {key: self._on_host(tensor, copy) for key, tensor in found.items()}
         captured[self._schedule] = torch.tensor([self.optimizer.updates, self.optimizer.skipped_in_a_row])
         captured[f"{RANDOM}{self.rank}"] = random_state.read(self.device)
         self._captured = captured
@@ -125,11 +124,11 @@ class RankState:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _on_host(self, tensor: Tensor) -> Tensor:
+    def _on_host(self, tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
         if not isinstance(tensor, DTensor):
-            return self.copy(tensor)
+            return copy(tensor)
         return DTensor.from_local(
-            self.copy(tensor.to_local()),
+            copy(tensor.to_local()),
             self._mesh,
             tensor.placements,
             run_check=False,

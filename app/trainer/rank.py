@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import ray
@@ -28,7 +28,7 @@ from app.config.trainer import TrainerConfig
 from app.device import device_of
 from app.device.torchvision_shim import define_operators
 from app.errors import TrainerError
-from app.trainer.checkpoint_state import RankState
+from app.trainer.checkpoint_state import RankState, host_copy
 from app.trainer.optimizer import Optimizer
 from app.trainer.profile import FOLDER, StepProfiler
 from app.trainer.step import StepSettings, TrainStep
@@ -56,6 +56,26 @@ class RankSpec:
     profile_steps: tuple[int, ...] = ()
 
 
+class MemoryOffload(Protocol):
+    """Moves a rank's memory regions between its device and the host."""
+
+    def offload(self, region: TrainerMemory) -> None: ...
+
+    def onload(self, region: TrainerMemory) -> None: ...
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a local tensor in host memory, also of an offloaded one."""
+        ...
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def runs_beside_the_step(concurrency_group: str) -> Callable[[F], F]:
+    """Run a method in a Ray concurrency group of its own. The method keeps its type."""
+    return cast(Callable[[F], F], ray.method(concurrency_group=concurrency_group))
+
+
 class TrainerRank:
     """Built in two phases: the actor first, then `setup` on all ranks at once (it enters collectives)."""
 
@@ -63,8 +83,9 @@ class TrainerRank:
         log_to(spec.logs / f"trainer_{rank}.log")
         self.spec, self.rank = spec, rank
         self.device = device_of(spec.device)
-        self.parts: dict[str, Any] = {}
-        self.away: set[TrainerMemory] = set()  # what a part of this rank has taken off the device
+        self.extensions: dict[str, Any] = {}
+        self.memory_offload: MemoryOffload | None = None
+        self.offloaded: set[TrainerMemory] = set()  # what a part of this rank has taken off the device
         self.profiler = StepProfiler(spec.profile_steps, spec.logs.parent / FOLDER, rank)
 
     def node_address(self) -> str:
@@ -167,9 +188,9 @@ class TrainerRank:
 
     def capture(self) -> int:
         self._require_closed("capture")
-        return self.state.capture()
+        return self.state.capture(self.memory_offload.copy if self.memory_offload else host_copy)
 
-    @ray.method(concurrency_group="checkpoint")
+    @runs_beside_the_step("checkpoint")
     def write(self, folder: Path) -> None:
         """In a thread of its own, so that steps go on."""
         self.state.write(folder)
@@ -187,7 +208,7 @@ class TrainerRank:
 
     def require_onloaded(self, call: str, *parts: TrainerMemory) -> None:
         """Raise `TrainerError` if one of these parts is offloaded: what is read then would be nonsense."""
-        missing = [part.name for part in parts if part in self.away]
+        missing = [part.name for part in parts if part in self.offloaded]
         if missing:
             raise TrainerError(f"trainer rank {self.rank}: {call} while offloaded: {', '.join(missing)}")
 
@@ -195,18 +216,35 @@ class TrainerRank:
         if self.step.open:
             raise TrainerError(f"{call} while a step is open: finish or abort it first")
 
-    # --- other parts
+    # --- memory offload
+
+    def attach_offload(self, make: Callable[["TrainerRank"], MemoryOffload]) -> None:
+        """Set who offloads this rank's memory; `make` is a function of a module, since it is sent by name."""
+        self.memory_offload = make(self)
+
+    def offload(self, region: TrainerMemory) -> None:
+        self._offload_or_raise().offload(region)
+
+    def onload(self, region: TrainerMemory) -> None:
+        self._offload_or_raise().onload(region)
+
+    def _offload_or_raise(self) -> MemoryOffload:
+        if self.memory_offload is None:
+            raise TrainerError(f"trainer rank {self.rank}: no memory offload is attached")
+        return self.memory_offload
+
+    # --- extensions
 
     def attach(self, name: str, make: Callable[["TrainerRank"], Any]) -> None:
         """Give this rank a further part; `make` is a function of a module, so it travels by name."""
-        self.parts[name] = make(self)
+        self.extensions[name] = make(self)
 
-    def call(self, name: str, method: str, arguments: Mapping[str, Any]) -> Any:
-        return getattr(self.parts[name], method)(**arguments)
+    def call(self, name: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return getattr(self.extensions[name], method)(*args, **kwargs)
 
     # --- answers while the rank is busy (a thread of their own)
 
-    @ray.method(concurrency_group="answers")
+    @runs_beside_the_step("answers")
     def stacks(self) -> str:
         """What every thread of this rank is doing right now."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -216,7 +254,7 @@ class TrainerRank:
             for ident, frame in sys._current_frames().items()
         )
 
-    @ray.method(concurrency_group="answers")
+    @runs_beside_the_step("answers")
     def memory(self) -> MemoryUse:
         """Also the device's peak since this was asked last."""
         if self.device.torch_type == "cpu":
@@ -226,7 +264,7 @@ class TrainerRank:
         module.reset_peak_memory_stats(self.torch_device)
         return replace(memory_use([os.getpid()]), device_peak=peak)
 
-    @ray.method(concurrency_group="answers")
+    @runs_beside_the_step("answers")
     def pid(self) -> int:
         return os.getpid()
 

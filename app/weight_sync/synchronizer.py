@@ -22,6 +22,7 @@ from app.protocols import RolloutEngine
 from app.types import InFlight, SyncReport
 from app.weight_sync.buckets import Bucket, ReadyBucket, plan_buckets
 from app.weight_sync.deadlines import Deadline, best_effort
+from app.weight_sync.sender import Sender
 from app.weight_sync.transport.base import RANKS, SENDER, TrainerGroup, Transport, name_of
 from app.weight_sync.verify import Verifier
 
@@ -32,7 +33,7 @@ OPEN_ALREADY = "already open"  # what a server says of a session that a failed p
 
 
 class BucketedWeightSynchronizer:
-    """Implements `WeightSync` (app/protocols.py)."""
+    """Implements `WeightSynchronizer` (app/protocols.py)."""
 
     def __init__(
         self,
@@ -57,10 +58,10 @@ class BucketedWeightSynchronizer:
         """Attach the senders and cut the plan; whenever a trainer has loaded its model. The next push is a full one."""
         self._held = None
         await self.ranks.attach(SENDER, self.carrier.sender)
-        tensors = (await self.ranks.call(SENDER, "describe"))[0]
+        tensors = (await self.ranks.call(SENDER, Sender.describe))[0]
         self._buckets = plan_buckets(tensors, capacity=int(self.config.bucket_mib * MIB))
         snapshot = self.config.snapshot if self.config.mode is SyncMode.delta else None
-        await self.ranks.call(SENDER, "prepare", buckets=self._buckets, snapshot=snapshot)
+        await self.ranks.call(SENDER, Sender.prepare, buckets=self._buckets, snapshot=snapshot)
 
     def set_engines(self, engines: Mapping[int, RolloutEngine]) -> None:
         """Push to these, by their places, from now on; the next push builds the way anew if they are others."""
@@ -72,9 +73,9 @@ class BucketedWeightSynchronizer:
 
     async def close(self) -> None:
         """Free what the ranks hold: shared memory outlives a process that is killed."""
-        await best_effort({RANKS: self.ranks.call(SENDER, "close")}, CLOSE_SECONDS)
+        await best_effort({RANKS: self.ranks.call(SENDER, Sender.close)}, CLOSE_SECONDS)
 
-    async def push(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> SyncReport:
         """Carry the trainer's parameters into every engine as policy `version`. Raises `SyncError`."""
         waits, clock, base = Deadline(version, self.config.timeout_s), Clock(), self._base()
         self._held = None  # until all of it is there
@@ -82,7 +83,7 @@ class BucketedWeightSynchronizer:
             if self._stale:
                 await self.carrier.abandon(self.ranks)
                 self._stale = False
-            gathering = {RANKS: self.ranks.call(SENDER, "first", version=version, base=base)}
+            gathering = {RANKS: self.ranks.call(SENDER, Sender.first, version=version, base=base)}
             offered = (await waits.gather("gathering bucket 0", gathering))[RANKS]
             clock.mark("gather")
             await waits.gather("pause", self._each(self._pause), deadline=False)  # each has its own
@@ -110,7 +111,7 @@ class BucketedWeightSynchronizer:
             changed_fraction=sum(changed) / self._elements if changed else None,
         )
 
-    async def abandon(self) -> None:
+    async def abort(self) -> None:
         """Tear the way down on both sides: the ranks, or some of them, are gone."""
         await self.carrier.abandon(self.ranks)
 
@@ -139,7 +140,7 @@ class BucketedWeightSynchronizer:
             answers = await waits.gather(
                 f"bucket {index} of {count}",
                 {
-                    RANKS: self.ranks.call(SENDER, "advance", index=index),
+                    RANKS: self.ranks.call(SENDER, Sender.advance, index=index),
                     **{
                         name_of(engine, place): engine.update(
                             self.carrier.route, {**self.carrier.ask(place, offered), **stamp}
@@ -151,7 +152,7 @@ class BucketedWeightSynchronizer:
             self._expect_reply(waits, index, offered[0].reply, answers)
             offered = answers[RANKS]
         await waits.gather(
-            "end", {RANKS: self.ranks.call(SENDER, "finish", timeout_s=waits.timeout_s), **self._each(self._end)}
+            "end", {RANKS: self.ranks.call(SENDER, Sender.finish, timeout_s=waits.timeout_s), **self._each(self._end)}
         )
         return sent
 
@@ -178,7 +179,7 @@ class BucketedWeightSynchronizer:
         pausing = asyncio.ensure_future(engine.pause(self.in_flight))
         try:
             while not (await asyncio.wait({pausing}, timeout=seconds))[0]:
-                if self.in_flight is not InFlight.drain or not (await engine.load()).groups:
+                if self.in_flight is not InFlight.drain or not (await engine.stats()).groups:
                     raise SyncError(f"{name_of(engine, place)}: no answer within weight_sync.timeout_s={seconds:g} s")
             pausing.result()
         finally:

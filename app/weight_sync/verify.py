@@ -15,6 +15,7 @@ from app.config.weight_sync import Verify
 from app.errors import SyncError
 from app.protocols import RolloutEngine
 from app.weight_sync.deadlines import Deadline
+from app.weight_sync.sender import Sender
 from app.weight_sync.transport.base import RANKS, SENDER, TrainerGroup, name_of
 
 EXPORT_CHECKS = 2  # the first push, which proves names and shapes, and the first of a trained policy
@@ -56,7 +57,7 @@ class Verifier:
         path = self.folder / f"policy_{waits.version}"
         shutil.rmtree(path, ignore_errors=True)
         try:
-            await waits.gather("verify: export", {RANKS: ranks.call(SENDER, "export", folder=path)})
+            await waits.gather("verify: export", {RANKS: ranks.call(SENDER, Sender.export, folder=path)})
             body = {"model_path": str(path), "flush_cache": flush, "weight_version": str(waits.version)}
             await waits.gather(
                 "verify: loading the export",

@@ -10,6 +10,7 @@ its largest. The table of changed fractions has torch's AdamW in float32 on a sa
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,8 @@ class Under:
     async def attach(self, name: str, make: Any) -> None:
         await self.trainer.attach(self.prefix + name, make)
 
-    async def call(self, part: str, method: str, /, **arguments: Any) -> list[Any]:
-        return await self.trainer.call(self.prefix + part, method, **arguments)
+    async def call(self, extension: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        return await self.trainer.call(self.prefix + extension, method, *args, **kwargs)
 
     async def source(self) -> tuple[str, int]:
         return await self.trainer.source()
@@ -110,10 +111,10 @@ async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> 
     info = await engine.start(600)
     trainer = await started(make_trainer(model, folder, dtype=Dtype.bfloat16), weights=False)
     await trainer.attach("adam", Adam)
-    await trainer.call("adam", "step", rate=rate, count=WARM_STEPS)
+    await trainer.call("adam", Adam.step, rate=rate, count=WARM_STEPS)
     full = await a_push(Under(trainer, "full "), engine, folder, SyncMode.full, bucket_mib)
     delta = await a_push(Under(trainer, "delta "), engine, folder, SyncMode.delta, bucket_mib)
-    await full.push(0)
+    await full.sync(0)
     server = psutil.Process(info["pid"])
     processes = [psutil.Process(await trainer.ranks[0].pid.remote()), server, *server.children(recursive=True)]
     reports: dict[str, list[SyncReport]] = {"full": [], "delta": []}
@@ -122,18 +123,18 @@ async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> 
 
     async def measured(name: str, push: BucketedWeightSynchronizer, version: int) -> None:
         before = cpu_seconds(processes)
-        reports[name].append(await push.push(version))
+        reports[name].append(await push.sync(version))
         work[name].append(cpu_seconds(processes) - before)
 
     for version in range(1, rounds + 1):
         await measured("full", full, 10 * version)
         # the full push above left the engine no version to build on: this one is told that it is a new one
         delta.set_engines({0: RemoteEngine(engine.name, engine.actor)})
-        await delta.push(10 * version + 1)
-        await trainer.call("adam", "step", rate=rate)
+        await delta.sync(10 * version + 1)
+        await trainer.call("adam", Adam.step, rate=rate)
         await measured("delta", delta, 10 * version + 2)
         pushed = await checksum(engine)
-        await full.push(10 * version + 3)
+        await full.sync(10 * version + 3)
         equal.append(await checksum(engine) == pushed)
     parameters = sum(report.bytes for report in reports["full"]) // rounds // 2
     totals = {mode: [report.seconds["total"] for report in found] for mode, found in reports.items()}
@@ -178,12 +179,12 @@ async def a_push(
     )
 
 
-class RunContext:
-    """A trainer rank's part: what comparing costs, without sending."""
+class Compare:
+    """An extension of a trainer rank: what comparing costs, without sending."""
 
     def __init__(self, host: Any):
-        self.delta = host.parts["delta sync"].delta
-        self.buckets = host.parts["delta sync"].buckets
+        self.delta = host.extensions["delta sync"].delta
+        self.buckets = host.extensions["delta sync"].buckets
 
     def compare(self) -> float:
         """Seconds to compare all shards with what is kept of them."""
@@ -195,9 +196,9 @@ class RunContext:
 
 
 async def parts(trainer: Any, rate: float) -> dict[str, float]:
-    await trainer.attach("parts", RunContext)
-    await trainer.call("adam", "step", rate=rate)
-    changing = (await trainer.call("parts", "compare"))[0]
+    await trainer.attach("compare", Compare)
+    await trainer.call("adam", Adam.step, rate=rate)
+    changing = (await trainer.call("compare", Compare.compare))[0]
     return {"compare_seconds": round(changing, 3)}
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from app.config.device import Dtype
 from app.config.weight_sync import Verify
 from app.types import InFlight
+from app.weight_sync.sender import Sender
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from app.weight_sync.transport.base import SENDER
 from app.weight_sync.transport.process_group import Group
@@ -153,7 +154,7 @@ async def measure(rounds: int, pauses_of_each: int, bucket_mib: float, folder: P
     trainer = await started(make_trainer(model, folder, dtype=Dtype.bfloat16), weights=False)
     await trainer.attach("baselines", Baselines)
     receiver = ray.remote(num_cpus=0)(Receiver).remote()
-    meeting = receiver.meet.remote((await trainer.call("baselines", "meet"))[0])
+    meeting = receiver.meet.remote((await trainer.call("baselines", Baselines.meet))[0])
     await meeting
     rank = psutil.Process(await trainer.ranks[0].pid.remote())
     servers = [psutil.Process(info["pid"]), *psutil.Process(info["pid"]).children(recursive=True)]
@@ -168,13 +169,13 @@ async def measure(rounds: int, pauses_of_each: int, bucket_mib: float, folder: P
         for transport in ("ipc", "collective"):
             push = await quiet_push(transport, trainer, engine, folder, bucket_mib)
             sizes = [bucket.bytes for bucket in push._buckets]
-            await push.push(1)  # builds the group, touches every page
-            seconds["copy"].append((await trainer.call("baselines", "copy", sizes=sizes))[0])
+            await push.sync(1)  # builds the group, touches every page
+            seconds["copy"].append((await trainer.call("baselines", Baselines.copy, sizes=sizes))[0])
             if transport == "collective":
                 receiving = receiver.receive.remote(sizes)
-                seconds["broadcast"].append((await trainer.call("baselines", "broadcast", sizes=sizes))[0])
+                seconds["broadcast"].append((await trainer.call("baselines", Baselines.broadcast, sizes=sizes))[0])
                 await receiving
-            report = await push.push(2)
+            report = await push.sync(2)
             seconds[transport].append(report.seconds["total"])
             phases[transport] = {phase: round(value, 3) for phase, value in report.seconds.items()}
             await push.carrier.abandon(push.ranks)
@@ -212,11 +213,11 @@ async def pause_over_push(in_flight: InFlight, trainer: Any, engine: Any, folder
     from tests.weight_sync.support import request
 
     push = await quiet_push("collective", trainer, engine, folder, bucket_mib, in_flight)
-    await push.push(1)
-    idle = (await push.push(2)).seconds["total"]
+    await push.sync(1)
+    idle = (await push.sync(2)).seconds["total"]
     generating = asyncio.create_task(engine.generate(request(tokens=TOKENS_IN_FLIGHT, temperature=50.0, group_size=2)))
     await asyncio.sleep(idle + 1)
-    report = await push.push(3)
+    report = await push.sync(3)
     completions = await generating
     assert any(len(completion.spans) > 1 for completion in completions), "nothing was in flight at the push"
     await push.carrier.abandon(push.ranks)
@@ -257,9 +258,9 @@ async def extra_memory(
     """Peak PSS of the trainer rank and of the server over a push, its buffers included."""
     with Peak([rank]) as trainer_peak, Peak(servers) as engine_peak:
         push = await quiet_push(transport, trainer, engine, folder, bucket_mib)
-        await push.push(1)
+        await push.sync(1)
     await push.carrier.abandon(push.ranks)
-    await trainer.call(SENDER, "release")
+    await trainer.call(SENDER, Sender.release)
     return trainer_peak.mib, engine_peak.mib
 
 
@@ -267,7 +268,7 @@ async def from_disk(trainer: Any, engine: Any, folder: Path) -> float:
     import shutil
 
     began = time.perf_counter()
-    await trainer.call(SENDER, "export", folder=folder)
+    await trainer.call(SENDER, Sender.export, folder=folder)
     await engine.update("update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
     took = time.perf_counter() - began
     shutil.rmtree(folder)

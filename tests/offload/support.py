@@ -22,7 +22,7 @@ class Host:
     def __init__(self, step: TrainStep, reference: torch.nn.Module | None = None):
         self.step, self.model, self.optimizer, self.reference = step, step.model, step.optimizer, reference
         self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=60)
-        self.away: set[TrainerMemory] = set()
+        self.offloaded: set[TrainerMemory] = set()
 
 
 class Poisoned(Offload):

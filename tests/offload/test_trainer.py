@@ -134,7 +134,7 @@ def test_a_checkpoint_is_captured_from_what_is_away(family: Any, groups: list[Sc
     moments = [value.clone() for _, _, value in host.optimizer.state()]
     for each in ALL:
         part.offload(each)
-    host.state.capture()
+    host.state.capture(part.copy)
     for each in ALL:
         part.onload(each)
     folder = tmp_path / "checkpoint"
@@ -155,21 +155,21 @@ def test_what_is_away_is_refused_by_name(ray_session: None, engine: Any, tiny_mo
 
     async def scenario() -> None:
         trainer = await started(make_trainer(tiny_model, tmp_path))
-        await trainer.attach("offload", partial(Offload, moves=True))
+        await trainer.attach_offload(partial(Offload, moves=True))
         push = await make_push("ipc", trainer, [engine], tmp_path)
-        await push.push(1)
+        await push.sync(1)
         await trainer.offload(TrainerMemory.parameters)
         with pytest.raises(TrainerError, match=r"trainer rank 0: parameters is offloaded already"):
             await trainer.offload(TrainerMemory.parameters)
         with pytest.raises(TrainerError, match=r"trainer rank 0: begin_step while offloaded: parameters"):
             await trainer.begin_step(version=2)
         with pytest.raises(SyncError, match=r"trainer rank 0: a push while offloaded: parameters"):
-            await push.push(2)
+            await push.sync(2)
         with pytest.raises(TrainerError, match=r"trainer rank 0: restore while offloaded: parameters"):
             await trainer.restore(tmp_path, version=2)
         await trainer.onload(TrainerMemory.parameters)
         await trainer.onload(TrainerMemory.parameters)  # it is there
-        assert (await push.push(2)).version == 2
+        assert (await push.sync(2)).version == 2
         await trainer.begin_step(version=3)
         with pytest.raises(TrainerError, match=r"optimizer cannot be offloaded while a step is open"):
             await trainer.offload(TrainerMemory.optimizer)

@@ -108,10 +108,10 @@ class Reads(SimSync):
 
     trainer: Shared
 
-    async def push(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> SyncReport:
         assert EngineMemory.weights in self.trainer.card.here
         assert torch.isfinite(self.trainer.parameters).all()
-        return await super().push(version)
+        return await super().sync(version)
 
 
 def train(folder: Path, model: Path, make_offload: Callable[[Any], Offload]) -> Shared:

@@ -115,8 +115,8 @@ def test_an_engine_whose_replacement_was_cut_short_is_replaced_in_the_trainers_n
         parts = world.parts()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(cut_at), parts.sync.watching():
-                parts.pool.lose(world.engines[0], EngineLost("engine died on purpose"))
-                await parts.pool.some()
+                parts.pool.mark_lost(world.engines[0], EngineLost("engine died on purpose"))
+                await parts.pool.wait_for_any()
         assert parts.pool.lost
         async with asyncio.timeout(1000), parts.sync.watching():
             await FullyAsync(parts).run()

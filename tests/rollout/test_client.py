@@ -162,7 +162,7 @@ def test_the_members_of_a_group_have_seeds_and_names_of_their_own(ray_session: N
             for name in ("data/0@0", "data/0@1", "data/1@0", "data/0@0"):
                 completions = await engine.generate(request(name, group_size=8, temperature=0.7, max_tokens=5))
                 assert [each.token_ids.tolist() for each in completions] == [[7]] * 8
-            assert (await engine.load()).completion_tokens == 32
+            assert (await engine.stats()).completion_tokens == 32
             await engine.stop()
 
     asyncio.run(run())

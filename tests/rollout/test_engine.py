@@ -74,7 +74,7 @@ def test_abort_ends_the_group_of_a_prompt_and_no_other(engine: RemoteEngine) -> 
         long = [request(name, group_size=32, temperature=HOT, max_tokens=300) for name in ("a/1@0", "a/2@0")]
         first = asyncio.create_task(engine.generate(long[0]))
         second = await in_flight(engine, long[1])
-        assert (await engine.load()).groups == 2
+        assert (await engine.stats()).groups == 2
         await engine.abort(["a/1@0", "not/there@0"])
         return await first, await second
 
@@ -151,11 +151,11 @@ def test_drain_waits_for_what_is_in_flight_and_holds_what_comes_after(engine: Re
     async def run() -> None:
         task = await in_flight(engine, request(group_size=16, temperature=HOT, max_tokens=120), 0.1)
         await engine.pause(InFlight.drain)
-        assert (await engine.load()).groups == 0
+        assert (await engine.stats()).groups == 0
         completions = await asyncio.wait_for(task, 2)
         assert not any(completion.finish_reason is FinishReason.abort for completion in completions)
         held = await in_flight(engine, request("later/0@0"), 0.5)  # what is asked for meanwhile waits
-        assert (await engine.load()).groups == 0
+        assert (await engine.stats()).groups == 0
         await engine.resume()
         assert len(await asyncio.wait_for(held, 10)) == 4
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from app.errors import EngineError, EngineLost
+from app.protocols import RolloutEngine
 from app.rollout.pool import EnginePool
 from app.types import Completion, GroupRequest, InFlight
 from tests.rollout.support import request
@@ -72,7 +73,7 @@ def test_an_engine_that_failed_a_group_has_no_work_left_from_it() -> None:
 
 def test_a_broadcast_reaches_every_engine() -> None:
     one, two = Slow(), Slow()
-    asyncio.run(EnginePool([one, two]).broadcast("pause", InFlight.drain))
+    asyncio.run(EnginePool([one, two]).each(RolloutEngine.pause, InFlight.drain))
     assert one.calls == two.calls == [InFlight.drain]
 
 
@@ -84,17 +85,17 @@ def test_a_lost_engine_is_asked_for_nothing_until_another_stands_in_its_place() 
         one.groups["a"].set_exception(EngineLost("engine 0 was killed"))
         with pytest.raises(EngineLost, match="engine 0 was killed"):
             await failing
-        assert pool.loss.is_set()
-        assert pool.living == [two]
+        assert pool.engine_lost.is_set()
+        assert pool.alive == [two]
         for name in ("b", "c"):
             await asked(pool, name, 4)
         assert (list(one.groups), list(two.groups)) == (["a"], ["b", "c"])
-        pool.lose(two, EngineLost("engine 1 was killed"))
+        pool.mark_lost(two, EngineLost("engine 1 was killed"))
         waiting = await asked(pool, "d", 1)
-        assert await pool.broadcast("pause", InFlight.drain) == []
+        assert await pool.each(RolloutEngine.pause, InFlight.drain) == []
         assert not waiting.done()
         pool.engines[0] = new
-        pool.restore(0)
+        pool.mark_ready(0)
         for _ in range(3):
             await asyncio.sleep(0)
         assert list(new.groups) == ["d"]

@@ -80,7 +80,7 @@ def test_a_push_equals_the_export_and_logprobs_are_those_of_the_pushed_weights(
         push = await make_push(transport, trainer, [engine], tmp_path, verify=Verify.always)
         for version, seed in ((3, 1), (4, 2)):
             await set_weights(trainer, seed)
-            await push.push(version)
+            await push.sync(version)
         completions = await engine.generate(given)
         await push.close()
         return completions

@@ -79,10 +79,10 @@ def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(trainer: 
         parameters = await trainer.setup()
         assert await trainer.checkpoint_bytes() == 12 * parameters
         await trainer.attach("garbage", Garbage)
-        assert await trainer.call("garbage", "make") == [False, False]  # collected by hand alone
-        assert await trainer.call("garbage", "there") == [True, True]
+        assert await trainer.call("garbage", Garbage.make) == [False, False]  # collected by hand alone
+        assert await trainer.call("garbage", Garbage.there) == [True, True]
         await step(trainer, 1, groups)
-        assert await trainer.call("garbage", "there") == [False, False]
+        assert await trainer.call("garbage", Garbage.there) == [False, False]
         checkpoints = Checkpoints(tmp_path, keep=2)
         saved = await checkpoints.save(trainer, RunState(1, 1))
         beside = await step(trainer, 2, groups[:3])  # the write goes on meanwhile

@@ -28,7 +28,7 @@ def trainer(
 async def restore(trainer: Any, engine: Any, folder: Path) -> None:
     await set_weights(trainer, 0)
     push = await make_push("ipc", trainer, [engine], folder, verify=Verify.never)
-    await push.push(0)
+    await push.sync(0)
     await push.close()
 
 

@@ -120,7 +120,7 @@ async def make_push(
 
 
 async def set_weights(trainer: Any, seed: int) -> None:
-    await trainer.call("weights", "set", seed=seed)
+    await trainer.call("weights", Weights.set, seed=seed)
 
 
 async def checksum(engine: Any) -> list[str]:

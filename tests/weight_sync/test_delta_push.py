@@ -15,6 +15,7 @@ from tests.conftest import make_engine
 from tests.weight_sync.support import (
     TRANSPORTS,
     Proxy,
+    Weights,
     address_of,
     checksum,
     engine_at,
@@ -51,7 +52,7 @@ def sixteen(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPa
 
 async def pushed_whole(trainer: Any, engines: list[Any], folder: Path, **shape: int) -> list[list[str]]:
     """The engines' checksums after a full push of what the trainer has now."""
-    await (await make_push("ipc", trainer, engines, folder, verify=Verify.never, **shape)).push(99)
+    await (await make_push("ipc", trainer, engines, folder, verify=Verify.never, **shape)).sync(99)
     return [await checksum(engine) for engine in engines]
 
 
@@ -67,15 +68,15 @@ def test_deltas_leave_the_engine_with_the_bits_of_a_full_push(
         push = await make_push(
             transport, trainer, [engine], tmp_path, bucket_mib=bucket_mib, mode=SyncMode.delta, verify=Verify.always
         )
-        full = await push.push(0)
+        full = await push.sync(0)
         assert full.changed_fraction is None
         assert full.bytes >= full.bytes_full
         for version in (1, 2, 3):
-            await trainer.call("weights", "step", seed=version, size=STEP)
-            report = await push.push(version)
+            await trainer.call("weights", Weights.step, seed=version, size=STEP)
+            report = await push.sync(version)
             assert 0 < report.changed_fraction < 0.2
             assert report.bytes < 0.4 * report.bytes_full
-        same = await push.push(4)
+        same = await push.sync(4)
         assert same.changed_fraction == 0
         assert same.metrics["sync/bytes"] < 0.05 * same.metrics["sync/bytes_full"]
         (completion, _) = await engine.generate(request())
@@ -94,15 +95,15 @@ def test_a_full_push_comes_in_its_rhythm_and_after_a_change_of_engines(
 
     async def scenario() -> None:
         push = await make_push("ipc", trainer, [engine], tmp_path, mode=SyncMode.delta, full_every=3)
-        full = [(await push.push(version)).changed_fraction is None for version in range(7)]
+        full = [(await push.sync(version)).changed_fraction is None for version in range(7)]
         assert full == [True, False, False, True, False, False, True]
         push.set_engines({0: engine})
-        assert (await push.push(7)).changed_fraction == 0  # no change
+        assert (await push.sync(7)).changed_fraction == 0  # no change
         push.set_engines({0: RemoteEngine(engine.name, engine.actor)})
-        assert (await push.push(8)).changed_fraction is None
-        assert (await push.push(9)).changed_fraction == 0
+        assert (await push.sync(8)).changed_fraction is None
+        assert (await push.sync(9)).changed_fraction == 0
         await push.prepare()  # as after a restart of the trainer
-        assert (await push.push(10)).changed_fraction is None
+        assert (await push.sync(10)).changed_fraction is None
         await push.close()
 
     asyncio.run(scenario())
@@ -140,14 +141,14 @@ def test_a_message_that_gets_lost_or_comes_twice_fails_the_push_and_the_next_one
             await behind.start(60)
             push = await make_push("ipc", trainer, [behind], tmp_path, mode=SyncMode.delta, bucket_mib=0.05)
             push.verifier = type(push.verifier)(Verify.never, tmp_path)
-            await push.push(5)
+            await push.sync(5)
             proxy.rules[LOAD["ipc"]] = once(rule, at=1)
-            await trainer.call("weights", "step", seed=6, size=STEP)
+            await trainer.call("weights", Weights.step, seed=6, size=STEP)
             with pytest.raises(SyncError, match=said):
-                await push.push(6)
-            assert (await push.push(7)).changed_fraction is None
+                await push.sync(6)
+            assert (await push.sync(7)).changed_fraction is None
             found = await checksum(engine)
-            assert (await push.push(8)).changed_fraction == 0
+            assert (await push.sync(8)).changed_fraction == 0
             await push.close()
             assert [found] == await pushed_whole(trainer, [engine], tmp_path)
         finally:

@@ -12,7 +12,16 @@ from app.config.model import Family, ModelConfig, TinyConfig
 from app.config.weight_sync import SyncMode, Verify
 from app.model.hf_directory import locate
 from tests.conftest import make_engine
-from tests.weight_sync.support import TRANSPORTS, checksum, make_push, make_trainer, request, set_weights, started
+from tests.weight_sync.support import (
+    TRANSPORTS,
+    Weights,
+    checksum,
+    make_push,
+    make_trainer,
+    request,
+    set_weights,
+    started,
+)
 from tests.weight_sync.test_slow import RESULT, bind_ranks, killed
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
@@ -61,10 +70,10 @@ async def deltas(transport: str, trainer: Any, engines: list[Any], folder: Path,
     fractions, first = [], engines[0]
     await set_weights(trainer, 0)
     push = await pushing(transport, trainer, [first], folder, width, SyncMode.delta)
-    assert (await push.push(0)).changed_fraction is None
+    assert (await push.sync(0)).changed_fraction is None
     for version in range(1, STEPS + 1):
-        await trainer.call("weights", "step", seed=version, size=STEP)
-        report = await push.push(version)
+        await trainer.call("weights", Weights.step, seed=version, size=STEP)
+        report = await push.sync(version)
         assert report.changed_fraction is not None
         fractions.append(report.changed_fraction)
         if version in (1, STEPS):
@@ -72,15 +81,15 @@ async def deltas(transport: str, trainer: Any, engines: list[Any], folder: Path,
             await push.close()  # its sender makes room for the full push's
             await push.carrier.abandon(push.ranks)
             whole = await pushing(transport, trainer, [first], folder, width, SyncMode.full)
-            await whole.push(version)
+            await whole.sync(version)
             assert await checksum(first) == found
             await whole.close()
             await whole.carrier.abandon(whole.ranks)
             push = await pushing(transport, trainer, [first], folder, width, SyncMode.delta)
-            assert (await push.push(version)).changed_fraction is None
+            assert (await push.sync(version)).changed_fraction is None
     push.set_engines({0: engines[1]})  # as when the first one was lost
-    assert (await push.push(STEPS + 1)).changed_fraction is None
-    assert (await push.push(STEPS + 2)).changed_fraction == 0
+    assert (await push.sync(STEPS + 1)).changed_fraction is None
+    assert (await push.sync(STEPS + 2)).changed_fraction == 0
     assert await checksum(engines[1]) == await checksum(first)
     (completion, _) = await engines[1].generate(request())
     assert [span.version for span in completion.spans] == [STEPS + 2]

@@ -61,11 +61,11 @@ def test_a_spoiled_call_fails_the_push_in_time_and_the_next_one_is_whole(
         )
         began = time.monotonic()
         with pytest.raises(SyncError, match=said):
-            await push.push(1)
+            await push.sync(1)
         assert time.monotonic() - began < TIMEOUT_S + 5
         if where != "/continue_generation":
             assert "/continue_generation" not in proxy.seen  # it may hold weights of two policies
-        report = await push.push(2)
+        report = await push.sync(2)
         assert report.group_reused == (transport == "ipc")
         assert await checksum(engine) == right
         (completion, _) = await spoiled.generate(request())
@@ -76,7 +76,7 @@ def test_a_spoiled_call_fails_the_push_in_time_and_the_next_one_is_whole(
 
 async def pushed_directly(trainer: Any, engine: Any, folder: Path) -> list[str]:
     push = await make_push("ipc", trainer, [engine], folder, verify=Verify.never)
-    await push.push(0)
+    await push.sync(0)
     return await checksum(engine)
 
 
@@ -88,7 +88,7 @@ def test_a_reply_that_is_late_within_the_deadline_does_no_harm(
         proxy, slow = proxied
         proxy.rules[LOAD[transport]] = once(delay_reply(1.0))
         push = await make_push(transport, trainer, [slow], tmp_path, bucket_mib=0.05, timeout_s=30)
-        assert (await push.push(1)).seconds["load"] > 1.0
+        assert (await push.sync(1)).seconds["load"] > 1.0
 
     asyncio.run(scenario())
 
@@ -101,7 +101,7 @@ def test_a_wrong_key_is_refused_and_said(trainer: Any, engine: Any, tmp_path: Pa
             await stranger.start(30)
         push = await make_push("collective", trainer, [stranger], tmp_path, timeout_s=TIMEOUT_S)
         with pytest.raises(SyncError, match=r"pause: engine with a wrong key.*HTTP 401"):
-            await push.push(1)
+            await push.sync(1)
 
     asyncio.run(scenario())
 
@@ -114,7 +114,7 @@ def test_an_engine_that_differs_is_named_with_its_parameter(
     async def leave_out(incoming: Any, forward: Any) -> Any:
         await set_weights(trainer, 0)
         other = await make_push("ipc", trainer, [engine], tmp_path, verify=Verify.never)
-        await other.push(1)
+        await other.sync(1)
         return web.json_response({"success": True, "message": "not loaded"})
 
     async def scenario() -> None:
@@ -123,7 +123,7 @@ def test_an_engine_that_differs_is_named_with_its_parameter(
         await set_weights(trainer, 1)
         push = await make_push("ipc", trainer, [spoiled], tmp_path, verify=Verify.first)
         with pytest.raises(SyncError, match=r"differs from the exported checkpoint in .*weight \(rank 0\)"):
-            await push.push(1)
+            await push.sync(1)
         assert "/continue_generation" not in proxy.seen
         await spoiled.resume()
 

@@ -81,10 +81,10 @@ def test_two_ranks_push_the_same_bytes_into_every_shape_of_engines(
                             tensor_parallel=width,
                         )
                         await set_weights(trainer, 1)
-                        await push.push(1)  # compared with the export, and the engines with each other
+                        await push.sync(1)  # compared with the export, and the engines with each other
                         noisy = [await checksum(engine) for engine in engines]
                         await set_weights(trainer, 0)
-                        await push.push(2)
+                        await push.sync(2)
                         plain = [await checksum(engine) for engine in engines]
                         assert noisy[0] != plain[0]
                         assert noisy[0] == noisy[-1]
@@ -124,13 +124,13 @@ def test_a_lost_engine_fails_its_push_in_time_and_its_replacement_gets_the_next(
             push = await make_push(
                 transport, trainer, engines[:2], tmp_path, bucket_mib=0.01, verify=Verify.always, timeout_s=TIMEOUT_S
             )
-            await push.push(0)
+            await push.sync(0)
             for turn, (number, moment) in enumerate(LOSSES):
                 await set_weights(trainer, turn)
                 await lose(others[turn], pid, number, moment, push, 10 * turn)
                 pid = (await others[turn + 1].start(600))["pid"]
                 push.set_engines({0: survivor, 1: others[turn + 1]})
-                await push.push(10 * turn + 5)
+                await push.sync(10 * turn + 5)
                 hashes = [await checksum(engine) for engine in push.engines.values()]
                 assert hashes[0] == hashes[1]
                 for engine in push.engines.values():
@@ -144,14 +144,14 @@ async def lose(engine: Any, pid: int, number: signal.Signals, moment: str, push:
     """Kill or stop a server around a push, whose error comes in time and names it."""
     if moment == "before":
         os.killpg(pid, number)
-    pushing = asyncio.create_task(push.push(version + 1))
+    pushing = asyncio.create_task(push.sync(version + 1))
     if moment == "in":
         await asyncio.sleep(0.05)
         os.killpg(pid, number)
     if moment == "after":
         await pushing
         os.killpg(pid, number)
-        pushing = asyncio.create_task(push.push(version + 2))
+        pushing = asyncio.create_task(push.sync(version + 2))
     began = time.monotonic()
     with pytest.raises(SyncError, match=engine.name):
         await pushing
@@ -174,21 +174,21 @@ def test_a_killed_trainer_rank_fails_the_push_and_leaves_the_engine_answering(
             push = await make_push(
                 transport, lost, engines, tmp_path, bucket_mib=0.01, verify=Verify.never, timeout_s=TIMEOUT_S
             )
-            await push.push(1)
+            await push.sync(1)
             pid = await lost.ranks[1].pid.remote()
-            pushing = asyncio.create_task(push.push(2))
+            pushing = asyncio.create_task(push.sync(2))
             await asyncio.sleep(0.03)
             os.kill(pid, signal.SIGKILL)
             began = time.monotonic()
             with contextlib.suppress(SyncError):
                 await pushing  # it may have been through already
             with pytest.raises(SyncError, match="trainer rank"):
-                await push.push(3)
+                await push.sync(3)
             assert time.monotonic() - began < TIMEOUT_S + 5
             await started(other)
             await set_weights(other, 1)
             again = await make_push(transport, other, engines, tmp_path, verify=Verify.always)
-            await again.push(4)
+            await again.sync(4)
 
     asyncio.run(scenario())
 
@@ -211,11 +211,11 @@ def test_many_pushes_do_not_grow(
             processes += processes[1].children(recursive=True)  # trainer rank, server, and what the server started
             usages = []
             for version in range(1, PUSHES + 1):
-                await push.push(version)
+                await push.sync(version)
                 if version in SEEN:
                     usages.append(usage(processes))
             await set_weights(trainer, 0)
-            await push.push(0)
+            await push.sync(0)
         early, *_, late = usages
         assert late["handles"] <= early["handles"] + 5
         assert late["shared_files"] <= early["shared_files"]

@@ -33,13 +33,13 @@ def test_a_push_equals_loading_the_export(
         await set_weights(trainer, 1)
         before = await checksum(engine)
         push = await make_push(transport, trainer, [engine], tmp_path, bucket_mib=bucket_mib)
-        report = await push.push(7)  # verify=first compares with the export, or raises
+        report = await push.sync(7)  # verify=first compares with the export, or raises
         assert await checksum(engine) != before
         assert report.bytes == sum(bucket.bytes for bucket in push._buckets)
         assert (report.buckets == 1) == (bucket_mib == 512.0)
         assert {"gather", "pause", "connect", "load", "verify", "resume", "total"} == set(report.seconds)
         await set_weights(trainer, 0)
-        assert (await push.push(8)).group_reused
+        assert (await push.sync(8)).group_reused
         assert await checksum(engine) == before
         assert not (tmp_path / "verify").exists()
 
@@ -54,7 +54,7 @@ def test_logprobs_after_a_push_are_those_of_the_pushed_weights(
         push = await make_push(transport, trainer, [engine], tmp_path, verify=Verify.never)
         for version, seed in ((3, 0), (4, 2)):
             await set_weights(trainer, seed)
-            await push.push(version)
+            await push.sync(version)
             (completion, _) = await engine.generate(request())
             assert [span.version for span in completion.spans] == [version]
             expected = logprobs_of(tiny_model, completion, seed)
@@ -69,11 +69,11 @@ def test_generation_lives_through_a_push(in_flight: InFlight, trainer: Any, engi
 
     async def around_a_push(push: BucketedWeightSynchronizer, old: int, seconds: float) -> set[tuple[int, ...]]:
         """The versions of the members of a group that was asked for `seconds` before the push of policy `old + 1`."""
-        await push.push(old)
+        await push.sync(old)
         generating = asyncio.create_task(engine.generate(endless(600)))
         await asyncio.sleep(seconds)
         await set_weights(trainer, old)
-        await push.push(old + 1)
+        await push.sync(old + 1)
         completions = await generating
         for completion in completions:
             assert completion.spans[0].start == 0
@@ -106,7 +106,7 @@ def test_what_is_asked_for_after_a_push_uses_no_cache_of_older_weights(
         push = await make_push("ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight)
         for version, seed in ((30, 0), (31, 2), (32, 1)):
             await set_weights(trainer, seed)
-            await push.push(version)
+            await push.sync(version)
             for _ in range(2):  # the second finds the first one's prompt
                 (completion, _) = await engine.generate(request())
                 expected = logprobs_of(tiny_model, completion, seed)
@@ -120,10 +120,10 @@ def test_what_is_asked_for_during_a_drain_is_sampled_by_the_new_policy(
 ) -> None:
     async def scenario() -> None:
         push = await make_push("ipc", trainer, [engine], tmp_path, verify=Verify.never)
-        await push.push(20)
+        await push.sync(20)
         first = asyncio.create_task(engine.generate(endless(400)))
         await until(engine, generating)
-        pushing = asyncio.create_task(push.push(21))
+        pushing = asyncio.create_task(push.sync(21))
         await until(engine, draining)
         (late, _) = await engine.generate(request())
         await pushing
@@ -168,12 +168,12 @@ def test_a_server_without_update_sessions_is_pushed_to(
         for version in (1, 2):
             await engine.update("begin_weight_update", {})
             push.verifier = type(push.verifier)(Verify.never, tmp_path)
-            await push.push(version)
+            await push.sync(version)
             await engine.update("end_weight_update", {})
         assert proxy.seen.count("/begin_weight_update") == 1  # asked once, remembered
         assert "/end_weight_update" not in proxy.seen
         after = await checksum(engine)
-        await (await make_push(transport, trainer, [engine], tmp_path, verify=Verify.never)).push(3)
+        await (await make_push(transport, trainer, [engine], tmp_path, verify=Verify.never)).sync(3)
         assert await checksum(engine) == after
 
     asyncio.run(scenario())

@@ -73,7 +73,7 @@ async def _sample(config: RunConfig, folder: Path) -> Sampled:
             await turns.weights_return()
         recorder.status("pushing")
         try:
-            await sync.push(VERSION)
+            await sync.sync(VERSION)
         except SyncError as error:
             return Sampled(False, str(error), prompt, ())
         if shared:

@@ -1,13 +1,16 @@
 """What a push needs of the way that buckets take; the push itself knows no transport."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from app.protocols import RolloutEngine
+from app.trainer.rank import TrainerRank
 from app.weight_sync.buckets import ReadyBucket
 from app.weight_sync.deadlines import Deadline
 from app.weight_sync.sender import Sender
 
+P = ParamSpec("P")
+T = TypeVar("T")
 SENDER = "sync"  # name of the trainer ranks' part
 RANKS = "trainer ranks"  # in messages
 
@@ -15,9 +18,11 @@ RANKS = "trainer ranks"  # in messages
 class TrainerGroup(Protocol):
     """What the driver needs of the trainer: parts on every rank."""
 
-    async def attach(self, name: str, make: Callable[..., Any]) -> None: ...
+    async def attach(self, name: str, make: Callable[[TrainerRank], object]) -> None: ...
 
-    async def call(self, part: str, method: str, /, **arguments: Any) -> list[Any]: ...
+    async def call(
+        self, extension: str, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]: ...
 
     async def source(self) -> tuple[str, int]:
         """Address of rank 0, and a port that is free there."""

@@ -96,7 +96,7 @@ class CollectiveTransport:
         self._name, self._members = f"weight_update_{secrets.token_hex(4)}", list(engines)
         world = 1 + len(engines) * self.tensor_parallel
         phase = "building the process group"
-        opened = await waits.gather(phase, {RANKS: self._open(ranks, address, world, waits.timeout_s)})
+        opened = await waits.gather(phase, {RANKS: self._open(ranks, self._name, address, world, waits.timeout_s)})
         port = opened[RANKS][0]
         receivers = {
             name_of(engine, index): engine.update(
@@ -130,26 +130,26 @@ class CollectiveTransport:
         name, self._name = self._name, None
         if name is None:
             return
-        await best_effort({RANKS: ranks.call(SENDER, "abandon")}, LEAVE_SECONDS / 2)
+        await best_effort({RANKS: ranks.call(SENDER, Sender.abandon)}, LEAVE_SECONDS / 2)
         leaving = {
             name_of(engine, index): engine.update("destroy_weights_update_group", {"group_name": name})
             for index, engine in enumerate(self._members)
         }
         await best_effort(leaving, LEAVE_SECONDS / 2)
 
-    async def _open(self, ranks: TrainerGroup, address: str, world: int, timeout_s: float) -> list[int]:
+    async def _open(self, ranks: TrainerGroup, name: str, address: str, world: int, timeout_s: float) -> list[int]:
         return await ranks.call(
             SENDER,
-            "connect",
+            BroadcastSender.connect,
             backend=self.backend,
             address=address,
             world_size=world,
-            name=self._name,
+            name=name,
             timeout_s=timeout_s,
         )
 
     async def _joined(self, ranks: TrainerGroup) -> None:
-        while not all(await ranks.call(SENDER, "joined")):  # noqa: ASYNC110 (the event is another process's)
+        while not all(await ranks.call(SENDER, BroadcastSender.joined)):  # noqa: ASYNC110 (the event is another process's)
             await asyncio.sleep(JOIN_POLL_SECONDS)
 
 

@@ -83,4 +83,4 @@ class IpcTransport:
         }
 
     async def abandon(self, ranks: TrainerGroup) -> None:
-        await best_effort({RANKS: ranks.call(SENDER, "abandon")}, ABANDON_SECONDS)
+        await best_effort({RANKS: ranks.call(SENDER, Sender.abandon)}, ABANDON_SECONDS)
