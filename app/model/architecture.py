@@ -1,8 +1,8 @@
-"""What the plan must know of a model: its shapes, and the counts that follow from them.
+"""Shapes and parameter counts of a model, for `mode=plan`.
 
-From the `config.json` of a local directory; from a table for the two hub models that ship with a configuration;
-from the settings of the tiny model. Counting needs no model class, so that a plan needs no torch. Qwen3.5 keeps a KV
-cache in one layer of four only; the others keep a state of fixed size per request.
+They come from the `config.json` of a local directory, from a table of the two hub models that ship with a
+configuration, or from the settings of the tiny model. Counting needs neither a model class nor torch. Qwen3.5 keeps a
+KV cache in one of four layers only; the other layers keep a state of fixed size per request.
 """
 
 import json
@@ -16,41 +16,46 @@ from app.model.tiny.tokenizer import CHARACTERS, SPECIAL
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text")
 QUERY_KEY_NORMS = ("qwen3", "qwen3_5_text")
+LINEAR_KEYS = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 CHECKPOINT_CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
 class LinearAttention:
-    """A gated delta-net layer."""
+    """Shapes of a gated delta-net layer."""
 
     key_heads: int
     value_heads: int
-    key_dim: int  # of a head
-    value_dim: int  # of a head
+    key_dim: int  # per head
+    value_dim: int  # per head
     convolution: int  # kernel size
 
     @property
     def channels(self) -> int:
-        """Channels that pass through the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
-    def values(self) -> int:
+    def value_channels(self) -> int:
+        """Width of all value heads together."""
         return self.value_heads * self.value_dim
 
     def parameters(self, hidden: int) -> int:
-        projections = hidden * (self.channels + self.values + 2 * self.value_heads) + self.values * hidden
-        return projections + self.channels * self.convolution + 2 * self.value_heads + self.value_dim
+        """Parameters of the mixer of one layer."""
+        in_projections = hidden * (self.channels + self.value_channels + 2 * self.value_heads)
+        out_projection = self.value_channels * hidden
+        decays_and_norm = 2 * self.value_heads + self.value_dim
+        return in_projections + out_projection + self.channels * self.convolution + decays_and_norm
 
     def state_bytes(self, conv_bytes: int) -> int:
-        """Of one layer and request: the float32 recurrent state and the convolution's last inputs."""
+        """State of one layer and request: the float32 recurrent state and the last inputs of the convolution."""
         recurrent = 4 * self.value_heads * self.key_dim * self.value_dim
         return recurrent + conv_bytes * self.channels * (self.convolution - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A dense decoder."""
+    """Shapes of a dense decoder."""
 
     layers: int
     full_layers: int  # layers with full attention, which keep a KV cache
@@ -60,49 +65,53 @@ class Architecture:
     kv_heads: int
     head_dim: int
     vocabulary: int
-    tied: bool  # the head is the embedding
-    gated: bool = False  # the query projection brings an output gate
-    head_norms: bool = True  # of queries and keys
-    linear: LinearAttention | None = None  # the other layers
-    vision_parameters: int = 0  # of a tower that the engine loads and the trainer does not
+    tied: bool  # LM head and embedding share one tensor
+    head_norms: bool = True  # norms of queries and keys
+    linear: LinearAttention | None = None  # of the other layers; then the full ones have an output gate
+    vision_parameters: int = 0  # of a vision tower, loaded by the engine only
 
     @property
     def full_layer_parameters(self) -> int:
+        """Parameters of a layer with full attention."""
         width = self.heads * self.head_dim
-        attention = self.hidden * (width * (2 if self.gated else 1) + 2 * self.kv_heads * self.head_dim + width)
-        return attention + (2 * self.head_dim if self.head_norms else 0) + self._mlp_and_norms
+        output_gate = 0 if self.linear is None else width
+        attention = self.hidden * (2 * width + output_gate + 2 * self.kv_heads * self.head_dim)
+        head_norms = 2 * self.head_dim if self.head_norms else 0
+        return attention + head_norms + self._mlp_and_norms
 
     @property
     def linear_layer_parameters(self) -> int:
+        """Parameters of a layer with linear attention; 0 without such layers."""
         return 0 if self.linear is None else self.linear.parameters(self.hidden) + self._mlp_and_norms
 
     @property
     def layer_parameters(self) -> int:
-        """Of the largest layer."""
+        """Parameters of the largest layer."""
         return max(self.full_layer_parameters, self.linear_layer_parameters)
 
     @property
     def root_parameters(self) -> int:
-        """Outside of the layers: embedding, head and last norm, which FSDP2 gathers together."""
+        """Parameters outside the layers: embedding, head and final norm, which FSDP2 gathers together."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
 
     @property
     def parameters(self) -> int:
+        """Parameters of the text model."""
         linear_layers = self.layers - self.full_layers
         layers = self.full_layers * self.full_layer_parameters + linear_layers * self.linear_layer_parameters
         return self.root_parameters + layers
 
     @property
     def largest_tensor(self) -> int:
-        """Elements."""
+        """Elements of the largest tensor."""
         return max(self.vocabulary, self.ffn) * self.hidden
 
     def kv_bytes_per_token(self, item: int, tensor_parallel: int = 1) -> int:
-        """KV cache of one token on one engine rank; heads are shared out until each rank has one."""
+        """KV cache of one token on one engine rank. Every rank holds at least one head."""
         return self.full_layers * 2 * max(1, self.kv_heads // tensor_parallel) * self.head_dim * item
 
     def state_bytes_per_request(self, conv_bytes: int, tensor_parallel: int = 1) -> int:
-        """State of the linear layers of one request on one engine rank; 0 without such layers."""
+        """Linear-attention state of one request on one engine rank; 0 without such layers."""
         if self.linear is None:
             return 0
         return (self.layers - self.full_layers) * self.linear.state_bytes(conv_bytes) // tensor_parallel
@@ -112,26 +121,17 @@ class Architecture:
         return 3 * self.hidden * self.ffn + 2 * self.hidden
 
 
-QWEN3_4B = Architecture(36, 36, 2560, 9728, 32, 8, 128, 151_936, tied=True)
+VISION_PARAMETERS = 456_010_480  # of the Qwen3.5 tower
+QWEN35_LINEAR = LinearAttention(16, 32, 128, 128, 4)
 QWEN35_9B = Architecture(
-    32,
-    8,
-    4096,
-    12288,
-    16,
-    4,
-    256,
-    248_320,
-    tied=False,
-    gated=True,
-    linear=LinearAttention(16, 32, 128, 128, 4),
-    vision_parameters=456_010_480,
+    32, 8, 4096, 12288, 16, 4, 256, 248_320, tied=False, linear=QWEN35_LINEAR, vision_parameters=VISION_PARAMETERS
 )
+QWEN3_4B = Architecture(36, 36, 2560, 9728, 32, 8, 128, 151_936, tied=True)
 KNOWN = {"Qwen/Qwen3-4B": QWEN3_4B, "Qwen/Qwen3.5-9B": QWEN35_9B}
 
 
 def architecture_of(model: ModelConfig) -> Architecture | None:
-    """The shapes of a configured model; None where they cannot be told without fetching it."""
+    """Return the shapes of a configured model, or None if they are unknown without downloading it."""
     if model.path is None:
         return _tiny(model.tiny)
     file = Path(model.path).expanduser() / CHECKPOINT_CONFIG
@@ -141,24 +141,45 @@ def architecture_of(model: ModelConfig) -> Architecture | None:
 
 
 def _tiny(tiny: TinyConfig) -> Architecture:
-    size, vocabulary = tiny.hidden // tiny.heads, len(SPECIAL) + len(CHARACTERS)
-    linear = LinearAttention(tiny.heads // 2, tiny.heads, size, size, 4) if tiny.family is Family.qwen35 else None
-    full = tiny.layers if linear is None else tiny.layers // FULL_ATTENTION_INTERVAL
-    shape = (tiny.layers, full, tiny.hidden, 2 * tiny.hidden, tiny.heads, tiny.heads // 2, size, vocabulary)
-    return Architecture(*shape, tied=True, gated=linear is not None, linear=linear)
+    head_dim = tiny.hidden // tiny.heads
+    linear = None
+    full_layers = tiny.layers
+    if tiny.family is Family.qwen35:
+        linear = LinearAttention(tiny.heads // 2, tiny.heads, head_dim, head_dim, 4)
+        full_layers = tiny.layers // FULL_ATTENTION_INTERVAL
+
+    return Architecture(
+        layers=tiny.layers,
+        full_layers=full_layers,
+        hidden=tiny.hidden,
+        ffn=2 * tiny.hidden,
+        heads=tiny.heads,
+        kv_heads=tiny.heads // 2,
+        head_dim=head_dim,
+        vocabulary=len(SPECIAL) + len(CHARACTERS),
+        tied=True,
+        linear=linear,
+    )
 
 
 def from_config(config: dict[str, Any]) -> Architecture | None:
-    """The shapes in a checkpoint's `config.json`; None for a kind that is not counted here (such as experts)."""
+    """Read the shapes from a checkpoint's `config.json`. Returns None for unsupported kinds (such as experts)."""
     text = config.get("text_config", config)
     kind = text.get("model_type")
     if kind not in DENSE:
         return None
-    layers, heads = text["num_hidden_layers"], text["num_attention_heads"]
-    linear = _linear(text) if "linear_num_value_heads" in text else None
+
+    layers = text["num_hidden_layers"]
+    heads = text["num_attention_heads"]
+    linear = None
+    full_layers = layers
+    if "linear_num_value_heads" in text:
+        linear = LinearAttention(*(text[f"linear_{key}"] for key in LINEAR_KEYS))
+        full_layers = _full_layers(text)
+
     return Architecture(
         layers=layers,
-        full_layers=_full_layers(text) if linear else layers,
+        full_layers=full_layers,
         hidden=text["hidden_size"],
         ffn=text["intermediate_size"],
         heads=heads,
@@ -166,20 +187,9 @@ def from_config(config: dict[str, Any]) -> Architecture | None:
         head_dim=text.get("head_dim") or text["hidden_size"] // heads,
         vocabulary=text["vocab_size"],
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-        gated=linear is not None,
         head_norms=kind in QUERY_KEY_NORMS,
         linear=linear,
-        vision_parameters=QWEN35_9B.vision_parameters if "vision_config" in config else 0,
-    )
-
-
-def _linear(text: dict[str, Any]) -> LinearAttention:
-    return LinearAttention(
-        key_heads=text["linear_num_key_heads"],
-        value_heads=text["linear_num_value_heads"],
-        key_dim=text["linear_key_head_dim"],
-        value_dim=text["linear_value_head_dim"],
-        convolution=text["linear_conv_kernel_dim"],
+        vision_parameters=VISION_PARAMETERS if "vision_config" in config else 0,
     )
 
 

@@ -1,5 +1,7 @@
 """The command line of an engine, as far as SGLang's flags go. Light: the plan shows it without any heavy library."""
 
+from collections.abc import Mapping
+
 from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
@@ -21,3 +23,18 @@ def engine_flags(config: RunConfig, device: Device) -> dict[str, object]:
         **config.device.engine_args,
         **config.rollout.engine_args,
     }
+
+
+def render_flags(flags: Mapping[str, object]) -> list[str]:
+    """Return the command-line arguments for SGLang's flags, named without dashes.
+
+    >>> render_flags({"tp-size": 4, "skip-tokenizer-init": True, "device": None, "enable-memory-saver": False})
+    ['--tp-size', '4', '--skip-tokenizer-init']
+    """
+    arguments: list[str] = []
+    for flag, value in flags.items():
+        if value is True:
+            arguments.append(f"--{flag}")
+        elif value is not None and value is not False:
+            arguments += [f"--{flag}", str(value)]
+    return arguments
