@@ -8,7 +8,6 @@ from app.rollout.rollouter import Rollouter
 from app.tracking.recorder import RunFolderRecorder
 from app.types import Group, Prompt, Sampling
 
-
 REPORTED = {  # metric of an evaluation → metric of `group_metrics`
     "accuracy": "reward/accuracy",
     "reward": "reward/mean",

@@ -44,7 +44,9 @@ class RewardComponent:
             reward: Any = target(**self.args) if inspect.isclass(target) else functools.partial(target, **self.args)
             inspect.signature(reward).bind([])
         except Exception as error:  # custom constructors can raise anything
-            raise LoadError(f"it cannot be made or called with {dict(self.args)} ({error_text(error)})") from error
+            raise LoadError(
+                f"it cannot be constructed or called with {dict(self.args)} ({error_text(error)})"
+            ) from error
         return reward
 
 

@@ -1,4 +1,4 @@
-"""The command line of an engine, as far as SGLang's flags go. Light: the plan shows it without any heavy library."""
+"""Command-line flags of an SGLang server. Imports no heavy library: `mode=plan` shows the flags."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from app.device import Device
 
 
 def engine_flags(config: RunConfig, device: Device) -> dict[str, object]:
-    """SGLang's flags: ours, then the device's, then the configuration's, which win."""
+    """Return SGLang's flags by name: ours, then the device's, then `engine_args`. Later ones win."""
     colocate = config.placement.kind is PlacementKind.colocate
     return {
         "dtype": config.device.dtype.name,
@@ -26,15 +26,16 @@ def engine_flags(config: RunConfig, device: Device) -> dict[str, object]:
 
 
 def render_flags(flags: Mapping[str, object]) -> list[str]:
-    """Return the command-line arguments for SGLang's flags, named without dashes.
+    """Return command-line arguments. True becomes a bare flag; False and None are left out.
 
-    >>> render_flags({"tp-size": 4, "skip-tokenizer-init": True, "device": None, "enable-memory-saver": False})
-    ['--tp-size', '4', '--skip-tokenizer-init']
+    >>> render_flags({"tp-size": 2, "skip-tokenizer-init": True, "trust-remote-code": False})
+    ['--tp-size', '2', '--skip-tokenizer-init']
     """
     arguments: list[str] = []
     for flag, value in flags.items():
-        if value is True:
-            arguments.append(f"--{flag}")
-        elif value is not None and value is not False:
-            arguments += [f"--{flag}", str(value)]
+        if value is None or value is False:
+            continue
+        arguments.append(f"--{flag}")
+        if value is not True:
+            arguments.append(str(value))
     return arguments

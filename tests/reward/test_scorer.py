@@ -295,13 +295,19 @@ def test_a_fraction_of_zero_allows_none_and_of_one_all(custom_reward, trajectory
     [
         (
             "no_such_module.reward",
-            "there is no module no_such_module (it must be in the working directory or on PYTHONPATH)",
+            "there is no module no_such_module (searched the working directory and PYTHONPATH)",
         ),
         ("os.no_such_package.reward", "module os has no no_such_package.reward"),
         ("{module}.missing", "module {module} has no missing"),
         ("{module}.NUMBER", "it is not a function or class"),
-        ("{module}.no_arguments", "it cannot be scorer or called with {} (TypeError: too many positional arguments"),
-        ("{module}.Needy", "it cannot be scorer or called with {} (TypeError: Needy.__init__() missing 1 required"),
+        (
+            "{module}.no_arguments",
+            "it cannot be constructed or called with {} (TypeError: too many positional arguments",
+        ),
+        (
+            "{module}.Needy",
+            "it cannot be constructed or called with {} (TypeError: Needy.__init__() missing 1 required",
+        ),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_a_configuration_error(custom_reward, target, reason):

@@ -1,1 +1,0 @@
-"""`mode=plan`: print device layout, batch sizes, a memory estimate and the engine command line, without starting a run."""

@@ -79,7 +79,7 @@ def _schedule(config: RunConfig) -> list[str]:
     buffer = (placement.max_staleness + 1) * config.algorithm.prompts_per_step
     return [
         "Schedule: generation and training run at the same time",
-        f"  staleness at most {placement.max_staleness} sync(s); requests in flight at a sync: {placement.in_flight.name}",
+        f"  staleness at most {placement.max_staleness} sync(s); in flight at a sync: {placement.in_flight.name}",
         f"  groups are trained {'as they arrive' if config.stream else 'once the step is complete'}",
         f"  buffer of {buffer} groups; correction: {config.correction.name}",
     ]
