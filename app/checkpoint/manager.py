@@ -73,7 +73,7 @@ class Checkpoints:
             probe.unlink()
         except OSError as error:
             raise ConfigError(
-                f"{self.folder} cannot hold checkpoints: {durable.told(error)}; give a hydra.run.dir that can be "
+                f"{self.folder} cannot hold checkpoints: {durable.describe(error)}; give a hydra.run.dir that can be "
                 "written to."
             ) from error
         there = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
@@ -203,7 +203,7 @@ def read_state(path: Path) -> RunState:
         files, form = dict(body.pop("files")), body.pop("format")
         state = RunState(**body)
     except OSError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {durable.told(error)}") from error
+        raise CheckpointError(f"checkpoint {path} cannot be read: {durable.describe(error)}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {STATE} is damaged ({error})") from error
     if form != FORMAT:
@@ -255,4 +255,4 @@ def _sentence(path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"checkpoint {_named(path)} cannot {what}: {durable.told(error)}") from error
+        raise CheckpointError(f"checkpoint {_named(path)} cannot {what}: {durable.describe(error)}") from error

@@ -13,7 +13,7 @@ from app.config import RunConfig
 from app.device import device_of
 from app.errors import ConfigError
 from app.model.hf_directory import load_tokenizer, locate, require_window
-from app.rollout.server import port_is_free
+from app.utils.net import port_is_free
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FILLED = 0.75  # a bucket takes sequences of at least this fraction of its longest
+from app.utils.lengths import length_buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Packing:
         lengths = [end - start for start, end in pairwise(borders)]
         if not lengths or borders[0] != 0 or min(lengths) < 1:
             raise ValueError(f"cu_seqlens must rise from 0, without empty sequences: {borders}")
-        buckets = _buckets(lengths)
+        buckets = length_buckets(lengths)
         starts = torch.tensor(borders)
         sources, reals = [], []
         for bucket in buckets:
@@ -84,14 +84,3 @@ class _Take(torch.autograd.Function):
         if kept is not None:
             gradient = gradient.masked_fill_(~kept.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
         return gradient, None, None, None
-
-
-def _buckets(lengths: list[int]) -> list[list[int]]:
-    """Sequence numbers grouped by similar length, the longest of each group first."""
-    buckets: list[list[int]] = []
-    for sequence in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        if buckets and lengths[sequence] >= FILLED * lengths[buckets[-1][0]]:
-            buckets[-1].append(sequence)
-        else:
-            buckets.append([sequence])
-    return buckets

@@ -7,7 +7,6 @@ whoever introduces them, so that this module knows none of them.
 import gc
 import os
 import random
-import socket
 import sys
 import threading
 import traceback
@@ -33,6 +32,7 @@ from app.trainer.optimizer import Optimizer
 from app.trainer.profile import FOLDER, StepProfiler
 from app.trainer.step import StepSettings, TrainStep
 from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
+from app.utils.net import bracketed, free_port
 from app.utils.process import log_to, memory_use
 
 THREADS = {"answers": 1, "checkpoint": 1}  # Ray's concurrency groups: what runs beside the step
@@ -92,9 +92,7 @@ class TrainerRank:
         return ray.util.get_node_ip_address()
 
     def free_port(self) -> int:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return probe.getsockname()[1]
+        return free_port(host="")
 
     def setup(self, address: str, port: int) -> int:
         """Join the ranks, load the model; returns the number of parameters."""
@@ -274,8 +272,3 @@ def disable_automatic_gc() -> None:
     gc.collect()
     gc.freeze()  # what is there stays
     gc.disable()
-
-
-def bracketed(address: str) -> str:
-    """An address as it stands in a URL."""
-    return f"[{address}]" if ":" in address else address

@@ -4,10 +4,11 @@ import os
 import shutil
 from pathlib import Path
 
-UNFINISHED = ".tmp"  # ends the names of what nobody may rely on
+UNFINISHED = ".tmp"  # suffix of incomplete files and folders; readers ignore them
 
 
 def write(file: Path, text: str) -> None:
+    """Write a file and flush it to disk."""
     with file.open("w") as stream:
         stream.write(text)
         stream.flush()
@@ -15,7 +16,7 @@ def write(file: Path, text: str) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Have a folder's entries on the disk."""
+    """Flush a folder's entries to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -24,21 +25,21 @@ def sync(folder: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a folder so that no half of it looks like a whole one."""
-    away = path.with_name(path.name + UNFINISHED)
-    remove(away)
-    path.rename(away)
-    remove(away)
+    """Delete a folder. A crash never leaves a partial folder under its name."""
+    doomed = path.with_name(path.name + UNFINISHED)
+    remove(doomed)
+    path.rename(doomed)
+    remove(doomed)
 
 
 def remove(path: Path) -> None:
-    """A file or folder, where there is one."""
+    """Remove a file or folder if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def told(error: OSError) -> str:
-    """What went wrong, with the file that it went wrong with."""
+def describe(error: OSError) -> str:
+    """Return the reason of a file error and the file it concerns."""
     return f"{error.strerror or error} ({error.filename})" if error.filename else str(error)

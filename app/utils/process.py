@@ -1,4 +1,4 @@
-"""What our processes do for themselves: write to a log of their own, end with their parent, tell their memory."""
+"""Helpers for our own processes: log redirection, death with the parent, memory use."""
 
 import ctypes
 import logging
@@ -13,58 +13,75 @@ import psutil
 
 from app.types import MemoryUse
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def log_to(path: Path, level: int = logging.INFO) -> None:
-    """Send this process's output and log records to a file."""
+    """Append stdout, stderr and log records of this process to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
+
+    # Redirect the descriptors themselves, so that the output of C++ libraries and of child processes follows.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
+
     logging.basicConfig(
         level=level, stream=sys.stderr, force=True, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to end this process when its parent ends, however that ends."""
-    ctypes.CDLL("libc.so.6").prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we could ask
-        os.kill(os.getpid(), signal.SIGKILL)
+    """Make the kernel kill this process when the thread that started it ends (Linux only).
+
+    Args:
+        parent: The parent's process id, read before this process was started.
+
+    Raises:
+        SystemExit: The parent has ended already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit(1)
 
 
-def group_members(leader: int) -> list[int]:
-    """The processes of a process group."""
-    found = []
+def process_group_members(leader: int) -> list[int]:
+    """Return the process ids of a process group, given its leader's."""
+    members = []
     for pid in psutil.pids():
         with suppress(ProcessLookupError, PermissionError):
             if os.getpgid(pid) == leader:
-                found.append(pid)
-    return found
+                members.append(pid)
+    return members
 
 
 def memory_use(pids: Sequence[int]) -> MemoryUse:
-    """What these processes of this machine hold together; one that is gone holds nothing."""
+    """Return the memory of these processes of this machine together. Ended processes count as 0."""
     resident = 0
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
             resident += psutil.Process(pid).memory_info().rss
-    return MemoryUse(resident, max(psutil.virtual_memory().percent / 100, _share_of_limit(CGROUP)))
+
+    machine_used = psutil.virtual_memory().percent / 100
+    return MemoryUse(resident, max(machine_used, _container_used(CGROUP)))
 
 
-def _share_of_limit(cgroup: Path) -> float:
-    """How much of a container's memory limit is used, without what the kernel would give back (cgroup v2); 0: none."""
+def _container_used(cgroup: Path) -> float:
+    """Return the used fraction of the container's memory limit (cgroup v2); 0.0 without a limit.
+
+    Page cache does not count: the kernel reclaims it under pressure.
+    """
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         if limit == "max":
             return 0.0
+
         counters = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        files = int(counters["inactive_file"]) + int(counters["active_file"])
-        return (int((cgroup / "memory.current").read_text()) - files) / int(limit)
+        page_cache = int(counters["inactive_file"]) + int(counters["active_file"])
+        return (int((cgroup / "memory.current").read_text()) - page_cache) / int(limit)
     except (OSError, KeyError):
         return 0.0

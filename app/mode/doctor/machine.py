@@ -14,6 +14,7 @@ from app.config import RunConfig
 from app.mode.doctor.finding import Check, CheckStatus, check
 from app.model.architecture import architecture_of
 from app.model.tiny.create import DEFAULT_CACHE
+from app.utils.net import port_is_free
 from app.utils.units import GIB
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -92,19 +93,9 @@ def _ports(config: RunConfig) -> Iterator[Check]:
     if first is None or config.rollout.urls:
         return
     ports = range(first, first + config.engines)
-    taken = [port for port in ports if not _bindable(port)]
+    taken = [port for port in ports if not port_is_free("127.0.0.1", port)]
     message = f"{', '.join(map(str, taken))} in use" if taken else f"{ports[0]} to {ports[-1]} are free"
     yield check("ports", not taken, message, "set another rollout.port, or null for free ones")
-
-
-def _bindable(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def _model(config: RunConfig) -> Check:

@@ -19,6 +19,7 @@ import torch
 
 from app.errors import SyncError
 from app.protocols import RolloutEngine
+from app.utils.net import bracketed
 from app.weight_sync.buckets import ReadyBucket
 from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.sender import BUFFERS, Sender
@@ -151,11 +152,6 @@ class CollectiveTransport:
     async def _joined(self, ranks: TrainerGroup) -> None:
         while not all(await ranks.call(SENDER, BroadcastSender.joined)):  # noqa: ASYNC110 (the event is another process's)
             await asyncio.sleep(JOIN_POLL_SECONDS)
-
-
-def bracketed(address: str) -> str:
-    """An address as it stands in a URL."""
-    return f"[{address}]" if ":" in address else address
 
 
 def first_line(error: BaseException) -> str:
