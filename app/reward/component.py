@@ -37,7 +37,7 @@ class RewardComponent:
         """Import the target. A class is instantiated with `args`; a function receives them on each call.
 
         Raises:
-            LoadError: the target cannot be imported, constructed, or called with a list of trajectories.
+            LoadError: The target cannot be imported, constructed, or called with a list of trajectories.
         """
         target = _resolve(self.target)
         try:

@@ -15,8 +15,8 @@ class FailureTracker:
     """Failure counts of the current window and of the whole run.
 
     Args:
-        max_fraction: of a window's trajectories that may fail, 0 to 1.
-        window: in trajectories.
+        max_fraction: Fraction of a window's trajectories that may fail.
+        window: Trajectories per window.
     """
 
     def __init__(self, max_fraction: float, window: int) -> None:
@@ -32,7 +32,7 @@ class FailureTracker:
         """Count one trajectory, given its values by component name.
 
         Raises:
-            RunError: the window now has more failures than allowed.
+            RunError: The window now has more failures than allowed.
         """
         self._window_scored += 1
         self._total_scored += 1

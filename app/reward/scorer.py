@@ -37,12 +37,12 @@ class Scorer:
         scorer.close()
 
     Args:
-        config: the `reward` section.
-        step_trajectories: trajectories per step, the window over which failures are counted.
-        log: file for the output of the workers (None: stderr).
+        config: The `reward` section.
+        step_trajectories: Trajectories per step, the window over which failures are counted.
+        log: File for the output of the workers (None: stderr).
 
     Raises:
-        ConfigError: the custom reward cannot be loaded.
+        ConfigError: The custom reward cannot be loaded.
     """
 
     def __init__(self, config: RewardConfig, *, step_trajectories: int = 128, log: Path | None = None) -> None:
@@ -68,7 +68,7 @@ class Scorer:
         A custom reward is called once per run of consecutive trajectories that share a prompt.
 
         Raises:
-            RunError: too large a fraction of a step's trajectories has failed.
+            RunError: Too large a fraction of a step's trajectories has failed.
         """
         values: Values = [{} for _ in trajectories]
         for name, reward in self._in_process.items():

@@ -4,7 +4,8 @@
            ── (component, trajectories) → worker calls it ──── Outcome ─────────────────→ parent, repeatedly
 
 Invariants:
-- The worker dies with its parent, even if the parent is killed or a reward hangs: the kernel sends SIGKILL.
+- The worker dies with its parent, even if the parent is killed or a reward hangs: the kernel sends SIGKILL. On other
+  systems than Linux it exits between two calls, when the pipe closes.
 - Ctrl-C is handled by the parent; the worker ignores SIGINT.
 - Both ends of the pipe are ours, so unpickling is safe.
 """

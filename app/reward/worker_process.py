@@ -41,14 +41,15 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
+        """Process id of the current worker process, if any."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
         """Start the process and load its components, unless that is done.
 
         Raises:
-            LoadError: a component cannot be loaded.
-            RunError: the process died or timed out while loading.
+            LoadError: A component cannot be loaded.
+            RunError: The process died or timed out while loading.
         """
         if self._closed:
             return

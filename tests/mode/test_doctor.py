@@ -22,8 +22,8 @@ MISSION = ("device=npu", "placement=fully_async", "model=qwen35_9b")
 
 
 def of(checks: list[Check], subject: str) -> Check:
-    (found,) = [one for one in checks if one.subject == subject]
-    return found
+    (match,) = [one for one in checks if one.subject == subject]
+    return match
 
 
 def run(*overrides: str) -> subprocess.CompletedProcess[str]:
@@ -56,16 +56,16 @@ def test_the_npu_fails_clearly_on_this_machine_and_nothing_starts() -> None:
 def test_every_check_that_is_not_ok_has_a_hint() -> None:
     config = composed(*MISSION, f"model.path={ROOT}", "data.path=null")
     device = device_of(config.device.kind)
-    found = [*doctor_software.software(config, device), *doctor_device.hardware(config, device)]
-    assert [one for one in found if one.status is not CheckStatus.ok and not one.hint] == []
+    checks = [*doctor_software.software(config, device), *doctor_device.hardware(config, device)]
+    assert [one for one in checks if one.status is not CheckStatus.ok and not one.hint] == []
 
 
 def test_a_version_outside_the_range_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_software, "installed", {"sglang": "0.5.24", "torch": "2.13.0+cpu"}.get)
-    found = list(doctor_software.software(composed(), CPU))
-    assert of(found, "sglang").status is CheckStatus.fail
-    assert of(found, "torch").status is CheckStatus.ok  # a local version counts as its release
-    assert of(found, "ray").message == "not installed"
+    checks = list(doctor_software.software(composed(), CPU))
+    assert of(checks, "sglang").status is CheckStatus.fail
+    assert of(checks, "torch").status is CheckStatus.ok  # a local version counts as its release
+    assert of(checks, "ray").message == "not installed"
 
 
 def test_torch_npu_must_match_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +95,9 @@ def test_a_taken_port_fails() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        found = list(doctor_machine.machine(composed(f"rollout.port={port}")))
-    assert of(found, "ports").status is CheckStatus.fail
-    assert of(found, "ports").message == f"{port} in use"
+        checks = list(doctor_machine.machine(composed(f"rollout.port={port}")))
+    assert of(checks, "ports").status is CheckStatus.fail
+    assert of(checks, "ports").message == f"{port} in use"
 
 
 def disk_of(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,46 +128,46 @@ def test_an_unreachable_hub_fails_with_a_workaround(monkeypatch: pytest.MonkeyPa
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    found = of(list(doctor_machine.reachable(composed("model=qwen3_4b"))), "model")
-    assert found.status is CheckStatus.fail
-    assert "model.path=..." in found.hint
+    result = of(list(doctor_machine.reachable(composed("model=qwen3_4b"))), "model")
+    assert result.status is CheckStatus.fail
+    assert "model.path=..." in result.hint
 
 
 def test_a_cluster_and_a_server_that_do_not_answer_fail() -> None:
     config = composed("cluster.address=127.0.0.1:9", "rollout.urls=[http://127.0.0.1:9]")
-    found = list(doctor_machine.reachable(config))
-    assert of(found, "cluster").status is CheckStatus.fail
-    assert of(found, "engine").status is CheckStatus.fail
+    checks = list(doctor_machine.reachable(config))
+    assert of(checks, "cluster").status is CheckStatus.fail
+    assert of(checks, "engine").status is CheckStatus.fail
 
 
 def test_expandable_segments_with_the_memory_saver_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     for placement, subjects in (("colocate", {"allocator"}), ("fully_async", set())):
         config = composed("device=cuda", "model=qwen3_4b", f"placement={placement}")
-        found = doctor_device.environment(config, device_of(config.device.kind))
-        assert {one.subject for one in found if one.status is CheckStatus.warn} == subjects
+        checks = doctor_device.environment(config, device_of(config.device.kind))
+        assert {one.subject for one in checks if one.status is CheckStatus.warn} == subjects
 
 
 def test_a_conflicting_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "60")
     config = composed(*MISSION)
-    found = of(list(doctor_device.environment(config, device_of(config.device.kind))), "environment")
-    assert found.message == "HCCL_CONNECT_TIMEOUT=60 is overridden by 1500"
+    result = of(list(doctor_device.environment(config, device_of(config.device.kind))), "environment")
+    assert result.message == "HCCL_CONNECT_TIMEOUT=60 is overridden by 1500"
 
 
 def test_too_few_visible_devices_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3")
     config = composed(*MISSION)
-    found = of(list(doctor_device.environment(config, device_of(config.device.kind))), "visible devices")
-    assert found.status is CheckStatus.fail
-    assert "leaves 4 device(s), the run needs 8" in found.message
+    result = of(list(doctor_device.environment(config, device_of(config.device.kind))), "visible devices")
+    assert result.status is CheckStatus.fail
+    assert "leaves 4 device(s), the run needs 8" in result.message
 
 
 def test_a_plan_that_does_not_fit_warns() -> None:
     config = composed(*MISSION, "device.memory_gib=32")
-    found = of(list(doctor_device.hardware(config, device_of(config.device.kind))), "memory")
-    assert found.status is CheckStatus.warn
-    assert "56.6 of 32.0 GiB" in found.message
+    result = of(list(doctor_device.hardware(config, device_of(config.device.kind))), "memory")
+    assert result.status is CheckStatus.warn
+    assert "56.6 of 32.0 GiB" in result.message
 
 
 def test_the_table_counts_its_lines() -> None:

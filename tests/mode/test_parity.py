@@ -12,9 +12,21 @@ import torch
 
 from app.config.device import Dtype
 from app.mode.parity import compare as parity
-from app.mode.parity.compare import BOUNDS, FILE, LENGTHS, Outcome, compare, comparisons, compute, fixed_batch, layer_of
+from app.mode.parity.compare import (
+    BOUNDS,
+    FILE,
+    LENGTHS,
+    Outcome,
+    compare,
+    comparisons,
+    compute,
+    fixed_batch,
+    layer_of,
+    mean_difference,
+)
 from app.mode.parity.engine import Sampled
 from app.model.attention import PACKED
+from app.types import Completion, FinishReason
 from tests.compose import composed
 from tests.runs import Run
 
@@ -76,6 +88,22 @@ def test_the_reference_equals_transformers_sequence_by_sequence(tiny_model: Path
         expected += [logprobs[position, tokens[0, position + 1]].item() for position in positions]
         start += length
     assert reference.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
+
+
+def test_the_engine_difference_is_the_mean_over_completion_tokens(tiny_model: Path) -> None:
+    from app.model.hf_import import transformers
+
+    model = transformers().AutoModelForCausalLM.from_pretrained(tiny_model)
+    prompt = np.arange(4, 10, dtype=np.int32)
+    completions = []
+    for length, error in ((3, 0.0), (9, 0.4)):
+        tokens = np.arange(20, 20 + length, dtype=np.int32)
+        logits = model(torch.tensor(np.concatenate([prompt, tokens]))[None].long()).logits[0, len(prompt) - 1 : -1]
+        logprobs = logits.log_softmax(-1)[torch.arange(length), torch.tensor(tokens).long()].detach().numpy()
+        completions.append(Completion(tokens, logprobs - np.float32(error), FinishReason.stop, spans=()))
+
+    sampled = Sampled(True, "", prompt, completions)
+    assert mean_difference(tiny_model, sampled, trust_remote_code=False) == pytest.approx(9 * 0.4 / 12, abs=1e-5)
 
 
 def test_bfloat16_stays_within_its_bounds(tiny_model: Path, reference: Outcome) -> None:

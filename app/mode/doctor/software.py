@@ -58,30 +58,30 @@ def supported_versions() -> dict[str, SpecifierSet]:
 
 
 def _supported(package: str, versions: SpecifierSet) -> Check:
-    found = installed(package)
+    actual = installed(package)
     hint = f"install {package}{versions}"
-    if found is None:
+    if actual is None:
         return Check(package, CheckStatus.fail, "not installed", hint)
-    good = versions.contains(Version(found).base_version, prereleases=True)
-    return check(package, good, f"{found} ({versions})", hint)
+    good = versions.contains(Version(actual).base_version, prereleases=True)
+    return check(package, good, f"{actual} ({versions})", hint)
 
 
 def _installed(package: str, purpose: str) -> Check:
-    found = installed(package)
-    return check(package, found is not None, found or "not installed", f"install {package}: {purpose}")
+    actual = installed(package)
+    return check(package, actual is not None, actual or "not installed", f"install {package}: {purpose}")
 
 
 def _built_for_torch(plugin: str) -> Check:
     """Check that a device plugin was built for the installed torch."""
     subject = f"{plugin} for torch"
-    found = installed(plugin)
+    actual = installed(plugin)
     torch = installed("torch")
-    if found is None or torch is None:
+    if actual is None or torch is None:
         return Check(subject, CheckStatus.fail, "one of them is not installed", f"install both, {plugin} last")
 
     expected = Version(torch).base_version
-    good = Version(found).base_version == expected
-    return check(subject, good, f"{found} with torch {torch}", f"install {plugin}=={expected}")
+    good = Version(actual).base_version == expected
+    return check(subject, good, f"{actual} with torch {torch}", f"install {plugin}=={expected}")
 
 
 def _platform(device: Device) -> Iterator[Check]:

@@ -65,6 +65,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
+        """Whether the error is within its bound."""
         return math.isfinite(self.error) and self.error <= self.bound
 
 

@@ -43,7 +43,7 @@ class Sampled:
 
 @dataclass
 class StderrRecorder:
-    """A `RunRecorder` that writes to stderr, for runs without metrics."""
+    """Status and warnings on stderr, for a run without metrics."""
 
     timeline: Timeline = field(default_factory=Timeline)
 

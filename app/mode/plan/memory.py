@@ -31,6 +31,7 @@ class Phase:
 
     @property
     def bytes(self) -> float:
+        """Sum of the items."""
         return sum(self.items.values())
 
 
@@ -44,6 +45,7 @@ class MemoryPlan:
 
     @property
     def peak_phase(self) -> Phase:
+        """The phase that uses the most memory."""
         return max(self.phases, key=lambda phase: phase.bytes)
 
 
