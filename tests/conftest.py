@@ -98,7 +98,8 @@ def make_engine(model: Path, folder: Path, *, name: str = "engine 0", seed: int 
     from app.device.cpu import DEVICE
     from app.rollout.host import EngineHost, HostSpec
     from app.rollout.remote import RemoteEngine
-    from app.rollout.server import ServerSpec, free_port
+    from app.rollout.server import ServerSpec
+    from app.utils.net import free_port
 
     server = ServerSpec(
         name=name,

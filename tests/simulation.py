@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from app.checkpoint.manager import Checkpoints
-from app.cluster.memory_monitor import Memory
+from app.cluster.memory_monitor import MemoryMonitor
 from app.config import RunConfig
 from app.config.algorithm import AlgorithmConfig
 from app.config.eval import EvalConfig
@@ -414,7 +414,7 @@ class World:
             evals={"eval": prompts(self.eval_rows, "eval")},
             recorder=self.recorder,  # type: ignore[arg-type]
             checkpoints=Checkpoints(self.folder, 2),
-            memory=Memory(self.trainer, pool),
+            memory=MemoryMonitor(self.trainer, pool),
             model={},
         )
 

@@ -1,4 +1,4 @@
-"""Creates the actors of a run where the reservation puts them: engine hosts and trainer ranks. Starts nothing."""
+"""Creates the Ray actors of a run on their reserved devices: engine hosts and trainer ranks. Starts none of them."""
 
 import os
 import secrets
@@ -17,19 +17,27 @@ from app.rollout.server import ServerSpec
 from app.rollout.server_args import engine_flags
 from app.trainer.remote import RemoteTrainer
 
-ENGINE_KEY = "POSTTRAIN_SERVER_KEY"  # environment: the key of servers named by rollout.urls
+ENGINE_KEY = "POSTTRAIN_SERVER_KEY"  # environment variable: the key of the servers of `rollout.urls`
 
 
 def make_engine(
-    config: RunConfig, device: Device, path: Path, folder: Path, reservation: DevicePlacement, index: int
+    config: RunConfig, device: Device, model_path: Path, run_folder: Path, placement: DevicePlacement, index: int
 ) -> RemoteEngine:
-    """The host of an engine, created and not started; also of one that takes the place of another."""
-    rollout, name = config.rollout, f"engine {index}"
-    server = None
-    if not rollout.urls:
+    """Create the host of an engine, without starting it. Replacements of lost engines are made here too."""
+    rollout = config.rollout
+    name = f"engine {index}"
+    logs = run_folder / "logs"
+
+    server = url = key = None
+    options = {"num_cpus": 0}
+    if rollout.urls:
+        url = rollout.urls[index]
+        key = os.environ.get(ENGINE_KEY)
+    else:
+        options = placement.engine_options(index)
         server = ServerSpec(
             name=name,
-            model_path=str(path),
+            model_path=str(model_path),
             host="127.0.0.1",
             port=0 if rollout.port is None else rollout.port + index,
             key=secrets.token_urlsafe(24),
@@ -37,37 +45,40 @@ def make_engine(
             environment={
                 **device.engine_env,
                 **_engine_threads(config, device),
-                **reservation.engine_environment(index),
+                **placement.engine_environment(index),
             },
-            log=folder / "logs" / f"engine_{index}.log",
+            log=logs / f"engine_{index}.log",
         )
+
     spec = HostSpec(
         name=name,
         seed=config.seed,
         start_timeout_s=rollout.start_timeout_s,
         stall_timeout_s=rollout.stall_timeout_s,
         releases_memory=device.shares_memory and config.offload.engine,
-        log=folder / "logs" / f"engine_host_{index}.log",
+        log=logs / f"engine_host_{index}.log",
         server=server,
-        url=rollout.urls[index] if rollout.urls else None,
-        key=os.environ.get(ENGINE_KEY) if rollout.urls else None,
+        url=url,
+        key=key,
     )
-    options = {"num_cpus": 0} if rollout.urls else reservation.engine_options(index)
     actor = ray.remote(EngineHost).options(max_concurrency=4096, **options).remote(spec)
     return RemoteEngine(name, actor)
 
 
 def _engine_threads(config: RunConfig, device: Device) -> dict[str, str]:
-    """On CPU the cores are shared: by the engines alone in colocate, with the trainer's ranks in fully_async."""
+    """Return the environment that divides the cores among engines on CPU; in fully_async ranks get their share too."""
     if device.kind is not DeviceKind.cpu:
         return {}
+
     width = config.rollout.tensor_parallel
     threads = {"OMP_NUM_THREADS": str(_threads(config, config.engines * width))}
-    return threads | ({"SGLANG_CPU_OMP_THREADS_BIND": cores_of_ranks(os.cpu_count() or 1, width)} if width > 1 else {})
+    if width > 1:
+        threads["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(os.cpu_count() or 1, width)
+    return threads
 
 
 def cores_of_ranks(cores: int, width: int) -> str:
-    """The cores of each rank of an engine, as SGLang wants to be told where there are more ranks than NUMA nodes.
+    """Return the cores of each rank of an engine. SGLang requires it with more ranks than NUMA nodes.
 
     >>> cores_of_ranks(8, 2), cores_of_ranks(2, 3)
     ('0-3|4-7', '0|1|0')
@@ -78,6 +89,7 @@ def cores_of_ranks(cores: int, width: int) -> str:
 
 
 def _threads(config: RunConfig, processes: int) -> int:
+    """Return the threads of each of `processes` processes. In fully_async engines and ranks compute simultaneously."""
     cores = os.cpu_count() or 1
     if config.placement.kind is PlacementKind.fully_async:
         processes = config.placement.trainer_ranks + config.placement.engine_devices
@@ -85,9 +97,10 @@ def _threads(config: RunConfig, processes: int) -> int:
 
 
 def make_trainer(
-    config: RunConfig, device: Device, path: Path, folder: Path, reservation: DevicePlacement
+    config: RunConfig, device: Device, model_path: Path, run_folder: Path, placement: DevicePlacement
 ) -> RemoteTrainer:
-    """The trainer's ranks, created and not set up."""
+    """Create the trainer's ranks, without setting them up."""
+    # Imported here because the driver of mode=eval needs no torch.
     from app.trainer.rank import THREADS, RankSpec, TrainerRank
     from app.trainer.step import StepSettings
 
@@ -95,7 +108,7 @@ def make_trainer(
     spec = RankSpec(
         device=config.device.kind,
         dtype=config.device.dtype,
-        model_path=path,
+        model_path=model_path,
         trust_remote_code=config.model.trust_remote_code,
         trainer=config.trainer,
         step=StepSettings(
@@ -109,13 +122,14 @@ def make_trainer(
         ranks=ranks,
         threads=_threads(config, ranks),
         seed=config.seed,
-        logs=folder / "logs",
+        logs=run_folder / "logs",
         profile_steps=tuple(config.trainer.profile_steps),
     )
-    make = ray.remote(concurrency_groups=THREADS)(TrainerRank)  # type: ignore[call-overload]
+
+    make = ray.remote(concurrency_groups=THREADS)(TrainerRank)  # type: ignore[call-overload]  # missing in Ray's stubs
     environment = {"env_vars": dict(device.trainer_env)} if device.trainer_env else None
     actors = [
-        make.options(runtime_env=environment, **reservation.rank_options(rank)).remote(spec, rank)
+        make.options(runtime_env=environment, **placement.rank_options(rank)).remote(spec, rank)
         for rank in range(ranks)
     ]
-    return RemoteTrainer(actors, timeout_s=config.trainer.timeout_s, logs=folder / "logs")
+    return RemoteTrainer(actors, timeout_s=config.trainer.timeout_s, logs=run_folder / "logs")

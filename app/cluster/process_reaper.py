@@ -1,9 +1,9 @@
-"""Ends what a run started when its driver is gone, also when that was killed.
+"""Kills the processes of a run when its driver is gone, even if the driver was killed.
 
-A small process waits for the end of a pipe that the driver holds. Then it kills every process that carries the run's
-mark in its environment, which all of them inherited (Ray's, ours, SGLang's), and every descendant of such a process
-that it saw while the driver lived: what sets a title of its own may overwrite its environment, as Ray's agents do. Most
-end by themselves; those agents may wait a minute for a server that is gone as well.
+A small child process waits until the driver closes a pipe or dies. Then it kills every process that carries the run's
+mark in its environment; all processes of the run inherit it (Ray's, ours, SGLang's). It also kills every descendant of
+such a process that it saw while the driver lived: a process that sets its own title may overwrite its environment, as
+Ray's agents do. Most processes end by themselves; those agents may wait a minute for a server that is gone as well.
 """
 
 import os
@@ -20,59 +20,66 @@ from contextlib import contextmanager, suppress
 import psutil
 
 MARK = "POSTTRAIN_RUN"
-LOOK_SECONDS = 3.0
-ROUNDS = 20
-PAUSE_SECONDS = 0.25
+LOOK_SECONDS = 3.0  # between two scans while the driver lives
+ROUNDS = 20  # of killing
+PAUSE_SECONDS = 0.25  # between two rounds
 
 
 @contextmanager
 def process_reaper() -> Iterator[None]:
-    """Mark what is started in the block; kill what is left of it when the block or this process ends."""
+    """Mark the processes started in the block; kill those left when the block or this process ends."""
     os.environ[MARK] = secrets.token_hex(8)
-    waiting = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, start_new_session=True)
+    reaper = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield
     finally:
-        assert waiting.stdin is not None
-        waiting.stdin.close()
+        assert reaper.stdin is not None
+        reaper.stdin.close()
         del os.environ[MARK]
         with suppress(subprocess.TimeoutExpired):
-            waiting.wait(ROUNDS * PAUSE_SECONDS)
+            reaper.wait(ROUNDS * PAUSE_SECONDS)
 
 
-def started(mark: str) -> set[psutil.Process]:
-    """The processes of this mark and their descendants, but for this one."""
-    psutil.process_iter.cache_clear()  # it would take a reused number for the process that had it before
-    ours, children = set(), defaultdict(list)
+def marked_processes(mark: str) -> set[psutil.Process]:
+    """Return the processes with this mark and their descendants, without the calling process."""
+    psutil.process_iter.cache_clear()  # a cached entry of a reused pid would be of the process that had it before
+
+    marked = set()
+    children = defaultdict(list)
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             children[process.ppid()].append(process)
             if process.environ().get(MARK) == mark:
-                ours.add(process)
-    ours.discard(psutil.Process())
-    fresh = list(ours)
-    while fresh:
-        fresh = [child for parent in fresh for child in children[parent.pid] if child not in ours]
-        ours.update(fresh)
-    return ours
+                marked.add(process)
+    marked.discard(psutil.Process())
+
+    parents = list(marked)
+    while parents:
+        parents = [child for parent in parents for child in children[parent.pid] if child not in marked]
+        marked.update(parents)
+    return marked
 
 
-def living(processes: set[psutil.Process]) -> set[psutil.Process]:
-    """Those that still run; another process of the same number is not one of them."""
-    found = set()
+def alive(processes: set[psutil.Process]) -> set[psutil.Process]:
+    """Return the processes that still run. Zombies and reused pids do not count."""
+    running = set()
     for process in processes:
         with suppress(psutil.Error):
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                found.add(process)
-    return found
+                running.add(process)
+    return running
 
 
 def main() -> None:
-    mark, seen = os.environ[MARK], set[psutil.Process]()
-    while not select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:  # the driver closes it, or is no more
-        seen = living(seen | started(mark))
+    """Wait for the driver's end, then kill until nothing is left."""
+    mark = os.environ[MARK]
+    seen: set[psutil.Process] = set()
+
+    while not select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:
+        seen = alive(seen | marked_processes(mark))
+
     for _ in range(ROUNDS):
-        seen = living(seen | started(mark))
+        seen = alive(seen | marked_processes(mark))
         if not seen:
             return
         for process in seen:

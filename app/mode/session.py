@@ -44,8 +44,9 @@ async def start_rollout_workers(
     config: RunConfig, device: Device, folder: Path, recorder: RunFolderRecorder
 ) -> AsyncIterator[RolloutWorkers]:
     """Ray, engines and reward workers. The engines are left to be started with the trainer."""
-    from app.cluster import placement_group as cluster
     from app.cluster.actors import make_engine
+    from app.cluster.connect import connect
+    from app.cluster.placement_group import reserve
     from app.reward.scorer import Scorer
 
     async with contextlib.AsyncExitStack() as stack:
@@ -59,8 +60,8 @@ async def start_rollout_workers(
         stack.enter_context(process_reaper())
         recorder.status("starting Ray")
         stack.callback(_shutdown_ray)
-        cluster.connect(config, device)
-        reservation = cluster.reserve(config, device)
+        connect(config, device)
+        reservation = reserve(config, device)
         trained = "" if config.mode is Mode.eval else f" and {config.placement.trainer_ranks} trainer rank(s)"
         recorder.status(f"starting {config.engines} engine(s){trained}")
         make = partial(make_engine, config, device, prepared.model_path, folder, reservation)

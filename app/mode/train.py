@@ -13,7 +13,7 @@ from typing import Any
 
 from app.checkpoint.export import export_trained
 from app.checkpoint.manager import Checkpoints, require_model
-from app.cluster.memory_monitor import Memory
+from app.cluster.memory_monitor import MemoryMonitor
 from app.config import Mode, RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device, device_of
@@ -125,7 +125,7 @@ def _parts(
         evals=prompts.evals,
         recorder=recorder,
         checkpoints=checkpoints,
-        memory=Memory(trainer, side.pool),
+        memory=MemoryMonitor(trainer, side.pool),
         model=identity(side.prepared.model_path),
     )
 

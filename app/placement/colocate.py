@@ -40,17 +40,17 @@ class Colocate(PlacementController):
         with timeline.span("driver", "generate", step=step):
             groups, tally = await collect(self.parts, self.version)
         self.require_groups(len(groups))
-        await self.parts.memory.phase("generate")
+        await self.parts.memory.record_peaks("generate")
         generated = time.perf_counter()
         with timeline.span("driver", "train", step=step):
             await self._to_trainer()
             scored = [self.scored(group) for group in groups]
             report = await self._train(step, scored)
-        await self.parts.memory.phase("train")
+        await self.parts.memory.record_peaks("train")
         trained = time.perf_counter()
         with timeline.span("driver", "sync", step=step):
             sync = await self._to_engines(step)
-        await self.parts.memory.phase("sync")
+        await self.parts.memory.record_peaks("sync")
         ended = time.perf_counter()
         seconds = {
             "step": ended - started,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.checkpoint.manager import Checkpoints
-from app.cluster.memory_monitor import Memory
+from app.cluster.memory_monitor import MemoryMonitor
 from app.config import RunConfig
 from app.data.cursor import PromptCursor
 from app.protocols import Trainer
@@ -27,7 +27,7 @@ class RunContext:
     evals: Mapping[str, Sequence[Prompt]]
     recorder: RunFolderRecorder
     checkpoints: Checkpoints
-    memory: Memory
+    memory: MemoryMonitor
     model: Mapping[str, Any]  # `identity` of the source checkpoint
 
     @property

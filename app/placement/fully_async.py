@@ -78,14 +78,14 @@ class FullyAsync(PlacementController):
         self._waited = 0.0
         with recorder.timeline.span("driver", "train", step=step):
             scored, report = await self._train(step)
-        await self.parts.memory.phase("train")
+        await self.parts.memory.record_peaks("train")
         trained = time.perf_counter()
         with recorder.timeline.span("driver", "sync", step=step):
             self._doing = "pushing"
             self.admission.dispatch_open = False
             await self.producer.abort_stale(step)
             sync = await self.push(step)
-        await self.parts.memory.phase("sync")
+        await self.parts.memory.record_peaks("sync")
         ended = time.perf_counter()
         self.admission.push(step, missing=self.wanted - len(scored))
         self.producer.forget(each.group for each in scored)

@@ -1,1 +1,4 @@
-"""Rollout: SGLang engines and the pool that shares work among them."""
+"""Rollout: SGLang engines, the pool that balances groups over them, and the rollouter that scores their completions.
+
+Rollouter → EnginePool → RemoteEngine (driver) ⇒ EngineHost (Ray actor) → Client ⇒ SGLang server
+"""

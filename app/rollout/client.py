@@ -1,4 +1,4 @@
-"""The HTTP side of an engine: requests out, numpy arrays back. Nothing received is unpickled."""
+"""HTTP client of an SGLang server. Replies become numpy arrays; nothing received is unpickled."""
 
 import asyncio
 import json
@@ -16,31 +16,39 @@ CALL_SECONDS = 600.0
 
 
 class ConnectionLost(EngineError):
-    """The server could not be reached, or went away in the middle of a call."""
+    """The server could not be reached, or the connection broke during a call."""
 
 
 class NoAnswer(EngineError):
-    """The server took the call and did not answer in time."""
+    """The server accepted a call and did not reply within its deadline."""
 
 
 class Client:
-    """Speaks to one server."""
+    """The client of one server.
+
+    Raises (every call):
+        EngineError: The server refused the call: an HTTP status other than 200, or `success: false`.
+        ConnectionLost: The server could not be reached, or the connection broke.
+        NoAnswer: No reply within `seconds`.
+    """
 
     def __init__(self, name: str, url: str, key: str | None):
-        self.name, self.url = name, url.rstrip("/")
+        self.name = name
+        self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
-            # a connection a request: one that was kept may be closed by the server just as it is used again
+            # A new connection for each request: the server may close a kept one just when it is used again.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
         )
 
     async def close(self) -> None:
+        """Close all connections."""
         await self._session.close()
 
     async def healthy(self, route: str = "/health", seconds: float = 5.0) -> bool:
-        """Whether the server answers; `/health_generate` asks for any progress of its scheduler."""
+        """Return whether `route` answers with HTTP 200. `/health_generate` also needs progress of the scheduler."""
         try:
             timeout = aiohttp.ClientTimeout(total=seconds)
             async with self._session.get(self.url + route, timeout=timeout) as reply:
@@ -50,56 +58,31 @@ class Client:
             return False
 
     async def get(self, route: str, *, seconds: float | None = CALL_SECONDS) -> Any:
-        """Raises `EngineError` like `post`."""
+        """Return the decoded JSON reply of a GET request."""
         return await self._call("GET", route, None, seconds)
 
     async def post(self, route: str, body: Mapping[str, Any], *, seconds: float | None = CALL_SECONDS) -> Any:
-        """Raises `EngineError` when the server refuses, answers `success: false`, or not within `seconds`."""
+        """Return the decoded JSON reply of a POST request."""
         return await self._call("POST", route, body, seconds)
 
-    async def _call(self, method: str, route: str, body: Mapping[str, Any] | None, seconds: float | None) -> Any:
-        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
-        try:
-            async with self._session.request(method, self.url + route, json=body, timeout=timeout) as reply:
-                return await self._read(reply, route)
-        except aiohttp.ClientError as error:  # a connection that takes too long is both, and belongs here
-            raise ConnectionLost(f"{self.name}: {route} failed: {type(error).__name__}: {error}") from error
-        except TimeoutError:
-            raise NoAnswer(f"{self.name}: no answer to {route} within {seconds:.0f} s") from None
-
-    def _check_key(self, reply: aiohttp.ClientResponse) -> None:
-        if reply.status in (401, 403):
-            raise EngineError(f"{self.name} at {self.url} refused our key (HTTP {reply.status})")
-
-    async def _read(self, reply: aiohttp.ClientResponse, route: str) -> Any:
-        self._check_key(reply)
-        text = await reply.text()
-        try:
-            answer = json.loads(text) if text else {}
-        except json.JSONDecodeError:
-            answer = {"message": text[:500]}
-        refused = isinstance(answer, dict) and answer.get("success") is False
-        if reply.status != 200 or refused:
-            said = (
-                answer.get("message") or answer.get("error") or text[:500] if isinstance(answer, dict) else text[:500]
-            )
-            raise EngineError(f"{self.name}: {route} was refused (HTTP {reply.status}): {said}")
-        return answer
-
     async def generate(
-        self, request: GroupRequest, names: Sequence[str], seeds: Sequence[int], *, cache: str
+        self, request: GroupRequest, request_ids: Sequence[str], seeds: Sequence[int], *, cache_key: str
     ) -> list[Completion]:
-        """One call for the whole group; each member has a name, which `/abort_request` takes, and a seed of its own.
+        """Sample a group with one call. It has no deadline: the host watches the server's progress.
 
-        Prefixes are taken from the server's cache only where they were cached under the same word `cache`.
+        Args:
+            request: The prompt and how to sample it.
+            request_ids: One for each member; `/abort_request` takes them.
+            seeds: One for each member, all different.
+            cache_key: Prefixes are reused only from requests with the same key.
         """
-        assert len(set(seeds)) == request.group_size, "the seeds of a group differ"
+        assert len(set(seeds)) == request.group_size, "the seeds of a group must differ"
         sampling = request.sampling
         prompt = request.token_ids.tolist()
         body = {
             "input_ids": [prompt] * request.group_size,
-            "rid": list(names),
-            "extra_key": cache,
+            "rid": list(request_ids),
+            "extra_key": cache_key,
             "sampling_params": [
                 {
                     "temperature": sampling.temperature,
@@ -112,16 +95,47 @@ class Client:
             "return_logprob": True,
             "stream": False,
         }
-        answers = await self.post("/generate", body, seconds=None)
-        if not isinstance(answers, list) or len(answers) != request.group_size:
-            raise EngineError(f"{self.name}: /generate gave {len(answers)} completions of {request.group_size}")
-        return [await parse(answer, request.version) for answer in answers]
+
+        replies = await self.post("/generate", body, seconds=None)
+        if not isinstance(replies, list) or len(replies) != request.group_size:
+            raise EngineError(f"{self.name}: /generate returned {len(replies)} completions of {request.group_size}")
+        return [await parse(reply, request.version) for reply in replies]
+
+    async def _call(self, method: str, route: str, body: Mapping[str, Any] | None, seconds: float | None) -> Any:
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
+        try:
+            async with self._session.request(method, self.url + route, json=body, timeout=timeout) as reply:
+                return await self._read(reply, route)
+        except aiohttp.ClientError as error:  # before TimeoutError: a connect timeout is both
+            raise ConnectionLost(f"{self.name}: {route} failed: {type(error).__name__}: {error}") from error
+        except TimeoutError:
+            raise NoAnswer(f"{self.name}: no answer to {route} within {seconds:.0f} s") from None
+
+    async def _read(self, reply: aiohttp.ClientResponse, route: str) -> Any:
+        self._check_key(reply)
+        text = await reply.text()
+        try:
+            content = json.loads(text) if text else {}
+        except json.JSONDecodeError:
+            content = {"message": text[:500]}
+
+        fields = content if isinstance(content, dict) else {}
+        if reply.status != 200 or fields.get("success") is False:
+            reason = fields.get("message") or fields.get("error") or text[:500]
+            raise EngineError(f"{self.name}: {route} was refused (HTTP {reply.status}): {reason}")
+        return content
+
+    def _check_key(self, reply: aiohttp.ClientResponse) -> None:
+        if reply.status in (401, 403):
+            raise EngineError(f"{self.name} at {self.url} refused our key (HTTP {reply.status})")
 
 
-async def parse(answer: dict[str, Any], version: int) -> Completion:
-    """One answer of `/generate`; lets other requests in between, since long answers take milliseconds."""
+async def parse(reply: Mapping[str, Any], version: int) -> Completion:
+    """Return the completion in one reply of `/generate`. `version` is the request's."""
+    # Long replies take milliseconds each: let other requests run in between.
     await asyncio.sleep(0)
-    meta = answer["meta_info"]
+
+    meta = reply["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     token_ids = np.fromiter((pair[1] for pair in pairs), dtype=np.int32, count=len(pairs))
     logprobs = np.fromiter((pair[0] for pair in pairs), dtype=np.float32, count=len(pairs))
@@ -129,19 +143,23 @@ async def parse(answer: dict[str, Any], version: int) -> Completion:
     return Completion(token_ids, logprobs, FinishReason(reason), spans(meta, len(pairs), version))
 
 
-def spans(meta: dict[str, Any], tokens: int, version: int) -> tuple[VersionSpan, ...]:
-    """Version spans as the server reports them. What it does not report counts as sampled by `version`.
+def spans(meta: Mapping[str, Any], tokens: int, version: int) -> tuple[VersionSpan, ...]:
+    """Return the version spans that the server reports for a completion of `tokens` tokens.
 
-    That is the version pushed last when the request was made: all tokens where there are no spans (older servers), or
-    none without a gap, and those of weights that no push brought, whose version is a word and not a number.
+    `version` is the last synced version when the request was made. It is taken for all tokens if the reported spans are
+    missing (older servers) or have a gap, and for spans of weights that no sync has loaded: their version is a word.
     """
-    found, end = [], 0
+    reported: list[VersionSpan] = []
+    end = 0
     for span in meta.get("weight_versions") or []:
-        number = str(span["version"])
         if span["start"] == span["end"]:
             continue
         if span["start"] != end:
             break
         end = int(span["end"])
-        found.append(VersionSpan(int(number) if number.isdigit() else version, int(span["start"]), end))
-    return tuple(found) if found and end == tokens else (VersionSpan(version, 0, tokens),)
+        number = str(span["version"])
+        reported.append(VersionSpan(int(number) if number.isdigit() else version, int(span["start"]), end))
+
+    if not reported or end != tokens:
+        return (VersionSpan(version, 0, tokens),)
+    return tuple(reported)

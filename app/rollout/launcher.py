@@ -1,9 +1,12 @@
-"""The main module of an SGLang server process.
+"""Main module of an SGLang server process: `python -m app.rollout.launcher <SGLang's flags>`.
 
-SGLang spawns its children, which import this module again, so what stands at its top happens in every process of the
-server (on a CPU they are forked and have it already, see plugin.py). The whole process group dies with the host that
-started it, whatever its members are doing then: a watcher waits for the end of standard input, whose other end the host
-holds. The key comes through the environment, so that no process list shows it, and no log record does.
+SGLang spawns its children, and each imports this module again, so its top level runs in every process of the server.
+(On CPU they are forked and have it already: sglang_plugin/entry_points.py.)
+
+Invariants:
+    - The process group dies with the host that started it, in any state: a watcher process waits for the end of
+      standard input, whose other end the host holds.
+    - No process list and no log shows the key: it is passed in the environment and masked in log records.
 """
 
 import logging
@@ -18,11 +21,12 @@ from app.rollout.server import KEY_VARIABLE, PARENT_VARIABLE
 from app.utils.process import die_with_parent
 
 EXPANDABLE = "expandable_segments"
-# SGLang would take over a minute to leave after one of its processes crashed; whoever wants the dumps sets them to 1
+# With these dumps SGLang needs over a minute to exit after a crash. Set them to 1 to get them.
 CRASH_DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 
 
 def main() -> None:
+    """Run the server until it ends."""
     die_with_parent(int(os.environ[PARENT_VARIABLE]))
     key = os.environ.pop(KEY_VARIABLE)
     for variable in CRASH_DUMPS:
@@ -30,7 +34,8 @@ def main() -> None:
     if "--enable-memory-saver" in sys.argv:
         forbid_expandable_segments(os.environ)
     watch_host()
-    hide_in_logs(key)
+    mask_in_logs(key)
+
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -40,35 +45,36 @@ def main() -> None:
 
 
 def forbid_expandable_segments(environment: MutableMapping[str, str]) -> None:
-    """Take them out of what torch's allocators are told (PYTORCH_…ALLOC_CONF): the memory saver refuses them."""
+    """Remove `expandable_segments` from PYTORCH_…ALLOC_CONF: the memory saver does not support it."""
     for name, value in list(environment.items()):
         if name.startswith("PYTORCH_") and name.endswith("ALLOC_CONF") and EXPANDABLE in value:
-            kept = [option for option in value.split(",") if not option.strip().startswith(EXPANDABLE)]
+            options = [option for option in value.split(",") if not option.strip().startswith(EXPANDABLE)]
             environment.pop(name)
-            if kept:
-                environment[name] = ",".join(kept)
+            if options:
+                environment[name] = ",".join(options)
 
 
 def watch_host() -> None:
-    """Fork a process that kills the group when the host ends: children that still start would outlive it."""
+    """Fork a process that kills the process group when the host ends, including children that are still starting."""
     if os.fork() == 0:
         while os.read(0, 1):
             pass
         os.killpg(0, signal.SIGKILL)
 
 
-def hide_in_logs(secret: str) -> None:
-    """SGLang logs all its arguments."""
-    make = logging.getLogRecordFactory()
+def mask_in_logs(secret: str) -> None:
+    """Replace a secret by *** in all log records. SGLang logs all its arguments."""
+    make_record = logging.getLogRecordFactory()
 
-    def without_secret(*arguments: Any, **named: Any) -> logging.LogRecord:
-        record = make(*arguments, **named)
+    def make_masked_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make_record(*args, **kwargs)
         message = record.getMessage()
         if secret in message:
-            record.msg, record.args = message.replace(secret, "***"), None
+            record.msg = message.replace(secret, "***")
+            record.args = None
         return record
 
-    logging.setLogRecordFactory(without_secret)
+    logging.setLogRecordFactory(make_masked_record)
 
 
 define_operators()

@@ -1,7 +1,8 @@
-"""Shares groups among engines: the one with the least outstanding work first. Knows which of them are lost.
+"""Balances groups over engines, by outstanding completions, and records which engines are lost.
 
-Always holds: a lost engine is asked for nothing until another one was put in its place; while all are lost, groups wait
-for that. Whoever replaces engines ends the run when it cannot, so nobody waits in vain.
+Invariants:
+    - A lost engine gets no request until `mark_ready`. While all engines are lost, groups wait.
+    - Whoever replaces engines must end the run if it cannot, so that no group waits forever.
 """
 
 import asyncio
@@ -18,54 +19,67 @@ T = TypeVar("T")
 
 
 class EnginePool:
-    """Several engines as one."""
+    """The engines of a run.
+
+    Lifecycle of an engine:
+        1. Ready: `least_busy` and `each` use it.
+        2. Lost: by an `EngineLost` in a call, or by `mark_lost`. `engine_lost` is set.
+        3. Replaced: the owner puts a new engine into `engines` at the same index, then calls `mark_ready`.
+    """
 
     def __init__(self, engines: Sequence[RolloutEngine]):
         self.engines = list(engines)
-        self.lost: dict[int, EngineLost] = {}  # place → why
-        self.engine_lost = asyncio.Event()  # set when an engine was lost
-        self._changed = asyncio.Event()  # set when one came back
-        self._outstanding = [0] * len(self.engines)  # completions asked for and not there yet
-        self._busy, self._counted_at = 0.0, time.perf_counter()  # engine-seconds with work, and until when
+        self.lost: dict[int, EngineLost] = {}  # engine index → cause
+        self.engine_lost = asyncio.Event()  # set by `mark_lost`, cleared by the owner
+
+        self._engine_ready = asyncio.Event()
+        self._outstanding = [0] * len(self.engines)  # completions in flight, by engine index
+        self._busy_seconds = 0.0  # summed over engines, until `_counted_until`
+        self._counted_until = time.perf_counter()
 
     @property
     def alive(self) -> list[RolloutEngine]:
-        return [engine for place, engine in enumerate(self.engines) if place not in self.lost]
+        """The engines that are not lost."""
+        return [engine for index, engine in enumerate(self.engines) if index not in self.lost]
 
-    def mark_lost(self, engine: RolloutEngine, why: EngineLost) -> None:
-        """Ask this engine for nothing more. Harmless for one that was replaced meanwhile."""
-        for place, known in enumerate(self.engines):
-            if known is engine:
-                self.lost[place] = why
+    def mark_lost(self, engine: RolloutEngine, cause: EngineLost) -> None:
+        """Send no more requests to this engine. No effect if it was replaced already."""
+        for index, current in enumerate(self.engines):
+            if current is engine:
+                self.lost[index] = cause
                 self.engine_lost.set()
 
-    def mark_ready(self, place: int) -> None:
-        """The engine in this place may be asked again."""
-        del self.lost[place]
-        self._changed.set()
+    def mark_ready(self, index: int) -> None:
+        """Send requests to the (new) engine at this index."""
+        del self.lost[index]
+        self._engine_ready.set()
 
     async def wait_for_any(self) -> list[RolloutEngine]:
-        """The living engines, as soon as there are any."""
+        """Return the engines that are not lost. Waits while there are none."""
         while not self.alive:
-            self._changed.clear()
-            await self._changed.wait()
+            self._engine_ready.clear()
+            await self._engine_ready.wait()
         return self.alive
 
     @asynccontextmanager
-    async def least_busy(self, work: int) -> AsyncIterator[tuple[str, RolloutEngine]]:
-        """The engine with the least to do, for `work` completions, and its name; notes when it is lost."""
+    async def least_busy(self, completions: int) -> AsyncIterator[tuple[str, RolloutEngine]]:
+        """Yield the name and the engine with the fewest outstanding completions; count `completions` more for it.
+
+        An `EngineLost` raised in the block marks the engine lost.
+        """
         await self.wait_for_any()
-        places = [place for place in range(len(self.engines)) if place not in self.lost]
-        place = min(places, key=self._outstanding.__getitem__)
-        engine = self.engines[place]
-        self._account(place, work)
+        ready = [index for index in range(len(self.engines)) if index not in self.lost]
+        index = min(ready, key=self._outstanding.__getitem__)
+        engine = self.engines[index]
+
+        self._count(index, completions)
         try:
-            yield f"engine {place}", engine
+            yield f"engine {index}", engine
         except EngineLost as error:
             self.mark_lost(engine, error)
             raise
         finally:
-            self._account(place, -work)
+            self._count(index, -completions)
 
     async def each(
         self,
@@ -94,12 +108,16 @@ class EnginePool:
         return dict(result for result in results if result is not None)
 
     def busy_seconds(self) -> float:
-        """Time that an engine had something to do, the mean over engines, since the pool was made."""
-        self._account()
-        return self._busy / len(self.engines)
+        """Return the seconds with requests in flight since the pool was created, as the mean over engines."""
+        self._count_time()
+        return self._busy_seconds / len(self.engines)
 
-    def _account(self, place: int = 0, work: int = 0) -> None:
+    def _count(self, index: int, completions: int) -> None:
+        self._count_time()
+        self._outstanding[index] += completions
+
+    def _count_time(self) -> None:
         now = time.perf_counter()
-        self._busy += (now - self._counted_at) * sum(1 for asked in self._outstanding if asked)
-        self._counted_at = now
-        self._outstanding[place] += work
+        busy_engines = sum(1 for outstanding in self._outstanding if outstanding)
+        self._busy_seconds += (now - self._counted_until) * busy_engines
+        self._counted_until = now

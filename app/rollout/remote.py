@@ -1,4 +1,4 @@
-"""The driver's face of an engine: `RolloutEngine` over the Ray actor that hosts it."""
+"""The driver's proxy of an engine: `RolloutEngine` over the Ray actor that hosts it."""
 
 import asyncio
 import logging
@@ -15,29 +15,33 @@ from app.types import Completion, EngineMemory, EngineStats, GroupRequest, InFli
 P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-STOP_SECONDS = 10.0
+START_GRACE_SECONDS = 30.0  # for the actor to start and to report that its server did not
+STOP_SECONDS = 30.0
+END_SECONDS = 10.0
 CHECK_SECONDS = 30.0
-CALL_SECONDS = 900.0  # for anything but generation, whose deadline is by progress and kept by the host
+CALL_SECONDS = 900.0  # of all other calls but generation, whose deadline (by progress) the host keeps
 
 
 class RemoteEngine:
-    """Every call is the host's own; errors come back as `EngineError` with the engine's name."""
+    """Forwards every call to the host. Raises `EngineError` or `EngineLost` with the engine's name."""
 
     def __init__(self, name: str, actor: Any):
-        self.name, self.actor = name, actor
+        self.name = name
+        self.actor = actor
 
     async def start(self, timeout_s: float) -> dict[str, Any]:
-        return await self._call_within(timeout_s + 30, EngineHost.start)
+        return await self._call_within(timeout_s + START_GRACE_SECONDS, EngineHost.start)
 
     async def stop(self) -> None:
-        await self._call_within(30, EngineHost.stop)
+        """Stop the server; the host process stays."""
+        await self._call_within(STOP_SECONDS, EngineHost.stop)
 
     async def end(self) -> None:
-        """End the server and its host, whatever state they are in: politely first."""
+        """Stop the server, then kill the host process, in any state."""
         try:
-            await asyncio.wait_for(self.stop(), STOP_SECONDS)
+            await asyncio.wait_for(self.stop(), END_SECONDS)
         except (RunError, TimeoutError) as error:
-            log.warning("%s did not stop by itself: %s", self.name, error)
+            log.warning("%s did not stop, killing its host: %s", self.name, error)
         ray.kill(self.actor)
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
@@ -85,7 +89,7 @@ class RemoteEngine:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Call a method of the host. `seconds`: the deadline; None where the host keeps one by progress."""
+        """Call a method of the host. `seconds` is the deadline; None where the host keeps one by progress."""
         name = method.__name__
         try:
             return await asyncio.wait_for(_awaitable(getattr(self.actor, name).remote(*args, **kwargs)), seconds)

@@ -1,22 +1,25 @@
-"""One SGLang server process: its command line, its start, its death.
+"""One SGLang server process: command line, start and death.
 
-The server runs in a process group of its own with a random key and writes to a log of its own. No process of the group
-outlives the one that started it, nor the group's leader.
+Invariants:
+    - The server runs in its own process group, with its own log and a random key.
+    - No process of the group outlives the process that started it, nor the group's leader.
 """
 
 import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.errors import EngineError, EngineLost
+from app.rollout.server_args import render_flags
+from app.utils.net import free_port, port_is_free
 
-KEY_VARIABLE = "POSTTRAIN_ENGINE_KEY"  # environment of the server, read by the launcher
+# Environment variables of the server, read by the launcher.
+KEY_VARIABLE = "POSTTRAIN_ENGINE_KEY"
 PARENT_VARIABLE = "POSTTRAIN_ENGINE_PARENT"
 LOG_TAIL_LINES = 12
 STOP_SECONDS = 5.0
@@ -24,62 +27,51 @@ STOP_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """What a server is started with."""
+    """The command line and environment of a server that a host starts."""
 
     name: str  # "engine 0"
     model_path: str
-    host: str  # the address it listens on
+    host: str  # the address to listen on
     port: int  # 0: a free one
     key: str
-    flags: Mapping[str, object]  # SGLang's, without the dashes; True is a bare flag, None and False are left out
-    environment: Mapping[str, str]
+    flags: Mapping[str, object]  # SGLang's, without dashes; see `render_flags`
+    environment: Mapping[str, str]  # added to this process's
     log: Path
 
     def command(self) -> list[str]:
-        """The command line; the key is not on it."""
+        """Return the command line. It does not contain the key."""
         flags = {"model-path": self.model_path, "host": self.host, "port": self.port, **self.flags}
-        arguments: list[str] = []
-        for flag, value in flags.items():
-            if value is None or value is False:
-                continue
-            arguments += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
-        return [sys.executable, "-m", "app.rollout.launcher", *arguments]
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
-
-
-def port_is_free(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        return [sys.executable, "-m", "app.rollout.launcher", *render_flags(flags)]
 
 
 class Server:
-    """A running server process."""
+    """A server process.
+
+    Lifecycle:
+        1. `start` once.
+        2. `died` waits for the end of the process; `stop` kills it.
+    """
 
     def __init__(self, spec: ServerSpec):
         self.spec = spec if spec.port else replace(spec, port=free_port(spec.host))
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Start the process; raises `EngineError` when its port is taken."""
+        """Start the process.
+
+        Raises:
+            EngineError: The port is in use.
+        """
         if not port_is_free(self.spec.host, self.spec.port):
             raise EngineError(
                 f"{self.spec.name}: rollout.port={self.spec.port} is not accepted: the port is in use on this machine; "
                 "give a free one, or null."
             )
+
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
         environment = {
-            PARENT_VARIABLE: str(os.getpid()),  # first: a process whose first variable is changed can take no title
+            # Must be first, and never change: setproctitle fails in a process whose first variable was changed.
+            PARENT_VARIABLE: str(os.getpid()),
             **os.environ,
             **self.spec.environment,
             KEY_VARIABLE: self.spec.key,
@@ -87,7 +79,7 @@ class Server:
         with self.spec.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self.spec.command(),
-                stdin=asyncio.subprocess.PIPE,  # never written to: it ends when we do
+                stdin=asyncio.subprocess.PIPE,  # never written to: it closes when this process ends
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
                 env=environment,
@@ -96,21 +88,22 @@ class Server:
 
     @property
     def pid(self) -> int:
+        """The process id, which is also the id of the process group."""
         assert self._process is not None
         return self._process.pid
 
     async def died(self) -> EngineLost:
-        """Wait for the process to end, and end its children; the error says how it ended and what its log said last."""
+        """Wait until the process ends, kill the rest of its group, and return an error with the end of its log."""
         assert self._process is not None
         code = await self._process.wait()
-        self._kill_group()
+        self._kill_process_group()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return EngineLost(
             f"{self.spec.name} (pid {self.pid}) {how}; log: {self.spec.log}; its last lines:\n{self.tail()}"
         )
 
     def tail(self) -> str:
-        """The last lines of the server's log."""
+        """Return the last lines of the server's log, indented."""
         try:
             lines = self.spec.log.read_text(errors="replace").splitlines()
         except OSError as error:
@@ -118,12 +111,12 @@ class Server:
         return "\n".join(f"  | {line}" for line in lines[-LOG_TAIL_LINES:])
 
     async def stop(self) -> None:
-        """End the whole process group at once: a server has nothing to save, and a polite one takes seconds."""
+        """Kill the process group. A server has nothing to save, and its own shutdown takes seconds."""
         if self._process is None:
             return
-        self._kill_group()
+        self._kill_process_group()
         await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
 
-    def _kill_group(self) -> None:
+    def _kill_process_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)

@@ -1,18 +1,19 @@
-"""Memory in the metrics: of every role, and of every phase where a device has a peak of its own."""
+"""Memory metrics: by role, and by phase where a device reports peaks."""
 
 import asyncio
 
 import pytest
 
-from app.cluster.memory_monitor import MIB, Memory
-from app.errors import RunError
+from app.cluster import memory_monitor
+from app.cluster.memory_monitor import MIB, MemoryMonitor
+from app.errors import EngineLost, RunError
 from app.rollout.pool import EnginePool
 from app.types import MemoryUse
 from tests.simulation import SimEngine, SimTrainer
 
 
-class Measured(SimTrainer):
-    """Two ranks, whose devices' peaks since the last question are these."""
+class TrainerWithPeaks(SimTrainer):
+    """Two ranks with the given device peaks, one pair per `memory` call."""
 
     peaks: list[tuple[int | None, int | None]]
 
@@ -20,35 +21,54 @@ class Measured(SimTrainer):
         return [MemoryUse(5 * MIB, 0.5, peak) for peak in self.peaks.pop(0)]
 
 
-def sampled(*peaks: tuple[int | None, int | None]) -> dict[str, float]:
-    trainer = Measured()
+def engine(resident: int = 0, host_used: float = 0.0) -> SimEngine:
+    """An engine with this memory use."""
+
+    class MeasuredEngine(SimEngine):
+        async def memory(self) -> MemoryUse:
+            return MemoryUse(resident, host_used)
+
+    return MeasuredEngine(lambda _: 1.0, lambda *_: True)
+
+
+def metrics_of_a_step(*peaks: tuple[int | None, int | None]) -> dict[str, float]:
+    trainer = TrainerWithPeaks()
     trainer.peaks = list(peaks)
 
     async def step() -> dict[str, float]:
-        memory = Memory(trainer, EnginePool([SimEngine(lambda _: 1.0, lambda *_: True)]))
-        await memory.phase("generate")
-        await memory.phase("train")
-        found = await memory.sample()
-        assert "memory/trainer_device_peak_train_mib" not in await memory.sample()  # of the next step
-        return found
+        monitor = MemoryMonitor(trainer, EnginePool([engine()]))
+        await monitor.record_peaks("generate")
+        await monitor.record_peaks("train")
+        metrics = await monitor.sample()
+        assert "memory/trainer_device_peak_train_mib" not in await monitor.sample()  # of the next step
+        return metrics
 
     return asyncio.run(step())
 
 
 def test_peaks_are_those_of_the_fullest_device_in_each_phase() -> None:
-    found = sampled((3 * MIB, 7 * MIB), (20 * MIB, 10 * MIB), (0, 0), (0, 0))
-    assert found["memory/trainer_device_peak_generate_mib"] == 7
-    assert found["memory/trainer_device_peak_train_mib"] == 20
-    assert found["memory/trainer_rss_mib"] == 5
+    metrics = metrics_of_a_step((3 * MIB, 7 * MIB), (20 * MIB, 10 * MIB), (0, 0), (0, 0))
+    assert metrics["memory/trainer_device_peak_generate_mib"] == 7
+    assert metrics["memory/trainer_device_peak_train_mib"] == 20
+    assert metrics["memory/trainer_rss_mib"] == 5
 
 
 def test_a_cpu_has_no_device_peak() -> None:
-    assert not [name for name in sampled(*4 * [(None, None)]) if "device" in name]
+    assert not [name for name in metrics_of_a_step(*4 * [(None, None)]) if "device" in name]
 
 
 def test_a_full_machine_ends_the_run() -> None:
-    trainer = Measured()
-    memory = Memory(trainer, EnginePool([SimEngine(lambda _: 1.0, lambda *_: True)]))
-    memory._last = {"trainer rank 1": MemoryUse(9 * MIB, 0.98), "engine 0": MemoryUse(20 * MIB, 0.2)}
+    monitor = MemoryMonitor(SimTrainer(), EnginePool([engine()]))
+    monitor._last_sample = {"trainer rank 1": MemoryUse(9 * MIB, 0.98), "engine 0": MemoryUse(20 * MIB, 0.2)}
     with pytest.raises(RunError, match=r"the machine of trainer rank 1 has used 98\.0% .* engine 0 with 20 MiB"):
-        memory.check()
+        monitor.check()
+
+
+def test_an_engine_keeps_its_name_while_another_one_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_monitor, "memory_use", lambda _: MemoryUse(MIB, 0.1))  # of the driver
+    pool = EnginePool([engine(), engine(20 * MIB, 0.98)])
+    pool.mark_lost(pool.engines[0], EngineLost("engine 0 was killed"))
+    monitor = MemoryMonitor(SimTrainer(), pool)
+    assert asyncio.run(monitor.sample())["memory/engine_rss_mib"] == 20
+    with pytest.raises(RunError, match=r"the machine of engine 1 has used 98\.0% .* engine 1 with 20 MiB"):
+        monitor.check()

@@ -1,4 +1,4 @@
-"""Two Ray nodes on this machine: who gets which devices, what is said when some are missing, and a run over both."""
+"""Two Ray nodes on this machine: the devices of ranks and engines, the error when some are missing, and a run."""
 
 import json
 import os
@@ -15,16 +15,17 @@ import json, os, sys
 import ray
 from app.device import device_of
 from app.errors import RunError
-from app.cluster import placement_group as cluster
+from app.cluster.connect import connect
+from app.cluster.placement_group import reserve
 from tests.compose import composed
 
-found = {}
+results = {}
 for name, overrides in json.loads(sys.argv[2]).items():
     config = composed(*overrides, f"cluster.address={sys.argv[1]}")
     device = device_of(config.device.kind)
-    cluster.connect(config, device)
+    connect(config, device)
     try:
-        reservation = cluster.reserve(config, device)
+        placement = reserve(config, device)
 
         class Actor:
             def where(self):
@@ -32,20 +33,20 @@ for name, overrides in json.loads(sys.argv[2]).items():
                 return context.get_node_id(), context.get_accelerator_ids().get(device.resource, [])
 
         make = lambda options: ray.remote(Actor).options(**options).remote()
-        ranks = [make(reservation.rank_options(rank)) for rank in range(config.placement.trainer_ranks)]
-        engines = [make(reservation.engine_options(engine)) for engine in range(config.engines)]
-        found[name] = {
+        ranks = [make(placement.rank_options(rank)) for rank in range(config.placement.trainer_ranks)]
+        engines = [make(placement.engine_options(engine)) for engine in range(config.engines)]
+        results[name] = {
             "ranks": ray.get([actor.where.remote() for actor in ranks]),
             "engines": [
-                [ray.get(actor.where.remote())[0], reservation.engine_environment(engine)]
+                [ray.get(actor.where.remote())[0], placement.engine_environment(engine)]
                 for engine, actor in enumerate(engines)
             ],
         }
     except RunError as error:
-        found[name] = str(error)
+        results[name] = str(error)
     finally:
         ray.shutdown()
-print(json.dumps(found))
+print(json.dumps(results))
 """
 
 
@@ -54,18 +55,18 @@ def two_nodes() -> Iterator[Callable[..., str]]:
     """Starts clusters of two nodes with the same resources; returns their addresses."""
     from ray.cluster_utils import Cluster
 
-    made = []
+    clusters = []
 
     def start(**node: object) -> str:
         cluster = Cluster()
-        made.append(cluster)
+        clusters.append(cluster)
         for _ in range(2):
             cluster.add_node(object_store_memory=128 * 1024 * 1024, include_dashboard=False, **node)
         cluster.wait_for_nodes(60)
         return str(cluster.address)
 
     yield start
-    for cluster in made:
+    for cluster in clusters:
         cluster.shutdown()
 
 
@@ -109,8 +110,8 @@ def test_devices_are_shared_out_over_two_nodes(device: str, variable: str, two_n
     taken = {(node, *numbers) for node, numbers in found["fully_async"]["ranks"]}
     ((node, environment),) = found["fully_async"]["engines"]
     taken |= {(node, number) for number in environment[variable].split(",")}
-    assert len(taken) == 4  # nobody shares
-    assert "needs rollout.tensor_parallel=3 devices of one node" in str(found["uneven"])
+    assert len(taken) == 4  # no device is shared
+    assert "needs rollout.tensor_parallel=3 devices on one node" in str(found["uneven"])
     resource = "GPU" if device == "cuda" else "NPU"
     assert f"the run needs 8 {resource} (placement=colocate), the cluster has 4" in str(found["too many"])
 

@@ -19,7 +19,7 @@ SEAM = APP / "device"
 # a Ray that we start ourselves is told how many devices of a kind that it does not count by itself
 ALLOWED = {
     "app/config/device.py": {"cuda", "npu"},  # the values of `device.kind`
-    "app/cluster/placement_group.py": {"npu"},
+    "app/cluster/connect.py": {"npu"},
     # torch names the card in a tensor's handle, which two processes may number differently, on one kind of device only
     "app/weight_sync/transport/ipc_payload.py": {"cuda", "CUDA_DEVICE_ARGUMENT"},
 }

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.model.packing import Packing
-from app.utils.lengths import FILLED
 from app.model.policy import packs_sequences
+from app.utils.lengths import FILLED
 from tests.model.support import save_qwen3, save_qwen35
 
 

@@ -1,10 +1,11 @@
-"""Engine hosts of our own making, requests, and what a process group is made of."""
+"""Engine hosts with settings of our own, requests, and the process group of a server."""
 
 import asyncio
 import json
+import os
 import shutil
-import time
-from collections.abc import Callable, Sequence
+import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from app.device.cpu import DEVICE
 from app.rollout.host import EngineHost, HostSpec
 from app.rollout.remote import RemoteEngine
-from app.rollout.server import ServerSpec, free_port
+from app.rollout.server import ServerSpec
 from app.types import Completion, GroupRequest, Sampling
+from app.utils.net import free_port
 
 KEY = "a-key-that-nobody-may-see"
 HOT = 50.0  # a temperature at which every token is about as likely as any other
@@ -84,22 +86,28 @@ def remote(spec: HostSpec) -> RemoteEngine:
 
 
 def largest_difference(
-    model: Path, asked: Sequence[GroupRequest], groups: Sequence[Sequence[Completion]], *, seed: int = 0
+    model: Path, requests: Sequence[GroupRequest], groups: Sequence[Sequence[Completion]], *, seed: int = 0
 ) -> float:
-    """Between the log-probabilities of these completions and transformers' own, with the noise of `seed`."""
+    """Between the log-probabilities of these completions and those of transformers, with the noise of `seed`."""
     from tests.weight_sync.support import noisy_model
 
-    policy, found = noisy_model(model, seed), 0.0
-    for given, completions in zip(asked, groups, strict=True):
+    policy = noisy_model(model, seed)
+    largest = 0.0
+    for given, completions in zip(requests, groups, strict=True):
         assert len(completions) == given.group_size
         for completion in completions:
-            tokens = torch.as_tensor(np.concatenate([given.token_ids, completion.token_ids]), dtype=torch.int64)
-            with torch.no_grad():
-                logits = policy(input_ids=tokens[None]).logits[0, len(given.token_ids) - 1 : -1]
-            logs = torch.log_softmax(logits / given.sampling.temperature, dim=-1)
-            theirs = logs.gather(1, tokens[len(given.token_ids) :, None]).squeeze(1).numpy()
-            found = max(found, float(np.abs(completion.logprobs - theirs).max()))
-    return found
+            expected = transformers_logprobs(policy, completion, given)
+            largest = max(largest, float(np.abs(completion.logprobs - expected).max()))
+    return largest
+
+
+def transformers_logprobs(policy: Any, completion: Completion, given: GroupRequest) -> np.ndarray:
+    """The log-probabilities of a completion's tokens by transformers, at the temperature of the request."""
+    tokens = torch.as_tensor(np.concatenate([given.token_ids, completion.token_ids]), dtype=torch.int64)
+    with torch.no_grad():
+        logits = policy(input_ids=tokens[None]).logits[0, len(given.token_ids) - 1 : -1]
+    logprobs = torch.log_softmax(logits / given.sampling.temperature, dim=-1)
+    return logprobs.gather(1, tokens[len(given.token_ids) :, None]).squeeze(1).numpy()
 
 
 def without_end(model: Path, folder: Path) -> Path:
@@ -112,14 +120,12 @@ def without_end(model: Path, folder: Path) -> Path:
     return copy
 
 
-def group_of(pid: int) -> list[psutil.Process]:
-    """The living processes of a process group, by its leader's pid."""
-    return [process for process in psutil.process_iter() if _group(process) == pid and _alive(process)]
+def process_group(leader: int) -> list[psutil.Process]:
+    """The processes of a process group that still run, by the leader's pid."""
+    return [process for process in psutil.process_iter() if _group_of(process) == leader and _alive(process)]
 
 
-def _group(process: psutil.Process) -> int | None:
-    import os
-
+def _group_of(process: psutil.Process) -> int | None:
     try:
         return os.getpgid(process.pid)
     except ProcessLookupError:
@@ -133,18 +139,26 @@ def _alive(process: psutil.Process) -> bool:
         return False
 
 
-def until(condition: Callable[[], bool], seconds: float) -> float:
-    """Wait until it holds; returns the seconds it took, fails when that is too long."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, f"not within {seconds} s"
-        time.sleep(0.05)
-    return time.monotonic() - started
+async def in_flight(engine: RemoteEngine, given: GroupRequest, *, running: int = 1) -> asyncio.Task[list[Completion]]:
+    """A group that is being sampled. Returns once the server runs at least `running` requests, of all groups together.
 
-
-async def in_flight(engine: RemoteEngine, given: GroupRequest, seconds: float = 0.3) -> asyncio.Task[list[Completion]]:
-    """A group that is being sampled."""
+    No time is waited for: how many tokens a server samples in it depends on the machine.
+    """
     task = asyncio.create_task(engine.generate(given))
-    await asyncio.sleep(seconds)
+    url, key = await engine.actor.__ray_call__.remote(_address_and_key)
+    while await asyncio.to_thread(_running_requests, url, key) < running:
+        assert not task.done(), f"the group ended before it was seen running: {task}"
+        await asyncio.sleep(0.01)
     assert not task.done(), f"the group ended already: {task}"
     return task
+
+
+def _address_and_key(host: Any) -> tuple[str, str]:
+    return host._client.url, host.spec.key or host.spec.server.key
+
+
+def _running_requests(url: str, key: str) -> int:
+    """The requests that the server's scheduler has prefilled and is sampling."""
+    call = urllib.request.Request(url + "/v1/loads?include=core", headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(call, timeout=60) as reply:
+        return sum(load["num_running_reqs"] for load in json.load(reply)["loads"])

@@ -1,4 +1,4 @@
-"""What goes over the wire, and how answers and failures are read."""
+"""The bodies of requests, and how replies and failures are read."""
 
 import asyncio
 import socket
@@ -31,8 +31,8 @@ def span(version: str, start: int, end: int) -> dict[str, Any]:
         ([], [(4, 0, 10)]),
         ([span("5", 0, 10)], [(5, 0, 10)]),
         ([span("4", 0, 3), span("5", 3, 10)], [(4, 0, 3), (5, 3, 10)]),
-        ([span("default", 0, 3), span("5", 3, 10)], [(4, 0, 3), (5, 3, 10)]),  # weights that no push brought
-        ([span("5", 3, 10)], [(4, 0, 10)]),  # a gap: nothing of it is believed
+        ([span("default", 0, 3), span("5", 3, 10)], [(4, 0, 3), (5, 3, 10)]),  # weights that no sync loaded
+        ([span("5", 3, 10)], [(4, 0, 10)]),  # a gap: all of it is ignored
         ([span("4", 0, 3), span("5", 4, 10)], [(4, 0, 10)]),
         ([span("5", 0, 9)], [(4, 0, 10)]),
     ],
@@ -65,7 +65,7 @@ def test_an_answer_without_tokens_is_an_empty_completion() -> None:
 
 @asynccontextmanager
 async def serving(**routes: Handler) -> AsyncIterator[str]:
-    """A web server of this process; routes by name."""
+    """A web server in this process; routes by name."""
     application = web.Application()
     for name, handler in routes.items():
         application.router.add_route("*", f"/{name}", handler)
@@ -130,7 +130,7 @@ def test_a_call_that_fails_says_which_engine_and_why(handler: Handler, sentence:
     asyncio.run(run())
 
 
-def test_a_server_that_does_not_accept_connections_is_a_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_accepts_no_connection_is_a_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for generation, which has no deadline of its own."""
     monkeypatch.setattr(clients, "CONNECT_SECONDS", 0.2)
     with socket.socket() as listening, socket.socket() as first, socket.socket() as second:
@@ -144,7 +144,7 @@ def test_a_server_that_does_not_accept_connections_is_a_lost_connection(monkeypa
     assert "engine 1: /flush failed: ConnectionTimeoutError" in str(error)
 
 
-def test_the_members_of_a_group_have_seeds_and_names_of_their_own(ray_session: None, tmp_path: Path) -> None:
+def test_the_members_of_a_group_have_their_own_seeds_and_request_ids(ray_session: None, tmp_path: Path) -> None:
     bodies: list[dict[str, Any]] = []
 
     async def good(_: web.Request) -> web.Response:
@@ -169,9 +169,9 @@ def test_the_members_of_a_group_have_seeds_and_names_of_their_own(ray_session: N
     seeds = [[each["sampling_seed"] for each in body["sampling_params"]] for body in bodies]
     assert [len(set(group)) for group in seeds] == [8, 8, 8, 8]
     assert len({seed for group in seeds[:3] for seed in group}) == 24
-    assert seeds[0] == seeds[3]  # the same run asks the same
+    assert seeds[0] == seeds[3]  # the seeds of a prompt are the same in the whole run
     assert all(each.endswith(f"/data/0@0#{member}") for member, each in enumerate(bodies[0]["rid"]))
-    assert len({name for body in bodies for name in body["rid"]}) == 32  # the same prompt gets new names
+    assert len({name for body in bodies for name in body["rid"]}) == 32  # the same prompt gets new request ids
     assert bodies[0]["input_ids"] == [[21, 15, 22, 33]] * 8
     assert bodies[0]["return_logprob"] is True
     first = {name: value for name, value in bodies[0]["sampling_params"][0].items() if name != "sampling_seed"}

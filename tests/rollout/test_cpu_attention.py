@@ -14,10 +14,10 @@ def ragged(count: int) -> list[GroupRequest]:
     """Prompts of 1 to 200 tokens, limits of 1 to 120; in half of the groups the prompts share a beginning."""
     random = np.random.default_rng(0)
     shared = random.integers(4, 100, 200)
-    asked = []
+    requests = []
     for index in range(count):
         tokens = shared if index % 2 else random.integers(4, 100, 200)
-        asked.append(
+        requests.append(
             request(
                 f"ragged/{index}@0",
                 group_size=4,
@@ -26,21 +26,21 @@ def ragged(count: int) -> list[GroupRequest]:
                 tokens=tuple(int(token) for token in tokens[: random.integers(1, 201)]),
             )
         )
-    return asked
+    return requests
 
 
-async def staggered(engine: RemoteEngine, asked: list[GroupRequest]) -> list[list[Completion]]:
-    """Each one while those before it are being sampled."""
+async def staggered(engine: RemoteEngine, requests: list[GroupRequest]) -> list[list[Completion]]:
+    """Start each one while those before it are being sampled."""
     running = []
-    for given in asked:
+    for given in requests:
         running.append(asyncio.create_task(engine.generate(given)))
         await asyncio.sleep(0.05)
     return await asyncio.gather(*running)
 
 
 def test_requests_that_come_and_go_have_the_logprobs_of_transformers(engine: RemoteEngine, tiny_model: Path) -> None:
-    asked = ragged(16)
-    groups = asyncio.run(staggered(engine, asked))
+    requests = ragged(16)
+    groups = asyncio.run(staggered(engine, requests))
     lengths = {len(completion.token_ids) for group in groups for completion in group}
     assert len(lengths) > 15
-    assert largest_difference(tiny_model, asked, groups) < 1e-5
+    assert largest_difference(tiny_model, requests, groups) < 1e-5

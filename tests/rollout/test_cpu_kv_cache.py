@@ -1,14 +1,14 @@
-"""The rows of batched attention: never another request's, never an older state of the same one."""
+"""The rows of batched attention hold the current tokens of their request, never others."""
 
 import random
 
 import torch
 
-from app.rollout.sglang_plugin.cpu_kv_cache import WorkingCopy, buckets
+from app.rollout.sglang_plugin.cpu_kv_cache import WorkingCopy
 
 
 def step(copy: WorkingCopy, requests: dict[int, int]) -> tuple[list[int], list[tuple[int, int]], set[int]]:
-    """A decode step of slot → tokens with the new one: rows, moves, stale rows."""
+    """A decode step of request → tokens with the new one: rows, moves, stale rows."""
     rows, moves = copy.follow(list(requests), list(requests.values()))
     stale = {row for row, length in enumerate(copy.lengths) if length == 0}
     for row, length in zip(rows, requests.values(), strict=True):
@@ -29,7 +29,7 @@ def test_the_last_row_moves_to_where_a_request_has_left() -> None:
     assert step(copy, {2: 6, 3: 6}) == ([1, 0], [(2, 0)], set())
 
 
-def test_a_slot_that_was_prefilled_again_is_stale_at_the_same_length_too() -> None:
+def test_a_request_that_was_prefilled_again_is_stale_at_the_same_length_too() -> None:
     copy = WorkingCopy()
     step(copy, {1: 5, 2: 5})
     copy.forget([2])
@@ -42,9 +42,9 @@ def test_a_request_that_missed_a_step_is_stale() -> None:
     assert step(copy, {1: 6, 2: 7}) == ([0, 1], [], {1})
 
 
-def test_a_copy_that_is_too_small_or_much_too_large_is_made_anew() -> None:
+def test_a_copy_that_is_too_small_or_much_too_large_is_allocated_again() -> None:
     copy = WorkingCopy()
-    step(copy, {slot: 5 for slot in range(8)})
+    step(copy, {request: 5 for request in range(8)})
     copy.layers[0] = (torch.zeros(8), torch.zeros(8))
     step(copy, {0: 6, 1: 6})
     assert (copy.rows, len(copy.layers)) == (8, 1)
@@ -54,22 +54,22 @@ def test_a_copy_that_is_too_small_or_much_too_large_is_made_anew() -> None:
 
 
 def test_rows_hold_what_they_should_through_thousands_of_random_steps() -> None:
-    """The contents are played along: each row is the list of the tokens of its request."""
+    """Each row is simulated as the list of the tokens of its request."""
     choose, copy = random.Random(0), WorkingCopy()
-    alive: dict[int, list[int]] = {}  # slot → tokens, the truth
-    rows: dict[int, list[int]] = {}  # row → tokens, what the copy's layers would hold
+    alive: dict[int, list[int]] = {}  # request → its tokens
+    rows: dict[int, list[int]] = {}  # row → tokens that the copy's layers would hold
     for token in range(3000):
-        for slot in [slot for slot in alive if choose.random() < 0.1]:
-            del alive[slot]
-        for slot in set(range(12)) - set(alive):
+        for ended in [request for request in alive if choose.random() < 0.1]:
+            del alive[ended]
+        for request in set(range(12)) - set(alive):
             if choose.random() < 0.1:
-                alive[slot] = [-token] * choose.randrange(1, 60)
-                copy.forget([slot])
+                alive[request] = [-token] * choose.randrange(1, 60)
+                copy.forget([request])
         if not alive:
             continue
         for tokens in alive.values():
             tokens.append(token)
-        taken, moves, stale = step(copy, {slot: len(tokens) for slot, tokens in alive.items()})
+        taken, moves, stale = step(copy, {request: len(tokens) for request, tokens in alive.items()})
         for source, target in moves:
             rows[target] = list(rows[source])
         for row, tokens in zip(taken, alive.values(), strict=True):
@@ -77,11 +77,3 @@ def test_rows_hold_what_they_should_through_thousands_of_random_steps() -> None:
             assert rows[row] == tokens
         assert sorted(taken) == list(range(len(alive)))
         assert max(len(tokens) for tokens in alive.values()) <= copy.columns
-
-
-def test_buckets_hold_every_request_once_beside_others_of_similar_length() -> None:
-    assert buckets([10, 100, 9, 90]) == [[1, 3], [0, 2]]
-    lengths = [random.Random(1).randrange(1, 500) for _ in range(64)]
-    found = buckets(lengths)
-    assert sorted(index for bucket in found for index in bucket) == list(range(64))
-    assert all(min(lengths[i] for i in bucket) >= 0.75 * lengths[bucket[0]] for bucket in found)

@@ -1,4 +1,4 @@
-"""A server that hangs, dies, or loses its host; keys. One real server, put through all of it in order."""
+"""A server that hangs, dies, or loses its host; keys. The tests share one real server and run in order."""
 
 import asyncio
 import os
@@ -20,20 +20,20 @@ from app.types import FinishReason
 from tests.rollout.support import (
     HOT,
     KEY,
-    group_of,
     host_spec,
     in_flight,
+    process_group,
     remote,
     request,
     server_spec,
-    until,
     without_end,
 )
+from tests.waiting import until
 
 
 @dataclass(frozen=True)
-class Own:
-    """A server of ours."""
+class OwnServer:
+    """A server that its host started."""
 
     engine: RemoteEngine
     url: str
@@ -42,20 +42,20 @@ class Own:
 
 
 @pytest.fixture(scope="module")
-def own(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Own]:
+def own(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
     """Completions end at their token limit, and 4 are sampled at a time; the last test of this module kills it."""
     folder = tmp_path_factory.mktemp("own")
     model = without_end(tiny_model, folder)
     server = server_spec(model, folder, name="engine 5", max_running_requests=4)
     engine = remote(host_spec(folder, name="engine 5", server=server))
     info = asyncio.run(engine.start(300))
-    yield Own(engine, info["url"], info["pid"], server.log)
+    yield OwnServer(engine, info["url"], info["pid"], server.log)
     asyncio.run(engine.stop())
     ray.kill(engine.actor)
 
 
 @pytest.fixture(scope="module")
-def visitor(own: Own, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
+def visitor(own: OwnServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
     """A host for the same server, as `rollout.urls` makes one: it starts no process."""
     folder = tmp_path_factory.mktemp("visitor")
     engine = remote(host_spec(folder, name="engine 6", url=own.url, key=KEY, stall_timeout_s=3))
@@ -67,7 +67,7 @@ def visitor(own: Own, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remo
     ray.kill(engine.actor)
 
 
-def test_a_server_answers_only_with_its_key(own: Own) -> None:
+def test_a_server_answers_only_with_its_key(own: OwnServer) -> None:
     for headers in ({}, {"Authorization": "Bearer another"}):
         call = urllib.request.Request(own.url + "/server_info", headers=headers)
         with pytest.raises(urllib.error.HTTPError) as refused:
@@ -75,18 +75,18 @@ def test_a_server_answers_only_with_its_key(own: Own) -> None:
         assert refused.value.code == 401
 
 
-def test_no_process_list_and_no_log_shows_the_key(own: Own) -> None:
-    processes = group_of(own.pid)
+def test_no_process_list_and_no_log_shows_the_key(own: OwnServer) -> None:
+    processes = process_group(own.pid)
     assert len(processes) >= 4  # the server, its watcher, its scheduler, its detokenizer
     assert not [process for process in processes if KEY in " ".join(process.cmdline())]
     assert KEY not in own.log.read_text()
 
 
-def test_a_running_server_is_used_by_its_address(own: Own, visitor: RemoteEngine) -> None:
-    """At the same time as by others, for the same prompt."""
+def test_a_running_server_is_used_by_its_address(own: OwnServer, visitor: RemoteEngine) -> None:
+    """At the same time as by another host, for the same prompt."""
 
     async def run() -> None:
-        theirs = await in_flight(own.engine, request(group_size=2, temperature=HOT, max_tokens=300), 0.1)
+        theirs = await in_flight(own.engine, request(group_size=2, temperature=HOT, max_tokens=600))
         assert len(await visitor.generate(request(group_size=2))) == 2
         assert not theirs.done()
         await visitor.abort(["test/0@0"])
@@ -95,7 +95,7 @@ def test_a_running_server_is_used_by_its_address(own: Own, visitor: RemoteEngine
     asyncio.run(run())
 
 
-def test_a_wrong_key_is_one_sentence(own: Own, tmp_path: Path) -> None:
+def test_a_wrong_key_is_one_sentence(own: OwnServer, tmp_path: Path) -> None:
     engine = remote(host_spec(tmp_path, name="engine 9", url=own.url, key="another"))
     with pytest.raises(EngineError) as refused:
         asyncio.run(engine.start(60))
@@ -103,11 +103,11 @@ def test_a_wrong_key_is_one_sentence(own: Own, tmp_path: Path) -> None:
     assert str(refused.value) == f"engine 9 at {own.url} refused our key (HTTP 401)"
 
 
-def test_aborted_members_that_were_still_waiting_are_empty(own: Own) -> None:
+def test_aborted_members_that_were_still_waiting_are_empty(own: OwnServer) -> None:
     async def run() -> list[list[int]]:
-        task = await in_flight(own.engine, request(group_size=64, temperature=HOT, max_tokens=1000))
+        task = await in_flight(own.engine, request(group_size=64, temperature=HOT, max_tokens=1000), running=4)
         await own.engine.abort(["test/0@0"])
-        completions = await asyncio.wait_for(task, 10)
+        completions = await asyncio.wait_for(task, 60)
         assert {completion.finish_reason for completion in completions} == {FinishReason.abort}
         assert all(len(each.token_ids) == len(each.logprobs) == each.spans[-1].end for each in completions)
         return [each.token_ids.tolist() for each in completions]
@@ -117,11 +117,11 @@ def test_aborted_members_that_were_still_waiting_are_empty(own: Own) -> None:
     assert sum(not each for each in tokens) >= 4
 
 
-@pytest.mark.soak  # its deadline takes 10 s, and the soaks of recovery have it twenty times
-def test_a_scheduler_that_stands_still_is_found_while_nothing_is_in_flight(own: Own, tmp_path: Path) -> None:
-    """Its HTTP side goes on answering `/health`."""
+@pytest.mark.soak  # takes 10 s; the recovery soaks cover it twenty times
+def test_a_scheduler_that_stands_still_is_found_while_nothing_is_in_flight(own: OwnServer, tmp_path: Path) -> None:
+    """Its HTTP process still answers `/health`."""
     engine = remote(host_spec(tmp_path, name="engine 10", url=own.url, key=KEY))
-    (scheduler,) = [each for each in group_of(own.pid) if "sglang::scheduler" in " ".join(each.cmdline())]
+    (scheduler,) = [each for each in process_group(own.pid) if "sglang::scheduler" in " ".join(each.cmdline())]
 
     async def run() -> EngineLost:
         await engine.start(60)
@@ -140,7 +140,7 @@ def test_a_scheduler_that_stands_still_is_found_while_nothing_is_in_flight(own: 
     ray.kill(engine.actor)
 
 
-def test_a_server_that_stalls_fails_what_is_in_flight(own: Own, visitor: RemoteEngine) -> None:
+def test_a_server_that_stalls_fails_what_is_in_flight(own: OwnServer, visitor: RemoteEngine) -> None:
     async def run() -> EngineError:
         task = await in_flight(visitor, request(group_size=4, temperature=HOT, max_tokens=2000))
         os.killpg(own.pid, signal.SIGSTOP)
@@ -156,7 +156,7 @@ def test_a_server_that_stalls_fails_what_is_in_flight(own: Own, visitor: RemoteE
     )
 
 
-def test_a_killed_server_fails_what_is_in_flight_within_5_seconds(own: Own) -> None:
+def test_a_killed_server_fails_what_is_in_flight_within_5_seconds(own: OwnServer) -> None:
     async def run() -> tuple[EngineError, EngineError, float]:
         task = await in_flight(own.engine, request(group_size=4, temperature=HOT, max_tokens=2000))
         os.kill(own.pid, signal.SIGKILL)
@@ -175,7 +175,7 @@ def test_a_killed_server_fails_what_is_in_flight_within_5_seconds(own: Own) -> N
     assert tail
     assert [line.removeprefix("  | ") for line in tail] == own.log.read_text().splitlines()[-len(tail) :]
     assert str(later) == str(pending)
-    assert until(lambda: not group_of(own.pid), 5) < 5
+    assert until(lambda: not process_group(own.pid), 5) < 5
 
 
 @pytest.mark.soak
@@ -195,7 +195,7 @@ def test_a_server_that_dies_at_its_start_shows_the_end_of_its_log(
 
 @pytest.mark.soak
 def test_a_server_ends_with_its_host(ray_session: None, tiny_model: Path, tmp_path: Path) -> None:
-    """Killed while it starts, when its children do not listen for its death yet."""
+    """Killed while it starts, when its children do not watch it yet."""
     server = server_spec(tiny_model, tmp_path, name="engine 8")
     engine = remote(host_spec(tmp_path, name="engine 8", server=server))
     started = engine.actor.start.remote()
@@ -204,10 +204,10 @@ def test_a_server_ends_with_its_host(ray_session: None, tiny_model: Path, tmp_pa
         port = str(server.port)
         return next((p for p in psutil.process_iter(["cmdline"]) if port in (p.info["cmdline"] or ())), None)
 
-    until(lambda: (found := leader()) is not None and len(group_of(found.pid)) >= 4, 120)
-    found = leader()
-    assert found is not None
+    until(lambda: (server := leader()) is not None and len(process_group(server.pid)) >= 4, 120)
+    server_process = leader()
+    assert server_process is not None
     ray.kill(engine.actor)
-    assert until(lambda: not group_of(found.pid), 5) < 5
+    assert until(lambda: not process_group(server_process.pid), 5) < 5
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(started, timeout=10)

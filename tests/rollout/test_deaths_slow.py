@@ -1,4 +1,4 @@
-"""Every process of a server, killed in the middle of its work; a host, killed likewise."""
+"""Every process of a server, killed while it samples; a host, killed likewise."""
 
 import asyncio
 import os
@@ -13,14 +13,15 @@ import ray
 
 from app.errors import EngineError
 from app.rollout.remote import RemoteEngine
-from tests.rollout.support import HOT, group_of, host_spec, in_flight, remote, request, server_spec, until, without_end
+from tests.rollout.support import HOT, host_spec, in_flight, process_group, remote, request, server_spec, without_end
+from tests.waiting import until
 
 pytestmark = pytest.mark.soak
 
 
 @pytest.fixture
 def started(ray_session: None, tiny_model: Path, tmp_path: Path) -> Iterator[tuple[RemoteEngine, int]]:
-    """A server of ours and its pid."""
+    """An engine whose host started its server, and the server's pid."""
     server = server_spec(without_end(tiny_model, tmp_path), tmp_path, name="engine 5")
     engine = remote(host_spec(tmp_path, name="engine 5", server=server))
     yield engine, asyncio.run(engine.start(300))["pid"]
@@ -28,10 +29,10 @@ def started(ray_session: None, tiny_model: Path, tmp_path: Path) -> Iterator[tup
 
 
 def member(pid: int, role: str) -> psutil.Process:
-    """The process of a server's group that calls itself so; the leader for "server"."""
+    """The process of a server's process group with this title; "server" is the leader."""
     if role == "server":
         return psutil.Process(pid)
-    return next(process for process in group_of(pid) if role in process.name() + " ".join(process.cmdline()))
+    return next(process for process in process_group(pid) if role in process.name() + " ".join(process.cmdline()))
 
 
 @pytest.mark.parametrize("role", ["server", "scheduler", "detokenizer"])
@@ -50,7 +51,7 @@ def test_whatever_dies_fails_what_is_in_flight_within_5_seconds(role: str, start
     assert seconds < 5
     assert str(error).startswith(f"engine 5 (pid {pid}) ")
     assert "its last lines:\n  | " in str(error)
-    assert until(lambda: not group_of(pid), 5) < 5
+    assert until(lambda: not process_group(pid), 5) < 5
 
 
 def test_a_working_server_ends_with_its_host(started: tuple[RemoteEngine, int]) -> None:
@@ -64,4 +65,4 @@ def test_a_working_server_ends_with_its_host(started: tuple[RemoteEngine, int]) 
         return failed.value
 
     assert str(asyncio.run(run())).startswith("engine 5: its host died during generate: ")
-    assert until(lambda: not group_of(pid), 5) < 5
+    assert until(lambda: not process_group(pid), 5) < 5

@@ -1,8 +1,10 @@
-"""What a real SGLang server samples through its host: groups, log-probabilities, pauses, aborts."""
+"""A real SGLang server behind its host: groups, log-probabilities, pauses, aborts."""
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -13,7 +15,7 @@ from app.errors import EngineError
 from app.model.hf_import import transformers
 from app.rollout.remote import RemoteEngine
 from app.types import Completion, FinishReason, GroupRequest, InFlight
-from tests.rollout.support import HOT, in_flight, request
+from tests.rollout.support import HOT, in_flight, request, transformers_logprobs
 
 
 def assert_whole(completions: list[Completion], given: GroupRequest) -> None:
@@ -30,16 +32,11 @@ def assert_whole(completions: list[Completion], given: GroupRequest) -> None:
 
 
 def assert_logprobs(model: Path, completions: list[Completion], given: GroupRequest) -> None:
-    """They are transformers' own, to 1e-4."""
+    """They equal those of transformers, to 1e-4."""
     policy = transformers().AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    prompt = torch.as_tensor(given.token_ids, dtype=torch.int64)
     for completion in completions:
-        tokens = torch.tensor(completion.token_ids, dtype=torch.int64)
-        with torch.no_grad():
-            logits = policy(input_ids=torch.cat([prompt, tokens])[None]).logits[0, len(prompt) - 1 : -1]
-        logs = torch.log_softmax(logits / given.sampling.temperature, dim=-1)
-        theirs = logs.gather(1, tokens[:, None]).squeeze(1).numpy()
-        assert np.abs(completion.logprobs - theirs).max() < 1e-4
+        expected = transformers_logprobs(policy, completion, given)
+        assert np.abs(completion.logprobs - expected).max() < 1e-4
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, HOT])
@@ -72,8 +69,8 @@ def test_greedy_completions_are_all_the_same(engine: RemoteEngine) -> None:
 def test_abort_ends_the_group_of_a_prompt_and_no_other(engine: RemoteEngine) -> None:
     async def run() -> tuple[list[Completion], list[Completion]]:
         long = [request(name, group_size=32, temperature=HOT, max_tokens=300) for name in ("a/1@0", "a/2@0")]
-        first = asyncio.create_task(engine.generate(long[0]))
-        second = await in_flight(engine, long[1])
+        first = await in_flight(engine, long[0])
+        second = await in_flight(engine, long[1], running=33)  # at least one of them
         assert (await engine.stats()).groups == 2
         await engine.abort(["a/1@0", "not/there@0"])
         return await first, await second
@@ -90,23 +87,23 @@ def test_abort_ends_everything(engine: RemoteEngine) -> None:
     async def run() -> list[Completion]:
         task = await in_flight(engine, request(group_size=32, temperature=HOT, max_tokens=2000))
         await engine.abort()
-        return await asyncio.wait_for(task, 10)
+        return await asyncio.wait_for(task, 60)
 
     assert any(completion.finish_reason is FinishReason.abort for completion in asyncio.run(run()))
-    assert asyncio.run(engine.load()).groups == 0
+    assert asyncio.run(engine.stats()).groups == 0
 
 
-@pytest.mark.parametrize("how", [InFlight.in_place, InFlight.retract])
-def test_a_paused_group_continues_when_resumed(how: InFlight, engine: RemoteEngine, tiny_model: Path) -> None:
-    given = request(group_size=16, temperature=HOT, max_tokens=120)
+@pytest.mark.parametrize("mode", [InFlight.in_place, InFlight.retract])
+def test_a_paused_group_continues_when_resumed(mode: InFlight, engine: RemoteEngine, tiny_model: Path) -> None:
+    given = request(group_size=16, temperature=HOT, max_tokens=240)
 
     async def run() -> list[Completion]:
-        task = await in_flight(engine, given, 0.15)
-        await engine.pause(how)
+        task = await in_flight(engine, given)
+        await engine.pause(mode)
         await asyncio.sleep(1.0)
         assert not task.done()
         await engine.resume()
-        return await asyncio.wait_for(task, 30)
+        return await asyncio.wait_for(task, 60)
 
     completions = asyncio.run(run())
     assert_whole(completions, given)
@@ -114,57 +111,73 @@ def test_a_paused_group_continues_when_resumed(how: InFlight, engine: RemoteEngi
     assert_logprobs(tiny_model, completions, given)
 
 
-@pytest.mark.parametrize("how", [InFlight.drain, InFlight.retract])
-def test_a_paused_engine_leaves_the_cores_to_others_and_wakes_at_once(how: InFlight, engine: RemoteEngine) -> None:
+@pytest.mark.parametrize("mode", [InFlight.drain, InFlight.retract])
+def test_a_paused_engine_leaves_the_cores_to_others_and_wakes_at_once(mode: InFlight, engine: RemoteEngine) -> None:
     """SGLang's own loop would take a whole core while the trainer trains."""
 
-    async def run() -> tuple[float, float]:
-        task = await in_flight(engine, request(group_size=8, temperature=HOT, max_tokens=60))
-        await engine.pause(how)
+    async def run() -> tuple[float, list[float]]:
+        task = await in_flight(engine, request(group_size=16, temperature=HOT, max_tokens=240))
+        await engine.pause(mode)
+        if mode is InFlight.drain:
+            await asyncio.wait_for(task, 60)
+        assert task.done() == (mode is InFlight.drain)
         try:
             busy = scheduler_seconds()
             await asyncio.sleep(2.0)
             busy = scheduler_seconds() - busy
         finally:  # the engine is the session's
-            resumed = time.perf_counter()
-            await engine.resume()
-        answered = time.perf_counter() - resumed
-        await asyncio.wait_for(task, 30)
-        return busy, answered
+            wake_seconds = [await timed(engine.resume())]
 
-    busy, answered = asyncio.run(run())
+        for _ in range(2):
+            await engine.pause(InFlight.retract)
+            wake_seconds.append(await timed(engine.resume()))
+        await engine.abort()
+        await asyncio.wait_for(task, 60)
+        return busy, wake_seconds
+
+    busy, wake_seconds = asyncio.run(run())
     assert busy < 0.5
-    assert answered < 0.5
+    assert sorted(wake_seconds)[1] < 0.5  # the median: other processes may take the cores meanwhile
+
+
+async def timed(call: Coroutine[Any, Any, None]) -> float:
+    """The seconds that a call takes."""
+    started = time.perf_counter()
+    await call
+    return time.perf_counter() - started
 
 
 def scheduler_seconds() -> float:
     """CPU time of the schedulers of this session's engines."""
     psutil.process_iter.cache_clear()
-    found = [
+    schedulers = [
         each for each in psutil.Process().children(recursive=True) if "sglang::scheduler" in " ".join(each.cmdline())
     ]
-    assert found
-    return sum(sum(each.cpu_times()[:2]) for each in found)
+    assert schedulers
+    return sum(sum(each.cpu_times()[:2]) for each in schedulers)
 
 
 def test_drain_waits_for_what_is_in_flight_and_holds_what_comes_after(engine: RemoteEngine) -> None:
     async def run() -> None:
-        task = await in_flight(engine, request(group_size=16, temperature=HOT, max_tokens=120), 0.1)
+        task = await in_flight(engine, request(group_size=16, temperature=HOT, max_tokens=240))
         await engine.pause(InFlight.drain)
         assert (await engine.stats()).groups == 0
-        completions = await asyncio.wait_for(task, 2)
+        completions = await asyncio.wait_for(task, 60)
         assert not any(completion.finish_reason is FinishReason.abort for completion in completions)
-        held = await in_flight(engine, request("later/0@0"), 0.5)  # what is asked for meanwhile waits
+
+        later = asyncio.create_task(engine.generate(request("later/0@0")))
+        await asyncio.sleep(0.5)
+        assert not later.done()
         assert (await engine.stats()).groups == 0
         await engine.resume()
-        assert len(await asyncio.wait_for(held, 10)) == 4
+        assert len(await asyncio.wait_for(later, 60)) == 4
 
     asyncio.run(run())
 
 
 def test_a_prompt_that_is_in_flight_is_refused_a_second_time(engine: RemoteEngine) -> None:
     async def run() -> None:
-        task = await in_flight(engine, request(group_size=16, temperature=HOT, max_tokens=120), 0.1)
+        task = await in_flight(engine, request(group_size=16, temperature=HOT, max_tokens=240))
         with pytest.raises(EngineError, match="engine 0: prompt test/0@0 is in flight already"):
             await engine.generate(request())
         await task
@@ -175,4 +188,4 @@ def test_a_prompt_that_is_in_flight_is_refused_a_second_time(engine: RemoteEngin
 def test_a_request_that_the_server_refuses_says_why(engine: RemoteEngine) -> None:
     with pytest.raises(EngineError, match=r"^engine 0: /generate was refused \(HTTP 400\): .*"):
         asyncio.run(engine.generate(request(max_tokens=-1)))
-    assert len(asyncio.run(engine.generate(request()))) == 4  # and it serves on
+    assert len(asyncio.run(engine.generate(request()))) == 4  # it still serves

@@ -1,4 +1,4 @@
-"""The pool gives a group to the engine with the least to do."""
+"""The pool sends a group to the engine with the fewest outstanding completions."""
 
 import asyncio
 
@@ -11,8 +11,8 @@ from app.types import Completion, GroupRequest, InFlight
 from tests.rollout.support import request
 
 
-class Slow:
-    """An engine that finishes a group when it is told to."""
+class ManualEngine:
+    """An engine whose groups the test finishes."""
 
     def __init__(self) -> None:
         self.groups: dict[str, asyncio.Future[list[Completion]]] = {}
@@ -26,7 +26,7 @@ class Slow:
         self.calls.append(in_flight)
 
 
-async def asked(pool: EnginePool, name: str, group_size: int) -> asyncio.Task[list[Completion]]:
+async def sent(pool: EnginePool, name: str, group_size: int) -> asyncio.Task[list[Completion]]:
     async def generate() -> list[Completion]:
         async with pool.least_busy(group_size) as (_, engine):
             return await engine.generate(request(name, group_size=group_size))
@@ -38,16 +38,16 @@ async def asked(pool: EnginePool, name: str, group_size: int) -> asyncio.Task[li
 
 def test_work_goes_to_the_engine_with_the_fewest_completions_outstanding() -> None:
     async def run() -> None:
-        one, two = Slow(), Slow()
+        one, two = ManualEngine(), ManualEngine()
         pool = EnginePool([one, two])
-        first = await asked(pool, "a", 8)
+        first = await sent(pool, "a", 8)
         for name in ("b", "c"):
-            await asked(pool, name, 3)
-        await asked(pool, "d", 3)  # two has 6 outstanding, one 8
+            await sent(pool, name, 3)
+        await sent(pool, "d", 3)  # two has 6 outstanding, one 8
         assert (list(one.groups), list(two.groups)) == (["a"], ["b", "c", "d"])
         one.groups["a"].set_result([])
         assert await first == []
-        await asked(pool, "e", 1)
+        await sent(pool, "e", 1)
         assert list(one.groups) == ["a", "e"]
 
     asyncio.run(run())
@@ -55,49 +55,49 @@ def test_work_goes_to_the_engine_with_the_fewest_completions_outstanding() -> No
 
 def test_an_engine_that_failed_a_group_has_no_work_left_from_it() -> None:
     async def run() -> None:
-        one, two = Slow(), Slow()
+        one, two = ManualEngine(), ManualEngine()
         pool = EnginePool([one, two])
-        failing = await asked(pool, "a", 8)
+        failing = await sent(pool, "a", 8)
         one.groups["a"].set_exception(EngineError("engine 0 died"))
         with pytest.raises(EngineError, match="engine 0 died"):
             await failing
-        cancelled = await asked(pool, "b", 8)
+        cancelled = await sent(pool, "b", 8)
         cancelled.cancel()
         await asyncio.wait([cancelled])
-        await asked(pool, "c", 1)
-        await asked(pool, "d", 1)
+        await sent(pool, "c", 1)
+        await sent(pool, "d", 1)
         assert (list(one.groups), list(two.groups)) == (["a", "b", "c"], ["d"])
 
     asyncio.run(run())
 
 
-def test_a_broadcast_reaches_every_engine() -> None:
-    one, two = Slow(), Slow()
+def test_a_call_of_each_engine_reaches_every_engine() -> None:
+    one, two = ManualEngine(), ManualEngine()
     asyncio.run(EnginePool([one, two]).each(RolloutEngine.pause, InFlight.drain))
     assert one.calls == two.calls == [InFlight.drain]
 
 
-def test_a_lost_engine_is_asked_for_nothing_until_another_stands_in_its_place() -> None:
+def test_a_lost_engine_gets_no_group_until_it_is_replaced() -> None:
     async def run() -> None:
-        one, two, new = Slow(), Slow(), Slow()
+        one, two, replacement = ManualEngine(), ManualEngine(), ManualEngine()
         pool = EnginePool([one, two])
-        failing = await asked(pool, "a", 1)
+        failing = await sent(pool, "a", 1)
         one.groups["a"].set_exception(EngineLost("engine 0 was killed"))
         with pytest.raises(EngineLost, match="engine 0 was killed"):
             await failing
         assert pool.engine_lost.is_set()
         assert pool.alive == [two]
         for name in ("b", "c"):
-            await asked(pool, name, 4)
+            await sent(pool, name, 4)
         assert (list(one.groups), list(two.groups)) == (["a"], ["b", "c"])
         pool.mark_lost(two, EngineLost("engine 1 was killed"))
-        waiting = await asked(pool, "d", 1)
-        assert await pool.each(RolloutEngine.pause, InFlight.drain) == []
+        waiting = await sent(pool, "d", 1)
+        assert await pool.each(RolloutEngine.pause, InFlight.drain) == {}
         assert not waiting.done()
-        pool.engines[0] = new
+        pool.engines[0] = replacement
         pool.mark_ready(0)
         for _ in range(3):
             await asyncio.sleep(0)
-        assert list(new.groups) == ["d"]
+        assert list(replacement.groups) == ["d"]
 
     asyncio.run(run())

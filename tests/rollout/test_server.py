@@ -1,4 +1,4 @@
-"""The command line of a server, and ports."""
+"""The command line, port and environment of a server."""
 
 import asyncio
 import socket
@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from app.errors import EngineError
-from app.rollout.host import address
 from app.rollout.launcher import forbid_expandable_segments
-from app.rollout.server import PARENT_VARIABLE, Server, ServerSpec, free_port, port_is_free
+from app.rollout.server import PARENT_VARIABLE, Server, ServerSpec
 from tests.rollout.support import KEY, server_spec
 
 
@@ -30,18 +29,16 @@ def test_a_port_that_is_in_use_is_refused_with_one_sentence(tmp_path: Path) -> N
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert not port_is_free("127.0.0.1", port)
         spec = server_spec(tmp_path, tmp_path, name="engine 3")
         object.__setattr__(spec, "port", port)
         with pytest.raises(EngineError, match=rf"^engine 3: rollout\.port={port} is not accepted: the port is in use"):
             asyncio.run(Server(spec).start())
-    assert port_is_free("127.0.0.1", free_port())
 
 
 def test_a_server_can_take_a_title_whatever_variables_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Process lists show "sglang::scheduler" by it, and our tests find the scheduler by it."""
+    """Process lists show "sglang::scheduler" as the title, and our tests find the scheduler by it."""
     code = (
         "import os, pathlib\n"
         f"for name in set(os.environ) - {{{PARENT_VARIABLE!r}}}: os.environ[name] += '; changed'\n"
@@ -58,11 +55,6 @@ def test_a_server_can_take_a_title_whatever_variables_it_changes(
 
     asyncio.run(run())
     assert server.tail().strip() == "| engine::title"
-
-
-def test_an_address_of_six_groups_gets_brackets() -> None:
-    assert address("10.0.0.7", 30000) == "http://10.0.0.7:30000"
-    assert address("fd00::7", 30000) == "http://[fd00::7]:30000"
 
 
 def test_expandable_segments_are_kept_from_engines_with_a_memory_saver() -> None:

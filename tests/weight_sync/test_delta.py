@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from app import wire
 from app.config.weight_sync import SyncMode, WeightSyncConfig, validate_mode
 from app.errors import ConfigError
-from app.rollout.sglang_plugin.delta_loader import Loader
+from app.rollout.sglang_plugin.delta_loader import DeltaLoader
 from app.rollout.sglang_plugin.sparse_tensor import SparseTensor
 from app.weight_sync.buckets import Bucket, TensorMeta, plan_buckets
 from app.weight_sync.delta import Delta, envelope_room
@@ -77,7 +77,7 @@ class TrainerGroup:
     def __init__(self, width: int = 1):
         self.width, self.counts = width, list[list[int]]()
         self.barrier = threading.Barrier(width, action=self.total)
-        self.loaders = [Loader(self.summed) for _ in range(width)]
+        self.loaders = [DeltaLoader(self.summed) for _ in range(width)]
         self.models = [Model(rank, width) for rank in range(width)]
 
     def total(self) -> None:
@@ -91,7 +91,7 @@ class TrainerGroup:
     def take(self, message: Any) -> list[tuple[bool, str]]:
         """The answers of all ranks."""
         with ThreadPoolExecutor(self.width) as pool:
-            return list(pool.map(lambda rank: self.loaders[rank].take(self.models[rank], message), range(self.width)))
+            return list(pool.map(lambda rank: self.loaders[rank].load(self.models[rank], message), range(self.width)))
 
     def take_all(self, messages: Any) -> None:
         for message in messages:
@@ -166,7 +166,7 @@ def test_a_delta_places_what_a_full_push_would(change: str, width: int) -> None:
                 tensor.copy_(CHANGES[change](name, tensor))
         engine.take_all(sent.push(version, base))
         for rank, (loader, model) in enumerate(zip(engine.loaders, engine.models, strict=True)):
-            assert loader.held == version
+            assert loader.synced_version == version
             assert same_bits(model.state(), sent.expected(rank=rank, width=width))
 
 
@@ -198,7 +198,7 @@ def test_positions_beyond_one_block_arrive() -> None:
     delta = Delta(masters, "bfloat16", on_host=False)
     buffer = torch.zeros(bucket.bytes + envelope_room(bucket), dtype=torch.uint8)
     at = torch.tensor([0, 65535, 65536, 131071, 131072, 3 * 65536 - 1, 3 * 65536, items - 1])
-    target, loader = torch.zeros(items, dtype=torch.bfloat16), Loader(lambda counts: counts)
+    target, loader = torch.zeros(items, dtype=torch.bfloat16), DeltaLoader(lambda counts: counts)
     model = SimpleNamespace(load_weights=lambda named: [target.copy_(tensor) for _, tensor in named])
     for version, base in ((0, None), (1, 0)):
         masters["long"][at] = float(version)
@@ -208,17 +208,17 @@ def test_positions_beyond_one_block_arrive() -> None:
             (meta.name, buffer[start : start + meta.bytes].view(getattr(torch, meta.dtype)).reshape(meta.shape))
             for meta, start in zip(packed.bucket.tensors, packed.bucket.offsets, strict=True)
         ]
-        assert loader.take(model, message) == (True, packed.reply)
+        assert loader.load(model, message) == (True, packed.reply)
     assert target.nonzero().squeeze(1).tolist() == at.tolist()
 
 
 @pytest.mark.parametrize(
     ("order", "said"),
     [
-        ([1], "message 1 of policy 6 is out of turn"),  # the first one was lost
+        ([1], "message 1 of policy 6 is out of order"),  # the first one was lost
         ([0, 0], "message 0 of policy 6 holds changes of policy 5, but this engine holds no full push"),
-        ([0, 1, 1], "message 1 of policy 6 is out of turn"),
-        ([0, 2], "message 2 of policy 6 is out of turn"),
+        ([0, 1, 1], "message 1 of policy 6 is out of order"),
+        ([0, 2], "message 2 of policy 6 is out of order"),
     ],
 )
 def test_a_lost_repeated_or_reordered_message_is_refused(order: list[int], said: str) -> None:
@@ -229,7 +229,7 @@ def test_a_lost_repeated_or_reordered_message_is_refused(order: list[int], said:
     answers = [engine.take(messages[index])[0] for index in order]
     assert not answers[-1][0]
     assert said in answers[-1][1]
-    assert engine.loaders[0].held is None
+    assert engine.loaders[0].synced_version is None
     assert not engine.take(messages[0])[0][0]  # nothing but a full push helps now
     engine.take_all(sent.push(7, None))
     assert same_bits(engine.models[0].state(), sent.expected())
@@ -247,7 +247,7 @@ def test_a_push_without_envelope_leaves_nothing_to_build_on() -> None:
     sent, engine = Sent(), TrainerGroup()
     engine.take_all(sent.push(5, None))
     loader, plain = engine.loaders[0], [("up", torch.zeros(6, 10))]
-    assert loader.from_group(lambda updater, named: (True, "loaded"), None, plain) == (True, "loaded")
+    assert loader.from_collective(lambda updater, named: (True, "loaded"), None, plain) == (True, "loaded")
     ok, said = engine.take(sent.push(6, 5)[0])[0]
     assert not ok
     assert "holds no full push" in said
@@ -278,9 +278,9 @@ def test_what_one_rank_cannot_load_fails_on_all_of_them() -> None:
 
 def test_a_loader_that_computes_with_a_delta_is_refused() -> None:
     tensor = SparseTensor(torch.empty(4, 4, device="meta"), torch.tensor([3]), torch.ones(1), [])
-    with pytest.raises(NotImplementedError, match=r"the model's loader computes aten.add"):
+    with pytest.raises(TypeError, match=r"the model's loader computes aten.add"):
         tensor + 1
-    with pytest.raises(NotImplementedError, match="repeats a tensor"):
+    with pytest.raises(TypeError, match="repeats a tensor"):
         torch.zeros(2, 4, 4).copy_(tensor.unsqueeze(0).expand(2, 4, 4))
 
 

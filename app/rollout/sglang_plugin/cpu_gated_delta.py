@@ -1,14 +1,15 @@
-"""Reference kernels of Qwen3.5's linear attention for an SGLang engine on a CPU, in place of its Triton ones.
+"""Runs inside SGLang's processes: torch kernels of Qwen3.5's linear attention on CPU, in place of Triton kernels.
 
-Qwen3.5's gated delta-net needs seven kernels that SGLang has for accelerators only. Each is replaced by plain torch
-through SGLang's hook registry, with the same arithmetic as transformers' reference, so that log-probabilities agree to
-float32's rounding. Always holds: an engine's state of a request (the last inputs of the convolution, the recurrent
-matrix) is read and written in SGLang's own slots and layout; a fresh slot starts at zero.
+SGLang has the seven kernels of the gated delta-net for accelerators only. Each is replaced through SGLang's hook
+registry by plain torch with the arithmetic of transformers' reference, so log-probabilities agree to float32 rounding.
 
     S ← S · exp(g) + (v − S·exp(g) · k) β kᵀ        out = S · q        (S: [V, K] for each value head)
 
-T tokens of B requests stand end to end; `query_start_loc` [B + 1] are their borders. H key heads of width K serve HV
-value heads of width V. `**_` is what SGLang passes to kernels of other devices.
+T tokens of B requests are packed end to end; `query_start_loc` [B + 1] are their borders. H key heads of width K serve
+HV value heads of width V. `**_` swallows arguments for other devices.
+
+Invariant: the state of a request (the last inputs of the convolution, the recurrent matrix) is read and written in
+SGLang's own slots and layout. The state of a new request starts at zero.
 """
 
 from dataclasses import dataclass
@@ -20,14 +21,14 @@ from torch.nn.functional import conv1d, silu, softplus
 
 OPS = "sglang.kernels.ops."
 KERNEL = "sglang.srt.layers.attention.linear.kernels.gdn_triton.TritonGDNKernel"
-EPSILON = 1e-6  # of the norm of queries and keys, as in transformers
+EPSILON = 1e-6  # in the norm of queries and keys, as in transformers
 
 
 def register() -> None:
-    """Have SGLang replace its kernels by these; for a process of an engine on a CPU."""
+    """Register the replacements in SGLang's hook registry."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    replaced: dict[str, Any] = {
+    replacements: dict[str, Any] = {
         OPS + "mamba.causal_conv1d_triton.causal_conv1d_fn": causal_conv1d_fn,
         OPS + "mamba.causal_conv1d_triton.causal_conv1d_update": causal_conv1d_update,
         OPS + "attention.linear.fused_gdn_gating.fused_gdn_gating": gating,
@@ -36,27 +37,28 @@ def register() -> None:
         OPS + "attention.fla.layernorm_gated.rms_norm_gated": rms_norm_gated,
         KERNEL: delta_rule_kernel(),
     }
-    for target, ours in replaced.items():
-        HookRegistry.register(target, ours, HookType.REPLACE)
+    for target, replacement in replacements.items():
+        HookRegistry.register(target, replacement, HookType.REPLACE)
 
 
 @dataclass(frozen=True, slots=True)
 class Borders:
-    """The way from packed tokens to a padded batch and back."""
+    """Converts packed tokens to a padded batch and back."""
 
     lengths: Tensor  # [B] int64
     row: Tensor  # [T] int64, the request of each token
-    column: Tensor  # [T] int64, its place in the request
+    column: Tensor  # [T] int64, its position in the request
 
     @classmethod
     def of(cls, query_start_loc: Tensor) -> "Borders":
+        """Return the borders from SGLang's cumulative lengths [B + 1]."""
         starts = query_start_loc.long()
         lengths = starts.diff()
         row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         return cls(lengths, row, torch.arange(len(row)) - starts[row])
 
     def pad(self, packed: Tensor, before: int = 0) -> Tensor:
-        """[T, …] → [B, before + L, …], zeros before and behind each request."""
+        """[T, …] → [B, before + L, …], with zeros before and after each request."""
         padded = packed.new_zeros(len(self.lengths), before + int(self.lengths.max()), *packed.shape[1:])
         padded[self.row, before + self.column] = packed[: len(self.row)]
         return padded
@@ -77,18 +79,22 @@ def causal_conv1d_fn(
     activation: str | bool | None = "silu",
     **_: Any,
 ) -> Tensor:
-    """Of the new tokens of a prefill; [D, T]."""
-    borders, width = Borders.of(query_start_loc), weight.shape[1]
+    """Convolve the new tokens of a prefill; returns [D, T]."""
+    borders = Borders.of(query_start_loc)
+    width = weight.shape[1]
     slots = cache_indices[: len(borders.lengths)].long()
     before = conv_states[slots, :, 1 - width :].transpose(1, 2).to(x.dtype)  # [B, W - 1, D]
     if has_initial_state is not None:
         before = before * has_initial_state[: len(slots), None, None].to(x.dtype)
+
     inputs = borders.pad(x.T, before=width - 1)
     inputs[:, : width - 1] = before
     mixed = activated(conv1d(inputs.transpose(1, 2), weight.unsqueeze(1), bias, groups=len(x)), activation)
+
     last = borders.lengths[:, None] + torch.arange(width - 1)
     window = inputs[torch.arange(len(slots))[:, None], last]
     conv_states[slots, :, 1 - width :] = window.transpose(1, 2).to(conv_states.dtype)
+
     out = torch.zeros_like(x)
     out[:, : len(borders.row)] = mixed[borders.row, :, borders.column].T
     return out
@@ -104,11 +110,13 @@ def causal_conv1d_update(
     conv_state_indices: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Of one token of each request; [B, D]."""
+    """Convolve one token of each request; returns [B, D]."""
     assert conv_state_indices is not None, "SGLang keeps the states of all requests in slots"
-    width, slots = weight.shape[1], conv_state_indices[: len(x)].long()
+    width = weight.shape[1]
+    slots = conv_state_indices[: len(x)].long()
     window = torch.cat([conv_state[slots, :, 1 - width :].to(x.dtype), x.unsqueeze(-1)], dim=-1)
     conv_state[slots, :, 1 - width :] = window[..., 1:].to(conv_state.dtype)
+
     mixed = (window.float() * weight.float()).sum(-1)
     if bias is not None:
         mixed = mixed + bias.float()
@@ -116,16 +124,17 @@ def causal_conv1d_update(
 
 
 def activated(x: Tensor, activation: str | bool | None) -> Tensor:
+    """Apply SiLU where `activation` names it."""
     return silu(x) if activation in ("silu", "swish", True) else x
 
 
-# --- what stands before and after the recurrence
+# --- before and after the recurrence
 
 
 def gating(
     A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, beta: float = 1.0, threshold: float = 20.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-decay g and step size β of each token, both [1, T, HV] float32, from `a` and `b` [T, HV]."""
+    """Return the log-decay g and the step size β of each token, both [1, T, HV] float32, from `a` and `b` [T, HV]."""
     decay = -A_log.float().exp() * softplus(a.float() + dt_bias.float(), beta, threshold)
     return decay.unsqueeze(0), b.float().sigmoid().unsqueeze(0)
 
@@ -141,7 +150,7 @@ def split_projections(
 
 
 def gated_by_sigmoid(attn_output: Tensor, gate: Tensor, inplace: bool = False, quant: bool = False) -> Tensor:
-    """The output gate of full attention."""
+    """Apply the output gate of full attention."""
     return attn_output * torch.sigmoid(gate.reshape(attn_output.shape))
 
 
@@ -157,9 +166,13 @@ def rms_norm_gated(
     is_rms_norm: bool = False,
     activation: str = "swish",
 ) -> Tensor:
-    """RMS norm times the activated `z`, with transformers' order of casts."""
+    """Multiply the RMS norm of `x` by the activated `z`, with the order of casts of transformers.
+
+    Raises:
+        ValueError: Another form than Qwen3.5's: an RMS norm over the whole width, then the gate.
+    """
     if not (is_rms_norm and norm_before_gate and group_size is None and bias is None):
-        raise NotImplementedError("on a CPU only Qwen3.5's form: RMS norm over the whole width, then the gate")
+        raise ValueError("only Qwen3.5's gated norm is supported on CPU: RMS norm over the whole width, then the gate")
     wide = x.float()
     normed = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
     if z is None:
@@ -185,12 +198,16 @@ def decode_delta_rule(
     query_start_loc: Tensor,
     **_: Any,
 ) -> Tensor:
-    """One token of each request; [1, B, HV, V]."""
-    count, shared = q.shape[1], v.shape[2] // q.shape[2]
+    """Apply the delta rule to one token of each request; returns [1, B, HV, V]."""
+    count = q.shape[1]
+    heads_per_key = v.shape[2] // q.shape[2]
     slots = cache_indices[:count].long()
     decay, beta = gating(A_log, a.reshape(count, -1), b.reshape(count, -1), dt_bias)
-    query = (normalised(q[0]) * q.shape[-1] ** -0.5).repeat_interleave(shared, 1).unsqueeze(-2)  # [B, HV, 1, K]
-    key = normalised(k[0]).repeat_interleave(shared, 1).unsqueeze(-2)
+
+    query = normalized(q[0]) * q.shape[-1] ** -0.5
+    query = query.repeat_interleave(heads_per_key, 1).unsqueeze(-2)  # [B, HV, 1, K]
+    key = normalized(k[0]).repeat_interleave(heads_per_key, 1).unsqueeze(-2)
+
     state = ssm_states[slots].float() * decay[0].exp()[..., None, None]
     change = (v[0].float() - (state * key).sum(-1)) * beta[0].unsqueeze(-1)
     state = state + change.unsqueeze(-1) * key
@@ -212,17 +229,19 @@ def extend_delta_rule(
     extend_prefix_lens: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None, None]:
-    """The new tokens of a prefill, by transformers' own chunked reference; [1, T, HV, V]."""
+    """Apply the delta rule to a prefill, by transformers' chunked reference; returns [1, T, HV, V]."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-    borders, shared = Borders.of(query_start_loc), v.shape[2] // q.shape[2]
+    borders = Borders.of(query_start_loc)
+    heads_per_key = v.shape[2] // q.shape[2]
     slots = cache_indices[: len(borders.lengths)].long()
     state = ssm_states[slots].float().transpose(-1, -2)  # transformers keeps [K, V]
     if extend_prefix_lens is not None:
         state = state * (extend_prefix_lens[: len(slots)] > 0)[:, None, None, None]
+
     mixed, state = torch_chunk_gated_delta_rule(
-        borders.pad(q[0]).repeat_interleave(shared, 2),
-        borders.pad(k[0]).repeat_interleave(shared, 2),
+        borders.pad(q[0]).repeat_interleave(heads_per_key, 2),
+        borders.pad(k[0]).repeat_interleave(heads_per_key, 2),
         *(borders.pad(each[0]) for each in (v, g, beta)),
         initial_state=state,
         output_final_state=True,
@@ -230,13 +249,14 @@ def extend_delta_rule(
     )
     if inplace_update:
         ssm_states[slots] = state.transpose(-1, -2).to(ssm_states.dtype)
+
     out = torch.zeros_like(v)
     out[0, : len(borders.row)] = mixed[borders.row, borders.column].to(v.dtype)
     return out, None, None
 
 
 def delta_rule_kernel() -> type:
-    """The two of them as SGLang wants them; made here since its base class exists in an engine's process only."""
+    """Return both functions as SGLang's kernel class, whose base class can be imported only in a server's process."""
     from sglang.srt.layers.attention.linear.kernels.kernel_backend import LinearAttnKernelBase
 
     class TorchGDNKernel(LinearAttnKernelBase):
@@ -247,7 +267,7 @@ def delta_rule_kernel() -> type:
     return TorchGDNKernel
 
 
-def normalised(x: Tensor) -> Tensor:
-    """To unit length in float32."""
+def normalized(x: Tensor) -> Tensor:
+    """Scale the last axis to unit length, in float32."""
     wide = x.float()
     return wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + EPSILON)

@@ -1,4 +1,4 @@
-"""SGLang's native model code on a CPU without SGLang's own CPU kernels."""
+"""Runs inside SGLang's processes: a CPU platform with SGLang's native torch code, without its CPU kernels."""
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
@@ -6,11 +6,15 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """A CPU whose operators are plain torch and whose attention is `cpu_attention`."""
+
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
 
     def get_default_attention_backend(self) -> str:
+        """Return the name that `cpu_attention` registers."""
         return "torch_batched"
 
     def get_dispatch_key_name(self) -> str:
+        """Return the name of SGLang's plain-torch operators."""
         return "native"

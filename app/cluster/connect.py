@@ -1,0 +1,67 @@
+"""Start a local Ray, or join a cluster."""
+
+import logging
+import os
+import signal
+from typing import Any
+
+import ray
+
+from app.cluster.placement_group import bundles
+from app.config import RunConfig
+from app.config.device import DeviceKind
+from app.device import Device
+from app.errors import RunError
+
+OBJECT_STORE_BYTES = 512 * 1024 * 1024
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+
+
+def connect(config: RunConfig, device: Device) -> None:
+    """Start a local Ray, or join the cluster at `cluster.address`.
+
+    Raises:
+        RunError: The cluster cannot be joined.
+    """
+    os.environ |= {
+        # Ray runs its workers at low priority by default, but ranks and engines are not background work.
+        "RAY_worker_niceness": "0",
+        # Ray hides all devices from an actor that reserves none. Engine hosts of colocate reserve none and need them.
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+    # It logs a notice about its default (token) authentication.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+
+    # Ray installs a SIGTERM handler that would exit without ending the processes of the run.
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        if config.cluster.address is None:
+            _start_local(config, device)
+        else:
+            _join(config.cluster.address)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _join(address: str) -> None:
+    try:
+        ray.init(address=address, **QUIET)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise RunError(f"cluster.address={address} cannot be joined: {error}") from error
+
+
+def _start_local(config: RunConfig, device: Device) -> None:
+    # On CPU, a device is a share of the cores, and a run may have more devices than cores.
+    needed = sum(int(bundle.get("CPU", 0)) for bundle in bundles(config, device))
+    cores = max(needed, os.cpu_count() or 1)
+    # Ray counts GPUs by itself, but not NPUs.
+    resources: dict[str, float] = {device.resource: device.count()} if device.kind is DeviceKind.npu else {}
+
+    ray.init(
+        address="local",  # never a cluster that another user runs on this machine
+        num_cpus=cores,
+        resources=resources,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        **QUIET,
+    )
