@@ -67,7 +67,7 @@ class Architecture:
     vocabulary: int
     tied: bool  # LM head and embedding share one tensor
     head_norms: bool = True  # norms of queries and keys
-    linear: LinearAttention | None = None  # of the other layers; then the full ones have an output gate
+    linear: LinearAttention | None = None  # of the other layers; with it, full attention has an output gate
     vision_parameters: int = 0  # of a vision tower, loaded by the engine only
 
     @property

@@ -132,15 +132,15 @@ class Scorer:
     ) -> None:
         loop = asyncio.get_running_loop()
         per_trajectory = all(component.per_trajectory for component in self._isolated)
-        chunks = [
+        calls = [
             loop.run_in_executor(threads, self._score_chunk, trajectories[chunk], values[chunk])
             for chunk in _chunks(trajectories, per_trajectory=per_trajectory)
         ]
         try:
-            for chunk in asyncio.as_completed(chunks):
-                self._count(await chunk)
+            for call in asyncio.as_completed(calls):
+                self._count(await call)
         finally:
-            for unfinished in chunks:
+            for unfinished in calls:
                 unfinished.cancel()
 
     def _score_chunk(self, trajectories: Sequence[Trajectory], values: Values) -> Values:
