@@ -1,32 +1,40 @@
-"""Evaluation on the held-out sets, with one policy version for all of it."""
+"""Evaluation on the held-out sets, with one policy version throughout."""
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from app.algorithm.metrics import correct, pass_at_k
+from app.algorithm.metrics import group_metrics
 from app.config import RunConfig
 from app.rollout.rollouter import Rollouter
 from app.types import Group, Prompt, Sampling
+
+REPORTED = {  # metric of an evaluation → metric of `group_metrics`
+    "accuracy": "reward/accuracy",
+    "reward": "reward/mean",
+    "length_mean": "completion/length_mean",
+    "truncated_fraction": "completion/truncated_fraction",
+}
 
 
 async def evaluate(
     rollouter: Rollouter, sets: Mapping[str, Sequence[Prompt]], config: RunConfig, version: int
 ) -> tuple[dict[str, dict[str, float]], list[Group]]:
-    """Metrics of each set, and the groups of all. Nothing else may be generating: one version samples all of it."""
+    """Return the metrics of each set and the groups of all sets.
+
+    Nothing else may be generating, so that a single policy version samples every completion.
+    """
     settings = config.eval
     sampling = Sampling(settings.temperature, settings.top_p, config.rollout.max_completion_tokens)
-    limit = config.rollout.max_inflight_groups * config.algorithm.group_size // settings.samples
-    results: dict[str, dict[str, float]] = {}
-    everything: list[Group] = []
+    # as many completions in flight as in training
+    limit = max(1, config.rollout.max_inflight_groups * config.algorithm.group_size // settings.samples)
+
+    metrics: dict[str, dict[str, float]] = {}
+    all_groups: list[Group] = []
     for name, prompts in sets.items():
-        stream = rollouter.groups(
-            prompts, size=settings.samples, sampling=sampling, version=version, limit=max(1, limit)
-        )
+        stream = rollouter.groups(prompts, size=settings.samples, sampling=sampling, version=version, limit=limit)
         groups = [group async for group in stream]
-        results[name] = measure(groups, settings.samples)
-        everything += groups
-    return results, everything
+        metrics[name] = measure(groups)
+        all_groups += groups
+    return metrics, all_groups
 
 
 def measure(groups: Sequence[Group], samples: int) -> dict[str, float]:

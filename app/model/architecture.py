@@ -16,6 +16,7 @@ from app.model.tiny.tokenizer import CHARACTERS, SPECIAL
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text")
 QUERY_KEY_NORMS = ("qwen3", "qwen3_5_text")
+LINEAR_KEYS = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 CHECKPOINT_CONFIG = "config.json"
 
 
@@ -121,21 +122,12 @@ class Architecture:
         return 3 * self.hidden * self.ffn + 2 * self.hidden
 
 
-QWEN3_4B = Architecture(36, 36, 2560, 9728, 32, 8, 128, 151_936, tied=True)
+VISION_PARAMETERS = 456_010_480  # of the Qwen3.5 tower
+QWEN35_LINEAR = LinearAttention(16, 32, 128, 128, 4)
 QWEN35_9B = Architecture(
-    32,
-    8,
-    4096,
-    12288,
-    16,
-    4,
-    256,
-    248_320,
-    tied=False,
-    gated=True,
-    linear=LinearAttention(16, 32, 128, 128, 4),
-    vision_parameters=456_010_480,
+    32, 8, 4096, 12288, 16, 4, 256, 248_320, tied=False, linear=QWEN35_LINEAR, vision_parameters=VISION_PARAMETERS
 )
+QWEN3_4B = Architecture(36, 36, 2560, 9728, 32, 8, 128, 151_936, tied=True)
 KNOWN = {"Qwen/Qwen3-4B": QWEN3_4B, "Qwen/Qwen3.5-9B": QWEN35_9B}
 
 
@@ -184,7 +176,7 @@ def from_config(config: dict[str, Any]) -> Architecture | None:
     linear = _linear(text) if "linear_num_value_heads" in text else None
     return Architecture(
         layers=layers,
-        full_layers=_full_layers(text) if linear else layers,
+        full_layers=full_layers,
         hidden=text["hidden_size"],
         ffn=text["intermediate_size"],
         heads=heads,
@@ -192,20 +184,9 @@ def from_config(config: dict[str, Any]) -> Architecture | None:
         head_dim=text.get("head_dim") or text["hidden_size"] // heads,
         vocabulary=text["vocab_size"],
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-        gated=linear is not None,
         head_norms=kind in QUERY_KEY_NORMS,
         linear=linear,
-        vision_parameters=QWEN35_9B.vision_parameters if "vision_config" in config else 0,
-    )
-
-
-def _linear(text: dict[str, Any]) -> LinearAttention:
-    return LinearAttention(
-        key_heads=text["linear_num_key_heads"],
-        value_heads=text["linear_num_value_heads"],
-        key_dim=text["linear_key_head_dim"],
-        value_dim=text["linear_value_head_dim"],
-        convolution=text["linear_conv_kernel_dim"],
+        vision_parameters=VISION_PARAMETERS if "vision_config" in config else 0,
     )
 
 

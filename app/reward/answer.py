@@ -1,6 +1,6 @@
-r"""Where a text says what its final answer is: the last `\boxed{…}`, or what follows the last `####` on its line.
+r"""Extract the marked final answer of a text: the last `\boxed{…}`, or the rest of the line after the last `####`.
 
-Linear in the length of the text, whatever the text is: completions are not to be trusted.
+Completions are untrusted, so extraction is linear in the length of the text.
 """
 
 BOXED = r"\boxed{"
@@ -8,31 +8,34 @@ HASHES = "####"
 
 
 def extract_final_answer(text: str) -> str | None:
-    """The marked final answer, stripped; None where nothing is marked, or nothing stands in the mark.
+    r"""Return the marked final answer, stripped; None if there is no mark or the mark is empty.
 
-    >>> marked(r"so it is \\boxed{\\frac{1}{2}}.")
-    '\\\\frac{1}{2}'
-    >>> marked("2 + 2 = 4\\n#### 4")
+    >>> extract_final_answer(r"so it is \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    >>> extract_final_answer("2 + 2 = 4\n#### 4")
     '4'
     """
     return _boxed(text) or _after_hashes(text)
 
 
 def _boxed(text: str) -> str | None:
-    """The inside of the last `\\boxed{` whose brace is closed, up to that brace."""
+    r"""Return the content of the last `\boxed{`, up to its closing brace; None if the brace is never closed."""
     start = text.rfind(BOXED)
     if start < 0:
         return None
+
     start += len(BOXED)
     depth = 1
-    for place in range(start, len(text)):
-        depth += (text[place] == "{") - (text[place] == "}")
+    for position in range(start, len(text)):
+        depth += (text[position] == "{") - (text[position] == "}")
         if depth == 0:
-            return text[start:place].strip() or None
+            return text[start:position].strip() or None
     return None
 
 
 def _after_hashes(text: str) -> str | None:
-    _, found, rest = text.rpartition(HASHES)
-    line = rest.strip(" \t").split("\n", 1)[0].strip()
-    return line or None if found else None
+    """Return the rest of the line after the last `####`."""
+    _, mark, rest = text.rpartition(HASHES)
+    if not mark:
+        return None
+    return rest.strip(" \t").split("\n", 1)[0].strip() or None

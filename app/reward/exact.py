@@ -1,4 +1,4 @@
-"""Part `exact`: 1 where the completion, stripped of blanks, is the answer; else 0."""
+"""Reward component `exact`: 1 if the completion, stripped of whitespace, equals the answer; else 0."""
 
 from collections.abc import Sequence
 
@@ -6,5 +6,5 @@ from app.types import Trajectory
 
 
 def exact(trajectories: Sequence[Trajectory]) -> list[float]:
-    """One value, 0 or 1, for each trajectory."""
+    """Return 0 or 1 per trajectory."""
     return [float(trajectory.text.strip() == trajectory.prompt.answer.strip()) for trajectory in trajectories]

@@ -1,7 +1,7 @@
-"""Counts failed rewards, and says when there are too many.
+"""Count failed rewards and stop the run when there are too many.
 
-Judged over windows of a step's size: a run ends at the failure that makes it certain that a window has more failures
-than allowed, not at a window's end. So a reward that always hangs costs a fraction of a step of time limits.
+Failures are counted over windows of one step's trajectories. The run ends at the failure that takes a window over its
+limit, not at the end of the window, so a reward that always hangs costs only a fraction of a step of timeouts.
 """
 
 from collections import Counter
@@ -12,49 +12,66 @@ from app.reward.outcome import Failure, FailureKind, Value
 
 
 class FailureTracker:
-    """`window` is in trajectories; `max_fraction` of them may fail."""
+    """Failure counts of the current window and of the whole run.
+
+    Args:
+        max_fraction: Fraction of a window's trajectories that may fail.
+        window: Trajectories per window.
+    """
 
     def __init__(self, max_fraction: float, window: int) -> None:
-        self._max_fraction, self._window = max_fraction, window
-        self._scored = self._failed = 0  # in this window
-        self._total = 0
-        self._kinds: Counter[FailureKind] = Counter()  # in the whole run
+        self._max_fraction = max_fraction
+        self._window = window
+        self._window_scored = 0
+        self._window_failed = 0
+        self._total_scored = 0
+        self._total_failed: Counter[FailureKind] = Counter()
         self._last = ""
 
     def count(self, values: Mapping[str, Value]) -> None:
-        """Count a trajectory by its values, one for each part; `RunError` when it was one failure too many."""
-        self._scored += 1
-        self._total += 1
-        for name, value in values.items():
-            if isinstance(value, Failure):
-                self._failed += 1
-                self._kinds[value.kind] += 1
-                self._last = f"{name}, {value}"
-                break
-        self._judge(max(self._scored, self._window))
-        if self._scored >= self._window:
-            self._scored = self._failed = 0
+        """Count one trajectory, given its values by component name.
+
+        Raises:
+            RunError: The window now has more failures than allowed.
+        """
+        self._window_scored += 1
+        self._total_scored += 1
+
+        failed = next(((name, value) for name, value in values.items() if isinstance(value, Failure)), None)
+        if failed is not None:
+            name, failure = failed
+            self._window_failed += 1
+            self._total_failed[failure.kind] += 1
+            self._last = f"{name}, {failure}"
+
+        self._check_limit(max(self._window_scored, self._window))
+        if self._window_scored >= self._window:
+            self._reset_window()
 
     def check(self) -> None:
-        """End the window early, where a step ends; `RunError` when too large a part of it failed."""
-        self._judge(self._scored)
-        self._scored = self._failed = 0
+        """Close the window early, at the end of a step. `RunError` if too large a fraction of it failed."""
+        self._check_limit(self._window_scored)
+        self._reset_window()
 
     @property
     def failures(self) -> dict[FailureKind, int]:
         """Failed trajectories of the whole run, by kind."""
-        return {kind: self._kinds[kind] for kind in FailureKind}
+        return {kind: self._total_failed[kind] for kind in FailureKind}
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The same under the names of the log, and as a fraction of all that were scored."""
+        """`failures` as metrics, plus the failed fraction of all scored trajectories."""
         counts = {f"reward/failed_{kind.name}": float(count) for kind, count in self.failures.items()}
-        return {**counts, "reward/failed_fraction": sum(self._kinds.values()) / max(self._total, 1)}
+        return {**counts, "reward/failed_fraction": self._total_failed.total() / max(self._total_scored, 1)}
 
-    def _judge(self, of: int) -> None:
-        if self._failed > self._max_fraction * of:
+    def _check_limit(self, window: int) -> None:
+        if self._window_failed > self._max_fraction * window:
             raise RunError(
-                f"The reward failed on {self._failed} of {self._scored} trajectories, more than "
-                f"reward.max_failed_fraction={self._max_fraction:g} of a step's {of} allows; "
-                f"the last one: part {self._last}."
+                f"The reward failed on {self._window_failed} of {self._window_scored} trajectories, more than "
+                f"reward.max_failed_fraction={self._max_fraction:g} of a step's {window} allows; "
+                f"last failure: component {self._last}."
             )
+
+    def _reset_window(self) -> None:
+        self._window_scored = 0
+        self._window_failed = 0

@@ -1,4 +1,4 @@
-r"""Part `format`: 1 where the completion marks a final answer, by `\boxed{…}` or `#### …`; else 0."""
+r"""Reward component `format`: 1 if the completion marks a final answer with `\boxed{…}` or `#### …`; else 0."""
 
 from collections.abc import Sequence
 
@@ -7,5 +7,5 @@ from app.types import Trajectory
 
 
 def format(trajectories: Sequence[Trajectory]) -> list[float]:
-    """One value, 0 or 1, for each trajectory."""
+    """Return 0 or 1 per trajectory."""
     return [float(extract_final_answer(trajectory.text) is not None) for trajectory in trajectories]

@@ -1,6 +1,6 @@
-"""What comes of calling a reward: a finite number for each trajectory, or what went wrong.
+"""The outcome of a reward call: one finite number per trajectory, or the failure.
 
-Imports nothing heavy: worker processes start with this module.
+Worker processes import this module at startup, so it imports nothing heavy.
 """
 
 import asyncio
@@ -18,15 +18,15 @@ from app.types import Trajectory
 class FailureKind(Enum):
     """How a trajectory's reward can fail."""
 
-    timeout = "timeout"  # the call took longer than the limit; its process was killed
+    timeout = "timeout"  # the call exceeded the limit; its process was killed
     exception = "exception"  # the call raised
-    value = "value"  # what it gave is not one finite number for each trajectory
-    died = "died"  # its process ended by itself
+    value = "value"  # the call did not return one finite number per trajectory
+    died = "died"  # the worker process died on its own
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why there is no value."""
+    """Why a value is missing."""
 
     kind: FailureKind
     message: str
@@ -36,38 +36,39 @@ class Failure:
 
 
 Value = float | Failure
-Outcome = list[Value] | Failure  # a Failure alone: the call as a whole failed, on behalf of one of its trajectories
+Outcome = list[Value] | Failure  # a bare Failure: the whole call failed, because of at least one trajectory
 
 
 def evaluate(reward: RewardFunction, trajectories: Sequence[Trajectory], runner: asyncio.Runner | None) -> Outcome:
-    """Call a reward and check what it gives; `runner` awaits what an async one gives."""
+    """Call a reward and validate its result; `runner` awaits the result of an async reward."""
     try:
-        given = reward(trajectories)
-        if inspect.isawaitable(given):
+        result = reward(trajectories)
+        if inspect.isawaitable(result):
             if runner is None:
-                return Failure(FailureKind.exception, "an async reward was called where nothing can await it")
-            given = runner.run(_awaited(given))
-        return _checked(given, len(trajectories))
-    except (Exception, SystemExit) as error:  # a user's own code raises anything
+                return Failure(FailureKind.exception, "an async reward was called without an event loop")
+            result = runner.run(_await(result))
+        return _validated(result, len(trajectories))
+    except (Exception, SystemExit) as error:  # custom code can raise anything
         return Failure(FailureKind.exception, error_text(error))
 
 
-async def _awaited(given: Awaitable[Any]) -> Any:
-    return await given
+async def _await(result: Awaitable[Any]) -> Any:
+    return await result
 
 
-def _checked(given: Any, count: int) -> list[Value]:
-    """Each value as a float or a failure; all of them failures when the count is wrong."""
-    if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__len__") or not hasattr(given, "__iter__"):
-        wrong = Failure(FailureKind.value, f"it gave a {type(given).__name__}, not a list of {count} numbers")
-        return [wrong] * count
-    if len(given) != count:
-        return [Failure(FailureKind.value, f"it gave {len(given)} values for {count} trajectories")] * count
-    return [_number(value) for value in given]
+def _validated(result: Any, count: int) -> list[Value]:
+    """Convert each value to a float or a failure; if the count is wrong, all are failures."""
+    if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__len__") or not hasattr(result, "__iter__"):
+        wrong_type = Failure(FailureKind.value, f"returned a {type(result).__name__}, not a list of {count} numbers")
+        return [wrong_type] * count
+    if len(result) != count:
+        return [Failure(FailureKind.value, f"returned {len(result)} values for {count} trajectories")] * count
+    return [_number(value) for value in result]
 
 
 def _number(value: Any) -> Value:
     if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
-        return Failure(FailureKind.value, f"it gave {str(value)[:50]!r}, a {type(value).__name__}, not a number")
+        return Failure(FailureKind.value, f"returned {str(value)[:50]!r}, a {type(value).__name__}, not a number")
+
     number = float(value)
-    return number if math.isfinite(number) else Failure(FailureKind.value, f"it gave {number}, not a finite number")
+    return number if math.isfinite(number) else Failure(FailureKind.value, f"returned {number}, not a finite number")

@@ -1,16 +1,17 @@
-"""The process that rewards run in: `python -m app.reward.worker <pipe's descriptor> <parent's process id>`.
+"""The reward worker process: `python -m app.reward.worker <pipe descriptor> <parent pid>`.
 
-    parent ── list[Part] ─────────→ worker loads them ── None, or why one cannot be loaded ─→ parent
-           ── (part, trajectories) → worker calls it ─── Outcome ────────────────────────────→ parent, and again
+    parent ── list[RewardComponent] ────→ worker loads them ── None, or the load error ─→ parent
+           ── (component, trajectories) → worker calls it ──── Outcome ─────────────────→ parent, repeatedly
 
-Always holds: it dies with its parent, even when that is killed and even while a reward hangs (the kernel sends SIGKILL;
-elsewhere than on Linux, the end of the pipe does it between two calls). Ctrl-C is the parent's affair. Pickle is safe
-here: both ends of the pipe are ours.
+Invariants:
+- The worker dies with its parent, even if the parent is killed or a reward hangs: the kernel sends SIGKILL. On other
+  systems than Linux it exits between two calls, when the pipe closes.
+- Ctrl-C is handled by the parent; the worker ignores SIGINT.
+- Both ends of the pipe are ours, so unpickling is safe.
 """
 
 import asyncio
-import ctypes
-import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,48 +19,40 @@ from multiprocessing.connection import Connection
 
 from app.reward.component import LoadError, RewardComponent
 from app.reward.outcome import evaluate
+from app.utils.process import die_with_parent
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-BUILT_IN_MEMORY = 4 << 30  # bytes of address space where only built-in parts run: 9^{9^{9^9}} must not eat the machine
+BUILT_IN_MEMORY = 4 << 30  # bytes of address space for built-in components: 9^{9^{9^9}} must not exhaust the machine
 
 
 def main(descriptor: int, parent: int) -> None:
     """Serve until the parent closes its end of the pipe."""
-    die_with(parent)
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Connection(descriptor) as pipe, asyncio.Runner() as runner:
         try:
             _serve(pipe, runner)
         except (EOFError, ConnectionError):
-            return  # the parent is done with us
+            return  # the parent closed the pipe
 
 
 def _serve(pipe: Connection, runner: asyncio.Runner) -> None:
-    parts: Sequence[RewardComponent] = pipe.recv()
+    components: Sequence[RewardComponent] = pipe.recv()
     try:
-        rewards = {part.name: part.load() for part in parts}
+        rewards = {component.name: component.load() for component in components}
     except LoadError as error:
         pipe.send(str(error))
         return
-    if all(part.target.startswith(f"{__spec__.parent}.") for part in parts):
+
+    if all(component.target.startswith(f"{__spec__.parent}.") for component in components):
         _limit_memory()
     pipe.send(None)
+
     while True:
         name, trajectories = pipe.recv()
         pipe.send(evaluate(rewards[name], trajectories, runner))
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
-        raise SystemExit(1)
-
-
 def _limit_memory() -> None:
-    import resource
-
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = BUILT_IN_MEMORY if hard == resource.RLIM_INFINITY else min(BUILT_IN_MEMORY, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

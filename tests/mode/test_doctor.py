@@ -1,4 +1,4 @@
-"""The doctor on this machine: fine for cpu, clear for devices that are not here, and each check seen failing."""
+"""`mode=doctor` on this machine: passes for the CPU, fails clearly for missing devices, and each check can fail."""
 
 import socket
 import subprocess
@@ -14,16 +14,16 @@ from app.mode.doctor import device as doctor_device
 from app.mode.doctor import machine as doctor_machine
 from app.mode.doctor import software as doctor_software
 from app.mode.doctor.check import report
-from app.mode.doctor.finding import Finding, Verdict, judged, table
+from app.mode.doctor.finding import Check, CheckStatus, check, table
 from tests.compose import composed
 
 ROOT = Path(__file__).parents[2]
 MISSION = ("device=npu", "placement=fully_async", "model=qwen35_9b")
 
 
-def of(findings: list[Finding], subject: str) -> Finding:
-    (found,) = [finding for finding in findings if finding.subject == subject]
-    return found
+def of(checks: list[Check], subject: str) -> Check:
+    (match,) = [one for one in checks if one.subject == subject]
+    return match
 
 
 def run(*overrides: str) -> subprocess.CompletedProcess[str]:
@@ -31,17 +31,17 @@ def run(*overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_cpu_is_fine_here() -> None:
+def test_the_cpu_passes_on_this_machine() -> None:
     text, code = report(composed())
     assert code == 0, text
     assert "0 fail" in text
     assert "ok    sglang" in text
 
 
-def test_npu_fails_clearly_here_and_starts_nothing() -> None:
+def test_the_npu_fails_clearly_on_this_machine_and_nothing_starts() -> None:
     outputs = set((ROOT / "outputs").glob("*/*"))
     done = run(*MISSION, "model.path=/nowhere-in/particular/at-all", "data.path=null")
-    assert done.returncode == 2  # the preflight of the configuration comes first
+    assert done.returncode == 2  # the configuration is checked first
     assert "model.path=/nowhere-in/particular/at-all is not accepted" in done.stderr
     done = run(*MISSION, f"model.path={ROOT}", "data.path=null")
     assert done.returncode == 1
@@ -53,37 +53,37 @@ def test_npu_fails_clearly_here_and_starts_nothing() -> None:
     assert set((ROOT / "outputs").glob("*/*")) == outputs
 
 
-def test_every_line_that_is_not_ok_says_what_to_do() -> None:
+def test_every_check_that_is_not_ok_has_a_hint() -> None:
     config = composed(*MISSION, f"model.path={ROOT}", "data.path=null")
     device = device_of(config.device.kind)
-    found = [*doctor_software.software(config, device), *doctor_device.hardware(config, device)]
-    assert [finding for finding in found if finding.verdict is not Verdict.ok and not finding.advice] == []
+    checks = [*doctor_software.software(config, device), *doctor_device.hardware(config, device)]
+    assert [one for one in checks if one.status is not CheckStatus.ok and not one.hint] == []
 
 
-def test_a_version_outside_of_the_range_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_outside_the_range_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_software, "installed", {"sglang": "0.5.24", "torch": "2.13.0+cpu"}.get)
-    found = list(doctor_software.software(composed(), CPU))
-    assert of(found, "sglang").verdict is Verdict.fail
-    assert of(found, "torch").verdict is Verdict.ok  # a local version counts as its release
-    assert of(found, "ray").told == "not installed"
+    checks = list(doctor_software.software(composed(), CPU))
+    assert of(checks, "sglang").status is CheckStatus.fail
+    assert of(checks, "torch").status is CheckStatus.ok  # a local version counts as its release
+    assert of(checks, "ray").message == "not installed"
 
 
-def test_torch_npu_must_be_the_one_for_this_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_npu_must_match_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     config = composed(*MISSION)
     device = device_of(config.device.kind)
 
-    def verdict(torch: str, plugin: str) -> Verdict:
+    def status(torch: str, plugin: str) -> CheckStatus:
         monkeypatch.setattr(doctor_software, "installed", {"torch": torch, "torch_npu": plugin}.get)
-        return of(list(doctor_software.software(config, device)), "torch_npu for torch").verdict
+        return of(list(doctor_software.software(config, device)), "torch_npu for torch").status
 
-    assert verdict("2.10.0", "2.10.0.post7") is Verdict.ok
-    assert verdict("2.11.0", "2.10.0.post7") is Verdict.fail
+    assert status("2.10.0", "2.10.0.post7") is CheckStatus.ok
+    assert status("2.11.0", "2.10.0.post7") is CheckStatus.fail
 
 
-def test_the_memory_saver_is_asked_for_in_colocate_only() -> None:
+def test_the_memory_saver_is_required_in_colocate_only() -> None:
     def subjects(*overrides: str) -> set[str]:
         config = composed("device=cuda", "model=qwen3_4b", *overrides)
-        return {finding.subject for finding in doctor_software.software(config, device_of(config.device.kind))}
+        return {one.subject for one in doctor_software.software(config, device_of(config.device.kind))}
 
     assert "torch_memory_saver" in subjects()
     assert "torch_memory_saver" not in subjects("placement=fully_async")
@@ -95,9 +95,9 @@ def test_a_taken_port_fails() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        found = list(doctor_machine.machine(composed(f"rollout.port={port}")))
-    assert of(found, "ports").verdict is Verdict.fail
-    assert of(found, "ports").told == f"{port} in use"
+        checks = list(doctor_machine.machine(composed(f"rollout.port={port}")))
+    assert of(checks, "ports").status is CheckStatus.fail
+    assert of(checks, "ports").message == f"{port} in use"
 
 
 def disk_of(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,67 +109,67 @@ def test_a_disk_too_small_for_the_checkpoints_fails(monkeypatch: pytest.MonkeyPa
     disk_of(2**38, monkeypatch)  # 256 GiB
     none = list(doctor_machine.machine(composed(*MISSION)))
     every = list(doctor_machine.machine(composed(*MISSION, "checkpoint.every=10")))
-    assert of(none, "disk").verdict is Verdict.ok
-    assert of(every, "disk").verdict is Verdict.fail
-    assert f"the run may write {2 + 3 * 12 * 8_953_803_264 / 2**30:.0f}" in of(every, "disk").told
+    assert of(none, "disk").status is CheckStatus.ok
+    assert of(every, "disk").status is CheckStatus.fail
+    assert f"the run may write {2 + 3 * 12 * 8_953_803_264 / 2**30:.0f}" in of(every, "disk").message
 
 
 def test_little_shared_memory_warns_and_dockers_default_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def verdict(free: int) -> Verdict:
+    def status(free: int) -> CheckStatus:
         disk_of(free, monkeypatch)
-        return of(list(doctor_machine.machine(composed())), "shared memory").verdict
+        return of(list(doctor_machine.machine(composed())), "shared memory").status
 
-    assert verdict(64 * 2**20) is Verdict.fail
-    assert verdict(2**30) is Verdict.warn
-    assert verdict(2**34) is Verdict.ok
+    assert status(64 * 2**20) is CheckStatus.fail
+    assert status(2**30) is CheckStatus.warn
+    assert status(2**34) is CheckStatus.ok
 
 
-def test_a_hub_without_network_fails_with_the_way_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_fails_with_a_workaround(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    found = of(list(doctor_machine.reachable(composed("model=qwen3_4b"))), "model")
-    assert found.verdict is Verdict.fail
-    assert "model.path=..." in found.advice
+    result = of(list(doctor_machine.reachable(composed("model=qwen3_4b"))), "model")
+    assert result.status is CheckStatus.fail
+    assert "model.path=..." in result.hint
 
 
 def test_a_cluster_and_a_server_that_do_not_answer_fail() -> None:
     config = composed("cluster.address=127.0.0.1:9", "rollout.urls=[http://127.0.0.1:9]")
-    found = list(doctor_machine.reachable(config))
-    assert of(found, "cluster").verdict is Verdict.fail
-    assert of(found, "engine").verdict is Verdict.fail
+    checks = list(doctor_machine.reachable(config))
+    assert of(checks, "cluster").status is CheckStatus.fail
+    assert of(checks, "engine").status is CheckStatus.fail
 
 
-def test_expandable_segments_and_the_memory_saver_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expandable_segments_with_the_memory_saver_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    for placement, verdicts in (("colocate", {"allocator"}), ("fully_async", set())):
+    for placement, subjects in (("colocate", {"allocator"}), ("fully_async", set())):
         config = composed("device=cuda", "model=qwen3_4b", f"placement={placement}")
-        found = doctor_device.environment(config, device_of(config.device.kind))
-        assert {finding.subject for finding in found if finding.verdict is Verdict.warn} == verdicts
+        checks = doctor_device.environment(config, device_of(config.device.kind))
+        assert {one.subject for one in checks if one.status is CheckStatus.warn} == subjects
 
 
-def test_a_variable_set_against_ours_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conflicting_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "60")
     config = composed(*MISSION)
-    found = of(list(doctor_device.environment(config, device_of(config.device.kind))), "environment")
-    assert found.told == "HCCL_CONNECT_TIMEOUT=60 gives way to 1500"
+    result = of(list(doctor_device.environment(config, device_of(config.device.kind))), "environment")
+    assert result.message == "HCCL_CONNECT_TIMEOUT=60 is overridden by 1500"
 
 
 def test_too_few_visible_devices_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3")
     config = composed(*MISSION)
-    found = of(list(doctor_device.environment(config, device_of(config.device.kind))), "visible devices")
-    assert found.verdict is Verdict.fail
-    assert "leaves 4 device(s), the run takes 8" in found.told
+    result = of(list(doctor_device.environment(config, device_of(config.device.kind))), "visible devices")
+    assert result.status is CheckStatus.fail
+    assert "leaves 4 device(s), the run needs 8" in result.message
 
 
 def test_a_plan_that_does_not_fit_warns() -> None:
     config = composed(*MISSION, "device.memory_gib=32")
-    found = of(list(doctor_device.hardware(config, device_of(config.device.kind))), "memory")
-    assert found.verdict is Verdict.warn
-    assert "56.6 of 32.0 GiB" in found.told
+    result = of(list(doctor_device.hardware(config, device_of(config.device.kind))), "memory")
+    assert result.status is CheckStatus.warn
+    assert "56.6 of 32.0 GiB" in result.message
 
 
 def test_the_table_counts_its_lines() -> None:
-    lines = [judged("one", True, "fine", "never shown"), judged("other", False, "bad", "mend it")]
-    assert table(lines) == "ok    one    fine\nfail  other  bad\n             → mend it\n1 fail, 0 warn, 1 ok"
+    checks = [check("one", True, "fine", "never shown"), check("other", False, "bad", "fix it")]
+    assert table(checks) == "ok    one    fine\nfail  other  bad\n             → fix it\n1 fail, 0 warn, 1 ok"

@@ -1,4 +1,4 @@
-"""Parity between devices: this CPU agrees with itself, bfloat16 within its bounds, and a wrong kernel is found."""
+"""Parity between devices: the CPU agrees with itself, bfloat16 stays within its bounds, a wrong kernel is detected."""
 
 import json
 import math
@@ -12,10 +12,21 @@ import torch
 
 from app.config.device import Dtype
 from app.mode.parity import compare as parity
-from app.mode.parity import engine as parity_engine
-from app.mode.parity.compare import BOUNDS, FILE, LENGTHS, Outcome, compare, comparisons, compute, fixed_batch, layer_of
+from app.mode.parity.compare import (
+    BOUNDS,
+    FILE,
+    LENGTHS,
+    Outcome,
+    compare,
+    comparisons,
+    compute,
+    fixed_batch,
+    layer_of,
+    mean_difference,
+)
 from app.mode.parity.engine import Sampled
 from app.model.attention import PACKED
+from app.types import Completion, FinishReason
 from tests.compose import composed
 from tests.runs import Run
 
@@ -27,8 +38,8 @@ def reference(tiny_model: Path) -> Outcome:
     return compute(tiny_model, CPU, Dtype.float32, PACKED, False)
 
 
-def failing(here: Outcome, reference: Outcome, dtype: Dtype) -> list[str]:
-    return [line.what for line in comparisons(here, reference, BOUNDS[dtype]) if not line.passed]
+def failing(outcome: Outcome, reference: Outcome, dtype: Dtype) -> list[str]:
+    return [line.what for line in comparisons(outcome, reference, BOUNDS[dtype]) if not line.passed]
 
 
 @pytest.mark.soak
@@ -39,60 +50,76 @@ def test_the_engine_agrees_too(placement: str, start: Callable[..., Run]) -> Non
     assert run.wait() == 0, run.text
     assert run.gone_within(15), run.processes()
     lines = {line["what"]: line for line in json.loads((run.folder / FILE).read_text())["comparisons"]}
-    assert lines["pushes unlike the exported checkpoint"]["error"] == 0
+    assert lines["weight syncs unlike the exported checkpoint"]["error"] == 0
     assert 0 < lines["engine's log-probabilities"]["error"] < 1e-5
-    assert "all within their bounds" in run.text
+    assert "all within bounds" in run.text
 
 
-def test_a_push_that_differs_fails(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unlike = Sampled(False, "tensor so and so", np.zeros(1, dtype=np.int32), ())
-    monkeypatch.setattr(parity_engine, "sample", lambda *_: unlike)
+def test_a_weight_sync_that_differs_fails(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    different = Sampled(False, "a tensor differs", np.zeros(1, dtype=np.int32), ())
+    monkeypatch.setattr(parity, "sample", lambda *_: different)
     text, _, passed = compare(composed(f"model.path={tiny_model}"), tmp_path)
     assert not passed
-    assert "FAIL  pushes unlike the exported checkpoint" in text
+    assert "FAIL  weight syncs unlike the exported checkpoint" in text
 
 
-def test_the_cpu_agrees_with_itself_and_says_so(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parity, "engine_comparisons", lambda *_: [])  # they start a whole run
+def test_the_cpu_agrees_with_itself(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "engine_comparisons", lambda *_: [])  # it starts a whole run
     text, worst, passed = compare(composed(f"model.path={tiny_model}"), tmp_path)
     assert passed
     assert worst < 0.01
     assert "ok    gradient of layer 1" in text
-    said = json.loads((tmp_path / FILE).read_text())
-    assert said["passed"] is True
-    assert {line["what"] for line in said["comparisons"]} >= {"log-probabilities", "loss", "gradient of layer 0"}
+    result = json.loads((tmp_path / FILE).read_text())
+    assert result["passed"] is True
+    assert {line["what"] for line in result["comparisons"]} >= {"log-probabilities", "loss", "gradient of layer 0"}
 
 
-def test_the_reference_is_transformers_own_sequence_by_sequence(tiny_model: Path, reference: Outcome) -> None:
+def test_the_reference_equals_transformers_sequence_by_sequence(tiny_model: Path, reference: Outcome) -> None:
     from app.model.hf_import import transformers
 
     model = transformers().AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
-    batch, start, wanted = fixed_batch(model.config.vocab_size), 0, []
+    batch = fixed_batch(model.config.vocab_size, CPU)
+    start = 0
+    expected = []
     for length in LENGTHS:
-        tokens = batch["input_ids"][:, start : start + length]
+        tokens = batch.input_ids[:, start : start + length]
         logprobs = model(tokens).logits[0].log_softmax(-1)
-        places = range(length // 2 - 1, length - 1)
-        wanted += [logprobs[place, tokens[0, place + 1]].item() for place in places]
+        positions = range(length // 2 - 1, length - 1)
+        expected += [logprobs[position, tokens[0, position + 1]].item() for position in positions]
         start += length
-    assert reference.logprobs.tolist() == pytest.approx(wanted, abs=2e-5)
+    assert reference.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
+
+
+def test_the_engine_difference_is_the_mean_over_completion_tokens(tiny_model: Path) -> None:
+    from app.model.hf_import import transformers
+
+    model = transformers().AutoModelForCausalLM.from_pretrained(tiny_model)
+    prompt = np.arange(4, 10, dtype=np.int32)
+    completions = []
+    for length, error in ((3, 0.0), (9, 0.4)):
+        tokens = np.arange(20, 20 + length, dtype=np.int32)
+        logits = model(torch.tensor(np.concatenate([prompt, tokens]))[None].long()).logits[0, len(prompt) - 1 : -1]
+        logprobs = logits.log_softmax(-1)[torch.arange(length), torch.tensor(tokens).long()].detach().numpy()
+        completions.append(Completion(tokens, logprobs - np.float32(error), FinishReason.stop, spans=()))
+
+    sampled = Sampled(True, "", prompt, completions)
+    assert mean_difference(tiny_model, sampled, trust_remote_code=False) == pytest.approx(9 * 0.4 / 12, abs=1e-5)
 
 
 def test_bfloat16_stays_within_its_bounds(tiny_model: Path, reference: Outcome) -> None:
-    here = compute(tiny_model, CPU, Dtype.bfloat16, PACKED, False)
-    assert failing(here, reference, Dtype.bfloat16) == []
-    assert "gradient of layer 0" in failing(here, reference, Dtype.float32)  # it was not float32 by accident
+    outcome = compute(tiny_model, CPU, Dtype.bfloat16, PACKED, False)
+    assert failing(outcome, reference, Dtype.bfloat16) == []
+    assert "gradient of layer 0" in failing(outcome, reference, Dtype.float32)  # rules out that float32 was used
 
 
-def test_attention_over_the_borders_is_found_even_in_bfloat16(
+def test_attention_across_sequence_boundaries_is_detected_even_within_bfloat16_bounds(
     tiny_model: Path, reference: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = fixed_batch(100)
-    borderless = {**batch, "cu_seqlens": torch.tensor([0, sum(LENGTHS)], dtype=torch.int32)}
-    monkeypatch.setattr(parity, "fixed_batch", lambda _: dict(borderless))
-    here = compute(tiny_model, CPU, Dtype.float32, PACKED, False)
-    assert {"log-probabilities", "gradient of layer 0"} <= set(failing(here, reference, Dtype.bfloat16))
+    batch = fixed_batch(100, CPU)
+    boundless = replace(batch, cu_seqlens=torch.tensor([0, sum(LENGTHS)], dtype=torch.int32))
+    monkeypatch.setattr(parity, "fixed_batch", lambda *_: boundless)
+    outcome = compute(tiny_model, CPU, Dtype.float32, PACKED, False)
+    assert {"log-probabilities", "gradient of layer 0"} <= set(failing(outcome, reference, Dtype.bfloat16))
 
 
 def test_a_missing_or_broken_gradient_fails(reference: Outcome) -> None:

@@ -1,13 +1,14 @@
-"""The plan's memory against hand calculation."""
+"""The memory plan against a hand calculation."""
 
 import pytest
 
 from app.config import RunConfig
 from app.device import device_of
-from app.mode.plan.memory import Phase, capacity, devices, of, phases, tightest
-from app.mode.plan.trainer_memory import GIB, HEAD_CHUNK_BYTES
+from app.mode.plan.memory import MemoryPlan, Phase, capacity, devices, plan_memory
+from app.mode.plan.trainer_memory import HEAD_CHUNK_BYTES
 from app.model.architecture import QWEN3_4B, QWEN35_9B, Architecture
 from app.rollout.server_args import engine_flags
+from app.utils.units import GIB
 from tests.compose import composed
 
 P = 8_953_803_264  # parameters of Qwen3.5-9B
@@ -17,11 +18,14 @@ FULL = 8 * (4096 * (8192 + 2 * 1024) + 4096 * 4096 + 2 * 256)  # gated attention
 MLP = 32 * (3 * 4096 * 12288 + 2 * 4096)
 
 
-def planned(model: Architecture, *overrides: str) -> dict[tuple[str, str], Phase]:
+def memory_plan(model: Architecture, *overrides: str) -> MemoryPlan:
     config = composed(*overrides)
     device = device_of(config.device.kind)
-    _, trainer, engine = of(config, device, model, engine_flags(config, device))
-    return {(phase.device, phase.name): phase for phase in phases(config, device, trainer, engine)}
+    return plan_memory(config, device, model, engine_flags(config, device))
+
+
+def planned(model: Architecture, *overrides: str) -> dict[tuple[str, str], Phase]:
+    return {(phase.device, phase.name): phase for phase in memory_plan(model, *overrides).phases}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,7 @@ def mission() -> dict[tuple[str, str], Phase]:
     return planned(QWEN35_9B, "device=npu", "placement=fully_async", "model=qwen35_9b")
 
 
-def test_the_hand_count_is_the_models() -> None:
+def test_the_hand_count_equals_the_model() -> None:
     assert ROOT + LINEAR + FULL + MLP == P
 
 
@@ -41,7 +45,7 @@ def test_shards_of_the_mission_are_a_quarter_each(mission: dict[tuple[str, str],
     assert "reference" not in items
 
 
-def test_what_a_layer_gathers_and_leaves_unreduced(mission: dict[tuple[str, str], Phase]) -> None:
+def test_gathered_parameters_and_unreduced_gradients_of_a_layer(mission: dict[tuple[str, str], Phase]) -> None:
     items = mission["trainer device", "backward of a layer"].items
     layer = LINEAR // 24 + MLP // 32  # a linear layer is the larger kind
     head = 248_320 * 4096
@@ -49,18 +53,18 @@ def test_what_a_layer_gathers_and_leaves_unreduced(mission: dict[tuple[str, str]
     assert items["unreduced gradients"] == (head + layer) * 2 + 2 * layer * 4
 
 
-def test_checkpointing_keeps_a_layers_input_only(mission: dict[tuple[str, str], Phase]) -> None:
+def test_activation_checkpointing_keeps_only_layer_inputs(mission: dict[tuple[str, str], Phase]) -> None:
     saved = mission["trainer device", "loss and head"].items["activations"]
     assert saved == 32 * 10_240 * 4096 * 2
     without = planned(QWEN35_9B, "device=npu", "model=qwen35_9b", "trainer.activation_checkpointing=false")
     assert without["shared device", "loss and head"].items["activations"] > 10 * saved
 
 
-def test_logits_take_three_chunks(mission: dict[tuple[str, str], Phase]) -> None:
+def test_logits_take_three_head_chunks(mission: dict[tuple[str, str], Phase]) -> None:
     assert mission["trainer device", "loss and head"].items["logits"] == 3 * HEAD_CHUNK_BYTES
 
 
-def test_the_chunk_is_the_heads_own() -> None:
+def test_the_head_chunk_equals_that_of_the_lm_head() -> None:
     from app.model.lm_head import CHUNK_ELEMENTS
 
     assert HEAD_CHUNK_BYTES == CHUNK_ELEMENTS * 4
@@ -78,24 +82,25 @@ def test_the_engine_of_the_mission(mission: dict[tuple[str, str], Phase]) -> Non
     assert (slots, tokens) == (1596, 2_788_784)
 
 
-def test_push_buffers_are_two_of_the_largest_tensor(mission: dict[tuple[str, str], Phase]) -> None:
+def test_sync_buffers_are_two_of_the_largest_tensor(mission: dict[tuple[str, str], Phase]) -> None:
     embedding = 248_320 * 4096 * 2  # larger than weight_sync.bucket_mib
-    assert mission["trainer device", "push"].items["push buffers"] == 2 * embedding
-    assert mission["engine device", "push"].items["received bucket"] == 2 * embedding
+    assert mission["trainer device", "sync"].items["sync buffers"] == 2 * embedding
+    assert mission["engine device", "sync"].items["received bucket"] == 2 * embedding
 
 
-def test_colocate_leaves_nothing_of_the_trainer_but_its_buffers_while_it_generates() -> None:
-    found = planned(QWEN3_4B, "device=cuda", "model=qwen3_4b", "device.memory_gib=80")
-    generate, push = found["shared device", "generate"].items, found["shared device", "push"].items
+def test_colocate_offloads_the_trainer_while_it_generates_and_the_caches_while_it_trains() -> None:
+    phases = planned(QWEN3_4B, "device=cuda", "model=qwen3_4b", "device.memory_gib=80")
+    generate = phases["shared device", "generate"].items
+    sync = phases["shared device", "sync"].items
     assert "masters" not in generate
-    assert "Adam" not in push
-    assert push["masters"] == QWEN3_4B.parameters * 4 / 4
-    assert "KV cache" not in push
-    assert "KV cache" not in found["shared device", "backward of a layer"].items
+    assert "Adam" not in sync
+    assert sync["masters"] == QWEN3_4B.parameters * 4 / 4
+    assert "KV cache" not in sync
+    assert "KV cache" not in phases["shared device", "backward of a layer"].items
 
 
 def test_colocate_without_offload_keeps_both_sides() -> None:
-    found = planned(
+    plan = memory_plan(
         QWEN3_4B,
         "device=cuda",
         "model=qwen3_4b",
@@ -103,46 +108,47 @@ def test_colocate_without_offload_keeps_both_sides() -> None:
         "offload.engine=false",
         "offload.trainer=false",
     )
-    assert "Adam" in found["shared device", "generate"].items
-    assert "KV cache" in found["shared device", "optimizer update"].items
-    assert tightest(list(found.values())).bytes > 80 * GIB  # what offloading is for
+    phases = {phase.name: phase.items for phase in plan.phases}
+    assert "Adam" in phases["generate"]
+    assert "KV cache" in phases["optimizer update"]
+    assert plan.peak_phase.bytes > 80 * GIB  # the reason for offloading
 
 
 def test_a_reference_adds_its_shards_and_its_root() -> None:
-    found = planned(QWEN3_4B, "device=cuda", "model=qwen3_4b", "algorithm.kl=k3", "algorithm.kl_coefficient=0.04")
-    assert "reference" not in found["shared device", "generate"].items  # it leaves with the optimizer
-    assert "reference" not in found["shared device", "push"].items
-    reference = found["shared device", "backward of a layer"].items["reference"]
+    phases = planned(QWEN3_4B, "device=cuda", "model=qwen3_4b", "algorithm.kl=k3", "algorithm.kl_coefficient=0.04")
+    assert "reference" not in phases["shared device", "generate"].items  # it is offloaded with the optimizer
+    assert "reference" not in phases["shared device", "sync"].items
+    reference = phases["shared device", "backward of a layer"].items["reference"]
     assert reference == QWEN3_4B.parameters + (151_936 * 2560 + 2560) * 2  # a quarter of 4 bytes each, and the root
 
 
-def test_sgd_has_no_moments() -> None:
-    found = planned(QWEN3_4B, "device=cuda", "model=qwen3_4b", "trainer.optimizer=sgd")
-    assert ("shared device", "optimizer update") not in found
-    assert all("Adam" not in phase.items for phase in found.values())
+def test_sgd_has_no_adam_moments() -> None:
+    phases = planned(QWEN3_4B, "device=cuda", "model=qwen3_4b", "trainer.optimizer=sgd")
+    assert ("shared device", "optimizer update") not in phases
+    assert all("Adam" not in phase.items for phase in phases.values())
 
 
-def test_memory_comes_from_the_setting_then_from_the_machine_then_from_a_usual_card() -> None:
+def test_capacity_comes_from_the_setting_else_the_machine_else_a_common_card() -> None:
     npu = composed("device=npu", "model=qwen35_9b")
     assert capacity(npu, device_of(npu.device.kind)).bytes == 64 * GIB
     assert "assumed" in capacity(npu, device_of(npu.device.kind)).source
-    told = composed("device=npu", "model=qwen35_9b", "device.memory_gib=32")
-    assert capacity(told, device_of(told.device.kind)).bytes == 32 * GIB
+    configured = composed("device=npu", "model=qwen35_9b", "device.memory_gib=32")
+    assert capacity(configured, device_of(configured.device.kind)).bytes == 32 * GIB
     cpu: RunConfig = composed("placement.devices=2")
     alone = composed()
     assert 2 * capacity(cpu, device_of(cpu.device.kind)).bytes == capacity(alone, device_of(alone.device.kind)).bytes
 
 
-def test_the_mission_takes_eight_devices_and_the_default_run_one() -> None:
+def test_the_mission_takes_eight_devices_and_the_default_run_takes_one() -> None:
     assert devices(composed("device=npu", "placement=fully_async", "model=qwen35_9b")) == 8
     assert devices(composed()) == 1
     assert devices(composed("rollout.urls=[http://127.0.0.1:30000]", "placement=fully_async")) == 1
 
 
-def test_a_delta_push_keeps_a_16_bit_copy_of_each_shard_where_it_was_told() -> None:
+def test_delta_sync_keeps_a_16_bit_copy_of_each_shard_where_configured() -> None:
     mission = ("device=npu", "placement=fully_async", "model=qwen35_9b", "weight_sync.mode=delta")
-    items = planned(QWEN35_9B, *mission)["trainer device", "push"].items
-    assert items["last pushed weights"] == P * 2 / 4
-    assert "last pushed weights" not in planned(QWEN35_9B, *mission[:-1])["trainer device", "push"].items
-    on_host = planned(QWEN35_9B, *mission, "weight_sync.snapshot=host")["trainer device", "push"].items
-    assert "last pushed weights" not in on_host
+    items = planned(QWEN35_9B, *mission)["trainer device", "sync"].items
+    assert items["last synced weights"] == P * 2 / 4
+    assert "last synced weights" not in planned(QWEN35_9B, *mission[:-1])["trainer device", "sync"].items
+    on_host = planned(QWEN35_9B, *mission, "weight_sync.snapshot=host")["trainer device", "sync"].items
+    assert "last synced weights" not in on_host

@@ -54,7 +54,7 @@ def test_a_composite_checkpoint_counts_its_text_model_and_its_vision_tower() -> 
     assert from_config(composite) == QWEN35_9B
 
 
-def test_only_every_fourth_layer_of_qwen35_has_a_cache() -> None:
+def test_only_every_fourth_layer_of_qwen35_has_a_kv_cache() -> None:
     assert QWEN3_4B.kv_bytes_per_token(2) == 36 * 2 * 8 * 128 * 2 == 147_456
     assert QWEN35_9B.kv_bytes_per_token(2) == 8 * 2 * 4 * 256 * 2 == 32_768
     assert QWEN35_9B.kv_bytes_per_token(2, tensor_parallel=8) == 8 * 2 * 1 * 256 * 2  # at least one head per rank
@@ -95,5 +95,5 @@ def test_a_model_that_is_not_local_has_no_architecture(path: str) -> None:
     assert architecture_of(ModelConfig(path=path)) is None
 
 
-def test_experts_are_not_counted_as_dense() -> None:
+def test_a_mixture_of_experts_is_not_counted_as_dense() -> None:
     assert from_config({"model_type": "qwen3_moe"}) is None

@@ -1,4 +1,4 @@
-"""Trajectories to score, and rewards of a user's own."""
+"""Trajectories to score, and custom rewards."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ TOKENS = 8
 
 @pytest.fixture
 def trajectory() -> Callable[..., Trajectory]:
-    """A completion with this text, for a prompt with this answer."""
+    """Return a factory of completions with a given text, for a prompt with a given answer."""
 
     def make(text: str, answer: str = "42", prompt_id: str = "set/0@0") -> Trajectory:
         prompt = Prompt(prompt_id, np.zeros(4, np.int32), answer, "set")
@@ -29,11 +29,11 @@ def trajectory() -> Callable[..., Trajectory]:
 
 
 @pytest.fixture
-def own_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Write a module of a user's own and put it on the path; gives the module's name."""
+def custom_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Write a custom reward module, put it on the path, and return its name."""
 
     def write(source: str) -> str:
-        name = f"own_{tmp_path.name}"
+        name = f"custom_{tmp_path.name}"
         (tmp_path / f"{name}.py").write_text(source)
         monkeypatch.syspath_prepend(str(tmp_path))
         return name

@@ -2,18 +2,18 @@ import pytest
 
 from app.config.reward import BUILT_IN
 from app.reward.answer import extract_final_answer
-from app.reward.component import INSTANT, built_in
+from app.reward.component import IN_PROCESS, built_in
 from app.reward.exact import exact
 from app.reward.format import format
 from app.reward.math import equal
 
 
-def test_exact_compares_what_is_left_without_blanks(trajectory):
+def test_exact_ignores_surrounding_whitespace(trajectory):
     texts = ["42", " 42\n", "42.", "4 2", "", "The answer is 42"]
     assert exact([trajectory(text) for text in texts]) == [1, 1, 0, 0, 0, 0]
 
 
-def test_format_wants_a_marked_answer_whatever_it_is(trajectory):
+def test_format_rewards_any_marked_answer(trajectory):
     texts = [
         "\\boxed{7}",
         "so\n#### 7",
@@ -38,7 +38,7 @@ def test_format_wants_a_marked_answer_whatever_it_is(trajectory):
         ("plain 3", None),
     ],
 )
-def test_the_last_mark_counts_and_a_box_before_hashes(text, answer):
+def test_the_last_mark_wins_and_a_box_beats_hashes(text, answer):
     assert extract_final_answer(text) == answer
 
 
@@ -70,7 +70,7 @@ def test_the_last_mark_counts_and_a_box_before_hashes(text, answer):
         ("A", "\\boxed{\\text{A}}"),
     ],
 )
-def test_math_finds_equal_answers_equal(reference, text):
+def test_math_accepts_equal_answers(reference, text):
     assert equal(reference, text)
 
 
@@ -89,17 +89,17 @@ def test_math_finds_equal_answers_equal(reference, text):
         ("Paris", "it may be Paris"),
     ],
 )
-def test_math_finds_different_answers_different(reference, text):
+def test_math_rejects_different_answers(reference, text):
     assert not equal(reference, text)
 
 
-def test_a_reference_that_says_nothing_is_an_error_not_a_zero():
+def test_an_empty_reference_is_an_error_not_a_zero():
     for reference in ("", " . ", "$$"):
-        with pytest.raises(ValueError, match=r"the reference answer .* says nothing"):
+        with pytest.raises(ValueError, match=r"the reference answer .* is empty"):
             equal(reference, "\\boxed{...}")
 
 
-def test_every_built_in_part_can_be_loaded(trajectory):
+def test_every_built_in_component_loads(trajectory):
     for name in BUILT_IN:
         assert list(built_in(name, 1.0).load()([trajectory("\\boxed{42}")])) == [float(name != "exact")]
-    assert set(INSTANT) < set(BUILT_IN)
+    assert set(IN_PROCESS) < set(BUILT_IN)

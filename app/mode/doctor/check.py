@@ -1,28 +1,35 @@
-"""`mode=doctor`: would this configuration run on this machine? A line for each thing that has stopped runs elsewhere.
+"""All checks of `mode=doctor`: can this configuration run on this machine?
 
-Always holds: nothing is started, fetched or written; every line that is not ok says what to do; the exit code is 1
-where a line fails.
+Invariants:
+- Nothing is started, downloaded or written.
+- Every check that is not ok has a hint.
+- The exit code is 1 if a check fails.
 """
 
 from app.config import RunConfig
 from app.device import device_of
 from app.mode.doctor.device import environment, hardware
-from app.mode.doctor.finding import Finding, Verdict, table
+from app.mode.doctor.finding import Check, CheckStatus, table
 from app.mode.doctor.machine import machine, reachable
 from app.mode.doctor.software import software
 
 FAILED = 1
 
 
-def examine(config: RunConfig) -> list[Finding]:
-    """Every finding, in the order in which they are worth mending."""
+def examine(config: RunConfig) -> list[Check]:
+    """Run every check, in the order in which problems should be fixed."""
     device = device_of(config.device.kind)
-    parts = (software(config, device), hardware(config, device), environment(config, device))
-    return [finding for part in (*parts, machine(config), reachable(config)) for finding in part]
+    return [
+        *software(config, device),
+        *hardware(config, device),
+        *environment(config, device),
+        *machine(config),
+        *reachable(config),
+    ]
 
 
 def report(config: RunConfig) -> tuple[str, int]:
-    """The table and the exit code."""
-    findings = examine(config)
-    failed = any(finding.verdict is Verdict.fail for finding in findings)
-    return table(findings), FAILED if failed else 0
+    """Return the table and the exit code."""
+    checks = examine(config)
+    failed = any(one.status is CheckStatus.fail for one in checks)
+    return table(checks), FAILED if failed else 0

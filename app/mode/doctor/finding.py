@@ -1,36 +1,41 @@
-"""One line of `mode=doctor`: what was looked at, how it is, and what to do about it."""
+"""One check of `mode=doctor`: its subject, its status, and how to fix it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 
-class Verdict(Enum):
+class CheckStatus(Enum):
+    """Result of a check."""
+
     ok = "ok"
-    warn = "warn"  # the run starts, and something will be worse than it could be
-    fail = "fail"  # the run will not start, or will not end well
+    warn = "warn"  # the run starts, but something is worse than it could be
+    fail = "fail"  # the run does not start, or fails later
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Check:
+    """One line of the table."""
+
     subject: str
-    verdict: Verdict
-    told: str
-    advice: str = ""  # empty where there is nothing to do
+    status: CheckStatus
+    message: str
+    hint: str = ""  # empty if there is nothing to do
 
 
-def judged(subject: str, good: bool, told: str, advice: str, *, otherwise: Verdict = Verdict.fail) -> Finding:
-    """ok where `good`; else `otherwise`, with the advice."""
-    return Finding(subject, Verdict.ok, told) if good else Finding(subject, otherwise, told, advice)
+def check(subject: str, good: bool, message: str, hint: str, *, otherwise: CheckStatus = CheckStatus.fail) -> Check:
+    """Return an ok check if `good`; else one with status `otherwise` and the hint."""
+    return Check(subject, CheckStatus.ok, message) if good else Check(subject, otherwise, message, hint)
 
 
-def table(findings: Sequence[Finding]) -> str:
-    """A line each, the advice under its line, and a count at the end."""
-    width = max(len(finding.subject) for finding in findings)
+def table(checks: Sequence[Check]) -> str:
+    """Format one line per check, each hint below its line, and the counts at the end."""
+    width = max(len(one.subject) for one in checks)
     lines: list[str] = []
-    for finding in findings:
-        lines.append(f"{finding.verdict.name:<4}  {finding.subject:<{width}}  {finding.told}")
-        if finding.advice:
-            lines.append(f"{'':<4}  {'':<{width}}  → {finding.advice}")
-    counts = [f"{sum(f.verdict is verdict for f in findings)} {verdict.name}" for verdict in reversed(Verdict)]
+    for one in checks:
+        lines.append(f"{one.status.name:<4}  {one.subject:<{width}}  {one.message}")
+        if one.hint:
+            lines.append(f"{'':<4}  {'':<{width}}  → {one.hint}")
+
+    counts = [f"{sum(one.status is status for one in checks)} {status.name}" for status in reversed(CheckStatus)]
     return "\n".join([*lines, ", ".join(counts)])

@@ -1,4 +1,4 @@
-"""The doctor on the machine: shared memory, files, disk, ports, and whether model and data can be reached."""
+"""Checks of the machine: shared memory, files, disk, ports, and access to model, data, cluster and servers."""
 
 import os
 import resource
@@ -11,35 +11,40 @@ from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 from app.config import RunConfig
-from app.mode.doctor.finding import Finding, Verdict, judged
-from app.mode.plan.trainer_memory import GIB
+from app.mode.doctor.finding import Check, CheckStatus, check
 from app.model.architecture import architecture_of
 from app.model.tiny.create import DEFAULT_CACHE
 from app.utils.net import port_is_free
+from app.utils.units import GIB
 
 SHARED_MEMORY = Path("/dev/shm")
-SHARED_GIB_FAIL, SHARED_GIB_WARN = 0.25, 2.0  # Ray's object store and tensors between processes live there
-FILES_WARN = 4096
+SHARED_GIB_FAIL = 0.25  # Ray's object store and tensors between processes live there
+SHARED_GIB_WARN = 2.0
+OPEN_FILES_WARN = 4096
 FREE_GIB = 2.0  # for logs and samples
-CHECKPOINT_BYTES = 12  # a parameter: float32 master and Adam's moments
-EXPORT_BYTES = 4
+FULL_DISK = 0.95  # Ray stops spilling objects there
+CHECKPOINT_BYTES = 12  # per parameter: float32 master weight and Adam moments
+EXPORT_BYTES = 4  # per parameter
 REACH_SECONDS = 10.0
 OUTPUTS = "outputs"
 
 
-def machine(config: RunConfig) -> Iterator[Finding]:
+def machine(config: RunConfig) -> Iterator[Check]:
+    """Check shared memory, open files, disk, temporary files and ports."""
     if SHARED_MEMORY.is_dir():
         yield _shared_memory()
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    advice = f"ulimit -n {hard} (the hard limit), or higher in the container's or unit's settings"
-    yield judged("open files", soft >= FILES_WARN, f"limit {soft:,}", advice, otherwise=Verdict.warn)
+    hint = f"ulimit -n {hard} (the hard limit), or raise it in the container or unit settings"
+    yield check("open files", soft >= OPEN_FILES_WARN, f"limit {soft:,}", hint, otherwise=CheckStatus.warn)
+
     yield _disk(config)
     yield _temporary()
     yield from _ports(config)
 
 
-def reachable(config: RunConfig) -> Iterator[Finding]:
-    """Model, data, cluster and servers."""
+def reachable(config: RunConfig) -> Iterator[Check]:
+    """Check access to model, data, cluster and servers."""
     yield _model(config)
     yield _data(config)
     if config.cluster.address not in (None, "auto", "local"):
@@ -48,102 +53,109 @@ def reachable(config: RunConfig) -> Iterator[Finding]:
         yield _server(url)
 
 
-def _shared_memory() -> Finding:
+def _shared_memory() -> Check:
     free = shutil.disk_usage(SHARED_MEMORY).free / GIB
-    advice = "give the container more: --ipc=host or --shm-size=16g; in Kubernetes an emptyDir of medium Memory"
-    worse = Verdict.fail if free < SHARED_GIB_FAIL else Verdict.warn
-    return judged("shared memory", free >= SHARED_GIB_WARN, f"{free:.1f} GiB free", advice, otherwise=worse)
+    hint = "give the container more: --ipc=host or --shm-size=16g; in Kubernetes an emptyDir of medium Memory"
+    status = CheckStatus.fail if free < SHARED_GIB_FAIL else CheckStatus.warn
+    return check("shared memory", free >= SHARED_GIB_WARN, f"{free:.1f} GiB free", hint, otherwise=status)
 
 
-def _disk(config: RunConfig) -> Finding:
-    """Room for the checkpoints that are kept, the one being written, and an export."""
-    model, checkpoint = architecture_of(config.model), config.checkpoint
+def _disk(config: RunConfig) -> Check:
+    """Check the space for the kept checkpoints, the one being written, and an export."""
+    model = architecture_of(config.model)
     parameters = 0 if model is None else model.parameters
-    needed = FREE_GIB * GIB + (parameters * CHECKPOINT_BYTES * (checkpoint.keep + 1) if checkpoint.every else 0)
-    if checkpoint.export:  # made of a checkpoint
-        needed += parameters * (EXPORT_BYTES + (0 if checkpoint.every else CHECKPOINT_BYTES))
+    checkpoint = config.checkpoint
+
+    # an export is made from a checkpoint
+    copies = checkpoint.keep + 1 if checkpoint.every else int(checkpoint.export)
+    needed = FREE_GIB * GIB + parameters * (CHECKPOINT_BYTES * copies + EXPORT_BYTES * checkpoint.export)
+
     folder = Path(OUTPUTS) if Path(OUTPUTS).is_dir() else Path()
+    if not os.access(folder, os.W_OK):
+        return Check("disk", CheckStatus.fail, f"{folder} is not writable", "write elsewhere with hydra.run.dir=...")
     free = shutil.disk_usage(folder).free
-    told = f"{free / GIB:.0f} GiB free under {folder.absolute()}, the run may write {needed / GIB:.0f}"
-    advice = "free some, lower checkpoint.keep, or write elsewhere with hydra.run.dir=..."
-    writable = os.access(folder, os.W_OK)
-    return judged("disk", free >= needed and writable, told if writable else f"{folder} is not writable", advice)
+    message = f"{free / GIB:.0f} GiB free under {folder.absolute()}, the run may write {needed / GIB:.0f}"
+    hint = "free some space, lower checkpoint.keep, or write elsewhere with hydra.run.dir=..."
+    return check("disk", free >= needed, message, hint)
 
 
-def _temporary() -> Finding:
-    """Ray keeps its session there, and stops taking objects where the disk is almost full."""
-    usage = shutil.disk_usage(tempfile.gettempdir())
-    told = f"{tempfile.gettempdir()} is {1 - usage.free / usage.total:.0%} full"
-    advice = "free some: Ray refuses to spill objects at 95 %"
-    return judged("temporary files", usage.free / usage.total > 0.05, told, advice, otherwise=Verdict.warn)
+def _temporary() -> Check:
+    """Check the disk of Ray's session folder."""
+    folder = tempfile.gettempdir()
+    usage = shutil.disk_usage(folder)
+    used = 1 - usage.free / usage.total
+    hint = f"free some space: Ray refuses to spill objects at {FULL_DISK:.0%}"
+    return check("temporary files", used < FULL_DISK, f"{folder} is {used:.0%} full", hint, otherwise=CheckStatus.warn)
 
 
-def _ports(config: RunConfig) -> Iterator[Finding]:
+def _ports(config: RunConfig) -> Iterator[Check]:
     first = config.rollout.port
     if first is None or config.rollout.urls:
         return
-    taken = [port for port in range(first, first + config.engines) if not port_is_free("127.0.0.1", port)]
-    told = f"{', '.join(map(str, taken))} in use" if taken else f"{first} to {first + config.engines - 1} are free"
-    yield judged("ports", not taken, told, "give another rollout.port, or null for free ones")
+    ports = range(first, first + config.engines)
+    taken = [port for port in ports if not port_is_free("127.0.0.1", port)]
+    message = f"{', '.join(map(str, taken))} in use" if taken else f"{ports[0]} to {ports[-1]} are free"
+    yield check("ports", not taken, message, "set another rollout.port, or null for free ones")
 
 
-def _model(config: RunConfig) -> Finding:
-    given = config.model.path
-    if given is None:
+def _model(config: RunConfig) -> Check:
+    path = config.model.path
+    if path is None:
         cache = Path(config.model.tiny.cache or DEFAULT_CACHE).expanduser()
-        made = any(cache.glob("tiny-*"))
-        return Finding("model", Verdict.ok, "tiny, made already" if made else f"tiny, will be made in {cache}")
-    folder = Path(given).expanduser()
+        created = any(cache.glob("tiny-*"))
+        return Check("model", CheckStatus.ok, f"tiny, {'cached' if created else 'will be created'} in {cache}")
+
+    folder = Path(path).expanduser()
     if folder.is_dir():
         good = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-        advice = "give a Hugging Face directory with config.json, a tokenizer and safetensors"
-        return judged("model", good, f"directory {folder}", advice)
-    return _hub("model", given, "model.path")
+        hint = "use a Hugging Face directory with config.json, a tokenizer and safetensors"
+        return check("model", good, f"directory {folder}", hint)
+    return _hub("model", "model", path, "model.path")
 
 
-def _data(config: RunConfig) -> Finding:
-    given = config.data.path
-    if given is None:
-        return Finding("data", Verdict.ok, "arithmetic, generated")
-    if Path(given).expanduser().is_file():
-        return Finding("data", Verdict.ok, f"file {given}")
-    return _hub("dataset", given, "data.path")
+def _data(config: RunConfig) -> Check:
+    path = config.data.path
+    if path is None:
+        return Check("data", CheckStatus.ok, "arithmetic, generated")
+    if Path(path).expanduser().is_file():
+        return Check("data", CheckStatus.ok, f"file {path}")
+    return _hub("data", "dataset", path, "data.path")
 
 
-def _hub(kind: str, name: str, key: str) -> Finding:
-    """Whether the hub, or the cache of an earlier download, has it."""
+def _hub(subject: str, kind: str, name: str, key: str) -> Check:
+    """Check that the hub, or its local cache, has a repository."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
     from huggingface_hub.utils import build_hf_headers
 
-    subject = "data" if kind == "dataset" else kind
     try:
         if any(repo.repo_id == name and repo.repo_type == kind for repo in scan_cache_dir().repos):
-            return Finding(subject, Verdict.ok, f"{name}, in the hub's cache")
+            return Check(subject, CheckStatus.ok, f"{name}, in the hub cache")
     except CacheNotFound:
-        pass  # nothing was ever fetched here
+        pass  # nothing was ever downloaded
+
+    request = Request(f"{constants.ENDPOINT}/api/{kind}s/{quote(name)}", headers=build_hf_headers())
     try:
-        asked = Request(f"{constants.ENDPOINT}/api/{kind}s/{quote(name)}", headers=build_hf_headers())
-        with urlopen(asked, timeout=REACH_SECONDS):
-            return Finding(subject, Verdict.ok, f"{name}, on the hub")
-    except OSError as error:  # every way in which urllib fails
-        advice = f"fetch it where there is a network, and give its folder as {key}=..."
-        return Finding(subject, Verdict.fail, f"{name} cannot be reached: {error}", advice)
+        with urlopen(request, timeout=REACH_SECONDS):
+            return Check(subject, CheckStatus.ok, f"{name}, on the hub")
+    except OSError as error:  # every failure of urllib
+        hint = f"download it on a machine with network access, and set {key}=... to its folder"
+        return Check(subject, CheckStatus.fail, f"{name} cannot be reached: {error}", hint)
 
 
-def _cluster(address: str) -> Finding:
-    advice = "start Ray there (launch/ray_cluster.sh), open the port, or leave cluster.address=null"
+def _cluster(address: str) -> Check:
     parts = urlsplit(address if "://" in address else f"ray://{address}")
     try:
         with socket.create_connection((parts.hostname or "", parts.port or 6379), timeout=REACH_SECONDS):
-            return Finding("cluster", Verdict.ok, f"{address} answers")
+            return Check("cluster", CheckStatus.ok, f"{address} answers")
     except OSError as error:
-        return Finding("cluster", Verdict.fail, f"{address}: {error}", advice)
+        hint = "start Ray there (launch/ray_cluster.sh), open the port, or leave cluster.address=null"
+        return Check("cluster", CheckStatus.fail, f"{address}: {error}", hint)
 
 
-def _server(url: str) -> Finding:
+def _server(url: str) -> Check:
     try:
         with urlopen(f"{url.rstrip('/')}/health", timeout=REACH_SECONDS) as reply:
-            return judged("engine", reply.status == 200, f"{url} is healthy", "see the server's own log")
+            return check("engine", reply.status == 200, f"{url} is healthy", "see the server's log")
     except OSError as error:
-        return Finding("engine", Verdict.fail, f"{url}: {error}", "start the server, or correct rollout.urls")
+        return Check("engine", CheckStatus.fail, f"{url}: {error}", "start the server, or correct rollout.urls")

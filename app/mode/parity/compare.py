@@ -1,42 +1,53 @@
-"""`mode=parity`: does our model code compute on this device what it computes on a CPU in float32?
+"""`mode=parity`: does this device compute the same as a CPU in float32?
 
-A fixed small batch of packed sequences goes through the trainer's model on both: the same loading, packing, attention
-and head as in training. Compared are log-probabilities, a policy-gradient loss, and gradients layer by layer; each has
-a bound that rounding in the device's dtype stays below and a wrong kernel does not: on the tiny model, bfloat16 is off
-by 0.027 a log-probability and 1.4 % in gradients, attention over the borders by 0.09 and 8 %. Before that a push goes
-into a real engine and the engine samples (parity_engine.py): the weights it then has are those of the checkpoint, its
-log-probabilities those of the reference.
+- Engine: a weight sync into a real engine must equal the exported checkpoint, and the log-probabilities of the engine's
+  completions must equal those of the reference model.
+- Trainer: a fixed packed batch runs forward and backward on the device and on the CPU, with the loading, packing,
+  attention and head of training. Log-probabilities, a policy-gradient loss and the gradients of each layer must agree.
+
+The bounds are above the rounding error of the dtype and below the error of a wrong kernel. On the tiny model, bfloat16
+is off by 0.027 per log-probability and by 1.4 % in gradients; attention across sequence boundaries by 0.09 and 8 %.
 """
 
 import json
 import logging
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from app.config import RunConfig
 from app.config.device import Dtype
 from app.device import device_of
+from app.mode.parity.engine import Sampled, sample
+from app.model.attention import PACKED
+from app.model.hf_directory import locate
+from app.model.load import load
+from app.model.policy import PolicyModel, named_checkpoint_tensors
+from app.trainer.microbatch import MicroBatch, Sample, pack
+from app.types import Completion, FinishReason, Prompt, Trajectory
 
-if TYPE_CHECKING:
-    import torch
-
-LENGTHS = (37, 5, 64, 18)  # tokens of the packed sequences: borders that no kernel's block size hides
+LENGTHS = (37, 5, 64, 18)  # tokens of the packed sequences: no boundary is aligned with a kernel's block size
 FILE = "parity.json"
 SEED = 0
-PUSH, NOT_ONE = "pushes unlike the exported checkpoint", 0.5
-ENGINE_FLOAT32 = 1e-4  # another implementation of the same model
+CPU = torch.device("cpu")
+
+SYNCED = "weight syncs unlike the exported checkpoint"
+SYNCED_BOUND = 0.5  # the error is the number of such syncs, 0 or 1
+ENGINE_FLOAT32 = 1e-4  # bound for another implementation of the same model
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What rounding explains."""
+    """Errors that rounding explains."""
 
-    logprob: float  # mean absolute difference
+    logprob: float  # mean absolute difference, nats
     loss: float  # absolute difference, of a loss of about 1
     gradient: float  # |difference| / |reference|, 2-norms of a layer
 
@@ -54,6 +65,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
+        """Whether the error is within its bound."""
         return math.isfinite(self.error) and self.error <= self.bound
 
 
@@ -61,27 +73,31 @@ class Comparison:
 class Outcome:
     """What one device computed, on the host in float32."""
 
-    logprobs: "torch.Tensor"  # [N]
+    logprobs: Tensor  # [N]
     loss: float
-    gradients: "dict[str, torch.Tensor]"  # checkpoint's name → gradient
+    gradients: dict[str, Tensor]  # checkpoint name → gradient
 
 
 def compare(config: RunConfig, folder: Path) -> tuple[str, float, bool]:
-    """The table, the worst error as a share of its bound, and whether all passed; writes `parity.json` in `folder`."""
-    import torch
+    """Run all comparisons and write `parity.json` to `folder`.
 
-    from app.model.attention import PACKED
-    from app.model.hf_directory import locate
-
-    device, dtype = device_of(config.device.kind), config.device.dtype
+    Returns:
+        The table, the worst error as a fraction of its bound, and whether all comparisons passed.
+    """
+    device = device_of(config.device.kind)
+    dtype = config.device.dtype
+    trust = config.model.trust_remote_code
     path = locate(config.model, seed=config.seed)
-    of_engine = engine_comparisons(config, path, folder)  # first: later this process holds memory of the device
-    reference = compute(path, torch.device("cpu"), Dtype.float32, PACKED, config.model.trust_remote_code)
-    here = compute(path, device.torch_device(), dtype, device.attention, config.model.trust_remote_code)
-    lines = [*comparisons(here, reference, BOUNDS[dtype]), *of_engine]
+
+    # the engine first: later this process holds device memory
+    engine_lines = engine_comparisons(config, path, folder)
+    reference = compute(path, CPU, Dtype.float32, PACKED, trust)
+    outcome = compute(path, device.torch_device(), dtype, device.attention, trust)
+
+    lines = [*comparisons(outcome, reference, BOUNDS[dtype]), *engine_lines]
     worst = max(line.error / line.bound if math.isfinite(line.error) else math.inf for line in lines)
     passed = all(line.passed for line in lines)
-    said = {
+    result = {
         "device": device.kind.name,
         "dtype": dtype.name,
         "attention": device.attention,
@@ -91,45 +107,49 @@ def compare(config: RunConfig, folder: Path) -> tuple[str, float, bool]:
         "comparisons": [{**asdict(line), "passed": line.passed} for line in lines],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE).write_text(json.dumps(said, indent=2) + "\n")
+    (folder / FILE).write_text(json.dumps(result, indent=2) + "\n")
     return table(lines, f"{device.kind.name} in {dtype.name} against cpu in float32", folder / FILE), worst, passed
 
 
 def engine_comparisons(config: RunConfig, path: Path, folder: Path) -> list[Comparison]:
-    """The lines about a push and about what an engine says of the tokens that it sampled."""
-    from app.mode.parity.engine import mean_difference, sample
-
+    """Compare an engine's synced weights and its log-probabilities."""
     sampled = sample(config, folder)
-    if not sampled.pushed:
-        log.error(sampled.told)
-        return [Comparison(PUSH, 1.0, NOT_ONE)]
+    if not sampled.synced:
+        log.error(sampled.error)
+        return [Comparison(SYNCED, 1.0, SYNCED_BOUND)]
+
     difference = mean_difference(path, sampled, trust_remote_code=config.model.trust_remote_code)
     bound = max(BOUNDS[config.device.dtype].logprob, ENGINE_FLOAT32)
-    return [Comparison(PUSH, 0.0, NOT_ONE), Comparison("engine's log-probabilities", difference, bound)]
+    return [Comparison(SYNCED, 0.0, SYNCED_BOUND), Comparison("engine's log-probabilities", difference, bound)]
 
 
-def compute(path: Path, device: "torch.device", dtype: Dtype, attention: str, trust_remote_code: bool) -> Outcome:
-    """Forward and backward of the fixed batch."""
-    import torch
+def mean_difference(path: Path, sampled: Sampled, *, trust_remote_code: bool) -> float:
+    """Return the mean absolute difference between engine and reference log-probabilities, in nats."""
+    model = load(path, mesh=None, device=CPU, trust_remote_code=trust_remote_code)
+    batch = packed([(sampled.prompt, completion) for completion in sampled.completions], CPU)
+    with torch.no_grad():
+        return (logprobs_of(model, batch) - batch.rollout_logprobs).abs().mean().item()
 
-    from app.model.load import load
-    from app.model.policy import named_checkpoint_tensors
 
-    kind = getattr(torch, dtype.name)
+def compute(path: Path, device: torch.device, dtype: Dtype, attention: str, trust_remote_code: bool) -> Outcome:
+    """Run forward and backward on the fixed batch."""
+    torch_dtype = getattr(torch, dtype.name)
     model = load(
         path,
         mesh=None,
         device=device,
-        param_dtype=kind,
-        compute_dtype=kind,
+        param_dtype=torch_dtype,
+        compute_dtype=torch_dtype,
         attention=attention,
         trust_remote_code=trust_remote_code,
     )
-    batch = {name: tensor.to(device) for name, tensor in fixed_batch(model.config.vocab_size).items()}
-    advantages = batch.pop("advantages")
-    logprobs, _ = model(**batch, temperature=1.0)
-    loss = -(advantages * logprobs).mean() / math.log(model.config.vocab_size)  # about 1, whatever the vocabulary
+    batch = fixed_batch(model.config.vocab_size, device)
+
+    # the scale makes the loss about 1 for any vocabulary
+    logprobs = logprobs_of(model, batch)
+    loss = -(batch.advantages[batch.sequence] * logprobs).mean() / math.log(model.config.vocab_size)
     loss.backward()
+
     gradients = {
         name: parameter.grad.float().cpu()
         for name, parameter in named_checkpoint_tensors(model)
@@ -138,39 +158,59 @@ def compute(path: Path, device: "torch.device", dtype: Dtype, attention: str, tr
     return Outcome(logprobs.detach().float().cpu(), loss.item(), gradients)
 
 
-def fixed_batch(vocabulary: int) -> "dict[str, torch.Tensor]":
-    """Random tokens, the same on every machine; the second half of each sequence counts as completion."""
-    import torch
+def fixed_batch(vocabulary: int, device: torch.device) -> MicroBatch:
+    """Pack random tokens, the same on every machine; the second half of each sequence is the completion."""
+    rng = np.random.default_rng(SEED)
+    pairs = []
+    for length in LENGTHS:
+        tokens = rng.integers(0, vocabulary, length).astype(np.int32)
+        prompt, completion = np.split(tokens, [length // 2])
+        logprobs = np.zeros(len(completion), dtype=np.float32)
+        pairs.append((prompt, Completion(completion, logprobs, FinishReason.stop, spans=())))
+    return packed(pairs, device, advantages=1.0 + 0.5 * rng.standard_normal(len(LENGTHS)))
 
-    generator = torch.Generator().manual_seed(SEED)
-    borders = [0, *accumulate(LENGTHS)]
-    tokens = torch.randint(0, vocabulary, (borders[-1],), generator=generator)
-    logit_positions = torch.cat(
-        [torch.arange(a + n // 2 - 1, a + n - 1) for a, n in zip(borders, LENGTHS, strict=False)]
+
+def packed(
+    pairs: Sequence[tuple[np.ndarray, Completion]], device: torch.device, advantages: np.ndarray | None = None
+) -> MicroBatch:
+    """Pack prompts [P] int32 and their completions as the trainer does; advantages [S] default to 1."""
+    weights = np.ones(len(pairs)) if advantages is None else advantages
+    samples = []
+    for index, (prompt, completion) in enumerate(pairs):
+        trajectory = Trajectory(Prompt("parity/0@0", prompt, answer="", source="parity"), completion, text="")
+        samples.append(Sample(trajectory, float(weights[index]), 1.0, (trajectory.prompt.id, index)))
+    return pack(samples, device)
+
+
+def logprobs_of(model: PolicyModel, batch: MicroBatch) -> Tensor:
+    """Return the log-probabilities of the completion tokens, [N]."""
+    logprobs, _ = model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        cu_seqlens=batch.cu_seqlens,
+        logit_positions=batch.logit_positions,
+        targets=batch.targets,
+        temperature=1.0,
     )
-    return {
-        "input_ids": tokens[None],
-        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
-        "cu_seqlens": torch.tensor(borders, dtype=torch.int32),
-        "logit_positions": logit_positions,
-        "targets": tokens[logit_positions + 1],
-        "advantages": 1.0 + 0.5 * torch.randn(len(logit_positions), generator=generator),
-    }
+    return logprobs
 
 
-def comparisons(here: Outcome, reference: Outcome, bounds: Bounds) -> list[Comparison]:
-    """The lines of the table: a layer's gradient is compared as one vector."""
-    difference = (here.logprobs - reference.logprobs).abs().mean().item()
+def comparisons(outcome: Outcome, reference: Outcome, bounds: Bounds) -> list[Comparison]:
+    """Compare two outcomes. The gradients of a layer are compared as one vector."""
+    difference = (outcome.logprobs - reference.logprobs).abs().mean().item()
     lines = [
         Comparison("log-probabilities", difference, bounds.logprob),
-        Comparison("loss", abs(here.loss - reference.loss), bounds.loss),
+        Comparison("loss", abs(outcome.loss - reference.loss), bounds.loss),
     ]
+
+    # per layer: squared norms of the difference and of the reference
     squared: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for name, wanted in reference.gradients.items():
-        got = here.gradients.get(name)
-        part = squared[layer_of(name)]
-        part[0] += math.inf if got is None else (got - wanted).double().square().sum().item()
-        part[1] += wanted.double().square().sum().item()
+    for name, expected in reference.gradients.items():
+        actual = outcome.gradients.get(name)
+        sums = squared[layer_of(name)]
+        sums[0] += math.inf if actual is None else (actual - expected).double().square().sum().item()
+        sums[1] += expected.double().square().sum().item()
+
     for layer, (error, size) in squared.items():
         relative = math.sqrt(error / size) if size > 0 else math.sqrt(error)
         lines.append(Comparison(f"gradient of {layer}", relative, bounds.gradient))
@@ -178,17 +218,18 @@ def comparisons(here: Outcome, reference: Outcome, bounds: Bounds) -> list[Compa
 
 
 def layer_of(name: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` → `layer 3`; anything outside of the layers by its module's name."""
+    """Map `model.layers.3.mlp.up_proj.weight` to `layer 3`; parameters outside the layers to their module's name."""
     words = name.split(".")
     return f"layer {words[words.index('layers') + 1]}" if "layers" in words else words[-2]
 
 
 def table(lines: list[Comparison], title: str, file: Path) -> str:
+    """Format the comparisons, one line each, and a summary."""
     width = max(len(line.what) for line in lines)
-    told = [
+    rows = [
         f"{'ok' if line.passed else 'FAIL':<4}  {line.what:<{width}}  {line.error:.2e}  allowed {line.bound:.0e}"
         for line in lines
     ]
     failed = sum(not line.passed for line in lines)
-    verdict = "all within their bounds" if failed == 0 else f"{failed} of {len(lines)} beyond their bounds"
-    return "\n".join([title, *told, f"{verdict}; {file}"])
+    summary = f"{failed} of {len(lines)} out of bounds" if failed else "all within bounds"
+    return "\n".join([title, *rows, f"{summary}; {file}"])

@@ -1,8 +1,7 @@
-"""The engine's half of `mode=parity`: the run's own parts, put together as for a run, but no training.
+"""The engine's half of `mode=parity`: start the components of a run, sync weights, and sample. No training.
 
-A real engine starts, the trainer's parameters are pushed into it as in every step (and compared there with an exported
-checkpoint, `weight_sync.verify=always`), it samples, and the log-probabilities that it reports are compared with those
-that the reference gives the same tokens: on a CPU, in float32.
+The weight sync is that of a training step, with `weight_sync.verify=always`: the engine's weights are compared with an
+exported checkpoint. The completions come back with the engine's log-probabilities.
 """
 
 import asyncio
@@ -11,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -27,36 +25,40 @@ from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, GroupRequest, Sampling
 from app.utils.tasks import until_signal
 
-PROMPT_TOKENS, GROUP_SIZE, MAX_TOKENS, VERSION = 16, 8, 32, 0
+PROMPT_TOKENS = 16
+GROUP_SIZE = 8
+MAX_TOKENS = 32
+VERSION = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What came of it."""
+    """A prompt and its completions, from an engine with synced weights."""
 
-    pushed: bool  # the push equals the exported checkpoint
-    told: str  # why not
+    synced: bool  # the synced weights equal the exported checkpoint
+    error: str  # empty if synced
     prompt: np.ndarray  # [P] int32
     completions: Sequence[Completion]
 
 
 @dataclass
 class StderrRecorder:
-    """As much of a recorder as the parts need."""
+    """Status and warnings on stderr, for a run without metrics."""
 
     timeline: Timeline = field(default_factory=Timeline)
 
     def status(self, text: str) -> None:
+        """Show what the run is doing."""
         sys.stderr.write(f"{text} …\n")
 
     warn = status
 
 
 def sample(config: RunConfig, folder: Path) -> Sampled:
-    """Start a trainer and engines, push, sample, end them. Raises `RunError` where they cannot be started."""
-    checked = deepcopy(config)
-    checked.weight_sync.verify = Verify.always
-    return asyncio.run(until_signal(_sample(checked, folder)))
+    """Start trainer and engines, sync weights, sample, and shut down. Raises `RunError` if they fail to start."""
+    verified = deepcopy(config)
+    verified.weight_sync.verify = Verify.always
+    return asyncio.run(until_signal(_sample(verified, folder)))
 
 
 async def _sample(config: RunConfig, folder: Path) -> Sampled:
@@ -79,29 +81,3 @@ async def _sample(config: RunConfig, folder: Path) -> Sampled:
         recorder.status("sampling")
         groups = await asyncio.gather(*(engine.generate(request) for engine in side.pool.engines))
         return Sampled(True, "", prompt, [completion for group in groups for completion in group])
-
-
-def mean_difference(path: Path, sampled: Sampled, *, trust_remote_code: bool) -> float:
-    """Mean absolute difference between the engine's log-probabilities and the reference's, nats."""
-    import torch
-
-    from app.model.load import load
-
-    model = load(path, mesh=None, device=torch.device("cpu"), trust_remote_code=trust_remote_code)
-    rows = [np.concatenate([sampled.prompt, each.token_ids]) for each in sampled.completions]
-    borders = [0, *accumulate(map(len, rows))]
-    tokens = torch.as_tensor(np.concatenate(rows), dtype=torch.int64)
-    logit_positions = torch.cat(
-        [torch.arange(a + PROMPT_TOKENS - 1, a + len(row) - 1) for a, row in zip(borders, rows, strict=False)]
-    )
-    with torch.no_grad():
-        logprobs, _ = model(
-            input_ids=tokens[None],
-            position_ids=torch.cat([torch.arange(len(row)) for row in rows])[None],
-            cu_seqlens=torch.tensor(borders, dtype=torch.int32),
-            logit_positions=logit_positions,
-            targets=tokens[logit_positions + 1],
-            temperature=1.0,
-        )
-    told = np.concatenate([each.logprobs for each in sampled.completions])
-    return float(np.abs(told - logprobs.numpy()).mean())

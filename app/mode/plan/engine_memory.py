@@ -1,8 +1,8 @@
-"""The memory of one engine rank, as SGLang shares it out.
+"""Memory of one engine rank, as SGLang allocates it.
 
-`rollout.memory_fraction` of the device is weights and caches; the rest is for activations and graphs. Of what the
-weights leave, a model with linear attention gives 0.9 / 1.9 to the states of its requests (SGLang's default
-mamba_full_memory_ratio) and the KV cache gets what remains; `max-total-tokens` bounds it.
+Weights and caches share `rollout.memory_fraction` of the device; the rest is for activations and graphs. After the
+weights, a model with linear attention gives 0.9 / 1.9 of the remainder to request states (SGLang's default
+mamba_full_memory_ratio); the KV cache gets what is left, bounded by `max-total-tokens`.
 """
 
 from collections.abc import Mapping
@@ -10,88 +10,70 @@ from dataclasses import dataclass
 
 from app.config import RunConfig
 from app.device import Device
-from app.mode.plan.trainer_memory import GIB, Items
+from app.mode.plan.trainer_memory import FLOAT32, Items
 from app.model.architecture import Architecture
+from app.utils.units import GIB
 
-CONV_BYTES = 2  # SGLang keeps the convolution's inputs in bfloat16
+CONV_BYTES = 2  # SGLang keeps the inputs of the convolution in bfloat16
 STATE_SHARE = 0.9 / 1.9
-DEFAULT_PREFILL = 8192  # tokens of a chunk
-RUNNING_REQUESTS = 256  # for the logits, where no flag says how many
+DEFAULT_PREFILL = 8192  # tokens of a prefill chunk
+DEFAULT_REQUESTS = 256  # running requests, if no flag limits them
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemoryPlan:
-    """Of one tensor-parallel rank; `capacity` is the device's memory in bytes."""
+    """Memory of one tensor-parallel rank."""
 
-    config: RunConfig
-    device: Device
-    model: Architecture
-    flags: Mapping[str, object]
-    capacity: float
-
-    @property
-    def item(self) -> int:
-        return self.config.device.dtype.bytes
-
-    @property
-    def width(self) -> int:
-        return self.config.rollout.tensor_parallel
+    weights: float  # bytes
+    cache_bytes: float  # what the weights leave for caches; negative if they do not fit
+    token_bytes: int  # KV cache of a token
+    state_bytes: int  # linear-attention state of a request
+    kv_tokens: int  # capacity of the KV cache
+    state_slots: int | None  # requests whose states fit; None: the model has no such state
+    activations: float  # bytes
+    resident: Items  # what no release frees
 
     @property
-    def weights(self) -> float:
-        return (self.model.parameters + self.model.vision_parameters) * self.item / self.width
-
-    @property
-    def rest(self) -> float:
-        """What the weights leave for caches; below 0 where they do not fit."""
-        return float(str(self.flags["mem-fraction-static"])) * self.capacity - self.weights
-
-    @property
-    def state_slots(self) -> int | None:
-        """Requests whose states fit; None: the model has no such state."""
-        each = self.model.state_bytes_per_request(CONV_BYTES, self.width)
-        return None if each == 0 else max(0, int(self.rest * STATE_SHARE // each))
-
-    @property
-    def states(self) -> float:
-        return (self.state_slots or 0) * self.model.state_bytes_per_request(CONV_BYTES, self.width)
-
-    @property
-    def kv_tokens(self) -> int:
-        each = self.model.kv_bytes_per_token(self.item, self.width)
-        fitting = max(0, int((self.rest - self.states) // each))
-        limit = self.flags.get("max-total-tokens")
-        return fitting if limit is None else min(fitting, int(str(limit)))
-
-    @property
-    def full_length_requests(self) -> int:
-        """Completions of the full length that one engine can hold at once."""
-        rollout = self.config.rollout
-        by_cache = self.kv_tokens // (rollout.max_prompt_tokens + rollout.max_completion_tokens)
-        return by_cache if self.state_slots is None else min(by_cache, self.state_slots)
-
     def caches(self) -> Items:
-        items: Items = {"KV cache": self.kv_tokens * self.model.kv_bytes_per_token(self.item, self.width)}
-        if self.model.linear is not None:
-            items["recurrent states"] = self.states
+        """KV cache and request states."""
+        items: Items = {"KV cache": self.kv_tokens * self.token_bytes}
+        if self.state_slots is not None:
+            items["recurrent states"] = self.state_slots * self.state_bytes
         return items
 
-    def serving(self) -> Items:
-        return {"engine weights": self.weights, **self.caches(), **self.working(), **self.staying()}
+    @property
+    def generating(self) -> Items:
+        """What an engine uses while it generates."""
+        work = {"engine weights": self.weights, "engine activations": self.activations}
+        return {**work, **self.caches, **self.resident}
 
-    def receiving(self, bucket: float) -> Items:
-        """What is there during a push in which the caches are away: weights, and a bucket with the loader's copy."""
-        return {"engine weights": self.weights, "received bucket": 2 * bucket, **self.staying()}
+    def syncing(self, bucket: float) -> Items:
+        """What an engine with released caches uses during a sync: weights, and a bucket with the loader's copy."""
+        return {"engine weights": self.weights, "received bucket": 2 * bucket, **self.resident}
 
-    def staying(self) -> Items:
-        """What no release frees."""
-        return {"engine runtime": self.device.engine_runtime_gib * GIB}
 
-    def working(self) -> Items:
-        """Activations of a prefill chunk, and float32 logits twice (they become log-probabilities)."""
-        model = self.model
-        chunk = int(str(self.flags.get("chunked-prefill-size") or DEFAULT_PREFILL))
-        chunk = min(chunk, self.kv_tokens) if self.kv_tokens else chunk
-        requests = int(str(self.flags.get("max-running-requests") or RUNNING_REQUESTS))
-        tensors = chunk * (4 * model.hidden + 3 * model.ffn / self.width) * self.item
-        return {"engine activations": tensors + 2 * 4 * requests * model.vocabulary}
+def plan_engine(
+    config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object], capacity: float
+) -> EngineMemoryPlan:
+    """Plan an engine rank that starts with these SGLang flags on a device of `capacity` bytes."""
+    item = config.device.dtype.bytes
+    width = config.rollout.tensor_parallel
+    weights = (model.parameters + model.vision_parameters) * item / width
+
+    cache_bytes = float(str(flags["mem-fraction-static"])) * capacity - weights
+    token_bytes = model.kv_bytes_per_token(item, width)
+    state_bytes = model.state_bytes_per_request(CONV_BYTES, width)
+    state_slots = max(0, int(cache_bytes * STATE_SHARE // state_bytes)) if state_bytes else None
+    kv_tokens = max(0, int((cache_bytes - (state_slots or 0) * state_bytes) // token_bytes))
+    kv_tokens = min(kv_tokens, int(str(flags.get("max-total-tokens") or kv_tokens)))
+
+    # a prefill chunk in one layer, and the float32 logits twice (they become log-probabilities)
+    chunk = int(str(flags.get("chunked-prefill-size") or DEFAULT_PREFILL))
+    requests = int(str(flags.get("max-running-requests") or DEFAULT_REQUESTS))
+    layer = min(chunk, kv_tokens or chunk) * (4 * model.hidden + 3 * model.ffn / width) * item
+    activations = layer + 2 * FLOAT32 * requests * model.vocabulary
+
+    resident = {"engine runtime": device.engine_runtime_gib * GIB}
+    return EngineMemoryPlan(
+        weights, cache_bytes, token_bytes, state_bytes, kv_tokens, state_slots, activations, resident
+    )

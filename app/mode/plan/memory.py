@@ -1,15 +1,16 @@
-"""Who needs how much memory on a device, in which phase of a run, and which phase is the tightest."""
+"""Memory of a device in every phase of a run, and the peak phase."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
 from app.device import Device
-from app.mode.plan.engine_memory import EngineMemoryPlan
-from app.mode.plan.trainer_memory import GIB, Items, TrainerMemoryPlan
+from app.mode.plan.engine_memory import EngineMemoryPlan, plan_engine
+from app.mode.plan.trainer_memory import Items, TrainerMemoryPlan, plan_trainer
 from app.model.architecture import Architecture
+from app.utils.units import GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,88 +18,105 @@ class Capacity:
     """Memory of one device."""
 
     bytes: float
-    source: str  # where the number comes from
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One device at one time."""
+    """Memory use of one device in one phase of a step."""
 
     device: str  # "trainer device", "engine device" or "shared device"
     name: str
-    items: Items  # bytes
+    items: Items
 
     @property
     def bytes(self) -> float:
+        """Sum of the items."""
         return sum(self.items.values())
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """All phases of all kinds of devices, in the order of a step."""
+
+    capacity: Capacity
+    engine: EngineMemoryPlan
+    phases: list[Phase]
+
+    @property
+    def peak_phase(self) -> Phase:
+        """The phase that uses the most memory."""
+        return max(self.phases, key=lambda phase: phase.bytes)
+
+
+def plan_memory(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> MemoryPlan:
+    """Plan the memory of a run whose engines start with these SGLang flags."""
+    limit = capacity(config, device)
+    trainer = plan_trainer(config, device, model)
+    engine = plan_engine(config, device, model, flags, limit.bytes)
+
+    if config.rollout.urls:
+        phases = _trainer_phases(trainer)
+    elif config.placement.kind is PlacementKind.colocate:
+        phases = _shared_phases(config, device, trainer, engine)
+    else:
+        phases = [*_trainer_phases(trainer), *_engine_phases(trainer, engine)]
+    return MemoryPlan(limit, engine, phases)
+
+
 def capacity(config: RunConfig, device: Device) -> Capacity:
-    """From the configuration, else from the device, else a usual card's, which is said."""
+    """Return the memory of a device: as configured, else as the machine reports, else that of a common card."""
     if config.device.memory_gib is not None:
         return Capacity(config.device.memory_gib * GIB, "device.memory_gib")
-    asked = device.memory_gib()
-    if device.kind is DeviceKind.cpu and asked is not None:
+
+    reported = device.memory_gib()
+    if reported is None:
+        return Capacity((device.card_memory_gib or 0.0) * GIB, f"assumed: {device.card}; override: device.memory_gib")
+    if device.kind is DeviceKind.cpu:
         sharing = devices(config)
-        return Capacity(asked * GIB / sharing, f"{asked:.1f} GiB of this machine for {sharing} device(s)")
-    if asked is not None:
-        return Capacity(asked * GIB, "this machine's device")
-    return Capacity((device.card_memory_gib or 0.0) * GIB, f"assumed: {device.card}; device.memory_gib=... says yours")
+        return Capacity(reported * GIB / sharing, f"{reported:.1f} GiB of this machine for {sharing} device(s)")
+    return Capacity(reported * GIB, "this machine's device")
 
 
 def devices(config: RunConfig) -> int:
-    """How many devices the run takes; engines that run already take none."""
+    """Count the devices of a run; engines of `rollout.urls` take none."""
     placement = config.placement
-    shared = placement.kind is PlacementKind.colocate or bool(config.rollout.urls)
-    return placement.trainer_ranks + (0 if shared else placement.engine_devices)
+    if placement.kind is PlacementKind.colocate or config.rollout.urls:
+        return placement.trainer_ranks
+    return placement.trainer_ranks + placement.engine_devices
 
 
-def phases(config: RunConfig, device: Device, trainer: TrainerMemoryPlan, engine: EngineMemoryPlan) -> list[Phase]:
-    """All phases of all kinds of devices, in the order of a step."""
-    if config.rollout.urls:
-        return list(_trainer_alone(trainer))
-    if config.placement.kind is PlacementKind.colocate:
-        return list(_shared(config, device, trainer, engine))
-    return [*_trainer_alone(trainer), *_engine_alone(trainer, engine)]
+def _trainer_phases(trainer: TrainerMemoryPlan) -> list[Phase]:
+    base = {**trainer.offloadable, **trainer.resident}
+    added = {**trainer.peaks, "sync": trainer.gathered}
+    return [Phase("trainer device", name, {**base, **items}) for name, items in added.items()]
 
 
-def tightest(found: list[Phase]) -> Phase:
-    return max(found, key=lambda phase: phase.bytes)
+def _engine_phases(trainer: TrainerMemoryPlan, engine: EngineMemoryPlan) -> list[Phase]:
+    syncing = {**engine.syncing(trainer.bucket), **engine.caches}  # the caches stay during a sync
+    return [Phase("engine device", "generate", engine.generating), Phase("engine device", "sync", syncing)]
 
 
-def of(
-    config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]
-) -> tuple[Capacity, TrainerMemoryPlan, EngineMemoryPlan]:
-    room = capacity(config, device)
-    return room, TrainerMemoryPlan(config, device, model), EngineMemoryPlan(config, device, model, flags, room.bytes)
+def _shared_phases(
+    config: RunConfig, device: Device, trainer: TrainerMemoryPlan, engine: EngineMemoryPlan
+) -> list[Phase]:
+    """Plan colocate, where either side may be offloaded while the other works."""
+    state = trainer.offloadable
+    idle_trainer = state
+    syncing_trainer = state
+    if config.offload.trainer and device.shares_memory:
+        idle_trainer = {}
+        syncing_trainer = {"masters": state["masters"]}
 
+    idle_engine = engine.generating
+    syncing_engine = {**engine.syncing(trainer.bucket), **engine.caches}
+    if config.offload.engine and device.shares_memory:
+        idle_engine = engine.resident
+        syncing_engine = engine.syncing(trainer.bucket)
 
-def _trainer_alone(trainer: TrainerMemoryPlan) -> Iterator[Phase]:
-    always = {**trainer.offloadable(), **trainer.staying()}
-    for name, added in trainer.moments():
-        yield Phase("trainer device", name, {**always, **added})
-    yield Phase("trainer device", "push", {**always, **trainer.gathering()})
-
-
-def _engine_alone(trainer: TrainerMemoryPlan, engine: EngineMemoryPlan) -> Iterator[Phase]:
-    yield Phase("engine device", "generate", engine.serving())
-    pushed = {**engine.receiving(trainer.bucket), **engine.caches()}  # the cache stays while weights arrive
-    yield Phase("engine device", "push", pushed)
-
-
-def _shared(config: RunConfig, device: Device, trainer: TrainerMemoryPlan, engine: EngineMemoryPlan) -> Iterator[Phase]:
-    """colocate: what each side leaves on the device while the other works."""
-    offload_trainer = config.offload.trainer and device.shares_memory
-    engine_leaves = config.offload.engine and device.shares_memory
-    resting_trainer = {**({} if offload_trainer else trainer.offloadable()), **trainer.staying()}
-    resting_engine = engine.staying() if engine_leaves else engine.serving()
-    yield Phase("shared device", "generate", {**resting_trainer, **engine.serving()})
-    for name, added in trainer.moments():
-        mine = {**trainer.offloadable(), **trainer.staying(), **added}
-        yield Phase("shared device", name, {**mine, **resting_engine})
-    pushing = trainer.offloadable()
-    if offload_trainer:
-        pushing = {"masters": pushing["masters"]}
-    caches = {} if engine_leaves else engine.caches()
-    sending = {**pushing, **trainer.staying(), **trainer.gathering()}
-    yield Phase("shared device", "push", {**sending, **engine.receiving(trainer.bucket), **caches})
+    phases = {
+        "generate": {**idle_trainer, **engine.generating},
+        **{name: {**state, **items, **idle_engine} for name, items in trainer.peaks.items()},
+        "sync": {**syncing_trainer, **trainer.gathered, **syncing_engine},
+    }
+    return [Phase("shared device", name, {**trainer.resident, **items}) for name, items in phases.items()]

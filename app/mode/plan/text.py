@@ -1,4 +1,4 @@
-"""The memory, engine and push sections of the plan, as text."""
+"""Text of the plan's memory, engine and weight-sync sections."""
 
 import math
 import shlex
@@ -7,112 +7,120 @@ from collections.abc import Mapping
 from app.config import RunConfig
 from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
-from app.mode.plan.engine_memory import CONV_BYTES, EngineMemoryPlan
-from app.mode.plan.memory import Capacity, Phase, of, phases, tightest
-from app.mode.plan.trainer_memory import GIB, MIB
+from app.mode.plan.engine_memory import EngineMemoryPlan
+from app.mode.plan.memory import Phase, plan_memory
 from app.model.architecture import Architecture
+from app.rollout.server_args import render_flags
+from app.utils.units import GIB, MIB
 
-SHOWN = 4  # the largest items of a phase
-BACKWARD_FLOPS, RECOMPUTED_FLOPS = 6, 8  # per parameter and token
-SHORTEST_TOLD = 1.0  # seconds; below, starting and answering take longer than the wire
-UTILISATION = 0.4  # of the peak, as a well-fed trainer reaches it
+LARGEST_ITEMS = 4  # items shown per phase
+SMALLEST_SHOWN = 0.005 * GIB
+BACKWARD_FLOPS = 6  # per parameter and token, forward pass included
+RECOMPUTED_FLOPS = 8  # with activation checkpointing
+SHORTEST_SYNC = 1.0  # seconds; below, latency outweighs bandwidth
+UTILIZATION = 0.4  # of peak FLOP/s, for a well-fed trainer
 
 
 def memory(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> list[str]:
-    """A line a phase, and the tightest one named with what it leaves."""
-    room, trainer, engine = of(config, device, model, flags)
-    found = phases(config, device, trainer, engine)
-    lines = [f"Memory of a device: {room.bytes / GIB:.1f} GiB ({room.source}); activations are estimates"]
-    width = max(len(phase.name) for phase in found)
-    for phase in found:
+    """One line per phase, then the peak phase and the capacity of the caches."""
+    plan = plan_memory(config, device, model, flags)
+    total = plan.capacity.bytes
+    lines = [f"Memory of a device: {total / GIB:.1f} GiB ({plan.capacity.source}); activations are estimates"]
+
+    width = max(len(phase.name) for phase in plan.phases)
+    for phase in plan.phases:
         lines.append(f"  {phase.device:<14}  {phase.name:<{width}}  {_gib(phase.bytes):>9}  = {_items(phase)}")
-    return [*lines, _verdict(tightest(found), room), *_cache(config, engine)]
 
-
-def _verdict(worst: Phase, room: Capacity) -> str:
-    left = room.bytes - worst.bytes
-    told = f"{_gib(left)} left" if left >= 0 else f"DOES NOT FIT: {_gib(-left)} too much"
-    return f"  tightest: {worst.device}, {worst.name}: {_gib(worst.bytes)} of {_gib(room.bytes)}, {told}"
+    peak = plan.peak_phase
+    left = total - peak.bytes
+    fit = f"{_gib(left)} left" if left >= 0 else f"DOES NOT FIT: {_gib(-left)} too much"
+    lines.append(f"  peak: {peak.device}, {peak.name}: {_gib(peak.bytes)} of {_gib(total)}, {fit}")
+    return [*lines, *_caches(config, model, plan.engine)]
 
 
 def _items(phase: Phase) -> str:
     largest = sorted(phase.items.items(), key=lambda item: -item[1])
-    told = [f"{name} {value / GIB:.2f}" for name, value in largest[:SHOWN] if value >= 0.005 * GIB]
-    rest = sum(value for _, value in largest[SHOWN:])
-    return " + ".join([*told, *([f"other {rest / GIB:.2f}"] if rest >= 0.005 * GIB else [])]) or "nothing to speak of"
+    other = ("other", sum(size for _, size in largest[LARGEST_ITEMS:]))
+    shown = [f"{name} {size / GIB:.2f}" for name, size in [*largest[:LARGEST_ITEMS], other] if size >= SMALLEST_SHOWN]
+    return " + ".join(shown) or "negligible"
 
 
-def _cache(config: RunConfig, engine: EngineMemoryPlan) -> list[str]:
-    """What the engines can hold at once, against what the run asks of them."""
-    if config.rollout.urls:
-        return ["  caches: as the running servers were started"]
-    if engine.rest <= 0:
+def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan) -> list[str]:
+    """What fits into an engine's caches, compared with what the run keeps in flight."""
+    rollout = config.rollout
+    if rollout.urls:
+        return ["  caches: set by the running servers"]
+    if engine.cache_bytes <= 0:
         return [
             f"  caches: NO ROOM: weights take {_gib(engine.weights)} of rollout.memory_fraction="
-            f"{config.rollout.memory_fraction:g}; give more devices to an engine (rollout.tensor_parallel)"
+            f"{rollout.memory_fraction:g}; give each engine more devices (rollout.tensor_parallel)"
         ]
-    model, width = engine.model, config.rollout.tensor_parallel
-    per_token = model.kv_bytes_per_token(engine.item, width)
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+
     lines = [
-        f"  KV cache: {model.full_layers} of {model.layers} layers, {per_token:,} bytes a token and engine rank; "
-        f"an engine holds {engine.kv_tokens:,} tokens"
+        f"  KV cache: {model.full_layers} of {model.layers} layers, {engine.token_bytes:,} bytes per "
+        f"token and engine rank; {engine.kv_tokens:,} tokens per engine"
     ]
+    longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    fitting = engine.kv_tokens // longest
     if engine.state_slots is not None:
-        state = model.state_bytes_per_request(CONV_BYTES, width)
+        fitting = min(fitting, engine.state_slots)
         lines.append(
-            f"  recurrent state: {state / MIB:.1f} MiB a request and engine rank; {engine.state_slots:,} requests"
+            f"  recurrent state: {engine.state_bytes / MIB:.1f} MiB per request and engine rank; "
+            f"{engine.state_slots:,} requests"
         )
-    wanted = math.ceil(config.rollout.max_inflight_groups * config.algorithm.group_size / config.engines)
+    in_flight = math.ceil(rollout.max_inflight_groups * config.algorithm.group_size / config.engines)
     lines.append(
-        f"  of {longest:,} tokens an engine holds {engine.full_length_requests:,} completions at once; "
-        f"the run keeps up to {wanted:,} in flight on each, shorter ones need less"
+        f"  {fitting:,} completions of {longest:,} tokens fit per engine at once; "
+        f"the run keeps up to {in_flight:,} in flight on each, shorter ones need less"
     )
     return lines
 
 
 def engines(config: RunConfig, device: Device, flags: Mapping[str, object]) -> list[str]:
-    """The command line of an engine; address, port and key are found at start."""
+    """The command line of an engine. Address, port and key are chosen at startup."""
     if config.rollout.urls:
-        return ["Engines: running already, not started by this run"]
-    words = ["python", "-m", "app.rollout.launcher", "--model-path", config.model.path or "<the tiny model>"]
-    for flag, value in flags.items():
-        if value is not None and value is not False:
-            words += [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
-    environment = [f"{name}={value}" for name, value in device.engine_env.items()]
-    return ["An engine", *([f"  {' '.join(environment)}"] if environment else []), f"  {shlex.join(words)}"]
+        return ["Engines: already running, not started by this run"]
+
+    flags = {"model-path": config.model.path or "<the tiny model>", **flags}
+    lines = ["An engine"]
+    if device.engine_env:
+        lines.append("  " + " ".join(f"{name}={value}" for name, value in device.engine_env.items()))
+    return [*lines, "  " + shlex.join(["python", "-m", "app.rollout.launcher", *render_flags(flags)])]
 
 
-def push(config: RunConfig, device: Device, model: Architecture) -> list[str]:
-    """Bytes and expected seconds of a push, and of the trainer's work in a step."""
+def sync(config: RunConfig, device: Device, model: Architecture) -> list[str]:
+    """Bytes and expected seconds of a weight sync, and expected seconds of training per step."""
     item = config.device.dtype.bytes
     size = model.parameters * item
-    capacity = max(config.weight_sync.bucket_mib * MIB, model.largest_tensor * item)
+    bucket = max(config.weight_sync.bucket_mib * MIB, model.largest_tensor * item)
     seconds = size / 1e9 * device.push_seconds_per_gb
+    ranks = config.placement.trainer_ranks
+
     lines = [
-        "A push",
+        "A weight sync",
         f"  {model.parameters:,} parameters in {config.device.dtype.name}: {size:,} bytes ({_gib(size)}) in at least "
-        f"{math.ceil(size / capacity)} bucket(s) of up to {capacity / MIB:,.0f} MiB",
-        f"  about {seconds:.1f} s at {device.push_seconds_per_gb:g} s a GB over {device.collective}"
-        if seconds >= SHORTEST_TOLD
-        else "  less than a second",
+        f"{math.ceil(size / bucket)} bucket(s) of up to {bucket / MIB:,.0f} MiB",
     ]
+    if seconds >= SHORTEST_SYNC:
+        lines.append(f"  about {seconds:.1f} s at {device.push_seconds_per_gb:g} s per GB over {device.collective}")
+    else:
+        lines.append("  less than a second")
     if config.weight_sync.mode is SyncMode.delta:
-        kept = size / config.placement.trainer_ranks
-        place = "in host memory" if config.weight_sync.snapshot is SnapshotPlace.host else "on the device"
-        lines.append(f"  of changes only (weight_sync.mode=delta): a trainer rank keeps {_gib(kept)} of it {place}")
-    if device.peak_tflops is None:
-        return lines
-    factor = RECOMPUTED_FLOPS if config.trainer.activation_checkpointing else BACKWARD_FLOPS
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
-    tokens = config.algorithm.trajectories_per_step * longest
-    peak = device.peak_tflops * 1e12 * config.placement.trainer_ranks
-    return [
-        *lines,
-        f"  training a step of full-length trajectories ({tokens:,} tokens): about "
-        f"{factor * model.parameters * tokens / peak / UTILISATION:.0f} s at {UTILISATION:.0%} of "
-        f"{device.peak_tflops:g} TFLOP/s a device ({device.card})",
-    ]
+        location = "in host memory" if config.weight_sync.snapshot is SnapshotPlace.host else "on the device"
+        lines.append(
+            f"  weight_sync.mode=delta sends changes only: each trainer rank keeps {_gib(size / ranks)} {location}"
+        )
+
+    if device.peak_tflops is not None:
+        flops = RECOMPUTED_FLOPS if config.trainer.activation_checkpointing else BACKWARD_FLOPS
+        longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+        tokens = config.algorithm.trajectories_per_step * longest
+        training = flops * model.parameters * tokens / (device.peak_tflops * 1e12 * ranks * UTILIZATION)
+        lines.append(
+            f"  training a step of full-length trajectories ({tokens:,} tokens): about {training:.0f} s at "
+            f"{UTILIZATION:.0%} of {device.peak_tflops:g} TFLOP/s per device ({device.card})"
+        )
+    return lines
 
 
 def _gib(size: float) -> str:

@@ -1,11 +1,10 @@
-"""The memory of one trainer rank, moment by moment: what stays, and what each part of a step adds.
+"""Memory of one trainer rank: what is resident, and what each peak of a train step adds.
 
-Exact, in bytes: shards of float32 masters, gradients and Adam's moments; what FSDP2 gathers (the root stays gathered
-during a pass, of the layers one computes, one is prefetched and one is on the wire); gradients before they are reduced.
-Estimated: activations, from the tensors that autograd keeps of a layer (about a third either way).
+Exact, in bytes: shards of master weights, gradients and Adam moments (float32); parameters that FSDP2 gathers (the root
+for a whole pass; of the layers one computes, one is prefetched and one is on the wire); gradients before reduction.
+Activations are estimated, to within about a third.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from app.config import RunConfig
@@ -14,138 +13,102 @@ from app.config.trainer import Optimizer
 from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
 from app.model.architecture import Architecture
+from app.utils.units import GIB, MIB
 
-Items = dict[str, float]  # what → bytes
-MIB, GIB = 2**20, 2**30
-MASTER = 4  # bytes of a float32
-HEAD_CHUNK_BYTES = 2**26 * 4  # logits of a chunk of the head (app/model/lm_head.py: CHUNK_ELEMENTS)
-HEAD_CHUNK_BYTES_CPU = 2**24 * 4
+Items = dict[str, float]  # label → bytes
+
+FLOAT32 = 4  # bytes
+HEAD_CHUNK_BYTES = 2**26 * FLOAT32  # logits of a chunk of the head (app/model/lm_head.py: CHUNK_ELEMENTS)
+HEAD_CHUNK_BYTES_CPU = 2**24 * FLOAT32
 LAYERS_GATHERED = 3
 REDUCTIONS_IN_FLIGHT = 2
 BACKWARD_OVER_FORWARD = 1.5  # a layer's activations with the gradients that flow through them
 DELTA_CHUNK = 64  # tokens of a chunk of the delta rule
-PUSH_BUFFERS = 2
+SYNC_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerMemoryPlan:
-    """Of the fullest rank, which is rank 0: it also holds the buffers of the push."""
+    """Memory of rank 0, the fullest: it also holds the buffers of the weight sync."""
 
-    config: RunConfig
-    device: Device
-    model: Architecture
+    bucket: float  # bytes of the largest bucket of a weight sync
+    offloadable: Items  # what colocate offloads while the engines generate
+    resident: Items  # what is never offloaded
+    peaks: dict[str, Items]  # what each peak of a train step adds
+    gathered: Items  # what a weight sync adds: one full tensor in the engine's dtype
 
-    @property
-    def item(self) -> int:
-        """Bytes of a number in the compute dtype."""
-        return self.config.device.dtype.bytes
 
-    @property
-    def shard(self) -> float:
-        """Parameters of a rank."""
-        return self.model.parameters / self.config.placement.trainer_ranks
+def plan_trainer(config: RunConfig, device: Device, model: Architecture) -> TrainerMemoryPlan:
+    """Plan a trainer rank of this run."""
+    item = config.device.dtype.bytes
+    shard = model.parameters / config.placement.trainer_ranks
+    sync = config.weight_sync
 
-    @property
-    def bucket(self) -> float:
-        """Bytes of the largest bucket of a push: a tensor that is larger than the setting travels alone."""
-        wanted = max(self.config.weight_sync.bucket_mib * MIB, self.model.largest_tensor * self.item)
-        return min(wanted, self.model.parameters * self.item)
+    # a tensor above the bucket size has its own bucket
+    largest = model.largest_tensor * item
+    bucket = min(max(sync.bucket_mib * MIB, largest), model.parameters * item)
 
-    @property
-    def snapshot(self) -> SnapshotPlace | None:
-        """Where a rank keeps its shard as it was pushed last; None: it does not."""
-        sync = self.config.weight_sync
-        return sync.snapshot if sync.mode is SyncMode.delta else None
+    offloadable = {"masters": FLOAT32 * shard, "gradients": FLOAT32 * shard}
+    if config.trainer.optimizer is Optimizer.adamw:
+        offloadable["Adam"] = 2 * FLOAT32 * shard
+    if config.algorithm.needs_reference:
+        offloadable["reference"] = FLOAT32 * shard + model.root_parameters * item
 
-    def offloadable(self) -> Items:
-        """What colocate takes off the device while the engine generates."""
-        adam = self.config.trainer.optimizer is Optimizer.adamw
-        return {
-            "masters": MASTER * self.shard,
-            "gradients": MASTER * self.shard,
-            **({"Adam": 2 * MASTER * self.shard} if adam else {}),
-            **({"reference": MASTER * self.shard + self.root} if self.config.algorithm.needs_reference else {}),
-        }
+    resident = {"sync buffers": SYNC_BUFFERS * bucket, "runtime": device.trainer_runtime_gib * GIB}
+    if sync.mode is SyncMode.delta and sync.snapshot is SnapshotPlace.device:
+        resident["last synced weights"] = item * shard
 
-    def staying(self) -> Items:
-        """What is there at any time."""
-        items = {
-            "push buffers": PUSH_BUFFERS * self.bucket,
-            "runtime": self.device.trainer_runtime_gib * GIB,
-        }
-        if self.snapshot is SnapshotPlace.device:
-            items["last pushed weights"] = self.item * self.shard
-        return items
+    peaks = _forward_backward(config, device, model)
+    if config.trainer.optimizer is Optimizer.adamw and not device.steps_in_place:
+        peaks["optimizer update"] = {"temporaries": FLOAT32 * shard}
+    return TrainerMemoryPlan(bucket, offloadable, resident, peaks, {"gathered": largest})
 
-    @property
-    def root(self) -> float:
-        return self.model.root_parameters * self.item
 
-    def moments(self) -> Iterator[tuple[str, Items]]:
-        """What each moment of a train step adds to `offloadable` and `staying`."""
-        model, item = self.model, self.item
-        head = model.vocabulary * model.hidden
-        saved = self.saved_activations()
-        chunk = HEAD_CHUNK_BYTES_CPU if self.device.kind is DeviceKind.cpu else HEAD_CHUNK_BYTES
-        logits = 3 * min(chunk, self.tokens * model.vocabulary * MASTER)  # logits, probabilities, casts
-        yield (
-            "loss and head",
-            {"gathered": self.root, "activations": saved, "head gradient": head * (MASTER + item), "logits": logits},
-        )
-        layer = model.layer_parameters
-        yield (
-            "backward of a layer",
-            {
-                "gathered": self.root + LAYERS_GATHERED * layer * item,
-                "activations": saved + self.live_activations(),
-                "unreduced gradients": (head + layer) * item + REDUCTIONS_IN_FLIGHT * layer * MASTER,
-            },
-        )
-        yield (
-            "backward of the embedding",
-            {"gathered": self.root, "unreduced gradients": model.root_parameters * (item + MASTER)},
-        )
-        if self.config.trainer.optimizer is Optimizer.adamw and not self.device.steps_in_place:
-            yield "optimizer update", {"temporaries": MASTER * self.shard}
+def _forward_backward(config: RunConfig, device: Device, model: Architecture) -> dict[str, Items]:
+    item = config.device.dtype.bytes
+    root = model.root_parameters * item
+    layer = model.layer_parameters
+    head = model.vocabulary * model.hidden
 
-    def gathering(self) -> Items:
-        """What a push adds: one tensor, whole, in the engine's dtype."""
-        return {"gathered": self.model.largest_tensor * self.item}
+    # a trajectory above the token budget has its own microbatch
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+    tokens = max(config.trainer.tokens_per_microbatch, longest)
+    logits = min(
+        HEAD_CHUNK_BYTES_CPU if device.kind is DeviceKind.cpu else HEAD_CHUNK_BYTES,
+        tokens * model.vocabulary * FLOAT32,
+    )
 
-    @property
-    def tokens(self) -> int:
-        """Of the largest pass: a trajectory longer than the budget goes alone."""
-        rollout = self.config.rollout
-        longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
-        return max(self.config.trainer.tokens_per_microbatch, longest)
+    # with activation checkpointing, the forward pass keeps only the input of each layer
+    activations = tokens * _layer_activations(model, item)
+    checkpointed = config.trainer.activation_checkpointing
+    saved = model.layers * (tokens * model.hidden * item if checkpointed else activations)
 
-    def saved_activations(self) -> float:
-        """What the forward pass keeps: each layer's input, or without checkpointing everything."""
-        model = self.model
-        if self.config.trainer.activation_checkpointing:
-            return model.layers * self.tokens * model.hidden * self.item
-        linear = model.layers - model.full_layers
-        return self.tokens * (model.full_layers * self._full_layer() + linear * self._linear_layer())
+    return {
+        "loss and head": {
+            "gathered": root,
+            "activations": saved,
+            "head gradient": head * (FLOAT32 + item),
+            "logits": 3 * logits,  # logits, probabilities, casts
+        },
+        "backward of a layer": {
+            "gathered": root + LAYERS_GATHERED * layer * item,
+            "activations": saved + BACKWARD_OVER_FORWARD * activations,
+            "unreduced gradients": (head + layer) * item + REDUCTIONS_IN_FLIGHT * layer * FLOAT32,
+        },
+        "backward of the embedding": {
+            "gathered": root,
+            "unreduced gradients": model.root_parameters * (item + FLOAT32),
+        },
+    }
 
-    def live_activations(self) -> float:
-        """Of the layer that is being computed, with the gradients that flow through it."""
-        return self.tokens * max(self._full_layer(), self._linear_layer()) * BACKWARD_OVER_FORWARD
 
-    def _full_layer(self) -> float:
-        """Bytes a token: q and k before and after norm and rotation (in float32 inside), v, the attention's output."""
-        model = self.model
-        width = model.heads * model.head_dim
-        attention = (5 + model.gated) * width + 6 * model.kv_heads * model.head_dim
-        return attention * self.item + self._norms_and_mlp()
+def _layer_activations(model: Architecture, item: int) -> float:
+    """Bytes per token that autograd keeps of the largest layer.
 
-    def _linear_layer(self) -> float:
-        """Bytes a token: the convolution's ends, then float32 q, k, v and decays of the chunked delta rule."""
-        linear = self.model.linear
-        if linear is None:
-            return 0.0
-        delta = 3 * 3 * linear.values + 4 * DELTA_CHUNK * linear.value_heads
-        return (2 * linear.channels + 3 * linear.values) * self.item + delta * MASTER + self._norms_and_mlp()
-
-    def _norms_and_mlp(self) -> float:
-        model = self.model
-        return (6 * model.hidden + 4 * model.ffn) * self.item + 2 * model.hidden * MASTER
+    Compute dtype: residual stream and norms (12 × hidden) and the outputs of the projections (each has `hidden`
+    weights). float32: the inside of the norms, and q, k, v and decays of the chunked delta rule.
+    """
+    float32 = 2 * model.hidden
+    if model.linear is not None:
+        float32 += 9 * model.linear.value_channels + 4 * DELTA_CHUNK * model.linear.value_heads
+    return item * (12 * model.hidden + model.layer_parameters / model.hidden) + FLOAT32 * float32
