@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from app.checkpoint.manager import Checkpoints
+from app.checkpoint.manager import CheckpointManager
 from app.cluster.memory_monitor import MemoryMonitor
 from app.config import RunConfig
 from app.config.algorithm import AlgorithmConfig
@@ -426,7 +426,7 @@ class World:
             cursor=self.cursor,
             evals={"eval": prompts(self.eval_rows, "eval")},
             recorder=self.recorder,
-            checkpoints=Checkpoints(self.folder, 2),
+            checkpoints=CheckpointManager(self.folder, 2),
             memory=MemoryMonitor(self.trainer, pool),
             model={},
         )

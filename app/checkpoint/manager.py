@@ -105,8 +105,7 @@ class CheckpointManager:
             probe.unlink()
         except OSError as error:
             raise ConfigError(
-                f"{self.folder} cannot hold checkpoints: {durable.describe(error)}; give a hydra.run.dir that can be "
-                "written to."
+                f"{self.folder} cannot hold checkpoints: {files.describe(error)}; set hydra.run.dir to a writable folder."
             ) from error
 
         used = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
@@ -266,7 +265,7 @@ def read_state(path: Path) -> RunState:
         format_version = body.pop("format")
         state = RunState(**body)
     except OSError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {durable.describe(error)}") from error
+        raise CheckpointError(f"checkpoint {path} cannot be read: {files.describe(error)}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {STATE} is damaged ({error})") from error
 
@@ -318,4 +317,4 @@ def _explained(path: Path, action: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"checkpoint {_named(path)} cannot {what}: {durable.describe(error)}") from error
+        raise CheckpointError(f"checkpoint {_final_name(path)} cannot {action}: {files.describe(error)}") from error

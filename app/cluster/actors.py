@@ -101,7 +101,7 @@ def make_trainer(
 ) -> RemoteTrainer:
     """Create the trainer's ranks, without setting them up."""
     # Imported here because the driver of mode=eval needs no torch.
-    from app.trainer.rank import THREADS, RankSpec, TrainerRank
+    from app.trainer.rank import CONCURRENCY_GROUPS, RankSpec, TrainerRank
     from app.trainer.step import StepSettings
 
     ranks = config.placement.trainer_ranks
@@ -126,7 +126,7 @@ def make_trainer(
         profile_steps=tuple(config.trainer.profile_steps),
     )
 
-    make = ray.remote(concurrency_groups=THREADS)(TrainerRank)  # type: ignore[call-overload]  # missing in Ray's stubs
+    make = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainerRank)  # type: ignore[call-overload]  # missing in Ray's stubs
     environment = {"env_vars": dict(device.trainer_env)} if device.trainer_env else None
     actors = [
         make.options(runtime_env=environment, **placement.rank_options(rank)).remote(spec, rank)

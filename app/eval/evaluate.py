@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from app.algorithm.metrics import group_metrics
 from app.config import RunConfig
 from app.rollout.rollouter import Rollouter
+from app.tracking.recorder import RunFolderRecorder
 from app.types import Group, Prompt, Sampling
 
 REPORTED = {  # metric of an evaluation → metric of `group_metrics`
@@ -37,15 +38,18 @@ async def evaluate(
     return metrics, all_groups
 
 
-def measure(groups: Sequence[Group], samples: int) -> dict[str, float]:
-    """Accuracy (over completions), mean reward and length, truncated fraction; pass@k of several samples."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    right = [sum(correct(trajectory) for trajectory in group.trajectories) for group in groups]
-    powers = [2**power for power in range(1, samples.bit_length()) if 2**power <= samples]
-    return {
-        "accuracy": float(np.mean([correct(trajectory) for trajectory in trajectories])),
-        "reward": float(np.mean([trajectory.reward for trajectory in trajectories])),
-        "length_mean": float(np.mean([len(t.completion.token_ids) for t in trajectories])),
-        "truncated_fraction": float(np.mean([t.completion.truncated for t in trajectories])),
-        **{f"pass@{k}": float(np.mean([pass_at_k(samples, c, k) for c in right])) for k in powers},
-    }
+async def evaluate_alone(
+    rollouter: Rollouter, sets: Mapping[str, Sequence[Prompt]], config: RunConfig, recorder: RunFolderRecorder
+) -> float:
+    """`mode=eval`: every set once, with samples written; returns the mean accuracy over the sets."""
+    results, groups = await evaluate(rollouter, sets, config, version=0)
+    recorder.log_eval(0, results, groups, rollouter.tokenizer.decode)
+    return sum(metrics["accuracy"] for metrics in results.values()) / len(results)
+
+
+def measure(groups: Sequence[Group]) -> dict[str, float]:
+    """Return accuracy, mean reward and length, and truncated fraction over completions; pass@k for k of at least 2."""
+    metrics = group_metrics(groups)
+    passes = {name.removeprefix("reward/"): value for name, value in metrics.items() if name.startswith("reward/pass@")}
+    passes.pop("pass@1")  # equals the accuracy
+    return {**{name: metrics[source] for name, source in REPORTED.items()}, **passes}

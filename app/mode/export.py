@@ -2,13 +2,59 @@
 
 from pathlib import Path
 
-from app.checkpoint.export import export_run
+from app.checkpoint.export import FOLDER, export_checkpoint
+from app.checkpoint.manager import FOLDER as CHECKPOINTS
+from app.checkpoint.manager import RunState, find, read_state, require_model
 from app.config import RunConfig
-from app.errors import say
+from app.errors import ConfigError, say
 from app.mode import ModeResult
+from app.model.hf_directory import identity, locate
 
 
 def run(config: RunConfig, folder: Path) -> ModeResult:
     """Export the run in `folder`, or the checkpoint of `resume=`, and print where to."""
     say(str(export_run(config, folder)))
     return ModeResult()
+
+
+def export_run(config: RunConfig, folder: Path) -> Path:
+    """Export the checkpoint at `resume=<path>`, or else the latest one of the run in `folder`.
+
+    Returns:
+        The exported directory, `export/` in the run's folder. It replaces an earlier export.
+
+    Raises:
+        ConfigError: There is no checkpoint.
+        CheckpointError: The checkpoint is incomplete or of another model.
+        RunError: The directory cannot be written.
+    """
+    checkpoint = _find_checkpoint(config, folder)
+    state = read_state(checkpoint)
+    source = _find_source(config, state)
+    require_model(state, identity(source), checkpoint)
+
+    parent = checkpoint.parent
+    run = parent.parent if parent.name == CHECKPOINTS else parent
+    return export_checkpoint(checkpoint, source, run / FOLDER)
+
+
+def _find_checkpoint(config: RunConfig, folder: Path) -> Path:
+    key, value = "hydra.run.dir", str(folder)
+    if config.resume not in ("auto", "never"):
+        key, value = "resume", config.resume
+
+    checkpoint = find(Path(value).expanduser())
+    if checkpoint is None:
+        raise ConfigError(
+            f"{key}={value} is not accepted: give the folder of a run that has checkpoints (checkpoint.every=… writes "
+            "them; the default writes none), or resume=<path> of a checkpoint."
+        )
+    return checkpoint
+
+
+def _find_source(config: RunConfig, state: RunState) -> Path:
+    """Return the model directory that the checkpoint names, or `model.path` if that directory no longer exists."""
+    source = state.model.get("source")
+    if source and Path(str(source)).is_dir():
+        return Path(str(source))
+    return locate(config.model, seed=config.seed)

@@ -59,7 +59,6 @@ async def start_rollout_workers(
     config: RunConfig, device: Device, folder: Path, recorder: StatusRecorder
 ) -> AsyncIterator[RolloutWorkers]:
     """Start Ray and the reward workers and create the engines, which are started together with the trainer."""
-    from app.cluster import placement_group
     from app.cluster.actors import make_engine
     from app.cluster.connect import connect
     from app.cluster.placement_group import reserve
@@ -80,8 +79,8 @@ async def start_rollout_workers(
         stack.enter_context(process_reaper())
         recorder.status("starting Ray")
         stack.callback(_shutdown_ray)
-        placement_group.connect(config, device)
-        device_placement = placement_group.reserve(config, device)
+        connect(config, device)
+        device_placement = reserve(config, device)
 
         trainer = "" if config.mode is Mode.eval else f" and {config.placement.trainer_ranks} trainer rank(s)"
         recorder.status(f"starting {config.engines} engine(s){trainer}")
@@ -100,7 +99,7 @@ async def start_trainer_workers(
 ) -> AsyncIterator[TrainerWorkers]:
     """Start the trainer ranks and their weight sync; with the first ones also the engines."""
     from app.cluster.actors import make_trainer
-    from app.weight_sync.factory import make_sync
+    from app.weight_sync.factory import make_synchronizer
 
     async with AsyncExitStack() as stack:
         trainer = make_trainer(config, device, workers.inputs.model_path, folder, workers.device_placement)
@@ -113,7 +112,7 @@ async def start_trainer_workers(
             await gather_or_raise(trainer.setup(), *starts)
             await _attach_offload(trainer, device)
 
-        synchronizer = make_sync(config, device, trainer, workers.pool.engines, folder)
+        synchronizer = make_synchronizer(config, device, trainer, workers.pool.engines, folder)
         stack.push_async_callback(synchronizer.close)
         await synchronizer.prepare()
         yield TrainerWorkers(trainer, synchronizer)

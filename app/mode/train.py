@@ -12,7 +12,7 @@ from typing import Any
 
 from app.checkpoint.export import export_trained
 from app.checkpoint.manager import CheckpointManager, require_model
-from app.cluster.memory_monitor import Memory
+from app.cluster.memory_monitor import MemoryMonitor
 from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device, device_of
@@ -60,7 +60,7 @@ class TrainingRun:
         self.folder = folder
         self.recorder = recorder
         self.workers = workers
-        self.checkpoints = Checkpoints(folder, config.checkpoint.keep, timeout_s=config.trainer.timeout_s)
+        self.checkpoints = CheckpointManager(folder, config.checkpoint.keep, timeout_s=config.trainer.timeout_s)
         self.restarts = 0
         self._cursor_at_start: dict[str, Any] = workers.inputs.prompts.train.state()
 
@@ -168,6 +168,6 @@ class TrainingRun:
             evals=workers.inputs.prompts.evals,
             recorder=self.recorder,
             checkpoints=self.checkpoints,
-            memory=Memory(made.trainer, workers.pool),
+            memory=MemoryMonitor(made.trainer, workers.pool),
             model=identity(workers.inputs.model_path),
         )

@@ -36,14 +36,14 @@ class LinearAttention:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
-    def values(self) -> int:
+    def value_channels(self) -> int:
         """Width of all value heads together."""
         return self.value_heads * self.value_dim
 
     def parameters(self, hidden: int) -> int:
         """Parameters of the mixer of one layer."""
-        in_projections = hidden * (self.channels + self.values + 2 * self.value_heads)
-        out_projection = self.values * hidden
+        in_projections = hidden * (self.channels + self.value_channels + 2 * self.value_heads)
+        out_projection = self.value_channels * hidden
         decays_and_norm = 2 * self.value_heads + self.value_dim
         return in_projections + out_projection + self.channels * self.convolution + decays_and_norm
 
@@ -66,17 +66,16 @@ class Architecture:
     head_dim: int
     vocabulary: int
     tied: bool  # LM head and embedding share one tensor
-    gated: bool = False  # the query projection includes an output gate
     head_norms: bool = True  # norms of queries and keys
-    linear: LinearAttention | None = None  # of the other layers
+    linear: LinearAttention | None = None  # of the other layers; with it, full attention has an output gate
     vision_parameters: int = 0  # of a vision tower, loaded by the engine only
 
     @property
     def full_layer_parameters(self) -> int:
         """Parameters of a layer with full attention."""
         width = self.heads * self.head_dim
-        query_width = 2 * width if self.gated else width
-        attention = self.hidden * (query_width + 2 * self.kv_heads * self.head_dim + width)
+        output_gate = 0 if self.linear is None else width
+        attention = self.hidden * (2 * width + output_gate + 2 * self.kv_heads * self.head_dim)
         head_norms = 2 * self.head_dim if self.head_norms else 0
         return attention + head_norms + self._mlp_and_norms
 
@@ -159,7 +158,6 @@ def _tiny(tiny: TinyConfig) -> Architecture:
         head_dim=head_dim,
         vocabulary=len(SPECIAL) + len(CHARACTERS),
         tied=True,
-        gated=linear is not None,
         linear=linear,
     )
 
@@ -173,7 +171,12 @@ def from_config(config: dict[str, Any]) -> Architecture | None:
 
     layers = text["num_hidden_layers"]
     heads = text["num_attention_heads"]
-    linear = _linear(text) if "linear_num_value_heads" in text else None
+    linear = None
+    full_layers = layers
+    if "linear_num_value_heads" in text:
+        linear = LinearAttention(*(text[f"linear_{key}"] for key in LINEAR_KEYS))
+        full_layers = _full_layers(text)
+
     return Architecture(
         layers=layers,
         full_layers=full_layers,

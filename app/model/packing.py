@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.utils.lengths import length_buckets
+
 # A bucket takes sequences of at least this fraction of its longest one.
-FILLED = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Packing:
         if not lengths or boundaries[0] != 0 or min(lengths) < 1:
             raise ValueError(f"cu_seqlens must rise from 0, without empty sequences: {boundaries}")
 
-        buckets = _buckets(lengths)
+        buckets = length_buckets(lengths)
         starts = torch.tensor(boundaries)
         sources = []
         reals = []
@@ -99,14 +100,3 @@ class _Gather(torch.autograd.Function):
         if used is not None:
             gradient = gradient.masked_fill_(~used.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
         return gradient, None, None, None
-
-
-def _buckets(lengths: list[int]) -> list[list[int]]:
-    """Group sequence indices by similar length, the longest of each bucket first."""
-    buckets: list[list[int]] = []
-    for sequence in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        if buckets and lengths[sequence] >= FILLED * lengths[buckets[-1][0]]:
-            buckets[-1].append(sequence)
-        else:
-            buckets.append([sequence])
-    return buckets

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.checkpoint.manager import Checkpoints
+from app.checkpoint.manager import CheckpointManager
 from app.cluster.memory_monitor import MemoryMonitor
 from app.config import RunConfig
 from app.data.cursor import PromptCursor
@@ -29,7 +29,7 @@ class RunContext:
     cursor: PromptCursor
     evals: Mapping[str, Sequence[Prompt]]  # by evaluation set
     recorder: RunRecorder
-    checkpoints: Checkpoints
+    checkpoints: CheckpointManager
     memory: MemoryMonitor
     model: Mapping[str, Any]  # `identity` of the source checkpoint
 

@@ -75,7 +75,7 @@ class PlacementController(ABC):
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
         if record_memory:
-            await self.context.memory.phase(name)
+            await self.context.memory.record_peaks(name)
 
     # --- the parts of a step
 

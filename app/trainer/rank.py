@@ -104,7 +104,7 @@ class TrainerRank:
         return ray.util.get_node_ip_address()
 
     def free_port(self) -> int:
-        return free_port(host="")
+        return free_port("")
 
     def setup(self, address: str, port: int) -> int:
         """Join the process group, load the model and make the step. A collective.

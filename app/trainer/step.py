@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.algorithm.loss import TokenBatch, denominator, policy_loss
-from app.algorithm.metrics import TABLE, finalise
+from app.algorithm.metrics import TABLE, finalize
 from app.config.algorithm import AlgorithmConfig, Correction
 from app.errors import TrainerError
 from app.model.policy import PolicyModel, packs_sequences
@@ -289,19 +289,15 @@ class TrainStep:
         )
 
     def _metrics(self) -> dict[str, float]:
-        total = self._total
-        loss = losses.denominator(
-            self.settings.algorithm,
-            tokens=total.tokens,
-            sequences=total.sequences,
-            max_completion_tokens=self.settings.max_completion_tokens,
-        )
-        sums = total.sums or dict.fromkeys(tables.TABLE, 0.0)  # a step without trajectories has a full line too
-        metrics = tables.finalize(sums, tokens=total.tokens, sequences=total.sequences, loss=loss)
-        computed = total.input_tokens + total.padding_tokens
-        speed = throughput_metrics(
-            self._watch.seconds(),
-            tokens=total.input_tokens,
+        totals = self._totals
+        computed = totals.input_tokens + totals.padding_tokens
+
+        # A step without trajectories reports every metric as 0.
+        sums = totals.sums or dict.fromkeys(TABLE, 0.0)
+        loss_metrics = finalize(sums, tokens=totals.tokens, sequences=totals.sequences, loss=self._denominator(totals))
+        throughput = throughput_metrics(
+            self._timer.seconds(),
+            tokens=totals.input_tokens,
             flops=self._flops,
             ranks=self.ranks,
             peak_flops=self.peak_flops,

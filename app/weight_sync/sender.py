@@ -14,6 +14,7 @@ from torch import Tensor
 
 from app.config.weight_sync import SnapshotPlace
 from app.model.policy import FLOAT32_PARAMETERS, named_checkpoint_tensors
+from app.trainer.rank import TrainerRank
 from app.types import TrainerMemory
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
 from app.weight_sync.delta import DeltaEncoder, max_header_bytes

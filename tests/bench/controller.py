@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from app.model.tiny.tokenizer import build_tokenizer
+from app.model.tiny.tokenizer import tokenizer
 from app.placement.fully_async import FullyAsync
 from app.tracking.recorder import RunFolderRecorder
 from app.types import Completion, FinishReason, GroupRequest, InFlight, ScoredGroup, VersionSpan
@@ -75,8 +75,8 @@ def payload() -> tuple[bytes, list[bytes]]:
 
 
 def decode_us() -> float:
-    """CPU time of decoding one completion here."""
-    decoder, rng = build_tokenizer(TOKENS), np.random.default_rng(0)
+    """Return the CPU microseconds of decoding one completion on the driver."""
+    decoder, rng = tokenizer(TOKENS), np.random.default_rng(0)
     tokens = rng.integers(5, 99, TOKENS, dtype=np.int32)
     started = time.process_time()
     for _ in range(20):
@@ -101,12 +101,12 @@ def run_once(folder: Path) -> float:
 
     async def scenario(recorder: RunFolderRecorder) -> float:
         world.recorder = recorder  # type: ignore[assignment]
-        context = world.context()
-        context.pool.engines[:] = [Hosts(seconds, world.right) for _ in range(ENGINES)]
-        context.pool._outstanding[:] = [0] * ENGINES
-        world.sync.engines = context.pool.engines
+        parts = world.parts()
+        parts.pool.engines[:] = [ReplayEngine(seconds, world.right) for _ in range(ENGINES)]
+        parts.pool._outstanding[:] = [0] * ENGINES
+        world.sync.engines = parts.pool.engines
         started = time.process_time()
-        await FullyAsync(context).run()
+        await FullyAsync(parts).run()
         return time.process_time() - started
 
     with RunFolderRecorder(settings, folder) as recorder:

@@ -105,8 +105,8 @@ def measure(preset: Preset, staleness: int | None, in_flight: InFlight, folder: 
     )
     controller = Colocate if colocate else FullyAsync
 
-    async def story() -> float:
-        await placement(world.context()).run()
+    async def scenario() -> float:
+        await controller(world.parts()).run()
         return now()
 
     run_virtual(scenario())

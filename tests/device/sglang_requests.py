@@ -48,7 +48,7 @@ def _transports(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
             and part.targets[0].id == "route"
             and isinstance(part.value, ast.Constant)
         ]
-        asks = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "request_body"]
+        asks = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "ask"]
         for route in routes:
             returned = [each.value for ask in asks for each in ast.walk(ask) if isinstance(each, ast.Return)]
             yield f"/{route}", {key for body in returned if body is not None for key in _keys(body, {})}

@@ -1,4 +1,4 @@
-"""Parameter counts equal those of transformers; cache and state sizes are computed by hand."""
+"""Parameter counts match transformers; cache and state sizes match a hand calculation."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def parameters_on_meta(config: object) -> int:
 def test_qwen3_4b_has_as_many_parameters_as_in_transformers() -> None:
     from app.model.hf_import import transformers
 
-    config = transformers().Qwen3Config(
+    built = transformers().Qwen3Config(
         vocab_size=151_936,
         hidden_size=2560,
         intermediate_size=9728,
@@ -31,16 +31,16 @@ def test_qwen3_4b_has_as_many_parameters_as_in_transformers() -> None:
         head_dim=128,
         tie_word_embeddings=True,
     )
-    assert QWEN3_4B.parameters == parameters_on_meta(config) == 4_022_468_096
-    assert from_config(config.to_dict()) == QWEN3_4B
+    assert QWEN3_4B.parameters == parameters_on_meta(built) == 4_022_468_096
+    assert from_config(built.to_dict()) == QWEN3_4B
 
 
 def test_qwen35_9b_has_as_many_parameters_as_in_transformers() -> None:
     from app.model.hf_import import transformers
 
-    config = transformers().Qwen3_5TextConfig()
-    assert QWEN35_9B.parameters == parameters_on_meta(config) == 8_953_803_264
-    text_only = from_config(config.to_dict())
+    built = transformers().Qwen3_5TextConfig()
+    assert QWEN35_9B.parameters == parameters_on_meta(built) == 8_953_803_264
+    text_only = from_config(built.to_dict())
     assert text_only is not None
     assert text_only.parameters == QWEN35_9B.parameters
     assert text_only.full_layers == 8
@@ -50,8 +50,8 @@ def test_a_composite_checkpoint_counts_its_text_model_and_its_vision_tower() -> 
     from app.model.hf_import import transformers
 
     text = transformers().Qwen3_5TextConfig().to_dict()
-    composite = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "tie_word_embeddings": False}
-    assert from_config(composite) == QWEN35_9B
+    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "tie_word_embeddings": False}
+    assert from_config(whole) == QWEN35_9B
 
 
 def test_only_every_fourth_layer_of_qwen35_has_a_kv_cache() -> None:
@@ -60,7 +60,7 @@ def test_only_every_fourth_layer_of_qwen35_has_a_kv_cache() -> None:
     assert QWEN35_9B.kv_bytes_per_token(2, tensor_parallel=8) == 8 * 2 * 1 * 256 * 2  # at least one head per rank
 
 
-def test_the_state_of_a_request_equals_a_computation_by_hand() -> None:
+def test_the_state_of_a_request_matches_a_hand_calculation() -> None:
     recurrent = 32 * 128 * 128 * 4  # value heads × key dim × value dim, float32
     convolution = (2 * 16 * 128 + 32 * 128) * 3 * 2  # channels × the last three inputs, bfloat16
     assert QWEN35_9B.state_bytes_per_request(2) == 24 * (recurrent + convolution) == 51_511_296

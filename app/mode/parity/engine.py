@@ -5,7 +5,6 @@ exported checkpoint. The completions come back with the engine's log-probabiliti
 """
 
 import asyncio
-import contextlib
 import sys
 from collections.abc import Sequence
 from copy import deepcopy
@@ -62,16 +61,19 @@ def sample(config: RunConfig, folder: Path) -> Sampled:
 
 
 async def _sample(config: RunConfig, folder: Path) -> Sampled:
-    device, recorder = device_of(config.device.kind), StderrRecorder()
+    device = device_of(config.device.kind)
+    recorder = StderrRecorder()
     prompt = np.random.default_rng(0).integers(4, 60, PROMPT_TOKENS).astype(np.int32)
     request = GroupRequest("parity/0@0", prompt, GROUP_SIZE, Sampling(1.0, 1.0, MAX_TOKENS), VERSION)
-    async with contextlib.AsyncExitStack() as stack:
-        side = await stack.enter_async_context(start_rollout_workers(config, device, folder, recorder))
-        made = await stack.enter_async_context(start_trainer_workers(config, device, folder, side, first=True))
-        devices = TimeSharing(config.offload, made.trainer, side.pool, side.supervisor)
+
+    async with (
+        start_rollout_workers(config, device, folder, recorder) as workers,
+        start_trainer_workers(config, device, folder, workers, first=True) as made,
+    ):
         recorder.status("syncing weights")
         try:
             if config.placement.kind is PlacementKind.colocate:
+                devices = TimeSharing(config.offload, made.trainer, workers.pool, workers.supervisor)
                 await devices.give_to_engines(lambda: made.synchronizer.sync(VERSION))
             else:
                 await made.synchronizer.sync(VERSION)
@@ -79,5 +81,5 @@ async def _sample(config: RunConfig, folder: Path) -> Sampled:
             return Sampled(False, str(error), prompt, ())
 
         recorder.status("sampling")
-        groups = await asyncio.gather(*(engine.generate(request) for engine in side.pool.engines))
+        groups = await asyncio.gather(*(engine.generate(request) for engine in workers.pool.engines))
         return Sampled(True, "", prompt, [completion for group in groups for completion in group])

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from app.errors import SyncError, one_line
 from app.protocols import RolloutEngine
+from app.trainer.rank import TrainerRank
 from app.utils.net import bracketed
 from app.weight_sync.buckets import ReadyBucket
 from app.weight_sync.deadlines import Deadline, best_effort
@@ -158,7 +159,3 @@ class CollectiveTransport:
     async def _wait_until_joined(self, trainer: TrainerGroup) -> None:
         while not all(await trainer.call(SENDER_EXTENSION, BroadcastSender.joined)):  # noqa: ASYNC110 (another process)
             await asyncio.sleep(JOIN_POLL_S)
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
