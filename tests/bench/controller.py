@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from app.model.tiny.tokenizer import tokenizer
+from app.model.tiny.tokenizer import build_tokenizer
 from app.placement.fully_async import FullyAsync
 from app.tracking.recorder import RunFolderRecorder
 from app.types import Completion, FinishReason, GroupRequest, InFlight, ScoredGroup, VersionSpan
@@ -76,7 +76,7 @@ def payload() -> tuple[bytes, list[bytes]]:
 
 def decode_us() -> float:
     """Return the CPU microseconds of decoding one completion on the driver."""
-    decoder, rng = tokenizer(TOKENS), np.random.default_rng(0)
+    decoder, rng = build_tokenizer(TOKENS), np.random.default_rng(0)
     tokens = rng.integers(5, 99, TOKENS, dtype=np.int32)
     started = time.process_time()
     for _ in range(20):
@@ -101,7 +101,7 @@ def run_once(folder: Path) -> float:
 
     async def scenario(recorder: RunFolderRecorder) -> float:
         world.recorder = recorder  # type: ignore[assignment]
-        parts = world.parts()
+        parts = world.context()
         parts.pool.engines[:] = [ReplayEngine(seconds, world.right) for _ in range(ENGINES)]
         parts.pool._outstanding[:] = [0] * ENGINES
         world.sync.engines = parts.pool.engines

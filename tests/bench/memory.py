@@ -31,7 +31,7 @@ def save_model(folder: Path, vocabulary: int) -> Path:
     import torch
 
     from app.model.hf_import import transformers
-    from app.model.tiny.tokenizer import tokenizer
+    from app.model.tiny.tokenizer import build_tokenizer
 
     config = transformers().Qwen3Config(
         vocab_size=vocabulary,
@@ -46,7 +46,7 @@ def save_model(folder: Path, vocabulary: int) -> Path:
     )
     torch.manual_seed(0)
     transformers().Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer(4096).save_pretrained(folder)
+    build_tokenizer(4096).save_pretrained(folder)
     return folder
 
 

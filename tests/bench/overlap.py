@@ -106,7 +106,7 @@ def measure(preset: Preset, staleness: int | None, in_flight: InFlight, folder: 
     controller = Colocate if colocate else FullyAsync
 
     async def scenario() -> float:
-        await controller(world.parts()).run()
+        await controller(world.context()).run()
         return now()
 
     run_virtual(scenario())

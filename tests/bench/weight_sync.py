@@ -46,7 +46,7 @@ TOKENS_IN_FLIGHT = 20
 
 def make_model(folder: Path) -> Path:
     from app.model.hf_import import transformers
-    from app.model.tiny import tokenizer as characters
+    from app.model.tiny.tokenizer import build_tokenizer
 
     config = transformers().Qwen3Config(**SHAPES, dtype="bfloat16")
     torch.manual_seed(0)
@@ -58,7 +58,7 @@ def make_model(folder: Path) -> Path:
             parameter.normal_(0.0, 0.02)
     model.tie_weights()
     model.save_pretrained(folder)
-    characters.tokenizer(4096).save_pretrained(folder)
+    build_tokenizer(4096).save_pretrained(folder)
     return folder
 
 

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.model.packing import FILLED, Packing
+from app.model.packing import Packing
 from app.model.policy import packs_sequences
+from app.utils.lengths import FILLED
 from tests.model.support import save_qwen3, save_qwen35
 
 

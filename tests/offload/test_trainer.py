@@ -23,7 +23,7 @@ from tests.offload.support import FakeRank, storages
 from tests.trainer.ranks import run_on
 from tests.trainer.support import Scenario, full, make_step, parameters, sampled, scored_groups, train
 from tests.trainer.test_step import GRPO
-from tests.weight_sync.support import make_push, make_trainer, started
+from tests.weight_sync.support import make_synchronizer, make_trainer, started
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = list(TrainerMemory)
@@ -163,14 +163,14 @@ def test_calls_that_need_offloaded_memory_raise_and_name_it(
     async def scenario() -> None:
         trainer = await started(make_trainer(tiny_model, tmp_path))
         await trainer.attach_offload(partial(Offload, moves=True))
-        push = await make_push("ipc", trainer, [engine], tmp_path)
+        push = await make_synchronizer("ipc", trainer, [engine], tmp_path)
         await push.sync(1)
         await trainer.offload(TrainerMemory.parameters)
         with pytest.raises(TrainerError, match=r"trainer rank 0: parameters is offloaded already"):
             await trainer.offload(TrainerMemory.parameters)
         with pytest.raises(TrainerError, match=r"trainer rank 0: begin_step while offloaded: parameters"):
             await trainer.begin_step(version=2)
-        with pytest.raises(SyncError, match=r"trainer rank 0: a push while offloaded: parameters"):
+        with pytest.raises(SyncError, match=r"trainer rank 0: weight sync while offloaded: parameters"):
             await push.sync(2)
         with pytest.raises(TrainerError, match=r"trainer rank 0: restore while offloaded: parameters"):
             await trainer.restore(tmp_path, version=2)

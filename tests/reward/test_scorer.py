@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.config.reward import RewardConfig, validate
+from app.config import RunConfig
+from app.config.reward import RewardConfig
 from app.errors import ConfigError, RunError
 from app.reward.outcome import FailureKind
 from app.reward.scorer import Scorer
@@ -349,7 +350,7 @@ def test_invalid_settings_are_rejected():
         (RewardConfig(components={"math": 1.0}, max_failed_fraction=1.5), "reward.max_failed_fraction=1.5"),
     ):
         with pytest.raises(ConfigError, match="is not accepted: give ") as caught:
-            validate(config)
+            RunConfig(reward=config).validate()
         assert str(caught.value).startswith(key)
 
 

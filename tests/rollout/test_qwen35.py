@@ -15,7 +15,7 @@ from app.types import InFlight
 from tests.conftest import make_engine
 from tests.rollout.support import HOT, in_flight, largest_difference, request
 from tests.rollout.test_cpu_attention import ragged, staggered
-from tests.weight_sync.support import TRANSPORTS, make_push, make_trainer, set_weights, started
+from tests.weight_sync.support import TRANSPORTS, make_synchronizer, make_trainer, set_weights, started
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_a_push_equals_the_export_and_logprobs_are_those_of_the_pushed_weights(
     given = request(f"after/{transport}", group_size=4, temperature=1.0, max_tokens=12)
 
     async def scenario() -> list[Any]:
-        push = await make_push(transport, trainer, [engine], tmp_path, verify=Verify.always)
+        push = await make_synchronizer(transport, trainer, [engine], tmp_path, verify=Verify.always)
         for version, seed in ((3, 1), (4, 2)):
             await set_weights(trainer, seed)
             await push.sync(version)

@@ -54,7 +54,7 @@ def make_trainer(model: Path, folder: Path, *, ranks: int = 1, dtype: Dtype = Dt
     """Create Ray actors of real trainer ranks, not set up yet."""
     import ray
 
-    from app.trainer.rank import THREADS, RankSpec, TrainerRank
+    from app.trainer.rank import CONCURRENCY_GROUPS, RankSpec, TrainerRank
     from app.trainer.remote import RemoteTrainer
     from app.trainer.step import StepSettings
 
@@ -78,7 +78,7 @@ def make_trainer(model: Path, folder: Path, *, ranks: int = 1, dtype: Dtype = Dt
         seed=0,
         logs=folder,
     )
-    make = ray.remote(concurrency_groups=THREADS, num_cpus=0)(TrainerRank)
+    make = ray.remote(concurrency_groups=CONCURRENCY_GROUPS, num_cpus=0)(TrainerRank)
     return RemoteTrainer([make.remote(spec, rank) for rank in range(ranks)], timeout_s=120, logs=folder)
 
 

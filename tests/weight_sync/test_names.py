@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from app.config.device import Dtype
 from app.model.hf_import import transformers
 from app.model.load import load
-from app.model.tiny.tokenizer import tokenizer
+from app.model.tiny.tokenizer import build_tokenizer
 from app.weight_sync.buckets import TensorMeta
 from app.weight_sync.sender import Sender
 from tests.model.support import save_qwen3
@@ -82,5 +82,5 @@ def save_qwen35(folder: Path) -> Path:
     extra = {"model.visual.patch_embed.proj.weight": torch.zeros(4, 4), "mtp.norm.weight": torch.zeros(4)}
     save_file({**renamed, **extra}, folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)
-    tokenizer(128).save_pretrained(folder)
+    build_tokenizer(128).save_pretrained(folder)
     return folder

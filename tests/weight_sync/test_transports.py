@@ -14,7 +14,6 @@ from app.device import device_of
 from app.errors import ConfigError, EngineError, SyncError
 from app.types import VersionSpan
 from app.weight_sync.deadlines import Deadline
-from app.weight_sync.transport.collective import bracketed
 from app.weight_sync.verify import expect_equal
 
 
@@ -36,11 +35,6 @@ def test_ipc_between_separate_devices_is_refused() -> None:
     config.placement.kind = PlacementKind.fully_async
     with pytest.raises(ConfigError, match=r"weight_sync.transport=ipc is not accepted: give auto or collective"):
         transport_of(WeightSyncConfig(transport=TransportKind.ipc), shared_devices=config.shared_devices)
-
-
-def test_an_ipv6_address_gets_brackets() -> None:
-    assert bracketed("10.0.0.1") == "10.0.0.1"
-    assert bracketed("fe80::1") == "[fe80::1]"
 
 
 async def sleeping(seconds: float) -> None:

@@ -1,12 +1,14 @@
-"""What our plugin does inside an engine with the messages of a delta push.
+"""Runs inside SGLang's processes: loads the messages of a delta sync (app/wire.py) into the model.
 
-Two methods of SGLang's weight updater are wrapped, one for each transport. A bucket without an envelope (app/wire.py)
-is SGLang's own business. Of one with an envelope:
+Two methods of SGLang's weight updater are wrapped, one per transport. A bucket without an envelope goes to SGLang
+unchanged.
 
-always, it is taken only in its turn, and a delta only onto the version that it was made from, so a lost, repeated or
-reordered message is refused; what every rank wrote is counted and summed, so an entry that no parameter took is an
-error; and whatever fails, no version is held any more until a full push has come. Ranks refuse together, since rank 0
-answers for all of them.
+Invariants:
+    - Messages are loaded in order, and a delta only onto the version that it was computed from. A lost, repeated or
+      reordered message is refused.
+    - The entries that the ranks wrote are counted and summed. An entry that no parameter took is an error.
+    - After any failure the engine has no version until the next full sync.
+    - All ranks of an engine refuse together, because rank 0 replies for all of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,126 +32,149 @@ from app.wire import (
 )
 
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-Named = Sequence[tuple[str, Tensor]]
-Answer = tuple[bool, str]
+NamedTensors = Sequence[tuple[str, Tensor]]
+Reply = tuple[bool, str]  # success, message
 
 
 def register() -> None:
-    """Wrap both entrances; SGLang only logs it where they are not there, and the driver misses our answer then."""
+    """Wrap both methods. If SGLang does not have them it only logs that; the driver then gets no reply of ours."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    loader = Loader()
-    HookRegistry.register(f"{UPDATER}.load_weights_from_distributed", loader.from_group, HookType.AROUND)
-    HookRegistry.register(f"{UPDATER}._update_weights_from_flattened_bucket", loader.from_handle, HookType.AROUND)
+    loader = DeltaLoader()
+    HookRegistry.register(f"{UPDATER}.load_weights_from_distributed", loader.from_collective, HookType.AROUND)
+    HookRegistry.register(f"{UPDATER}._update_weights_from_flattened_bucket", loader.from_ipc, HookType.AROUND)
 
 
-class Loader:
-    """One for each scheduler process."""
+class DeltaLoader:
+    """The loader of one scheduler process."""
 
-    def __init__(self, summed: Callable[[list[int]], list[int]] | None = None):
-        """`summed` over the ranks of the engine, which all call it; null: SGLang's."""
-        self._summed = summed or over_ranks
-        self.held: int | None = None  # the version that all messages of a push have made
-        self._open: tuple[int, int | None, int] | None = None  # version, base and next message of an unfinished push
+    def __init__(self, sum_over_ranks: Callable[[list[int]], list[int]] | None = None):
+        """Create a loader.
 
-    def from_group(self, original: Callable[..., Answer], updater: Any, named_tensors: Named) -> Answer:
-        """Around `load_weights_from_distributed`."""
+        Args:
+            sum_over_ranks: Sums counts over the tensor-parallel ranks of the engine, which all call it. None: SGLang's
+                process group.
+        """
+        self._sum_over_ranks = sum_over_ranks or all_reduce_counts
+        self.synced_version: int | None = None  # of the last complete sync; None: unknown, needs a full sync
+        self._next: tuple[int, int | None, int] | None = None  # version, base and index of the next message of a sync
+
+    def from_collective(self, original: Callable[..., Reply], updater: Any, named_tensors: NamedTensors) -> Reply:
+        """Wrap `load_weights_from_distributed`."""
         if all(name != HEADER for name, _ in named_tensors):
-            self._forget()
+            self._reset()
             return original(updater, named_tensors)
-        return self.take(updater.get_model(), named_tensors)
+        return self.load(updater.get_model(), named_tensors)
 
-    def from_handle(
-        self, original: Callable[..., Answer], updater: Any, flattened_tensor_bucket_dict: dict[str, Any]
-    ) -> Answer:
-        """Around `_update_weights_from_flattened_bucket`."""
-        flat, metadata = (flattened_tensor_bucket_dict[key] for key in ("flattened_tensor", "metadata"))
+    def from_ipc(
+        self, original: Callable[..., Reply], updater: Any, flattened_tensor_bucket_dict: dict[str, Any]
+    ) -> Reply:
+        """Wrap `_update_weights_from_flattened_bucket`."""
+        flat = flattened_tensor_bucket_dict["flattened_tensor"]
+        metadata = flattened_tensor_bucket_dict["metadata"]
         if all(meta.name != HEADER for meta in metadata):
-            self._forget()
+            self._reset()
             return original(updater, flattened_tensor_bucket_dict=flattened_tensor_bucket_dict)
-        named = [
+
+        named_tensors = [
             (meta.name, flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)) for meta in metadata
         ]
-        return self.take(updater.get_model(), named)
+        return self.load(updater.get_model(), named_tensors)
 
-    def take(self, model: Any, named: Named) -> Answer:
-        """Load one message."""
-        tensors = dict(named)
-        envelope = decode(bytes(tensors.pop(HEADER).cpu().numpy()))
-        refusal = self._out_of_turn(envelope)
+    def load(self, model: Any, named_tensors: NamedTensors) -> Reply:
+        """Load one message into the model."""
+        tensors = dict(named_tensors)
+        header = decode(bytes(tensors.pop(HEADER).cpu().numpy()))
+        refusal = self._refusal(header)
+        self._reset()  # until the message is loaded
         if refusal is not None:
-            self._forget()
             return False, refusal
-        self._forget()  # until all is well
-        failure, hits = None, [[] for _ in envelope.changed]  # type: ignore[var-annotated]
+
+        failure: str | None = None
+        hits: list[list[int]] = [[] for _ in header.changed]  # by tensor: entries written by each copy
         entries = [tensors.pop(name, None) for name in (BLOCK_COUNTS, LOW_BITS, VALUES)]
         try:
             with torch.no_grad():
-                model.load_weights([*tensors.items(), *sparse(envelope.changed, entries, hits)])
-        except Exception as error:  # whatever it is: the other ranks wait for our count
+                model.load_weights([*tensors.items(), *sparse_tensors(header.changed, entries, hits)])
+        except Exception as error:  # any: the other ranks wait in the collective below
             failure = f"{type(error).__name__}: {error}"
-        failure = self._short(envelope.changed, hits, failure)
-        if failure is not None:
-            return False, f"message {envelope.index} of policy {envelope.version} was not loaded: {failure}"
-        self._advance(envelope)
-        return True, envelope.reply
 
-    def _short(
+        failure = self._failure_on_any_rank(header.changed, hits, failure)
+        if failure is not None:
+            return False, f"message {header.index} of policy {header.version} was not loaded: {failure}"
+        self._advance(header)
+        return True, header.reply
+
+    def _refusal(self, header: DeltaHeader) -> str | None:
+        """Return why this message cannot be the next one, or None."""
+        message = f"message {header.index} of policy {header.version}"
+        if header.index:
+            if self._next == (header.version, header.base, header.index):
+                return None
+            return f"{message} is out of order: the previous message was not loaded"
+        if header.base is not None and header.base != self.synced_version:
+            synced = "no full sync" if self.synced_version is None else f"policy {self.synced_version}"
+            return f"{message} holds changes of policy {header.base}, but this engine holds {synced}"
+        return None
+
+    def _failure_on_any_rank(
         self, changed: Sequence[SparseTensorMeta], hits: Sequence[Sequence[int]], failure: str | None
     ) -> str | None:
-        """What went wrong on any rank: an exception there, or entries that none of them wrote. A collective."""
-        failures, *counts = self._summed([int(failure is not None), *(sum(each) for each in hits)])
+        """Return the failure of any rank, or the tensor with entries that no rank wrote. A collective."""
+        failures, *counts = self._sum_over_ranks([int(failure is not None), *(sum(each) for each in hits)])
         if failures:
             return failure or "another rank of this engine failed"
-        for each, count in zip(changed, counts, strict=True):
-            if count < each.entries:
-                return f"{each.name}: {count} of {each.entries} entries were written"
+        for tensor, count in zip(changed, counts, strict=True):
+            if count < tensor.entries:
+                return f"{tensor.name}: {count} of {tensor.entries} entries were written"
         return None
 
-    def _out_of_turn(self, envelope: DeltaHeader) -> str | None:
-        """Why this message cannot be the next one."""
-        told = f"message {envelope.index} of policy {envelope.version}"
-        if envelope.index:
-            expected = (envelope.version, envelope.base, envelope.index)
-            return None if self._open == expected else f"{told} is out of turn: the one before it was not taken"
-        if envelope.base is not None and envelope.base != self.held:
-            holds = "no full push" if self.held is None else f"policy {self.held}"
-            return f"{told} holds changes of policy {envelope.base}, but this engine holds {holds}"
-        return None
-
-    def _advance(self, envelope: DeltaHeader) -> None:
-        if envelope.index + 1 == envelope.messages:
-            self.held = envelope.version
+    def _advance(self, header: DeltaHeader) -> None:
+        if header.index + 1 == header.messages:
+            self.synced_version = header.version
         else:
-            self._open = envelope.version, envelope.base, envelope.index + 1
+            self._next = (header.version, header.base, header.index + 1)
 
-    def _forget(self) -> None:
-        self.held, self._open = None, None
+    def _reset(self) -> None:
+        self.synced_version = None
+        self._next = None
 
 
-def sparse(
+def sparse_tensors(
     changed: Sequence[SparseTensorMeta], entries: Sequence[Tensor | None], hits: Sequence[list[int]]
 ) -> Iterator[tuple[str, SparseTensor]]:
-    """The changed tensors of a message, each with its entries."""
+    """Yield the changed tensors of a message, each with its entries.
+
+    Args:
+        changed: The tensors, in the order of their entries.
+        entries: Block counts [blocks] int32, low position halves [n] int16, and values [n], each over all tensors.
+        hits: By tensor, collects the entries written.
+    """
     blocks, low, values = entries
     if blocks is None or low is None or values is None:
         return
-    block_at = entry_at = 0
-    for each, seen in zip(changed, hits, strict=True):
-        counts = blocks[block_at : block_at + each.blocks].long()
-        own = slice(entry_at, entry_at + each.entries)
-        starts = torch.arange(each.blocks, device=low.device) * BLOCK_ITEMS
-        position = torch.repeat_interleave(starts, counts, output_size=each.entries) + (low[own].long() & LOW_MASK)
-        layout = torch.empty(each.shape, dtype=values.dtype, device="meta")
-        yield each.name, SparseTensor(layout, position, values[own], seen)
-        block_at, entry_at = block_at + each.blocks, entry_at + each.entries
+
+    first_block = 0
+    first_entry = 0
+    for tensor, tensor_hits in zip(changed, hits, strict=True):
+        counts = blocks[first_block : first_block + tensor.blocks].long()
+        own = slice(first_entry, first_entry + tensor.entries)
+        starts = torch.arange(tensor.blocks, device=low.device) * BLOCK_ITEMS
+        high = torch.repeat_interleave(starts, counts, output_size=tensor.entries)
+        position = high + (low[own].long() & LOW_MASK)
+        layout = torch.empty(tensor.shape, dtype=values.dtype, device="meta")
+        yield tensor.name, SparseTensor(layout, position, values[own], tensor_hits)
+
+        first_block += tensor.blocks
+        first_entry += tensor.entries
 
 
-def over_ranks(counts: list[int]) -> list[int]:
-    """Sums over the tensor-parallel ranks of this engine; a collective."""
+def all_reduce_counts(counts: list[int]) -> list[int]:
+    """Return the sums over the tensor-parallel ranks of this engine. A collective."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
-    group, summed = get_tp_group(), torch.tensor(counts, dtype=torch.int64)
-    if group.world_size > 1:
-        dist.all_reduce(summed, group=group.cpu_group)
-    return summed.tolist()
+    tp_group = get_tp_group()
+    total = torch.tensor(counts, dtype=torch.int64)
+    if tp_group.world_size > 1:
+        dist.all_reduce(total, group=tp_group.cpu_group)
+    return total.tolist()
