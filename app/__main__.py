@@ -1,3 +1,5 @@
+"""`python -m app`."""
+
 from app.main import cli
 
 if __name__ == "__main__":

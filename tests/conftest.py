@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """How soak tests ended, to be committed: a test that ran again replaces what the file said of it."""
+    """How slow tests ended, to be committed: a test that ran again replaces what the file said of it."""
     path: Path | None = config.getoption("--outcomes")
     if path is None:
         return

@@ -3,6 +3,7 @@
 import os
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -15,7 +16,10 @@ from app.rollout.host import EngineHost, HostSpec
 from app.rollout.remote import RemoteEngine
 from app.rollout.server import ServerSpec
 from app.rollout.server_args import engine_flags
-from app.trainer.remote import RemoteTrainer
+
+if TYPE_CHECKING:
+    from app.trainer.remote import RemoteTrainer
+
 
 ENGINE_KEY = "POSTTRAIN_SERVER_KEY"  # environment variable: the key of the servers of `rollout.urls`
 
@@ -98,10 +102,11 @@ def _threads(config: RunConfig, processes: int) -> int:
 
 def make_trainer(
     config: RunConfig, device: Device, model_path: Path, run_folder: Path, placement: DevicePlacement
-) -> RemoteTrainer:
+) -> "RemoteTrainer":
     """Create the trainer's ranks, without setting them up."""
     # Imported here because the driver of mode=eval needs no torch.
     from app.trainer.rank import CONCURRENCY_GROUPS, RankSpec, TrainerRank
+    from app.trainer.remote import RemoteTrainer
     from app.trainer.step import StepSettings
 
     ranks = config.placement.trainer_ranks

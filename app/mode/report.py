@@ -9,6 +9,7 @@ from app.tracking.report.page import report_below
 
 
 def run(_config: RunConfig, folder: Path) -> ModeResult:
+    """Write the report and print its path. Raises `ConfigError` for a folder without runs."""
     try:
         say(str(report_below(folder)))
     except ValueError as error:

@@ -19,6 +19,8 @@ from app.types import Prompt, Sampling
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
+    """The components of one run, with one trainer."""
+
     config: RunConfig
     trainer: Trainer
     pool: EnginePool

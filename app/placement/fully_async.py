@@ -6,13 +6,11 @@
 
 Three loops run as tasks of one group; the first failure ends all of them.
 
-| loop     | consumes            | produces             | waits for             | unblocked by                              |
-|----------|---------------------|----------------------|-----------------------|-------------------------------------------|
-| producer | prompts (cursor)    | groups (buffer)      | admission capacity    | a group that ends without being trained   |
-|          |                     |                      |                       | on, or the consumer's sync                |
-| consumer | groups (buffer)     | policy versions      | a group in the buffer | the producer's put, or its wake after a   |
-|          |                     |                      |                       | filtered group                            |
-| watchdog | progress of both    | `RunError` on a hang | its poll interval     | a timer                                   |
+| loop     | consumes         | produces          | waits for             | unblocked by                           |
+|----------|------------------|-------------------|-----------------------|----------------------------------------|
+| producer | prompts (cursor) | groups (buffer)   | admission capacity    | a group that ends untrained; a sync    |
+| consumer | groups (buffer)  | policy versions   | a group in the buffer | a group put, or filtered (`wake`)      |
+| watchdog | both's progress  | `RunError` (hang) | its poll interval     | a timer                                |
 
 No deadlock: while the consumer waits, it lacks groups of its step. Admission always allows the groups of the next step,
 so either some are in flight, and each ends (its engine finishes it, or is replaced), or there is capacity for them.

@@ -16,6 +16,8 @@ POLL_SECONDS = 1.0
 
 
 class Watched(Protocol):
+    """What the watchdog reads of a controller."""
+
     config: RunConfig
     context: RunContext
 

@@ -119,7 +119,7 @@ def test_the_command_exports_a_run_without_changing_its_records(tmp_path: Path) 
     assert {each.name for each in run.iterdir()} == {"checkpoints", "export"}
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_engine_samples_from_an_export_with_the_log_probabilities_of_transformers(
     ray_session: None, tiny_model: Path, tmp_path: Path

@@ -365,7 +365,7 @@ def test_kill_9_in_the_middle_of_a_write_leaves_the_latest_complete(path: Path, 
     assert_latest_is_complete(path, tmp_path, killed_while_saving(path, tmp_path, after=2))
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_twenty_kills_at_random_moments_leave_the_latest_whole(path: Path, tmp_path: Path) -> None:
     for each in range(20):

@@ -82,7 +82,7 @@ def reserved(address: str, cases: dict[str, list[str]]) -> dict[str, dict[str, l
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")]
 )
@@ -116,7 +116,7 @@ def test_devices_are_shared_out_over_two_nodes(device: str, variable: str, two_n
     assert f"the run needs 8 {resource} (placement=colocate), the cluster has 4" in str(found["too many"])
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_over_two_nodes(two_nodes: Callable[..., str], start: Callable[..., Run]) -> None:
     """One core each: the trainer's rank on one node, the engine on the other."""

@@ -28,7 +28,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(
-    params=["installed", pytest.param(OLDEST, marks=pytest.mark.soak), pytest.param(NEWEST, marks=pytest.mark.soak)]
+    params=["installed", pytest.param(OLDEST, marks=pytest.mark.slow), pytest.param(NEWEST, marks=pytest.mark.slow)]
 )
 def sglang(request: pytest.FixtureRequest, wheels: Path) -> Package:
     return installed("sglang") if request.param == "installed" else wheel(request.param, wheels)
@@ -132,7 +132,7 @@ def test_ray_has_the_calls_and_variables_that_we_use() -> None:
     assert ray.mentions("RAY_DEDUP_LOGS", "ray/_private")
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.parametrize("requirement", ["ray==2.50.0", "ray==2.60.0"])
 def test_supported_versions_of_ray_use_our_resource_name_and_variables_for_npus(requirement: str, wheels: Path) -> None:
     ray, npu = wheel(requirement, wheels), device_of(DeviceKind.npu)
@@ -143,7 +143,7 @@ def test_supported_versions_of_ray_use_our_resource_name_and_variables_for_npus(
     assert ray.mentions("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "ray/_private")
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_torch_npu_is_built_for_the_torch_of_the_requirements(wheels: Path) -> None:
     pins = (Path(__file__).parents[2] / "launch" / "requirements" / "npu.txt").read_text().splitlines()
     (plugin,) = [line for line in pins if line.startswith("torch_npu==")]
@@ -158,7 +158,7 @@ def test_torch_npu_is_built_for_the_torch_of_the_requirements(wheels: Path) -> N
         assert package.mentions(f"def {name}", "torch_npu/npu"), name
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_torch_memory_saver_has_the_calls_that_engines_make(wheels: Path) -> None:
     saver = wheel("torch_memory_saver==0.0.10", wheels)
     for name in ("region", "pause", "resume", "cuda_graph", "disable", "configure_subprocess"):
@@ -166,7 +166,7 @@ def test_torch_memory_saver_has_the_calls_that_engines_make(wheels: Path) -> Non
     assert saver.mentions("hook_mode", "torch_memory_saver/")
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_the_newest_supported_sglang_has_the_api_of_the_installed_one(wheels: Path) -> None:
     local, newest = installed("sglang"), wheel(NEWEST, wheels)
     assert sglang_api.flags(local) == sglang_api.flags(newest)

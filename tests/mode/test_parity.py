@@ -42,7 +42,7 @@ def failing(outcome: Outcome, reference: Outcome, dtype: Dtype) -> list[str]:
     return [line.what for line in comparisons(outcome, reference, BOUNDS[dtype]) if not line.passed]
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("placement", ["colocate", "fully_async"])
 def test_the_engine_agrees_too(placement: str, start: Callable[..., Run]) -> None:

@@ -61,7 +61,7 @@ def test_a_colocate_run_finishes_and_leaves_what_it_promises(start: Callable[...
     assert (run.folder / "report.html").exists()
 
 
-@pytest.mark.soak  # test_recovery_runs.py has such a run in the quick suite
+@pytest.mark.slow  # test_recovery_runs.py has such a run in the quick suite
 def test_a_fully_async_run_never_trains_beyond_its_staleness_bound(start: Callable[..., Run]) -> None:
     run = start("placement=fully_async", "steps=6", "placement.max_staleness=1", "placement.in_flight=in_place", *QUICK)
     assert run.wait() == 0, run.text
@@ -73,7 +73,7 @@ def test_a_fully_async_run_never_trains_beyond_its_staleness_bound(start: Callab
     assert run.summary()["status"] == "finished"
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_gsm8k_file_is_trained_on_with_template_and_math_verify(start: Callable[..., Run], tmp_path: Path) -> None:
     rng = random.Random(0)
     rows = []
@@ -90,7 +90,7 @@ def test_a_gsm8k_file_is_trained_on_with_template_and_math_verify(start: Callabl
     assert "boxed" in json.dumps(sample)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "placement", [["colocate"], ["fully_async", "placement.max_staleness=0", "placement.in_flight=drain"]]
@@ -111,7 +111,7 @@ def test_the_second_model_family_is_generated_trained_and_pushed(
         assert line["sync/bytes"] > 100_000
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_sweep_leaves_a_summary_for_each_of_its_runs(tmp_path: Path, tiny_model: Path) -> None:
     overrides = ["-m", "algorithm=grpo,dapo", "placement=colocate,fully_async", "steps=2", *QUICK]
@@ -125,7 +125,7 @@ def test_a_sweep_leaves_a_summary_for_each_of_its_runs(tmp_path: Path, tiny_mode
     assert sum("algorithm=dapo" in row and "placement=fully_async" in row for row in rows) == 1
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_an_evaluation_alone_measures_every_set_and_keeps_samples(start: Callable[..., Run]) -> None:
     run = start("mode=eval", "eval.samples=4", "eval.temperature=1.0", "data.arithmetic.eval_problems=20")
     assert run.wait() == 0, run.text
@@ -134,7 +134,7 @@ def test_an_evaluation_alone_measures_every_set_and_keeps_samples(start: Callabl
     assert (run.folder / "samples" / "eval_0.jsonl").exists()
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_an_engine_that_dies_at_start_is_named_with_its_log(start: Callable[..., Run]) -> None:
     run = start("+rollout.engine_args.no-such-flag=1", *QUICK)
     assert run.wait() == 1, run.text
@@ -144,7 +144,7 @@ def test_an_engine_that_dies_at_start_is_named_with_its_log(start: Callable[...,
     assert "Traceback (most recent" not in run.last_lines
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_killed_engine_ends_the_run_with_its_name_and_log(start: Callable[..., Run]) -> None:
     run = start("steps=500", "recovery.max_engine_failures=0", *QUICK)
     run.wait_for_step(1)
@@ -158,7 +158,7 @@ def test_a_killed_engine_ends_the_run_with_its_name_and_log(start: Callable[...,
     assert run.summary()["status"] == "failed"
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_says_so_and_leaves_nothing(start: Callable[..., Run], number: signal.Signals) -> None:
     run = start("steps=500", *QUICK)
@@ -170,7 +170,7 @@ def test_an_interrupted_run_says_so_and_leaves_nothing(start: Callable[..., Run]
     assert f"interrupted by {number.name}" in run.last_lines
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_killed_trainer_rank_ends_the_run_with_its_name(start: Callable[..., Run]) -> None:
     run = start("steps=500", "recovery.max_restarts=0", *QUICK)
     run.wait_for_step(1)
@@ -182,7 +182,7 @@ def test_a_killed_trainer_rank_ends_the_run_with_its_name(start: Callable[..., R
     assert run.summary()["status"] == "failed"
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_quickstart_learns(start: Callable[..., Run], seed: int) -> None:
@@ -196,7 +196,7 @@ def test_the_quickstart_learns(start: Callable[..., Run], seed: int) -> None:
     assert float(np.median([line["time/step"] for line in steps])) > 0
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "devices",

@@ -155,7 +155,7 @@ def test_nothing_that_is_away_is_read(tmp_path: Path, model: Path) -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_whole_run_on_one_memory_survives_the_loss_of_its_trainer(start: Callable[..., Run]) -> None:
     """Real parts: the ranks' memory is freed and comes back in every step, and before a trainer begins anew."""

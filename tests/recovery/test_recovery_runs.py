@@ -97,7 +97,7 @@ def test_a_run_survives_kill_9_of_driver_engine_and_trainer(start: Callable[...,
     assert "Traceback" not in run.text
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("what", ["engine", "stalled engine", "rank"])
 @BOTH
@@ -126,7 +126,7 @@ def test_parts_killed_at_random_moments(placement: str, what: str, start: Callab
     assert_ledger(run.folder, saved)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @BOTH
 def test_the_driver_killed_at_random_moments(placement: str, start: Callable[..., Run]) -> None:
@@ -144,7 +144,7 @@ def test_the_driver_killed_at_random_moments(placement: str, start: Callable[...
     assert_ledger(run.folder, steps)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @BOTH
 def test_sigterm_saves_the_last_step_and_says_how_to_go_on(placement: str, start: Callable[..., Run]) -> None:
     run = start("steps=500", *PLACEMENTS[placement], *LONG, "checkpoint.every=100")
@@ -157,7 +157,7 @@ def test_sigterm_saves_the_last_step_and_says_how_to_go_on(placement: str, start
     assert_ledger(run.folder, run.metrics()[-1]["step"])
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @BOTH
 @pytest.mark.parametrize(("ranks", "then"), [(1, 2), (2, 1)])

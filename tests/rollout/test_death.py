@@ -117,7 +117,7 @@ def test_aborted_members_that_were_still_waiting_are_empty(own: OwnServer) -> No
     assert sum(not each for each in tokens) >= 4
 
 
-@pytest.mark.soak  # takes 10 s; the recovery soaks cover it twenty times
+@pytest.mark.slow  # takes 10 s; the recovery soaks cover it twenty times
 def test_a_scheduler_that_stands_still_is_found_while_nothing_is_in_flight(own: OwnServer, tmp_path: Path) -> None:
     """Its HTTP process still answers `/health`."""
     engine = remote(host_spec(tmp_path, name="engine 10", url=own.url, key=KEY))
@@ -178,7 +178,7 @@ def test_a_killed_server_fails_what_is_in_flight_within_5_seconds(own: OwnServer
     assert until(lambda: not process_group(own.pid), 5) < 5
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_server_that_dies_at_its_start_shows_the_end_of_its_log(
     ray_session: None, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -193,7 +193,7 @@ def test_a_server_that_dies_at_its_start_shows_the_end_of_its_log(
     assert "unrecognized arguments: --no-such-flag 1" in message
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_server_ends_with_its_host(ray_session: None, tiny_model: Path, tmp_path: Path) -> None:
     """Killed while it starts, when its children do not watch it yet."""
     server = server_spec(tiny_model, tmp_path, name="engine 8")

@@ -16,7 +16,7 @@ from app.rollout.remote import RemoteEngine
 from tests.rollout.support import HOT, host_spec, in_flight, process_group, remote, request, server_spec, without_end
 from tests.waiting import until
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

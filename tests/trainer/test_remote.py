@@ -71,7 +71,7 @@ async def step(trainer: RemoteTrainer, version: int, groups: list[ScoredGroup]) 
     return await trainer.finish_step()
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(trainer: RemoteTrainer, tmp_path: Path) -> None:
     groups = scored_groups(4, shortest=2)
 
@@ -118,7 +118,7 @@ async def fail(trainer: RemoteTrainer, groups: list[ScoredGroup]) -> None:
     await trainer.finish_step()
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_rank_that_dies_is_the_one_that_is_named(trainer: RemoteTrainer) -> None:
     """Its death breaks the collective of the other rank, whose error may come first."""
 

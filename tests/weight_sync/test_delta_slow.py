@@ -1,4 +1,4 @@
-"""Fifty delta syncs between every shape of trainer and engine, compared with full syncs. Run with `-m soak`."""
+"""Fifty delta syncs between every shape of trainer and engine, compared with full syncs. Run with `-m slow`."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from tests.weight_sync.support import (
 )
 from tests.weight_sync.test_slow import RESULT, bind_ranks, killed
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 STEPS = 50
 STEP = 1e-6
 

@@ -1,6 +1,6 @@
 """Weight syncs between every shape of trainer and engines, with processes killed and stopped, and many in a row.
 
-Run with `-m soak`; a few minutes each on two cores.
+Run with `-m slow`; a few minutes each on two cores.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ from tests.weight_sync.support import (
     started,
 )
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 PUSHES = 200
 SEEN = (20, 50, 100, 150, PUSHES)  # syncs after which resources are counted
 GROWTH_MIB = 30
 TIMEOUT_S = 8.0
-RESULT = Path(__file__).parents[1] / "bench" / "results" / "weight_sync_soak.json"
+RESULT = Path(__file__).parents[1] / "bench" / "results" / "weight_sync_slow.json"
 
 
 @contextlib.contextmanager

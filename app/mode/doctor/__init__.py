@@ -9,6 +9,7 @@ from app.mode.doctor.check import report
 
 
 def run(config: RunConfig, _folder: Path) -> ModeResult:
+    """Print the checks. The metric is the exit code."""
     text, code = report(config)
     sys.stdout.write(text + "\n")
     return ModeResult(float(code), code)

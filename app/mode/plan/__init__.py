@@ -9,5 +9,6 @@ from app.mode.plan.describe import describe
 
 
 def run(config: RunConfig, _folder: Path) -> ModeResult:
+    """Print the plan."""
     sys.stdout.write(describe(config) + "\n")
     return ModeResult()
