@@ -1,6 +1,6 @@
 """Runs inside SGLang's processes: loads the messages of a delta sync (app/wire.py) into the model.
 
-Two methods of SGLang's weight updater are wrapped, one per transport. A bucket without an envelope goes to SGLang
+Two methods of SGLang's weight updater are wrapped, one per transport. A bucket without a header goes to SGLang
 unchanged.
 
 Invariants:
