@@ -3,7 +3,7 @@
 A loader narrows, reshapes and transposes a checkpoint tensor, then copies a view of it into a parameter: that is how
 fused and tensor-parallel parameters are filled. Here the views are tracked on a meta tensor, and the copy writes the
 known entries that the view covers and leaves the others unchanged. Any computation on the values raises
-`TypeError`, because it needs the whole tensor.
+`RuntimeError`, because it needs the whole tensor.
 """
 
 from collections.abc import Iterable
@@ -59,7 +59,7 @@ class SparseTensor(Tensor):
         if function is aten.copy_.default and isinstance(args[1], SparseTensor):
             target, source = args[0], args[1]
             if isinstance(target, SparseTensor):
-                raise TypeError("a sparse tensor cannot be written to")
+                raise RuntimeError("a sparse tensor cannot be written to")
             source.write(target)
             return target
 
@@ -70,7 +70,7 @@ class SparseTensor(Tensor):
             return SparseTensor(source.layout_, source.position.to(device), value, source.hits)
 
         if not function.is_view and function is not aten.detach.default:
-            raise TypeError(f"the model's loader computes {function}, which needs the whole tensor")
+            raise RuntimeError(f"the model's loader computes {function}, which needs the whole tensor")
         views = function(*tree_map(_layout, args), **kwargs)
         return tree_map(lambda view: SparseTensor(view, source.position, source.value, source.hits), views)
 
@@ -111,7 +111,7 @@ def _offsets(remainder: Tensor, view: Tensor, target: Tensor) -> tuple[Tensor, T
         [n] int64, the offset of each entry in `target`'s storage, and [n] bool, whether the view covers it.
     """
     if 0 in view.stride():
-        raise TypeError("the model's loader repeats a tensor of which only some entries are known")
+        raise RuntimeError("the model's loader repeats a tensor of which only some entries are known")
 
     covered = remainder >= 0
     offset = torch.zeros_like(remainder)
