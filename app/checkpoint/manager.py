@@ -105,7 +105,8 @@ class CheckpointManager:
             probe.unlink()
         except OSError as error:
             raise ConfigError(
-                f"{self.folder} cannot hold checkpoints: {files.describe(error)}; set hydra.run.dir to a writable folder."
+                f"{self.folder} cannot hold checkpoints: {files.describe(error)}; set hydra.run.dir to a writable "
+                "folder."
             ) from error
 
         used = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
