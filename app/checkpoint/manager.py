@@ -33,11 +33,11 @@ from typing import Any, Protocol
 from app.errors import CheckpointError, ConfigError
 from app.utils import files
 from app.utils.files import UNFINISHED
+from app.utils.units import GIB
 
 FOLDER, LATEST, STATE = "checkpoints", "latest", "state.json"
 FORMAT = 1
 OVERHEAD = 1.02  # bytes on disk over bytes of tensors: names, headers, random state
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +228,7 @@ class CheckpointManager:
 
     def _set_latest(self, path: Path) -> None:
         """Make `latest` name this checkpoint, atomically."""
-        replacement = self.folder / f"{LATEST}{UNFINISHED}"
-        files.write(replacement, path.name + "\n")
-        replacement.replace(self.folder / LATEST)
-        files.sync(self.folder)
+        files.replace_file(self.folder / LATEST, path.name + "\n", durable=True)
 
 
 def latest(folder: Path) -> Path | None:

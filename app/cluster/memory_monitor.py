@@ -11,9 +11,9 @@ from app.protocols import RolloutEngine, Trainer
 from app.rollout.pool import EnginePool
 from app.types import MemoryUse
 from app.utils.process import memory_use
+from app.utils.units import MIB
 
 HOST_LIMIT = 0.97  # fraction of a machine's memory
-MIB = 1024 * 1024
 
 
 class MemoryMonitor:

@@ -109,7 +109,7 @@ class TrainingRun:
             try:
                 accuracy = await controller.run()
             except asyncio.CancelledError:
-                await controller.save_on_interrupt()
+                await save_on_interrupt(controller)
                 raise
             except RunError:
                 await self.checkpoints.settle(self.config.checkpoint.grace_s)
@@ -171,3 +171,32 @@ class TrainingRun:
             memory=MemoryMonitor(made.trainer, workers.pool),
             model=identity(workers.inputs.model_path),
         )
+
+
+async def save_on_interrupt(controller: PlacementController) -> None:
+    """Save the last committed step, unless it is saved already, within `checkpoint.grace_s`."""
+    if not controller.config.checkpoint.every:
+        return
+    try:
+        async with asyncio.timeout(controller.config.checkpoint.grace_s):
+            await _save_last_step(controller)
+    except (TimeoutError, RunError) as error:
+        reason = str(error) or "checkpoint.grace_s passed"
+        controller.context.recorder.warn(f"step {controller.version} was not saved: {reason}")
+
+
+async def _save_last_step(controller: PlacementController) -> None:
+    trainer = controller.context.trainer
+    checkpoints = controller.context.checkpoints
+    await trainer.abort_step()
+    await checkpoints.wait()
+
+    latest = checkpoints.latest()
+    if latest is not None and checkpoints.read_state(latest).step == controller.version:
+        return
+
+    version = await trainer.version()
+    if version is None or version > controller.version:
+        raise TrainerError("the next update had already changed the parameters")
+    await controller.save()
+    await checkpoints.wait()

@@ -28,8 +28,7 @@ class Colocate(PlacementController):
         return self.accuracy
 
     async def _step(self, step: int) -> None:
-        self.start_step()
-
+        self.seconds = {}
         async with self.phase("generate"):
             groups, counts = await self._generate()
         self.require_groups(len(groups))
@@ -42,7 +41,8 @@ class Colocate(PlacementController):
         async with self.phase("sync"):
             sync = await self.context.devices.give_to_engines(lambda: self.sync(step))
 
-        await self.commit(step, scored, counts, report, sync, self.step_seconds())
+        seconds = {"step": sum(self.seconds.values()), **self.seconds}
+        await self.commit(step, scored, counts, report, sync, seconds)
 
     async def _generate(self) -> tuple[list[Group], RolloutCounts]:
         """Sample `prompts_per_step` groups, in the order of their prompts.

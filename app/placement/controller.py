@@ -36,7 +36,6 @@ class PlacementController(ABC):
         self.accuracy = 0.0  # of the last evaluation
         self.current_phase = "start"
         self.seconds: dict[str, float] = {}  # of the phases of the current step
-        self._step_started = time.perf_counter()
         self._empty_steps = 0
         self._trainer_failures = 0  # in a row
 
@@ -50,15 +49,6 @@ class PlacementController(ABC):
 
     # --- phases
 
-    def start_step(self) -> None:
-        """Reset the clock of a step."""
-        self._step_started = time.perf_counter()
-        self.seconds = {}
-
-    def step_seconds(self) -> dict[str, float]:
-        """Return the wall-clock seconds of the step and of its phases so far."""
-        return {"step": time.perf_counter() - self._step_started, **self.seconds}
-
     @asynccontextmanager
     async def phase(
         self, name: str, *, step: int | None = None, track: str = "driver", record_memory: bool = True
@@ -70,12 +60,11 @@ class PlacementController(ABC):
         try:
             with self.context.recorder.timeline.span(track, name, step=self.version + 1 if step is None else step):
                 yield
+            if record_memory:
+                await self.context.memory.record_peaks(name)
         finally:
             self.current_phase = outer
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-
-        if record_memory:
-            await self.context.memory.record_peaks(name)
 
     # --- the parts of a step
 
@@ -196,32 +185,6 @@ class PlacementController(ABC):
         state = RunState(self.version, self.version, {CURSOR: context.cursor.state()}, context.model)
         with context.recorder.timeline.span("driver", "checkpoint", step=self.version):
             await context.checkpoints.save(context.trainer, state)
-
-    async def save_on_interrupt(self) -> None:
-        """Save the last committed step, unless it is saved already, within `checkpoint.grace_s`."""
-        if not self.config.checkpoint.every:
-            return
-        try:
-            async with asyncio.timeout(self.config.checkpoint.grace_s):
-                await self._save_last_step()
-        except (TimeoutError, RunError) as error:
-            reason = str(error) or "checkpoint.grace_s passed"
-            self.context.recorder.warn(f"step {self.version} was not saved: {reason}")
-
-    async def _save_last_step(self) -> None:
-        checkpoints = self.context.checkpoints
-        await self.context.trainer.abort_step()
-        await checkpoints.wait()
-
-        latest = checkpoints.latest()
-        if latest is not None and checkpoints.read_state(latest).step == self.version:
-            return
-
-        version = await self.context.trainer.version()
-        if version is None or version > self.version:
-            raise TrainerError("the next update had already changed the parameters")
-        await self.save()
-        await checkpoints.wait()
 
     async def _evaluate(self) -> None:
         context = self.context

@@ -66,7 +66,7 @@ class FullyAsync(PlacementController):
             self.producer.resume_dispatch()
 
     async def _step(self, step: int) -> None:
-        self.start_step()
+        self.seconds = {}
         busy_before = self.context.pool.busy_seconds()
 
         async with self.phase("train"):
@@ -121,15 +121,8 @@ class FullyAsync(PlacementController):
 
     def _seconds(self, generate: float) -> dict[str, float]:
         """Return the seconds of the step. `wait` is the part of the train phase without groups to train on."""
-        measured = self.step_seconds()
-        wait = measured.get("wait", 0.0)
-        return {
-            "step": measured["step"],
-            "generate": generate,
-            "wait": wait,
-            "train": measured["train"] - wait,
-            "sync": measured["sync"],
-        }
+        train, sync, wait = self.seconds["train"], self.seconds["sync"], self.seconds.get("wait", 0.0)
+        return {"step": train + sync, "generate": generate, "wait": wait, "train": train - wait, "sync": sync}
 
     # --- for the watchdog
 

@@ -5,12 +5,12 @@ what none of them sees: groups must keep finishing (for training or evaluation),
 """
 
 import asyncio
-import traceback
 from typing import Protocol
 
 from app.config import RunConfig
 from app.errors import RunError
 from app.placement.context import RunContext
+from app.utils.tasks import task_stacks
 
 POLL_SECONDS = 1.0
 
@@ -49,21 +49,3 @@ async def watch(run: Watched) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(task_stacks())
             raise RunError(f"no progress for {limit:.0f} s: {run.situation()}; stacks: {path}")
-
-
-def task_stacks() -> str:
-    """Return the stack of every task of this event loop, outermost coroutine first."""
-    return "\n".join(f"--- task {task.get_name()}\n{_stack(task.get_coro())}" for task in asyncio.all_tasks())
-
-
-def _stack(awaited: object) -> str:
-    """Follow `cr_await` from the outermost frame, which is all that `Task.print_stack` shows."""
-    lines: list[str] = []
-    while awaited is not None:
-        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
-        if frame is None:
-            lines.append(f"  {awaited!r}\n")
-            break
-        lines += traceback.format_list(traceback.StackSummary.extract([(frame, frame.f_lineno)]))
-        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
-    return "".join(lines)

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import traceback
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -57,3 +58,21 @@ def root_cause(failures: BaseExceptionGroup) -> BaseException:
         else:
             flat.append(error)
     return min(flat, key=lambda error: (not isinstance(error, RunError), isinstance(error, asyncio.CancelledError)))
+
+
+def task_stacks() -> str:
+    """Return the stack of every task of this event loop, outermost coroutine first."""
+    return "\n".join(f"--- task {task.get_name()}\n{_stack(task.get_coro())}" for task in asyncio.all_tasks())
+
+
+def _stack(awaited: object) -> str:
+    """Follow `cr_await` from the outermost frame, which is all that `Task.print_stack` shows."""
+    lines: list[str] = []
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
+        if frame is None:
+            lines.append(f"  {awaited!r}\n")
+            break
+        lines += traceback.format_list(traceback.StackSummary.extract([(frame, frame.f_lineno)]))
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
+    return "".join(lines)

@@ -25,6 +25,7 @@ from app.config.weight_sync import SyncMode, WeightSyncConfig
 from app.errors import EngineError, SyncError
 from app.protocols import RolloutEngine
 from app.types import SYNC_PHASES, InFlight, SyncReport
+from app.utils.units import MIB
 from app.weight_sync.buckets import Bucket, ReadyBucket, plan_buckets
 from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.sender import SENDER_EXTENSION, Sender
@@ -32,7 +33,6 @@ from app.weight_sync.transport.base import TRAINER_RANKS, TrainerGroup, Transpor
 from app.weight_sync.verify import Verifier
 
 log = logging.getLogger(__name__)
-MIB = 1024 * 1024
 CLOSE_TIMEOUT_S = 3.0
 SESSION_OPEN = "already open"  # in the server's error about a session that a failed sync left open
 

@@ -19,7 +19,7 @@ SEAM = APP / "device"
 ALLOWED = {
     "app/config/device.py": {"cuda", "npu"},  # the values of `device.kind`
     # A local Ray counts NPUs only if their number is passed.
-    "app/cluster/placement_group.py": {"npu"},
+    "app/cluster/connect.py": {"npu"},
     # On CUDA only, torch puts the device index into a tensor's handle; two processes may number devices differently.
     "app/weight_sync/transport/ipc_payload.py": {"cuda", "CUDA_DEVICE_ARGUMENT"},
 }

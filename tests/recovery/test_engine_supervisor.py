@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from app.config.placement import PlacementKind
 from app.errors import EngineError, EngineLost, RunError, TrainerError, TrainerLost
+from app.mode.train import save_on_interrupt
 from app.placement.colocate import Colocate
 from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
@@ -137,10 +138,10 @@ def test_a_run_that_is_asked_to_stop_saves_its_last_step_or_says_why_not(
     world.config.checkpoint.every = 2
 
     async def story() -> None:
-        conductor = FullyAsync(world.context(), 3)
+        controller = FullyAsync(world.context(), 3)
         world.trainer.trained = [(version, []) for version in range(3 + ahead)]
-        await conductor.save_on_interrupt()
-        await conductor.save_on_interrupt()  # what is saved is saved
+        await save_on_interrupt(controller)
+        await save_on_interrupt(controller)  # what is saved is saved
 
     run_virtual(story())
     assert world.recorder.warnings == 2 * told

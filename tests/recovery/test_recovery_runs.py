@@ -93,7 +93,7 @@ def test_a_run_survives_kill_9_of_driver_engine_and_trainer(start: Callable[...,
     assert f"resumed after step {saved}" in run.text
     said = " ".join(warnings(run.folder))
     assert "was killed by SIGKILL" in said
-    assert "the trainer was lost and began again after step" in said
+    assert "trainer failed; restarted from step" in said
     assert "Traceback" not in run.text
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from app.config import RunConfig
 from app.mode import ModeResult
-from app.mode.plan.describe import describe
+from app.mode.plan import describe
 
 
 def run(config: RunConfig, _folder: Path) -> ModeResult:
     """Print the plan."""
-    sys.stdout.write(describe(config) + "\n")
+    sys.stdout.write(describe.describe(config) + "\n")
     return ModeResult()
