@@ -70,6 +70,7 @@ class RetryingWeightSync:
             self.version = version
             report = await self._attempt(engines, attempt)
             if report is not None:
+                self._failures = 0
                 self.supervisor.mark_ready(engines)
                 return report
         raise AssertionError("unreachable")

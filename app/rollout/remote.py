@@ -101,7 +101,8 @@ class RemoteEngine:
         except RayTaskError as error:
             if isinstance(error.cause, RunError):
                 raise error.cause from None
-            raise EngineError(f"{self.name}: {name} failed: {type(error.cause).__name__}: {error.cause}") from error
+            cause = f"{type(error.cause).__name__}: {one_line(error.cause)}"
+            raise EngineError(f"{self.name}: {name} failed: {cause}") from error
         except RayActorError as error:
             raise EngineLost(f"{self.name}: its host died during {name}: {one_line(error)}") from error
 

@@ -57,7 +57,9 @@ class BroadcastSender(Sender):
         try:
             return self._process_group.joined()
         except (RuntimeError, ValueError, OSError) as error:
-            raise SyncError(f"trainer rank 0: the process group was not built: {one_line(error)}") from error
+            raise SyncError(
+                f"trainer rank 0: the process group was not built: {type(error).__name__}: {one_line(error)}"
+            ) from error
 
     def send(self, index: int) -> None:
         if self.rank_index != 0:
@@ -73,7 +75,9 @@ class BroadcastSender(Sender):
         try:
             self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise SyncError(f"trainer rank 0: the broadcast failed: {one_line(error)}") from error
+            raise SyncError(
+                f"trainer rank 0: the broadcast failed: {type(error).__name__}: {one_line(error)}"
+            ) from error
         if self.device.type != "cpu":
             torch.get_device_module(self.device).current_stream().synchronize()
         self._work = None
