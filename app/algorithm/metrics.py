@@ -101,10 +101,11 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     prompt_tokens = sum(len(group.prompt.token_ids) for group in groups)
 
     return {
+        # First, so that a component called "accuracy" or "mean" does not replace the metric of that name.
+        **_component_metrics(trajectories),
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/accuracy": float(np.mean([correct(trajectory) for trajectory in trajectories])),
-        **_component_metrics(trajectories),
         **_pass_metrics(groups),
         "reward/zero_std_fraction": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
         "completion/length_mean": float(lengths.mean()),

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from app.algorithm.metrics import group_metrics
 from app.config import RunConfig
 from app.rollout.rollouter import Rollouter
-from app.tracking.recorder import RunFolderRecorder
 from app.types import Group, Prompt, Sampling
 
 REPORTED = {  # metric of an evaluation → metric of `group_metrics`
@@ -36,15 +35,6 @@ async def evaluate(
         metrics[name] = measure(groups)
         all_groups += groups
     return metrics, all_groups
-
-
-async def evaluate_alone(
-    rollouter: Rollouter, sets: Mapping[str, Sequence[Prompt]], config: RunConfig, recorder: RunFolderRecorder
-) -> float:
-    """`mode=eval`: every set once, with samples written; returns the mean accuracy over the sets."""
-    results, groups = await evaluate(rollouter, sets, config, version=0)
-    recorder.log_eval(0, results, groups, rollouter.tokenizer.decode)
-    return sum(metrics["accuracy"] for metrics in results.values()) / len(results)
 
 
 def measure(groups: Sequence[Group]) -> dict[str, float]:

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from app.utils.lengths import length_buckets
 
-# A bucket takes sequences of at least this fraction of its longest one.
-
 
 @dataclass(frozen=True, slots=True)
 class Packing:

@@ -3,7 +3,7 @@
 Thresholds favor few false alarms. The rules cover failures that users of RL systems tend to notice days late:
 
 - no reward variance: at least 95% of the groups have equal rewards, for 3 steps
-- mismatch: on fresh data, the engine/trainer KL is above 0.05, or above 0.001 and 10 times its median
+- mismatch: on fresh data, the engine/trainer KL is above 0.1, or above 0.001 and 10 times its median
 - drift: on stale data, the same KL is above 0.3, or above 0.1 and 10 times its median
 - KL to the old policy, KL to the reference: above 0.1 and 10 times the median
 - entropy collapse: entropy is below 5% of its mean over the first 5 steps while accuracy is below 70%
@@ -13,7 +13,8 @@ Thresholds favor few false alarms. The rules cover failures that users of RL sys
   steps
 - engine restarts: an engine was restarted
 - reward failures: at least 5% of the rewards failed
-- gradient norm: above 100 before clipping, or not finite
+- gradient not finite: the update was skipped
+- gradient norm: above 100 before clipping (report only: a large norm may be clipped for good)
 
 Medians cover the `WINDOW` most recent steps and need 5 earlier steps (throughput: 10).
 """
@@ -77,6 +78,7 @@ class Rule:
     problem: Problem
     advice: str
     at_end: bool = False  # the report judges the last step; False: all steps
+    report_only: bool = False  # no alarm
     stale: bool | None = None  # the rule is for stale (True) or fresh (False) data only; None: for both
 
     def applies(self, history: History) -> bool:
@@ -173,6 +175,7 @@ def engine_restarted(history: History, name: str) -> str | None:
     return None
 
 
+GRADIENT_ADVICE = "Try a smaller trainer.lr. If it persists, look at mismatch/max_ratio and the longest samples."
 KL_ADVICE = (
     "Try a smaller trainer.lr, fewer algorithm.updates_per_step, or algorithm.kl=k3 and algorithm.kl_coefficient."
 )
@@ -186,7 +189,7 @@ RULES = {
     ),
     "mismatch": Rule(
         "mismatch/kl",
-        spike("The log-probabilities of engine and trainer differ", floor=1e-3, limit=0.05),
+        spike("The log-probabilities of engine and trainer differ", floor=1e-3, limit=0.1),
         "Try weight_sync.verify=always (did the weights arrive?), the same dtype for both, or algorithm.correction=tis "
         "or icepop.",
         stale=False,
@@ -235,9 +238,15 @@ RULES = {
         at_least(0.05, "{:.0%} of the rewards failed or timed out; their trajectories score 0."),
         "Try a larger reward.timeout_s or more reward.workers. The first error is in logs/.",
     ),
+    "gradient not finite": Rule(
+        "grad_norm",
+        at_least(math.inf, "The gradient norm is {}: the update was skipped."),
+        GRADIENT_ADVICE,
+    ),
     "gradient norm": Rule(
         "grad_norm",
-        at_least(100, "The gradient norm is {:.3g} before clipping; a norm that is not finite skips the update."),
-        "Try a smaller trainer.lr. If it persists, look at mismatch/max_ratio and the longest samples.",
+        at_least(100, "The gradient norm is {:.3g} before clipping."),
+        GRADIENT_ADVICE,
+        report_only=True,
     ),
 }

@@ -148,3 +148,9 @@ def test_maxima_and_minima_are_merged_as_such():
 def test_the_docstrings_examples_hold():
     results = doctest.testmod(metrics)
     assert (results.attempted, results.failed) == (1, 0)
+
+
+def test_a_component_does_not_replace_the_metric_of_its_name() -> None:
+    made = group([1.0, 0.0], components=[{"accuracy": 0.25, "mean": 7.0}] * 2)
+    metrics = group_metrics([made])
+    assert (metrics["reward/accuracy"], metrics["reward/mean"]) == (0.5, 0.5)

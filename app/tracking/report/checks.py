@@ -13,6 +13,7 @@ from app.tracking.number_format import count, duration, plural, seconds
 from app.tracking.report.data import RunData
 from app.tracking.rules import RULES, History
 
+SOLVED = 0.8  # training accuracy above which most groups are all correct
 NOISE = 0.02  # smaller changes of accuracy do not count as learning
 PHASES = {  # phase → its label, how to shorten it
     "generate": (
@@ -161,6 +162,10 @@ def rule_checks(run: RunData) -> list[RuleCheck]:
             if rule.applies(history):
                 readings[name].append((history.last(rule.metric)[0], rule.check(history)))
 
+    if fmean(run.values("reward/accuracy")[-5:] or [0.0]) > SOLVED:
+        # The rewards of a group are equal because its answers are right.
+        readings["no reward variance"] = [(value, None) for value, _ in readings["no reward variance"]]
+
     return [_rule_check(name, measured) for name, measured in readings.items() if measured]
 
 
@@ -168,7 +173,7 @@ def _rule_check(name: str, readings: list[tuple[float, str | None]]) -> RuleChec
     """Summarize the value and the problem of each step."""
     rule = RULES[name]
     judged = readings[-1:] if rule.at_end else readings
-    value = max(value for value, _ in judged)
+    value = max((value for value, _ in judged if math.isfinite(value)), default=math.nan)
     shown = count(value) if value >= 1000 else f"{value:.3g}"
     if rule.metric.endswith("_fraction"):
         shown = f"{value:.1%}"
