@@ -27,7 +27,7 @@ FULL_ERROR_REQUESTED = FULL_ERROR in os.environ
 
 
 def conf_path() -> str:
-    """Return the configuration tree: inside the package when installed from a wheel, else beside it in the checkout."""
+    """Return the configuration tree: in the package when installed from a wheel, else next to it in the checkout."""
     package = Path(__file__).resolve().parent
     inside = package / "conf"
     return str(inside if inside.is_dir() else package.parent / "conf")

@@ -1,7 +1,7 @@
-"""The four interfaces between components. Placement code is written against these and against nothing behind them.
+"""The interfaces of the components: rollout engine, trainer, weight synchronizer, recorder.
 
 Every method may be called again after it returned. "Idempotent" means that a repeated call changes nothing. All waits
-are bounded by the implementation; a passed deadline raises the error of the component, with what was awaited.
+are bounded by the implementation; a missed deadline raises the component's error, which names what was awaited.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ class RolloutEngine(Protocol):
 
     Raises (every method but `end`):
         EngineLost: The server died, stalled or does not answer. The engine has to be replaced.
-        EngineError: The server refused the call. The engine lives.
+        EngineError: The server refused the call. The engine is still usable.
     """
 
     @property
@@ -112,13 +112,15 @@ class RolloutEngine(Protocol):
 
 
 class Trainer(Protocol):
-    """The FSDP2 ranks as one trainer. A step is split: CLOSED → `begin_step` → OPEN → `add_groups` … → CLOSED.
+    """The FSDP2 ranks as one trainer. A step is split into calls.
+
+        CLOSED → `begin_step` → OPEN → `add_groups` … → `finish_step` or `abort_step` → CLOSED
 
     Calls are made one at a time; only `memory`, `write` and `version` may overlap with others.
 
     Raises (every method):
-        TrainerError: A rank failed, or did not answer within `trainer.timeout_s`. `broken` says whether the ranks can
-            go on.
+        TrainerError: A rank failed, or did not return within `trainer.timeout_s`. Unless `broken`, the ranks can
+            continue after `abort_step`.
     """
 
     @property
@@ -127,13 +129,13 @@ class Trainer(Protocol):
         ...
 
     async def begin_step(self, *, version: int) -> None:
-        """Open the step that makes policy `version`. Needs a closed step and nothing offloaded."""
+        """Open the step that produces policy `version`. No step may be open and nothing offloaded."""
         ...
 
     async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
-        """Fix π_old of these groups at the current parameters.
+        """Compute π_old of these groups at the current parameters.
 
-        Called after `begin_step` and before the first update, where `AlgorithmConfig.needs_old_logprobs`.
+        Called between `begin_step` and `add_groups`, if `AlgorithmConfig.needs_old_logprobs`.
         """
         ...
 
@@ -199,10 +201,10 @@ class WeightSynchronizer(Protocol):
         2. Pause the engines.
         3. Connect, if the members changed.
         4. Send and load all buckets; the last one stamps the version.
-        5. Verify, where `weight_sync.verify` says so.
+        5. Verify, if `weight_sync.verify` covers this sync.
         6. Resume the engines.
 
-        May be called again after a failure: the retry tears down what the failed sync left and sends all weights.
+        May be called again after a failure: the retry reconnects from scratch and sends all weights.
 
         Raises:
             SyncError: Names engine, rank, bucket and phase. The engines stay paused: they may hold weights of two
@@ -235,7 +237,7 @@ class StatusRecorder(Protocol):
     def timeline(self) -> Timeline: ...
 
     def status(self, text: str) -> None:
-        """Show what the run is doing, where no step says so: "starting Ray"."""
+        """Show the current activity between steps, such as "starting Ray"."""
         ...
 
     def warn(self, text: str) -> None:
@@ -246,8 +248,8 @@ class StatusRecorder(Protocol):
 class RunRecorder(StatusRecorder, Protocol):
     """Where a run's metrics, samples and messages go.
 
-    When a method returns, the run's files hold what was recorded; dashboards get it later. No method raises because of
-    a dashboard. After a restart of the trainer, steps and evaluations are recorded again from the resume point.
+    When a method returns, the record is in the run's files; dashboards are updated later. No method raises because of a
+    dashboard. After a restart of the trainer, steps and evaluations are recorded again from the resume point.
     """
 
     @property

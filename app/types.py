@@ -17,7 +17,7 @@ class FinishReason(Enum):
 
     stop = "stop"  # the model sampled a stop token, which is the last token
     length = "length"  # truncated at the token limit
-    abort = "abort"  # aborted by the application: partial, never trained on
+    abort = "abort"  # aborted by us or by the engine: partial, never trained on
 
 
 class InFlight(Enum):

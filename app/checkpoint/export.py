@@ -25,7 +25,7 @@ async def export_trained(trainer: Trainer, config: RunConfig, folder: Path) -> P
     """Export the trainer's parameters at the end of the run in `folder`.
 
     Exports the last checkpoint if it is of the last step. Otherwise writes one to `final/`, which is deleted after the
-    export. If the export fails it stays, and `mode=export resume=<folder>/final` retries.
+    export. If the export fails, `final/` stays, and `mode=export resume=<folder>/final` retries.
 
     Returns:
         The exported directory.

@@ -1,7 +1,7 @@
 """Memory use of the run's processes, and an early end before a machine runs out of memory.
 
-The kernel's OOM killer ends the largest process without notice. A run that stops before that can save a checkpoint and
-report the cause.
+The kernel's OOM killer kills a process without warning. A run that stops earlier can save a checkpoint and report the
+cause.
 """
 
 import os

@@ -1,9 +1,9 @@
 """Kills the processes of a run when its driver is gone, even if the driver was killed.
 
-A small child process waits until the driver closes a pipe or dies. Then it kills every process that carries the run's
-mark in its environment; all processes of the run inherit it (Ray's, ours, SGLang's). It also kills every descendant of
-such a process that it saw while the driver lived: a process that sets its own title may overwrite its environment, as
-Ray's agents do. Most processes end by themselves; those agents may wait a minute for a server that is gone as well.
+A small child process waits until the driver closes a pipe or dies. Then it kills every process with the run's mark in
+its environment, which all processes of the run inherit (Ray's, ours, SGLang's). It also kills their descendants that it
+found while the driver was running: setting a process title may overwrite the environment, as in Ray's agents. Most
+processes exit on their own, but those agents may wait a minute for a server that is gone.
 """
 
 import os
@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 import psutil
 
 MARK = "POSTTRAIN_RUN"
-LOOK_SECONDS = 3.0  # between two scans while the driver lives
+LOOK_SECONDS = 3.0  # between two scans while the driver runs
 ROUNDS = 20  # of killing
 PAUSE_SECONDS = 0.25  # between two rounds
 

@@ -1,6 +1,6 @@
-"""Make torchvision importable beside a torch build without accelerator support.
+"""Make torchvision importable with a torch build without accelerator support.
 
-Package indexes offer torchvision wheels built for accelerators. Beside a CPU build of torch their import fails for lack
+Package indexes offer torchvision wheels built for accelerators. With a CPU build of torch their import fails for lack
 of two operators, and breaks the import of transformers and SGLang. Call `define_operators` before importing either.
 """
 

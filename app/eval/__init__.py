@@ -1,1 +1,1 @@
-"""Evaluation on held-out prompts."""
+"""Evaluation on held-out prompts. `eval.every` and `eval.before_train` act in `app/placement/controller.py`."""

@@ -1,7 +1,7 @@
-"""What a run needs before anything is started: a usable device, model directory, tokenizer, prompts and ports.
+"""The inputs of a run: a usable device, model directory, tokenizer, prompts, reward and ports.
 
-`preflight` checks all of it before the output folder exists, so that a mistake leaves nothing behind. It loads model
-and data once: the run takes what was loaded from here.
+`preflight` checks them before the output folder exists, so that an invalid run leaves nothing behind. The tokenizer and
+the prompts are loaded once: the run gets them from `take_inputs`.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ _loaded: list[tuple[RunConfig, RunInputs]] = []
 
 
 def preflight(config: RunConfig) -> None:
-    """Check and load the inputs of a run. Raises `ConfigError` for what cannot be used."""
+    """Check and load the inputs of a run. Raises `ConfigError` for the first unusable one."""
     inputs = _load(config, status=lambda _: None)
     require(config.reward)
     _loaded[:] = [(config, inputs)]

@@ -1,7 +1,7 @@
-"""Starts what a run consists of, and ends it however the run ends.
+"""Starts the workers of a run, and shuts them down however the run ends.
 
-Two nested contexts: rollout workers (Ray, engines, reward workers) live as long as the run; trainer workers (ranks,
-weight sync) are started again when the trainer is lost.
+Two nested contexts: rollout workers (Ray, engines, reward workers) last for the whole run; trainer workers (ranks,
+weight sync) are restarted when the trainer is lost.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class RolloutWorkers:
     rollouter: Rollouter
 
     def engine_starts(self) -> list[Coroutine[Any, Any, Any]]:
-        """Return the start of every engine, to be awaited together with whatever else starts."""
+        """Return a coroutine that starts each engine, so that engines and trainer can start concurrently."""
         return [engine.start(self.config.rollout.start_timeout_s) for engine in self.pool.engines]
 
 
@@ -97,7 +97,7 @@ async def start_rollout_workers(
 async def start_trainer_workers(
     config: RunConfig, device: Device, folder: Path, workers: RolloutWorkers, *, first: bool
 ) -> AsyncIterator[TrainerWorkers]:
-    """Start the trainer ranks and their weight sync; with the first ones also the engines."""
+    """Start the trainer ranks and their weight sync; the first time, also the engines."""
     from app.cluster.actors import make_trainer
     from app.weight_sync.factory import make_synchronizer
 
@@ -121,7 +121,7 @@ async def start_trainer_workers(
 async def _start_on_shared_devices(
     config: RunConfig, device: Device, trainer: "RemoteTrainer", workers: RolloutWorkers, *, first: bool
 ) -> None:
-    """Start one after the other: an engine sizes its KV cache by the memory that it finds free."""
+    """Start the trainer, then the engines: an engine sizes its KV cache by the free device memory."""
     devices = TimeSharing(config.offload, trainer, workers.pool, workers.supervisor)
     if not first:
         await devices.offload_engines()

@@ -1,7 +1,7 @@
 """`mode=train`. Restart loop: restore the latest checkpoint, train, and restart when the trainer is lost.
 
     start trainer → restore → sync → train … → finished
-         ↑ engines abort what is in flight ← trainer lost (at most recovery.max_restarts times)
+         ↑ engines abort requests in flight ← trainer lost (at most recovery.max_restarts times)
 
 A resumed run takes the same path in a new process.
 """
@@ -86,7 +86,7 @@ class TrainingRun:
             if self.config.checkpoint.every and first:
                 self.checkpoints.prepare(await made.trainer.checkpoint_bytes())
             version = await self._restore_or_initialize(made)
-            if lost is not None:  # after the restore, which truncates what was recorded later than the checkpoint
+            if lost is not None:  # after the restore, which truncates records newer than the checkpoint
                 self.recorder.warn(
                     f"trainer failed; restarted from step {version} "
                     f"(restart {self.restarts}/{self.config.recovery.max_restarts}): {lost}"
@@ -104,7 +104,7 @@ class TrainingRun:
                 raise
 
     async def _run(self, controller: PlacementController) -> float:
-        """Run the schedule; save when it is interrupted, export when it is finished."""
+        """Run the schedule; save a checkpoint on interrupt, export at the end."""
         async with self.workers.supervisor.monitor():
             try:
                 accuracy = await controller.run()

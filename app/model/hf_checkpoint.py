@@ -2,7 +2,7 @@
 
 Invariants:
 - Tensors are read by slice, so that a rank reads its own rows only.
-- Checkpoint names are kept beside model names. Engines and exports use the former; transformers' text-only classes
+- Checkpoint names are kept alongside model names. Engines and exports use the former; transformers' text-only classes
   rename keys.
 """
 

@@ -1,4 +1,4 @@
-"""Make transformers importable beside a CPU build of torch.
+"""Make transformers importable with a CPU build of torch.
 
 Every module that needs transformers gets it from here; app/device/torchvision_shim.py explains why.
 """

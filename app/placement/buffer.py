@@ -1,6 +1,6 @@
-"""The bounded buffer between producer and consumer. Groups leave it in order of arrival.
+"""The bounded buffer between producer and consumer. First in, first out.
 
-The bound is `(max_staleness + 1) · prompts_per_step` groups. Admission keeps it, so `put` never waits.
+The bound is `(max_staleness + 1) · prompts_per_step` groups. Admission enforces it, so `put` never waits.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from app.types import Group
 
 
 class GroupBuffer:
-    """Groups that wait to be trained on.
+    """Groups waiting to be trained on.
 
     Example:
         buffer = GroupBuffer(capacity=8)
@@ -28,7 +28,7 @@ class GroupBuffer:
         return len(self._groups)
 
     def put(self, group: Group) -> None:
-        """Append a group. Raises `OverflowError` beyond the capacity, which is a bug in the admission."""
+        """Append a group. Raises `OverflowError` beyond the capacity: admission has a bug."""
         if len(self._groups) >= self.capacity:
             raise OverflowError(f"the buffer already holds {self.capacity} groups")
         self._groups.append(group)
@@ -44,7 +44,7 @@ class GroupBuffer:
         """Wait until the buffer is not empty or `wake` is called, then remove groups from its head.
 
         Returns:
-            Up to `most` fresh groups, and the stale ones met on the way.
+            Up to `most` fresh groups, and the stale ones removed along with them.
         """
         await self._arrived.wait()
 
@@ -62,5 +62,5 @@ class GroupBuffer:
         return fresh, stale
 
     def wake(self) -> None:
-        """Let a waiting `take` return with nothing."""
+        """Make a waiting `take` return without groups."""
         self._arrived.set()

@@ -80,7 +80,7 @@ class Colocate(PlacementController):
         return [by_id[prompt.id] for prompt in prompts]
 
     async def _train(self, step: int, scored: list[ScoredGroup]) -> StepReport:
-        """Train one step; retry it from the same groups when it fails and the ranks can go on."""
+        """Train one step; if it fails and the ranks can continue, retry it on the same groups."""
         while True:
             try:
                 return await self._train_once(step, scored)

@@ -1,4 +1,4 @@
-"""What a placement controller works with. The composition root (`app/mode/train.py`) wires it."""
+"""The components that a placement controller uses. The composition root (`app/mode/train.py`) wires them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
-"""What both placements share: phases, scoring, evaluation, the commit of a step, checkpoints and retries.
+"""The base of both schedules: phases, scoring, evaluation, the commit of a step, checkpoints and retries.
 
 Invariants:
-    - A step is committed at once: its metrics, its prompt ids, the cursor; then, when due, a checkpoint of exactly
-      that. Whatever a resumed run starts from, every prompt before it was trained on or filtered once, and every
-      other prompt is still to come.
+    - A step is committed as a whole: metrics, prompt ids, cursor; then, when due, a checkpoint of exactly that state.
+      Wherever a run resumes, every earlier prompt was trained on or filtered exactly once, and every other prompt is
+      still to come.
     - `version` is the policy version synced last, which is the number of finished steps.
 """
 
@@ -23,7 +23,7 @@ from app.types import Group, ScoredGroup, StepReport, SyncReport
 
 ABORT_SECONDS = 30.0  # deadline of an abort on a trainer that has just failed
 CURSOR = "cursor"
-EMPTY_STEPS = 3  # in a row, then the run ends: there is nothing to learn
+EMPTY_STEPS = 3  # consecutive steps without a group; then the run ends
 
 
 class PlacementController(ABC):
@@ -66,7 +66,7 @@ class PlacementController(ABC):
             self.current_phase = outer
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
-    # --- the parts of a step
+    # --- within a step
 
     def score(self, group: Group) -> ScoredGroup:
         """Compute the advantages of a group."""
@@ -83,7 +83,7 @@ class PlacementController(ABC):
             )
 
     async def finish_step(self, step: int, groups: int) -> StepReport:
-        """Finish the open step. A step that dynamic sampling left without groups makes no update."""
+        """Finish the open step. If dynamic sampling left no groups, make no update."""
         if not groups:
             await self.context.trainer.abort_step()
             return StepReport(step, 0, {})
@@ -92,7 +92,7 @@ class PlacementController(ABC):
             return await self.context.trainer.finish_step()
 
     async def sync(self, version: int) -> SyncReport:
-        """Sync the weights and draw the sync's phases, which follow each other, on the timeline."""
+        """Sync the weights and add the sync's phases, which are consecutive, to the timeline."""
         timeline = self.context.recorder.timeline
         with timeline.span("driver", "push", step=version):
             report = await self.context.weight_sync.sync(version)
@@ -139,14 +139,14 @@ class PlacementController(ABC):
         scorer.check()
 
     async def recover_step(self, error: TrainerError) -> None:
-        """Abort a failed step, so that it can be retried. Raises `TrainerLost` if the ranks cannot go on."""
+        """Abort a failed step so that it can be retried. Raises `TrainerLost` if the ranks cannot continue."""
         self._trainer_failures += 1
         trainer = self.context.trainer
         try:
             await asyncio.wait_for(trainer.abort_step(), ABORT_SECONDS)
             version = await trainer.version()
         except (TrainerError, TimeoutError):
-            # The first failure says more than this one.
+            # The original error is more informative than this one.
             raise TrainerLost(str(error)) from error
 
         if isinstance(error, TrainerLost) or version is None or version > self.version:
@@ -158,7 +158,7 @@ class PlacementController(ABC):
     # --- around steps
 
     async def evaluate_first(self) -> None:
-        """Evaluate the model before training, where `eval.before_train`."""
+        """Evaluate the initial policy of a new run, if `eval.before_train`."""
         if self.config.eval.before_train and self.version == 0:
             await self._evaluate()
 

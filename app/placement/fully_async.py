@@ -1,8 +1,8 @@
 """fully_async: generation never waits for training, and training never waits for the slowest completion.
 
     producer   prompts ─ admission ─→ engines ─→ rewards ─→ buffer ((max_staleness + 1) · prompts_per_step groups)
-                 ↑                                             │ staleness is checked when a group is taken
-    consumer     └─ resume dispatch ← sync ← finish step ← add groups ←─┘ as they arrive (stream), or all at once
+                 ↑                                              │ staleness is checked when a group is taken
+    consumer     └─ dispatch ← sync ← finish step ← add groups ←┘ as they arrive (stream), or all at once
 
 Three loops run as tasks of one group; the first failure ends all of them.
 
@@ -13,7 +13,7 @@ Three loops run as tasks of one group; the first failure ends all of them.
 | watchdog | both's progress  | `RunError` (hang) | its poll interval     | a timer                                |
 
 No deadlock: while the consumer waits, it lacks groups of its step. Admission always allows the groups of the next step,
-so either some are in flight, and each ends (its engine finishes it, or is replaced), or there is capacity for them.
+so either some are in flight, and each ends (its engine finishes it or is replaced), or there is capacity for them.
 
 Invariants:
     - A group is never trained on when its oldest token is more than `max_staleness` syncs old.
@@ -100,7 +100,7 @@ class FullyAsync(PlacementController):
         return scored, report
 
     async def _collect(self, scored: list[ScoredGroup]) -> None:
-        """Take and score the groups of a step, appending to `scored`; where streaming, train them as they arrive."""
+        """Take and score the groups of a step, appending to `scored`. If streaming, train on them as they arrive."""
         wanted = self.config.algorithm.prompts_per_step
         while len(scored) < wanted and not self.producer.refill_exhausted():
             fresh = [self.score(group) for group in await self._wait_for_groups(wanted - len(scored))]
@@ -120,7 +120,7 @@ class FullyAsync(PlacementController):
         await trainer.add_groups(scored)
 
     def _seconds(self, generate: float) -> dict[str, float]:
-        """Return the seconds of the step. `wait` is the part of the train phase without groups to train on."""
+        """Return the seconds of the step. `wait` is the time within the train phase without groups to train on."""
         train, sync, wait = self.seconds["train"], self.seconds["sync"], self.seconds.get("wait", 0.0)
         return {"step": train + sync, "generate": generate, "wait": wait, "train": train - wait, "sync": sync}
 

@@ -1,13 +1,13 @@
 """The producer of fully_async: owns every group from its dispatch until it is trained on or discarded.
 
     cursor → admission → engines → reward workers → filter → buffer → take (staleness check) → consumer
-               ↑ capacity comes back: filtered, aborted, dropped, synced
+               ↑ capacity is freed: filtered, aborted, dropped, synced
 
 Invariants:
     - Every dispatched group ends exactly once: trained on, filtered, aborted or dropped.
-    - The prompt of an aborted or dropped group returns to the cursor's head: no prompt is lost, and long prompts are
-      not at a disadvantage.
-    - Back-pressure acts at admission and nowhere else.
+    - The prompt of an aborted or dropped group is requeued at the head of the cursor: no prompt is lost, and prompts
+      with long completions are not underrepresented.
+    - Back-pressure acts at admission only.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class Producer:
     async def take(self, most: int) -> list[Group]:
         """Wait for groups and remove up to `most` that are fresh enough to be trained on now.
 
-        Stale groups are dropped and counted; their prompts are sampled again. May return no group: look again.
+        Stale groups are dropped and counted; their prompts are sampled again. May return no groups; call again.
         """
         fresh, stale = await self.buffer.take(
             most, is_fresh=lambda group: self.staleness.is_fresh(group.oldest_version)
@@ -105,7 +105,7 @@ class Producer:
             await self.context.pool.each(RolloutEngine.abort, stale)
 
     def on_weights_synced(self, version: int, trained: Iterable[Group]) -> None:
-        """Note that `version` was synced and that these groups were trained on."""
+        """Record that `version` was synced and that these groups were trained on."""
         groups = list(trained)
         self.staleness.on_weights_synced(version, missing=self.wanted - len(groups))
         self._discard(groups)
@@ -124,7 +124,7 @@ class Producer:
             f"dispatch {'open' if self.staleness.dispatch_open else 'paused'}"
         )
 
-    # --- the life of one group
+    # --- one group
 
     def _dispatch(self, tasks: asyncio.TaskGroup) -> None:
         prompt = next(self.context.cursor)
@@ -170,7 +170,7 @@ class Producer:
         self.staleness.release()
 
     def _discard(self, groups: Iterable[Group]) -> None:
-        """Forget groups that left the buffer for good."""
+        """Delete the records of groups that left the buffer for good."""
         for group in groups:
             del self._dispatch_number[group.prompt.id]
 

@@ -7,7 +7,7 @@ In groups, with the last SYNCED version v, staleness bound S and P prompts per s
 
 Invariants:
     - Every dispatched group ends exactly once: accepted or released.
-    - An accepted group that turns out too stale is returned and makes room for another.
+    - An accepted group that is too stale when taken is returned, which frees its capacity.
 
 The formula is AReaL's (arXiv 2505.24298, section 5.1).
 """
@@ -39,7 +39,7 @@ class StalenessManager:
     def at(
         cls, version: int, *, prompts_per_step: int, max_staleness: int, max_in_flight: int, last_step: int
     ) -> "StalenessManager":
-        """Create the admission of a run at `version`. The groups of earlier steps count as accepted."""
+        """Create the state of a run at `version`. Groups of earlier steps count as accepted."""
         return cls(prompts_per_step, max_staleness, max_in_flight, last_step, version, version * prompts_per_step)
 
     @property
@@ -71,7 +71,7 @@ class StalenessManager:
         self.accepted -= groups
 
     def on_weights_synced(self, version: int, *, missing: int = 0) -> None:
-        """Note a sync. `missing`: groups by which its step fell short; they are not needed any more."""
+        """Record a sync. `missing`: groups that its step lacked; they are no longer needed."""
         self.version = version
         self.accepted += missing
 

@@ -9,7 +9,7 @@ from app.types import Group, ScoredGroup, StepReport, SyncReport
 
 @dataclass(slots=True)
 class RolloutCounts:
-    """Groups since the last step that were not trained on."""
+    """Groups since the last step that were filtered, dropped, aborted or retried."""
 
     filtered: list[Group] = field(default_factory=list)  # by dynamic sampling
     dropped: int = 0  # too stale when taken
@@ -41,7 +41,7 @@ def step_metrics(
 
     Args:
         scored: The groups that were trained on.
-        counts: The groups that were not.
+        counts: Groups that were filtered, dropped, aborted or retried.
         report: The trainer's report.
         sync: The weight sync's report.
         seconds: Wall-clock seconds of the `step` and of its phases.

@@ -1,11 +1,11 @@
-"""Hands the devices that trainer and engines share from one to the other.
+"""Alternates shared devices between trainer and engines.
 
     give_to_engines   offload gradients, optimizer │ reload engine weights │ sync │ offload parameters │ reload KV cache
     give_to_trainer   drain and release the engines │ onload the trainer
 
-Parameters are on the device during the sync, since offloaded shards cannot be read. The KV cache comes back only after
-they are offloaded: the device does not hold both. A side that `offload` excludes stays where it is. The device decides
-whether a call moves memory: on a CPU the same calls are made in the same order.
+Parameters are on the device during the sync, since offloaded shards cannot be read. The KV cache is reloaded only after
+they are offloaded: the device cannot hold both. A side that `offload` excludes stays on the device. On a CPU the same
+calls are made in the same order, but no memory moves.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ OPTIMIZER_STATE = (TrainerMemory.gradients, TrainerMemory.optimizer)  # not read
 
 
 class TimeSharing:
-    """Owns whose turn it is: `give_to_engines` and `give_to_trainer` alternate.
+    """Hands the devices over: `give_to_engines` and `give_to_trainer` alternate.
 
-    Engines are restarted only during the engines' turn.
+    The supervisor restarts engines only during the engines' turn.
     """
 
     def __init__(self, offload: OffloadConfig, trainer: Trainer, pool: EnginePool, supervisor: EngineSupervisor):
@@ -35,7 +35,7 @@ class TimeSharing:
         self.supervisor = supervisor
 
     async def give_to_engines(self, sync: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
-        """Hand the devices to the engines. `sync` copies the current policy into them on the way."""
+        """Hand the devices to the engines. `sync` copies the current policy into them."""
         await self.offload_trainer(OPTIMIZER_STATE)
         await self._reload([EngineMemory.weights])
 

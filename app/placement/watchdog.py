@@ -1,7 +1,7 @@
 """Ends a run that makes no progress, with the stacks of all tasks in `logs/stacks.log`.
 
 Single calls have their own deadlines (an engine's progress, a trainer call, a phase of a sync). The watchdog covers
-what none of them sees: groups must keep finishing (for training or evaluation), and so must the phases of a step.
+what they do not: groups must keep finishing (for training or evaluation), and so must the phases of a step.
 """
 
 import asyncio

@@ -1,1 +1,1 @@
-"""What keeps a run alive: engine restarts, repeated weight syncs, and resuming a run that ended early."""
+"""Failure recovery: engine restarts, weight sync retries, and resuming a run that ended early."""

@@ -1,13 +1,12 @@
 """Replaces engines that died or stalled.
 
-    lost → end what is left of it → start a new one at its index → sync the current policy into it → ready
+    lost → kill its processes → start a new one at its index → sync the current policy into it → ready
 
 Invariants:
-    - A restarted engine generates only after a complete sync of the current policy into it. The other engines continue
-      meanwhile.
+    - A restarted engine generates only after a complete sync of the current policy. The other engines keep generating.
     - Where engines and trainer share devices, engines are restarted only during the engines' turn
       (`pause_restarts`, `resume_restarts`).
-    - After `recovery.max_engine_failures` failed starts in a row the run ends with the last failure.
+    - More than `recovery.max_engine_failures` failed starts in a row end the run with the last failure.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from app.rollout.pool import EnginePool
 from app.utils.tasks import root_cause
 
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubled for each further one
-ABORT_SECONDS = 10.0  # for an engine to end its aborted requests
+ABORT_SECONDS = 10.0  # deadline for aborted requests to end
 POLL_SECONDS = 0.1
 Engines = Mapping[int, RolloutEngine]  # by index
 
@@ -33,15 +32,15 @@ class RestartedEngineSync(Protocol):
     """Copies the current policy into restarted engines."""
 
     async def sync_restarted(self, engines: Engines) -> Engines:
-        """Make one attempt; returns the engines that have the policy, which are none after a failed attempt."""
+        """Make one attempt; returns the engines that now have the policy, or none if the attempt failed."""
         ...
 
 
 class EngineSupervisor:
     """Restarts the lost engines of a pool.
 
-    Lifecycle: `monitor` around everything that generates; `attach` for each new trainer, whose policies restarted
-    engines get. Without one (mode=eval) the weights that an engine loads at its start are the right ones.
+    Lifecycle: `monitor` around all generation; `attach` for each new trainer, whose policy is synced into restarted
+    engines. Without a trainer (mode=eval) no sync is needed: engines load the right weights when they start.
 
     Args:
         make: Creates an engine for an index, not started.
@@ -73,9 +72,9 @@ class EngineSupervisor:
 
     @asynccontextmanager
     async def monitor(self) -> AsyncIterator[None]:
-        """Restart lost engines while the block runs. Raises `EngineError` when that fails too often.
+        """Restart lost engines while the block runs. Raises `EngineError` when restarts fail too often.
 
-        Engines may be lost, or restarted and unsynced, when the block begins.
+        When the block begins, engines may already be lost, or restarted but unsynced.
         """
         if self.pool.lost:
             self.pool.engine_lost.set()
@@ -88,7 +87,7 @@ class EngineSupervisor:
             raise root_cause(failures) from None
 
     async def abort_in_flight(self) -> None:
-        """Abort all requests and wait until they ended. An engine that does not end them is marked lost."""
+        """Abort all requests and wait until they have ended. An engine that takes too long is marked lost."""
         deadline = time.monotonic() + ABORT_SECONDS
         await self.pool.each(RolloutEngine.abort)
         for engine in self.pool.alive:
@@ -117,7 +116,7 @@ class EngineSupervisor:
     # --- restarts
 
     async def restart_lost(self) -> None:
-        """Restart all lost engines. They stay lost for the pool, and `unsynced`, until they have the policy."""
+        """Restart all lost engines. The pool still counts them as lost until the policy is synced into them."""
         self.pool.engine_lost.clear()
         async with asyncio.TaskGroup() as tasks:
             for index in self.pool.lost.keys() - self.unsynced:
@@ -181,5 +180,5 @@ class EngineSupervisor:
 
 
 def summary(error: BaseException) -> str:
-    """Return the first line of an error, without the announcement of log lines that follow it."""
+    """Return the first line of an error, without the lead-in to the log lines below it."""
     return one_line(error).removesuffix("; its last lines:")

@@ -1,4 +1,4 @@
-"""Resuming a run that ended early: its folder, its settings, and the lock that keeps a second driver out.
+"""Resume a run that ended early: its folder, its settings, and the lock against a second driver.
 
 The saved configuration wins, so that a run keeps its identity. Only settings that cannot affect the learned policy
 (`RESUMABLE`) may be overridden.
@@ -88,7 +88,7 @@ def _take_over(composed: DictConfig, saved: DictConfig, resume: str) -> list[str
 
 
 def finished_at(composed: DictConfig) -> int | None:
-    """Return the last step of a run to resume that has no step left; None when it has."""
+    """Return the last step of the run to resume if it has no steps left, else None."""
     if str(composed.resume) == NEVER:
         return None
 
@@ -108,7 +108,7 @@ def checkpoint_of(resume: str) -> Path | None:
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold a run's folder. The kernel frees the lock when this process ends.
+    """Lock a run's folder. The kernel releases the lock when this process ends.
 
     Raises:
         RunError: Another process holds it.
@@ -148,7 +148,7 @@ def _given_folder(composed: DictConfig) -> Path | None:
     """Return `hydra.run.dir`; None for the default, which names a new folder each time."""
     try:
         return Path(str(OmegaConf.select(composed, "hydra.run.dir")))
-    except InterpolationResolutionError:  # of the choices, which Hydra does not know yet
+    except InterpolationResolutionError:  # the default names the group choices, which Hydra has not resolved yet
         return None
 
 

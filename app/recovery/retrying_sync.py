@@ -1,10 +1,10 @@
-"""Repeats a weight sync that failed, and finds out who is to blame.
+"""Retries failed weight syncs, and determines whether an engine or the trainer failed.
 
 Invariants:
     - The parameters are not updated while they are synced (`updating`).
-    - A sync that failed because of an engine is repeated without it, or with its replacement; one that failed because
-      of the trainer raises `TrainerLost`.
-    - After `recovery.max_engine_failures` failures in a row the last failure is raised.
+    - If an engine failed, the sync is retried without it, or with its replacement. If the trainer failed, `TrainerLost`
+      is raised.
+    - After more than `recovery.max_engine_failures` failures in a row the last failure is raised.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class RetryingWeightSync:
 
     Args:
         synchronizer: Makes one attempt.
-        trainer: Whose parameters are synced; asked whether it lives when a sync fails.
+        trainer: Owner of the parameters; probed when a sync fails.
         supervisor: Restarts lost engines.
         version: The policy version of the trainer's parameters.
         params_on_device: Context in which the parameters are on the device during the engines' turn.
@@ -58,13 +58,13 @@ class RetryingWeightSync:
 
     @asynccontextmanager
     async def updating(self, version: int) -> AsyncIterator[None]:
-        """Exclude syncs during the update that makes the parameters those of `version`."""
+        """Block syncs during the update that produces policy `version`."""
         async with self._parameters:
             yield
             self.version = version
 
     async def sync(self, version: int) -> SyncReport:
-        """Sync into every engine, repeatedly if necessary. Raises `SyncError` or `TrainerLost`."""
+        """Sync into every engine, with retries. Raises `EngineError`, `SyncError` or `TrainerLost`."""
         for attempt in itertools.count(1):
             engines = await self._targets()
             self.version = version
@@ -79,12 +79,12 @@ class RetryingWeightSync:
         """Sync the current policy into restarted engines; returns those that have it."""
         async with self._params_on_device(engines.values()):
             report = await self._attempt(engines, self._failures + 1)
-        # Engines get ready after this block: until then their KV cache is not back.
+        # The supervisor marks them ready only now: inside the block their KV cache is still released.
         self._failures = 0 if report is not None else self._failures + 1
         return engines if report is not None else {}
 
     async def _targets(self) -> Engines:
-        """Return the engines that a sync has to reach, after those were restarted that nobody else restarts now."""
+        """Return the engines to sync. While automatic restarts are paused, restart the lost engines first."""
         pool = self.supervisor.pool
         if self.supervisor.restarts_paused:
             await self.supervisor.restart_lost()
@@ -95,7 +95,7 @@ class RetryingWeightSync:
         return {index: engine for index, engine in enumerate(pool.engines) if index not in absent}
 
     async def _attempt(self, engines: Engines, attempt: int) -> SyncReport | None:
-        """Make one attempt; None when it failed and may be repeated."""
+        """Make one attempt; returns None if it failed and may be retried."""
         try:
             async with self._parameters:
                 self.synchronizer.set_engines(engines)
@@ -110,7 +110,7 @@ class RetryingWeightSync:
             return None
 
     async def _require_trainer(self, error: RunError) -> None:
-        """Raise `TrainerLost` if the trainer is to blame for a failed sync."""
+        """Raise `TrainerLost` if the trainer caused a failed sync."""
         try:
             await self.trainer.version()
         except TrainerError as failure:

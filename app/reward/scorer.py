@@ -105,7 +105,7 @@ class Scorer:
 
     def _start_workers(self) -> None:
         """Start all workers in the background. Wait only for a custom reward, which may fail to load."""
-        # The kernel kills a worker when the thread that started it ends: these threads live as long as the scorer.
+        # The kernel kills a worker when the thread that started it ends, so these threads last as long as the scorer.
         self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="reward")
         starts = [self._threads.submit(self._start_worker, worker) for worker in self._workers]
 

@@ -146,8 +146,8 @@ async def parse(reply: Mapping[str, Any], version: int) -> Completion:
 def spans(meta: Mapping[str, Any], tokens: int, version: int) -> tuple[VersionSpan, ...]:
     """Return the version spans that the server reports for a completion of `tokens` tokens.
 
-    `version` is the last synced version when the request was made. It is taken for all tokens if the reported spans are
-    missing (older servers) or have a gap, and for spans of weights that no sync has loaded: their version is a word.
+    `version` is the last synced version when the request was made. It is used for all tokens if the reported spans are
+    missing (older servers) or have a gap, and for spans whose version is not a number (weights that were never synced).
     """
     reported: list[VersionSpan] = []
     end = 0

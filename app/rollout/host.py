@@ -235,7 +235,7 @@ class EngineHost:
         return self._client
 
     async def _control(self, route: str, body: dict[str, Any]) -> None:
-        """Make a call that the scheduler answers between two batches. Without an answer, the engine is lost."""
+        """Make a call that the scheduler handles between two batches. Without a reply, the engine is lost."""
         try:
             await self._race_failure(self._started_client().post(route, body, seconds=self.spec.stall_timeout_s))
         except NoAnswer as error:
@@ -273,7 +273,7 @@ class EngineHost:
         error = task.exception() if finished and not task.cancelled() else None
         if isinstance(error, ConnectionLost):
             if self._server:
-                # Often the first sign of a death. Wait for its error, which shows the exit code and the log.
+                # Often the first sign of a crash. Wait for its error, which shows the exit code and the log.
                 await asyncio.wait([self._failure], timeout=DEATH_SECONDS)
             else:
                 # A server that comes back at this address may have other weights.

@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and ClearML beside the run's own files.
+"""TensorBoard, Weights & Biases and ClearML, in addition to the run's own files.
 
 Each dashboard runs on its own thread behind a bounded queue. Its package is imported on that thread, and only if
 `tracking.use` names it. Keys come from the environment or the package's own login, never from the configuration.

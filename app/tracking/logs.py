@@ -1,6 +1,6 @@
 """Log handlers of the driver (`conf/hydra/job_logging/rich.yaml`).
 
-All records go to `logs/driver.log`; warnings and errors also go to the terminal, beside the lines of
+All records go to `logs/driver.log`; warnings and errors also go to the terminal, alongside the lines of
 `app.tracking.console`.
 """
 

@@ -125,12 +125,12 @@ class RunFolderRecorder:
         self._console.log_eval(step, results)
 
     def log_prompts(self, step: int, *, trained: Sequence[str], filtered: Sequence[str]) -> None:
-        """Enter the ids of a step's prompts in `prompts.jsonl`: what was trained on, and what taught nothing."""
+        """Append the ids of a step's trained and filtered prompts to `prompts.jsonl`."""
         with (self.folder / PROMPTS).open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"step": step, "trained": [*trained], "filtered": [*filtered]}) + "\n")
 
     def log_samples(self, step: int, groups: Sequence[Group], decode: Decode | None = None) -> None:
-        """Keep `tracking.samples_per_step` trajectories of a step; `decode` turns prompt tokens into the question."""
+        """Write `tracking.samples_per_step` trajectories of a step; `decode` turns prompt tokens into the question."""
         samples.write_samples(self.folder, step, groups, self.config.tracking.samples_per_step, decode)
 
     def warn(self, text: str) -> None:

@@ -7,7 +7,7 @@
 Invariants:
 - Tensors carry the names of the source checkpoint, and torch.distributed.checkpoint shards them, so any number of ranks
   can restore what any other number wrote.
-- `write` writes what `capture` copied, whatever the parameters have become since.
+- `write` writes what `capture` copied, even if the parameters have changed since.
 - The background write has its own process group: its collectives must not interleave with training's. The idea is
   TorchTitan's.
 """

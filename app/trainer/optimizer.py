@@ -91,12 +91,12 @@ class PolicyOptimizer:
     def restore(
         self, state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]], *, updates: int, skipped_in_a_row: int
     ) -> None:
-        """Load the state of another optimizer.
+        """Load a saved state.
 
         Args:
-            state: Slot → value for each parameter that the other optimizer had updated.
-            updates: Its applied updates.
-            skipped_in_a_row: Its latest updates that were skipped.
+            state: Slot → value for each parameter that had been updated.
+            updates: Applied updates.
+            skipped_in_a_row: Most recent consecutive updates that were skipped.
         """
         param_groups = self.torch_optimizer.param_groups
         order = [parameter for param_group in param_groups for parameter in param_group["params"]]

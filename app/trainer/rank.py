@@ -37,7 +37,7 @@ from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
 from app.utils.net import bracketed, free_port
 from app.utils.process import log_to, memory_use
 
-# Ray's concurrency groups: calls that run in their own thread, beside the step.
+# Ray's concurrency groups: calls that run in their own thread, concurrently with the step.
 CONCURRENCY_GROUPS = {"status": 1, "checkpoint": 1}
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -280,7 +280,7 @@ class TrainerRank:
         """Call a method of an extension."""
         return getattr(self.extensions[name], method)(*args, **kwargs)
 
-    # --- status, answered while a step is computed
+    # --- status, also during a step
 
     @runs_concurrently("status")
     def stacks(self) -> str:

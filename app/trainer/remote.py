@@ -15,8 +15,8 @@ from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
 P = ParamSpec("P")
 T = TypeVar("T")
 STACKS_SECONDS = 10.0
-ROOT_CAUSE_GRACE_SECONDS = 5.0  # after a failure, time for the other ranks to answer; a rank that does not is stuck
-# These run in their own thread: their failure says nothing about the queued calls.
+ROOT_CAUSE_GRACE_SECONDS = 5.0  # after a failure: a rank that does not return by then is stuck
+# These run in their own thread: their failure does not affect queued calls.
 CONCURRENT = (TrainerRank.write, TrainerRank.memory)
 
 

@@ -102,7 +102,7 @@ class TrainStep:
     # --- lifecycle
 
     def begin(self, version: int) -> None:
-        """Open the step that makes policy `version`."""
+        """Open the step that produces policy `version`."""
         if self.open:
             raise TrainerError(f"begin_step({version}) while the step of version {self._open_version} is open")
         self._reset()
@@ -119,7 +119,7 @@ class TrainStep:
                 logprobs, _ = self._forward(self.model, micro)
                 own |= _by_sample(logprobs, micro)
 
-        # The updates assign samples to ranks anew, so every rank needs all of them.
+        # Each update redistributes the samples over the ranks, so every rank needs all of them.
         self._old_logprobs |= all_gather_logprobs(own, samples)
 
     def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
@@ -253,7 +253,7 @@ class TrainStep:
     # --- updates
 
     def _split_by_update(self) -> Iterator[Sequence[Sample]]:
-        """Yield the pending samples of each update. Without samples there is one update, of nothing."""
+        """Yield the pending samples of each update. Without samples, yield one empty update."""
         algorithm = self.settings.algorithm
         size = max(len(self._pending), 1)
         if algorithm.updates_per_step > 1:

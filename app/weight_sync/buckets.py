@@ -1,4 +1,4 @@
-"""How the parameters are cut into buckets. Computed once, from names, shapes and dtypes.
+"""Split the parameters into buckets. Planned once, from names, shapes and dtypes.
 
 Invariants:
     - Tensors stay in model order.

@@ -1,4 +1,4 @@
-"""Wait for several calls at once, with one deadline and an error that names who failed, at what and why.
+"""Wait for several calls at once, with one deadline and an error that names each failed call, its phase and its cause.
 
 The first failure ends the wait. Calls that fail within a short grace period are named too: the root cause is often not
 the first error to arrive (an engine that dies breaks the broadcast to its neighbors).

@@ -110,7 +110,7 @@ class Sender:
         """Stop the current sync. The next one starts from scratch."""
 
     def close(self) -> None:
-        """Free everything, also what would outlive this process."""
+        """Free everything, including memory that would outlive this process."""
         self.release()
 
     # --- buffers

@@ -4,13 +4,13 @@
 
 Invariants:
     - An engine is paused from before its first changed byte until its last bucket is loaded.
-    - After a failure the engines stay paused, since they may hold weights of two policies. The next sync tears down
-      what the failed one left and sends all weights.
+    - After a failure the engines stay paused, since they may hold weights of two policies. The next sync reconnects
+      from scratch and sends all weights.
     - A delta (`weight_sync.mode`) is only sent onto a version that every engine is known to hold.
     - The last bucket stamps the version.
 
-The order of the phases is slime's, the strict request and reply for each bucket is twinkle's. Awaiting broadcast and
-reply together follows from SGLang's API.
+The order of the phases is slime's; one request and one reply per bucket is twinkle's. SGLang's API requires awaiting
+broadcast and reply together.
 """
 
 import asyncio
@@ -197,7 +197,7 @@ class BucketedWeightSynchronizer:
                 )
 
     async def _begin_update(self, engine: RolloutEngine) -> None:
-        """Open an update session. Servers before 0.5.21 have no such route (404) and need none."""
+        """Open an update session. SGLang before 0.5.21 has no such route (404) and needs none."""
         if engine.name in self._without_sessions:
             return
         try:

@@ -1,6 +1,6 @@
 """Runs inside SGLang's processes: which request each row of the padded KV cache holds, for CPU decode steps.
 
-Imports no SGLang, so that it can be tested alone.
+Does not import SGLang, so that it can be tested in isolation.
 
 Invariants:
     - A row is used only if it holds exactly the previous tokens of exactly this request.

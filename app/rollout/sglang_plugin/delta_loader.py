@@ -37,7 +37,7 @@ Reply = tuple[bool, str]  # success, message
 
 
 def register() -> None:
-    """Wrap both methods. If SGLang does not have them it only logs that; the driver then gets no reply of ours."""
+    """Wrap both methods. SGLang only logs a missing method; the driver then detects that our reply is missing."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     loader = DeltaLoader()

@@ -3,7 +3,7 @@
 Invariants:
 - Each step has one line, and each complete line is valid JSON.
 - A row is in the file when `append` returns, so a killed driver loses nothing.
-- Metrics appended to the last step again join its line, so an evaluation stands beside the step's metrics.
+- Metrics appended to the last step again join its line, so an evaluation is in the line of its step.
 - NaN and infinity, which JSON lacks, are written as null.
 """
 

@@ -2,7 +2,7 @@
 
 Each trainer rank gathers the whole bucket into a buffer (device memory, or named shared memory on a CPU) and passes an
 IPC handle of it to the engine rank on the same device: rank t of engine e shares a device with trainer rank
-e · tensor_parallel + t. The engine's reply says that it has read the buffer, which bucket k + 2 then overwrites.
+e · tensor_parallel + t. An engine replies once it has read the buffer, which bucket k + 2 then overwrites.
 """
 
 import shutil
