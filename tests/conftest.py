@@ -108,7 +108,7 @@ def make_engine(model: Path, folder: Path, *, name: str = "engine 0", seed: int 
         port=free_port(),
         key=secrets.token_urlsafe(16),
         flags={
-            **DEVICE.engine_args,
+            **DEVICE.engine_flags,
             "dtype": "float32",
             "skip-tokenizer-init": True,
             "random-seed": seed,

@@ -405,14 +405,14 @@ class World:
         self.sync = SimSync(self.engines, self.config.placement.in_flight, self.push_seconds)
         pool = EnginePool(self.engines)
         supervisor = EngineSupervisor(self.config, pool, self.replace, self.recorder.warn)
-        devices = TimeSharing(self.config.offload, self.trainer, pool, supervisor)
+        time_sharing = TimeSharing(self.config.offload, self.trainer, pool, supervisor)
         colocate = self.config.placement.kind is PlacementKind.colocate
         weight_sync = RetryingWeightSync(
             self.sync,
             self.trainer,
             supervisor,
             version=0,
-            params_on_device=devices.params_onloaded if colocate else None,
+            params_on_device=time_sharing.params_onloaded if colocate else None,
         )
         supervisor.attach(weight_sync)
         return RunContext(
@@ -421,7 +421,7 @@ class World:
             pool=pool,
             supervisor=supervisor,
             weight_sync=weight_sync,
-            devices=devices,
+            time_sharing=time_sharing,
             rollouter=Rollouter(pool, self.scorer, build_tokenizer(256), self.recorder.timeline, self.config.recovery),
             cursor=self.cursor,
             evals={"eval": prompts(self.eval_rows, "eval")},

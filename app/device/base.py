@@ -28,7 +28,7 @@ class Device:
     visibility: str | None  # environment variable that selects devices
     attention: str  # attention implementation of the trainer, see app/model/attention.py
     # SGLang server flags. The setting `device.engine_args` overrides them in app/rollout/server_args.py.
-    engine_args: Mapping[str, object] = field(default_factory=dict)
+    engine_flags: Mapping[str, object] = field(default_factory=dict)
     engine_env: Mapping[str, str] = field(default_factory=dict)
     trainer_env: Mapping[str, str] = field(default_factory=dict)
     shares_memory: bool = True  # trainer and engine share device memory, so that offloading frees some

@@ -10,7 +10,7 @@ DEVICE = Device(
     resource="CPU",
     visibility=None,
     attention="packed",
-    engine_args={
+    engine_flags={
         "device": "cpu",
         "attention-backend": "torch_batched",  # app/rollout/sglang_plugin/cpu_attention.py
         "sampling-backend": "pytorch",

@@ -10,7 +10,7 @@ DEVICE = Device(
     resource="GPU",
     visibility="CUDA_VISIBLE_DEVICES",
     attention="packed",
-    engine_args={"device": "cuda"},
+    engine_flags={"device": "cuda"},
     # Both sides of a process group must agree on cuMem. CUDA graphs on memory-saver memory hang.
     engine_env={"POSTTRAIN_ENGINE_DEVICE": "cuda", "NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
     trainer_env={"NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},

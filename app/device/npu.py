@@ -18,7 +18,7 @@ DEVICE = Device(
     resource="NPU",
     visibility="ASCEND_RT_VISIBLE_DEVICES",
     attention="flash_attention_2",  # transformers routes it to the fused NPU kernel
-    engine_args={"device": "npu"},
+    engine_flags={"device": "npu"},
     engine_env={
         "POSTTRAIN_ENGINE_DEVICE": "npu",
         **HCCL,

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from app.algorithm.metrics import group_metrics
 from app.config import RunConfig
+from app.config.eval import EvalConfig
 from app.rollout.rollouter import Rollouter
 from app.types import Group, Prompt, Sampling
 
@@ -13,6 +14,17 @@ REPORTED = {  # metric of an evaluation → metric of `group_metrics`
     "length_mean": "completion/length_mean",
     "truncated_fraction": "completion/truncated_fraction",
 }
+
+
+def is_due(config: EvalConfig, *, step: int, last_step: int) -> bool:
+    """Whether to evaluate after a step. Step 0 is the model before training.
+
+    >>> [step for step in range(8) if is_due(EvalConfig(every=3, before_train=True), step=step, last_step=7)]
+    [0, 3, 6, 7]
+    """
+    if step == 0:
+        return config.before_train
+    return step >= last_step or (config.every > 0 and step % config.every == 0)
 
 
 async def evaluate(

@@ -82,24 +82,26 @@ class TrainingRun:
     async def _train_once(self, lost: TrainerLost | None) -> float:
         """Start a trainer and train with it until the run ends or the trainer is lost."""
         first = self.restarts == 0
-        async with start_trainer_workers(self.config, self.device, self.folder, self.workers, first=first) as made:
+        async with start_trainer_workers(
+            self.config, self.device, self.folder, self.workers, first=first
+        ) as trainer_workers:
             if self.config.checkpoint.every and first:
-                self.checkpoints.prepare(await made.trainer.checkpoint_bytes())
-            version = await self._restore_or_initialize(made)
+                self.checkpoints.prepare(await trainer_workers.trainer.checkpoint_bytes())
+            version = await self._restore_or_initialize(trainer_workers)
             if lost is not None:  # after the restore, which truncates records newer than the checkpoint
                 self.recorder.warn(
                     f"trainer failed; restarted from step {version} "
                     f"(restart {self.restarts}/{self.config.recovery.max_restarts}): {lost}"
                 )
 
-            context = self._context(made, version)
+            context = self._context(trainer_workers, version)
             self.workers.supervisor.attach(context.weight_sync)
             controller = CONTROLLERS[self.config.placement.kind](context, version)
             try:
                 return await self._run(controller)
             except TrainerError as error:
-                await made.synchronizer.abort()
-                if isinstance(error, TrainerLost) or made.trainer.broken:
+                await trainer_workers.synchronizer.abort()
+                if isinstance(error, TrainerLost) or trainer_workers.trainer.broken:
                     raise TrainerLost(str(error)) from error
                 raise
 
@@ -121,7 +123,7 @@ class TrainingRun:
             await export_trained(controller.context.trainer, self.config, self.folder)
         return accuracy
 
-    async def _restore_or_initialize(self, made: TrainerWorkers) -> int:
+    async def _restore_or_initialize(self, trainer_workers: TrainerWorkers) -> int:
         """Restore trainer, prompt cursor and metrics to the resume point; return its policy version."""
         first = self.restarts == 0
         cursor = self.workers.inputs.prompts.train
@@ -137,38 +139,38 @@ class TrainingRun:
         state = self.checkpoints.read_state(checkpoint)
         require_model(state, identity(self.workers.inputs.model_path), checkpoint)
         self.recorder.status(f"resuming after step {state.step} from {checkpoint}")
-        await made.trainer.restore(checkpoint, version=state.version)
+        await trainer_workers.trainer.restore(checkpoint, version=state.version)
         self.checkpoints.rewind(checkpoint)
         cursor.restore(state.extra[CURSOR])
         self.recorder.resume(state.step)
         return state.version
 
-    def _context(self, made: TrainerWorkers, version: int) -> RunContext:
+    def _context(self, trainer_workers: TrainerWorkers, version: int) -> RunContext:
         """Wire the components of a run to each other."""
         config = self.config
         workers = self.workers
-        devices = TimeSharing(config.offload, made.trainer, workers.pool, workers.supervisor)
+        time_sharing = TimeSharing(config.offload, trainer_workers.trainer, workers.pool, workers.supervisor)
         colocate = config.placement.kind is PlacementKind.colocate
         weight_sync = RetryingWeightSync(
-            made.synchronizer,
-            made.trainer,
+            trainer_workers.synchronizer,
+            trainer_workers.trainer,
             workers.supervisor,
             version=version,
-            params_on_device=devices.params_onloaded if colocate else None,
+            params_on_device=time_sharing.params_onloaded if colocate else None,
         )
         return RunContext(
             config=config,
-            trainer=made.trainer,
+            trainer=trainer_workers.trainer,
             pool=workers.pool,
             supervisor=workers.supervisor,
             weight_sync=weight_sync,
-            devices=devices,
+            time_sharing=time_sharing,
             rollouter=workers.rollouter,
             cursor=workers.inputs.prompts.train,
             evals=workers.inputs.prompts.evals,
             recorder=self.recorder,
             checkpoints=self.checkpoints,
-            memory=MemoryMonitor(made.trainer, workers.pool),
+            memory=MemoryMonitor(trainer_workers.trainer, workers.pool),
             model=identity(workers.inputs.model_path),
         )
 

@@ -18,8 +18,7 @@ class Colocate(PlacementController):
     """The schedule of `placement=colocate`."""
 
     async def run(self) -> float:
-        devices = self.context.devices
-        await devices.give_to_engines(lambda: self.sync(self.version))
+        await self.context.time_sharing.give_to_engines(lambda: self.sync(self.version))
         await self.evaluate_first()
 
         while not self.finished:
@@ -34,12 +33,12 @@ class Colocate(PlacementController):
         self.require_groups(len(groups))
 
         async with self.phase("train"):
-            await self.context.devices.give_to_trainer()
+            await self.context.time_sharing.give_to_trainer()
             scored = [self.score(group) for group in groups]
             report = await self._train(step, scored)
 
         async with self.phase("sync"):
-            sync = await self.context.devices.give_to_engines(lambda: self.sync(step))
+            sync = await self.context.time_sharing.give_to_engines(lambda: self.sync(step))
 
         seconds = {"step": sum(self.seconds.values()), **self.seconds}
         await self.commit(step, scored, counts, report, sync, seconds)

@@ -26,7 +26,7 @@ class RunContext:
     pool: EnginePool
     supervisor: EngineSupervisor
     weight_sync: RetryingWeightSync
-    devices: TimeSharing
+    time_sharing: TimeSharing
     rollouter: Rollouter
     cursor: PromptCursor
     evals: Mapping[str, Sequence[Prompt]]  # by evaluation set

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from app.algorithm.advantage import score
 from app.checkpoint.manager import RunState
 from app.errors import RunError, TrainerError, TrainerLost
-from app.eval.evaluate import evaluate
+from app.eval.evaluate import evaluate, is_due
 from app.placement.context import RunContext
 from app.placement.step_metrics import RolloutCounts, step_metrics
 from app.types import Group, ScoredGroup, StepReport, SyncReport
@@ -94,7 +94,7 @@ class PlacementController(ABC):
     async def sync(self, version: int) -> SyncReport:
         """Sync the weights and add the sync's phases, which are consecutive, to the timeline."""
         timeline = self.context.recorder.timeline
-        with timeline.span("driver", "push", step=version):
+        with timeline.span("driver", "sync weights", step=version):
             report = await self.context.weight_sync.sync(version)
 
         begin = timeline.now() - report.seconds["total"]
@@ -159,13 +159,12 @@ class PlacementController(ABC):
 
     async def evaluate_first(self) -> None:
         """Evaluate the initial policy of a new run, if `eval.before_train`."""
-        if self.config.eval.before_train and self.version == 0:
+        if self.version == 0 and is_due(self.config.eval, step=0, last_step=self.config.steps):
             await self._evaluate()
 
     async def after_step(self) -> None:
         """Evaluate and save when due. Raises `RunError` when a machine is nearly out of memory."""
-        every = self.config.eval.every
-        if self.finished or (every > 0 and self.version % every == 0):
+        if is_due(self.config.eval, step=self.version, last_step=self.config.steps):
             await self._evaluate()
 
         every = self.config.checkpoint.every

@@ -79,7 +79,11 @@ class FullyAsync(PlacementController):
 
         self.producer.on_weights_synced(step, [each.group for each in scored])
         seconds = self._seconds(self.context.pool.busy_seconds() - busy_before)
-        await self.commit(step, scored, self.producer.drain_counts(), report, sync, seconds, _idle(seconds))
+        idle = {
+            "idle/trainer": (seconds["wait"] + seconds["sync"]) / seconds["step"],
+            "idle/rollout": 1 - seconds["generate"] / seconds["step"],
+        }
+        await self.commit(step, scored, self.producer.drain_counts(), report, sync, seconds, idle)
 
     async def _train(self, step: int) -> tuple[list[ScoredGroup], StepReport]:
         """Train one step. When it fails, its groups return to the head of the buffer."""
@@ -134,11 +138,3 @@ class FullyAsync(PlacementController):
     def situation(self) -> str:
         """Describe what the run is waiting for, in one line."""
         return f"step {self.version + 1}, phase {self.current_phase}: {self.producer.situation()}"
-
-
-def _idle(seconds: dict[str, float]) -> dict[str, float]:
-    """Return the idle shares of trainer and engines in a step."""
-    return {
-        "idle/trainer": (seconds["wait"] + seconds["sync"]) / seconds["step"],
-        "idle/rollout": 1 - seconds["generate"] / seconds["step"],
-    }

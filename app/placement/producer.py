@@ -112,8 +112,9 @@ class Producer:
 
     def drain_counts(self) -> RolloutCounts:
         """Return the counts since the last call, and start again at zero."""
-        self.counts.failed = self.context.rollouter.take_lost()
-        return self.counts.drain()
+        counts, self.counts = self.counts, RolloutCounts()
+        counts.failed = self.context.rollouter.take_lost()
+        return counts
 
     def situation(self) -> str:
         """Describe what is in flight and in the buffer, in one line."""

@@ -16,15 +16,6 @@ class RolloutCounts:
     aborted: int = 0  # too stale while in flight
     failed: int = 0  # lost to an engine and sent again
 
-    def drain(self) -> "RolloutCounts":
-        """Return the counts and start again at zero."""
-        drained = RolloutCounts(self.filtered, self.dropped, self.aborted, self.failed)
-        self.filtered = []
-        self.dropped = 0
-        self.aborted = 0
-        self.failed = 0
-        return drained
-
 
 def step_metrics(
     scored: Sequence[ScoredGroup],

@@ -24,11 +24,9 @@ class Watched(Protocol):
     @property
     def progress(self) -> tuple[object, ...]:
         """A value that changes when the run makes progress."""
-        ...
 
     def situation(self) -> str:
         """Describe what the run is waiting for, in one line."""
-        ...
 
 
 async def watch(run: Watched) -> None:

@@ -20,7 +20,7 @@ from app.config import RunConfig
 from app.errors import EngineError, EngineLost, one_line
 from app.protocols import RolloutEngine
 from app.rollout.pool import EnginePool
-from app.utils.tasks import root_cause
+from app.utils.tasks import gather_or_raise, root_cause
 
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubled for each further one
 ABORT_SECONDS = 10.0  # deadline for aborted requests to end
@@ -118,9 +118,7 @@ class EngineSupervisor:
     async def restart_lost(self) -> None:
         """Restart all lost engines. The pool still counts them as lost until the policy is synced into them."""
         self.pool.engine_lost.clear()
-        async with asyncio.TaskGroup() as tasks:
-            for index in self.pool.lost.keys() - self.unsynced:
-                tasks.create_task(self._restart(index), name=f"restart of engine {index}")
+        await gather_or_raise(*(self._restart(index) for index in self.pool.lost.keys() - self.unsynced))
 
     def mark_ready(self, indices: Iterable[int]) -> None:
         """Let restarted engines that have the policy generate again."""

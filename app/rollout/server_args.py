@@ -19,7 +19,7 @@ def engine_flags(config: RunConfig, device: Device) -> dict[str, object]:
         "trust-remote-code": config.model.trust_remote_code,
         "log-level-http": "warning",
         "enable-memory-saver": colocate and device.shares_memory and config.offload.engine,
-        **device.engine_args,
+        **device.engine_flags,
         **config.device.engine_args,
         **config.rollout.engine_args,
     }

@@ -79,7 +79,7 @@ def test_every_field_of_a_device_is_used() -> None:
 def test_every_kind_has_a_complete_value(kind: DeviceKind) -> None:
     device = device_of(kind)
     assert device.kind is kind
-    assert device.engine_args["device"] == device.torch_type == kind.name
+    assert device.engine_flags["device"] == device.torch_type == kind.name
     assert device.push_seconds_per_gb > 0
     assert device.shares_memory == (device.card_memory_gib is not None)
     assert device.shares_memory == (device.visibility is not None)

@@ -128,7 +128,7 @@ def train(folder: Path, model: Path, make_offload: Callable[[Any], Offload]) -> 
         sync.trainer = trainer
         context.pool.engines[:] = [engine]
         context.weight_sync.synchronizer = sync
-        await context.devices.offload_engines()
+        await context.time_sharing.offload_engines()
         trainer.card.moves.clear()
         await Colocate(context).run()
 

@@ -46,7 +46,7 @@ def server_spec(model: Path, folder: Path, *, name: str, **flags: object) -> Ser
         port=free_port(),
         key=KEY,
         flags={
-            **DEVICE.engine_args,
+            **DEVICE.engine_flags,
             "dtype": "float32",
             "skip-tokenizer-init": True,
             "max-total-tokens": 16384,
