@@ -13,10 +13,7 @@ from app.types import Group
 class GroupBuffer:
     """Groups waiting to be trained on.
 
-    Example:
-        buffer = GroupBuffer(capacity=8)
-        buffer.put(group)
-        fresh, stale = await buffer.take(4, is_fresh=lambda group: group.oldest_version >= 3)
+    Example: `fresh, stale = await buffer.take(4, is_fresh=lambda group: group.oldest_version >= 3)`
     """
 
     def __init__(self, capacity: int):
