@@ -24,6 +24,7 @@ class PromptData:
     evals: dict[str, list[Prompt]]  # by evaluation set; ids are "<set>/<row>@eval"
     dropped: int  # prompts above the length limit, over all sets
     total: int  # prompts before that
+    warnings: list[str]  # for the run to record
 
 
 def build(config: DataConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: int) -> PromptData:
@@ -51,7 +52,8 @@ def build(config: DataConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: i
         total += len(prompts)
         accepted += len(evals[name])
 
-    return PromptData(PromptCursor(train, seed=seed, shuffle=config.shuffle), evals, total - accepted, total)
+    cursor = PromptCursor(train, seed=seed, shuffle=config.shuffle)
+    return PromptData(cursor, evals, total - accepted, total, loaded.warnings)
 
 
 def _prompts(members: Sequence[Row], config: DataConfig, tokenizer: Any, *, set_name: str | None) -> list[Prompt]:

@@ -7,10 +7,9 @@
 Invariants:
 - Training rows and held-out rows are disjoint.
 - The held-out rows of a file are the same for every seed, so that runs are comparable.
-- An evaluation set that shares questions with the training set is logged as a warning.
+- An evaluation set that shares questions with the training set causes a warning.
 """
 
-import logging
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from app.config.data import DataConfig, EvalSetConfig
 from app.data import arithmetic, sources
 from app.data.fields import FieldMap, Row
 from app.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 DEFAULT_EVAL_SET = "eval"
 # Independent of the run's seed: runs with different seeds are evaluated on the same rows.
@@ -33,6 +30,7 @@ class DataRows:
 
     train: list[Row]
     evals: dict[str, list[Row]]  # by evaluation set
+    warnings: list[str]  # for the run to record
 
 
 def load(config: DataConfig, *, seed: int) -> DataRows:
@@ -41,20 +39,21 @@ def load(config: DataConfig, *, seed: int) -> DataRows:
     held_out_sets = [name for name, evaluation in sets.items() if _is_held_out(config, evaluation)]
 
     held_out: list[Row] = []
+    warnings: list[str] = []
     if config.path is None:
         train, held_out = arithmetic.problems(config.arithmetic, seed)
     else:
         train = _read_training(config)
         if held_out_sets:
-            _warn_of_held_out(config, held_out_sets)
+            warnings += _held_out_warnings(config, held_out_sets)
             train, held_out = _hold_out(train, config)
 
     evals = {}
     for name, evaluation in sets.items():
         rows = held_out if name in held_out_sets else _read_evaluation(config, name, evaluation)
         evals[name] = rows[: evaluation.rows]
-        _warn_of_overlap(train, name, evals[name])
-    return DataRows(train, evals)
+        warnings += _overlap_warnings(train, name, evals[name])
+    return DataRows(train, evals, warnings)
 
 
 def _is_held_out(config: DataConfig, evaluation: EvalSetConfig) -> bool:
@@ -64,14 +63,13 @@ def _is_held_out(config: DataConfig, evaluation: EvalSetConfig) -> bool:
     return config.path is None or not config.eval_sets or sources.local_file(config.path) is not None
 
 
-def _warn_of_held_out(config: DataConfig, names: list[str]) -> None:
-    if config.eval_sets:
-        log.warning(
-            "data.path=%s is a file without splits: holding out %g of its rows for %s",
-            config.path,
-            config.eval_fraction,
-            ", ".join(f"data.eval_sets.{name}" for name in names),
-        )
+def _held_out_warnings(config: DataConfig, names: list[str]) -> list[str]:
+    if not config.eval_sets:
+        return []
+    sets = ", ".join(f"data.eval_sets.{name}" for name in names)
+    return [
+        f"data.path={config.path} is a file without splits: holding out {config.eval_fraction:g} of its rows for {sets}"
+    ]
 
 
 def _hold_out(rows: list[Row], config: DataConfig) -> tuple[list[Row], list[Row]]:
@@ -127,13 +125,12 @@ def _distinct(rows: Iterable[Row]) -> Iterable[Row]:
             yield row
 
 
-def _warn_of_overlap(train: list[Row], name: str, evaluation: list[Row]) -> None:
+def _overlap_warnings(train: list[Row], name: str, evaluation: list[Row]) -> list[str]:
     questions = {row.question for row in train}
     shared = sum(row.question in questions for row in evaluation)
-    if shared:
-        log.warning(
-            "%d of the %d questions of evaluation set %s are in the training set: its accuracy measures memorization",
-            shared,
-            len(evaluation),
-            name,
-        )
+    if not shared:
+        return []
+    return [
+        f"{shared} of the {len(evaluation)} questions of evaluation set {name} are in the training set: its accuracy "
+        "measures memorization"
+    ]

@@ -62,7 +62,7 @@ def _load(config: RunConfig, status: Callable[[str], None]) -> RunInputs:
 
     status("preparing the data")
     prompts = data.build(config.data, tokenizer, seed=config.seed, max_prompt_tokens=rollout.max_prompt_tokens)
-    warnings = []
+    warnings = list(prompts.warnings)
     if prompts.dropped:
         warnings.append(
             f"dropped {prompts.dropped} of {prompts.total} prompts: longer than "

@@ -98,9 +98,10 @@ class WorkerProcess:
     def _launch(self) -> None:
         """Start the process, unless one is running, and send it its components, without waiting."""
         if self._pipe is None:
-            self._pipe, worker_end = multiprocessing.Pipe()
+            pipe, worker_end = multiprocessing.Pipe()
             with worker_end:
                 self._process = self._spawn(worker_end)
+            self._pipe = pipe
             self._pipe.send(self._components)
 
     def _await_ready(self) -> None:
@@ -123,6 +124,8 @@ class WorkerProcess:
         search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": search_path}
 
+        if self._log is not None:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
         log = STDERR if self._log is None else os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             return subprocess.Popen(

@@ -1,5 +1,4 @@
 import json
-import logging
 
 import pyarrow
 import pyarrow.parquet
@@ -104,23 +103,21 @@ def test_an_evaluation_set_can_override_path_fields_and_length(jsonl):
     ]
 
 
-def test_a_file_instead_of_a_hub_set_holds_out_rows_for_its_splits_and_warns_once(jsonl, caplog):
+def test_a_file_instead_of_a_hub_set_holds_out_rows_for_its_splits_and_warns_once(jsonl):
     config = DataConfig(
         name="gsm8k", path=jsonl(*additions(20)), subset="main", eval_sets={"test": EvalSetConfig(split="test")}
     )
-    with caplog.at_level(logging.WARNING):
-        loaded = rows.load(config, seed=0)
+    loaded = rows.load(config, seed=0)
     assert (len(loaded.train), len(loaded.evals["test"])) == (19, 1)
-    assert [record.getMessage() for record in caplog.records] == [
+    assert loaded.warnings == [
         f"data.path={config.path} is a file without splits: holding out 0.05 of its rows for data.eval_sets.test"
     ]
 
 
-def test_an_evaluation_set_inside_the_training_set_causes_a_warning(jsonl, caplog):
+def test_an_evaluation_set_inside_the_training_set_causes_a_warning(jsonl):
     path = jsonl(*additions(6))
-    with caplog.at_level(logging.WARNING):
-        rows.load(DataConfig(path=path, eval_sets={"same": EvalSetConfig(path=path)}), seed=0)
-    assert [record.getMessage() for record in caplog.records] == [
+    loaded = rows.load(DataConfig(path=path, eval_sets={"same": EvalSetConfig(path=path)}), seed=0)
+    assert loaded.warnings == [
         "6 of the 6 questions of evaluation set same are in the training set: its accuracy measures memorization"
     ]
 

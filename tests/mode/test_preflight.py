@@ -47,6 +47,14 @@ def test_the_inputs_of_another_configuration_are_not_taken(tiny_model: Path) -> 
     assert len(take_inputs(composed("data.arithmetic.problems=60"), lambda _: None).prompts.train) == 60
 
 
+def test_warnings_about_the_data_are_recorded_by_the_run(tiny_model: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1=", "answer": "#### 2"}\n' * 20)
+    first, second = take_inputs(composed(f"data.path={rows}", "data=gsm8k"), lambda _: None).warnings
+    assert first.startswith(f"data.path={rows} is a file without splits: holding out 0.05 of its rows")
+    assert second.startswith("1 of the 1 questions of evaluation set test are in the training set")
+
+
 def test_dropped_prompts_are_a_warning_of_the_run(tiny_model: Path) -> None:
     inputs = take_inputs(composed("rollout.max_prompt_tokens=4"), lambda _: None)
     assert inputs.prompts.dropped > 0

@@ -156,7 +156,7 @@ def test_printing_goes_to_the_log(custom_reward, trajectory, tmp_path):
     module = custom_reward(
         "def chatty(trajectories):\n    print('hello', flush=True)\n    return [1] * len(trajectories)\n"
     )
-    log = tmp_path / "reward.log"
+    log = tmp_path / "logs" / "reward.log"  # the folder is created
     with running_scorer(_target_=f"{module}.chatty", log=log) as scorer:
         assert score(scorer, [trajectory("a")]) == [1]
     assert log.read_text() == "hello\n"
