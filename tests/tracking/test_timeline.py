@@ -1,4 +1,6 @@
 import json
+import time
+from statistics import median
 
 import pytest
 
@@ -100,9 +102,13 @@ def test_a_resumed_run_keeps_the_spans_of_the_earlier_attempt(tmp_path):
 
 
 def test_a_span_costs_microseconds():
+    """Of CPU time, the median of five rounds: a pause of the machine does not count."""
     timeline = Timeline()
-    start = timeline.now()
-    for _ in range(2000):
-        with timeline.span("driver", "train"):
-            pass
-    assert (timeline.now() - start) / 2000 < 100e-6  # a step of 100 spans and 1 s: under 1 %
+    rounds = []
+    for _ in range(5):
+        started = time.thread_time()
+        for _ in range(400):
+            with timeline.span("driver", "train"):
+                pass
+        rounds.append((time.thread_time() - started) / 400)
+    assert median(rounds) < 100e-6  # a step of 100 spans and 1 s: below 1 %
