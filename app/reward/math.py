@@ -25,7 +25,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # silences its warning
 TAIL = 1000  # characters at the end of a text that are searched for an unmarked answer
 
 # Characters around an answer without meaning. A point is one only at the end: .5 is not 5.
-LEADING = " \t\n,;:$*"
+LEADING = " \t\n,;:*"
 TRAILING = LEADING + "."
 WRAPPER = re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}")
 WORD = re.compile(r"[^\W\d_]{2,}")
@@ -33,9 +33,9 @@ WORD = re.compile(r"[^\W\d_]{2,}")
 # Notations that math-verify misreads in a box, and the same in LaTeX that it reads.
 REWRITES = (
     (re.compile(r"\\%"), "%"),
-    (re.compile(r"\\\$"), ""),
+    (re.compile(r"\\?\$"), ""),
     (re.compile(r"°"), r"^\\circ"),
-    (re.compile(r"∞|\\?\binfinity\b"), r"\\infty"),
+    (re.compile(r"∞|\\?\b(?i:infinity)\b"), r"\\infty"),
     (re.compile(r"(?<=\d)(?:\\,|[ ~\u2009\u202f])(?=\d{3}(?!\d))"), ""),  # 12\,345
     (re.compile(r"(?<=\d) +(\d+)/(\d+)"), r"\\frac{\1}{\2}"),  # 3 1/2
     (re.compile(r"√(\d+)"), r"\\sqrt{\1}"),
