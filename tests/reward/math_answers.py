@@ -194,22 +194,22 @@ DIFFERENT = {  # where math-verify's verdict is not ours: ours is the human's
         (r"2\sqrt{3}", r"\boxed{2√3}"),
         (r"(-\infty,2]", r"\boxed{(-∞,2]}"),
     ],
-    r"punctuation and `**` around an answer, and `\text` around a number, mean nothing": [
+    r"Punctuation and `**` around an answer, and `\text` around a number, mean nothing": [
         ("5", r"\boxed{5.}"),
         ("42", r"\boxed{:42}"),
         ("42", r"\boxed{**42**}"),
         ("0.5", r"\boxed{\text{.5}}"),
     ],
-    "words of three letters and more are compared as words, not as products of variables": [
+    "Words of three letters and more are compared as words, not as products of variables": [
         ("Paris", r"\boxed{sPiar}"),
         ("yes", "#### yes"),
     ],
-    "the last box counts, not the set of all boxes": [("2", r"first \boxed{1}, then \boxed{2}.")],
-    "what follows `####` counts, not the last number of the text": [
+    "The last box counts, not the set of all boxes": [("2", r"first \boxed{1}, then \boxed{2}.")],
+    "What follows `####` counts, not the last number of the text": [
         ("3", "#### 10\n\nSo 3 people remain."),
         ("10", "#### 10\n\nSo 3 people remain."),
     ],
-    "a number after `####` counts only as the whole answer or before words, not out of a formula": [
+    "A number after `####` counts only as the whole answer or before words, not out of a formula": [
         ("3", "#### 3x"),
         ("3", r"#### 3\pi"),
         ("3", "#### 3 + x"),
