@@ -56,6 +56,7 @@ FRACTIONS = [
     Graded("18", right=[r"#### \frac{36}{2}"]),
     Graded("3.5", right=[r"\boxed{3\frac{1}{2}}", r"\boxed{3 1/2}"]),
     Graded("2", wrong=[r"\boxed{3 1/2}"]),
+    Graded("5", wrong=[r"\boxed{2 3}"]),
     Graded(r"3\frac{1}{2}", right=[r"\boxed{\frac{7}{2}}"]),
     Graded(r"\frac{3}{2}", wrong=[r"\boxed{3\frac{1}{2}}"]),
 ]
@@ -165,6 +166,7 @@ ROWS = [
 MISGRADED = {  # our verdicts that a careful human grader would not give
     "decimals are compared after rounding to 6 places": [("0.0000001", r"\boxed{0.0000002}")],
     "after `####`, the last number counts": [("60", "#### 60 minutes in 1 hour")],
+    "two numbers side by side are added": [("5", r"\boxed{2 3}")],
     r"only `\boxed` marks an answer, and a box holds nothing else": [
         ("42", r"\fbox{42}"),
         ("42", r"\boxed{answer: 42}"),
