@@ -70,7 +70,10 @@ def test_tensorboard_reads_back_the_curve_of_a_resumed_run_without_duplicates(tm
 def test_wandb_offline_keeps_history_config_and_run_id_across_a_resume(tmp_path, metrics):
     record(make_config("wandb"), tmp_path, metrics, (1, 2, 3))
     record(make_config("wandb"), tmp_path, metrics, (3, 4), resumed_at=2)
-    assert warnings(tmp_path) == []
+    assert warnings(tmp_path) == [
+        "wandb cannot replace steps 3 to 3, which an earlier attempt sent: its chart keeps them. metrics.jsonl and "
+        "report.html have those of this attempt."
+    ]
     run_id = json.loads((tmp_path / "tracking/wandb.json").read_text())["run_id"]
     history, config = {}, {}
     files = sorted((tmp_path / "tracking/wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
