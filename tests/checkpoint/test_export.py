@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.checkpoint.manager import CheckpointManager, RunState
+from app.checkpoint.manager import CheckpointManager
+from app.checkpoint.run_state import RunState
 from app.config import RunConfig
 from app.config.model import ModelConfig
 from app.config.trainer import TrainerConfig
