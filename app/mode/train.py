@@ -110,14 +110,14 @@ class TrainingRun:
             self.workers.supervisor.attach(context.weight_sync)
             controller = CONTROLLERS[self.config.placement.kind](context, version)
             try:
-                return await self._run(controller)
+                return await self.run(controller)
             except TrainerError as error:
                 await trainer_workers.synchronizer.abort()
                 if isinstance(error, TrainerLost) or trainer_workers.trainer.broken:
                     raise TrainerLost(str(error)) from error
                 raise
 
-    async def _run(self, controller: PlacementController) -> float:
+    async def run(self, controller: PlacementController) -> float:
         """Run the schedule; save a checkpoint on interrupt, export at the end."""
         async with self.workers.supervisor.monitor():
             try:

@@ -1,8 +1,9 @@
 """A trainer whose checkpoint is two small files, for tests of what the driver does with checkpoints."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import RunState
@@ -33,13 +34,19 @@ class PlainFiles:
         return checksums
 
 
-def save(folder: Path, steps: Iterable[int], keep: int = 5) -> CheckpointManager:
-    """Save checkpoints of these steps in the run at `folder`."""
+def save(
+    folder: Path,
+    steps: Iterable[int],
+    keep: int = 5,
+    extra: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
+) -> CheckpointManager:
+    """Save checkpoints of these steps in the run at `folder`. `extra` and `model` are those of their `RunState`."""
     checkpoints = CheckpointManager(folder, keep)
 
     async def work() -> None:
         for step in steps:
-            await checkpoints.save(PlainFiles(), RunState(step, step))
+            await checkpoints.save(PlainFiles(), RunState(step, step, extra or {}, model or {}))
         await checkpoints.wait()
 
     asyncio.run(work())

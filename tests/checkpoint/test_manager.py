@@ -286,6 +286,12 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_restored(trainer: OneP
     (path,) = asyncio.run(saved(CheckpointManager(tmp_path, keep=2), trainer, 1))
     file = path / "__0_0.distcp"
     content = file.read_bytes()
+    middle = len(content) // 2
+    file.write_bytes(
+        content[:middle] + bytes(each ^ 0x41 for each in content[middle : middle + 4096]) + content[middle + 4096 :]
+    )
+    with pytest.raises(CheckpointError, match=r"is damaged: __0_0\.distcp has checksum \w{8} instead of \w{8}"):
+        read_intact(path)
     file.write_bytes(content[:-1])
     with pytest.raises(CheckpointError, match=r"is incomplete: __0_0\.distcp has \d+ bytes instead of \d+"):
         read_state(path)
