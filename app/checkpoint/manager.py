@@ -3,7 +3,7 @@
     checkpoints/step_N.tmp/     being written: the ranks' files, then state.json
     checkpoints/step_N/         complete
     checkpoints/latest          text file with the name of the newest complete one
-    checkpoints/aside/step_N/   complete, of a continuation that the run was rewound from; never read or deleted
+    checkpoints/aside/step_N/   later than a checkpoint that the run was rewound to; never read, never deleted
 
 A checkpoint is committed in this order:
 
