@@ -20,6 +20,7 @@ from app.checkpoint.run_state import RunState, read_intact, read_state, require_
 from app.config.trainer import Optimizer, TrainerConfig
 from app.errors import CheckpointError, ConfigError
 from app.types import ScoredGroup
+from app.utils.checksums import crc32_of
 from tests.checkpoint.resume_scenarios import RunResult, on_two_ranks, run_and_save, run_resumed, trainer_of
 from tests.checkpoint.saves import DEADLINE_S, OneProcess
 from tests.model.support import relative, save_qwen3, save_qwen35
@@ -44,8 +45,13 @@ def groups(path: Path) -> list[ScoredGroup]:
 
 
 @pytest.fixture(scope="module")
-def results(path: Path, groups: list[ScoredGroup], tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunResult]:
-    folder = tmp_path_factory.mktemp("results")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `results` has one checkpoint of one rank, `one`, and one of two ranks, `two`."""
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.fixture(scope="module")
+def results(path: Path, groups: list[ScoredGroup], folder: Path) -> dict[str, RunResult]:
     one, two = folder / "one", folder / "two"
     return {
         "1": run_and_save(None, path, groups, one),
@@ -86,6 +92,16 @@ def test_training_continues_while_a_checkpoint_is_written(results: dict[str, Run
         moved = [not torch.equal(results[name].saved[each], after) for each, after in results[name].after.items()]
         assert all(moved)
     assert results["1"].metrics[3]["lr"] < results["1"].metrics[4]["lr"]  # still in warm-up
+
+
+@pytest.mark.parametrize(("ranks", "name", "files"), [("1", "one", 2), ("2", "two", 3)])
+def test_the_ranks_return_the_checksum_of_every_file(
+    ranks: str, name: str, files: int, results: dict[str, RunResult], folder: Path
+) -> None:
+    written = sorted((folder / name).iterdir())
+    assert len(written) == files  # one of each rank, and the metadata
+    expected = dict(zip([file.name for file in written], crc32_of(written), strict=True))
+    assert results[ranks].checksums == expected
 
 
 def test_offloaded_tensors_are_captured_from_their_host_copy(path: Path, tmp_path: Path) -> None:
