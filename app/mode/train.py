@@ -45,6 +45,8 @@ def run(config: RunConfig, folder: Path) -> ModeResult:
 
 async def _train(config: RunConfig, folder: Path, recorder: RunFolderRecorder) -> float:
     device = device_of(config.device.kind)
+    for sentence in config.algorithm.warnings():
+        recorder.warn(sentence)
     async with start_rollout_workers(config, device, folder, recorder) as workers:
         return await TrainingRun(config, device, folder, recorder, workers).train_with_restarts()
 

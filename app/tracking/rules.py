@@ -177,7 +177,7 @@ def engine_restarted(history: History, name: str) -> str | None:
 
 GRADIENT_ADVICE = "Try a smaller trainer.lr. If it persists, look at mismatch/max_ratio and the longest samples."
 KL_ADVICE = (
-    "Try a smaller trainer.lr, fewer algorithm.updates_per_step, or algorithm.kl=k3 and algorithm.kl_coefficient."
+    "Try a smaller trainer.lr, fewer algorithm.updates_per_step, or algorithm.kl=k2 and algorithm.kl_coefficient."
 )
 RULES = {
     "no reward variance": Rule(
@@ -205,8 +205,8 @@ RULES = {
     "entropy collapse": Rule(
         "entropy",
         entropy_collapse,
-        "Try a smaller trainer.lr, a higher algorithm.clip_high (0.28), rollout.temperature=1, or a small "
-        "algorithm.entropy_coefficient.",
+        "Try a smaller trainer.lr, rollout.temperature=1, a small algorithm.entropy_coefficient, or, with several "
+        "algorithm.updates_per_step, a higher algorithm.clip_high (0.28).",
         at_end=True,
     ),
     "truncated completions": Rule(
