@@ -13,8 +13,8 @@ Thresholds favor few false alarms. The rules cover failures that users of RL sys
   steps
 - engine restarts: an engine was restarted
 - reward failures: at least 5% of the rewards failed
-- gradient not finite: the update was skipped
-- gradient norm: above 100 before clipping (report only: a large norm may be clipped for good)
+- gradient not finite: an update of the step was skipped
+- gradient norm: an update's is above 100 before clipping (report only: a large norm may be clipped for good)
 
 Medians cover the `WINDOW` most recent steps and need 5 earlier steps (throughput: 10).
 """
@@ -239,13 +239,13 @@ RULES = {
         "Try a larger reward.timeout_s or more reward.workers. The first error is in logs/.",
     ),
     "gradient not finite": Rule(
-        "grad_norm",
-        at_least(math.inf, "The gradient norm is {}: the update was skipped."),
+        "updates/skipped",
+        at_least(1, "{:.0f} update(s) of the step were skipped: the gradient was not finite."),
         GRADIENT_ADVICE,
     ),
     "gradient norm": Rule(
-        "grad_norm",
-        at_least(100, "The gradient norm is {:.3g} before clipping."),
+        "grad_norm/max",
+        at_least(100, "The gradient norm is up to {:.3g} before clipping."),
         GRADIENT_ADVICE,
         report_only=True,
     ),
