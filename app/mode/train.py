@@ -56,6 +56,8 @@ def second_signal(config: RunConfig) -> str:
 
 async def _train(config: RunConfig, folder: Path, recorder: RunFolderRecorder) -> float:
     device = device_of(config.device.kind)
+    for sentence in config.algorithm.warnings():
+        recorder.warn(sentence)
     async with start_rollout_workers(config, device, folder, recorder) as workers:
         return await TrainingRun(config, device, folder, recorder, workers).train_with_restarts()
 
