@@ -8,6 +8,7 @@ Invariants:
 """
 
 from collections.abc import Collection
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,8 @@ def _take_over(composed: DictConfig, saved: DictConfig, changeable: Collection[s
     given = _given(composed)
     if "data" in given and "data" in changeable:
         given.append("reward")  # a data preset selects its reward
-    allowed = {key: OmegaConf.select(composed, key) for key in given if _is_in(key, changeable)}
+    # Copies, since the sections of `composed` are overwritten in place below.
+    allowed = {key: deepcopy(OmegaConf.select(composed, key)) for key in given if _is_in(key, changeable)}
     ignored = [key for key in given if not _is_in(key, (*changeable, *ALWAYS)) and _differs(composed, saved, key)]
 
     with open_dict(composed):
