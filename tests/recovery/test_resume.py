@@ -193,6 +193,7 @@ def test_a_run_on_other_data_than_the_checkpoints_is_refused_before_anything_is_
         json.dumps({**json.loads(state.read_text()), "extra": {"cursor": cursor}, "model": identity(tiny_model)})
     )
     before = content(run)
-    code, text = run_app(f"resume={run}/checkpoints/step_4", cwd=tmp_path)
+    (tmp_path / "go").touch()
+    code, text = run_app(f"resume={run}/checkpoints/step_4", cwd=tmp_path, module="tests.mode.held_app")
     assert (code, content(run)) == (2, before)
     assert text.startswith("data does not match the checkpoint: give the same data set")
