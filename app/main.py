@@ -155,7 +155,7 @@ def _apply_resume(composed: DictConfig, config: RunConfig) -> Path | None:
 
 
 def _say_how_to_resume(folder: Path) -> None:
-    from app.checkpoint.manager import FOLDER, LATEST
+    from app.checkpoint.folder import FOLDER, LATEST
 
     if (folder / FOLDER / LATEST).exists():
         say(f"resume with: python -m app resume={folder}")

@@ -10,7 +10,8 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from app.checkpoint.manager import FOLDER, FORMAT, LATEST
+from app.checkpoint.folder import FOLDER, LATEST
+from app.checkpoint.run_state import RunState, write_state
 from app.config import compose as configuration
 from app.main import conf_path
 from app.recovery.resume import SAVED
@@ -41,8 +42,7 @@ def a_run(folder: Path, *overrides: str, step: int | None = None, status: str = 
     if step is not None:
         checkpoint = folder / FOLDER / f"step_{step}"
         checkpoint.mkdir(parents=True)
-        body = {"format": FORMAT, "step": step, "version": step, "files": {}}
-        (checkpoint / "state.json").write_text(json.dumps(body))
+        write_state(checkpoint, RunState(step, step), {})
         (folder / FOLDER / LATEST).write_text(checkpoint.name)
     return folder
 

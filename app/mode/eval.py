@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.checkpoint.export import export_checkpoint
-from app.checkpoint.manager import read_state
+from app.checkpoint.run_state import read_state
 from app.config import RunConfig
 from app.device import device_of
 from app.errors import expect

@@ -13,10 +13,9 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from app.checkpoint.manager import latest
 from app.config import Mode, RunConfig
 from app.errors import RunError, say
-from app.recovery.resume import NEVER, holds_run, require_unused
+from app.recovery.resume import NEVER, has_checkpoint, holds_run, require_unused
 from app.recovery.run_lock import run_lock
 from app.tracking.logs import driver_log
 from app.tracking.run_folder import CONFIG, summary
@@ -59,7 +58,7 @@ def save_configuration(composed: DictConfig, folder: Path) -> None:
 
 def _set_aside_unless_resumable(folder: Path) -> None:
     """Make room for a run that starts over because its earlier attempt ended before its first checkpoint."""
-    if latest(folder) is not None or not holds_run(folder):
+    if has_checkpoint(folder) or not holds_run(folder):
         return
     if summary.is_finished(folder):
         raise RunError(f"the run in {folder} has just finished in another process")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import app.data.build as data
-from app.checkpoint.manager import read_state, require_model
+from app.checkpoint.run_state import read_state, require_model
 from app.config import Mode, RunConfig
 from app.device import device_of
 from app.errors import ConfigError

@@ -16,10 +16,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from app.checkpoint.manager import FOLDER, LATEST, STATE, find, latest, read_state
+from app.checkpoint.folder import FOLDER, LATEST, find, latest
+from app.checkpoint.run_state import STATE, read_state
 from app.config import Mode, RunConfig
 from app.config.compose import one_sentence
-from app.errors import CheckpointError, ConfigError
+from app.errors import ConfigError, DamagedCheckpoint
 from app.tracking.run_folder import CONFIG, metrics_file, summary
 
 NEVER = "never"
@@ -100,14 +101,14 @@ def apply_resume(composed: DictConfig) -> Resumption:
     if saved.mode is not Mode.train:
         raise ConfigError(f"resume={resume} is not accepted: {folder} holds a run of mode={saved.mode.name}.")
 
-    checkpoint = checkpoint_of(resume) or latest(folder)
-    if checkpoint is None:
+    if checkpoint_of(resume) is None and not has_checkpoint(folder):
         return _without_checkpoint(composed, saved, folder, notes)
 
     notes = (*notes, *_take_over(composed, saved, RESUMABLE))
-    step = _saved_step(checkpoint, named=checkpoint_of(resume) is not None)
-    if step is None:
+    checkpoint = _readable(resume, folder)
+    if checkpoint is None:
         return Resumption(notes)
+    step = read_state(checkpoint).step
     if step >= int(composed.steps):
         return Resumption((*notes, _finished(folder, step)), finished=True)
     return Resumption(notes, checkpoint=checkpoint)
@@ -159,8 +160,13 @@ def require_unused(folder: Path, mode: Mode | None = None) -> None:
 
 def holds_run(folder: Path) -> bool:
     """Whether a run left results in the folder. The logs of a run that failed at its start do not count."""
-    files = (*(folder / name for name in RESULTS), folder / FOLDER / LATEST)
-    return any(file.is_file() and file.stat().st_size for file in files)
+    files = [folder / name for name in RESULTS]
+    return has_checkpoint(folder) or any(file.is_file() and file.stat().st_size for file in files)
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether the run in the folder committed a checkpoint, intact or not."""
+    return (folder / FOLDER / LATEST).is_file()
 
 
 def checkpoint_of(resume: str) -> Path | None:
@@ -223,12 +229,16 @@ def _given(composed: DictConfig) -> list[str]:
     return [override.lstrip("+~").split("=", 1)[0] for override in composed.hydra.overrides.task]
 
 
-def _saved_step(checkpoint: Path, *, named: bool) -> int | None:
-    """Return the checkpoint's step; None if it is damaged and was not named, so that the run may use an earlier one."""
+def _readable(resume: str, folder: Path) -> Path | None:
+    """Return the checkpoint that `resume` names, or the latest; None if that is damaged: the run takes an older one."""
+    named = checkpoint_of(resume)
     try:
-        return read_state(checkpoint).step
-    except CheckpointError:
-        if named:
+        checkpoint = named or latest(folder)
+        if checkpoint is not None:
+            read_state(checkpoint)
+        return checkpoint
+    except DamagedCheckpoint:
+        if named is not None:
             raise
         return None
 

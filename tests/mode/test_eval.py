@@ -15,6 +15,7 @@ TRAINING = [
     "trainer.lr=2e-3",
     "trainer.warmup_steps=0",
     "data.arithmetic.eval_problems=40",
+    "tracking.samples_per_step=100",  # all of them: which ones are chosen depends on the order of their completion
 ]
 
 

@@ -1,11 +1,11 @@
 """Which folder and which settings a resumed run gets, and what is refused before anything is touched."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from app.errors import CheckpointError, ConfigError
+from app.checkpoint.run_state import RunState, write_state
+from app.errors import ConfigError, DamagedCheckpoint
 from app.model.hf_directory import identity
 from app.recovery.resume import SAVED, apply_evaluation, apply_resume
 from tests.folders import a_run, content, run_app
@@ -121,7 +121,7 @@ def test_an_evaluation_is_no_run_to_resume(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_refused_if_it_was_named_and_else_left_to_the_run(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", step=4)
     (run / "checkpoints" / "step_4" / "state.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"step_4 cannot be read: state\.json is damaged"):
+    with pytest.raises(DamagedCheckpoint, match=r"step_4 cannot be read: state\.json is damaged"):
         apply_resume(composed(f"resume={run}/checkpoints/step_4"))
     assert apply_resume(composed(f"resume={run}")).checkpoint is None
 
@@ -187,11 +187,8 @@ def test_a_run_on_other_data_than_the_checkpoints_is_refused_before_anything_is_
     tiny_model: Path, tmp_path: Path
 ) -> None:
     run = a_run(tmp_path / "run", "checkpoint.every=2", step=4)
-    state = run / "checkpoints" / "step_4" / "state.json"
     cursor = {"epoch": 0, "position": 0, "returned": [], "fingerprint": "another"}
-    state.write_text(
-        json.dumps({**json.loads(state.read_text()), "extra": {"cursor": cursor}, "model": identity(tiny_model)})
-    )
+    write_state(run / "checkpoints" / "step_4", RunState(4, 4, {"cursor": cursor}, identity(tiny_model)), {})
     before = content(run)
     (tmp_path / "go").touch()
     code, text = run_app(f"resume={run}/checkpoints/step_4", cwd=tmp_path, module="tests.mode.held_app")
