@@ -93,9 +93,10 @@ def test_sweeps_started_in_the_same_second_get_folders_of_their_own(tiny_model: 
 
 
 def test_the_folder_of_an_earlier_sweep_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
     a_run(tmp_path / "sweep" / "0-seed=0")
     before = content(tmp_path)
-    code, text = run_app("-m", "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
+    code, text = run_app("-m", "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path, module=HELD)
     assert (code, content(tmp_path)) == (2, before)
     assert text == (
         f"hydra.sweep.dir={tmp_path / 'sweep'} is not accepted: it already holds the runs of a sweep; give another "
