@@ -29,7 +29,7 @@ from app.placement.controller import CURSOR, PlacementController
 from app.placement.fully_async import FullyAsync
 from app.placement.time_sharing import TimeSharing
 from app.protocols import Trainer
-from app.recovery.resume import checkpoint_of, run_lock
+from app.recovery.resume import checkpoint_of
 from app.recovery.retrying_sync import RetryingWeightSync
 from app.tracking.recorder import RunFolderRecorder
 from app.utils.tasks import until_signal
@@ -42,7 +42,7 @@ CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
 
 def run(config: RunConfig, folder: Path) -> ModeResult:
     """Train to the last step; the metric is the last evaluation's accuracy."""
-    with run_lock(folder), RunFolderRecorder(config, folder) as recorder:
+    with RunFolderRecorder(config, folder) as recorder:
         warn = partial(recorder.warn, second_signal(config))
         accuracy = asyncio.run(until_signal(_train(config, folder, recorder), on_second=warn))
     return ModeResult(accuracy)

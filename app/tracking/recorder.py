@@ -21,8 +21,7 @@ from app.tracking.alarms import Alarms
 from app.tracking.console import RunConsole
 from app.tracking.dashboard import DashboardOptions
 from app.tracking.report import page
-from app.tracking.report.data import WARNINGS
-from app.tracking.run_folder import metrics_file, samples, timeline
+from app.tracking.run_folder import PROMPTS, WARNINGS, aside, metrics_file, samples, timeline
 from app.tracking.run_folder.samples import Decode
 from app.tracking.run_folder.summary import Status, Summary
 from app.types import Group
@@ -31,7 +30,6 @@ from app.utils.files import sync
 log = logging.getLogger("app.run")
 
 Metrics = Mapping[str, float]
-PROMPTS = "prompts.jsonl"
 DASHBOARD_DEADLINE_S = {Status.finished: 30.0, Status.interrupted: 4.0, Status.failed: 4.0}
 
 
@@ -65,11 +63,12 @@ class RunFolderRecorder:
         self._metrics = metrics_file.MetricsFile(folder / metrics_file.NAME)
         self.used = self._metrics.last_step is not None  # whether an earlier attempt left metrics
         self._summary = Summary(folder)
+        self._add_recorded()  # so that a resume that fails at its start keeps the totals
         self._summary.write()
         self._console = RunConsole(config, folder)
 
     def resume(self, step: int) -> None:
-        """Continue after `step`: remove the records of later steps, of an earlier attempt or of this one."""
+        """Continue after `step`: set the records of later steps aside, of an earlier attempt or of this one."""
         for dashboard in self._dashboards or ():
             dashboard.close(Status.interrupted.value, DASHBOARD_DEADLINE_S[Status.failed])
         self._dashboards = None
@@ -77,17 +76,24 @@ class RunFolderRecorder:
         self._step = step
 
         self._metrics.close()
-        for name in (metrics_file.NAME, WARNINGS, PROMPTS):
-            metrics_file.truncate_after(self.folder / name, step)
-        samples.truncate_after(self.folder, step)
+        moved = aside.set_later_aside(self.folder, step)
         self._metrics = metrics_file.MetricsFile(self.folder / metrics_file.NAME)
         self.timeline.load(self.folder)
 
         self._summary.reset()
-        for row in metrics_file.read(self.folder / metrics_file.NAME):
-            self._summary.add(row["step"], row)
+        self._add_recorded()
         self._summary.write()
         self._console.resume(step, self._summary.values.get("eval/accuracy_first"))
+        if moved is not None:
+            self.note(f"the records of later steps are in {moved}")
+
+    def note(self, text: str, facts: Mapping[str, str | int] | None = None) -> None:
+        """Show and log something to know about this run, and add `facts` to `summary.json`."""
+        log.info(text)
+        self._console.note(text)
+        if facts:
+            self._summary.facts.update(facts)
+            self._summary.write()
 
     def status(self, text: str) -> None:
         """Show and log the current activity between steps ("starting the engine")."""
@@ -186,6 +192,10 @@ class RunFolderRecorder:
             self.finish(Status.interrupted, str(error) or "Ctrl-C")
         else:
             self.finish(Status.failed, f"{type(error).__name__}: {error}")
+
+    def _add_recorded(self) -> None:
+        for row in metrics_file.read(self.folder / metrics_file.NAME):
+            self._summary.add(row["step"], row)
 
     def _record(self, step: int, metrics: Metrics) -> None:
         self._step = step

@@ -34,8 +34,11 @@ def test_a_line_has_question_answer_completion_and_reward(tmp_path, group):
     assert second["logprobs"] == [-0.25, -0.25]
 
 
-def test_truncate_after_removes_the_samples_after_a_step(tmp_path, group):
+def test_the_samples_after_a_step_are_moved_to_another_folder(tmp_path, group):
     for step in (1, 2, 10):
-        samples.write_samples(tmp_path, step, [group(0, [1.0, 0.0])], 1)
-    samples.truncate_after(tmp_path, 2)
+        for kind in ("step", "eval"):
+            samples.write_samples(tmp_path, step, [group(0, [1.0, 0.0])], 1, kind=kind)
+    samples.move_after(tmp_path, 2, tmp_path / "aside_1")
     assert [step for step, _ in samples.sample_files(tmp_path)] == [1, 2]
+    moved = {path.name for path in (tmp_path / "aside_1" / "samples").iterdir()}
+    assert moved == {"step_10.jsonl", "eval_10.jsonl"}
