@@ -172,9 +172,9 @@ class Producer:
         self.context.recorder.warn(
             f"prompt {prompt.id} was aborted {aborts} times, last after {tokens} of at most "
             f"{config.algorithm.group_size * config.rollout.max_completion_tokens} tokens: its completions take longer "
-            f"than {steps} steps (placement.max_staleness + 1) and begin again each time. Try "
-            "placement.in_flight=drain, which aborts none, a larger placement.max_staleness, or a smaller "
-            "rollout.max_completion_tokens or rollout.max_inflight_groups."
+            f"than {steps} steps (placement.max_staleness + 1) and begin again each time. Try a larger "
+            "placement.max_staleness, or a smaller rollout.max_completion_tokens or rollout.max_inflight_groups. "
+            "placement.in_flight=drain aborts none, but every sync waits for the longest completion."
         )
 
     def _on_sampled(self, prompt: Prompt, group: Group) -> None:

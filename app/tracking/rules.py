@@ -232,7 +232,8 @@ RULES = {
     "discarded tokens": Rule(
         "rollout/discarded_fraction",
         at_least(0.2, "{:.0%} of the sampled tokens became too stale to train on.", steps=5),
-        "Try placement.in_flight=drain, a larger placement.max_staleness, or a smaller rollout.max_completion_tokens.",
+        "Try a larger placement.max_staleness, or a smaller rollout.max_completion_tokens or "
+        "rollout.max_inflight_groups.",
     ),
     "engine restarts": Rule(
         "recovery/engine_restarts",

@@ -28,6 +28,7 @@ from tests.simulation import SimEngine, SimTrainer, World, config, now, run_virt
 
 SIGMA, CUT = 0.6, 5.0  # of the log-normal; limit over median
 WARM_UP, MEASURED = 4, 10  # steps
+COOL_DOWN = 6  # more steps, not measured: the last one has to wait for the longest completion of the run
 ENGINES = 16
 MODES = {
     "staleness 0 streamed": (0, InFlight.drain),
@@ -87,11 +88,11 @@ def durations(longest: float) -> Callable[[str], float]:
 
 
 def measure(preset: Preset, staleness: int | None, in_flight: InFlight, folder: Path) -> dict[str, float]:
-    """Measure the mean step after the warm-up. `staleness` None measures colocate."""
+    """Measure the mean step between warm-up and cool-down. `staleness` None measures colocate."""
     colocate = staleness is None
     settings = config(
         PlacementKind.colocate if colocate else PlacementKind.fully_async,
-        steps=WARM_UP + MEASURED,
+        steps=WARM_UP + MEASURED + COOL_DOWN,
         prompts_per_step=preset.prompts,
         max_staleness=staleness or 0,
         in_flight=in_flight,
@@ -116,8 +117,8 @@ def measure(preset: Preset, staleness: int | None, in_flight: InFlight, folder: 
         return now()
 
     run_virtual(scenario())
-    step = (trainer.finished_at[-1] - trainer.finished_at[WARM_UP - 1]) / MEASURED
-    trained = trainer.trained[WARM_UP:]
+    step = (trainer.finished_at[WARM_UP + MEASURED - 1] - trainer.finished_at[WARM_UP - 1]) / MEASURED
+    trained = trainer.trained[WARM_UP : WARM_UP + MEASURED]
     mean = fmean(world.seconds(group.prompt.id) for _, groups in trained for group in groups)
     ideal = max(preset.prompts * mean / preset.in_flight, preset.training)
     staleness_seen = [version - group.oldest_version for version, groups in trained for group in groups]

@@ -25,17 +25,9 @@ def test_tokens_that_become_too_stale_are_counted(tmp_path: Path, staleness: int
     run(world)
     discarded = sum(line["rollout/discarded_tokens"] for line in world.recorder.lines)
     dropped = total(world, "dropped") * 2 * 1000
-    partials = 0.0
-    for engine in world.engines:
-        for prompt_id in engine.aborted:
-            began = [at for at, _, begun in engine.begun if begun == prompt_id]
-            assert began
-            partials += 1
-    assert partials == total(world, "aborted") > 0
-    sampled = sum(engine.busy for engine in world.engines)
-    trained = sum(world.seconds(prompt_id) for prompt_id in world.trainer.ids)
-    assert dropped < discarded < dropped + partials * 2 * 1000
-    assert trained < sampled
+    aborted = total(world, "aborted") * 2 * 1000  # had they been sampled to the end
+    assert aborted > 0
+    assert dropped < discarded < dropped + aborted
     for line in world.recorder.lines:
         tokens = line["rollout/discarded_tokens"]
         assert line["rollout/discarded_fraction"] == tokens / (tokens + line["tokens/completion"])
@@ -64,13 +56,13 @@ def test_an_aborted_prompt_begins_again_at_the_sync_and_has_the_whole_bound(tmp_
     world = World(made, tmp_path, rare_tail(9.0))
     run(world)
     synced_at = {at: version for at, version in world.sync.pushed}
-    windows = []
+    restarts = 0
     for prompt_id in {prompt_id for engine in world.engines for prompt_id in engine.aborted}:
         begun = sorted((at, version) for engine in world.engines for at, version, p in engine.begun if p == prompt_id)
         for at, version in begun[1:]:
             assert synced_at[at] == version  # at once, before any other prompt
-            windows.append(version)
-    assert len(windows) >= 3
+            restarts += 1
+    assert restarts >= 3
 
 
 def test_a_prompt_that_never_fits_the_bound_is_reported_once_with_what_to_change(tmp_path: Path) -> None:
@@ -83,9 +75,9 @@ def test_a_prompt_that_never_fits_the_bound_is_reported_once_with_what_to_change
     assert len(warned) == 1
     assert re.match(
         r"prompt sim/\d*0@0 was aborted 3 times, last after \d+ of at most 32 tokens: its completions take longer than "
-        r"2 steps \(placement.max_staleness \+ 1\) and begin again each time\. Try placement\.in_flight=drain, which "
-        r"aborts none, a larger placement\.max_staleness, or a smaller rollout\.max_completion_tokens or "
-        r"rollout\.max_inflight_groups\.$",
+        r"2 steps \(placement.max_staleness \+ 1\) and begin again each time\. Try a larger placement\.max_staleness, "
+        r"or a smaller rollout\.max_completion_tokens or rollout\.max_inflight_groups\. placement\.in_flight=drain "
+        r"aborts none, but every sync waits for the longest completion\.$",
         warned[0],
     )
     tails = [prompt_id for prompt_id in world.trainer.ids if hash_of(prompt_id) % 10 == 0]
@@ -96,3 +88,14 @@ def test_a_prompt_that_fits_the_second_time_is_not_reported(tmp_path: Path) -> N
     world = World(config(steps=12, max_staleness=2, in_flight=InFlight.retract), tmp_path, rare_tail(2.0))
     run(world)
     assert [text for text in world.recorder.warnings if "was aborted" in text] == []
+
+
+def test_nothing_is_discarded_that_ends_within_its_bound_while_newer_groups_wait(tmp_path: Path) -> None:
+    """Training is the slower side: the buffer is full, and a long completion arrives behind the short ones."""
+    made = config(steps=20, max_staleness=3, in_flight=InFlight.retract, max_inflight_groups=16)
+    world = World(made, tmp_path, rare_tail(9.0))
+    world.trainer.seconds = 1.0  # 4 s a step: the long ones take two to three of the four steps that they have
+    run(world)
+    assert_ledger(world)
+    assert_bound(world)
+    assert sum(line["rollout/discarded_tokens"] for line in world.recorder.lines) == 0
