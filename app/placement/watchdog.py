@@ -72,14 +72,16 @@ def limit_seconds(config: RunConfig) -> float:
 
 async def _watch(run: Watched, pool: EnginePool, limit: float, folder: Path) -> None:
     loop = asyncio.get_running_loop()
+    progress: tuple[object, ...] = ()
     tokens: dict[str, int] = {}
-    last: tuple[object, ...] = ()
     changed_at = loop.time()
     while True:
-        tokens |= await _tokens_by_engine(pool)
-        progress = (*run.progress, *tokens.values())
-        if progress != last:
-            last = progress
+        before = progress, tokens
+        progress = run.progress
+        if progress == before[0]:  # only then: the calls cost the driver CPU time
+            tokens = tokens | await _tokens_by_engine(pool)
+
+        if (progress, tokens) != before:
             changed_at = loop.time()
         elif loop.time() - changed_at > limit:
             path = folder / "logs" / "stacks.log"

@@ -71,7 +71,7 @@ def test_a_lost_completion_ends_the_run_and_is_named_with_its_engine(kind: Place
 
 
 @BOTH
-def test_the_run_ends_within_its_limit_and_two_polls(kind: PlacementKind, tmp_path: Path) -> None:
+def test_the_run_ends_within_its_limit_and_three_polls(kind: PlacementKind, tmp_path: Path) -> None:
     world = World(quick(kind), tmp_path, hang("sim/"))
 
     async def story() -> float:
@@ -80,7 +80,7 @@ def test_the_run_ends_within_its_limit_and_two_polls(kind: PlacementKind, tmp_pa
             await CONTROLLERS[kind](context).run()
         return now()
 
-    assert LIMIT < run_virtual(story()) <= LIMIT + 2 * POLL_SECONDS + 1
+    assert LIMIT < run_virtual(story()) <= LIMIT + 3 * POLL_SECONDS
 
 
 @BOTH
@@ -228,7 +228,24 @@ def test_an_engine_that_does_not_say_what_it_sampled_neither_stops_the_watchdog_
                 await asyncio.Event().wait()
         return now()
 
-    assert run_virtual(story()) <= LIMIT + 2 * (POLL_SECONDS + STATS_SECONDS)
+    assert run_virtual(story()) <= LIMIT + 3 * (POLL_SECONDS + STATS_SECONDS)
+
+
+def test_engines_are_asked_what_they_sampled_only_while_nothing_else_shows_progress(tmp_path: Path) -> None:
+    world = World(quick(ASYNC, steps=60), tmp_path, lambda prompt_id: 10.0)
+    asked: list[float] = []
+
+    def at_start(controller: PlacementController) -> None:
+        stats = world.engines[0].stats
+
+        async def counted() -> EngineStats:
+            asked.append(now())
+            return await stats()
+
+        world.engines[0].stats = counted  # type: ignore[method-assign]
+
+    assert play(world, at_start) > 20 * POLL_SECONDS
+    assert asked == []
 
 
 def test_the_limit_is_above_the_deadline_of_every_single_call() -> None:
