@@ -124,6 +124,11 @@ class Trainer(Protocol):
     """
 
     @property
+    def calls(self) -> int:
+        """Calls that returned so far, which is progress for a watchdog."""
+        ...
+
+    @property
     def broken(self) -> bool:
         """Whether a rank died or is stuck, so that all ranks have to be started again."""
         ...

@@ -18,6 +18,7 @@ from app.eval.evaluate import evaluate
 from app.mode import ModeResult
 from app.mode.export import source_of
 from app.mode.session import start_rollout_workers
+from app.placement.watchdog import watchdog
 from app.recovery.resume import NEVER, evaluated
 from app.tracking.recorder import RunFolderRecorder
 from app.utils import files
@@ -47,7 +48,7 @@ async def _evaluate(config: RunConfig, folder: Path, recorder: RunFolderRecorder
         start_rollout_workers(config, device, folder, recorder, weights=subject.weights) as workers,
     ):
         await gather_or_raise(*workers.engine_starts())
-        async with workers.supervisor.monitor():
+        async with workers.supervisor.monitor(), watchdog(workers.rollouter, workers.pool, config, folder):
             sets = workers.inputs.prompts.evals
             results, groups = await evaluate(workers.rollouter, sets, config, version=subject.step)
         recorder.log_eval(subject.step, results, groups, workers.rollouter.tokenizer.decode)

@@ -210,7 +210,7 @@ class TrainingRun:
             evals=workers.inputs.prompts.evals,
             recorder=self.recorder,
             checkpoints=self.checkpoints,
-            memory=MemoryMonitor(trainer_workers.trainer, workers.pool),
+            memory=MemoryMonitor(trainer_workers.trainer, workers.pool, self.recorder.warn),
             model=identity(workers.inputs.model_path),
         )
 

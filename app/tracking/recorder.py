@@ -8,7 +8,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -110,7 +112,7 @@ class RunFolderRecorder:
             for dashboard in self._open_dashboards():
                 dashboard.alert(step, alarm.name, f"{alarm.problem} {alarm.advice}")
 
-        self.timeline.write_if_due(self.folder)
+        self._try(timeline.NAME, partial(self.timeline.write_if_due, self.folder))
 
     def log_eval(
         self,
@@ -127,7 +129,7 @@ class RunFolderRecorder:
             groups: The groups that were sampled; some are written to `samples/eval_<step>.jsonl`.
             decode: Converts prompt tokens to the question's text for the samples.
         """
-        samples.write_samples(self.folder, step, groups, self.config.tracking.samples_per_step, decode, kind="eval")
+        self._write_samples(step, groups, decode, kind="eval")
         self._record(step, evaluation_metrics(results))
         self._console.log_eval(step, results)
 
@@ -138,7 +140,7 @@ class RunFolderRecorder:
 
     def log_samples(self, step: int, groups: Sequence[Group], decode: Decode | None = None) -> None:
         """Write `tracking.samples_per_step` trajectories of a step; `decode` turns prompt tokens into the question."""
-        samples.write_samples(self.folder, step, groups, self.config.tracking.samples_per_step, decode)
+        self._write_samples(step, groups, decode)
 
     def flush(self) -> None:
         """Flush metrics and prompt ids to disk, so that a checkpoint never outlives the records of its steps."""
@@ -154,9 +156,10 @@ class RunFolderRecorder:
             self._warned.add(text)
 
             path = self.folder / WARNINGS
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps({"time": round(time.time(), 1), "step": self._step, "text": text}) + "\n")
+            with suppress(OSError):  # the log below has it too
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps({"time": round(time.time(), 1), "step": self._step, "text": text}) + "\n")
 
         log.warning(text)
 
@@ -204,6 +207,18 @@ class RunFolderRecorder:
         self._summary.write()
         for dashboard in self._open_dashboards():
             dashboard.log(step, metrics)
+
+    def _write_samples(self, step: int, groups: Sequence[Group], decode: Decode | None, kind: str = "step") -> None:
+        count = self.config.tracking.samples_per_step
+        self._try("samples", partial(samples.write_samples, self.folder, step, groups, count, decode, kind=kind))
+
+    def _try(self, what: str, write: Callable[[], object]) -> None:
+        """Write something for people to read. A run does not end for want of it."""
+        try:
+            write()
+        except Exception as error:
+            log.exception("%s could not be written", what)
+            self.warn(f"{what} could not be written ({type(error).__name__}): see logs/driver.log.")
 
     def _open_dashboards(self) -> list[dashboards.DashboardWorker]:
         if self._dashboards is None:

@@ -11,6 +11,7 @@ Thresholds favor few false alarms. The rules cover failures that users of RL sys
 - throughput: below half of the median, for 3 steps
 - staleness: a trajectory exceeds `placement.max_staleness`, or the mean is at least 90% of a bound of 2 or more, for 5
   steps
+- discarded tokens: at least 20% of the sampled tokens became too stale to train on, for 5 steps
 - engine restarts: an engine was restarted
 - reward failures: at least 5% of the rewards failed
 - gradient not finite: an update of the step was skipped
@@ -227,6 +228,12 @@ RULES = {
         "staleness/mean",
         stale_data,
         "Try more placement.trainer_devices and fewer placement.rollout_devices, or a smaller placement.max_staleness.",
+    ),
+    "discarded tokens": Rule(
+        "rollout/discarded_fraction",
+        at_least(0.2, "{:.0%} of the sampled tokens became too stale to train on.", steps=5),
+        "Try a larger placement.max_staleness, or a smaller rollout.max_completion_tokens or "
+        "rollout.max_inflight_groups.",
     ),
     "engine restarts": Rule(
         "recovery/engine_restarts",

@@ -30,12 +30,16 @@ class RemoteTrainer:
         ranks: The actors, in rank order.
         timeout_s: Deadline of one call.
         logs: Folder for `stacks.log`, written when a call misses its deadline.
+
+    Attributes:
+        calls: Calls that returned so far.
     """
 
     def __init__(self, ranks: Sequence[Any], *, timeout_s: float, logs: Path):
         self.ranks = list(ranks)
         self.timeout_s = timeout_s
         self.logs = logs
+        self.calls = 0
         self._broken: str | None = None  # why
 
     @property
@@ -137,6 +141,7 @@ class RemoteTrainer:
                 f"trainer rank {late} did not finish {name} within trainer.timeout_s={self.timeout_s:.0f} s; "
                 f"stacks: {self.logs / 'stacks.log'}"
             )
+        self.calls += 1
         return [call.result() for call in calls]
 
     def _submit(
