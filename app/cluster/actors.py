@@ -56,7 +56,6 @@ def make_engine(
 
     spec = HostSpec(
         name=name,
-        seed=config.seed,
         start_timeout_s=rollout.start_timeout_s,
         stall_timeout_s=rollout.stall_timeout_s,
         releases_memory=device.shares_memory and config.offload.engine,
