@@ -59,7 +59,7 @@ async def start_rollout_workers(
     config: RunConfig, device: Device, folder: Path, recorder: StatusRecorder
 ) -> AsyncIterator[RolloutWorkers]:
     """Start Ray and the reward workers and create the engines, which are started together with the trainer."""
-    from app.cluster.actors import make_engine
+    from app.cluster.actors import EngineFactory
     from app.cluster.connect import connect
     from app.cluster.placement_group import reserve
     from app.reward.scorer import Scorer
@@ -84,7 +84,7 @@ async def start_rollout_workers(
 
         trainer = "" if config.mode is Mode.eval else f" and {config.placement.trainer_ranks} trainer rank(s)"
         recorder.status(f"starting {config.engines} engine(s){trainer}")
-        make = partial(make_engine, config, device, inputs.model_path, folder, device_placement)
+        make = EngineFactory(config, device, inputs.model_path, folder, device_placement)
         pool = EnginePool([make(index) for index in range(config.engines)])
         stack.push_async_callback(_end_engines, pool)
 

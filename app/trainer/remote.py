@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from app.errors import RunError, TrainerError, one_line
 from app.trainer.rank import MemoryOffload, TrainerRank
 from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
+from app.utils.actor_death import cause_of_death
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,8 +48,8 @@ class RemoteTrainer:
         return (await self._each(TrainerRank.setup, *await self.source()))[0]
 
     async def source(self) -> tuple[str, int]:
-        """Return the address of rank 0 and a free port there."""
-        return await asyncio.gather(self.ranks[0].node_address.remote(), self.ranks[0].free_port.remote())
+        """Wait until Ray has started all ranks; return the address of rank 0 and the port of the rendezvous there."""
+        return (await self._each(TrainerRank.start))[0]
 
     async def begin_step(self, *, version: int) -> None:
         await self._each(TrainerRank.begin_step, version)
@@ -129,13 +130,7 @@ class RemoteTrainer:
             raise await self._failure(method, calls, failed[0])
 
         if waiting:
-            late = ", ".join(str(rank) for rank in sorted(calls[call] for call in waiting))
-            (self.logs / "stacks.log").write_text(await self.stacks())
-            self._broken = f"since trainer rank {late} did not finish {name} in time"
-            raise TrainerError(
-                f"trainer rank {late} did not finish {name} within trainer.timeout_s={self.timeout_s:.0f} s; "
-                f"stacks: {self.logs / 'stacks.log'}"
-            )
+            raise await self._late(name, sorted(calls[call] for call in waiting))
         return [call.result() for call in calls]
 
     def _submit(
@@ -144,6 +139,22 @@ class RemoteTrainer:
         """Start a call on every rank. Returns call → rank."""
         references = [getattr(rank, method.__name__).remote(*args, **kwargs) for rank in self.ranks]
         return {asyncio.ensure_future(_awaitable(reference)): rank for rank, reference in enumerate(references)}
+
+    async def _late(self, name: str, ranks: Sequence[int]) -> TrainerError:
+        """Mark the trainer broken; return the error of ranks that missed the deadline of a call."""
+        late = ", ".join(str(rank) for rank in ranks)
+        self._broken = f"since trainer rank {late} did not finish {name} in time"
+        if name == TrainerRank.start.__name__:
+            return TrainerError(
+                f"Ray did not start trainer rank {late} within trainer.timeout_s={self.timeout_s:.0f} s: "
+                "its devices are not free, or its process does not answer"
+            )
+
+        path = self.logs / "stacks.log"
+        path.write_text(await self.stacks())
+        return TrainerError(
+            f"trainer rank {late} did not finish {name} within trainer.timeout_s={self.timeout_s:.0f} s; stacks: {path}"
+        )
 
     async def _failure(
         self, method: Callable[..., Any], calls: dict["asyncio.Future[Any]", int], first: "asyncio.Future[Any]"
@@ -173,7 +184,12 @@ class RemoteTrainer:
 
 def _shared(groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
     """Serialize the groups once for all ranks. Ray resolves the reference on each rank."""
-    return cast(Sequence[ScoredGroup], ray.put(list(groups)))
+    try:
+        return cast(Sequence[ScoredGroup], ray.put(list(groups)))
+    except RayError as error:
+        raise TrainerError(
+            f"{len(groups)} groups could not be put into Ray's object store: {type(error).__name__}: {one_line(error)}"
+        ) from error
 
 
 async def _awaitable(reference: Any) -> Any:
@@ -186,7 +202,7 @@ def _to_run_error(error: BaseException, who: str, call: str) -> BaseException:
     if isinstance(cause, RunError):
         return cause
     if isinstance(error, RayActorError):
-        return TrainerError(f"{who} died during {call}: {one_line(error)}")
+        return TrainerError(f"{who} died during {call}: {cause_of_death(error)}")
 
     failure = TrainerError(f"{who} failed during {call}: {type(cause).__name__}: {one_line(cause)}")
     failure.__cause__ = error
