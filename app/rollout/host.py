@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import os
 import secrets
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +53,7 @@ class GroupInFlight:
 
     request_ids: list[str]  # SGLang's
     abort_asked: bool = False
+    paused_in_place: bool = False  # a sync in place may have happened meanwhile
 
 
 class EngineHost:
@@ -79,7 +80,6 @@ class EngineHost:
         self._calls = itertools.count()
 
         self._paused = False
-        self._in_place = False  # whether the engine was ever paused in place
         self._pauses = 0  # KV cache from before the last pause is of an older policy
         self._admitting = asyncio.Event()  # cleared from a drain until `resume`
         self._admitting.set()
@@ -102,7 +102,8 @@ class EngineHost:
             self._client = Client(self.spec.name, self.spec.url, self.spec.key)
 
         await self._race_failure(self._wait_healthy(self._client))
-        self._watchers.append(asyncio.create_task(self._watch_progress(self._client)))
+        monitor = ProgressMonitor(self._client, self._progress, self._sampling, self.spec.stall_timeout_s)
+        self._watchers.append(asyncio.create_task(self._watch(monitor.failure())))
 
         info = await self._race_failure(self._client.get("/server_info"))
         return {
@@ -154,9 +155,10 @@ class EngineHost:
                 await self._race_failure(asyncio.sleep(IDLE_POLL_SECONDS))
             in_flight = InFlight.retract  # SGLang has no drain mode; nothing is left to retract
 
-        self._in_place |= in_flight is InFlight.in_place
         await self._control("/pause_generation", {"mode": in_flight.value})
         self._paused = True
+        for group in self._in_flight.values():
+            group.paused_in_place |= in_flight is InFlight.in_place
 
     async def resume(self) -> None:
         """Continue sampling."""
@@ -167,9 +169,8 @@ class EngineHost:
 
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
         """Abort the requests of these prompts, or all requests (None)."""
-        groups = [
-            group for prompt_id, group in self._in_flight.items() if prompt_ids is None or prompt_id in prompt_ids
-        ]
+        named = self._in_flight.keys() if prompt_ids is None else self._in_flight.keys() & set(prompt_ids)
+        groups = [self._in_flight[prompt_id] for prompt_id in named]
         for group in groups:
             group.abort_asked = True
         if prompt_ids is None:
@@ -222,7 +223,7 @@ class EngineHost:
 
     async def _start_server(self, server: Server) -> Client:
         await server.start()
-        self._watchers.append(asyncio.create_task(self._watch_death(server)))
+        self._watchers.append(asyncio.create_task(self._watch(server.died())))
         self._tokenizer = await asyncio.to_thread(
             load_tokenizer,
             Path(server.spec.model_path),
@@ -269,11 +270,7 @@ class EngineHost:
         return [f"{call}/{request.prompt_id}#{member}" for member in range(request.group_size)]
 
     async def _sample(self, client: Client, request: GroupRequest, group: GroupInFlight) -> list[Completion]:
-        """Sample a group.
-
-        Raises:
-            EngineError: The server aborted a request by itself, such as for lack of memory.
-        """
+        """Sample a group. Raises `EngineError` if the server aborted a request by itself."""
         cache_key = f"{self._host_id}-{self._pauses}"
         replies = await client.generate(request, group.request_ids, cache_key=cache_key)
         reasons = [reply.abort_reason for reply in replies if reply.abort_reason is not None]
@@ -283,7 +280,7 @@ class EngineHost:
                 f"by itself: {reasons[0]}"
             )
         completions = [reply.completion for reply in replies]
-        if self._in_place:
+        if group.paused_in_place:
             return [replace(each, spans=spans_in_place(each.spans, request.version)) for each in completions]
         return completions
 
@@ -322,12 +319,8 @@ class EngineHost:
         if self._failure is not None and not self._failure.done():
             self._failure.set_result(error)
 
-    async def _watch_death(self, server: Server) -> None:
-        self._fail(await server.died())
-
-    async def _watch_progress(self, client: Client) -> None:
-        monitor = ProgressMonitor(client, self._progress, self._sampling, self.spec.stall_timeout_s)
-        self._fail(await monitor.failure())
+    async def _watch(self, failure: Coroutine[Any, Any, EngineError]) -> None:
+        self._fail(await failure)
 
     def _sampling(self) -> dict[str, list[str]]:
         """Return the request ids by prompt id that the server should be sampling; none while it is paused."""
