@@ -129,8 +129,17 @@ class RemoteTrainer:
         if failed:
             raise await self._failure(method, calls, failed[0])
 
+        if waiting and method is TrainerRank.start:
+            raise self._not_started(sorted(calls[call] for call in waiting))
+
         if waiting:
-            raise await self._late(name, sorted(calls[call] for call in waiting))
+            late = ", ".join(str(rank) for rank in sorted(calls[call] for call in waiting))
+            (self.logs / "stacks.log").write_text(await self.stacks())
+            self._broken = f"since trainer rank {late} did not finish {name} in time"
+            raise TrainerError(
+                f"trainer rank {late} did not finish {name} within trainer.timeout_s={self.timeout_s:.0f} s; "
+                f"stacks: {self.logs / 'stacks.log'}"
+            )
         return [call.result() for call in calls]
 
     def _submit(
@@ -140,20 +149,12 @@ class RemoteTrainer:
         references = [getattr(rank, method.__name__).remote(*args, **kwargs) for rank in self.ranks]
         return {asyncio.ensure_future(_awaitable(reference)): rank for rank, reference in enumerate(references)}
 
-    async def _late(self, name: str, ranks: Sequence[int]) -> TrainerError:
-        """Mark the trainer broken; return the error of ranks that missed the deadline of a call."""
+    def _not_started(self, ranks: Sequence[int]) -> TrainerError:
         late = ", ".join(str(rank) for rank in ranks)
-        self._broken = f"since trainer rank {late} did not finish {name} in time"
-        if name == TrainerRank.start.__name__:
-            return TrainerError(
-                f"Ray did not start trainer rank {late} within trainer.timeout_s={self.timeout_s:.0f} s: "
-                "its devices are not free, or its process does not answer"
-            )
-
-        path = self.logs / "stacks.log"
-        path.write_text(await self.stacks())
+        self._broken = f"since Ray did not start trainer rank {late} in time"
         return TrainerError(
-            f"trainer rank {late} did not finish {name} within trainer.timeout_s={self.timeout_s:.0f} s; stacks: {path}"
+            f"Ray did not start trainer rank {late} within trainer.timeout_s={self.timeout_s:.0f} s: its devices are not "
+            "free, or its process does not answer"
         )
 
     async def _failure(
