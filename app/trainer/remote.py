@@ -153,8 +153,8 @@ class RemoteTrainer:
         late = ", ".join(str(rank) for rank in ranks)
         self._broken = f"since Ray did not start trainer rank {late} in time"
         return TrainerError(
-            f"Ray did not start trainer rank {late} within trainer.timeout_s={self.timeout_s:.0f} s: its devices are not "
-            "free, or its process does not answer"
+            f"Ray did not start trainer rank {late} within trainer.timeout_s={self.timeout_s:.0f} s: "
+            "its devices are not free, or its process does not answer"
         )
 
     async def _failure(
