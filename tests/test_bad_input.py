@@ -77,7 +77,7 @@ def write_rows(path: Path, rows: list[object]) -> Path:
     return path
 
 
-def test_a_data_file_that_is_missing_empty_or_without_answers_gets_one_sentence(
+def test_a_data_file_that_is_missing_empty_or_without_valid_answers_gets_one_sentence(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     missing = ["data=gsm8k", f"data.path={tmp_path / 'none.jsonl'}"]
@@ -90,6 +90,12 @@ def test_a_data_file_that_is_missing_empty_or_without_answers_gets_one_sentence(
     unanswered = write_rows(tmp_path / "unanswered.jsonl", [{"question": "1+1?"}, {"question": "1+2?"}])
     result = run("data=gsm8k", f"data.path={unanswered}", folder=tmp_path)
     assert_one_sentence(result, ["data.answer", "answer"], tmp_path)
+
+    broken = write_rows(
+        tmp_path / "broken.jsonl", [{"question": "1+1?", "answer": "2"}, {"question": "1+2?", "answer": "\ud800"}]
+    )
+    result = run("data=gsm8k", f"data.path={broken}", "data.answer_after=null", folder=tmp_path)
+    assert_one_sentence(result, ["data.answer", f"row 2 of {broken}", "surrogate"], tmp_path)
 
 
 def test_when_all_prompts_are_too_long_the_sentence_names_the_limit(tmp_path: Path, tiny_model: Path) -> None:

@@ -1,8 +1,8 @@
 """Map a raw record to a row: dotted field paths, and the answer inside a worked solution.
 
 Invariants:
-- A row has a question and an answer, neither of them blank. A record without them raises a `ConfigError` that names
-  the key, the file and the row, counted from 1.
+- A row has a question and an answer: text that UTF-8 can encode, and not blank. A record without them raises a
+  `ConfigError` that names the key, the file and the row, counted from 1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,6 +62,13 @@ class FieldMap:
         text = str(value)
         if not text.strip():
             raise self._error(name, path, f"a text field; it is empty in row {number} of {self.where}")
+
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            surrogate = ascii(text[error.start])
+            accepted = f"a field of valid Unicode; row {number} of {self.where} has the unpaired surrogate {surrogate}"
+            raise self._error(name, path, accepted) from error
         return text
 
     def _after(self, answer: str, marker: str, number: int) -> str:

@@ -64,7 +64,7 @@ def _json_lines(file: Path, key: str) -> Records:
 def _object(line: str, number: int, file: Path, key: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a ValueError also for an integer of too many digits
         raise _error(key, str(file), f"one JSON object a line; line {number} is not JSON ({_brief(error)})") from error
     if not isinstance(record, dict):
         raise _error(key, str(file), f"one JSON object a line; line {number} is a {type(record).__name__}")
@@ -81,7 +81,7 @@ def _parquet(file: Path, columns: Sequence[str], key: str) -> Records:
             # If a column is missing, decode all of them: the error about the missing field lists the existing ones.
             decoded = list(columns) if set(columns) <= set(names) else None
             yield from _numbered(table.iter_batches(batch_size=BATCH_ROWS, columns=decoded))
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise _error(key, str(file), f"a readable Parquet file ({_brief(error)})") from error
 
 

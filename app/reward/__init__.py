@@ -18,9 +18,9 @@ pattern or a client. `trajectories` are completions of one prompt: all of them, 
 fields: `text` (without special tokens), `prompt.answer`, `prompt.source`, `prompt.token_ids`, `completion.token_ids`,
 `completion.truncated`.
 
-Rewards run in worker processes (`reward.workers`). A call that hangs is killed after `reward.timeout_s`. When a call
-raises or hangs, each of its trajectories is retried once, alone, so that only the offending one fails. A trajectory
-fails when its call raises, hangs, kills the worker, or does not return one finite number per trajectory. A failed
-trajectory scores 0 and is counted (`reward/failed_*`); when more than `reward.max_failed_fraction` of a step's
-trajectories fail, the run stops. Printed output goes to the log.
+Rewards run in worker processes (`reward.workers`). A call that hangs is killed after `reward.timeout_s` per trajectory.
+When a call raises, hangs or kills its worker, each of its trajectories is retried once, alone, so that only the
+offending one fails; `reward/retried` counts them. A trajectory fails when its call raises, hangs, kills the worker, or
+does not return one finite number per trajectory. A failed trajectory scores 0 and is counted (`reward/failed_*`); when
+more than `reward.max_failed_fraction` of a step's trajectories fail, the run stops. Printed output goes to the log.
 '''

@@ -10,6 +10,7 @@ Invariants:
 """
 
 import logging
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -22,7 +23,24 @@ from app.types import Trajectory
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # silences its warning that no timeout is set
 
 TAIL = 1000  # characters at the end of a text that are searched for an unmarked answer
-PADDING = " \t\n.,;:$"  # characters around an answer without meaning
+
+# Characters around an answer without meaning. A point is one only at the end: .5 is not 5.
+LEADING = " \t\n,;:*"
+TRAILING = LEADING + "."
+WRAPPER = re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}")
+WORD = re.compile(r"[^\W\d_]{2,}")
+
+# Notations that math-verify misreads in a box, and the same in LaTeX that it reads.
+REWRITES = (
+    (re.compile(r"\\%"), "%"),
+    (re.compile(r"\\?\$"), ""),
+    (re.compile(r"°"), r"^\\circ"),
+    (re.compile(r"∞|\\?\b(?i:infinity)\b"), r"\\infty"),
+    (re.compile(r"(?<=\d)(?:\\,|[ ~\u2009\u202f])(?=\d{3}(?!\d))"), ""),  # 12\,345
+    (re.compile(r"(?<=\d) +(\d+)/(\d+)"), r"\\frac{\1}{\2}"),  # 3 1/2
+    (re.compile(r"√(\d+)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<=\d)[eE]([+-]?\d+)"), r" \\times 10^{\1}"),  # 1.2e3
+)
 
 
 def math(trajectories: Sequence[Trajectory]) -> list[float]:
@@ -37,38 +55,62 @@ def equal(reference: str, text: str) -> bool:
         raise ValueError(f"the reference answer {reference!r} is empty")
 
     marked = extract_final_answer(text)
-    if marked is not None and _clean(marked) == expected:
-        return True
-    if expected.replace(" ", "").isalpha() and len(expected) > 1:
-        return marked is not None and _clean(marked).casefold() == expected.casefold()
-
-    gold = _parsed_reference(expected)
     if marked is None:
-        return verify(gold, parse(text[-TAIL:], parsing_timeout=None), timeout_seconds=None)
-    if verify(gold, _parse_marked(_clean(marked)), timeout_seconds=None):
+        return not _is_word(expected) and _verify_last(expected, text[-TAIL:])
+
+    answer = _clean(marked)
+    if answer == expected:
+        return True
+    if _is_word(expected):
+        return answer.casefold() == expected.casefold()
+    if _verify(expected, answer):
         return True
 
     # After ####, people write "18 dollars": the last number counts. A box holds the answer and nothing else.
-    return "\\boxed" not in text and verify(gold, parse(marked, parsing_timeout=None), timeout_seconds=None)
+    in_words = "\\" not in answer and WORD.search(answer) is not None
+    return "\\boxed" not in text and in_words and _verify_last(expected, answer)
 
 
-@lru_cache(maxsize=1024)
-def _parsed_reference(expected: str) -> list[Any]:
-    """Parse the reference once for all completions of a prompt."""
-    return _parse_marked(expected)
+def _is_word(answer: str) -> bool:
+    """Whether an answer is read as words; one or two letters are rather variables."""
+    return answer.replace(" ", "").isalpha() and len(answer) > 2
 
 
-def _parse_marked(answer: str) -> list[Any]:
-    """Parse a whole answer with math-verify, into its expression and its text."""
-    return parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+def _verify(expected: str, answer: str) -> bool:
+    """Compare two whole answers. Of two percentages, the numbers are compared."""
+    if expected.endswith("%") and answer.endswith("%"):
+        expected = expected[:-1]
+        answer = answer[:-1]
+    return verify(_parse(expected), _parse(answer), timeout_seconds=None)
+
+
+def _verify_last(expected: str, text: str) -> bool:
+    """Compare with what math-verify finds at the end of a text."""
+    return verify(_parse(expected), parse(text, parsing_timeout=None), timeout_seconds=None)
+
+
+@lru_cache(maxsize=256)  # references and answers repeat within a group
+def _parse(answer: str) -> list[Any]:
+    """Parse a whole answer with math-verify, into expressions and their text: `50%` as 50 and as 50/100."""
+    number = answer.removesuffix("%")
+    parsed = parse(f"\\boxed{{{number}}}", parsing_timeout=None)
+
+    # math-verify reads a percent sign after a formula, and none inside
+    return parsed if number == answer else [*parsed, *parse(f"${number}$%", parsing_timeout=None)]
 
 
 def _clean(answer: str) -> str:
-    r"""Strip an answer of padding and wrappers: `$\text{Paris}$.` → `Paris`, `50\%` → `50`."""
-    answer = answer.strip(PADDING).removesuffix("%").removesuffix("\\")
-    if answer.startswith("\\text{") and answer.endswith("}") and answer.count("{") == 1:
-        answer = answer[len("\\text{") : -1]
-    return answer.strip(PADDING)
+    r"""Strip an answer of padding and wrappers, and rewrite what is misread: `$\text{Paris}$.` → `Paris`."""
+    for pattern, replacement in REWRITES:
+        answer = pattern.sub(replacement, answer)
+    answer = _strip(answer)
+
+    wrapped = WRAPPER.fullmatch(answer)
+    return _strip(wrapped[1]) if wrapped else answer
+
+
+def _strip(answer: str) -> str:
+    return answer.lstrip(LEADING).rstrip(TRAILING)
 
 
 # math-verify builds its tables on first use: do it while the worker starts, outside of any call's timeout

@@ -91,8 +91,9 @@ class Scorer:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`reward/failed_timeout`, `_exception`, `_value`, `_died` (trajectories so far), `reward/failed_fraction`."""
-        return self._failure_tracker.metrics
+        """`reward/failed_*` by kind and `reward/retried`, in trajectories so far; `reward/failed_fraction`."""
+        retried = sum(worker.retried for worker in self._workers)
+        return {**self._failure_tracker.metrics, "reward/retried": float(retried)}
 
     def close(self) -> None:
         """Stop the workers. Calls of `score` in flight end with failures."""
@@ -158,11 +159,11 @@ class Scorer:
     def _call(self, worker: WorkerProcess, component: RewardComponent, trajectories: Sequence[Trajectory]) -> Outcome:
         """Call once for all trajectories; if that fails, retry each alone, so that only the offending one fails."""
         limit_s = self._config.timeout_s
-        if len(trajectories) == 1 or not component.per_trajectory:
-            outcome = worker.call(component.name, trajectories, limit_s)
-            if len(trajectories) == 1 or not isinstance(outcome, Failure):
-                return outcome
+        outcome = worker.call(component.name, trajectories, limit_s)
+        if len(trajectories) == 1 or not isinstance(outcome, Failure):
+            return outcome
 
+        worker.retried += len(trajectories)
         values: list[Value] = []
         for trajectory in trajectories:
             single = worker.call(component.name, [trajectory], limit_s)

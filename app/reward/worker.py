@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from app.reward.component import LoadError, RewardComponent
-from app.reward.outcome import evaluate
+from app.reward.outcome import Failure, evaluate
 from app.utils.process import die_with_parent
 
 BUILT_IN_MEMORY = 4 << 30  # bytes of address space for built-in components: 9^{9^{9^9}} must not exhaust the machine
@@ -49,7 +49,10 @@ def _serve(pipe: Connection, runner: asyncio.Runner) -> None:
 
     while True:
         name, trajectories = pipe.recv()
-        pipe.send(evaluate(rewards[name], trajectories, runner))
+        outcome = evaluate(rewards[name], trajectories, runner)
+        if isinstance(outcome, Failure):
+            sys.stderr.write(f"{name} failed on {len(trajectories)} trajectories: {outcome}\n")
+        pipe.send(outcome)
 
 
 def _limit_memory() -> None:

@@ -1,7 +1,8 @@
 """Driver side of one reward worker: start it, call it, and replace it when it times out or dies.
 
 Invariants:
-- `call` returns within its limit, plus one worker startup if the process had to be replaced.
+- `call` returns within its limit (seconds per trajectory × trajectories), plus one worker startup if the process had to
+  be replaced.
 - A worker is used by one thread at a time.
 - The thread that starts a worker outlives it: the kernel kills the worker when that thread ends (`die_with_parent`).
 """
@@ -10,6 +11,8 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,6 +25,9 @@ from app.reward.outcome import Failure, FailureKind, Outcome
 from app.types import Trajectory
 
 START_LIMIT_S = 60.0  # includes the imports of custom rewards
+SEND_LIMIT_S = 30.0  # until the worker, which is between two calls, reads the trajectories; whole seconds
+EXIT_LIMIT_S = 1.0  # between the end of a worker's pipe and its exit
+KILL_LIMIT_S = 10.0  # a killed process ends at once, unless it is stuck in a driver or a network file system
 STDERR = 2
 
 
@@ -29,6 +35,9 @@ class WorkerProcess:
     """One worker process that has loaded `components`. Its output goes to `log` (None: stderr).
 
     Lifecycle: start → call* → close, then kill. `call` starts a missing process and kills a hanging one.
+
+    Attributes:
+        retried: Trajectories that were scored again, alone, after the call for several of them failed.
     """
 
     def __init__(self, components: Sequence[RewardComponent], log: Path | None) -> None:
@@ -38,6 +47,7 @@ class WorkerProcess:
         self._pipe: Connection | None = None
         self._ready = False  # the process has loaded its components
         self._closed = False
+        self.retried = 0
 
     @property
     def pid(self) -> int | None:
@@ -54,22 +64,25 @@ class WorkerProcess:
         if self._closed:
             return
         self._launch()
-        if not self._ready:
-            self._await_ready()
+        if self._pipe is not None and not self._ready:
+            self._await_ready(self._pipe)
 
     def call(self, component: str, trajectories: Sequence[Trajectory], limit_s: float) -> Outcome:
-        """Score these trajectories with one component, within `limit_s` seconds for the whole call."""
+        """Score these trajectories with one component, within `limit_s` seconds each: the call has their sum."""
         self.start()
         if self._pipe is None:
             return Failure(FailureKind.died, "the scorer was closed")
 
         try:
             self._pipe.send((component, trajectories))
-            if self._pipe.poll(limit_s):
+            if self._pipe.poll(limit_s * len(trajectories)):
                 return self._pipe.recv()
-            failure = Failure(FailureKind.timeout, f"no result within reward.timeout_s={limit_s:g}")
+            counted = f" for each of {len(trajectories)} trajectories" if len(trajectories) > 1 else ""
+            failure = Failure(FailureKind.timeout, f"no result within reward.timeout_s={limit_s:g}{counted}")
+        except BlockingIOError:
+            failure = Failure(FailureKind.timeout, f"the worker read no trajectories for {SEND_LIMIT_S:g} s")
         except (EOFError, ConnectionError):
-            failure = Failure(FailureKind.died, f"the worker process died{self._see_log}")
+            failure = Failure(FailureKind.died, f"the worker process died{self._exit_status}{self._see_log}")
 
         self.kill()
         if not self._closed:
@@ -80,7 +93,8 @@ class WorkerProcess:
         """Kill the process and its children; the next `call` starts another."""
         if self._process is not None:
             _kill_group(self._process)
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # another process takes its place
+                self._process.wait(KILL_LIMIT_S)
         if self._pipe is not None:
             self._pipe.close()
 
@@ -99,18 +113,20 @@ class WorkerProcess:
         """Start the process, unless one is running, and send it its components, without waiting."""
         if self._pipe is None:
             pipe, worker_end = multiprocessing.Pipe()
+            _limit_sends(pipe, SEND_LIMIT_S)
             with worker_end:
                 self._process = self._spawn(worker_end)
             self._pipe = pipe
             self._pipe.send(self._components)
+            if self._closed:
+                self.kill()  # `close`, in another thread, may have looked for a process before this one
 
-    def _await_ready(self) -> None:
-        assert self._pipe is not None
+    def _await_ready(self, pipe: Connection) -> None:
         names = ", ".join(component.name for component in self._components)
         try:
-            if not self._pipe.poll(START_LIMIT_S):
+            if not pipe.poll(START_LIMIT_S):
                 raise RunError(f"A reward worker did not load {names} within {START_LIMIT_S:g} s{self._see_log}.")
-            load_error = self._pipe.recv()
+            load_error = pipe.recv()
         except (EOFError, ConnectionError) as error:
             raise RunError(f"A reward worker died while loading {names}{self._see_log}.") from error
 
@@ -142,8 +158,24 @@ class WorkerProcess:
                 os.close(log)
 
     @property
+    def _exit_status(self) -> str:
+        """` (exit code 3)` or ` (signal 9)` of the process, which has closed its pipe."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(EXIT_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return ""
+        return f" (signal {-code})" if code < 0 else f" (exit code {code})"
+
+    @property
     def _see_log(self) -> str:
         return "" if self._log is None else f"; log: {self._log}"
+
+
+def _limit_sends(pipe: Connection, seconds: float) -> None:
+    """Let a send on this pipe raise `BlockingIOError` when the other end has read nothing for so long."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), 0))
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -165,9 +166,13 @@ def test_a_file_that_is_not_text_is_rejected(tmp_path):
 def test_a_broken_parquet_file_is_rejected(tmp_path):
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"PAR1 but no more")
-    assert f"data.path={path} is not accepted: give a readable Parquet file (" in config_error(
-        DataConfig(path=str(path))
-    )
+    expected = f"data.path={path} is not accepted: give a readable Parquet file ("
+    assert expected in config_error(DataConfig(path=str(path)))
+
+    offsets = np.array([0, 1, 3], np.int32)
+    not_utf8 = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, *map(pyarrow.py_buffer, (offsets, b"a\xff\xfe"))])
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["p", "q"], "answer": not_utf8}), path)
+    assert f"{expected}'utf-8' codec" in config_error(DataConfig(path=str(path)))
 
 
 def test_a_line_that_is_not_a_json_object_is_rejected_with_its_number(jsonl):
@@ -175,6 +180,8 @@ def test_a_line_that_is_not_a_json_object_is_rejected_with_its_number(jsonl):
     assert "; line 3 is not JSON (Expecting" in config_error(DataConfig(path=jsonl(good, "", "{broken")))
     assert "; line 2 is a list." in config_error(DataConfig(path=jsonl(good, "[1, 2]")))
     assert "; line 1 is not JSON (" in config_error(DataConfig(path=jsonl("[" * 100_000)))
+    huge = '{"question": "q", "answer": ' + "1" * 5000 + "}"
+    assert "; line 2 is not JSON (Exceeds the limit" in config_error(DataConfig(path=jsonl(good, huge)))
 
 
 def test_a_row_without_the_field_is_rejected_with_its_number_and_existing_fields(jsonl):
@@ -202,6 +209,17 @@ def test_an_empty_question_or_answer_is_rejected_with_its_row(jsonl):
     path = jsonl(good, good, {"question": " \n", "answer": "a"})
     assert f"it is empty in row 3 of {path}." in config_error(DataConfig(path=path))
     assert "data.answer=answer" in config_error(DataConfig(path=jsonl({"question": "q", "answer": ""})))
+
+
+def test_an_unpaired_surrogate_is_rejected_with_its_row(jsonl):
+    good = {"question": "q", "answer": "a \U0001d54f"}  # JSON writes this letter as a pair
+    for field in ("question", "answer"):
+        path = jsonl(good, {**good, field: "7 \ud800"})
+        assert config_error(DataConfig(path=path)) == (
+            f"data.{field}={field} is not accepted: give a field of valid Unicode; "
+            f"row 2 of {path} has the unpaired surrogate '\\ud800'."
+        )
+    assert rows.load(DataConfig(path=jsonl(good, good)), seed=0).train[0].answer == "a \U0001d54f"
 
 
 def test_a_field_that_is_not_text_is_rejected_with_its_kind(jsonl):

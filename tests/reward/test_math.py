@@ -1,0 +1,41 @@
+import math_verify
+import pytest
+
+from app.reward.math import equal
+from tests.docs.markdown import ROOT
+from tests.reward.math_answers import DIFFERENT, MISGRADED, ROWS
+
+
+def answers(by_reason: dict[str, list[tuple[str, str]]]) -> set[tuple[str, str]]:
+    return {answer for listed in by_reason.values() for answer in listed}
+
+
+def verified(reference: str, text: str) -> bool:
+    """Return the verdict of math-verify alone, used as its documentation says."""
+    gold = reference if reference.startswith(("####", "\\boxed")) else f"${reference}$"
+    parsed = [math_verify.parse(side, parsing_timeout=None) for side in (gold, text)]
+    return math_verify.verify(*parsed, timeout_seconds=None)
+
+
+def test_the_verdict_is_that_of_a_careful_human_grader_but_for_the_listed_answers():
+    assert len(set(ROWS)) == len(ROWS) > 200
+    assert {(reference, text) for reference, text, right in ROWS if equal(reference, text) != right} == answers(
+        MISGRADED
+    )
+
+
+def test_the_verdict_differs_from_math_verify_for_exactly_the_listed_answers():
+    rows = [(reference, text) for reference, text, _ in ROWS]
+    assert {row for row in rows if equal(*row) != verified(*row)} == answers(DIFFERENT)
+
+
+def test_the_page_on_rewards_lists_every_reason_and_the_number_of_answers():
+    page = " ".join((ROOT / "docs" / "extending.md").read_text().split())
+    assert [reason for reason in [*DIFFERENT, *MISGRADED] if reason not in page] == []
+    assert f"has {len(ROWS)} graded answers" in page
+
+
+@pytest.mark.parametrize("reference", ["", " . ", "$$", r"\boxed{.}"])
+def test_an_empty_reference_is_an_error_not_a_zero(reference):
+    with pytest.raises(ValueError, match=r"the reference answer .* is empty"):
+        equal(reference, "\\boxed{...}")
