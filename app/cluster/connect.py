@@ -76,7 +76,7 @@ def _wait_for_head(address: str, timeout_s: float) -> None:
             if time.monotonic() + RETRY_SECONDS > deadline:
                 raise RunError(
                     f"cluster.address={address} cannot be joined: nothing accepted a connection within "
-                    f"cluster.timeout_s={timeout_s:.0f} s: {error}"
+                    f"cluster.timeout_s={timeout_s:g} s: {error}"
                 ) from error
         time.sleep(RETRY_SECONDS)
 

@@ -16,6 +16,6 @@ def test_a_head_that_accepts_no_connection_is_named_after_the_deadline() -> None
     with pytest.raises(RunError) as refused:
         connect(config, device_of(config.device.kind))
     assert str(refused.value) == (
-        f"cluster.address={address} cannot be joined: nothing accepted a connection within cluster.timeout_s=0 s: "
+        f"cluster.address={address} cannot be joined: nothing accepted a connection within cluster.timeout_s=0.5 s: "
         "[Errno 111] Connection refused"
     )
