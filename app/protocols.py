@@ -62,10 +62,16 @@ class RolloutEngine(Protocol):
     async def generate(self, request: GroupRequest) -> list[Completion]:
         """Sample `request.group_size` completions of one prompt.
 
-        Waits while the engine is paused. A prompt id must not be in flight already.
+        Waits while the engine is paused. A prompt id must not be in flight already. The deadline is by progress: while
+        the engine is not paused, the prompt must advance, or wait its turn, within `rollout.stall_timeout_s`.
 
         Returns:
-            One completion for each member. Aborted ones are partial, with `FinishReason.abort`.
+            One completion for each member. Those that `abort` ended are partial, with `FinishReason.abort`.
+
+        Raises:
+            EngineLost: Also when the engine lost the requests of this or another prompt, or stopped producing tokens.
+            EngineError: Also when the server aborted a completion by itself (out of memory, a time limit of its own).
+                Names the prompt and the server's reason.
         """
         ...
 
@@ -99,7 +105,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def stats(self) -> EngineStats:
-        """Return the requests in flight and the tokens generated so far."""
+        """Return the groups in flight and the tokens sampled so far. Cheap: asks nothing of the server."""
         ...
 
     async def memory(self) -> MemoryUse:

@@ -17,7 +17,7 @@ class FinishReason(Enum):
 
     stop = "stop"  # the model sampled a stop token, which is the last token
     length = "length"  # truncated at the token limit
-    abort = "abort"  # aborted by us or by the engine: partial, never trained on
+    abort = "abort"  # aborted by us: partial, never trained on
 
 
 class InFlight(Enum):
@@ -151,7 +151,9 @@ class EngineStats:
     """The load of an engine."""
 
     groups: int  # in flight
-    completion_tokens: int  # generated since the engine started
+    # Sampled since the engine started, also by running requests as of the server's last report (every few seconds).
+    # A change is progress.
+    completion_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

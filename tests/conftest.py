@@ -121,7 +121,6 @@ def make_engine(model: Path, folder: Path, *, name: str = "engine 0", seed: int 
     )
     spec = HostSpec(
         name=name,
-        seed=seed,
         start_timeout_s=300,
         stall_timeout_s=60,
         releases_memory=False,

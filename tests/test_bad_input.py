@@ -26,6 +26,11 @@ REFUSED = [  # overrides, fragments of the sentence
     (["algorithm.group_size=1"], ["algorithm.group_size=1", "at least 2"]),
     (["steps=0"], ["steps=0", "at least 1"]),
     (["algorithm.prompts_per_step=-4"], ["algorithm.prompts_per_step=-4", "at least 1"]),
+    (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "give 1", "eval.top_p"]),
+    (
+        ["+rollout.engine_args.preferred-sampling-params={top_k:20}"],
+        ["rollout.engine_args.preferred-sampling-params", "rollout.temperature"],
+    ),
     (["rollout.temperature=-1"], ["rollout.temperature=-1.0", "above 0"]),
     (["trainer.lr=0"], ["trainer.lr=0.0", "above 0"]),
     (["algorithm.updates_per_step=5"], ["algorithm.updates_per_step=5", "divisor"]),

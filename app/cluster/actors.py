@@ -2,6 +2,8 @@
 
 import os
 import secrets
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +26,31 @@ if TYPE_CHECKING:
 ENGINE_KEY = "POSTTRAIN_SERVER_KEY"  # environment variable: the key of the servers of `rollout.urls`
 
 
-def make_engine(
-    config: RunConfig, device: Device, model_path: Path, run_folder: Path, placement: DevicePlacement, index: int
+class EngineFactory:
+    """Creates the hosts of a run's engines, without starting them. Replacements of lost engines are made here too."""
+
+    def __init__(
+        self, config: RunConfig, device: Device, model_path: Path, run_folder: Path, placement: DevicePlacement
+    ) -> None:
+        self._make = partial(_make_engine, config, device, model_path, run_folder, placement)
+        self._lives: Counter[int] = Counter()  # engines made so far, by index
+
+    def __call__(self, index: int) -> RemoteEngine:
+        """Create the host of engine `index`. Its sampling noise is not that of an earlier one."""
+        life = self._lives[index]
+        self._lives[index] += 1
+        return self._make(index, life)
+
+
+def _make_engine(
+    config: RunConfig,
+    device: Device,
+    model_path: Path,
+    run_folder: Path,
+    placement: DevicePlacement,
+    index: int,
+    life: int,
 ) -> RemoteEngine:
-    """Create the host of an engine, without starting it. Replacements of lost engines are made here too."""
     rollout = config.rollout
     name = f"engine {index}"
     logs = run_folder / "logs"
@@ -45,7 +68,7 @@ def make_engine(
             host="127.0.0.1",
             port=0 if rollout.port is None else rollout.port + index,
             key=secrets.token_urlsafe(24),
-            flags=engine_flags(config, device),
+            flags=engine_flags(config, device, index=index, life=life),
             environment={
                 **device.engine_env,
                 **_engine_threads(config, device),
@@ -56,7 +79,6 @@ def make_engine(
 
     spec = HostSpec(
         name=name,
-        seed=config.seed,
         start_timeout_s=rollout.start_timeout_s,
         stall_timeout_s=rollout.stall_timeout_s,
         releases_memory=device.shares_memory and config.offload.engine,

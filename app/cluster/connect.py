@@ -3,6 +3,8 @@
 import logging
 import os
 import signal
+import socket
+import time
 from typing import Any
 
 import ray
@@ -14,6 +16,9 @@ from app.device import Device
 from app.errors import RunError
 
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
+ATTEMPTS_VARIABLE = "RAY_gcs_server_port_wait_time_s"  # attempts to reach the head of a cluster
+RETRY_SECONDS = 1.0
+MIN_CONNECT_SECONDS = 0.1
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
 
 
@@ -38,16 +43,42 @@ def connect(config: RunConfig, device: Device) -> None:
         if config.cluster.address is None:
             _start_local(config, device)
         else:
-            _join(config.cluster.address)
+            _join(config.cluster.address, config.cluster.timeout_s)
     finally:
         signal.signal(signal.SIGTERM, handler)
 
 
-def _join(address: str) -> None:
+def _join(address: str, timeout_s: float) -> None:
+    _wait_for_head(address, timeout_s)
+    # Ray tries 20 times, for half a minute each, to reach a head that accepts connections and does not reply.
+    os.environ[ATTEMPTS_VARIABLE] = "1"
     try:
         ray.init(address=address, **QUIET)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise RunError(f"cluster.address={address} cannot be joined: {error}") from error
+    finally:
+        del os.environ[ATTEMPTS_VARIABLE]
+
+
+def _wait_for_head(address: str, timeout_s: float) -> None:
+    """Wait until the head of the cluster accepts connections. Does nothing for addresses that Ray resolves (auto)."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal()) or "://" in address:
+        return
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=max(left, MIN_CONNECT_SECONDS)).close()
+            return
+        except OSError as error:
+            if time.monotonic() + RETRY_SECONDS > deadline:
+                raise RunError(
+                    f"cluster.address={address} cannot be joined: nothing accepted a connection within "
+                    f"cluster.timeout_s={timeout_s:g} s: {error}"
+                ) from error
+        time.sleep(RETRY_SECONDS)
 
 
 def _start_local(config: RunConfig, device: Device) -> None:

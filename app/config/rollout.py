@@ -6,6 +6,8 @@ from typing import Any
 from app.config.setting import SECONDS, setting
 from app.errors import expect
 
+PREFERRED_SAMPLING = "preferred-sampling-params"  # SGLang's flag for defaults such as top_k and min_p
+
 
 @dataclass
 class RolloutConfig:
@@ -13,7 +15,12 @@ class RolloutConfig:
 
     tensor_parallel: int = setting(1, "Devices per engine.", at_least=1)
     temperature: float = setting(1.0, "Sampling temperature; the trainer's log-probabilities use it too.", above=0)
-    top_p: float = setting(1.0, "Nucleus sampling threshold.", above=0, at_most=1)
+    top_p: float = setting(
+        1.0,
+        "Nucleus sampling threshold of training: only 1 is accepted, see eval.top_p for evaluations.",
+        above=0,
+        at_most=1,
+    )
     max_prompt_tokens: int = setting(64, "Longer prompts are dropped from the data, and counted.", at_least=1)
     max_completion_tokens: int = setting(64, "Tokens after which a completion is truncated.", at_least=1)
     max_inflight_groups: int = setting(64, "Groups being sampled at a time, over all engines.", at_least=1)
@@ -48,6 +55,24 @@ class RolloutConfig:
     )
 
     def validate(self) -> None:
-        """Raise `ConfigError` for an address without a scheme."""
+        """Raise `ConfigError` for an address without a scheme, and for sampling that has no right log-probabilities.
+
+        SGLang reports log-probabilities of the whole distribution, before top-p, top-k or min-p cut it.
+        """
+        expect(
+            self.top_p == 1.0,
+            "rollout.top_p",
+            self.top_p,
+            "1: engines report log-probabilities before the cut, so training would correct for the wrong policy; "
+            "eval.top_p sets it for evaluations",
+        )
+        preferred = self.engine_args.get(PREFERRED_SAMPLING)
+        expect(
+            preferred is None,
+            f"rollout.engine_args.{PREFERRED_SAMPLING}",
+            preferred,
+            "rollout.temperature and rollout.max_completion_tokens: other sampling parameters would train on "
+            "log-probabilities that are not those of the sampled tokens",
+        )
         for url in self.urls:
             expect(url.startswith(("http://", "https://")), "rollout.urls", url, "addresses such as http://host:30000")

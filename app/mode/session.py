@@ -67,7 +67,7 @@ async def start_rollout_workers(
         recorder: Shows what is being started.
         weights: The model directory that the engines load; None is that of `model=`.
     """
-    from app.cluster.actors import make_engine
+    from app.cluster.actors import EngineFactory
     from app.cluster.connect import connect
     from app.cluster.placement_group import reserve
     from app.reward.scorer import Scorer
@@ -92,7 +92,7 @@ async def start_rollout_workers(
 
         trainer = "" if config.mode is Mode.eval else f" and {config.placement.trainer_ranks} trainer rank(s)"
         recorder.status(f"starting {config.engines} engine(s){trainer}")
-        make = partial(make_engine, config, device, weights or inputs.model_path, folder, device_placement)
+        make = EngineFactory(config, device, weights or inputs.model_path, folder, device_placement)
         pool = EnginePool([make(index) for index in range(config.engines)])
         stack.push_async_callback(_end_engines, pool)
 

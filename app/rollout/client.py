@@ -3,16 +3,19 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import numpy as np
 
 from app.errors import EngineError
+from app.rollout.sglang_plugin.request_report import REPORT
 from app.types import Completion, FinishReason, GroupRequest, VersionSpan
 
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 600.0
+Report = Mapping[str, int | None]  # sampled tokens of unfinished requests by request id; None: queued
 
 
 class ConnectionLost(EngineError):
@@ -21,6 +24,18 @@ class ConnectionLost(EngineError):
 
 class NoAnswer(EngineError):
     """The server accepted a call and did not reply within its deadline."""
+
+
+class KeyRefused(EngineError):
+    """The server does not accept our key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One reply of `/generate`."""
+
+    completion: Completion
+    abort_reason: str | None  # SGLang's, if it was aborted
 
 
 class Client:
@@ -65,33 +80,31 @@ class Client:
         """Return the decoded JSON reply of a POST request."""
         return await self._call("POST", route, body, seconds)
 
-    async def generate(
-        self, request: GroupRequest, request_ids: Sequence[str], seeds: Sequence[int], *, cache_key: str
-    ) -> list[Completion]:
+    async def unfinished(self, seconds: float) -> Report | None:
+        """Return the server's report on its unfinished requests; None if it runs without our plugin."""
+        states = (await self.get("/server_info", seconds=seconds)).get("internal_states") or []
+        reports = [state[REPORT] for state in states if REPORT in state]
+        return {request_id: tokens for report in reports for request_id, tokens in report.items()} if reports else None
+
+    async def generate(self, request: GroupRequest, request_ids: Sequence[str], *, cache_key: str) -> list[Reply]:
         """Sample a group with one call. It has no deadline: the host watches the server's progress.
 
         Args:
             request: The prompt and how to sample it.
             request_ids: One for each member; `/abort_request` takes them.
-            seeds: One for each member, all different.
             cache_key: Prefixes are reused only from requests with the same key.
         """
-        assert len(set(seeds)) == request.group_size, "the seeds of a group must differ"
         sampling = request.sampling
         prompt = request.token_ids.tolist()
         body = {
             "input_ids": [prompt] * request.group_size,
             "rid": list(request_ids),
             "extra_key": cache_key,
-            "sampling_params": [
-                {
-                    "temperature": sampling.temperature,
-                    "top_p": sampling.top_p,
-                    "max_new_tokens": sampling.max_tokens,
-                    "sampling_seed": seed,
-                }
-                for seed in seeds
-            ],
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "max_new_tokens": sampling.max_tokens,
+            },
             "return_logprob": True,
             "stream": False,
         }
@@ -127,10 +140,10 @@ class Client:
 
     def _check_key(self, reply: aiohttp.ClientResponse) -> None:
         if reply.status in (401, 403):
-            raise EngineError(f"{self.name} at {self.url} refused our key (HTTP {reply.status})")
+            raise KeyRefused(f"{self.name} at {self.url} refused our key (HTTP {reply.status})")
 
 
-async def parse(reply: Mapping[str, Any], version: int) -> Completion:
+async def parse(reply: Mapping[str, Any], version: int) -> Reply:
     """Return the completion in one reply of `/generate`. `version` is the request's."""
     # Long replies take milliseconds each: let other requests run in between.
     await asyncio.sleep(0)
@@ -139,8 +152,11 @@ async def parse(reply: Mapping[str, Any], version: int) -> Completion:
     pairs = meta.get("output_token_logprobs") or []
     token_ids = np.fromiter((pair[1] for pair in pairs), dtype=np.int32, count=len(pairs))
     logprobs = np.fromiter((pair[0] for pair in pairs), dtype=np.float32, count=len(pairs))
-    reason = (meta.get("finish_reason") or {}).get("type", "abort")
-    return Completion(token_ids, logprobs, FinishReason(reason), spans(meta, len(pairs), version))
+
+    finish = meta.get("finish_reason") or {"type": "abort", "message": "no finish reason"}
+    reason = FinishReason(finish["type"])
+    completion = Completion(token_ids, logprobs, reason, spans(meta, len(pairs), version))
+    return Reply(completion, str(finish.get("message")) if reason is FinishReason.abort else None)
 
 
 def spans(meta: Mapping[str, Any], tokens: int, version: int) -> tuple[VersionSpan, ...]:
@@ -163,3 +179,23 @@ def spans(meta: Mapping[str, Any], tokens: int, version: int) -> tuple[VersionSp
     if not reported or end != tokens:
         return (VersionSpan(version, 0, tokens),)
     return tuple(reported)
+
+
+def spans_in_place(reported: Sequence[VersionSpan], version: int) -> tuple[VersionSpan, ...]:
+    """Return spans in which the first token after each sync counts as the previous version's.
+
+    SGLang's overlap scheduler keeps one sampled batch through a sync in place and reports its tokens under the new
+    version. If the first token of all is newer than `version`, it counts as the version before its own: each sync adds
+    one.
+    """
+    starts: list[tuple[int, int]] = []  # version, first token
+    for span in reported:
+        synced_meanwhile = span.version > version
+        if synced_meanwhile and not starts:
+            starts.append((span.version - 1, 0))
+        starts.append((span.version, span.start + synced_meanwhile))
+
+    ends = [*(start for _, start in starts[1:]), reported[-1].end]
+    return tuple(
+        VersionSpan(number, start, end) for (number, start), end in zip(starts, ends, strict=True) if start < end
+    )

@@ -1,33 +1,34 @@
 """The host of one engine: a Ray actor that owns the SGLang process and its HTTP client.
 
 JSON is parsed and tokens are decoded here instead of in the driver, which serves all engines. If the server dies or
-stalls, every request in flight fails with an error that names the engine and shows the end of its log.
+stalls, or loses a request, every request in flight fails with an error that names the engine.
 """
 
 import asyncio
 import itertools
 import os
 import secrets
-import zlib
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from app.errors import EngineError, EngineLost
 from app.model.hf_directory import load_tokenizer
-from app.rollout.client import Client, ConnectionLost, NoAnswer
+from app.rollout.client import Client, ConnectionLost, NoAnswer, spans_in_place
+from app.rollout.progress import ProgressClock, ProgressMonitor
 from app.rollout.server import Server, ServerSpec
 from app.types import Completion, EngineMemory, EngineStats, GroupRequest, InFlight, MemoryUse
 from app.utils.net import url_of
 from app.utils.process import log_to, memory_use, process_group_members
+from app.utils.tasks import gather_or_raise
 
 HEALTH_POLL_SECONDS = 0.25
-STALL_POLL_SECONDS = 5.0
 IDLE_POLL_SECONDS = 0.02
 CHECK_SECONDS = 10.0
 SCHEDULER_ROUTE = "/server_info"  # answered by the scheduler; /health needs only the HTTP process
 DEATH_SECONDS = 3.0  # from a lost connection until the operating system reports the server's death
+MAX_ABORT_CALLS = 64  # at a time
 MEMORY_TAGS = {EngineMemory.weights: "weights", EngineMemory.kv_cache: "kv_cache", EngineMemory.graphs: "cuda_graph"}
 T = TypeVar("T")
 
@@ -37,14 +38,22 @@ class HostSpec:
     """Settings of a host. It starts `server`, or uses the running server at `url` with `key`."""
 
     name: str  # "engine 0"
-    seed: int
     start_timeout_s: float
     stall_timeout_s: float
     releases_memory: bool  # False: release and reload do nothing (there is no device memory on CPU)
     log: Path  # of the host; the server has its own
     server: ServerSpec | None = None
     url: str | None = None
-    key: str | None = None
+    key: str | None = field(default=None, repr=False)
+
+
+@dataclass(slots=True)
+class GroupInFlight:
+    """The requests of one prompt that the server has."""
+
+    request_ids: list[str]  # SGLang's
+    abort_asked: bool = False
+    paused_in_place: bool = False  # a sync in place may have happened meanwhile
 
 
 class EngineHost:
@@ -64,8 +73,9 @@ class EngineHost:
         # Decodes completions. None for servers of `rollout.urls`: their model directory may not be on this machine.
         self._tokenizer: Any = None
 
-        self._in_flight: dict[str, list[str]] = {}  # prompt id → SGLang's request ids
-        self._completion_tokens = 0  # generated so far
+        self._in_flight: dict[str, GroupInFlight] = {}  # by prompt id
+        self._completion_tokens = 0  # sampled so far, by requests that ended
+        self._progress = ProgressClock()
         self._host_id = secrets.token_hex(4)  # several hosts may share a server
         self._calls = itertools.count()
 
@@ -92,7 +102,8 @@ class EngineHost:
             self._client = Client(self.spec.name, self.spec.url, self.spec.key)
 
         await self._race_failure(self._wait_healthy(self._client))
-        self._watchers.append(asyncio.create_task(self._watch_progress(self._client)))
+        monitor = ProgressMonitor(self._client, self._progress, self._sampling, self.spec.stall_timeout_s)
+        self._watchers.append(asyncio.create_task(self._watch(monitor.failure())))
 
         info = await self._race_failure(self._client.get("/server_info"))
         return {
@@ -117,13 +128,13 @@ class EngineHost:
         if request.prompt_id in self._in_flight:
             raise EngineError(f"{self.spec.name}: prompt {request.prompt_id} is in flight already")
 
-        request_ids = self._request_ids(request)
-        cache_key = f"{self._host_id}-{self._pauses}"
-        self._in_flight[request.prompt_id] = request_ids
+        group = GroupInFlight(self._request_ids(request))
+        self._in_flight[request.prompt_id] = group
         try:
-            completions = await self._race_failure(
-                client.generate(request, request_ids, self._seeds(request), cache_key=cache_key)
-            )
+            completions = await self._race_failure(self._sample(client, request, group))
+        except BaseException:
+            self._completion_tokens += self._progress.tokens(group.request_ids)
+            raise
         finally:
             del self._in_flight[request.prompt_id]
 
@@ -146,6 +157,8 @@ class EngineHost:
 
         await self._control("/pause_generation", {"mode": in_flight.value})
         self._paused = True
+        for group in self._in_flight.values():
+            group.paused_in_place |= in_flight is InFlight.in_place
 
     async def resume(self) -> None:
         """Continue sampling."""
@@ -156,12 +169,16 @@ class EngineHost:
 
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
         """Abort the requests of these prompts, or all requests (None)."""
+        named = self._in_flight.keys() if prompt_ids is None else self._in_flight.keys() & set(prompt_ids)
+        groups = [self._in_flight[prompt_id] for prompt_id in named]
+        for group in groups:
+            group.abort_asked = True
         if prompt_ids is None:
             await self._control("/abort_request", {"abort_all": True, "rid": ""})
             return
-        for prompt_id in prompt_ids:
-            for request_id in self._in_flight.get(prompt_id, ()):
-                await self._control("/abort_request", {"rid": request_id})
+
+        limit = asyncio.Semaphore(MAX_ABORT_CALLS)
+        await gather_or_raise(*(self._abort(each, limit) for group in groups for each in group.request_ids))
 
     async def release(self, region: EngineMemory) -> None:
         """Free a region's device memory; its content is lost. The engine must be paused and idle."""
@@ -187,8 +204,9 @@ class EngineHost:
         return await self._race_failure(self._started_client().post(f"/{route}", body))
 
     async def stats(self) -> EngineStats:
-        """Return the groups in flight and the completion tokens so far."""
-        return EngineStats(groups=len(self._in_flight), completion_tokens=self._completion_tokens)
+        """Return the groups in flight and the completion tokens so far, as of the last report of the server."""
+        running = sum(self._progress.tokens(group.request_ids) for group in self._in_flight.values())
+        return EngineStats(groups=len(self._in_flight), completion_tokens=self._completion_tokens + running)
 
     async def memory(self) -> MemoryUse:
         """Return the memory of this process and of the server's processes."""
@@ -205,7 +223,7 @@ class EngineHost:
 
     async def _start_server(self, server: Server) -> Client:
         await server.start()
-        self._watchers.append(asyncio.create_task(self._watch_death(server)))
+        self._watchers.append(asyncio.create_task(self._watch(server.died())))
         self._tokenizer = await asyncio.to_thread(
             load_tokenizer,
             Path(server.spec.model_path),
@@ -242,15 +260,29 @@ class EngineHost:
             self._fail(EngineLost(f"{error} (rollout.stall_timeout_s)"))
             self._started_client()  # raises it
 
+    async def _abort(self, request_id: str, limit: asyncio.Semaphore) -> None:
+        async with limit:
+            await self._control("/abort_request", {"rid": request_id})
+
     def _request_ids(self, request: GroupRequest) -> list[str]:
         """Return one id per member, never used before: a server refuses ids of requests that were cancelled."""
         call = f"{self._host_id}-{next(self._calls)}"
         return [f"{call}/{request.prompt_id}#{member}" for member in range(request.group_size)]
 
-    def _seeds(self, request: GroupRequest) -> list[int]:
-        """Return one seed per member, all different. They depend on the run's seed and the prompt only."""
-        first = zlib.crc32(f"{self.spec.seed}/{request.prompt_id}".encode()) & 0x3FFFFFFF
-        return [first + member for member in range(request.group_size)]
+    async def _sample(self, client: Client, request: GroupRequest, group: GroupInFlight) -> list[Completion]:
+        """Sample a group. Raises `EngineError` if the server aborted a request by itself."""
+        cache_key = f"{self._host_id}-{self._pauses}"
+        replies = await client.generate(request, group.request_ids, cache_key=cache_key)
+        reasons = [reply.abort_reason for reply in replies if reply.abort_reason is not None]
+        if reasons and not group.abort_asked:
+            raise EngineError(
+                f"{self.spec.name} aborted {len(reasons)} of {len(replies)} completions of prompt {request.prompt_id} "
+                f"by itself: {reasons[0]}"
+            )
+        completions = [reply.completion for reply in replies]
+        if group.paused_in_place:
+            return [replace(each, spans=spans_in_place(each.spans, request.version)) for each in completions]
+        return completions
 
     def _decoded(self, completions: Sequence[Completion]) -> list[Completion]:
         texts = self._tokenizer.batch_decode([c.token_ids.tolist() for c in completions], skip_special_tokens=True)
@@ -287,30 +319,9 @@ class EngineHost:
         if self._failure is not None and not self._failure.done():
             self._failure.set_result(error)
 
-    async def _watch_death(self, server: Server) -> None:
-        self._fail(await server.died())
+    async def _watch(self, failure: Coroutine[Any, Any, EngineError]) -> None:
+        self._fail(await failure)
 
-    async def _watch_progress(self, client: Client) -> None:
-        """Fail when requests are in flight and the scheduler produced no token for `stall_timeout_s`."""
-        loop = asyncio.get_running_loop()
-        limit = self.spec.stall_timeout_s
-        last_progress = loop.time()
-        while True:
-            await asyncio.sleep(min(STALL_POLL_SECONDS, limit / 4))
-            try:
-                if not self._in_flight or self._paused or await client.healthy("/health_generate", max(2.0, limit / 2)):
-                    last_progress = loop.time()
-            except EngineError as error:
-                # The key is refused: another server listens at this address now.
-                self._fail(error)
-                return
-
-            if loop.time() - last_progress > limit:
-                prompts = ", ".join(list(self._in_flight)[:5])
-                self._fail(
-                    EngineLost(
-                        f"{self.spec.name} made no progress for rollout.stall_timeout_s={limit:.0f} s "
-                        f"with {len(self._in_flight)} prompts in flight ({prompts})"
-                    )
-                )
-                return
+    def _sampling(self) -> dict[str, list[str]]:
+        """Return the request ids by prompt id that the server should be sampling; none while it is paused."""
+        return {} if self._paused else {prompt_id: group.request_ids for prompt_id, group in self._in_flight.items()}

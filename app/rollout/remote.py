@@ -11,6 +11,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from app.errors import EngineError, EngineLost, RunError, one_line
 from app.rollout.host import EngineHost
 from app.types import Completion, EngineMemory, EngineStats, GroupRequest, InFlight, MemoryUse
+from app.utils.actor_death import cause_of_death
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -20,6 +21,10 @@ STOP_SECONDS = 30.0
 END_SECONDS = 10.0
 CHECK_SECONDS = 30.0
 CALL_SECONDS = 900.0  # of all other calls but generation, whose deadline (by progress) the host keeps
+
+
+class NoReply(EngineLost):
+    """The host did not return from a call within its deadline."""
 
 
 class RemoteEngine:
@@ -33,7 +38,14 @@ class RemoteEngine:
         self.actor = actor
 
     async def start(self, timeout_s: float) -> dict[str, Any]:
-        return await self._call_within(timeout_s + START_GRACE_SECONDS, EngineHost.start)
+        seconds = timeout_s + START_GRACE_SECONDS
+        try:
+            return await self._call_within(seconds, EngineHost.start)
+        except NoReply:
+            raise EngineLost(
+                f"{self.name}: Ray did not start its host, or the host did not reply, within "
+                f"rollout.start_timeout_s={timeout_s:.0f} s and {START_GRACE_SECONDS:.0f} s more"
+            ) from None
 
     async def stop(self) -> None:
         """Stop the server; the host process stays."""
@@ -94,17 +106,21 @@ class RemoteEngine:
     ) -> T:
         """Call a method of the host. `seconds` is the deadline; None where the host keeps one by progress."""
         name = method.__name__
+        if method is EngineHost.update:
+            name = f"update by {args[0]}"
         try:
-            return await asyncio.wait_for(_awaitable(getattr(self.actor, name).remote(*args, **kwargs)), seconds)
+            return await asyncio.wait_for(
+                _awaitable(getattr(self.actor, method.__name__).remote(*args, **kwargs)), seconds
+            )
         except TimeoutError:
-            raise EngineLost(f"{self.name}: {name} did not return within {seconds:.0f} s") from None
+            raise NoReply(f"{self.name}: {name} did not return within {seconds:.0f} s") from None
         except RayTaskError as error:
             if isinstance(error.cause, RunError):
                 raise error.cause from None
             cause = f"{type(error.cause).__name__}: {one_line(error.cause)}"
             raise EngineError(f"{self.name}: {name} failed: {cause}") from error
         except RayActorError as error:
-            raise EngineLost(f"{self.name}: its host died during {name}: {one_line(error)}") from error
+            raise EngineLost(f"{self.name}: its host died during {name}: {cause_of_death(error)}") from error
 
 
 async def _awaitable(reference: Any) -> Any:

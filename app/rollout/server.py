@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from app.errors import EngineError, EngineLost
@@ -33,7 +33,7 @@ class ServerSpec:
     model_path: str
     host: str  # the address to listen on
     port: int  # 0: a free one
-    key: str
+    key: str = field(repr=False)
     flags: Mapping[str, object]  # SGLang's, without dashes; see `render_flags`
     environment: Mapping[str, str]  # added to this process's
     log: Path

@@ -1,19 +1,29 @@
 """Command-line flags of an SGLang server. Imports no heavy library: `mode=plan` shows the flags."""
 
+import zlib
 from collections.abc import Mapping
 
 from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
 
+MAX_SEED = 2**31 - 1
 
-def engine_flags(config: RunConfig, device: Device) -> dict[str, object]:
-    """Return SGLang's flags by name: ours, then the device's, then `engine_args`. Later ones win."""
+
+def engine_flags(config: RunConfig, device: Device, *, index: int = 0, life: int = 0) -> dict[str, object]:
+    """Return SGLang's flags by name: ours, then the device's, then `engine_args`. Later ones win.
+
+    Args:
+        config: The run's.
+        device: Of the engine.
+        index: Of the engine in the run.
+        life: How many engines had this index before; they were lost.
+    """
     colocate = config.placement.kind is PlacementKind.colocate
     return {
         "dtype": config.device.dtype.name,
         "tp-size": config.rollout.tensor_parallel,
-        "random-seed": config.seed,
+        "random-seed": engine_seed(config.seed, index, life),
         "skip-tokenizer-init": True,
         "mem-fraction-static": config.rollout.memory_fraction,
         "trust-remote-code": config.model.trust_remote_code,
@@ -23,6 +33,15 @@ def engine_flags(config: RunConfig, device: Device) -> dict[str, object]:
         **config.device.engine_args,
         **config.rollout.engine_args,
     }
+
+
+def engine_seed(seed: int, index: int, life: int) -> int:
+    """Return the seed of an engine's sampling noise. Engines of one seed would sample the same noise.
+
+    >>> engine_seed(0, 0, 0), engine_seed(0, 1, 0), engine_seed(0, 1, 1)
+    (268180898, 238974869, 2033796867)
+    """
+    return zlib.crc32(f"{seed}/{index}/{life}".encode()) & MAX_SEED
 
 
 def render_flags(flags: Mapping[str, object]) -> list[str]:

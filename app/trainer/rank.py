@@ -34,7 +34,7 @@ from app.trainer.optimizer import PolicyOptimizer
 from app.trainer.profile import FOLDER, StepProfiler
 from app.trainer.step import StepSettings, TrainStep
 from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
-from app.utils.net import bracketed, free_port
+from app.utils.net import Listener
 from app.utils.process import log_to, memory_use
 
 # Ray's concurrency groups: calls that run in their own thread, concurrently with the step.
@@ -82,7 +82,7 @@ class TrainerRank:
 
     Lifecycle:
         1. Create the actor.
-        2. `setup` on all ranks at once: it runs collectives.
+        2. `start`, then `setup`, each on all ranks at once: `setup` runs collectives.
         3. `attach_offload`, and `attach` for each extension.
         4. Steps: `begin_step` → `add_groups` … → `finish_step` or `abort_step`.
         5. Between steps: `offload` and `onload`, `capture` → `write`, `restore`.
@@ -97,21 +97,25 @@ class TrainerRank:
         self.memory_offload: MemoryOffload | None = None
         self.offloaded: set[TrainerMemory] = set()
         self.profiler = StepProfiler(spec.profile_steps, spec.logs.parent / FOLDER, rank)
+        self._rendezvous: Listener | None = None  # of rank 0
 
     # --- setup
 
-    def node_address(self) -> str:
-        return ray.util.get_node_ip_address()
-
-    def free_port(self) -> int:
-        return free_port("")
+    def start(self) -> tuple[str, int]:
+        """Return the address of this rank's node and the port of the rendezvous, which rank 0 opens. Idempotent."""
+        address = ray.util.get_node_ip_address()
+        if self.rank != 0:
+            return address, 0
+        if self._rendezvous is None:
+            self._rendezvous = Listener(address)
+        return address, self._rendezvous.port
 
     def setup(self, address: str, port: int) -> int:
         """Join the process group, load the model and make the step. A collective.
 
         Args:
             address: Address of rank 0.
-            port: Free port there, for the rendezvous.
+            port: Port of the rendezvous there.
 
         Returns:
             Number of the model's parameters.
@@ -151,12 +155,18 @@ class TrainerRank:
             # Gloo, for collectives of host tensors.
             backend = f"cpu:gloo,{self.device.torch_type}:{backend}"
 
+        timeout = timedelta(seconds=self.spec.trainer.timeout_s)
+        store = dist.TCPStore(
+            address,
+            port,
+            is_master=self.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            # Else the store would listen at all addresses of this machine.
+            master_listen_fd=self._rendezvous.detach() if self._rendezvous else None,
+        )
         dist.init_process_group(
-            backend=backend,
-            init_method=f"tcp://{bracketed(address)}:{port}",
-            rank=self.rank,
-            world_size=self.spec.ranks,
-            timeout=timedelta(seconds=self.spec.trainer.timeout_s),
+            backend=backend, store=store, rank=self.rank, world_size=self.spec.ranks, timeout=timeout
         )
 
     def _load_models(self) -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from app.errors import RunError, TrainerError, one_line
 from app.trainer.rank import MemoryOffload, TrainerRank
 from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
+from app.utils.actor_death import cause_of_death
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,8 +52,8 @@ class RemoteTrainer:
         return (await self._each(TrainerRank.setup, *await self.source()))[0]
 
     async def source(self) -> tuple[str, int]:
-        """Return the address of rank 0 and a free port there."""
-        return await asyncio.gather(self.ranks[0].node_address.remote(), self.ranks[0].free_port.remote())
+        """Wait until Ray has started all ranks; return the address of rank 0 and the port of the rendezvous there."""
+        return (await self._each(TrainerRank.start))[0]
 
     async def begin_step(self, *, version: int) -> None:
         await self._each(TrainerRank.begin_step, version)
@@ -133,6 +134,9 @@ class RemoteTrainer:
         if failed:
             raise await self._failure(method, calls, failed[0])
 
+        if waiting and method is TrainerRank.start:
+            raise self._not_started(sorted(calls[call] for call in waiting))
+
         if waiting:
             late = ", ".join(str(rank) for rank in sorted(calls[call] for call in waiting))
             (self.logs / "stacks.log").write_text(await self.stacks())
@@ -150,6 +154,14 @@ class RemoteTrainer:
         """Start a call on every rank. Returns call → rank."""
         references = [getattr(rank, method.__name__).remote(*args, **kwargs) for rank in self.ranks]
         return {asyncio.ensure_future(_awaitable(reference)): rank for rank, reference in enumerate(references)}
+
+    def _not_started(self, ranks: Sequence[int]) -> TrainerError:
+        late = ", ".join(str(rank) for rank in ranks)
+        self._broken = f"since Ray did not start trainer rank {late} in time"
+        return TrainerError(
+            f"Ray did not start trainer rank {late} within trainer.timeout_s={self.timeout_s:.0f} s: "
+            "its devices are not free, or its process does not answer"
+        )
 
     async def _failure(
         self, method: Callable[..., Any], calls: dict["asyncio.Future[Any]", int], first: "asyncio.Future[Any]"
@@ -179,7 +191,12 @@ class RemoteTrainer:
 
 def _shared(groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
     """Serialize the groups once for all ranks. Ray resolves the reference on each rank."""
-    return cast(Sequence[ScoredGroup], ray.put(list(groups)))
+    try:
+        return cast(Sequence[ScoredGroup], ray.put(list(groups)))
+    except RayError as error:
+        raise TrainerError(
+            f"{len(groups)} groups could not be put into Ray's object store: {type(error).__name__}: {one_line(error)}"
+        ) from error
 
 
 async def _awaitable(reference: Any) -> Any:
@@ -192,7 +209,7 @@ def _to_run_error(error: BaseException, who: str, call: str) -> BaseException:
     if isinstance(cause, RunError):
         return cause
     if isinstance(error, RayActorError):
-        return TrainerError(f"{who} died during {call}: {one_line(error)}")
+        return TrainerError(f"{who} died during {call}: {cause_of_death(error)}")
 
     failure = TrainerError(f"{who} failed during {call}: {type(cause).__name__}: {one_line(cause)}")
     failure.__cause__ = error

@@ -3,8 +3,22 @@
 import socket
 
 
+class Listener:
+    """A listening socket at one address of this machine, at a free port."""
+
+    def __init__(self, host: str):
+        self._socket = _socket_for(host)
+        self._socket.bind((host, 0))
+        self._socket.listen()
+        self.port: int = self._socket.getsockname()[1]
+
+    def detach(self) -> int:
+        """Return the file descriptor. Whoever takes it closes it."""
+        return self._socket.detach()
+
+
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that was free a moment ago. An empty `host` stands for all IPv4 interfaces."""
+    """Return a port that was free a moment ago."""
     with _socket_for(host) as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

@@ -69,7 +69,6 @@ def host_spec(
 ) -> HostSpec:
     return HostSpec(
         name=name,
-        seed=0,
         start_timeout_s=start_timeout_s,
         stall_timeout_s=stall_timeout_s,
         releases_memory=False,

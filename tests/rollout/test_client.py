@@ -13,7 +13,8 @@ from aiohttp import web
 
 from app.errors import EngineError
 from app.rollout import client as clients
-from app.rollout.client import Client, ConnectionLost, parse, spans
+from app.rollout.client import Client, ConnectionLost, parse, spans, spans_in_place
+from app.rollout.host import MAX_ABORT_CALLS
 from app.types import FinishReason, VersionSpan
 from tests.rollout.support import host_spec, remote, request
 
@@ -41,6 +42,27 @@ def test_spans_cover_all_tokens_without_gaps(reported: Any, expected: list[tuple
     assert spans({"weight_versions": reported}, 10, 4) == tuple(VersionSpan(*each) for each in expected)
 
 
+@pytest.mark.parametrize(
+    ("reported", "expected"),
+    [
+        ([(4, 0, 10)], [(4, 0, 10)]),
+        ([(4, 0, 3), (5, 3, 10)], [(4, 0, 4), (5, 4, 10)]),
+        ([(4, 0, 3), (6, 3, 10)], [(4, 0, 4), (6, 4, 10)]),
+        ([(5, 0, 10)], [(4, 0, 1), (5, 1, 10)]),  # no token before the sync
+        ([(6, 0, 10)], [(5, 0, 1), (6, 1, 10)]),  # it waited through a sync
+        ([(5, 0, 1)], [(4, 0, 1)]),
+        ([(4, 0, 9), (5, 9, 10)], [(4, 0, 10)]),
+        ([(4, 0, 3), (5, 3, 4), (6, 4, 10)], [(4, 0, 4), (5, 4, 5), (6, 5, 10)]),
+        ([(4, 0, 0)], []),
+    ],
+)
+def test_the_first_token_after_a_sync_in_place_counts_as_the_version_before(
+    reported: list[tuple[int, int, int]], expected: list[tuple[int, int, int]]
+) -> None:
+    counted = spans_in_place([VersionSpan(*each) for each in reported], 4)
+    assert [(each.version, each.start, each.end) for each in counted] == expected
+
+
 def answer(pairs: list[tuple[float, int]], reason: str | None) -> dict[str, Any]:
     finish = None if reason is None else {"type": reason}
     return {"meta_info": {"output_token_logprobs": [[*pair, None] for pair in pairs], "finish_reason": finish}}
@@ -48,7 +70,7 @@ def answer(pairs: list[tuple[float, int]], reason: str | None) -> dict[str, Any]
 
 @pytest.mark.parametrize("reason", [*FinishReason, None])
 def test_an_answer_becomes_a_completion(reason: FinishReason | None) -> None:
-    completion = asyncio.run(parse(answer([(-0.5, 7), (-1.25, 2)], reason and reason.value), 3))
+    completion = asyncio.run(parse(answer([(-0.5, 7), (-1.25, 2)], reason and reason.value), 3)).completion
     assert completion.token_ids.dtype == np.int32
     assert completion.token_ids.tolist() == [7, 2]
     assert completion.logprobs.dtype == np.float32
@@ -58,7 +80,7 @@ def test_an_answer_becomes_a_completion(reason: FinishReason | None) -> None:
 
 
 def test_an_answer_without_tokens_is_an_empty_completion() -> None:
-    completion = asyncio.run(parse({"meta_info": {"finish_reason": {"type": "abort"}}}, 3))
+    completion = asyncio.run(parse({"meta_info": {"finish_reason": {"type": "abort"}}}, 3)).completion
     assert (len(completion.token_ids), len(completion.logprobs)) == (0, 0)
     assert completion.finish_reason is FinishReason.abort
 
@@ -144,11 +166,12 @@ def test_a_server_that_accepts_no_connection_is_a_lost_connection(monkeypatch: p
     assert "engine 1: /flush failed: ConnectionTimeoutError" in str(error)
 
 
-def test_the_members_of_a_group_have_their_own_seeds_and_request_ids(ray_session: None, tmp_path: Path) -> None:
-    bodies: list[dict[str, Any]] = []
+async def good(_: web.Request) -> web.Response:
+    return web.json_response({})
 
-    async def good(_: web.Request) -> web.Response:
-        return web.json_response({})
+
+def test_the_members_of_a_group_have_their_own_request_ids(ray_session: None, tmp_path: Path) -> None:
+    bodies: list[dict[str, Any]] = []
 
     async def generate(given: web.Request) -> web.Response:
         body = await given.json()
@@ -166,13 +189,74 @@ def test_the_members_of_a_group_have_their_own_seeds_and_request_ids(ray_session
             await engine.stop()
 
     asyncio.run(run())
-    seeds = [[each["sampling_seed"] for each in body["sampling_params"]] for body in bodies]
-    assert [len(set(group)) for group in seeds] == [8, 8, 8, 8]
-    assert len({seed for group in seeds[:3] for seed in group}) == 24
-    assert seeds[0] == seeds[3]  # the seeds of a prompt are the same in the whole run
     assert all(each.endswith(f"/data/0@0#{member}") for member, each in enumerate(bodies[0]["rid"]))
     assert len({name for body in bodies for name in body["rid"]}) == 32  # the same prompt gets new request ids
     assert bodies[0]["input_ids"] == [[21, 15, 22, 33]] * 8
     assert bodies[0]["return_logprob"] is True
-    first = {name: value for name, value in bodies[0]["sampling_params"][0].items() if name != "sampling_seed"}
-    assert first == {"temperature": 0.7, "top_p": 1.0, "max_new_tokens": 5}
+    assert bodies[0]["sampling_params"] == {"temperature": 0.7, "top_p": 1.0, "max_new_tokens": 5}
+
+
+def test_an_abort_that_nobody_asked_for_is_an_error_with_the_servers_reason(ray_session: None, tmp_path: Path) -> None:
+    out_of_memory = {"type": "abort", "message": "out of KV cache", "status_code": None}
+
+    async def generate(given: web.Request) -> web.Response:
+        replies = [answer([(-0.5, 7)], "stop") for _ in (await given.json())["rid"]]
+        replies[2]["meta_info"]["finish_reason"] = out_of_memory
+        return web.json_response(replies)
+
+    async def run() -> EngineError:
+        async with serving(health=good, server_info=good, generate=generate) as url:
+            engine = remote(host_spec(tmp_path, name="engine 1", url=url))
+            await engine.start(60)
+            with pytest.raises(EngineError) as aborted:
+                await engine.generate(request("data/3@0"))
+            assert (await engine.stats()).groups == 0
+            await engine.stop()
+            return aborted.value
+
+    error = asyncio.run(run())
+    assert type(error) is EngineError  # the engine is still usable
+    assert str(error) == "engine 1 aborted 1 of 4 completions of prompt data/3@0 by itself: out of KV cache"
+
+
+def test_an_abort_calls_the_server_for_many_requests_at_a_time(ray_session: None, tmp_path: Path) -> None:
+    """Each call is answered only after `MAX_ABORT_CALLS` of them arrived: one after the other they would never end."""
+    waiting = 0
+    most = 0
+    all_arrived = asyncio.Event()
+    aborted: list[str] = []
+    sampled = asyncio.Event()
+
+    async def generate(given: web.Request) -> web.Response:
+        body = await given.json()
+        await sampled.wait()
+        return web.json_response([answer([(-0.5, 7)], "abort") for _ in body["rid"]])
+
+    async def abort_request(given: web.Request) -> web.Response:
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        if waiting == MAX_ABORT_CALLS:
+            all_arrived.set()
+        await all_arrived.wait()
+        waiting -= 1
+        aborted.append((await given.json())["rid"])
+        if len(aborted) == 128:
+            sampled.set()
+        return web.json_response({})
+
+    async def run() -> list[FinishReason]:
+        async with serving(health=good, server_info=good, generate=generate, abort_request=abort_request) as url:
+            engine = remote(host_spec(tmp_path, name="engine 1", url=url))
+            await engine.start(60)
+            tasks = [asyncio.create_task(engine.generate(request(f"data/{i}@0", group_size=64))) for i in range(2)]
+            while (await engine.stats()).groups < 2:  # noqa: ASYNC110 (another process)
+                await asyncio.sleep(0.01)
+            await asyncio.wait_for(engine.abort(["data/0@0", "data/1@0", "not/there@0"]), 60)
+            groups = await asyncio.gather(*tasks)  # asked for: no error
+            await engine.stop()
+            return [completion.finish_reason for group in groups for completion in group]
+
+    assert asyncio.run(run()) == [FinishReason.abort] * 128
+    assert len(set(aborted)) == 128
+    assert most == MAX_ABORT_CALLS

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from app.device import device_of
 from app.errors import EngineError
 from app.rollout.launcher import forbid_expandable_segments
 from app.rollout.server import PARENT_VARIABLE, Server, ServerSpec
-from tests.rollout.support import KEY, server_spec
+from app.rollout.server_args import engine_flags, engine_seed
+from tests.compose import composed
+from tests.rollout.support import KEY, host_spec, server_spec
 
 
 def test_the_command_has_the_flags_and_not_the_key(tmp_path: Path) -> None:
@@ -22,6 +25,25 @@ def test_the_command_has_the_flags_and_not_the_key(tmp_path: Path) -> None:
     assert command[command.index("--disable-cuda-graph") + 1].startswith("--")  # a bare flag
     assert not {"--trust-remote-code", "--log-level"} & set(command)
     assert KEY not in " ".join(command)
+
+
+def test_no_representation_shows_the_key(tmp_path: Path) -> None:
+    server = server_spec(tmp_path, tmp_path, name="engine 0")
+    assert server.key == KEY
+    assert KEY not in repr(server)
+    assert KEY not in repr(host_spec(tmp_path, name="engine 0", server=server, key=KEY))
+
+
+def test_engine_args_may_fix_the_seed_of_every_engine() -> None:
+    config = composed("seed=3", "+rollout.engine_args.random-seed=11")
+    flags = [engine_flags(config, device_of(config.device.kind), index=index) for index in range(2)]
+    assert [each["random-seed"] for each in flags] == [11, 11]
+
+
+def test_engines_of_neighboring_runs_have_different_seeds() -> None:
+    seeds = {engine_seed(seed, index, life) for seed in range(4) for index in range(8) for life in range(4)}
+    assert len(seeds) == 4 * 8 * 4
+    assert all(0 <= seed < 2**31 for seed in seeds)
 
 
 def test_a_port_that_is_in_use_is_refused_with_one_sentence(tmp_path: Path) -> None:

@@ -226,7 +226,6 @@ def engine_at(url: str, key: str, folder: Path, name: str) -> Any:
 
     spec = HostSpec(
         name=name,
-        seed=0,
         start_timeout_s=60,
         stall_timeout_s=60,
         releases_memory=False,

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 
 from app.config.weight_sync import Verify
-from app.types import SYNC_PHASES, InFlight
+from app.types import SYNC_PHASES, Completion, InFlight
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
+from tests.rollout.support import in_flight as sampling
+from tests.rollout.support import transformers_logprobs
 from tests.weight_sync.support import (
     TRANSPORTS,
     checksum,
     logprobs_of,
     make_synchronizer,
     no_such_route,
+    noisy_model,
     request,
     set_weights,
 )
@@ -71,7 +74,7 @@ def test_generation_continues_through_a_sync(in_flight: InFlight, trainer: Any, 
     async def around_a_sync(synchronizer: BucketedWeightSynchronizer, old: int, seconds: float) -> set[tuple[int, ...]]:
         """Return the versions of the members of a group requested `seconds` before the sync of policy `old + 1`."""
         await synchronizer.sync(old)
-        generating = asyncio.create_task(engine.generate(endless(600)))
+        generating = asyncio.create_task(engine.generate(endless(600, version=old)))
         await asyncio.sleep(seconds)
         await set_weights(trainer, old)
         await synchronizer.sync(old + 1)
@@ -124,7 +127,7 @@ def test_requests_during_a_drain_are_sampled_by_the_new_policy(trainer: Any, eng
     async def scenario() -> None:
         synchronizer = await make_synchronizer("ipc", trainer, [engine], tmp_path, verify=Verify.never)
         await synchronizer.sync(20)
-        first = asyncio.create_task(engine.generate(endless(400)))
+        first = asyncio.create_task(engine.generate(endless(400, version=20)))
         await until(engine, generating)
         syncing = asyncio.create_task(synchronizer.sync(21))
         await until(engine, draining)
@@ -151,9 +154,39 @@ async def until(engine: Any, state: Callable[[Any], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def endless(tokens: int) -> Any:
+def test_a_token_sampled_before_a_sync_in_place_does_not_count_as_sampled_after_it(
+    trainer: Any, engine: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    """SGLang's overlap scheduler keeps a sampled batch through the sync, and labels it with the new version."""
+    given = endless(600, version=50)
+
+    async def scenario() -> list[Completion]:
+        synchronizer = await make_synchronizer(
+            "ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=InFlight.in_place
+        )
+        await set_weights(trainer, 1)
+        await synchronizer.sync(50)
+        group = await sampling(engine, given)
+        await engine.pause(InFlight.in_place)
+        await set_weights(trainer, 2)
+        await synchronizer.sync(51)
+        return await group
+
+    completions = [each for each in asyncio.run(scenario()) if len(each.spans) == 2]
+    assert completions, "no completion was in flight at the sync"
+    policy = noisy_model(tiny_model, 1)
+    of_the_old_policy = 0
+    for completion in completions:
+        same = np.abs(completion.logprobs - transformers_logprobs(policy, completion, given)) < 1e-5
+        boundary = completion.spans[1].start
+        assert same[:boundary].all()
+        of_the_old_policy += int(same[boundary])
+    assert of_the_old_policy < len(completions) / 2  # a few may be equal by chance
+
+
+def endless(tokens: int, *, version: int) -> Any:
     """A group large enough that some members are in flight at the sync, hot enough to stop at random."""
-    return request(tokens=tokens, temperature=50.0, group_size=32)
+    return request(tokens=tokens, temperature=50.0, group_size=32, version=version)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -23,9 +23,10 @@ def load() -> None:
     if DEVICE_VARIABLE not in os.environ:
         return
 
-    from app.rollout.sglang_plugin import delta_loader
+    from app.rollout.sglang_plugin import delta_loader, request_report
 
     delta_loader.register()
+    request_report.register()
     if os.environ[DEVICE_VARIABLE] == "cpu":
         _load_for_cpu()
 

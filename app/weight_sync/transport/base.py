@@ -28,7 +28,7 @@ class TrainerGroup(Protocol):
         ...
 
     async def source(self) -> tuple[str, int]:
-        """Return the address of rank 0 and a free port there."""
+        """Return the address of rank 0 and the port of the rendezvous there."""
         ...
 
 

@@ -105,13 +105,13 @@ class CollectiveTransport:
     async def connect(self, deadline: Deadline, trainer: TrainerGroup, engines: Sequence[RolloutEngine]) -> bool:
         if self._name is not None:
             return True
-        address, _ = await trainer.source()
+        phase = "building the process group"
+        address, _ = (await deadline.gather(phase, {TRAINER_RANKS: trainer.source()}))[TRAINER_RANKS]
 
         # set the name before anyone joins, so that `abort` also cleans up after a failure below
         self._name = f"weight_update_{secrets.token_hex(4)}"
         self._members = list(engines)
         world_size = 1 + len(engines) * self.tensor_parallel
-        phase = "building the process group"
 
         opening = trainer.call(
             SENDER_EXTENSION,

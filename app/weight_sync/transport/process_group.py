@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
+from app.utils.net import Listener
+
 
 class SyncProcessGroup:
     """Rank 0 of the process group: the source of all broadcasts, and the host of the store.
@@ -24,10 +26,16 @@ class SyncProcessGroup:
         self.world_size = world_size
         self.name = name
         self._timeout = timedelta(seconds=timeout_s)
+        listener = Listener(address)  # else the store would listen at all addresses of this machine
+        self.port = listener.port
         self._store: dist.Store | None = dist.TCPStore(
-            address, 0, None, is_master=True, timeout=self._timeout, wait_for_workers=False
+            address,
+            self.port,
+            is_master=True,
+            timeout=self._timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
-        self.port: int = self._store.port
         self._process_group: dist.ProcessGroup | None = None
         self._failure: Exception | None = None
         self._joining = threading.Thread(target=self._join, name=f"join-{name}", daemon=True)

@@ -1,0 +1,151 @@
+"""Detects prompts in flight that make no progress, from a server's reports.
+
+A report gives the sampled tokens of each unfinished request (app/rollout/sglang_plugin/request_report.py). A prompt
+makes progress when
+
+    - a request of it sampled tokens, was scheduled, or finished: its part of the report changed; or
+    - the server made progress while requests are queued, and the server knows at least one request of the prompt:
+      queued requests wait for a place, and prefills of queued requests come before the decoding of others.
+
+So a prompt of which the server knows no request any more is found while other prompts are sampled. A server that runs
+without our plugin reports nothing: then any output of its scheduler is progress of all prompts.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from app.errors import EngineError, EngineLost
+from app.rollout.client import Client, KeyRefused, Report
+
+POLL_SECONDS = 5.0
+NAMED_PROMPTS = 5  # at most, in messages
+InFlightRequests = Mapping[str, Sequence[str]]  # request ids by prompt id
+
+
+class ProgressClock:
+    """The time since each prompt in flight made progress. Times are seconds of any monotonic clock.
+
+    >>> clock = ProgressClock()
+    >>> clock.observe({"a": ["a#0"], "b": ["b#0"]}, {"a#0": 3, "b#0": 1}, now=0.0)
+    >>> clock.observe({"a": ["a#0"], "b": ["b#0"]}, {"a#0": 9}, now=5.0)
+    >>> clock.observe({"a": ["a#0"], "b": ["b#0"]}, {"a#0": 14}, now=10.0)
+    >>> clock.stalled(now=10.0, limit_s=4.0), clock.lost("b")
+    (['b'], True)
+    """
+
+    def __init__(self) -> None:
+        self._report: Report = {}
+        self._parts: dict[str, tuple[object, ...]] = {}  # prompt id → its part of the last report
+        self._changed_at: dict[str, float] = {}  # prompt id → time of its last progress
+        self._tokens: dict[str, int] = {}  # request id → most tokens that were reported
+
+    def reset(self, prompts: InFlightRequests, now: float) -> None:
+        """Start all clocks again: the server is paused, or said otherwise that it makes progress."""
+        self._changed_at = dict.fromkeys(prompts, now)
+
+    def observe(self, prompts: InFlightRequests, report: Report | None, now: float) -> None:
+        """Take note of a report about these prompts. None: the server did not reply."""
+        changed_at = {prompt: self._changed_at.get(prompt, now) for prompt in prompts}
+        if report is not None:
+            queueing = report != self._report and None in report.values()
+            for prompt, request_ids in prompts.items():
+                part = tuple(report.get(request_id, "unknown") for request_id in request_ids)
+                known = any(request_id in report for request_id in request_ids)
+                if part != self._parts.get(prompt) or (known and queueing):
+                    changed_at[prompt] = now
+                self._parts[prompt] = part
+            self._report = report
+            self._note_tokens(prompts, report)
+
+        self._changed_at = changed_at
+        self._parts = {prompt: part for prompt, part in self._parts.items() if prompt in prompts}
+
+    def stalled(self, now: float, limit_s: float) -> list[str]:
+        """Return the observed prompts that made no progress for longer than `limit_s` seconds."""
+        return [prompt for prompt, changed_at in self._changed_at.items() if now - changed_at > limit_s]
+
+    def lost(self, prompt: str) -> bool:
+        """Return whether the last report had no request of this prompt."""
+        return set(self._parts.get(prompt, ())) == {"unknown"}
+
+    def tokens(self, request_ids: Sequence[str]) -> int:
+        """Return the tokens that these requests had sampled at the last report."""
+        return sum(self._tokens.get(request_id, 0) for request_id in request_ids)
+
+    def _note_tokens(self, prompts: InFlightRequests, report: Report) -> None:
+        self._tokens = {
+            request_id: max(self._tokens.get(request_id, 0), report.get(request_id) or 0)
+            for request_ids in prompts.values()
+            for request_id in request_ids
+        }
+
+
+class ProgressMonitor:
+    """Polls a server and feeds a clock.
+
+    Args:
+        client: Of the server.
+        clock: Gets the reports.
+        sampling: Returns the prompts that the server should be sampling; empty while it is paused.
+        limit_s: Seconds without progress after which a prompt has failed.
+    """
+
+    def __init__(
+        self, client: Client, clock: ProgressClock, sampling: Callable[[], InFlightRequests], limit_s: float
+    ) -> None:
+        self._client = client
+        self._clock = clock
+        self._sampling = sampling
+        self._limit_s = limit_s
+
+    async def failure(self) -> EngineError:
+        """Poll until a prompt makes no progress for the limit; return the error that names it."""
+        while True:
+            await asyncio.sleep(min(POLL_SECONDS, self._limit_s / 4))
+            try:
+                await self._poll(seconds=max(2.0, self._limit_s / 2))
+            except KeyRefused as error:
+                # Another server listens at this address now.
+                return error
+
+            stalled = self._clock.stalled(time.monotonic(), self._limit_s)
+            if stalled:
+                return self._error(stalled)
+
+    async def _poll(self, seconds: float) -> None:
+        asked = self._sampling()
+        if not asked:
+            self._clock.reset(asked, time.monotonic())
+            return
+
+        replied, report = await self._report(seconds)
+        # The report says nothing about prompts that ended, or were paused, since it was asked for.
+        prompts = {prompt: ids for prompt, ids in self._sampling().items() if prompt in asked}
+        if replied and report is None:
+            self._clock.reset(prompts, time.monotonic())
+        else:
+            self._clock.observe(prompts, report, time.monotonic())
+
+    async def _report(self, seconds: float) -> tuple[bool, Report | None]:
+        """Return whether the scheduler replied, and its report if it makes one."""
+        try:
+            report = await self._client.unfinished(seconds)
+        except KeyRefused:
+            raise
+        except EngineError:
+            return False, None
+        return report is not None or await self._client.healthy("/health_generate", seconds), report
+
+    def _error(self, stalled: Sequence[str]) -> EngineLost:
+        limit = f"rollout.stall_timeout_s={self._limit_s:.0f} s"
+        lost = [prompt for prompt in stalled if self._clock.lost(prompt)]
+        named = ", ".join((lost or stalled)[:NAMED_PROMPTS])
+        if lost:
+            return EngineLost(
+                f"{self._client.name} lost all requests of {len(lost)} prompts: its scheduler did not know them for "
+                f"{limit} ({named})"
+            )
+        return EngineLost(
+            f"{self._client.name} made no progress for {limit} with {len(stalled)} prompts in flight ({named})"
+        )

@@ -1,0 +1,40 @@
+"""The hosts of engines: their seeds."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util.placement_group import remove_placement_group
+
+from app.cluster.actors import EngineFactory
+from app.cluster.placement_group import reserve
+from app.device import device_of
+from tests.compose import composed
+
+
+@pytest.fixture
+def factory(ray_session: None, tmp_path: Path) -> Iterator[EngineFactory]:
+    config = composed("placement=fully_async", "placement.rollout_devices=2", "seed=7")
+    device = device_of(config.device.kind)
+    placement = reserve(config, device)
+    yield EngineFactory(config, device, tmp_path, tmp_path, placement)
+    remove_placement_group(placement.group)
+
+
+def test_engines_and_their_replacements_sample_different_noise(factory: EngineFactory) -> None:
+    seeds = [seed_of_next(factory, index) for index in (0, 1, 0, 0)]
+    assert len(set(seeds)) == 4
+
+
+def seed_of_next(factory: EngineFactory, index: int) -> object:
+    """The seed of the next engine at this index, whose host ends again: its device is for one at a time."""
+    host = factory(index).actor
+    seed = ray.get(host.__ray_call__.remote(_seed), timeout=120)
+    ray.kill(host)
+    return seed
+
+
+def _seed(host: Any) -> object:
+    return host.spec.server.flags["random-seed"]

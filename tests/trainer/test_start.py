@@ -1,0 +1,96 @@
+"""Ranks that Ray cannot build or schedule, and where a rank listens."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from app.errors import TrainerError
+from app.trainer.remote import RemoteTrainer
+from app.types import ScoredGroup
+from tests.model.support import save_qwen3
+from tests.trainer.support import scored_groups
+from tests.weight_sync.support import make_trainer
+
+RAY_SLOTS = 8  # of `ray_session`
+
+
+class Rank:
+    """The first call of a rank."""
+
+    def start(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    def ready(self) -> None: ...
+
+
+class RankWithoutDisk(Rank):
+    def __init__(self) -> None:
+        raise OSError("no space left on device: logs/trainer_1.log")
+
+
+@pytest.fixture
+def actors(ray_session: None) -> Iterator[list[Any]]:
+    """Actors to be killed after the test."""
+    made: list[Any] = []
+    yield made
+    for actor in made:
+        ray.kill(actor)
+
+
+def trainer_of(actors: list[Any], folder: Path, *, timeout_s: float) -> RemoteTrainer:
+    return RemoteTrainer(actors, timeout_s=timeout_s, logs=folder)
+
+
+def test_a_rank_that_cannot_be_built_is_named_with_its_error(actors: list[Any], tmp_path: Path) -> None:
+    actors += [ray.remote(num_cpus=0)(each).remote() for each in (Rank, RankWithoutDisk)]
+    trainer = trainer_of(actors, tmp_path, timeout_s=60)
+    with pytest.raises(TrainerError) as failed:
+        asyncio.run(trainer.setup())
+    assert str(failed.value) == (
+        "trainer rank 1 died during start: OSError: no space left on device: logs/trainer_1.log"
+    )
+    assert trainer.broken
+    with pytest.raises(TrainerError, match="begin_step: the trainer cannot continue, since trainer rank 1 died"):
+        asyncio.run(trainer.begin_step(version=1))
+
+
+def test_a_rank_that_ray_never_schedules_misses_the_deadline_by_name(actors: list[Any], tmp_path: Path) -> None:
+    actors += [ray.remote(num_cpus=slots)(Rank).remote() for slots in (0, RAY_SLOTS + 1)]
+    ray.get(actors[0].start.remote(), timeout=60)  # only the other one is late
+    trainer = trainer_of(actors, tmp_path, timeout_s=3)
+    with pytest.raises(TrainerError) as late:
+        asyncio.run(asyncio.wait_for(trainer.setup(), 60))
+    assert str(late.value) == (
+        "Ray did not start trainer rank 1 within trainer.timeout_s=3 s: its devices are not free, or its process does "
+        "not answer"
+    )
+    assert trainer.broken
+
+
+def test_groups_that_ray_cannot_store_are_one_sentence(
+    actors: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(groups: list[ScoredGroup]) -> None:
+        raise ray.exceptions.OutOfDiskError("the disk is full")
+
+    monkeypatch.setattr(ray, "put", refuse)
+    with pytest.raises(TrainerError, match=r"^2 groups could not be put into Ray's object store: OutOfDiskError: "):
+        asyncio.run(trainer_of([], tmp_path, timeout_s=3).add_groups(scored_groups(2, shortest=2)))
+
+
+def test_a_rank_listens_for_the_others_at_the_address_of_its_node_only(actors: list[Any], tmp_path: Path) -> None:
+    trainer = make_trainer(save_qwen3(tmp_path / "policy"), tmp_path)
+    actors += trainer.ranks
+
+    async def run() -> tuple[str, int, int]:
+        await trainer.setup()
+        return *await trainer.source(), await trainer.ranks[0].pid.remote()
+
+    address, port, pid = asyncio.run(run())
+    listening = [each for each in psutil.Process(pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    assert [each.laddr.ip for each in listening if each.laddr.port == port] == [address]
