@@ -6,7 +6,7 @@ from app.errors import one_line
 
 FACT = re.compile(r"(class_name|actor_id|pid|name|namespace|ip|repr): (.*)")
 NODE_ID = re.compile(r"\.? Node Id: \w+")  # the address says more
-EXPLANATION = re.compile(r"\.? There are some potential root causes.*")
+GUESSES = re.compile(r"\.? (There are some potential root causes|Some common causes include).*")
 
 
 def cause_of_death(error: BaseException) -> str:
@@ -26,5 +26,5 @@ def cause_of_death(error: BaseException) -> str:
     if "ip" not in facts:
         return one_line(error)
 
-    texts = [EXPLANATION.sub("", NODE_ID.sub("", line)) for line in lines if not FACT.fullmatch(line)]
+    texts = [GUESSES.sub("", NODE_ID.sub("", line)) for line in lines if not FACT.fullmatch(line)]
     return f"{': '.join(texts[1:3] or texts)} (on {facts['ip']})"
