@@ -1,6 +1,8 @@
 """A run over two hosts whose connection is cut, on real Ray and SGLang: it goes on without the lost host, or ends."""
 
 import re
+import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,11 +13,7 @@ from tests.recovery.test_recovery_runs import assert_ledger, state
 from tests.runs import Run
 from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 # CPUs of the two hosts. Ray fills the larger one first: the trainer and engine 0 are there, engine 1 is on the other.
 ENGINE_ON_THE_SECOND = (2, 1)
 TRAINER_ON_THE_SECOND = (1, 2)
@@ -31,6 +29,14 @@ SETTINGS = [
 ]
 LOST = r"its node has died: .*missing too many heartbeats \(on 10\.77\.0\.2\)"  # the end of an error's line
 RUN_PARTS = ("EngineHost", "TrainerRank", "app.rollout.launcher", "sglang::")  # processes of a run on a worker node
+
+
+@pytest.fixture(autouse=True, scope="module")
+def namespaces() -> None:
+    """Skips the tests where two hosts cannot be made."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
 
 
 @pytest.fixture
@@ -82,6 +88,20 @@ def assert_ended(*hosts: Host) -> None:
     """Within a minute no process of the run is left on these hosts, also where nobody could reach it."""
     for host in hosts:
         until(lambda host=host: not parts_on(host), 60)
+
+
+def test_hosts_that_a_killed_test_left_are_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.cluster.two_hosts.PREFIX", "posttrain-left-")
+    killed = TwoHosts(tmp_path / "killed")
+    process = subprocess.Popen(killed.second.command("sleep", "1000"))
+    until(lambda: len(killed.second.processes("sleep")) == 1, 30)
+    killed.close()  # the wire ends with the test
+    with two_hosts(tmp_path / "hosts") as hosts:
+        assert process.wait(10) == -signal.SIGKILL
+        assert not hosts.second.processes()
+        assert hosts.second.run("hostname") == "posttrain-left-b\n"
 
 
 def test_a_run_ends_well_on_a_slow_wire_that_loses_packets(tmp_path: Path, run_on: Callable[..., Run]) -> None:
