@@ -89,7 +89,7 @@ class TrainingRun:
                     raise
                 lost = error
                 self.restarts += 1
-                self.recorder.status("the trainer failed; restarting it")
+                self.recorder.warn(f"restarting the trainer: {error}")
                 await self.workers.supervisor.abort_in_flight()
 
     async def _train_once(self, lost: TrainerLost | None) -> float:
