@@ -296,7 +296,8 @@ class SimTrainer:
     async def capture(self) -> int:
         return 0
 
-    async def write(self, folder: Path) -> None: ...
+    async def write(self, folder: Path) -> dict[str, int]:
+        return {}
 
     async def restore(self, folder: Path, *, version: int) -> None: ...
 
@@ -358,6 +359,8 @@ class Lines:
 
     def log_prompts(self, step: int, *, trained: Sequence[str], filtered: Sequence[str]) -> None:
         self.ledger.append((step, [*trained], [*filtered]))
+
+    def flush(self) -> None: ...
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from app.checkpoint.export import FOLDER, export_checkpoint
-from app.checkpoint.manager import FOLDER as CHECKPOINTS
-from app.checkpoint.manager import RunState, find, read_state, require_model
+from app.checkpoint.folder import FOLDER as CHECKPOINTS
+from app.checkpoint.folder import find
+from app.checkpoint.run_state import RunState, read_state, require_model
 from app.config import RunConfig
 from app.errors import ConfigError, say
 from app.mode import ModeResult

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from app.algorithm.advantage import score
-from app.checkpoint.manager import RunState
+from app.checkpoint.run_state import RunState
 from app.errors import RunError, TrainerError, TrainerLost
 from app.eval.evaluate import evaluate, is_due
 from app.placement.context import RunContext
@@ -192,6 +192,7 @@ class PlacementController(ABC):
         context = self.context
         state = RunState(self.version, self.version, {CURSOR: context.cursor.state()}, context.model)
         with context.recorder.timeline.span("driver", "checkpoint", step=self.version):
+            await asyncio.to_thread(context.recorder.flush)
             await context.checkpoints.save(context.trainer, state)
 
     async def _evaluate(self) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from app.checkpoint.manager import FOLDER, latest, read_state
+from app.checkpoint.folder import FOLDER, latest
+from app.checkpoint.run_state import read_state
 from app.config import RunConfig
 from app.config.compose import one_sentence
-from app.errors import ConfigError, RunError
+from app.errors import ConfigError, DamagedCheckpoint, RunError
 from app.tracking.run_folder import metrics_file
 
 NEVER = "never"
@@ -93,10 +94,16 @@ def finished_at(composed: DictConfig) -> int | None:
         return None
 
     folder = _given_folder(composed)
-    checkpoint = checkpoint_of(str(composed.resume)) or (folder and latest(folder))
-    if checkpoint is None:
-        return None
-    step = read_state(checkpoint).step
+    named = checkpoint_of(str(composed.resume))
+    try:
+        checkpoint = named or (folder and latest(folder))
+        if checkpoint is None:
+            return None
+        step = read_state(checkpoint).step
+    except DamagedCheckpoint:
+        if named is not None:
+            raise
+        return None  # the run resumes from an older one
     return step if step >= int(composed.steps) else None
 
 

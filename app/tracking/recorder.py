@@ -28,6 +28,7 @@ from app.tracking.run_folder import metrics_file, samples, timeline
 from app.tracking.run_folder.samples import Decode
 from app.tracking.run_folder.summary import Status, Summary
 from app.types import Group
+from app.utils.files import sync
 
 log = logging.getLogger("app.run")
 
@@ -134,6 +135,12 @@ class RunFolderRecorder:
     def log_samples(self, step: int, groups: Sequence[Group], decode: Decode | None = None) -> None:
         """Write `tracking.samples_per_step` trajectories of a step; `decode` turns prompt tokens into the question."""
         self._write_samples(step, groups, decode)
+
+    def flush(self) -> None:
+        """Flush metrics and prompt ids to disk, so that a checkpoint never outlives the records of its steps."""
+        for path in (self.folder / metrics_file.NAME, self.folder / PROMPTS, self.folder):
+            if path.exists():
+                sync(path)
 
     def warn(self, text: str) -> None:
         """Warn on the console, in the log and in the report. Repeated texts are ignored. Thread-safe."""

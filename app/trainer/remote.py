@@ -88,8 +88,9 @@ class RemoteTrainer:
     async def capture(self) -> int:
         return sum(await self._each(TrainerRank.capture))
 
-    async def write(self, folder: Path) -> None:
-        await self._each(TrainerRank.write, folder)
+    async def write(self, folder: Path) -> dict[str, int]:
+        written = await self._each(TrainerRank.write, folder)
+        return {name: crc32 for files in written for name, crc32 in files.items()}
 
     async def restore(self, folder: Path, *, version: int) -> None:
         await self._each(TrainerRank.restore, folder, version)

@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from app.checkpoint.manager import FOLDER, LATEST
+from app.checkpoint.folder import FOLDER, LATEST
 from app.errors import ConfigError, RunError
 from app.main import conf_path
 from app.recovery.resume import SAVED, apply_resume, finished_at, run_lock
