@@ -101,7 +101,7 @@ class AlgorithmConfig:
         Kl.none,
         "KL penalty to the frozen reference policy: k2 has the gradient of KL(policy, reference), k3 that of "
         "KL(reference, policy); none loads no reference.",
-        noun="none, k2 or k3 (not k1: its gradient is zero on average, that of k2 is the KL's)",
+        noun="one of none, k2, k3 (not k1: its gradient is zero on average, that of k2 is the KL's)",
     )
     kl_coefficient: float = setting(0.0, "Weight of the KL penalty in the loss.", at_least=0)
     entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus in the loss.", at_least=0)
