@@ -49,6 +49,10 @@ class CheckpointError(RunError):
     """A checkpoint could not be written or read, or belongs to another model. Names its folder."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A file of a checkpoint is missing, incomplete or changed. An older checkpoint may be intact."""
+
+
 class SyncError(RunError):
     """A weight sync failed. Names engine, rank, bucket and phase."""
 

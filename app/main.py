@@ -18,9 +18,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from app.config import Mode, compose
+from app.config import Mode, RunConfig, compose
 from app.errors import CONFIG_EXIT, FAILED_EXIT, ConfigError, Interrupted, RunError, exit_code, expect, say
-from app.mode import MODES
+from app.mode import MODES, ModeResult
+from app.recovery.run_lock import FolderInUse
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 FULL_ERROR_REQUESTED = FULL_ERROR in os.environ
@@ -51,16 +52,25 @@ class Validate(Callback):
 
     def _start(self, composed: DictConfig) -> None:
         config = compose.resolve(composed)
-        if config.mode is Mode.train:
-            _apply_resume(composed)
-            config = compose.resolve(composed)
-
         if not MODES[config.mode].writes:
             raise SystemExit(MODES[config.mode].run(config, Path(_given_folder(composed))).exit_code)
 
+        HydraConfig.instance().set_config(composed)  # hydra.run.dir may contain ${hydra:…}
+        checkpoint = _apply_resume(composed, config)
+        config = compose.resolve(composed)
+
         from app.mode.preflight import preflight
 
-        preflight(config)
+        preflight(config, checkpoint)
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Refuse the folder of an earlier sweep, whose jobs would be refused one by one."""
+        from app.recovery.resume import holds_run
+
+        folder = Path(str(config.hydra.sweep.dir))
+        if folder.is_dir() and any(holds_run(each) for each in folder.iterdir() if each.is_dir()):
+            say(f"hydra.sweep.dir={folder} is not accepted: it already holds the runs of a sweep; give another folder.")
+            raise SystemExit(CONFIG_EXIT)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print a table of the sweep's runs."""
@@ -80,12 +90,13 @@ def main(composed: DictConfig) -> float:
         config = compose.resolve(composed)
         if multirun:
             expect(config.resume == "never", "resume", config.resume, "never in a sweep, whose jobs all start anew")
-        result = MODES[config.mode].run(config, folder)
+        result = _run(composed, config, folder)
     except (RunError, ConfigError) as error:
         if FULL_ERROR_REQUESTED:
             raise
         say(error)
-        _say_how_to_resume(folder)
+        if not isinstance(error, FolderInUse):
+            _say_how_to_resume(folder)
         if multirun and not isinstance(error, Interrupted):
             return -math.inf  # the sweep continues; Optuna would end the study on NaN
         raise SystemExit(exit_code(error)) from None
@@ -107,21 +118,44 @@ def cli() -> None:
         raise SystemExit(CONFIG_EXIT) from None
 
 
-def _apply_resume(composed: DictConfig) -> None:
-    """Take over the configuration of the run to resume; exit when that run has no step left."""
-    from app.recovery.resume import apply_resume, finished_at
+def _run(composed: DictConfig, config: RunConfig, folder: Path) -> ModeResult:
+    """Run the mode, in its folder if it writes."""
+    mode = MODES[config.mode]
+    if not mode.writes:
+        return mode.run(config, folder)
 
-    for sentence in apply_resume(composed):
-        say(sentence)
+    from app.mode.output_folder import output_folder
 
-    step = finished_at(composed)
-    if step is not None:
-        say(f"the run in {composed.hydra.run.dir} finished at step {step}: give a larger steps=… to continue it.")
+    with output_folder(composed, config, folder):
+        return mode.run(config, folder)
+
+
+def _apply_resume(composed: DictConfig, config: RunConfig) -> Path | None:
+    """Take over the configuration of the run that `resume=` names; exit when a run to resume has no step left.
+
+    Returns:
+        The checkpoint to start from, if there is one.
+    """
+    from app.recovery import resume
+
+    if config.mode is Mode.train:
+        resumption = resume.apply_resume(composed)
+    elif config.mode is Mode.eval:
+        resumption = resume.apply_evaluation(composed)
+    else:
+        expect(config.resume == resume.NEVER, "resume", config.resume, f"never with mode={config.mode.name}")
+        resume.require_unused(Path(str(composed.hydra.run.dir)))
+        return None
+
+    for note in resumption.notes:
+        say(note)
+    if resumption.finished:
         raise SystemExit(0)
+    return resumption.checkpoint
 
 
 def _say_how_to_resume(folder: Path) -> None:
-    from app.checkpoint.manager import FOLDER, LATEST
+    from app.checkpoint.folder import FOLDER, LATEST
 
     if (folder / FOLDER / LATEST).exists():
         say(f"resume with: python -m app resume={folder}")

@@ -130,6 +130,11 @@ class Trainer(Protocol):
     """
 
     @property
+    def calls(self) -> int:
+        """Calls that returned so far, which is progress for a watchdog."""
+        ...
+
+    @property
     def broken(self) -> bool:
         """Whether a rank died or is stuck, so that all ranks have to be started again."""
         ...
@@ -184,8 +189,12 @@ class Trainer(Protocol):
         """
         ...
 
-    async def write(self, folder: Path) -> None:
-        """Write the captured state into a folder that all ranks see. Steps may continue meanwhile."""
+    async def write(self, folder: Path) -> dict[str, int]:
+        """Write the captured state into a folder that all ranks see. Steps may continue meanwhile.
+
+        Returns:
+            CRC-32 of each file, by name.
+        """
         ...
 
     async def restore(self, folder: Path, *, version: int) -> None:
@@ -285,4 +294,8 @@ class RunRecorder(StatusRecorder, Protocol):
 
     def log_prompts(self, step: int, *, trained: Sequence[str], filtered: Sequence[str]) -> None:
         """Append the ids of a step's prompts to the prompt log."""
+        ...
+
+    def flush(self) -> None:
+        """Flush metrics and prompt ids to disk. Called before a checkpoint is written."""
         ...

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,18 @@ MARK = "POSTTRAIN_TEST_RUN"
 
 
 class Run:
-    """`python -m app` in a process of its own. All its descendants carry a mark in their environment."""
+    """`python -m app` in a process of its own. All its descendants carry a mark in their environment.
 
-    def __init__(self, folder: Path, *overrides: str, module: str = "app"):
+    `prefix` comes before the command line, such as a command that enters a namespace.
+    """
+
+    def __init__(self, folder: Path, *overrides: str, module: str = "app", prefix: Sequence[str] = ()):
         self.folder, self.mark = folder / "run", secrets.token_hex(8)
         self._seen: set[psutil.Process] = set()
         self.output = folder / "output.txt"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *overrides, f"hydra.run.dir={self.folder}"],
+                [*prefix, sys.executable, "-m", module, *overrides, f"hydra.run.dir={self.folder}"],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -5,6 +5,7 @@ run is the same. The trainer keeps a ledger of what it was fed and what it train
 """
 
 import asyncio
+import math
 import random
 import selectors
 from collections import Counter
@@ -52,6 +53,7 @@ from app.types import (
 )
 
 T = TypeVar("T")
+TOKENS_PER_SECOND = 100  # of a group, as `stats` counts them
 RIGHT, WRONG = 22, 21  # the tokens "1" and "0" of the character tokenizer; every prompt's answer is "1"
 
 
@@ -93,7 +95,10 @@ def now() -> float:
 
 @dataclass
 class SimEngine:
-    """Takes `seconds(prompt id)` for a group; which members are right says `right(prompt id, member)`."""
+    """Takes `seconds(prompt id)` for a group; which members are right says `right(prompt id, member)`.
+
+    A group of infinite seconds is lost: it samples nothing and never ends.
+    """
 
     seconds: Callable[[str], float]
     right: Callable[[str, int], bool]
@@ -105,8 +110,10 @@ class SimEngine:
     busy: float = 0.0  # group-seconds
     fail: Exception | None = None
     start_seconds: float = 0.0
+    name: str = "engine 0"
 
     def __post_init__(self) -> None:
+        self._since: dict[str, float] = {}  # prompt id → when the group that is being sampled went on
         self._running: dict[str, asyncio.Event] = {}  # set: aborted
         self._changed: dict[str, asyncio.Event] = {}
         self._go = asyncio.Event()
@@ -118,7 +125,7 @@ class SimEngine:
         if self.fail is not None:
             raise type(self.fail)(*self.fail.args)  # a new one each time: tracebacks grow
         assert request.prompt_id not in self._running, "one prompt twice in flight"
-        left = self.seconds(request.prompt_id)
+        total = left = self.seconds(request.prompt_id)
         self.begun.append((now(), self.version, request.prompt_id))
         self.calls[request.prompt_id] += 1
         self._idle.clear()
@@ -130,27 +137,35 @@ class SimEngine:
                 await self._go.wait()
                 changed.clear()
                 started, version = now(), self.version
-                await _within(changed, left)
+                if math.isinf(left):
+                    await changed.wait()
+                else:
+                    self._since[request.prompt_id] = started
+                    await _within(changed, left)
+                    del self._since[request.prompt_id]
                 if self.fail is not None:
                     raise type(self.fail)(*self.fail.args)
                 left -= now() - started
                 self.busy += now() - started
                 shares.append((version, now() - started))
         finally:
+            self._since.pop(request.prompt_id, None)
             del self._running[request.prompt_id], self._changed[request.prompt_id]
             if not self._running:
                 self._idle.set()
+        if aborted.is_set():
+            partial = int(self.tokens * (1 - left / total)) if math.isfinite(total) and total else 0
+            tokens = np.full(partial, 5, dtype=np.int32)
+            spans = _spans(shares, partial)
+            logprobs = np.zeros(partial, dtype=np.float32)
+            return request.group_size * [Completion(tokens, logprobs, FinishReason.abort, spans)]
         spans = _spans(shares, self.tokens)
-        reason = FinishReason.abort if aborted.is_set() else FinishReason.stop
-        return [
-            self._completion(self.right(request.prompt_id, member), reason, spans)
-            for member in range(request.group_size)
-        ]
+        return [self._completion(self.right(request.prompt_id, member), spans) for member in range(request.group_size)]
 
-    def _completion(self, right: bool, reason: FinishReason, spans: tuple[VersionSpan, ...]) -> Completion:
+    def _completion(self, right: bool, spans: tuple[VersionSpan, ...]) -> Completion:
         tokens = np.full(self.tokens, 5, dtype=np.int32)  # blanks: the reward strips them
         tokens[-1] = RIGHT if right else WRONG
-        return Completion(tokens, np.zeros(self.tokens, dtype=np.float32), reason, spans)
+        return Completion(tokens, np.zeros(self.tokens, dtype=np.float32), FinishReason.stop, spans)
 
     async def pause(self, in_flight: InFlight) -> None:
         if in_flight is InFlight.drain:
@@ -181,7 +196,8 @@ class SimEngine:
         return {}
 
     async def stats(self) -> EngineStats:
-        return EngineStats(len(self._running), 0)
+        sampling = sum(now() - since for since in self._since.values())
+        return EngineStats(len(self._running), int(TOKENS_PER_SECOND * (self.busy + sampling)))
 
     async def memory(self) -> MemoryUse:
         return MemoryUse(0, 0.0)
@@ -232,6 +248,7 @@ class SimTrainer:
     fed: list[Group] = field(default_factory=list)
     trained: list[tuple[int, list[Group]]] = field(default_factory=list)  # version trained, groups
     finished_at: list[float] = field(default_factory=list)
+    calls: int = 0
     aborts: int = 0
     fail: Mapping[str, Exception] = field(default_factory=dict)  # by call; raised once
     hang: str | None = None
@@ -279,7 +296,8 @@ class SimTrainer:
     async def capture(self) -> int:
         return 0
 
-    async def write(self, folder: Path) -> None: ...
+    async def write(self, folder: Path) -> dict[str, int]:
+        return {}
 
     async def restore(self, folder: Path, *, version: int) -> None: ...
 
@@ -289,6 +307,7 @@ class SimTrainer:
             await asyncio.Event().wait()
         await asyncio.sleep(seconds)
         self.busy += seconds
+        self.calls += 1
 
     def _raise(self, call: str) -> None:
         if call in self.fail:
@@ -341,6 +360,8 @@ class Lines:
     def log_prompts(self, step: int, *, trained: Sequence[str], filtered: Sequence[str]) -> None:
         self.ledger.append((step, [*trained], [*filtered]))
 
+    def flush(self) -> None: ...
+
     def warn(self, text: str) -> None:
         self.warnings.append(text)
 
@@ -392,6 +413,7 @@ class World:
     rows: int = 50
     eval_rows: int = 2
     start_seconds: float = 5.0  # of an engine that replaces another
+    tokens: int = 4  # of a completion
     trainer: SimTrainer = field(default_factory=lambda: SimTrainer(seconds=0.1, finish=0.2))
 
     def __post_init__(self) -> None:
@@ -401,7 +423,10 @@ class World:
 
     def context(self) -> RunContext:
         """Made inside the loop that they live in."""
-        self.engines = [SimEngine(self.seconds, self.right) for _ in range(self.engine_count)]
+        self.engines = [
+            SimEngine(self.seconds, self.right, self.tokens, name=f"engine {index}")
+            for index in range(self.engine_count)
+        ]
         self.sync = SimSync(self.engines, self.config.placement.in_flight, self.push_seconds)
         pool = EnginePool(self.engines)
         supervisor = EngineSupervisor(self.config, pool, self.replace, self.recorder.warn)
@@ -427,14 +452,16 @@ class World:
             evals={"eval": prompts(self.eval_rows, "eval")},
             recorder=self.recorder,
             checkpoints=CheckpointManager(self.folder, 2),
-            memory=MemoryMonitor(self.trainer, pool),
+            memory=MemoryMonitor(self.trainer, pool, self.recorder.warn),
             model={},
         )
 
     def replace(self, place: int) -> SimEngine:
         """An engine that takes the place of a lost one; it knows no pushed policy yet."""
-        self.engines.append(SimEngine(self.seconds, self.right, version=-1, start_seconds=self.start_seconds))
-        return self.engines[-1]
+        engine = SimEngine(self.seconds, self.right, self.tokens, version=-1, name=f"engine {place}")
+        engine.start_seconds = self.start_seconds
+        self.engines.append(engine)
+        return engine
 
 
 def long_tailed(seed: int, *, median: float = 1.0, sigma: float = 0.8, limit: float = 20.0) -> Callable[[str], float]:

@@ -34,6 +34,7 @@ REFUSED = [  # overrides, fragments of the sentence
     (["rollout.temperature=-1"], ["rollout.temperature=-1.0", "above 0"]),
     (["trainer.lr=0"], ["trainer.lr=0.0", "above 0"]),
     (["algorithm.updates_per_step=5"], ["algorithm.updates_per_step=5", "divisor"]),
+    (["algorithm.kl=k1"], ["algorithm.kl=k1", "none, k2 or k3", "zero on average"]),
     (["algorithm.kl_coefficient=0.1"], ["algorithm.kl_coefficient=0.1", "algorithm.kl"]),
     (["algorithm.dual_clip=0.5"], ["algorithm.dual_clip=0.5", "above 1"]),
     (["rollout.tensor_parallel=2"], ["rollout.tensor_parallel=2", "placement.devices=1"]),

@@ -151,22 +151,27 @@ def correction_weight(
 
 
 def kl_estimate(log_ratio: Tensor, kind: Kl) -> Tensor:
-    """Estimate KL(π ‖ π_ref) at each sampled token from log π/π_ref. k3 is eq. 4 of DeepSeekMath."""
+    """KL penalty at each sampled token, from log π/π_ref.
+
+    On tokens sampled from π, the expected gradient of k2 is that of KL(π ‖ π_ref). k3 (eq. 4 of DeepSeekMath) has the
+    expected value KL(π ‖ π_ref), but the gradient of KL(π_ref ‖ π). Both are per token: a token is not penalized for
+    the divergence at later ones.
+    """
     match kind:
-        case Kl.k1:
-            return log_ratio
         case Kl.k2:
             return log_ratio.square() / 2
         case Kl.k3:
             return k3(-log_ratio)
         case Kl.none:
-            raise ValueError("reference log-probabilities require algorithm.kl=k1, k2 or k3; it is none")
+            raise ValueError("reference log-probabilities require algorithm.kl=k2 or k3; it is none")
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Return q/p − log(q/p) − 1 from log q/p. Non-negative; unbiased for KL(p ‖ q) on tokens sampled from p."""
+    """Return q/p − log(q/p) − 1 from log q/p. Never negative; unbiased for KL(p ‖ q) on tokens sampled from p."""
     bounded = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return bounded.exp() - bounded - 1
+
+    # exp(x) - 1 would cancel to rounding errors of 1e-7 where the policies agree.
+    return (bounded.expm1() - bounded).clamp(min=0)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:

@@ -11,7 +11,9 @@ import asyncio
 import shutil
 from pathlib import Path
 
-from app.checkpoint.manager import CheckpointManager, RunState, latest, read_state
+from app.checkpoint.folder import latest
+from app.checkpoint.manager import CheckpointManager
+from app.checkpoint.run_state import RunState, read_intact, read_state
 from app.config import RunConfig
 from app.errors import RunError
 from app.model.hf_directory import identity, locate
@@ -47,7 +49,7 @@ def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
     """Copy the model directory `source` to `out`, with the tensors of a checkpoint in place of its own.
 
     Raises:
-        CheckpointError: The checkpoint cannot be read.
+        CheckpointError: The checkpoint is damaged.
         RunError: `out` cannot be written.
     """
     from safetensors import SafetensorError
@@ -55,6 +57,7 @@ def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
     from app.model.hf_export import export
     from app.trainer.checkpoint_state import read_weights
 
+    read_intact(checkpoint)
     unfinished = out.with_name(f"{out.name}.new{files.UNFINISHED}")
     try:
         files.remove(unfinished)

@@ -1,13 +1,14 @@
 """The checkpoints of a run, from the driver: which are complete, which is the latest, which get deleted.
 
-    checkpoints/step_N.tmp/   being written: the ranks' files, then state.json
-    checkpoints/step_N/       complete
-    checkpoints/latest        text file with the name of the newest complete one
+    checkpoints/step_N.tmp/     being written: the ranks' files, then state.json
+    checkpoints/step_N/         complete
+    checkpoints/latest          text file with the name of the newest complete one
+    checkpoints/aside/step_N/   later than a checkpoint that the run was rewound to; never read, never deleted
 
 A checkpoint is committed in this order:
 
-    1. The ranks write their files and flush them to disk.
-    2. state.json lists all files with their sizes; it and the folder are flushed.
+    1. The ranks write their files, flush them to disk and return their checksums.
+    2. state.json lists all files with sizes and checksums; it and the folder are flushed.
     3. step_N.tmp is renamed to step_N, and the rename is flushed.
     4. `latest` is replaced atomically, and the replacement is flushed.
     5. Checkpoints beyond the newest `keep` are deleted, each renamed to *.tmp first.
@@ -16,38 +17,29 @@ Invariants:
 - Only names without .tmp are complete. The one that `latest` names survives a crash of the machine.
 - An older checkpoint is deleted only after a newer one is `latest`.
 - A failure at any moment, `kill -9` included, leaves the previous checkpoint untouched.
+- Steps 2 to 5 run in one thread, which a cancellation does not stop and which nothing else races with.
 
 With several nodes, all of them must see the folder.
 """
 
 import asyncio
 import contextlib
-import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from app.checkpoint.folder import ASIDE, FOLDER, LATEST, ResumePoint, complete, intact, latest, newest_intact, step_of
+from app.checkpoint.run_state import RunState, write_state
 from app.errors import CheckpointError, ConfigError
 from app.utils import files
 from app.utils.files import UNFINISHED
+from app.utils.tasks import run_to_end
 from app.utils.units import GIB
 
-FOLDER, LATEST, STATE = "checkpoints", "latest", "state.json"
-FORMAT = 1
 OVERHEAD = 1.02  # bytes on disk over bytes of tensors: names, headers, random state
-
-
-@dataclass(frozen=True, slots=True)
-class RunState:
-    """The driver's share of a checkpoint. JSON-serializable."""
-
-    step: int  # finished steps
-    version: int  # policy version
-    extra: Mapping[str, Any] = field(default_factory=dict)  # the caller's: prompt cursor, unfinished prompts, …
-    model: Mapping[str, Any] = field(default_factory=dict)  # `app.model.hf_directory.identity` of the source model
+COMMIT_SECONDS = 30.0  # for the end of a commit that was under way when its time was over
 
 
 class Savable(Protocol):
@@ -57,7 +49,7 @@ class Savable(Protocol):
 
     async def capture(self) -> int: ...
 
-    async def write(self, folder: Path) -> None: ...
+    async def write(self, folder: Path) -> Mapping[str, int]: ...
 
 
 class CheckpointManager:
@@ -82,6 +74,7 @@ class CheckpointManager:
         self.keep = keep
         self.timeout_s = timeout_s
         self._writing: asyncio.Task[None] | None = None
+        self._target: Path | None = None  # of the newest write
         self._committed: Path | None = None
         self._metrics: dict[str, float] = {}
 
@@ -90,8 +83,12 @@ class CheckpointManager:
         """Bytes and blocked seconds of the newest checkpoint, and its write seconds once it is committed."""
         return dict(self._metrics)
 
-    def prepare(self, checkpoint_bytes: int) -> None:
+    def prepare(self, checkpoint_bytes: int, resume_point: ResumePoint | None = None) -> None:
         """Remove unfinished checkpoints, and check that the folder is writable and has enough space.
+
+        Args:
+            checkpoint_bytes: Bytes of one checkpoint.
+            resume_point: Where the run continues. Later checkpoints will be set aside and make no room for new ones.
 
         Raises:
             ConfigError: The folder is not writable, or `keep` + 1 checkpoints do not fit.
@@ -109,13 +106,16 @@ class CheckpointManager:
                 "folder."
             ) from error
 
-        used = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+        # What `keep` deletes makes room; what is or will be set aside does not.
+        last = step_of(resume_point.path) if resume_point else -1
+        used = sum(_bytes(checkpoint) for checkpoint in complete(self.folder) if step_of(checkpoint) <= last)
         available = shutil.disk_usage(self.folder).free + used
         if available < int((self.keep + 1) * checkpoint_bytes * OVERHEAD):
             raise ConfigError(
                 f"checkpoint.keep={self.keep} is not accepted: {self.keep + 1} checkpoints of "
                 f"{checkpoint_bytes / GIB:.1f} GiB do not fit into the {available / GIB:.1f} GiB available in "
-                f"{self.folder}; give a smaller number, or another hydra.run.dir."
+                f"{self.folder}; give a smaller number, another hydra.run.dir, or delete {self.folder / ASIDE} if it "
+                "exists."
             )
 
     async def save(self, trainer: Savable, state: RunState) -> Path:
@@ -140,6 +140,7 @@ class CheckpointManager:
         await asyncio.to_thread(self._create_folder, writing, await trainer.checkpoint_bytes())
         captured = await trainer.capture()
         self._metrics = {"checkpoint/blocked_s": time.perf_counter() - started, "checkpoint/bytes": float(captured)}
+        self._target = final
         self._writing = asyncio.create_task(self._write(trainer, state, writing, final))
         return final
 
@@ -153,32 +154,73 @@ class CheckpointManager:
         self._writing = None
         if not done:
             task.cancel()
-            raise CheckpointError(f"a checkpoint in {self.folder} was not written within {self.timeout_s:.0f} s")
+            raise CheckpointError(f"checkpoint {self._target} was not written within {self.timeout_s:.0f} s")
         task.result()
 
-    async def settle(self, seconds: float) -> None:
-        """After a failure of the run: give the last checkpoint this many seconds to finish, then cancel it."""
+    async def settle(self, seconds: float) -> str | None:
+        """Before the run ends or restarts: give the last checkpoint this many seconds to finish, then cancel it.
+
+        A commit that has begun is finished, within `COMMIT_SECONDS`. A cancellation cancels the checkpoint at once.
+
+        Returns:
+            Why the checkpoint was not written; None if it was, or if none was being written.
+        """
         task = self._writing
         self._writing = None
-        if task is not None:
+        if task is None:
+            return None
+        try:
             await asyncio.wait({task}, timeout=seconds)
+        finally:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.wait({task}, timeout=COMMIT_SECONDS)
+
+        if self._committed == self._target:
+            return None
+        if not task.done():
+            return f"checkpoint {self._target} was not committed within {COMMIT_SECONDS:.0f} s"
+        if task.cancelled():
+            return f"checkpoint {self._target} was not written within {seconds:g} s"
+        return str(task.exception())
+
+    @property
+    def committed_step(self) -> int | None:
+        """The step of the checkpoint that this object committed or rewound to last."""
+        return None if self._committed is None else step_of(self._committed)
 
     def latest(self) -> Path | None:
         return latest(self.folder.parent)
 
-    def read_state(self, path: Path) -> RunState:
-        return read_state(path)
+    async def resume_point(self, named: Path | None = None) -> ResumePoint | None:
+        """Return the checkpoint to resume from, after reading all its files; None if the run has none.
 
-    def rewind(self, path: Path) -> None:
-        """Make this checkpoint the latest and delete the later ones."""
+        Args:
+            named: Take this checkpoint. None: take the latest, or if it is damaged, the newest intact one before it.
+
+        Raises:
+            DamagedCheckpoint: The named checkpoint, or every one, is damaged.
+            CheckpointError: A checkpoint has an unknown format, or was not read within the deadline.
+        """
+        reading = asyncio.to_thread(intact, named) if named else asyncio.to_thread(newest_intact, self.folder.parent)
+        try:
+            return await asyncio.wait_for(reading, self.timeout_s)
+        except TimeoutError:
+            raise CheckpointError(
+                f"{named or self.folder} was not read within {self.timeout_s:.0f} s to compare its checksums"
+            ) from None
+
+    def rewind(self, path: Path) -> list[Path]:
+        """Make this checkpoint the latest, and set the later ones aside.
+
+        Returns:
+            Where the later ones are now.
+        """
         with _explained(path, "be rewound to"):
             self._set_latest(path)
-            for checkpoint in _complete(self.folder):
-                if _step(checkpoint) > _step(path):
-                    files.delete(checkpoint)
-        self._committed = path
+            later = [checkpoint for checkpoint in complete(self.folder) if step_of(checkpoint) > step_of(path)]
+            aside = [files.set_aside(checkpoint, self.folder / ASIDE) for checkpoint in later]
+        self._committed = self.folder / path.name
+        return aside
 
     # --- the background write
 
@@ -198,31 +240,32 @@ class CheckpointManager:
     async def _write(self, trainer: Savable, state: RunState, writing: Path, final: Path) -> None:
         started = time.perf_counter()
         try:
-            await trainer.write(writing)
-            await asyncio.to_thread(self._commit, state, writing, final)
+            checksums = await trainer.write(writing)
         except BaseException:
-            # An error of the cleanup must not hide the first one.
-            with contextlib.suppress(OSError):
-                files.remove(writing)
+            await run_to_end(_discard, writing)
             raise
+        await run_to_end(self._commit, state, checksums, writing, final)
         self._metrics["checkpoint/write_s"] = time.perf_counter() - started
+
+    def _commit(self, state: RunState, checksums: Mapping[str, int], writing: Path, final: Path) -> None:
+        try:
+            with _explained(writing, "be written"):
+                write_state(writing, state, checksums)
+                files.sync(writing)
+
+                # A checkpoint of this step that `latest` never named, or that the run went back before.
+                if final.exists():
+                    files.set_aside(final, self.folder / ASIDE)
+                writing.rename(final)
+                files.sync(self.folder)
+                self._set_latest(final)
+        except BaseException:
+            _discard(writing)
+            raise
+
         self._committed = final
-
-    def _commit(self, state: RunState, writing: Path, final: Path) -> None:
-        with _explained(writing, "be written"):
-            sizes = {file.name: file.stat().st_size for file in writing.iterdir()}
-            body = {"format": FORMAT, **asdict(state), "files": sizes}
-            files.write(writing / STATE, json.dumps(body, indent=1) + "\n")
-            files.sync(writing)
-
-            # A rewound run may have left a checkpoint of this step.
-            if final.exists():
-                files.delete(final)
-            writing.rename(final)
-            files.sync(self.folder)
-
-            self._set_latest(final)
-            for old in _complete(self.folder)[: -self.keep]:
+        with _explained(final, "replace an older one"):
+            for old in complete(self.folder)[: -self.keep]:
                 if old != final:
                     files.delete(old)
 
@@ -231,79 +274,14 @@ class CheckpointManager:
         files.replace_file(self.folder / LATEST, path.name + "\n", durable=True)
 
 
-def latest(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint of the run in `folder`, or None.
-
-    Raises:
-        CheckpointError: `latest` names a checkpoint that does not exist.
-    """
-    pointer = folder / FOLDER / LATEST
-    if not pointer.is_file():
-        return None
-    path = pointer.with_name(pointer.read_text().strip())
-    if not path.is_dir():
-        raise CheckpointError(f"checkpoint {path}, named by {pointer}, is missing; give resume=<path> of another one")
-    return path
+def _bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def find(path: Path) -> Path | None:
-    """Return the checkpoint at `path`, or the latest one of the run at `path`, or None."""
-    return path if (path / STATE).is_file() else latest(path)
-
-
-def read_state(path: Path) -> RunState:
-    """Read the driver's share of a checkpoint, and check that all its files are there.
-
-    Raises:
-        CheckpointError: state.json is missing, damaged or of another format, or a file is missing or has another size.
-    """
-    try:
-        body = json.loads((path / STATE).read_text())
-        sizes = dict(body.pop("files"))
-        format_version = body.pop("format")
-        state = RunState(**body)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {files.describe(error)}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {STATE} is damaged ({error})") from error
-
-    if format_version != FORMAT:
-        raise CheckpointError(f"checkpoint {path} has format {format_version}; this version reads format {FORMAT}")
-    for name, size in sizes.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"checkpoint {path} is incomplete: {name} is missing")
-        if file.stat().st_size != size:
-            raise CheckpointError(
-                f"checkpoint {path} is incomplete: {name} has {file.stat().st_size} bytes instead of {size}"
-            )
-    return state
-
-
-def require_model(state: RunState, model: Mapping[str, Any], path: Path) -> None:
-    """Raise `CheckpointError` unless the checkpoint at `path` is of this model.
-
-    Args:
-        state: The checkpoint's.
-        model: `identity` of this model. The location of its source is not compared.
-        path: For the message.
-    """
-    for key in sorted(model.keys() | state.model.keys()):
-        ours = model.get(key)
-        theirs = state.model.get(key)
-        if key != "source" and ours != theirs:
-            raise CheckpointError(
-                f"checkpoint {path} is of another model: its {key} is {theirs}, this model's is {ours}"
-            )
-
-
-def _complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints, oldest first."""
-    return sorted((path for path in folder.glob("step_*") if path.name[5:].isdecimal()), key=_step)
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
+def _discard(writing: Path) -> None:
+    """Remove an unfinished checkpoint. An error here must not hide the one that came first."""
+    with contextlib.suppress(OSError):
+        files.remove(writing)
 
 
 def _final_name(writing: Path) -> Path:

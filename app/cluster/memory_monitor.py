@@ -2,11 +2,16 @@
 
 The kernel's OOM killer kills a process without warning. A run that stops earlier can save a checkpoint and report the
 cause.
+
+Invariant: only `check` can end a run. What cannot be measured is missing from the metrics, with one warning.
 """
 
+import asyncio
+import logging
 import os
+from collections.abc import Awaitable, Callable, Mapping
 
-from app.errors import RunError
+from app.errors import RunError, one_line
 from app.protocols import RolloutEngine, Trainer
 from app.rollout.pool import EnginePool
 from app.types import MemoryUse
@@ -14,36 +19,48 @@ from app.utils.process import memory_use
 from app.utils.units import MIB
 
 HOST_LIMIT = 0.97  # fraction of a machine's memory
+MEASURE_SECONDS = 10.0  # deadline of one measurement
+log = logging.getLogger(__name__)
 
 
 class MemoryMonitor:
     """Samples the memory of driver, trainer ranks and engines.
 
     In each step: `record_peaks(phase)` after each phase, then `sample` for the metrics, then `check`.
+
+    Args:
+        trainer: The trainer ranks.
+        pool: The engines.
+        warn: Receives one sentence when something cannot be measured, once.
     """
 
-    def __init__(self, trainer: Trainer, pool: EnginePool):
+    def __init__(self, trainer: Trainer, pool: EnginePool, warn: Callable[[str], None]):
         self.trainer = trainer
         self.pool = pool
+        self.warn = warn
+        self._warned = False
         self._last_sample: dict[str, MemoryUse] = {}  # by process: "driver", "trainer rank 0", "engine 0"
         self._peaks: dict[str, int] = {}  # phase → bytes on the fullest device, since the last sample
 
     async def record_peaks(self, phase: str) -> None:
         """Record the device memory peaks of the trainer ranks in the phase that just ended."""
-        peaks = [use.device_peak for use in await self.trainer.memory() if use.device_peak is not None]
+        ranks = await self._measure("trainer", self._ranks())
+        peaks = [use.device_peak for use in ranks.values() if use.device_peak is not None]
         if peaks:
             self._peaks[phase] = max(peaks)
 
     async def sample(self) -> dict[str, float]:
         """Return the memory metrics: MiB of the largest process by role, and the fullest machine's used fraction."""
-        sample = {"driver": memory_use([os.getpid()])}
-        for rank, use in enumerate(await self.trainer.memory()):
-            sample[f"trainer rank {rank}"] = use
-        for index, use in (await self.pool.each(RolloutEngine.memory)).items():
-            sample[f"engine {index}"] = use
+        sample = {
+            **await self._measure("driver", self._driver()),
+            **await self._measure("trainer", self._ranks()),
+            **await self._measure("engine", self._engines()),
+        }
         self._last_sample = sample
 
-        metrics = {"memory/host_used_fraction": max(use.host_used for use in sample.values())}
+        metrics: dict[str, float] = {}
+        if sample:
+            metrics["memory/host_used_fraction"] = max(use.host_used for use in sample.values())
         for role in ("driver", "trainer", "engine"):
             resident = [use.resident for name, use in sample.items() if name.startswith(role)]
             if resident:
@@ -64,3 +81,28 @@ class MemoryMonitor:
                     f"kernel kills one of its processes (the largest process of the run is {largest} with "
                     f"{self._last_sample[largest].resident / MIB:.0f} MiB)"
                 )
+
+    async def _driver(self) -> dict[str, MemoryUse]:
+        return {"driver": memory_use([os.getpid()])}
+
+    async def _ranks(self) -> dict[str, MemoryUse]:
+        return {f"trainer rank {rank}": use for rank, use in enumerate(await self.trainer.memory())}
+
+    async def _engines(self) -> dict[str, MemoryUse]:
+        uses = await self.pool.each(RolloutEngine.memory)
+        return {f"engine {index}": use for index, use in uses.items()}
+
+    async def _measure(self, role: str, measuring: Awaitable[Mapping[str, MemoryUse]]) -> Mapping[str, MemoryUse]:
+        """Return the memory use by process, or nothing if it cannot be measured."""
+        try:
+            async with asyncio.timeout(MEASURE_SECONDS):
+                return await measuring
+        except Exception as error:  # a component that is broken says so in its next call
+            log.info("the memory of %s was not measured", role, exc_info=True)
+            if not self._warned:
+                self._warned = True
+                cause = (
+                    f"no answer within {MEASURE_SECONDS:.0f} s" if isinstance(error, TimeoutError) else one_line(error)
+                )
+                self.warn(f"the memory of the {role} processes cannot be measured, metrics go without it: {cause}")
+            return {}

@@ -38,10 +38,13 @@ class Aggregation(Enum):
 
 
 class Kl(Enum):
-    """Estimator of the KL divergence to the frozen reference policy."""
+    """Estimator of the KL divergence to the frozen reference policy, as a term of the loss.
+
+    There is no k1 = log π/π_ref: as a loss, its gradient is zero on average. As a penalty in a token's reward, its
+    policy gradient is that of k2.
+    """
 
     none = "none"
-    k1 = "k1"
     k2 = "k2"
     k3 = "k3"
 
@@ -94,7 +97,12 @@ class AlgorithmConfig:
         "Reduction of token losses: seq_mean_token_mean is GRPO's, token_mean DAPO's, seq_mean_token_sum_norm "
         "Dr. GRPO's, which divides by rollout.max_completion_tokens instead of the length.",
     )
-    kl: Kl = setting(Kl.none, "Estimator of the KL penalty to the frozen reference policy; none loads no reference.")
+    kl: Kl = setting(
+        Kl.none,
+        "KL penalty to the frozen reference policy: k2 has the gradient of KL(policy, reference), k3 that of "
+        "KL(reference, policy); none loads no reference.",
+        noun="none, k2 or k3 (not k1: its gradient is zero on average, that of k2 is the KL's)",
+    )
     kl_coefficient: float = setting(0.0, "Weight of the KL penalty in the loss.", at_least=0)
     entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus in the loss.", at_least=0)
     old_policy: OldPolicy = setting(
@@ -153,6 +161,27 @@ class AlgorithmConfig:
         """Whether a frozen reference policy is loaded for the KL penalty."""
         return self.kl is not Kl.none
 
+    @property
+    def ratio_is_one(self) -> bool:
+        """Whether π_old is always the current policy, so that no setting of the ratio can act."""
+        return self.old_policy is OldPolicy.trainer and self.updates_per_step == 1
+
+    def warnings(self) -> list[str]:
+        """Return a sentence about the settings that cannot act in this combination, if there are any."""
+        if not self.ratio_is_one:
+            return []
+
+        idle = ["clip_low", "clip_high"]
+        if self.dual_clip is not None:
+            idle.append("dual_clip")
+        if self.ratio is RatioLevel.sequence:
+            idle.append("ratio=sequence")
+
+        names = [f"algorithm.{name}" for name in idle]
+        return [
+            f"{', '.join(names[:-1])} and {names[-1]} have no effect: with algorithm.updates_per_step=1 the ratio is 1"
+        ]
+
     def overlong_buffer_tokens(self, max_completion_tokens: int) -> int:
         """Number of tokens before the limit over which the length penalty grows."""
         return round(self.overlong_buffer_fraction * max_completion_tokens)
@@ -169,7 +198,7 @@ class AlgorithmConfig:
             self.kl is not Kl.none or self.kl_coefficient == 0,
             "algorithm.kl_coefficient",
             self.kl_coefficient,
-            "0, or an estimator with algorithm.kl=k1, k2 or k3",
+            "0, or an estimator with algorithm.kl=k2 or k3",
         )
         expect(
             self.icepop_low < self.icepop_high,

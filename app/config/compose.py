@@ -8,6 +8,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from app.config import folder_name
 from app.config.help import settings_help
 from app.config.run import RunConfig
 from app.config.setting import settings
@@ -18,9 +19,10 @@ NOISE = ("full_key:", "object_type=", "reference_type=", "Set the env", "Config 
 
 
 def register() -> None:
-    """Register the schema, so that Hydra refuses misspelled keys and wrong types, and the resolver behind `--help`."""
+    """Register the schema, so that Hydra refuses misspelled keys and wrong types, and the resolvers of `conf/`."""
     ConfigStore.instance().store(name="run_schema", node=RunConfig)
     OmegaConf.register_new_resolver("settings_help", settings_help, replace=True)
+    folder_name.register()
 
 
 def resolve(composed: DictConfig) -> RunConfig:

@@ -40,6 +40,7 @@ class ModelConfig:
 
     name: str = setting("tiny", "Name of the preset, shown in the console, the plan and the report.")
     path: str | None = setting(None, "Hugging Face model directory or hub id; null creates the tiny model.")
+    revision: str | None = setting(None, "Commit, tag or branch of a hub model; null is its default branch.")
     trust_remote_code: bool = setting(False, "Run model code that ships with the checkpoint.")
     tiny: TinyConfig = field(default_factory=TinyConfig)
 
@@ -64,3 +65,6 @@ class ModelConfig:
         if path is not None and path.startswith((".", "/", "~")):
             is_directory = Path(path).expanduser().is_dir()
             expect(is_directory, "model.path", path, "an existing directory of the Hugging Face form, or a hub id")
+
+        on_hub = path is not None and not Path(path).expanduser().is_dir()
+        expect(self.revision is None or on_hub, "model.revision", self.revision, "null, or a hub id as model.path")

@@ -17,4 +17,6 @@ class RecoveryConfig:
         "Failures in a row of an engine, and attempts of one prompt lost to engines, before the run fails.",
         at_least=0,
     )
-    max_prompt_retries: int = setting(2, "Retries of a prompt that an engine refuses before the run fails.", at_least=0)
+    max_prompt_retries: int = setting(
+        2, "Retries of a prompt that an engine refuses or aborts by itself before the run fails.", at_least=0
+    )

@@ -40,9 +40,9 @@ class RunConfig:
 
     mode: Mode = setting(
         Mode.train,
-        "train trains; eval evaluates only; plan prints devices, batches and a memory estimate; doctor checks this "
-        "machine; parity compares the device's numbers with a float32 CPU reference; export writes a checkpoint as a "
-        "Hugging Face directory; report writes report.html.",
+        "train trains; eval evaluates a model or, with resume, a checkpoint; plan prints devices, batches and a memory "
+        "estimate; doctor checks this machine; parity compares the device's numbers with a float32 CPU reference; "
+        "export writes a checkpoint as a Hugging Face directory; report writes report.html.",
     )
     seed: int = setting(
         0, "Seed of the data order, of sampling, and of the tiny model's weights.", at_least=0, at_most=2**31 - 1
@@ -50,8 +50,8 @@ class RunConfig:
     steps: int = setting(60, "Training steps of the run.", at_least=1)
     resume: str = setting(
         "never",
-        "never refuses a folder that holds a run, auto resumes the run in hydra.run.dir if there is one, the path of a "
-        "run or checkpoint resumes that.",
+        "never refuses a folder that holds a run, auto resumes the run in hydra.run.dir or starts it, the path of a "
+        "run or checkpoint resumes that; in mode=eval the path names the checkpoint to evaluate.",
         noun="never, auto or a path",
     )
     device: DeviceConfig = field(default_factory=DeviceConfig)

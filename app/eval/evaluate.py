@@ -32,7 +32,8 @@ async def evaluate(
 ) -> tuple[dict[str, dict[str, float]], list[Group]]:
     """Return the metrics of each set and the groups of all sets.
 
-    Nothing else may be generating, so that a single policy version samples every completion.
+    No weight sync may begin meanwhile, so that one policy version samples every completion. Training completions may
+    be in flight: they slow the evaluation down and do not change it.
     """
     settings = config.eval
     sampling = Sampling(settings.temperature, settings.top_p, config.rollout.max_completion_tokens)

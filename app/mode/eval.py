@@ -1,28 +1,82 @@
-"""`mode=eval`: run the evaluation sets once, without a trainer."""
+"""`mode=eval`: run the evaluation sets once, without a trainer, on a model or on a checkpoint of a run.
+
+A checkpoint is exported into the evaluation's own folder and served from there; the run's folder is only read.
+"""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from app.checkpoint.export import export_checkpoint
+from app.checkpoint.run_state import read_state
 from app.config import RunConfig
 from app.device import device_of
+from app.errors import expect
 from app.eval.evaluate import evaluate
 from app.mode import ModeResult
+from app.mode.export import source_of
 from app.mode.session import start_rollout_workers
-from app.recovery.resume import run_lock
+from app.placement.watchdog import watchdog
+from app.recovery.resume import NEVER, evaluated
 from app.tracking.recorder import RunFolderRecorder
+from app.utils import files
 from app.utils.tasks import gather_or_raise, until_signal
+
+WEIGHTS = "model"  # in the evaluation's folder while it runs: the exported checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is evaluated."""
+
+    step: int  # of the checkpoint; 0 for a model
+    weights: Path | None  # the exported checkpoint; None for the model of `model=`
 
 
 def run(config: RunConfig, folder: Path) -> ModeResult:
-    """Evaluate the model; the metric is the mean accuracy over the sets."""
-    with run_lock(folder), RunFolderRecorder(config, folder) as recorder:
+    """Evaluate the checkpoint of `resume=`, or else the model; the metric is the mean accuracy over the sets."""
+    with RunFolderRecorder(config, folder) as recorder:
         return ModeResult(asyncio.run(until_signal(_evaluate(config, folder, recorder))))
 
 
 async def _evaluate(config: RunConfig, folder: Path, recorder: RunFolderRecorder) -> float:
-    async with start_rollout_workers(config, device_of(config.device.kind), folder, recorder) as workers:
+    device = device_of(config.device.kind)
+    async with (
+        subject_of(config, folder, recorder) as subject,
+        start_rollout_workers(config, device, folder, recorder, weights=subject.weights) as workers,
+    ):
         await gather_or_raise(*workers.engine_starts())
-        async with workers.supervisor.monitor():
-            results, groups = await evaluate(workers.rollouter, workers.inputs.prompts.evals, config, version=0)
-        recorder.log_eval(0, results, groups, workers.rollouter.tokenizer.decode)
+        async with workers.supervisor.monitor(), watchdog(workers.rollouter, workers.pool, config, folder):
+            sets = workers.inputs.prompts.evals
+            results, groups = await evaluate(workers.rollouter, sets, config, version=subject.step)
+        recorder.log_eval(subject.step, results, groups, workers.rollouter.tokenizer.decode)
     return sum(metrics["accuracy"] for metrics in results.values()) / len(results)
+
+
+@asynccontextmanager
+async def subject_of(config: RunConfig, folder: Path, recorder: RunFolderRecorder) -> AsyncIterator[Subject]:
+    """Record what is evaluated. A checkpoint is exported to `model/` in `folder`, and the export deleted afterwards."""
+    if config.resume == NEVER:
+        model = config.model.path or config.model.name
+        recorder.note(f"evaluating {model}", {"evaluated/model": model})
+        yield Subject(0, None)
+        return
+
+    servers = config.rollout.urls
+    expect(not servers, "rollout.urls", servers, "[] with resume=…: running servers keep the weights that they have")
+    _, checkpoint = evaluated(config.resume)
+    state = read_state(checkpoint)
+    recorder.note(
+        f"evaluating step {state.step}: {checkpoint}",
+        {"evaluated/checkpoint": str(checkpoint), "evaluated/step": state.step},
+    )
+
+    recorder.status("exporting the checkpoint")
+    weights = folder / WEIGHTS
+    try:
+        await asyncio.to_thread(export_checkpoint, checkpoint, source_of(config, state), weights)
+        yield Subject(state.step, weights)
+    finally:
+        files.remove(weights)

@@ -3,12 +3,14 @@
 from pathlib import Path
 
 from app.checkpoint.export import FOLDER, export_checkpoint
-from app.checkpoint.manager import FOLDER as CHECKPOINTS
-from app.checkpoint.manager import RunState, find, read_state, require_model
+from app.checkpoint.folder import FOLDER as CHECKPOINTS
+from app.checkpoint.folder import find
+from app.checkpoint.run_state import RunState, read_state, require_model
 from app.config import RunConfig
 from app.errors import ConfigError, say
 from app.mode import ModeResult
 from app.model.hf_directory import identity, locate
+from app.recovery.run_lock import run_lock
 
 
 def run(config: RunConfig, folder: Path) -> ModeResult:
@@ -25,17 +27,19 @@ def export_run(config: RunConfig, folder: Path) -> Path:
 
     Raises:
         ConfigError: There is no checkpoint.
+        FolderInUse: The run is still being written by another process.
         CheckpointError: The checkpoint is incomplete or of another model.
         RunError: The directory cannot be written.
     """
     checkpoint = _find_checkpoint(config, folder)
     state = read_state(checkpoint)
-    source = _find_source(config, state)
+    source = source_of(config, state)
     require_model(state, identity(source), checkpoint)
 
     parent = checkpoint.parent
     run = parent.parent if parent.name == CHECKPOINTS else parent
-    return export_checkpoint(checkpoint, source, run / FOLDER)
+    with run_lock(run):
+        return export_checkpoint(checkpoint, source, run / FOLDER)
 
 
 def _find_checkpoint(config: RunConfig, folder: Path) -> Path:
@@ -52,7 +56,7 @@ def _find_checkpoint(config: RunConfig, folder: Path) -> Path:
     return checkpoint
 
 
-def _find_source(config: RunConfig, state: RunState) -> Path:
+def source_of(config: RunConfig, state: RunState) -> Path:
     """Return the model directory that the checkpoint names, or `model.path` if that directory no longer exists."""
     source = state.model.get("source")
     if source and Path(str(source)).is_dir():

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import app.data.build as data
-from app.config import RunConfig
+from app.checkpoint.run_state import read_state, require_model
+from app.config import Mode, RunConfig
 from app.device import device_of
 from app.errors import ConfigError
-from app.model.hf_directory import load_tokenizer, locate, require_window
+from app.model.hf_directory import identity, load_tokenizer, locate, require_window
+from app.placement.controller import CURSOR
 from app.reward.scorer import require
 from app.rollout.server import port_is_free
 
@@ -32,10 +34,21 @@ class RunInputs:
 _loaded: list[tuple[RunConfig, RunInputs]] = []
 
 
-def preflight(config: RunConfig) -> None:
-    """Check and load the inputs of a run. Raises `ConfigError` for the first unusable one."""
+def preflight(config: RunConfig, checkpoint: Path | None = None) -> None:
+    """Check and load the inputs of a run.
+
+    Args:
+        config: The configuration of the run.
+        checkpoint: The checkpoint that the run starts from, if any.
+
+    Raises:
+        ConfigError: For the first unusable input, or if the training data is not that of the checkpoint.
+        CheckpointError: The checkpoint is of another model.
+    """
     inputs = _load(config, status=lambda _: None)
     require(config.reward)
+    if checkpoint is not None:
+        _require_same_run(config, inputs, checkpoint)
     _loaded[:] = [(config, inputs)]
 
 
@@ -69,6 +82,17 @@ def _load(config: RunConfig, status: Callable[[str], None]) -> RunInputs:
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}"
         )
     return RunInputs(path, tokenizer, prompts, tuple(warnings))
+
+
+def _require_same_run(config: RunConfig, inputs: RunInputs, checkpoint: Path) -> None:
+    state = read_state(checkpoint)
+    require_model(state, identity(inputs.model_path), checkpoint)
+
+    if config.mode is Mode.train:
+        cursor = inputs.prompts.train
+        start = cursor.state()
+        cursor.restore(state.extra[CURSOR])  # compares the data
+        cursor.restore(start)
 
 
 def _require_ports(config: RunConfig) -> None:

@@ -56,9 +56,17 @@ class TrainerWorkers:
 
 @asynccontextmanager
 async def start_rollout_workers(
-    config: RunConfig, device: Device, folder: Path, recorder: StatusRecorder
+    config: RunConfig, device: Device, folder: Path, recorder: StatusRecorder, *, weights: Path | None = None
 ) -> AsyncIterator[RolloutWorkers]:
-    """Start Ray and the reward workers and create the engines, which are started together with the trainer."""
+    """Start Ray and the reward workers and create the engines, which are started together with the trainer.
+
+    Args:
+        config: The configuration of the run.
+        device: The kind of its devices.
+        folder: The run's folder.
+        recorder: Shows what is being started.
+        weights: The model directory that the engines load; None is that of `model=`.
+    """
     from app.cluster.actors import EngineFactory
     from app.cluster.connect import connect
     from app.cluster.placement_group import reserve
@@ -84,7 +92,7 @@ async def start_rollout_workers(
 
         trainer = "" if config.mode is Mode.eval else f" and {config.placement.trainer_ranks} trainer rank(s)"
         recorder.status(f"starting {config.engines} engine(s){trainer}")
-        make = EngineFactory(config, device, inputs.model_path, folder, device_placement)
+        make = EngineFactory(config, device, weights or inputs.model_path, folder, device_placement)
         pool = EnginePool([make(index) for index in range(config.engines)])
         stack.push_async_callback(_end_engines, pool)
 

@@ -7,11 +7,14 @@ A resumed run takes the same path in a new process.
 """
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from app.checkpoint.export import export_trained
-from app.checkpoint.manager import CheckpointManager, require_model
+from app.checkpoint.folder import ResumePoint
+from app.checkpoint.manager import CheckpointManager
+from app.checkpoint.run_state import require_model
 from app.cluster.memory_monitor import MemoryMonitor
 from app.config import RunConfig
 from app.config.placement import PlacementKind
@@ -25,7 +28,8 @@ from app.placement.context import RunContext
 from app.placement.controller import CURSOR, PlacementController
 from app.placement.fully_async import FullyAsync
 from app.placement.time_sharing import TimeSharing
-from app.recovery.resume import checkpoint_of, run_lock
+from app.protocols import Trainer
+from app.recovery.resume import checkpoint_of
 from app.recovery.retrying_sync import RetryingWeightSync
 from app.tracking.recorder import RunFolderRecorder
 from app.utils.tasks import until_signal
@@ -38,13 +42,22 @@ CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
 
 def run(config: RunConfig, folder: Path) -> ModeResult:
     """Train to the last step; the metric is the last evaluation's accuracy."""
-    with run_lock(folder), RunFolderRecorder(config, folder) as recorder:
-        accuracy = asyncio.run(until_signal(_train(config, folder, recorder)))
+    with RunFolderRecorder(config, folder) as recorder:
+        warn = partial(recorder.warn, second_signal(config))
+        accuracy = asyncio.run(until_signal(_train(config, folder, recorder), on_second=warn))
     return ModeResult(accuracy)
+
+
+def second_signal(config: RunConfig) -> str:
+    """Return what a second SIGINT or SIGTERM answers."""
+    saving = f"saving the last step, for at most checkpoint.grace_s={config.checkpoint.grace_s:g} s, and "
+    return f"the run is {saving if config.checkpoint.every else ''}shutting down; a third signal ends that at once"
 
 
 async def _train(config: RunConfig, folder: Path, recorder: RunFolderRecorder) -> float:
     device = device_of(config.device.kind)
+    for sentence in config.algorithm.warnings():
+        recorder.warn(sentence)
     async with start_rollout_workers(config, device, folder, recorder) as workers:
         return await TrainingRun(config, device, folder, recorder, workers).train_with_restarts()
 
@@ -76,7 +89,7 @@ class TrainingRun:
                     raise
                 lost = error
                 self.restarts += 1
-                self.recorder.status("the trainer failed; restarting it")
+                self.recorder.warn(f"restarting the trainer: {error}")
                 await self.workers.supervisor.abort_in_flight()
 
     async def _train_once(self, lost: TrainerLost | None) -> float:
@@ -85,9 +98,10 @@ class TrainingRun:
         async with start_trainer_workers(
             self.config, self.device, self.folder, self.workers, first=first
         ) as trainer_workers:
+            resume_point = await self.find_resume_point()
             if self.config.checkpoint.every and first:
-                self.checkpoints.prepare(await trainer_workers.trainer.checkpoint_bytes())
-            version = await self._restore_or_initialize(trainer_workers)
+                self.checkpoints.prepare(await trainer_workers.trainer.checkpoint_bytes(), resume_point)
+            version = await self.restore_or_initialize(trainer_workers.trainer, resume_point)
             if lost is not None:  # after the restore, which truncates records newer than the checkpoint
                 self.recorder.warn(
                     f"trainer failed; restarted from step {version} "
@@ -98,51 +112,77 @@ class TrainingRun:
             self.workers.supervisor.attach(context.weight_sync)
             controller = CONTROLLERS[self.config.placement.kind](context, version)
             try:
-                return await self._run(controller)
+                return await self.run(controller)
             except TrainerError as error:
                 await trainer_workers.synchronizer.abort()
                 if isinstance(error, TrainerLost) or trainer_workers.trainer.broken:
                     raise TrainerLost(str(error)) from error
                 raise
 
-    async def _run(self, controller: PlacementController) -> float:
+    async def run(self, controller: PlacementController) -> float:
         """Run the schedule; save a checkpoint on interrupt, export at the end."""
         async with self.workers.supervisor.monitor():
             try:
                 accuracy = await controller.run()
+                await self.checkpoints.wait()
             except asyncio.CancelledError:
                 await save_on_interrupt(controller)
                 raise
             except RunError:
-                await self.checkpoints.settle(self.config.checkpoint.grace_s)
+                await self._settle()
                 raise
-            await self.checkpoints.wait()
 
         if self.config.checkpoint.export:
             self.recorder.status("exporting the model")
             await export_trained(controller.context.trainer, self.config, self.folder)
         return accuracy
 
-    async def _restore_or_initialize(self, trainer_workers: TrainerWorkers) -> int:
-        """Restore trainer, prompt cursor and metrics to the resume point; return its policy version."""
-        first = self.restarts == 0
-        cursor = self.workers.inputs.prompts.train
-        named = checkpoint_of(self.config.resume) if first else None
-        checkpoint = named or self.checkpoints.latest()
+    async def _settle(self) -> None:
+        """Let the last checkpoint finish, within `checkpoint.grace_s`. Warn if it does not."""
+        problem = await self.checkpoints.settle(self.config.checkpoint.grace_s)
+        if problem is not None:
+            self.recorder.warn(problem)
 
-        if checkpoint is None:
-            if not first or self.recorder.used:
+    async def find_resume_point(self) -> ResumePoint | None:
+        """Return the checkpoint to continue from, checked against its checksums and this model; None to start anew.
+
+        Raises:
+            CheckpointError: A checkpoint that was named is damaged, all are, or it is of another model.
+        """
+        named = checkpoint_of(self.config.resume) if self.restarts == 0 else None
+        if named is not None or self.checkpoints.folder.is_dir():
+            self.recorder.status("comparing the checkpoint with its checksums")
+
+        point = await self.checkpoints.resume_point(named)
+        if point is not None:
+            require_model(point.state, identity(self.workers.inputs.model_path), point.path)
+        return point
+
+    async def restore_or_initialize(self, trainer: Trainer, point: ResumePoint | None) -> int:
+        """Restore prompt cursor, trainer and records to the resume point; return its policy version.
+
+        Later checkpoints and records are set aside last, when nothing can refuse the resume point any more.
+        """
+        cursor = self.workers.inputs.prompts.train
+        if point is None:
+            if self.restarts or self.recorder.used:
                 cursor.restore(self._cursor_at_start)
                 self.recorder.resume(0)
             return 0
 
-        state = self.checkpoints.read_state(checkpoint)
-        require_model(state, identity(self.workers.inputs.model_path), checkpoint)
-        self.recorder.status(f"resuming after step {state.step} from {checkpoint}")
-        await trainer_workers.trainer.restore(checkpoint, version=state.version)
-        self.checkpoints.rewind(checkpoint)
+        state = point.state
+        self.recorder.status(f"resuming after step {state.step} from {point.path}")
         cursor.restore(state.extra[CURSOR])
+        await trainer.restore(point.path, version=state.version)
+        aside = self.checkpoints.rewind(point.path)
         self.recorder.resume(state.step)
+
+        # Only now: `resume` removes the warnings of later steps.
+        for reason in point.damaged:
+            self.recorder.warn(f"resumed from {point.path.name} instead: {reason}")
+        if aside:
+            names = ", ".join(str(path) for path in aside)
+            self.recorder.warn(f"the run went back to step {state.step}; later checkpoints were set aside: {names}")
         return state.version
 
     def _context(self, trainer_workers: TrainerWorkers, version: int) -> RunContext:
@@ -170,35 +210,55 @@ class TrainingRun:
             evals=workers.inputs.prompts.evals,
             recorder=self.recorder,
             checkpoints=self.checkpoints,
-            memory=MemoryMonitor(trainer_workers.trainer, workers.pool),
+            memory=MemoryMonitor(trainer_workers.trainer, workers.pool, self.recorder.warn),
             model=identity(workers.inputs.model_path),
         )
 
 
 async def save_on_interrupt(controller: PlacementController) -> None:
-    """Save the last committed step, unless it is saved already, within `checkpoint.grace_s`."""
-    if not controller.config.checkpoint.every:
+    """Save the last committed step, unless it is saved already, within `checkpoint.grace_s`.
+
+    Warns if the step could not be saved. A cancellation ends the attempt, and is raised after the warning.
+    """
+    config = controller.config.checkpoint
+    if not config.every:
         return
+
+    reason = "an unexpected error"
     try:
-        async with asyncio.timeout(controller.config.checkpoint.grace_s):
+        async with asyncio.timeout(config.grace_s):
             await _save_last_step(controller)
-    except (TimeoutError, RunError) as error:
-        reason = str(error) or "checkpoint.grace_s passed"
-        controller.context.recorder.warn(f"step {controller.version} was not saved: {reason}")
+    except TimeoutError:
+        reason = f"checkpoint.grace_s={config.grace_s:g} s passed during: {controller.current_phase}"
+    except RunError as error:
+        reason = str(error)
+    except asyncio.CancelledError:
+        reason = f"a third signal arrived during: {controller.current_phase}"
+        raise
+    finally:
+        checkpoints = controller.context.checkpoints
+        await checkpoints.settle(0)
+        if checkpoints.committed_step != controller.version:
+            controller.context.recorder.warn(f"step {controller.version} was not saved: {reason}")
 
 
 async def _save_last_step(controller: PlacementController) -> None:
     trainer = controller.context.trainer
     checkpoints = controller.context.checkpoints
-    await trainer.abort_step()
-    await checkpoints.wait()
 
-    latest = checkpoints.latest()
-    if latest is not None and checkpoints.read_state(latest).step == controller.version:
+    controller.current_phase = "aborting the open step"
+    await trainer.abort_step()
+    controller.current_phase = "writing the checkpoint before"
+    await checkpoints.wait()
+    if checkpoints.committed_step == controller.version:
         return
 
+    controller.current_phase = "asking the trainer for its version"
     version = await trainer.version()
     if version is None or version > controller.version:
         raise TrainerError("the next update had already changed the parameters")
+
+    controller.current_phase = "capturing the state"
     await controller.save()
+    controller.current_phase = "writing the checkpoint"
     await checkpoints.wait()

@@ -47,7 +47,7 @@ def locate(config: ModelConfig, *, seed: int) -> Path:
         return ensure(config, seed=seed)
 
     local = Path(config.path).expanduser()
-    folder = local.absolute() if local.exists() or _is_path(config.path) else _download(config.path)
+    folder = local.absolute() if local.exists() or _is_path(config.path) else _download(config.path, config.revision)
     _check(folder, config.path)
     return folder
 
@@ -105,16 +105,17 @@ def _is_path(path: str) -> bool:
     return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        pinned = f" with model.revision={revision}" if revision is not None else ""
         raise ConfigError(
-            f"model.path={hub_id} is not accepted: give a directory that exists or the id of a hub model that can be "
-            f"reached from here ({_brief(error)})."
+            f"model.path={hub_id}{pinned} is not accepted: give a directory that exists or the id of a hub "
+            f"model that can be reached from here ({_brief(error)})."
         ) from error
 
 

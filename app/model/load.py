@@ -6,10 +6,12 @@ Invariants:
 - Tied weights stay one parameter.
 - Buffers that no checkpoint has (rotary frequencies) are recomputed.
 - A missing or unexpected tensor is an error; nothing is initialized silently.
+- There is no dropout: two forwards of the same tokens give the same log-probabilities, and those of the engine.
 
 The order of the steps is TorchTitan's.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from app.model.hf_import import transformers
 from app.model.parallelize import parallelize
 from app.model.policy import PolicyModel
 
+DROPOUT_FIELD = re.compile(r"dropout|pdrop|layerdrop|drop_rate")
+DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 Owners = list[tuple[nn.Module, str]]  # (module, name of the parameter in it)
 
 
@@ -59,6 +63,8 @@ def load(
         raise ValueError("without a mesh a model computes in param_dtype: mixed precision requires FSDP2")
 
     causal_lm = _on_meta(path, param_dtype, attention, trust_remote_code)
+    if causal_lm.lm_head.bias is not None:
+        raise ConfigError(f"model.path={path} is not accepted: give a model whose LM head has no bias.")
     if activation_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     owners = _owners(causal_lm)
@@ -84,8 +90,10 @@ def _on_meta(path: Path, dtype: torch.dtype, attention: str, trust_remote_code: 
     auto = transformers()
     try:
         config = auto.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        for each in (config, config.get_text_config()):
+            _disable_dropout(each)
         with torch.device("meta"):
-            return auto.AutoModelForCausalLM.from_config(
+            causal_lm = auto.AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -93,6 +101,19 @@ def _on_meta(path: Path, dtype: torch.dtype, attention: str, trust_remote_code: 
             f"model.path={path} is not accepted: give a causal language model that transformers can build "
             f"({one_line(error).rstrip('.')})."
         ) from error
+
+    # Some classes have rates of their own.
+    for module in causal_lm.modules():
+        if isinstance(module, DROPOUT_MODULES):
+            module.p = 0.0
+    return causal_lm
+
+
+def _disable_dropout(config: Any) -> None:
+    """Set every dropout rate of a configuration to 0: `attention_dropout`, `resid_pdrop`, `layerdrop` and the like."""
+    for name, value in vars(config).items():
+        if DROPOUT_FIELD.search(name) and isinstance(value, float):
+            setattr(config, name, 0.0)
 
 
 def _owners(model: nn.Module) -> list[Owners]:

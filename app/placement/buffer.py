@@ -1,4 +1,7 @@
-"""The bounded buffer between producer and consumer. First in, first out.
+"""The bounded buffer between producer and consumer. Oldest policy version first, then first in, first out.
+
+A long completion arrives late, with an old version. Behind all groups that arrived before it, it would often be too
+stale by the time it is taken.
 
 The bound is `(max_staleness + 1) · prompts_per_step` groups. Admission enforces it, so `put` never waits.
 """
@@ -25,10 +28,15 @@ class GroupBuffer:
         return len(self._groups)
 
     def put(self, group: Group) -> None:
-        """Append a group. Raises `OverflowError` beyond the capacity: admission has a bug."""
+        """Add a group, before all groups of newer versions. Raises `OverflowError` if full: admission has a bug."""
         if len(self._groups) >= self.capacity:
             raise OverflowError(f"the buffer already holds {self.capacity} groups")
-        self._groups.append(group)
+
+        position = len(self._groups)
+        version = group.oldest_version
+        while position and self._groups[position - 1].oldest_version > version:
+            position -= 1
+        self._groups.insert(position, group)
         self._arrived.set()
 
     def put_back(self, groups: Sequence[Group]) -> None:

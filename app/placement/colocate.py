@@ -17,14 +17,13 @@ from app.types import Group, ScoredGroup, StepReport
 class Colocate(PlacementController):
     """The schedule of `placement=colocate`."""
 
-    async def run(self) -> float:
+    async def _run(self) -> None:
         await self.context.time_sharing.give_to_engines(lambda: self.sync(self.version))
         await self.evaluate_first()
 
         while not self.finished:
             await self._step(self.version + 1)
             await self.after_step()
-        return self.accuracy
 
     async def _step(self, step: int) -> None:
         self.seconds = {}

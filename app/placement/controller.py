@@ -10,16 +10,18 @@ Invariants:
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 from app.algorithm.advantage import score
-from app.checkpoint.manager import RunState
+from app.checkpoint.run_state import RunState
 from app.errors import RunError, TrainerError, TrainerLost
 from app.eval.evaluate import evaluate, is_due
 from app.placement.context import RunContext
 from app.placement.step_metrics import RolloutCounts, step_metrics
+from app.placement.watchdog import watchdog
 from app.types import Group, ScoredGroup, StepReport, SyncReport
+from app.utils.files import describe
 
 ABORT_SECONDS = 30.0  # deadline of an abort on a trainer that has just failed
 CURSOR = "cursor"
@@ -39,9 +41,15 @@ class PlacementController(ABC):
         self._empty_steps = 0
         self._trainer_failures = 0  # in a row
 
-    @abstractmethod
     async def run(self) -> float:
-        """Train to the last step; returns the last evaluation's accuracy."""
+        """Train to the last step; returns the last evaluation's accuracy. Raises `RunError` without progress."""
+        async with watchdog(self, self.context.pool, self.config, self.context.recorder.folder):
+            await self._run()
+        return self.accuracy
+
+    @abstractmethod
+    async def _run(self) -> None:
+        """Sync the initial policy, evaluate it and make every step."""
 
     @property
     def finished(self) -> bool:
@@ -130,8 +138,9 @@ class PlacementController(ABC):
         trained = [group.prompt.id for group in groups]
         filtered = [group.prompt.id for group in counts.filtered]
         recorder.log_samples(step, groups, context.rollouter.tokenizer.decode)
-        recorder.log(step, metrics)
-        recorder.log_prompts(step, trained=trained, filtered=filtered)
+        with _recording(f"step {step}"):
+            recorder.log(step, metrics)
+            recorder.log_prompts(step, trained=trained, filtered=filtered)
         context.cursor.mark_consumed([*trained, *filtered])
 
         self.version = step
@@ -183,11 +192,33 @@ class PlacementController(ABC):
         context = self.context
         state = RunState(self.version, self.version, {CURSOR: context.cursor.state()}, context.model)
         with context.recorder.timeline.span("driver", "checkpoint", step=self.version):
+            await asyncio.to_thread(context.recorder.flush)
             await context.checkpoints.save(context.trainer, state)
 
     async def _evaluate(self) -> None:
         context = self.context
         async with self.phase("evaluate", step=self.version, record_memory=False):
             results, groups = await evaluate(context.rollouter, context.evals, self.config, self.version)
-        context.recorder.log_eval(self.version, results, groups, context.rollouter.tokenizer.decode)
+        with _recording(f"the evaluation after step {self.version}"):
+            context.recorder.log_eval(self.version, results, groups, context.rollouter.tokenizer.decode)
         self.accuracy = sum(metrics["accuracy"] for metrics in results.values()) / len(results)
+
+    # --- for the watchdog
+
+    @property
+    def progress(self) -> tuple[object, ...]:
+        """A value that changes with every finished group and every call that returns."""
+        return *self.context.rollouter.progress, self.context.trainer.calls
+
+    def situation(self) -> str:
+        """Describe what the run is waiting for, in one line."""
+        return f"step {self.version + 1}, phase {self.current_phase}: {self.context.rollouter.situation()}"
+
+
+@contextmanager
+def _recording(what: str) -> Iterator[None]:
+    """Raise `RunError` if the metrics cannot be written: what cannot be recorded must not be trained on."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"the metrics of {what} cannot be written: {describe(error)}") from error

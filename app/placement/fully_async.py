@@ -4,13 +4,14 @@
                  ↑                                              │ staleness is checked when a group is taken
     consumer     └─ dispatch ← sync ← finish step ← add groups ←┘ as they arrive (stream), or all at once
 
-Three loops run as tasks of one group; the first failure ends all of them.
+Two loops run as tasks of one group; the first failure ends both.
 
-| loop     | consumes         | produces          | waits for             | unblocked by                           |
-|----------|------------------|-------------------|-----------------------|----------------------------------------|
-| producer | prompts (cursor) | groups (buffer)   | admission capacity    | a group that ends untrained; a sync    |
-| consumer | groups (buffer)  | policy versions   | a group in the buffer | a group put, or filtered (`wake`)      |
-| watchdog | both's progress  | `RunError` (hang) | its poll interval     | a timer                                |
+| loop     | consumes         | produces        | waits for             | unblocked by                        |
+|----------|------------------|-----------------|-----------------------|-------------------------------------|
+| producer | prompts (cursor) | groups (buffer) | admission capacity    | a group that ends untrained; a sync |
+| consumer | groups (buffer)  | policy versions | a group in the buffer | a group put, or filtered (`wake`)   |
+
+As in every placement, a watchdog around the run ends it when neither makes progress (`app/placement/watchdog.py`).
 
 No deadlock: while the consumer waits, it lacks groups of its step. Admission always allows the groups of the next step,
 so either some are in flight, and each ends (its engine finishes it or is replaced), or there is capacity for them.
@@ -27,7 +28,6 @@ from app.errors import TrainerError
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
 from app.placement.producer import Producer
-from app.placement.watchdog import watch
 from app.types import Group, ScoredGroup, StepReport
 from app.utils.tasks import root_cause
 
@@ -39,21 +39,16 @@ class FullyAsync(PlacementController):
         super().__init__(context, version)
         self.producer = Producer(context, version)
 
-    async def run(self) -> float:
+    async def _run(self) -> None:
         await self.sync(self.version)
         await self.evaluate_first()
         try:
             async with asyncio.TaskGroup() as tasks:
-                background = [
-                    tasks.create_task(self.producer.run(), name="producer"),
-                    tasks.create_task(watch(self), name="watchdog"),
-                ]
+                producer = tasks.create_task(self.producer.run(), name="producer")
                 await tasks.create_task(self._consume(), name="consumer")
-                for task in background:
-                    task.cancel()
+                producer.cancel()
         except BaseExceptionGroup as failures:
             raise root_cause(failures) from None
-        return self.accuracy
 
     async def _consume(self) -> None:
         while not self.finished:
@@ -128,13 +123,6 @@ class FullyAsync(PlacementController):
         train, sync, wait = self.seconds["train"], self.seconds["sync"], self.seconds.get("wait", 0.0)
         return {"step": train + sync, "generate": generate, "wait": wait, "train": train - wait, "sync": sync}
 
-    # --- for the watchdog
-
-    @property
-    def progress(self) -> tuple[object, ...]:
-        """A value that changes with every finished group and every phase of a step."""
-        return self.context.rollouter.finished, self.version, self.current_phase
-
     def situation(self) -> str:
         """Describe what the run is waiting for, in one line."""
-        return f"step {self.version + 1}, phase {self.current_phase}: {self.producer.situation()}"
+        return f"{super().situation()}; {self.producer.situation()}"

@@ -6,7 +6,8 @@
 Invariants:
     - Every dispatched group ends exactly once: trained on, filtered, aborted or dropped.
     - The prompt of an aborted or dropped group is requeued at the head of the cursor: no prompt is lost, and prompts
-      with long completions are not underrepresented.
+      with long completions are not underrepresented. It is dispatched right after a sync, which gives it the longest
+      time before the next abort: `max_staleness + 1` steps.
     - Back-pressure acts at admission only.
 """
 
@@ -23,6 +24,8 @@ from app.placement.step_metrics import RolloutCounts
 from app.protocols import RolloutEngine
 from app.rollout.rollouter import Aborted
 from app.types import Group, Prompt, ScoredGroup
+
+WARN_ABORTS = 3  # of one prompt
 
 
 class Producer:
@@ -49,6 +52,8 @@ class Producer:
         self._changed = asyncio.Event()
         self._numbers = itertools.count()
         self._dispatch_number: dict[str, int] = {}  # of the prompts in flight or in the buffer
+        self._aborts: dict[str, int] = {}  # prompt id → times aborted since it was last sampled to the end
+        self._warned = False
 
     async def run(self) -> None:
         """Dispatch until cancelled. Raises the first failure of a group."""
@@ -71,6 +76,7 @@ class Producer:
         )
         if stale:
             self.counts.dropped += len(stale)
+            self.counts.discarded_tokens += sum(group.completion_tokens for group in stale)
             self.staleness.return_accepted(len(stale))
             self._discard(stale)
             self.context.cursor.requeue([group.prompt.id for group in stale])
@@ -117,11 +123,9 @@ class Producer:
         return counts
 
     def situation(self) -> str:
-        """Describe what is in flight and in the buffer, in one line."""
-        waiting = ", ".join(list(self.running)[:5])
+        """Describe the buffer and the admission, in one line."""
         return (
-            f"{len(self.buffer)} groups in the buffer, {self.staleness.in_flight} in flight ({waiting}), "
-            f"capacity for {self.staleness.capacity} more, "
+            f"{len(self.buffer)} groups in the buffer, capacity for {self.staleness.capacity} more, "
             f"dispatch {'open' if self.staleness.dispatch_open else 'paused'}"
         )
 
@@ -144,16 +148,37 @@ class Producer:
             group = await self.context.rollouter.group(
                 prompt, size=size, sampling=self.context.sampling, version=self.staleness.version
             )
-        except Aborted:
+        except Aborted as error:
             self.counts.aborted += 1
+            self.counts.discarded_tokens += error.tokens
             self._release(prompt)
             self.context.cursor.requeue([prompt.id])
+            self._count_abort(prompt, error.tokens)
         else:
             self._on_sampled(prompt, group)
         finally:
             self._changed.set()
 
+    def _count_abort(self, prompt: Prompt, tokens: int) -> None:
+        """Warn, once, about a prompt that is sampled and aborted over and over."""
+        aborts = self._aborts.get(prompt.id, 0) + 1
+        self._aborts[prompt.id] = aborts
+        if aborts < WARN_ABORTS or self._warned:
+            return
+
+        self._warned = True
+        config = self.context.config
+        steps = self.staleness.max_staleness + 1
+        self.context.recorder.warn(
+            f"prompt {prompt.id} was aborted {aborts} times, last after {tokens} of at most "
+            f"{config.algorithm.group_size * config.rollout.max_completion_tokens} tokens: its completions take longer "
+            f"than {steps} steps (placement.max_staleness + 1) and begin again each time. Try a larger "
+            "placement.max_staleness, or a smaller rollout.max_completion_tokens or rollout.max_inflight_groups. "
+            "placement.in_flight=drain aborts none, but every sync waits for the longest completion."
+        )
+
     def _on_sampled(self, prompt: Prompt, group: Group) -> None:
+        self._aborts.pop(prompt.id, None)
         if self.context.config.algorithm.dynamic_sampling and not has_reward_variance(group):
             self.counts.filtered.append(group)
             self._release(prompt)

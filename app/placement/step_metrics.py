@@ -15,6 +15,7 @@ class RolloutCounts:
     dropped: int = 0  # too stale when taken
     aborted: int = 0  # too stale while in flight
     failed: int = 0  # lost to an engine and sent again
+    discarded_tokens: int = 0  # completion tokens of dropped and aborted groups
 
 
 def step_metrics(
@@ -53,6 +54,9 @@ def step_metrics(
     metrics["rollout/dropped_groups"] = float(counts.dropped)
     metrics["rollout/aborted_groups"] = float(counts.aborted)
     metrics["rollout/failed_groups"] = float(counts.failed)
+    metrics["rollout/discarded_tokens"] = float(counts.discarded_tokens)
+    completion_tokens = metrics["tokens/completion"] + counts.discarded_tokens
+    metrics["rollout/discarded_fraction"] = counts.discarded_tokens / max(1.0, completion_tokens)
 
     metrics |= report.metrics
     metrics |= sync.metrics

@@ -1,25 +1,33 @@
 """Ends a run that makes no progress, with the stacks of all tasks in `logs/stacks.log`.
 
-Single calls have their own deadlines (an engine's progress, a trainer call, a phase of a sync). The watchdog covers
-what they do not: groups must keep finishing (for training or evaluation), and so must the phases of a step.
+Single calls have their own deadlines (an engine's progress, a call of the trainer, a phase of a sync). The watchdog
+covers what they do not. Progress is any of these:
+
+    - a group finishes, for training or for evaluation
+    - a call of an engine or of the trainer returns, or an engine is replaced
+    - the engines sample tokens, however long the completion
 """
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Protocol
 
 from app.config import RunConfig
-from app.errors import RunError
-from app.placement.context import RunContext
-from app.utils.tasks import task_stacks
+from app.errors import EngineError, RunError
+from app.protocols import RolloutEngine
+from app.rollout.pool import EnginePool
+from app.utils.tasks import root_cause, task_stacks
 
-POLL_SECONDS = 1.0
+POLL_SECONDS = 15.0
+STATS_SECONDS = 10.0  # deadline of an engine to report its tokens; without a report they count as unchanged
+MARGIN_SECONDS = 60.0  # a call's own deadline passes first: its error is more exact
 
 
 class Watched(Protocol):
-    """What the watchdog reads of a controller."""
-
-    config: RunConfig
-    context: RunContext
+    """A run whose progress is watched."""
 
     @property
     def progress(self) -> tuple[object, ...]:
@@ -29,21 +37,71 @@ class Watched(Protocol):
         """Describe what the run is waiting for, in one line."""
 
 
-async def watch(run: Watched) -> None:
-    """Raise `RunError` when nothing finished for longer than any single call may take."""
-    config = run.config
-    limit = max(config.trainer.timeout_s, config.rollout.stall_timeout_s, config.weight_sync.timeout_s)
-    loop = asyncio.get_running_loop()
+@asynccontextmanager
+async def watchdog(run: Watched, pool: EnginePool, config: RunConfig, folder: Path) -> AsyncIterator[None]:
+    """Cancel the block and raise `RunError` when it makes no progress for `limit_seconds`.
 
-    last = run.progress
+    Args:
+        run: What the block runs.
+        pool: Its engines.
+        config: Of the run.
+        folder: Of the run, for the stacks.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watcher = tasks.create_task(_watch(run, pool, limit_seconds(config), folder), name="watchdog")
+            yield
+            watcher.cancel()
+    except BaseExceptionGroup as failures:
+        raise root_cause(failures) from None
+
+
+def limit_seconds(config: RunConfig) -> float:
+    """Return the seconds without progress that end a run: more than any single call may take."""
+    group_size = max(config.algorithm.group_size, config.eval.samples)
+    rewards = 2 * group_size * config.reward.timeout_s  # together, then one by one
+    deadlines = (
+        config.trainer.timeout_s,
+        config.rollout.stall_timeout_s,
+        config.rollout.start_timeout_s,
+        config.weight_sync.timeout_s,
+        rewards,
+    )
+    return max(deadlines) + MARGIN_SECONDS
+
+
+async def _watch(run: Watched, pool: EnginePool, limit: float, folder: Path) -> None:
+    loop = asyncio.get_running_loop()
+    progress: tuple[object, ...] = ()
+    tokens: dict[str, int] = {}
     changed_at = loop.time()
     while True:
-        await asyncio.sleep(POLL_SECONDS)
-        if run.progress != last:
-            last = run.progress
+        before = progress, tokens
+        progress = run.progress
+        if progress == before[0]:  # only then: the calls cost the driver CPU time
+            tokens = tokens | await _tokens_by_engine(pool)
+
+        if (progress, tokens) != before:
             changed_at = loop.time()
         elif loop.time() - changed_at > limit:
-            path = run.context.recorder.folder / "logs" / "stacks.log"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(task_stacks())
+            path = folder / "logs" / "stacks.log"
+            with contextlib.suppress(OSError):  # a full disk must not hide the error below
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(task_stacks())
             raise RunError(f"no progress for {limit:.0f} s: {run.situation()}; stacks: {path}")
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def _tokens_by_engine(pool: EnginePool) -> dict[str, int]:
+    """Return the tokens that each engine has sampled since it started; engines that do not answer are left out."""
+
+    async def tokens(engine: RolloutEngine) -> int | None:
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                return (await engine.stats()).completion_tokens
+        except (EngineError, TimeoutError):
+            return None
+
+    engines = pool.alive
+    counts = await asyncio.gather(*(tokens(engine) for engine in engines))
+    return {engine.name: count for engine, count in zip(engines, counts, strict=True) if count is not None}

@@ -11,7 +11,6 @@ Invariants:
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -23,7 +22,8 @@ from app.rollout.pool import EnginePool
 from app.utils.tasks import gather_or_raise, root_cause
 
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubled for each further one
-ABORT_SECONDS = 10.0  # deadline for aborted requests to end
+MOST_DOUBLINGS = 5
+ABORT_SECONDS = 10.0  # deadline of an engine to abort all of its requests
 POLL_SECONDS = 0.1
 Engines = Mapping[int, RolloutEngine]  # by index
 
@@ -88,16 +88,7 @@ class EngineSupervisor:
 
     async def abort_in_flight(self) -> None:
         """Abort all requests and wait until they have ended. An engine that takes too long is marked lost."""
-        deadline = time.monotonic() + ABORT_SECONDS
-        await self.pool.each(RolloutEngine.abort)
-        for engine in self.pool.alive:
-            try:
-                while (await engine.stats()).groups:
-                    if time.monotonic() > deadline:
-                        raise EngineLost(f"requests in flight were not aborted within {ABORT_SECONDS:.0f} s")
-                    await asyncio.sleep(POLL_SECONDS)
-            except EngineLost as error:
-                self.pool.mark_lost(engine, error)
+        await asyncio.gather(*(self._abort_requests(engine) for engine in self.pool.alive))
 
     # --- turns, where engines and trainer share devices
 
@@ -135,6 +126,20 @@ class EngineSupervisor:
                 self.unsynced.discard(index)
                 self.pool.mark_lost(engine, error)
 
+    async def _abort_requests(self, engine: RolloutEngine) -> None:
+        try:
+            async with asyncio.timeout(ABORT_SECONDS):
+                await engine.abort()
+                while True:
+                    if not (await engine.stats()).groups:
+                        return
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            late = f"{engine.name}: requests in flight were not aborted within {ABORT_SECONDS:.0f} s"
+            self.pool.mark_lost(engine, EngineLost(late))
+        except EngineLost as error:
+            self.pool.mark_lost(engine, error)
+
     async def _restart_forever(self) -> None:
         while True:
             await self.pool.engine_lost.wait()
@@ -158,10 +163,10 @@ class EngineSupervisor:
             self.warn(f"{summary(error)} (restarting, attempt {attempt})")
             await self.pool.engines[index].end()
             if attempt > 1:
-                await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 2))
+                await asyncio.sleep(backoff(attempt - 1))
 
             engine = self.make(index)
-            self.pool.engines[index] = engine
+            self.pool.replace(index, engine)
             try:
                 await engine.start(self.config.rollout.start_timeout_s)
             except EngineError as failure:
@@ -175,6 +180,15 @@ class EngineSupervisor:
                 self.restarts += 1
                 self.unsynced.add(index)
                 return
+
+
+def backoff(failures: int) -> float:
+    """Return the seconds to wait after this many failures in a row.
+
+    >>> [backoff(failures) for failures in (1, 2, 3, 50)]
+    [1.0, 2.0, 4.0, 32.0]
+    """
+    return BACKOFF_SECONDS * 2 ** min(failures - 1, MOST_DOUBLINGS)
 
 
 def summary(error: BaseException) -> str:

@@ -1,31 +1,34 @@
-"""Resume a run that ended early: its folder, its settings, and the lock against a second driver.
+"""What `resume=` means for a new process: the folder, the settings, and whether anything is left to do.
 
-The saved configuration wins, so that a run keeps its identity. Only settings that cannot affect the learned policy
-(`RESUMABLE`) may be overridden.
+The saved configuration wins, so that a run keeps its identity. A training run may override only settings that cannot
+affect the learned policy (`RESUMABLE`), an evaluation those that do not change the model (`EVALUABLE`).
+
+Invariants:
+- Nothing here writes. Whatever is refused is refused before a folder is touched.
 """
 
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 
-from app.checkpoint.manager import FOLDER, latest, read_state
-from app.config import RunConfig
+from app.checkpoint.folder import FOLDER, LATEST, find, latest
+from app.checkpoint.run_state import STATE, read_state
+from app.config import Mode, RunConfig
 from app.config.compose import one_sentence
-from app.errors import ConfigError, RunError
-from app.tracking.run_folder import metrics_file
+from app.errors import ConfigError, DamagedCheckpoint
+from app.tracking.run_folder import CONFIG, metrics_file, summary
 
 NEVER = "never"
 AUTO = "auto"
-SAVED = Path("config") / "config.yaml"
-LOCK = "driver.lock"
+SAVED = Path(CONFIG) / "config.yaml"
+RESULTS = (metrics_file.NAME, "parity.json")  # a folder with one of them holds a run
 RESUMABLE = (
     "steps",
-    "resume",
     "checkpoint",
     "cluster",
     "eval.every",
@@ -47,57 +50,123 @@ RESUMABLE = (
     "trainer.tokens_per_microbatch",
     "weight_sync",
 )
+EVALUABLE = (
+    "cluster",
+    "data",
+    "device",
+    "eval",
+    "model.path",
+    "placement",
+    "recovery",
+    "reward",
+    "rollout",
+    "tracking",
+)
+ALWAYS = ("hydra", "mode", "resume")  # never taken from the saved configuration
 
 
-def apply_resume(composed: DictConfig) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """What `resume=` means for this start."""
+
+    notes: tuple[str, ...] = ()  # for the screen
+    finished: bool = False  # the run has no steps left
+    checkpoint: Path | None = None  # to start from; None also if the latest is damaged and the run picks another
+
+
+def apply_resume(composed: DictConfig) -> Resumption:
     """Replace `composed` by the configuration of the run to resume, if there is one.
 
-    Returns:
-        One sentence for each override that is ignored.
-
     Raises:
-        ConfigError: `resume` names no run, or the folder is used and `resume=never`.
+        ConfigError: `resume` names no run, the run has no checkpoint, or the folder is used and `resume=never`.
+        CheckpointError: The checkpoint that `resume` names is incomplete.
     """
     resume = str(composed.resume)
-    folder = _given_folder(composed)
+    folder = _run_dir(composed)
     if resume == NEVER:
-        _require_unused(folder)
-        return []
+        require_unused(folder, Mode.train)
+        return Resumption()
 
-    if resume != AUTO:
+    if resume == AUTO:
+        notes = _warnings_of_auto(composed)
+        if not (folder / SAVED).is_file():
+            require_unused(folder)
+            return Resumption(notes)
+    else:
+        notes = ()
         folder = _folder_of(resume)
-        composed.hydra.run.dir = str(folder)
-    elif folder is None or not (folder / SAVED).is_file():
-        return []  # nothing to resume: a new run
-    return _take_over(composed, _saved(folder), resume)
+        _set_run_dir(composed, folder)
 
+    saved = _saved(folder)
+    if saved.mode is not Mode.train:
+        raise ConfigError(f"resume={resume} is not accepted: {folder} holds a run of mode={saved.mode.name}.")
 
-def _take_over(composed: DictConfig, saved: DictConfig, resume: str) -> list[str]:
-    """Copy the saved settings into `composed`, except the overrides that are allowed."""
-    given = [override.lstrip("+~").split("=", 1)[0] for override in composed.hydra.overrides.task]
-    allowed = {key: OmegaConf.select(composed, key) for key in given if _resumable(key)}
-    changed = [key for key in given if not _resumable(key) and _differs(composed, saved, key)]
+    if checkpoint_of(resume) is None and not has_checkpoint(folder):
+        return _without_checkpoint(composed, saved, folder, notes)
 
-    with open_dict(composed):
-        for key in saved:
-            composed[key] = saved[key]
-        for key, value in allowed.items():
-            OmegaConf.update(composed, key, value)
-        composed.resume = resume
-    return [f"{key} is ignored: a resumed run keeps its saved value" for key in changed]
-
-
-def finished_at(composed: DictConfig) -> int | None:
-    """Return the last step of the run to resume if it has no steps left, else None."""
-    if str(composed.resume) == NEVER:
-        return None
-
-    folder = _given_folder(composed)
-    checkpoint = checkpoint_of(str(composed.resume)) or (folder and latest(folder))
+    notes = (*notes, *_take_over(composed, saved, RESUMABLE))
+    checkpoint = _readable(resume, folder)
     if checkpoint is None:
-        return None
+        return Resumption(notes)
     step = read_state(checkpoint).step
-    return step if step >= int(composed.steps) else None
+    if step >= int(composed.steps):
+        return Resumption((*notes, _finished(folder, step)), finished=True)
+    return Resumption(notes, checkpoint=checkpoint)
+
+
+def apply_evaluation(composed: DictConfig) -> Resumption:
+    """Replace `composed` by the configuration of the run whose checkpoint `mode=eval resume=…` evaluates.
+
+    Raises:
+        ConfigError: `resume` names no checkpoint, or the evaluation's own folder is used.
+    """
+    resume = str(composed.resume)
+    checkpoint = None
+    notes: tuple[str, ...] = ()
+    if resume != NEVER:
+        run, checkpoint = evaluated(resume)
+        notes = _take_over(composed, _saved(run), EVALUABLE)
+        composed.resume = str(checkpoint.absolute())  # of a run that is still training, the latest changes
+
+    require_unused(_run_dir(composed), Mode.eval)
+    return Resumption(notes, checkpoint=checkpoint)
+
+
+def evaluated(resume: str) -> tuple[Path, Path]:
+    """Return the run and the checkpoint that `mode=eval resume=…` names. Raises `ConfigError` if it names none."""
+    path = Path(resume).expanduser()
+    run = next((each for each in (path, *path.parents[:3]) if (each / SAVED).is_file()), None)
+    checkpoint = find(path) if (path / STATE).is_file() or run == path else None
+    if run is None or checkpoint is None:
+        raise ConfigError(
+            f"resume={resume} is not accepted: with mode=eval, give the folder of a run that has checkpoints, or one "
+            "of its checkpoints."
+        )
+    return run, checkpoint
+
+
+def require_unused(folder: Path, mode: Mode | None = None) -> None:
+    """Raise `ConfigError` if the folder already holds a run. The sentence says what to do instead in this mode."""
+    if not holds_run(folder):
+        return
+
+    advice = "give another folder"
+    if mode is Mode.train:
+        advice = "give resume=auto to continue it, or another folder"
+    elif mode is Mode.eval:
+        advice = f"give another folder, or resume={folder} without hydra.run.dir to evaluate that run"
+    raise ConfigError(f"hydra.run.dir={folder} is not accepted: it already holds a run; {advice}.")
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run left results in the folder. The logs of a run that failed at its start do not count."""
+    files = [folder / name for name in RESULTS]
+    return has_checkpoint(folder) or any(file.is_file() and file.stat().st_size for file in files)
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether the run in the folder committed a checkpoint, intact or not."""
+    return (folder / FOLDER / LATEST).is_file()
 
 
 def checkpoint_of(resume: str) -> Path | None:
@@ -106,20 +175,76 @@ def checkpoint_of(resume: str) -> Path | None:
     return path if path.parent.name == FOLDER and path.is_dir() else None
 
 
-@contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
-    """Lock a run's folder. The kernel releases the lock when this process ends.
+def _warnings_of_auto(composed: DictConfig) -> tuple[str, ...]:
+    if composed.checkpoint.every:
+        return ()
+    return ("resume=auto: this run saves no checkpoint to resume from (checkpoint.every=0); give checkpoint.every=…",)
 
-    Raises:
-        RunError: Another process holds it.
+
+def _without_checkpoint(composed: DictConfig, saved: DictConfig, folder: Path, notes: tuple[str, ...]) -> Resumption:
+    """Decide what to do with a run that has no checkpoint."""
+    finished = summary.is_finished(folder)
+    done = int(summary.read(folder).get("steps", 0))
+    steps = int(composed.steps if "steps" in _given(composed) else saved.steps)
+
+    if finished and done >= steps:
+        return Resumption((*notes, _finished(folder, done)), finished=True)
+    if finished:
+        raise ConfigError(
+            f"steps={steps} is not accepted: the run in {folder} finished at step {done} and left no checkpoint to "
+            "continue from; give another hydra.run.dir."
+        )
+    if str(composed.resume) != AUTO:
+        raise ConfigError(
+            f"resume={composed.resume} is not accepted: the run in {folder} has no checkpoint; start it again with "
+            f"hydra.run.dir=<a new folder>, or with resume=auto hydra.run.dir={folder}, which sets its records aside."
+        )
+    return Resumption(notes)  # starts over
+
+
+def _take_over(composed: DictConfig, saved: DictConfig, changeable: Collection[str]) -> tuple[str, ...]:
+    """Copy the saved settings into `composed`, except the overrides that are allowed.
+
+    Returns:
+        One sentence for each override that is ignored.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(f"{folder} is in use: another process is running this run") from None
-        yield
+    given = _given(composed)
+    if "data" in given and "data" in changeable:
+        given.append("reward")  # a data preset selects its reward
+    # Copies, since the sections of `composed` are overwritten in place below.
+    allowed = {key: deepcopy(OmegaConf.select(composed, key)) for key in given if _is_in(key, changeable)}
+    ignored = [key for key in given if not _is_in(key, (*changeable, *ALWAYS)) and _differs(composed, saved, key)]
+
+    with open_dict(composed):
+        for key in saved:
+            if key not in ALWAYS:
+                composed[key] = saved[key]
+        for key, value in allowed.items():
+            OmegaConf.update(composed, key, value, merge=False)
+    return tuple(f"{key} is ignored: the run keeps its saved value" for key in ignored)
+
+
+def _given(composed: DictConfig) -> list[str]:
+    """Return the keys that the command line overrides."""
+    return [override.lstrip("+~").split("=", 1)[0] for override in composed.hydra.overrides.task]
+
+
+def _readable(resume: str, folder: Path) -> Path | None:
+    """Return the checkpoint that `resume` names, or the latest; None if that is damaged: the run takes an older one."""
+    named = checkpoint_of(resume)
+    try:
+        checkpoint = named or latest(folder)
+        if checkpoint is not None:
+            read_state(checkpoint)
+        return checkpoint
+    except DamagedCheckpoint:
+        if named is not None:
+            raise
+        return None
+
+
+def _finished(folder: Path, step: int) -> str:
+    return f"the run in {folder} finished at step {step}: give a larger steps=… to continue it."
 
 
 def _saved(folder: Path) -> DictConfig:
@@ -144,28 +269,18 @@ def _folder_of(resume: str) -> Path:
     return folder
 
 
-def _given_folder(composed: DictConfig) -> Path | None:
-    """Return `hydra.run.dir`; None for the default, which names a new folder each time."""
-    try:
-        return Path(str(OmegaConf.select(composed, "hydra.run.dir")))
-    except InterpolationResolutionError:  # the default names the group choices, which Hydra has not resolved yet
-        return None
+def _run_dir(composed: DictConfig) -> Path:
+    return Path(str(composed.hydra.run.dir))
 
 
-def _require_unused(folder: Path | None) -> None:
-    if folder is None:
-        return
-
-    path = folder / metrics_file.NAME
-    if path.is_file() and path.stat().st_size:
-        raise ConfigError(
-            f"hydra.run.dir={folder} is not accepted: it already holds a run; give resume=auto to continue it, or "
-            "another folder."
-        )
+def _set_run_dir(composed: DictConfig, folder: Path) -> None:
+    with read_write(composed.hydra):
+        composed.hydra.run.dir = str(folder)
 
 
-def _resumable(key: str) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in RESUMABLE) or key.startswith("hydra")
+def _is_in(key: str, names: Collection[str]) -> bool:
+    """Whether a key is one of the settings or sections `names`, or below one."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def _differs(composed: DictConfig, saved: DictConfig, key: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from app.errors import EngineError, RunError, SyncError, TrainerError, TrainerLost
 from app.protocols import RolloutEngine, Trainer, WeightSynchronizer
-from app.recovery.engine_supervisor import BACKOFF_SECONDS, Engines, EngineSupervisor, summary
+from app.recovery.engine_supervisor import Engines, EngineSupervisor, backoff, summary
 from app.types import SyncReport
 
 
@@ -106,7 +106,7 @@ class RetryingWeightSync:
             if attempt > self._limit:
                 raise
             self.supervisor.warn(f"{summary(error)} (repeating sync {self.version}, attempt {attempt + 1})")
-            await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
+            await asyncio.sleep(backoff(attempt))
             return None
 
     async def _require_trainer(self, error: RunError) -> None:

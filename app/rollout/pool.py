@@ -3,6 +3,7 @@
 Invariants:
     - A lost engine gets no request until `mark_ready`. While all engines are lost, groups wait.
     - If the owner of the pool cannot replace engines, it must end the run, so that no group waits forever.
+    - Calls have the deadlines of `RolloutEngine`. The pool adds none; `progress` shows a watchdog that calls return.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from app.errors import EngineLost
+from app.errors import EngineLost, one_line
 from app.protocols import RolloutEngine
 
 P = ParamSpec("P")
@@ -24,13 +25,17 @@ class EnginePool:
     Lifecycle of an engine:
         1. Ready: `least_busy` and `each` use it.
         2. Lost: by an `EngineLost` in a call, or by `mark_lost`. `engine_lost` is set.
-        3. Replaced: the owner puts a new engine into `engines` at the same index, then calls `mark_ready`.
+        3. Replaced: the owner puts a new engine at the same index with `replace`, then calls `mark_ready`.
+
+    Attributes:
+        progress: Calls that returned, and engines replaced, so far.
     """
 
     def __init__(self, engines: Sequence[RolloutEngine]):
         self.engines = list(engines)
         self.lost: dict[int, EngineLost] = {}  # engine index → cause
         self.engine_lost = asyncio.Event()  # set by `mark_lost`, cleared by the owner
+        self.progress = 0
 
         self._engine_ready = asyncio.Event()
         self._outstanding = [0] * len(self.engines)  # completions in flight, by engine index
@@ -48,6 +53,11 @@ class EnginePool:
             if current is engine:
                 self.lost[index] = cause
                 self.engine_lost.set()
+
+    def replace(self, index: int, engine: RolloutEngine) -> None:
+        """Put a new engine at the index of a lost one. It counts as lost until `mark_ready`."""
+        self.engines[index] = engine
+        self.progress += 1
 
     def mark_ready(self, index: int) -> None:
         """Send requests to the (new) engine at this index."""
@@ -79,6 +89,7 @@ class EnginePool:
             self.mark_lost(engine, error)
             raise
         finally:
+            self.progress += 1
             self._count(index, -completions)
 
     async def each(
@@ -102,10 +113,17 @@ class EnginePool:
             except EngineLost as error:
                 self.mark_lost(engine, error)
                 return None
+            finally:
+                self.progress += 1
 
         alive = [(index, engine) for index, engine in enumerate(self.engines) if index not in self.lost]
         results = await asyncio.gather(*(call(index, engine) for index, engine in alive))
         return dict(result for result in results if result is not None)
+
+    def situation(self) -> str:
+        """Describe how many engines are ready and why the others are not, in one line."""
+        lost = "".join(f", engine {index} is lost: {one_line(cause)}" for index, cause in sorted(self.lost.items()))
+        return f"{len(self.alive)} of {len(self.engines)} engines ready{lost}"
 
     def busy_seconds(self) -> float:
         """Return the seconds with requests in flight since the pool was created, as the mean over engines."""

@@ -56,7 +56,7 @@ class RemoteEngine:
         try:
             await asyncio.wait_for(self.stop(), END_SECONDS)
         except (RunError, TimeoutError) as error:
-            log.warning("%s did not stop, killing its host: %s", self.name, error)
+            log.warning("%s did not stop, killing its host: %s", self.name, one_line(error))
         ray.kill(self.actor)
 
     async def generate(self, request: GroupRequest) -> list[Completion]:

@@ -1,6 +1,7 @@
 """One group from its prompt: sample, decode, score. Used by both placements and by evaluation."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -13,21 +14,32 @@ from app.rollout.pool import EnginePool
 from app.types import Completion, FinishReason, Group, GroupRequest, Prompt, Sampling, Trajectory
 
 RETRY_SECONDS = 0.25  # before a prompt is sent again; doubled each time
+MOST_DOUBLINGS = 7
+SHOWN_PROMPTS = 5  # in messages
 
 
 class Aborted(EngineError):
-    """Completions of a prompt were aborted, by us or by the engine. They are partial and never trained on."""
+    """Completions of a prompt were aborted on request. They are partial and never trained on.
+
+    Attributes:
+        tokens: Completion tokens of the group that were sampled.
+    """
+
+    def __init__(self, prompt_id: str, tokens: int):
+        super().__init__(f"the completions of prompt {prompt_id} were aborted after {tokens} tokens")
+        self.tokens = tokens
 
 
 class Rollouter:
     """Turns prompts into groups with rewards.
 
-    A prompt whose engine is lost, or that an engine refuses, is sent again with exponential backoff, up to
-    `recovery.max_engine_failures` and `recovery.max_prompt_retries` times.
+    A prompt whose engine is lost, or that an engine refuses or aborts by itself, is sent again with exponential
+    backoff, up to `recovery.max_engine_failures` and `recovery.max_prompt_retries` times.
 
     Attributes:
-        finished: Groups finished so far; watchdogs read it as progress.
+        finished: Groups finished so far.
         lost: Groups that were sent again after their engine was lost, since `take_lost`.
+        in_flight: Prompt id → where its group is ("on engine 0"), oldest first.
     """
 
     def __init__(self, pool: EnginePool, scorer: Scorer, tokenizer: Any, timeline: Timeline, recovery: RecoveryConfig):
@@ -38,21 +50,26 @@ class Rollouter:
         self.recovery = recovery
         self.finished = 0
         self.lost = 0
+        self.in_flight: dict[str, str] = {}
 
     async def group(self, prompt: Prompt, *, size: int, sampling: Sampling, version: int) -> Group:
         """Return `size` scored trajectories of one prompt.
 
         Raises:
-            Aborted: At least one completion was aborted.
+            Aborted: At least one completion was aborted on request.
             EngineError: The prompt failed too often.
         """
-        completions = await self._completions(GroupRequest(prompt.id, prompt.token_ids, size, sampling, version))
-        if any(completion.finish_reason is FinishReason.abort for completion in completions):
-            raise Aborted(f"the completions of prompt {prompt.id} were aborted")
+        try:
+            completions = await self._completions(GroupRequest(prompt.id, prompt.token_ids, size, sampling, version))
+            if any(completion.finish_reason is FinishReason.abort for completion in completions):
+                raise Aborted(prompt.id, sum(len(completion.token_ids) for completion in completions))
 
-        trajectories = [Trajectory(prompt, completion, self._text(completion)) for completion in completions]
-        with self.timeline.span("score", prompt.id):
-            group = Group(prompt, tuple(await self.scorer.score(trajectories)))
+            self.in_flight[prompt.id] = "being scored"
+            trajectories = [Trajectory(prompt, completion, self._text(completion)) for completion in completions]
+            with self.timeline.span("score", prompt.id):
+                group = Group(prompt, tuple(await self.scorer.score(trajectories)))
+        finally:
+            self.in_flight.pop(prompt.id, None)
         self.finished += 1
         return group
 
@@ -68,15 +85,18 @@ class Rollouter:
         try:
             while pending or running:
                 while pending and len(running) < limit:
-                    group = self.group(pending.pop(), size=size, sampling=sampling, version=version)
-                    running.add(asyncio.create_task(group))
+                    sample = self.group(pending.pop(), size=size, sampling=sampling, version=version)
+                    running.add(asyncio.create_task(sample))
 
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    yield task.result()
+                    group = task.result()
+                    running.discard(task)
+                    yield group
         finally:
             for task in running:
                 task.cancel()
+            # Also retrieves the errors of groups that failed together with the one that is raised.
             await asyncio.gather(*running, return_exceptions=True)
 
     def take_lost(self) -> int:
@@ -85,14 +105,26 @@ class Rollouter:
         self.lost = 0
         return lost
 
+    @property
+    def progress(self) -> tuple[object, ...]:
+        """A value that changes when a group finishes or a call of an engine returns."""
+        return self.finished, self.pool.progress
+
+    def situation(self) -> str:
+        """Describe what is in flight and which engines are ready, in one line."""
+        places = [
+            f"{prompt_id} {place}" for prompt_id, place in itertools.islice(self.in_flight.items(), SHOWN_PROMPTS)
+        ]
+        shown = f" ({', '.join(places)}{', …' if len(self.in_flight) > SHOWN_PROMPTS else ''})" if places else ""
+        return f"{len(self.in_flight)} groups in flight{shown}, {self.pool.situation()}"
+
     async def _completions(self, request: GroupRequest) -> list[Completion]:
         lost = 0
-        refused = 0
+        failed = 0
         while True:
+            self.in_flight[request.prompt_id] = "waiting for an engine"
             try:
-                async with self.pool.least_busy(request.group_size) as (name, engine):
-                    with self.timeline.span(f"generate {name}", request.prompt_id):
-                        return await engine.generate(request)
+                return await self._sample(request)
             except (EngineLost, ConnectionLost) as error:
                 lost += 1
                 self.lost += 1
@@ -103,15 +135,22 @@ class Rollouter:
                         f"(recovery.max_engine_failures={limit}); last error: {error}"
                     ) from error
             except EngineError as error:
-                refused += 1
+                failed += 1
                 limit = self.recovery.max_prompt_retries
-                if refused > limit:
+                if failed > limit:
                     raise EngineError(
-                        f"prompt {request.prompt_id} was refused {refused} times "
+                        f"engines refused or aborted prompt {request.prompt_id} {failed} times "
                         f"(recovery.max_prompt_retries={limit}); last error: {error}"
                     ) from error
 
-            await asyncio.sleep(RETRY_SECONDS * 2 ** (lost + refused - 1))
+            self.in_flight[request.prompt_id] = "waiting to be sent again"
+            await asyncio.sleep(RETRY_SECONDS * 2 ** min(lost + failed - 1, MOST_DOUBLINGS))
+
+    async def _sample(self, request: GroupRequest) -> list[Completion]:
+        async with self.pool.least_busy(request.group_size) as (name, engine):
+            self.in_flight[request.prompt_id] = f"on {name}"
+            with self.timeline.span(f"generate {name}", request.prompt_id):
+                return await engine.generate(request)
 
     def _text(self, completion: Completion) -> str:
         """Return the decoded text. Hosts of servers that we did not start leave decoding to the driver."""

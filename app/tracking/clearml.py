@@ -16,7 +16,10 @@ from app.tracking.dashboard import DashboardOptions, Progress
 
 
 class ClearML:
-    """A ClearML task. A resumed run continues its task, except offline, where it is a new session."""
+    """A ClearML task. A resumed run continues its task, except offline, where it is a new session.
+
+    The server keeps one value per metric and step, so a resumed run replaces the steps that it sends again.
+    """
 
     def __init__(self, options: DashboardOptions) -> None:
         from clearml import Task
@@ -49,12 +52,9 @@ class ClearML:
         self._progress.opened(self._task.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if not self._progress.is_new(step):
-            return
         for name, value in metrics.items():
             title, _, series = name.partition("/")
             self._logger.report_scalar(title, series, value, step)
-        self._progress.sent(step)
 
     def alert(self, step: int, title: str, text: str) -> None:
         self._logger.report_text(f"step {step}: {title}: {text}", level=logging.WARNING, print_console=False)

@@ -40,6 +40,10 @@ class RunConsole:
         elif not self._terminal:
             self._print(Text(f"{text} …", "dim"))
 
+    def note(self, text: str) -> None:
+        """Print something to know about the run."""
+        self._print(Text(text))
+
     def resume(self, step: int, first_accuracy: float | None = None) -> None:
         """Continue after `step`; `first_accuracy` is from the run's first evaluation, if there was one."""
         self._first_accuracy = first_accuracy

@@ -50,6 +50,11 @@ class Progress:
         self._content["run_id"] = run_id
         self._write()
 
+    @property
+    def sent_before(self) -> int:
+        """The last step that an earlier attempt sent; -1 if there is none."""
+        return self._sent_before
+
     def is_new(self, step: int) -> bool:
         """Whether no earlier attempt has sent this step."""
         return step > self._sent_before

@@ -7,7 +7,8 @@ Invariants:
 - A dashboard never blocks training or raises into it. Each failure is reported once.
 - Metrics that do not fit the queue are dropped and counted.
 - At the end of a run each dashboard has a deadline to send what is queued.
-- A resumed run continues the same dashboard run and sends no step twice (`Progress`).
+- A resumed run continues the same dashboard run. TensorBoard and ClearML replace the steps after the resume point; W&B
+  cannot, and keeps those of the earlier attempt, with a warning.
 
 Metrics without a prefix in `metrics.jsonl` are sent as `train/<name>`, so that dashboards group them.
 """

@@ -1,22 +1,39 @@
-"""Log handlers of the driver (`conf/hydra/job_logging/rich.yaml`).
+"""Log handlers of the driver.
 
-All records go to `logs/driver.log`; warnings and errors also go to the terminal, alongside the lines of
-`app.tracking.console`.
+While a run holds its folder's lock, all records go to `logs/driver.log` there. Warnings and errors go to the terminal,
+alongside the lines of `app.tracking.console` (`conf/hydra/job_logging/rich.yaml`).
 """
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-DRIVER_LOG = "driver.log"
+DRIVER_LOG = Path("logs") / "driver.log"
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 YELLOW, RED, PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
-class DriverLog(logging.FileHandler):
-    """Appends to `<folder>/driver.log`. The first record creates the folder, so a process without logs leaves none."""
+@contextmanager
+def driver_log(folder: Path) -> Iterator[None]:
+    """Append all log records to `logs/driver.log` of a run's folder."""
+    handler = DriverLog(folder / DRIVER_LOG)
+    handler.setFormatter(logging.Formatter(FORMAT))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
 
-    def __init__(self, folder: str) -> None:
-        super().__init__(Path(folder) / DRIVER_LOG, encoding="utf-8", delay=True)
+
+class DriverLog(logging.FileHandler):
+    """Appends to a file. The first record creates it and its folder, so a process without logs leaves none."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file, encoding="utf-8", delay=True)
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.stream is None:

@@ -8,7 +8,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -21,16 +23,15 @@ from app.tracking.alarms import Alarms
 from app.tracking.console import RunConsole
 from app.tracking.dashboard import DashboardOptions
 from app.tracking.report import page
-from app.tracking.report.data import WARNINGS
-from app.tracking.run_folder import metrics_file, samples, timeline
+from app.tracking.run_folder import PROMPTS, WARNINGS, aside, metrics_file, samples, timeline
 from app.tracking.run_folder.samples import Decode
 from app.tracking.run_folder.summary import Status, Summary
 from app.types import Group
+from app.utils.files import sync
 
 log = logging.getLogger("app.run")
 
 Metrics = Mapping[str, float]
-PROMPTS = "prompts.jsonl"
 DASHBOARD_DEADLINE_S = {Status.finished: 30.0, Status.interrupted: 4.0, Status.failed: 4.0}
 
 
@@ -64,11 +65,12 @@ class RunFolderRecorder:
         self._metrics = metrics_file.MetricsFile(folder / metrics_file.NAME)
         self.used = self._metrics.last_step is not None  # whether an earlier attempt left metrics
         self._summary = Summary(folder)
+        self._add_recorded()  # so that a resume that fails at its start keeps the totals
         self._summary.write()
         self._console = RunConsole(config, folder)
 
     def resume(self, step: int) -> None:
-        """Continue after `step`: remove the records of later steps, of an earlier attempt or of this one."""
+        """Continue after `step`: set the records of later steps aside, of an earlier attempt or of this one."""
         for dashboard in self._dashboards or ():
             dashboard.close(Status.interrupted.value, DASHBOARD_DEADLINE_S[Status.failed])
         self._dashboards = None
@@ -76,17 +78,24 @@ class RunFolderRecorder:
         self._step = step
 
         self._metrics.close()
-        for name in (metrics_file.NAME, WARNINGS, PROMPTS):
-            metrics_file.truncate_after(self.folder / name, step)
-        samples.truncate_after(self.folder, step)
+        moved = aside.set_later_aside(self.folder, step)
         self._metrics = metrics_file.MetricsFile(self.folder / metrics_file.NAME)
         self.timeline.load(self.folder)
 
         self._summary.reset()
-        for row in metrics_file.read(self.folder / metrics_file.NAME):
-            self._summary.add(row["step"], row)
+        self._add_recorded()
         self._summary.write()
         self._console.resume(step, self._summary.values.get("eval/accuracy_first"))
+        if moved is not None:
+            self.note(f"the records of later steps are in {moved}")
+
+    def note(self, text: str, facts: Mapping[str, str | int] | None = None) -> None:
+        """Show and log something to know about this run, and add `facts` to `summary.json`."""
+        log.info(text)
+        self._console.note(text)
+        if facts:
+            self._summary.facts.update(facts)
+            self._summary.write()
 
     def status(self, text: str) -> None:
         """Show and log the current activity between steps ("starting the engine")."""
@@ -103,7 +112,7 @@ class RunFolderRecorder:
             for dashboard in self._open_dashboards():
                 dashboard.alert(step, alarm.name, f"{alarm.problem} {alarm.advice}")
 
-        self.timeline.write_if_due(self.folder)
+        self._try(timeline.NAME, partial(self.timeline.write_if_due, self.folder))
 
     def log_eval(
         self,
@@ -120,7 +129,7 @@ class RunFolderRecorder:
             groups: The groups that were sampled; some are written to `samples/eval_<step>.jsonl`.
             decode: Converts prompt tokens to the question's text for the samples.
         """
-        samples.write_samples(self.folder, step, groups, self.config.tracking.samples_per_step, decode, kind="eval")
+        self._write_samples(step, groups, decode, kind="eval")
         self._record(step, evaluation_metrics(results))
         self._console.log_eval(step, results)
 
@@ -131,7 +140,13 @@ class RunFolderRecorder:
 
     def log_samples(self, step: int, groups: Sequence[Group], decode: Decode | None = None) -> None:
         """Write `tracking.samples_per_step` trajectories of a step; `decode` turns prompt tokens into the question."""
-        samples.write_samples(self.folder, step, groups, self.config.tracking.samples_per_step, decode)
+        self._write_samples(step, groups, decode)
+
+    def flush(self) -> None:
+        """Flush metrics and prompt ids to disk, so that a checkpoint never outlives the records of its steps."""
+        for path in (self.folder / metrics_file.NAME, self.folder / PROMPTS, self.folder):
+            if path.exists():
+                sync(path)
 
     def warn(self, text: str) -> None:
         """Warn on the console, in the log and in the report. Repeated texts are ignored. Thread-safe."""
@@ -141,9 +156,10 @@ class RunFolderRecorder:
             self._warned.add(text)
 
             path = self.folder / WARNINGS
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps({"time": round(time.time(), 1), "step": self._step, "text": text}) + "\n")
+            with suppress(OSError):  # the log below has it too
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps({"time": round(time.time(), 1), "step": self._step, "text": text}) + "\n")
 
         log.warning(text)
 
@@ -180,6 +196,10 @@ class RunFolderRecorder:
         else:
             self.finish(Status.failed, f"{type(error).__name__}: {error}")
 
+    def _add_recorded(self) -> None:
+        for row in metrics_file.read(self.folder / metrics_file.NAME):
+            self._summary.add(row["step"], row)
+
     def _record(self, step: int, metrics: Metrics) -> None:
         self._step = step
         self._metrics.append(step, metrics)
@@ -187,6 +207,18 @@ class RunFolderRecorder:
         self._summary.write()
         for dashboard in self._open_dashboards():
             dashboard.log(step, metrics)
+
+    def _write_samples(self, step: int, groups: Sequence[Group], decode: Decode | None, kind: str = "step") -> None:
+        count = self.config.tracking.samples_per_step
+        self._try("samples", partial(samples.write_samples, self.folder, step, groups, count, decode, kind=kind))
+
+    def _try(self, what: str, write: Callable[[], object]) -> None:
+        """Write something for people to read. A run does not end for want of it."""
+        try:
+            write()
+        except Exception as error:
+            log.exception("%s could not be written", what)
+            self.warn(f"{what} could not be written ({type(error).__name__}): see logs/driver.log.")
 
     def _open_dashboards(self) -> list[dashboards.DashboardWorker]:
         if self._dashboards is None:

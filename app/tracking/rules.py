@@ -11,10 +11,11 @@ Thresholds favor few false alarms. The rules cover failures that users of RL sys
 - throughput: below half of the median, for 3 steps
 - staleness: a trajectory exceeds `placement.max_staleness`, or the mean is at least 90% of a bound of 2 or more, for 5
   steps
+- discarded tokens: at least 20% of the sampled tokens became too stale to train on, for 5 steps
 - engine restarts: an engine was restarted
 - reward failures: at least 5% of the rewards failed
-- gradient not finite: the update was skipped
-- gradient norm: above 100 before clipping (report only: a large norm may be clipped for good)
+- gradient not finite: an update of the step was skipped
+- gradient norm: an update's is above 100 before clipping (report only: a large norm may be clipped for good)
 
 Medians cover the `WINDOW` most recent steps and need 5 earlier steps (throughput: 10).
 """
@@ -177,7 +178,7 @@ def engine_restarted(history: History, name: str) -> str | None:
 
 GRADIENT_ADVICE = "Try a smaller trainer.lr. If it persists, look at mismatch/max_ratio and the longest samples."
 KL_ADVICE = (
-    "Try a smaller trainer.lr, fewer algorithm.updates_per_step, or algorithm.kl=k3 and algorithm.kl_coefficient."
+    "Try a smaller trainer.lr, fewer algorithm.updates_per_step, or algorithm.kl=k2 and algorithm.kl_coefficient."
 )
 RULES = {
     "no reward variance": Rule(
@@ -205,8 +206,8 @@ RULES = {
     "entropy collapse": Rule(
         "entropy",
         entropy_collapse,
-        "Try a smaller trainer.lr, a higher algorithm.clip_high (0.28), rollout.temperature=1, or a small "
-        "algorithm.entropy_coefficient.",
+        "Try a smaller trainer.lr, rollout.temperature=1, a small algorithm.entropy_coefficient, or, with several "
+        "algorithm.updates_per_step, a higher algorithm.clip_high (0.28).",
         at_end=True,
     ),
     "truncated completions": Rule(
@@ -228,6 +229,12 @@ RULES = {
         stale_data,
         "Try more placement.trainer_devices and fewer placement.rollout_devices, or a smaller placement.max_staleness.",
     ),
+    "discarded tokens": Rule(
+        "rollout/discarded_fraction",
+        at_least(0.2, "{:.0%} of the sampled tokens became too stale to train on.", steps=5),
+        "Try a larger placement.max_staleness, or a smaller rollout.max_completion_tokens or "
+        "rollout.max_inflight_groups.",
+    ),
     "engine restarts": Rule(
         "recovery/engine_restarts",
         engine_restarted,
@@ -239,13 +246,13 @@ RULES = {
         "Try a larger reward.timeout_s or more reward.workers. The first error is in logs/.",
     ),
     "gradient not finite": Rule(
-        "grad_norm",
-        at_least(math.inf, "The gradient norm is {}: the update was skipped."),
+        "updates/skipped",
+        at_least(1, "{:.0f} update(s) of the step were skipped: the gradient was not finite."),
         GRADIENT_ADVICE,
     ),
     "gradient norm": Rule(
-        "grad_norm",
-        at_least(100, "The gradient norm is {:.3g} before clipping."),
+        "grad_norm/max",
+        at_least(100, "The gradient norm is up to {:.3g} before clipping."),
         GRADIENT_ADVICE,
         report_only=True,
     ),

@@ -20,7 +20,11 @@ EXIT_CODES = {"finished": 0, "interrupted": 130}  # W&B shows any other code as 
 
 
 class WeightsAndBiases:
-    """A W&B run. `tracking/wandb.json` holds its id and the last step sent; W&B accepts steps in order only."""
+    """A W&B run. `tracking/wandb.json` holds its id and the last step sent.
+
+    W&B accepts steps in increasing order only. After a resume it keeps the steps that an earlier attempt sent, and the
+    run sends only those after them.
+    """
 
     def __init__(self, options: DashboardOptions) -> None:
         import wandb
@@ -57,11 +61,20 @@ class WeightsAndBiases:
             options.warn(f"wandb records this run offline: {one_line(error)} To upload it, run: {upload}")
             self._run = start(mode="offline")
         self._progress.opened(run_id)
+        self._warn_about_kept_steps(options)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._progress.is_new(step):
             self._run.log(dict(metrics), step=step)
             self._progress.sent(step)
+
+    def _warn_about_kept_steps(self, options: DashboardOptions) -> None:
+        last = self._progress.sent_before
+        if options.resumed_at is not None and last > options.resumed_at:
+            options.warn(
+                f"wandb cannot replace steps {options.resumed_at + 1} to {last}, which an earlier attempt sent: its "
+                "chart keeps them. metrics.jsonl and report.html have those of this attempt."
+            )
 
     def alert(self, step: int, title: str, text: str) -> None:
         self._run.alert(title=title, text=f"step {step}: {text}", level="WARN")

@@ -14,6 +14,7 @@ Invariants:
 
 import contextlib
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -26,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -34,6 +36,7 @@ from app.errors import CheckpointError, one_line
 from app.model.policy import PolicyModel, named_checkpoint_tensors
 from app.trainer import rng_state
 from app.trainer.optimizer import PolicyOptimizer
+from app.utils.checksums import ChecksumWriter
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +113,12 @@ class RankState:
         self._captured = captured
         return sum(_local(tensor).nbytes for tensor in captured.values())
 
-    def write(self, folder: Path) -> None:
-        """Write the captured state. Its files are on disk when this returns."""
+    def write(self, folder: Path) -> dict[str, int]:
+        """Write the captured state. Its files are on disk when this returns.
+
+        Returns:
+            CRC-32 of each file that this rank wrote, by name.
+        """
         captured = self._captured
         self._captured = None
         if captured is None:
@@ -119,6 +126,8 @@ class RankState:
 
         # The state is in host memory: there is nothing to copy ahead.
         writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+        written = ChecksummedFiles()
+        writer.fs = written
         with _explained(folder, "written"):
             dcp.save(
                 captured,
@@ -126,6 +135,7 @@ class RankState:
                 process_group=self._process_group,
                 no_dist=self._process_group is None,
             )
+        return written.checksums
 
     def restore(self, folder: Path) -> None:
         """Load a checkpoint's parameters, optimizer, schedule and random state. Nothing may be offloaded.
@@ -198,6 +208,24 @@ class RankState:
         if self._schedule_key not in saved:
             name = self.optimizer.config.optimizer.name
             raise CheckpointError(f"checkpoint {folder} was made with another optimizer than trainer.optimizer={name}")
+
+
+class ChecksummedFiles(FileSystem):
+    """The files that a `FileSystemWriter` writes, with the CRC-32 of each."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, int] = {}  # by name
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[ChecksumWriter]:
+        assert mode == "wb", mode
+        with ChecksumWriter(Path(path)) as stream:
+            yield stream
+        self.checksums[Path(path).name] = stream.crc32
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:

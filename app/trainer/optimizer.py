@@ -1,7 +1,9 @@
 """The optimizer of one rank: AdamW or SGD over sharded float32 parameters, with warm-up, clipping and a NaN guard."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite, nan
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,20 @@ class UpdateResult:
     applied: bool  # False: there was no gradient or it was not finite, and nothing changed
     grad_norm: float  # before clipping
     lr: float  # learning rate of this update
+
+
+def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
+    """Return the metrics of a step's updates (at least one).
+
+    Gradient norms are the mean and the largest of the updates whose gradient was finite, NaN if there was none.
+    """
+    norms = [result.grad_norm for result in results if isfinite(result.grad_norm)]
+    return {
+        "grad_norm": fmean(norms) if norms else nan,
+        "grad_norm/max": max(norms, default=nan),
+        "lr": results[-1].lr,
+        "updates/skipped": float(len(results) - len(norms)),
+    }
 
 
 class PolicyOptimizer:

@@ -236,9 +236,9 @@ class TrainerRank:
         return self.state.capture(self.memory_offload.copy if self.memory_offload else host_copy)
 
     @runs_concurrently("checkpoint")
-    def write(self, folder: Path) -> None:
-        """Write the captured state, concurrently with further steps."""
-        self.state.write(folder)
+    def write(self, folder: Path) -> dict[str, int]:
+        """Write the captured state, concurrently with further steps. Returns the CRC-32 of each file, by name."""
+        return self.state.write(folder)
 
     def restore(self, folder: Path, version: int) -> None:
         self._require_closed("restore")

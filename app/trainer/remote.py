@@ -31,12 +31,16 @@ class RemoteTrainer:
         ranks: The actors, in rank order.
         timeout_s: Deadline of one call.
         logs: Folder for `stacks.log`, written when a call misses its deadline.
+
+    Attributes:
+        calls: Calls that returned so far.
     """
 
     def __init__(self, ranks: Sequence[Any], *, timeout_s: float, logs: Path):
         self.ranks = list(ranks)
         self.timeout_s = timeout_s
         self.logs = logs
+        self.calls = 0
         self._broken: str | None = None  # why
 
     @property
@@ -85,8 +89,9 @@ class RemoteTrainer:
     async def capture(self) -> int:
         return sum(await self._each(TrainerRank.capture))
 
-    async def write(self, folder: Path) -> None:
-        await self._each(TrainerRank.write, folder)
+    async def write(self, folder: Path) -> dict[str, int]:
+        written = await self._each(TrainerRank.write, folder)
+        return {name: crc32 for files in written for name, crc32 in files.items()}
 
     async def restore(self, folder: Path, *, version: int) -> None:
         await self._each(TrainerRank.restore, folder, version)
@@ -140,6 +145,7 @@ class RemoteTrainer:
                 f"trainer rank {late} did not finish {name} within trainer.timeout_s={self.timeout_s:.0f} s; "
                 f"stacks: {self.logs / 'stacks.log'}"
             )
+        self.calls += 1
         return [call.result() for call in calls]
 
     def _submit(

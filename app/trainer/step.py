@@ -20,7 +20,6 @@ linear, so dividing at the end is exact.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ from app.errors import TrainerError
 from app.model.policy import PolicyModel, packs_sequences
 from app.trainer.fsdp_reset import reset_fsdp_state
 from app.trainer.microbatch import MicroBatch, Sample, SampleKey, count_ready, make_samples, pack, plan_microbatches
-from app.trainer.optimizer import PolicyOptimizer
+from app.trainer.optimizer import PolicyOptimizer, UpdateResult, update_metrics
 from app.trainer.reductions import RawSums, all_gather_logprobs
 from app.trainer.throughput import ModelFlops, PhaseTimer, throughput_metrics
 from app.types import ScoredGroup, StepReport
@@ -112,15 +111,16 @@ class TrainStep:
         """Compute π_old of these groups at the current parameters, for all updates of the step."""
         self._require_open("old_logprobs")
         samples = make_samples(groups, mask_truncated=False)
+        self._flops += sum(self.model_flops.forward(each.tokens, each.completion_tokens) for each in samples)
 
         own: dict[SampleKey, Tensor] = {}
-        with torch.no_grad():
+        with self._timer.phase("old_logprobs"), torch.no_grad():
             for micro in self._microbatches(samples):
                 logprobs, _ = self._forward(self.model, micro)
                 own |= _by_sample(logprobs, micro)
 
-        # Each update redistributes the samples over the ranks, so every rank needs all of them.
-        self._old_logprobs |= all_gather_logprobs(own, samples)
+            # Each update redistributes the samples over the ranks, so every rank needs all of them.
+            self._old_logprobs |= all_gather_logprobs(own, samples)
 
     def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
         """Add groups. With one update per step, compute the microbatches that are full; else wait for `finish`."""
@@ -128,7 +128,9 @@ class TrainStep:
         algorithm = self.settings.algorithm
         samples = make_samples(groups, mask_truncated=algorithm.mask_truncated)
         self._pending += samples
-        self._flops += sum(self.model_flops.sequence(sample.tokens, sample.completion_tokens) for sample in samples)
+        self._flops += sum(self.model_flops.sequence(each.tokens, each.completion_tokens) for each in samples)
+        if self.reference is not None:
+            self._flops += sum(self.model_flops.forward(each.tokens, each.completion_tokens) for each in samples)
 
         if algorithm.updates_per_step == 1:
             lengths = [sample.tokens for sample in self._pending]
@@ -145,7 +147,8 @@ class TrainStep:
             self._accumulate(samples)
             self._update()
 
-        report = StepReport(self._open_version, self._updates, self._metrics())
+        applied = sum(result.applied for result in self._results)
+        report = StepReport(self._open_version, applied, self._metrics())
         self.version = self._open_version
         self._close()
         return report
@@ -173,9 +176,7 @@ class TrainStep:
         self._old_logprobs: dict[SampleKey, Tensor] = {}  # [T] each
         self._sums = RawSums()  # this rank, current update
         self._totals = RawSums()  # all ranks, finished updates
-        self._updates = 0
-        self._skipped = 0.0
-        self._update_metrics: dict[str, float] = {}
+        self._results: list[UpdateResult] = []  # one per update
         self._flops = 0.0  # all ranks
         self._timer = PhaseTimer(self.device)
         self._in_pass = False  # stays True if a pass raises
@@ -264,19 +265,16 @@ class TrainStep:
 
     def _update(self) -> None:
         """Update the parameters from the accumulated gradients, with the denominator of all ranks."""
-        totals = self._sums.all_reduce()
-
-        # The parameters belong to no policy version until the last update of the step.
-        self.version = None
-
-        # FSDP2 averages gradients over the ranks; the loss is a sum over the ranks, divided once.
-        scale = self.ranks / max(self._denominator(totals), 1.0)
         with self._timer.phase("optimizer"):
-            result = self.optimizer.update(scale=scale)
+            totals = self._sums.all_reduce()
 
-        self._updates += result.applied
-        self._skipped += not isfinite(result.grad_norm)
-        self._update_metrics = {"grad_norm": result.grad_norm, "lr": result.lr, "updates/skipped": self._skipped}
+            # The parameters belong to no policy version until the last update of the step.
+            self.version = None
+
+            # FSDP2 averages gradients over the ranks; the loss is a sum over the ranks, divided once.
+            scale = self.ranks / max(self._denominator(totals), 1.0)
+            self._results.append(self.optimizer.update(scale=scale))
+
         self._totals += totals
         self._sums = RawSums()
 
@@ -304,7 +302,7 @@ class TrainStep:
         )
         return {
             **loss_metrics,
-            **self._update_metrics,
+            **update_metrics(self._results),
             **throughput,
             "trainer/tokens": totals.input_tokens,
             "trainer/padding_fraction": totals.padding_tokens / computed if computed else 0.0,

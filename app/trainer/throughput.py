@@ -1,15 +1,16 @@
 """Training speed of a step: seconds by phase, tokens per second, and model FLOPs utilization (MFU).
 
-MFU as in PaLM (arXiv 2204.02311, appendix B): the FLOPs of the policy's forward and backward over what the devices
-could have computed in the same time. Recomputation (activation checkpointing, chunks of the head) and the reference
-policy add time but no FLOPs. The recurrence of linear attention is not counted.
+MFU as in PaLM (arXiv 2204.02311, appendix B): the FLOPs that a step needs over what the devices could have computed in
+the same time. It needs forward and backward of the policy, and one forward each for π_old and for the reference, where
+the algorithm uses them. Recomputation (activation checkpointing, chunks of the head) adds time but no FLOPs. The
+recurrence of linear attention is not counted.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -38,9 +39,9 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         if self._device.type == "cpu":
-            started = time.perf_counter()
+            started = perf_counter()
             yield
-            self._seconds[name] += time.perf_counter() - started
+            self._seconds[name] += perf_counter() - started
             return
 
         module = torch.get_device_module(self._device)
@@ -85,9 +86,13 @@ class ModelFlops:
         )
 
     def sequence(self, tokens: int, completion_tokens: int) -> float:
-        """Return the FLOPs of one sequence."""
+        """Return the FLOPs of one sequence, forward and backward."""
         linear = self.per_token * tokens + self.per_completion_token * completion_tokens
         return linear + self.per_token_squared * tokens * tokens
+
+    def forward(self, tokens: int, completion_tokens: int) -> float:
+        """Return the FLOPs of one sequence's forward alone."""
+        return self.sequence(tokens, completion_tokens) / FORWARD_AND_BACKWARD
 
 
 def throughput_metrics(

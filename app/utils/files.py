@@ -37,13 +37,32 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> 
         sync(path.parent)
 
 
-def sync(folder: Path) -> None:
-    """Flush a folder's entries to disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file's content or a folder's entries to disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def set_aside(path: Path, folder: Path) -> Path:
+    """Move a file or folder into `folder`, which is created: under its own name, or with .2, .3 … if that is taken.
+
+    Returns:
+        Where it is now.
+    """
+    folder.mkdir(exist_ok=True)
+    target = folder / path.name
+    number = 1
+    while target.exists():
+        number += 1
+        target = folder / f"{path.name}.{number}"
+
+    path.rename(target)
+    sync(folder)
+    sync(path.parent)
+    return target
 
 
 def delete(path: Path) -> None:

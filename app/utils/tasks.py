@@ -1,18 +1,22 @@
-"""Asyncio helpers: run until a signal, run several tasks as one, find the root cause of several failures."""
+"""Asyncio helpers: run until a signal, run a thread to its end, run several tasks as one, find their root cause."""
 
 import asyncio
 import signal
 import traceback
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
 from app.errors import Interrupted, RunError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def until_signal(work: Coroutine[Any, Any, T]) -> T:
+async def until_signal(work: Coroutine[Any, Any, T], on_second: Callable[[], None] | None = None) -> T:
     """Return the result of `work`; cancel it on SIGINT and SIGTERM.
+
+    The first signal cancels `work`, whose cleanup may take time. The second only calls `on_second`, because a scheduler
+    or an impatient user often sends two. The third cancels again, which ends the cleanup.
 
     Raises:
         Interrupted: A signal arrived. Raised after the cleanup of `work`.
@@ -22,7 +26,10 @@ async def until_signal(work: Coroutine[Any, Any, T]) -> T:
 
     def cancel(number: signal.Signals) -> None:
         received.append(number.name)
-        task.cancel()
+        if len(received) != 2:
+            task.cancel()
+        elif on_second is not None:
+            on_second()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -35,6 +42,22 @@ async def until_signal(work: Coroutine[Any, Any, T]) -> T:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+
+
+async def run_to_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a function in a thread. A cancellation is raised only after the function has returned.
+
+    A thread cannot be cancelled: without this, its caller would continue beside it. A second cancellation is raised at
+    once, so `function` must leave its files in order on its own.
+    """
+    running = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        if not running.cancelled():
+            running.exception()  # retrieved: the cancellation is raised instead
+        raise
 
 
 async def gather_or_raise(*work: Coroutine[Any, Any, Any]) -> None:

@@ -39,7 +39,7 @@ def bounded_exp(value: float) -> float:
 
 def k3_of(log_ratio: float) -> float:
     value = max(-20.0, min(20.0, log_ratio))
-    return math.exp(value) - value - 1
+    return math.expm1(value) - value
 
 
 def sequence_ratio(sequence: Tokens, old: list[float]) -> float:
@@ -85,8 +85,6 @@ def surrogate(ratio: float, advantage: float, config: AlgorithmConfig) -> float:
 
 
 def penalty(new: float, reference: float, kind: Kl) -> float:
-    if kind is Kl.k1:
-        return new - reference
     if kind is Kl.k2:
         return (new - reference) ** 2 / 2
     if kind is Kl.k3:  # DeepSeekMath eq. 4

@@ -58,7 +58,7 @@ def test_sequence_level_loss_gradient_and_metrics_equal_gspo(aggregation, correc
         assert_matches_reference(random_case(seed, LENGTHS * 2, spread=0.3), config, correction)
 
 
-@pytest.mark.parametrize("kind", [Kl.k1, Kl.k2, Kl.k3])
+@pytest.mark.parametrize("kind", [Kl.k2, Kl.k3])
 def test_each_kl_estimator_equals_its_formula_and_only_changes_the_loss_term(kind):
     config = replace(GRPO, kl=kind, kl_coefficient=0.5)
     case = random_case(3)

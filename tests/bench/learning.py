@@ -2,9 +2,11 @@
 
     python -m tests.bench.learning [NAME …] [--out FILE]
 
-Each run is `python -m app` with the overrides below. Reports its held-out accuracy before and after, the largest
-staleness trained on, and the median step and completion tokens per second without the first three steps. Prints one
-JSON line. `--out FILE` replaces these runs in the file and keeps its others.
+Each run is `python -m app` with the overrides below; nothing of an algorithm is overridden. Reports the held-out
+accuracy before and after, the composed updates per step, the mean fractions of clipped tokens, the largest staleness
+trained on, and the median step and completion tokens per second without the first three steps. Prints one JSON line.
+`--out FILE` replaces these runs in the file and keeps the others of this list. `presets` is short for the eight runs
+of the four presets in both placements.
 """
 
 import argparse
@@ -16,20 +18,25 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from tests.bench.machine import machine
 
 ASYNC = "placement=fully_async"
+PRESETS: dict[str, str] = {
+    f"{algorithm} {placement}": f"algorithm={algorithm} model=tiny placement={placement}"
+    for algorithm in ("grpo", "dapo", "dr_grpo", "gspo")
+    for placement in ("colocate", "fully_async")  # fully_async's defaults: staleness 2, retract
+}
 RUNS: dict[str, str] = {
-    **{f"grpo seed {seed}": f"seed={seed}" for seed in (0, 1, 2)},
-    **{name: f"algorithm={name}" for name in ("dapo", "dr_grpo", "gspo")},
-    "async": ASYNC,  # its defaults: staleness 2, retract
+    **PRESETS,
+    **{f"grpo seed {seed}": f"seed={seed}" for seed in (1, 2)},
     "async 0 drain": f"{ASYNC} placement.max_staleness=0 placement.in_flight=drain",
     **{
         f"async {bound} {how}": f"{ASYNC} placement.max_staleness={bound} placement.in_flight={how} steps={steps}"
         for bound, steps in ((1, 60), (4, 150))  # staler data teach less per step
         for how in ("drain", "retract", "in_place")
     },
-    "async dapo": f"{ASYNC} algorithm=dapo",
     "verify always": "weight_sync.verify=always",
 }
 
@@ -48,6 +55,9 @@ def run(overrides: str, folder: Path) -> dict[str, Any]:
         "first": summary["eval/accuracy_first"],
         "last": summary["eval/accuracy_last"],
         "steps": summary["steps"],
+        "updates_per_step": OmegaConf.load(folder / "config" / "config.yaml").algorithm.updates_per_step,
+        "clip_low_fraction": round(statistics.fmean(line["clip/low_fraction"] for line in steps), 5),
+        "clip_high_fraction": round(statistics.fmean(line["clip/high_fraction"] for line in steps), 5),
         "largest_staleness": max(line["staleness/max"] for line in steps),
         "median_step_seconds": round(statistics.median(line["time/step"] for line in steps), 3),
         "completion_tokens_per_second": round(
@@ -60,12 +70,13 @@ def run(overrides: str, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=list(RUNS), help=f"one or more of: {', '.join(RUNS)}")
+    parser.add_argument("names", nargs="*", default=list(RUNS), help=f"one or more of: presets, {', '.join(RUNS)}")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     previous = json.loads(arguments.out.read_text())["runs"] if arguments.out and arguments.out.exists() else []
-    results = {each["name"]: each for each in previous}
-    for name in arguments.names:
+    results = {each["name"]: each for each in previous if each["name"] in RUNS}
+    names = [each for name in arguments.names for each in (PRESETS if name == "presets" else [name])]
+    for name in names:
         with tempfile.TemporaryDirectory() as folder:
             results[name] = {"name": name, **run(RUNS[name], Path(folder) / "run")}
         sys.stderr.write(f"{json.dumps(results[name])}\n")

@@ -3,11 +3,12 @@
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,6 +32,7 @@ class RunResult:
     saved: dict[str, Tensor]  # parameters at capture, or right after restore
     after: dict[str, Tensor]  # parameters at the end
     numbers: list[float]  # drawn from each generator after capture or restore
+    checksums: dict[str, int] = field(default_factory=dict)  # CRC-32 of the files that all ranks wrote, by name
 
 
 def trainer_of(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> tuple[TrainStep, RankState]:
@@ -49,8 +51,8 @@ def run_and_save(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGro
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(state.write, folder)
         metrics |= {version: _step(step, groups, version) for version in range(SAVED + 1, STEPS + 1)}
-        writing.result()
-    return RunResult(metrics, saved, parameters(step.model), numbers)
+        written = _of_all_ranks(writing.result(), mesh)
+    return RunResult(metrics, saved, parameters(step.model), numbers, written)
 
 
 def run_resumed(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup], folder: Path) -> RunResult:
@@ -76,6 +78,14 @@ def on_two_ranks(
         "2 to 2": run_resumed(mesh, path, groups, two),
         "1 to 2": run_resumed(mesh, path, groups, one),
     }
+
+
+def _of_all_ranks(checksums: dict[str, int], mesh: DeviceMesh | None) -> dict[str, int]:
+    if mesh is None:
+        return checksums
+    gathered: list[dict[str, int]] = [{}] * mesh.size()
+    dist.all_gather_object(gathered, checksums)
+    return {name: crc32 for each in gathered for name, crc32 in each.items()}
 
 
 def _step(step: TrainStep, groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:

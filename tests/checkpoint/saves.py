@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
-from app.checkpoint.manager import CheckpointManager, RunState, latest, read_state
+from app.checkpoint.folder import latest
+from app.checkpoint.manager import CheckpointManager
+from app.checkpoint.run_state import RunState, read_state
 from app.config.trainer import TrainerConfig
 from app.device.torchvision_shim import define_operators
 from app.trainer.checkpoint_state import RankState
@@ -37,12 +39,12 @@ class OneProcess:
     async def capture(self) -> int:
         return self.state.capture()
 
-    async def write(self, folder: Path) -> None:
-        await asyncio.to_thread(self._write, folder)
+    async def write(self, folder: Path) -> dict[str, int]:
+        return await asyncio.to_thread(self._write, folder)
 
-    def _write(self, folder: Path) -> None:
+    def _write(self, folder: Path) -> dict[str, int]:
         assert self.gate.wait(DEADLINE_S)
-        self.state.write(folder)
+        return self.state.write(folder)
 
 
 async def save_forever(path: Path, folder: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from app.checkpoint.manager import CheckpointManager, RunState
+from app.checkpoint.manager import CheckpointManager
+from app.checkpoint.run_state import RunState
 from app.config import RunConfig
 from app.config.model import ModelConfig
 from app.config.trainer import TrainerConfig
@@ -20,6 +21,7 @@ from app.mode.export import export_run
 from app.model.hf_directory import identity
 from app.trainer.step import TrainStep
 from app.types import GroupRequest, Sampling
+from tests.checkpoint.plain_files import DATA, flip_a_byte
 from tests.checkpoint.resume_scenarios import trainer_of
 from tests.checkpoint.saves import OneProcess
 from tests.conftest import make_engine
@@ -86,8 +88,18 @@ def test_an_export_replaces_the_previous_one_and_leaves_nothing_else(tmp_path: P
     (run / "export").mkdir()
     (run / "export" / "old.txt").touch()
     export_run(config_of(source, resume=str(run / "checkpoints" / "step_3")), tmp_path / "nowhere")
-    assert {each.name for each in run.iterdir()} == {"checkpoints", "export"}
+    assert {each.name for each in run.iterdir()} == {"checkpoints", "export", "driver.lock"}
     assert not (run / "export" / "old.txt").exists()
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    source = save_qwen3(tmp_path / "source")
+    run = tmp_path / "run"
+    trained(source, run)
+    flip_a_byte(run / "checkpoints" / "step_3" / DATA)
+    with pytest.raises(CheckpointError, match=r"step_3 is damaged: __0_0\.distcp has checksum"):
+        export_run(config_of(source), run)
+    assert {each.name for each in run.iterdir()} == {"checkpoints", "driver.lock"}
 
 
 def test_an_impossible_export_raises_one_sentence(tmp_path: Path) -> None:
@@ -106,7 +118,7 @@ def test_an_impossible_export_raises_one_sentence(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(ConfigError, match=r"moved is not accepted: give a directory whose safetensors can be read"):
         export_run(config_of(tmp_path / "moved"), run)
-    assert {each.name for each in run.iterdir()} == {"checkpoints"}
+    assert {each.name for each in run.iterdir()} == {"checkpoints", "driver.lock"}
 
 
 def test_the_command_exports_a_run_without_changing_its_records(tmp_path: Path) -> None:
@@ -116,7 +128,7 @@ def test_the_command_exports_a_run_without_changing_its_records(tmp_path: Path) 
     command = [sys.executable, "-m", "app", "mode=export", f"hydra.run.dir={run}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (0, str(run / "export"))
-    assert {each.name for each in run.iterdir()} == {"checkpoints", "export"}
+    assert {each.name for each in run.iterdir()} == {"checkpoints", "export", "driver.lock"}
 
 
 @pytest.mark.slow

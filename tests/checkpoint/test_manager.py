@@ -14,10 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.checkpoint.manager import CheckpointManager, RunState, latest, read_state, require_model
+from app.checkpoint.folder import latest
+from app.checkpoint.manager import CheckpointManager
+from app.checkpoint.run_state import RunState, read_intact, read_state, require_model
 from app.config.trainer import Optimizer, TrainerConfig
 from app.errors import CheckpointError, ConfigError
 from app.types import ScoredGroup
+from app.utils.checksums import crc32_of
 from tests.checkpoint.resume_scenarios import RunResult, on_two_ranks, run_and_save, run_resumed, trainer_of
 from tests.checkpoint.saves import DEADLINE_S, OneProcess
 from tests.model.support import relative, save_qwen3, save_qwen35
@@ -42,8 +45,13 @@ def groups(path: Path) -> list[ScoredGroup]:
 
 
 @pytest.fixture(scope="module")
-def results(path: Path, groups: list[ScoredGroup], tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunResult]:
-    folder = tmp_path_factory.mktemp("results")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `results` has one checkpoint of one rank, `one`, and one of two ranks, `two`."""
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.fixture(scope="module")
+def results(path: Path, groups: list[ScoredGroup], folder: Path) -> dict[str, RunResult]:
     one, two = folder / "one", folder / "two"
     return {
         "1": run_and_save(None, path, groups, one),
@@ -84,6 +92,16 @@ def test_training_continues_while_a_checkpoint_is_written(results: dict[str, Run
         moved = [not torch.equal(results[name].saved[each], after) for each, after in results[name].after.items()]
         assert all(moved)
     assert results["1"].metrics[3]["lr"] < results["1"].metrics[4]["lr"]  # still in warm-up
+
+
+@pytest.mark.parametrize(("ranks", "name", "files"), [("1", "one", 2), ("2", "two", 3)])
+def test_the_ranks_return_the_checksum_of_every_file(
+    ranks: str, name: str, files: int, results: dict[str, RunResult], folder: Path
+) -> None:
+    written = sorted((folder / name).iterdir())
+    assert len(written) == files  # one of each rank, and the metadata
+    expected = dict(zip([file.name for file in written], crc32_of(written), strict=True))
+    assert results[ranks].checksums == expected
 
 
 def test_offloaded_tensors_are_captured_from_their_host_copy(path: Path, tmp_path: Path) -> None:
@@ -178,7 +196,7 @@ def test_a_saved_state_can_be_read_back(trainer: OneProcess, tmp_path: Path) -> 
     assert checkpoints.latest() is None
     (path,) = asyncio.run(saved(checkpoints, trainer, 7))
     assert checkpoints.latest() == path == tmp_path / "checkpoints" / "step_7"
-    assert checkpoints.read_state(path) == state_of(7)
+    assert read_intact(path) == state_of(7)
     metrics = checkpoints.metrics
     assert metrics["checkpoint/bytes"] > trainer.state.bytes
     assert 0 < metrics["checkpoint/blocked_s"] < 60
@@ -216,15 +234,6 @@ def test_a_committed_step_is_not_written_again(trainer: OneProcess, tmp_path: Pa
     inode = path.stat().st_ino
     asyncio.run(saved(checkpoints, trainer, 4))
     assert path.stat().st_ino == inode
-
-
-def test_rewind_deletes_later_checkpoints(trainer: OneProcess, tmp_path: Path) -> None:
-    checkpoints = CheckpointManager(tmp_path, keep=3)
-    first, _, third = asyncio.run(saved(checkpoints, trainer, 5, 6, 7))
-    checkpoints.rewind(first)
-    assert (checkpoints.latest(), third.exists(), names(tmp_path)) == (first, False, {"latest", "step_5"})
-    asyncio.run(saved(checkpoints, trainer, 6))
-    assert names(tmp_path) == {"latest", "step_5", "step_6"}
 
 
 def test_prepare_removes_unfinished_checkpoints(trainer: OneProcess, tmp_path: Path) -> None:
@@ -293,6 +302,12 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_restored(trainer: OneP
     (path,) = asyncio.run(saved(CheckpointManager(tmp_path, keep=2), trainer, 1))
     file = path / "__0_0.distcp"
     content = file.read_bytes()
+    middle = len(content) // 2
+    file.write_bytes(
+        content[:middle] + bytes(each ^ 0x41 for each in content[middle : middle + 4096]) + content[middle + 4096 :]
+    )
+    with pytest.raises(CheckpointError, match=r"is damaged: __0_0\.distcp has checksum \w{8} instead of \w{8}"):
+        read_intact(path)
     file.write_bytes(content[:-1])
     with pytest.raises(CheckpointError, match=r"is incomplete: __0_0\.distcp has \d+ bytes instead of \d+"):
         read_state(path)
@@ -353,7 +368,7 @@ def assert_latest_is_complete(path: Path, folder: Path, committed: int) -> None:
     checkpoint = latest(folder)
     assert checkpoint is not None
     # The kill may have come between a commit and its print.
-    assert read_state(checkpoint).step in (committed, committed + 1)
+    assert read_intact(checkpoint).step in (committed, committed + 1)
     _, state = trainer_of(path, Scenario(GRPO, [], trainer=TrainerConfig()))
     state.restore(checkpoint)
     assert state.optimizer.updates == 1

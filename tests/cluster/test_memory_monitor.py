@@ -6,10 +6,10 @@ import pytest
 
 from app.cluster import memory_monitor
 from app.cluster.memory_monitor import MIB, MemoryMonitor
-from app.errors import EngineLost, RunError
+from app.errors import EngineError, EngineLost, RunError, TrainerError
 from app.rollout.pool import EnginePool
 from app.types import MemoryUse
-from tests.simulation import SimEngine, SimTrainer
+from tests.simulation import SimEngine, SimTrainer, run_virtual
 
 
 class TrainerWithPeaks(SimTrainer):
@@ -31,12 +31,16 @@ def engine(resident: int = 0, host_used: float = 0.0) -> SimEngine:
     return MeasuredEngine(lambda _: 1.0, lambda *_: True)
 
 
+def fail(text: str) -> None:
+    raise AssertionError(f"warned: {text}")
+
+
 def metrics_of_a_step(*peaks: tuple[int | None, int | None]) -> dict[str, float]:
     trainer = TrainerWithPeaks()
     trainer.peaks = list(peaks)
 
     async def step() -> dict[str, float]:
-        monitor = MemoryMonitor(trainer, EnginePool([engine()]))
+        monitor = MemoryMonitor(trainer, EnginePool([engine()]), fail)
         await monitor.record_peaks("generate")
         await monitor.record_peaks("train")
         metrics = await monitor.sample()
@@ -58,7 +62,7 @@ def test_a_cpu_has_no_device_peak() -> None:
 
 
 def test_a_full_machine_ends_the_run() -> None:
-    monitor = MemoryMonitor(SimTrainer(), EnginePool([engine()]))
+    monitor = MemoryMonitor(SimTrainer(), EnginePool([engine()]), fail)
     monitor._last_sample = {"trainer rank 1": MemoryUse(9 * MIB, 0.98), "engine 0": MemoryUse(20 * MIB, 0.2)}
     with pytest.raises(RunError, match=r"the machine of trainer rank 1 has used 98\.0% .* engine 0 with 20 MiB"):
         monitor.check()
@@ -68,7 +72,66 @@ def test_an_engine_keeps_its_name_while_another_one_is_lost(monkeypatch: pytest.
     monkeypatch.setattr(memory_monitor, "memory_use", lambda _: MemoryUse(MIB, 0.1))  # of the driver
     pool = EnginePool([engine(), engine(20 * MIB, 0.98)])
     pool.mark_lost(pool.engines[0], EngineLost("engine 0 was killed"))
-    monitor = MemoryMonitor(SimTrainer(), pool)
+    monitor = MemoryMonitor(SimTrainer(), pool, fail)
     assert asyncio.run(monitor.sample())["memory/engine_rss_mib"] == 20
     with pytest.raises(RunError, match=r"the machine of engine 1 has used 98\.0% .* engine 1 with 20 MiB"):
         monitor.check()
+
+
+class FailingTrainer(SimTrainer):
+    """Cannot say how much memory it uses."""
+
+    async def memory(self) -> list[MemoryUse]:
+        raise TrainerError("trainer rank 0 failed during memory: OSError: on purpose")
+
+
+class SilentTrainer(SimTrainer):
+    async def memory(self) -> list[MemoryUse]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("trainer", "reason"),
+    [
+        (FailingTrainer(), "trainer rank 0 failed during memory: OSError: on purpose"),
+        (SilentTrainer(), "no answer within 10 s"),
+    ],
+)
+def test_ranks_whose_memory_cannot_be_measured_are_missing_with_one_warning(trainer: SimTrainer, reason: str) -> None:
+    warnings: list[str] = []
+
+    async def steps() -> dict[str, float]:
+        monitor = MemoryMonitor(trainer, EnginePool([engine(7 * MIB)]), warnings.append)
+        await monitor.record_peaks("train")
+        await monitor.sample()
+        return await monitor.sample()
+
+    metrics = run_virtual(steps())
+    assert set(metrics) == {"memory/host_used_fraction", "memory/driver_rss_mib", "memory/engine_rss_mib"}
+    assert warnings == [f"the memory of the trainer processes cannot be measured, metrics go without it: {reason}"]
+
+
+def test_an_engine_that_refuses_to_measure_its_memory_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuses(self: SimEngine) -> MemoryUse:
+        raise EngineError("engine 0: memory failed: on purpose")
+
+    monkeypatch.setattr(SimEngine, "memory", refuses)
+    warnings: list[str] = []
+    pool = EnginePool([SimEngine(lambda _: 1.0, lambda *_: True)])
+    metrics = run_virtual(MemoryMonitor(SimTrainer(), pool, warnings.append).sample())
+    assert set(metrics) == {"memory/host_used_fraction", "memory/driver_rss_mib", "memory/trainer_rss_mib"}
+    assert len(warnings) == 1
+
+
+def test_a_driver_whose_memory_cannot_be_read_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(pids: list[int]) -> MemoryUse:
+        raise PermissionError("/proc is hidden on purpose")
+
+    monkeypatch.setattr(memory_monitor, "memory_use", unreadable)
+    warnings: list[str] = []
+    metrics = run_virtual(MemoryMonitor(SimTrainer(), EnginePool([engine()]), warnings.append).sample())
+    assert "memory/driver_rss_mib" not in metrics
+    assert warnings == [
+        "the memory of the driver processes cannot be measured, metrics go without it: /proc is hidden on purpose"
+    ]

@@ -1,13 +1,19 @@
-"""Every preset composes to what its name says and begins with the command that runs it."""
+"""Every preset composes to what its name says and begins with the command that runs it.
+
+`PUBLISHED` is what the four algorithms are. No model, placement or experiment may change that; sizes they may set.
+"""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from app.config import compose as configuration
+from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
+from app.config.placement import PlacementKind
 from app.main import conf_path
 from app.mode.plan.describe import describe
 from app.mode.plan.memory import devices
@@ -17,6 +23,73 @@ CONF = Path(conf_path())
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
 RUNNABLE = sorted(path for group in ("experiment", "sweep", "model", "algorithm") for path in (CONF / group).glob("*"))
+MODELS = ["tiny", "tiny_qwen35", "qwen3_4b", "qwen35_9b"]
+PLACEMENTS = ["colocate", "fully_async"]
+
+SIZES = {"prompts_per_step", "group_size"}
+COMMON: dict[str, object] = {
+    "dual_clip": None,
+    "kl": Kl.none,
+    "kl_coefficient": 0.0,
+    "entropy_coefficient": 0.0,
+    "old_policy": OldPolicy.trainer,
+    "correction": Correction.auto,
+    "tis_max": 2.0,
+    "icepop_low": 0.5,
+    "icepop_high": 5.0,
+    "sequence_mask_low": 0.99,
+    "sequence_mask_high": 1.001,
+    "overlong_penalty": 1.0,
+    "mask_truncated": False,
+    "max_refill_rounds": 10,
+}
+PUBLISHED: dict[str, dict[str, object]] = {
+    "grpo": {
+        "updates_per_step": 1,
+        "normalize_by_std": True,
+        "ratio": RatioLevel.token,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": Aggregation.seq_mean_token_mean,
+        "dynamic_sampling": False,
+        "overlong_buffer_fraction": 0.0,
+    },
+    "dapo": {
+        "updates_per_step": 16,
+        "normalize_by_std": True,
+        "ratio": RatioLevel.token,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "aggregation": Aggregation.token_mean,
+        "dynamic_sampling": True,
+        "overlong_buffer_fraction": 0.2,
+    },
+    "dr_grpo": {
+        "updates_per_step": 1,
+        "normalize_by_std": False,
+        "ratio": RatioLevel.token,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": Aggregation.seq_mean_token_sum_norm,
+        "dynamic_sampling": False,
+        "overlong_buffer_fraction": 0.0,
+    },
+    "gspo": {
+        "updates_per_step": 4,
+        "normalize_by_std": True,
+        "ratio": RatioLevel.sequence,
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "aggregation": Aggregation.seq_mean_token_mean,
+        "dynamic_sampling": False,
+        "overlong_buffer_fraction": 0.0,
+    },
+}
+CORRECTIONS = {PlacementKind.colocate: Correction.none, PlacementKind.fully_async: Correction.tis}
+COMPOSITIONS = [
+    *([f"model={model}", f"placement={placement}"] for model in MODELS for placement in PLACEMENTS),
+    *([f"experiment={experiment}"] for experiment in EXPERIMENTS),
+]
 
 
 def sweep(name: str, *overrides: str) -> DictConfig:
@@ -28,6 +101,33 @@ def sweep(name: str, *overrides: str) -> DictConfig:
 def test_the_presets_exist() -> None:
     assert len(EXPERIMENTS) >= 6
     assert len(SWEEPS) >= 4
+
+
+@pytest.mark.parametrize("algorithm", PUBLISHED)
+@pytest.mark.parametrize("composition", COMPOSITIONS, ids=",".join)
+def test_an_algorithm_is_the_published_one_in_every_composition(composition: list[str], algorithm: str) -> None:
+    config = composed(f"algorithm={algorithm}", *composition)
+    settings = {each.name: getattr(config.algorithm, each.name) for each in fields(AlgorithmConfig)}
+    expected = {"name": algorithm, **COMMON, **PUBLISHED[algorithm]}
+    assert {name: value for name, value in settings.items() if name not in SIZES} == expected
+    assert config.correction is CORRECTIONS[config.placement.kind]
+    assert config.stream == (
+        config.placement.kind is PlacementKind.fully_async and PUBLISHED[algorithm]["updates_per_step"] == 1
+    )
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_only_an_algorithm_preset_says_more_of_an_algorithm_than_its_sizes(path: Path) -> None:
+    if path.parent.name != "algorithm":
+        assert set(OmegaConf.load(path).get("algorithm", {})) <= SIZES
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_a_sweep_varies_no_setting_that_has_no_effect(name: str) -> None:
+    parameters = OmegaConf.load(CONF / "sweep" / f"{name}.yaml").hydra.sweeper.params
+    choices = {key: str(value).split(",")[0] for key, value in parameters.items() if key in ("algorithm", "placement")}
+    warnings = composed(*(f"{key}={value}" for key, value in choices.items())).algorithm.warnings()
+    assert [key for key in parameters if key.startswith("algorithm.") and key in " ".join(warnings)] == []
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -1,13 +1,27 @@
 """When evaluations are due, and what they measure."""
 
+import asyncio
 import doctest
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import app.mode.eval
+from app.config import Mode
 from app.config.eval import EvalConfig
+from app.config.placement import PlacementKind
+from app.errors import RunError
 from app.eval import evaluate
 from app.eval.evaluate import is_due, measure
+from app.placement.fully_async import FullyAsync
+from app.types import InFlight
 from tests.algorithm.groups import group
+from tests.simulation import World, config, run_virtual
 
 
 @pytest.mark.parametrize(
@@ -31,3 +45,46 @@ def test_the_example_in_the_docstring_holds() -> None:
     results = doctest.testmod(evaluate)
     assert results.attempted > 0
     assert results.failed == 0
+
+
+def test_mode_eval_ends_when_a_completion_is_lost_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = config(PlacementKind.colocate, timeout_s=5.0, stall_timeout_s=5.0, start_timeout_s=5.0, mode=Mode.eval)
+    made.weight_sync.timeout_s = 5.0
+    world = World(made, tmp_path, lambda prompt_id: math.inf if prompt_id == "eval/1" else 1.0, eval_rows=4)
+
+    @asynccontextmanager
+    async def workers(*arguments: object) -> AsyncIterator[SimpleNamespace]:
+        parts = world.context()
+        yield SimpleNamespace(
+            pool=parts.pool,
+            supervisor=parts.supervisor,
+            rollouter=parts.rollouter,
+            inputs=SimpleNamespace(prompts=SimpleNamespace(evals=parts.evals)),
+            engine_starts=list,
+        )
+
+    monkeypatch.setattr(app.mode.eval, "start_rollout_workers", workers)
+    monkeypatch.setattr(asyncio, "run", run_virtual)
+    with pytest.raises(RunError, match=r"no progress for 80 s: 1 groups in flight \(eval/1 on engine [01]\)"):
+        app.mode.eval.run(made, tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+
+
+def test_training_completions_in_flight_do_not_change_the_version_of_an_evaluation(tmp_path: Path) -> None:
+    """In fully_async they continue during it; no sync begins before it ends."""
+    made = config(steps=4, max_staleness=2, in_flight=InFlight.retract, every=2)
+    world = World(made, tmp_path, lambda prompt_id: 5.0 if prompt_id.startswith("sim/") else 1.0, eval_rows=40)
+
+    async def story() -> None:
+        await FullyAsync(world.context()).run()
+
+    run_virtual(story())
+    begun = [entry for engine in world.engines for entry in engine.begun]
+    for ended, step in world.recorder.evaluations:
+        first = next(at for at, version in world.sync.pushed if version == step)
+        assert {
+            version for at, version, prompt_id in begun if prompt_id.startswith("eval/") and first <= at < ended
+        } == {step}
+        assert not [at for at, _ in world.sync.pushed if first < at < ended]
+        in_flight = [at for at, _, prompt_id in begun if prompt_id.startswith("sim/") and first - 5 < at < first]
+        assert bool(in_flight) == (step < 4)  # the last step leaves none

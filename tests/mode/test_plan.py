@@ -1,5 +1,6 @@
 """`mode=plan` as run by a user."""
 
+import re
 import resource
 import subprocess
 import sys
@@ -75,6 +76,29 @@ def test_an_unknown_model_still_gets_the_rest_of_the_plan(model: str) -> None:
     text = describe(composed(f"model.path={model}"))
     assert f"Memory: model.path={model} is not a local dense decoder" in text
     assert "A step" in text
+
+
+def test_the_plan_names_settings_without_effect() -> None:
+    sentence = "algorithm.clip_low and algorithm.clip_high have no effect: with algorithm.updates_per_step=1"
+    assert describe(composed()).count(sentence) == 1
+    assert "no effect" not in describe(composed("algorithm=dapo"))
+
+
+def test_the_plan_shows_the_work_under_one_deadline() -> None:
+    text = describe(composed(*MISSION, "placement.stream=off", "trainer.timeout_s=600"))
+    assert (
+        "one call to the trainer computes up to 2,621,440 tokens in 1 update(s) within trainer.timeout_s=600 s" in text
+    )
+    streamed = describe(composed(*MISSION))
+    assert "computes the groups that have arrived within trainer.timeout_s=1800 s" in streamed
+
+
+def test_the_plan_marks_a_step_that_is_longer_than_its_deadline() -> None:
+    line = ["device=cuda", "model=qwen3_4b", "algorithm=dapo"]
+    sizes = ["algorithm.prompts_per_step=512", "algorithm.group_size=16", "rollout.max_completion_tokens=20480"]
+    assert "LONGER THAN" not in describe(composed(*line))
+    text = describe(composed(*line, *sizes))
+    assert re.search(r"\(184,549,376 tokens\): about \d{4} s at .*, LONGER THAN trainer\.timeout_s=1800$", text, re.M)
 
 
 def test_a_sweep_of_plans_starts_no_run(tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ def test_a_colocate_run_finishes_and_leaves_what_it_promises(start: Callable[...
     for log in ("driver.log", "engine_0.log", "trainer_0.log"):
         assert (run.folder / "logs" / log).exists()
     assert (run.folder / "report.html").exists()
+    warnings = (run.folder / "logs" / "warnings.jsonl").read_text()
+    assert warnings.count("algorithm.clip_low and algorithm.clip_high have no effect") == 1
 
 
 @pytest.mark.slow  # test_recovery_runs.py has such a run in the quick suite

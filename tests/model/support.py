@@ -109,6 +109,36 @@ def save_qwen35(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
+def save_with_dropout(family: str, folder: Path) -> Path:
+    """Save a random Phi-3 or StarCoder2 that drops out attention weights, hidden states and embeddings."""
+    sizes = {
+        "vocab_size": 101,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "dtype": "float32",
+    }
+    library = transformers()
+    if family == "phi3":
+        rates = {"attention_dropout": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
+        return _save(library.Phi3ForCausalLM, library.Phi3Config(**sizes, **rates, pad_token_id=0), folder, 0)
+
+    config = library.Starcoder2Config(**sizes, attention_dropout=0.1, residual_dropout=0.1, embedding_dropout=0.1)
+    return _save(library.Starcoder2ForCausalLM, config, folder, 0)
+
+
+def save_phi(folder: Path) -> Path:
+    """Save a random phi-2, whose LM head has a bias."""
+    config = transformers().PhiConfig(
+        vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    return _save(transformers().PhiForCausalLM, config, folder, 0)
+
+
 SAVE: dict[str, Callable[[Path], Path]] = {
     "tied": save_qwen3,
     "untied": partial(save_qwen3, tied=False),

@@ -7,9 +7,12 @@ import pytest
 
 from app.config.model import ModelConfig
 from app.errors import ConfigError
-from app.model.hf_directory import GENERAL, load_tokenizer, locate, require_window
+from app.model.hf_directory import GENERAL, identity, load_tokenizer, locate, require_window
 from app.model.hf_import import transformers
 from tests.model.support import save_qwen3
+
+OLD = "a" * 40
+NEW = "b" * 40
 
 
 def test_a_local_directory_is_returned_unchanged(tmp_path: Path) -> None:
@@ -38,6 +41,37 @@ def test_a_hub_model_that_cannot_be_downloaded_is_rejected_in_one_sentence(monke
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"^model\.path=nobody/nothing is not accepted: .*hub model.*\.$"):
         locate(ModelConfig(path="nobody/nothing"), seed=0)
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The snapshots of owner/name in a hub cache without a network: `OLD`, tagged v1, and `NEW`, the default branch."""
+    repository = tmp_path / "hub" / "models--owner--name"
+    (repository / "refs").mkdir(parents=True)
+    for ref, commit in {"v1": OLD, "main": NEW}.items():
+        (repository / "refs" / ref).write_text(commit)
+        save_qwen3(repository / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return repository / "snapshots"
+
+
+@pytest.mark.parametrize(("revision", "commit"), [(None, NEW), ("main", NEW), ("v1", OLD), (OLD, OLD)])
+def test_a_hub_model_is_that_of_its_revision(revision: str | None, commit: str, hub_cache: Path) -> None:
+    path = locate(ModelConfig(path="owner/name", revision=revision), seed=0)
+    assert path == hub_cache / commit
+    assert identity(path)["source"].endswith(f"/snapshots/{commit}")  # what a checkpoint records
+
+
+def test_an_unknown_revision_is_named(hub_cache: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.path=owner/name with model\.revision=v2 is not accepted: .*\.$"):
+        locate(ModelConfig(path="owner/name", revision="v2"), seed=0)
+
+
+def test_a_local_directory_has_no_revision(tmp_path: Path) -> None:
+    for path in (None, str(tmp_path)):
+        with pytest.raises(ConfigError, match=r"^model\.revision=v1 is not accepted: give null, or a hub id as model"):
+            ModelConfig(path=path, revision="v1").validate()
 
 
 @pytest.mark.parametrize(

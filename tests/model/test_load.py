@@ -10,7 +10,7 @@ from app.errors import ConfigError
 from app.model.hf_import import transformers
 from app.model.load import load
 from app.model.policy import named_checkpoint_tensors
-from tests.model.support import save_qwen3
+from tests.model.support import batch, save_phi, save_qwen3, save_with_dropout
 
 
 @pytest.fixture
@@ -69,6 +69,26 @@ def test_anything_but_a_causal_language_model_is_rejected_in_one_sentence(path: 
     (path / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(ConfigError, match=r"^model\.path=.* transformers can build .*\.$"):
         load(path, mesh=None, device="cpu")
+
+
+@pytest.mark.parametrize("family", ["phi3", "starcoder2"])
+@pytest.mark.parametrize("attention", ["packed", "sdpa"])
+def test_a_model_with_dropout_gives_the_same_logprobs_twice(family: str, attention: str, tmp_path: Path) -> None:
+    policy = load(save_with_dropout(family, tmp_path / family), mesh=None, device="cpu", attention=attention)
+    assert policy.training
+
+    # One sequence: `sdpa` does not know the boundaries of several.
+    inputs = batch(101, lengths=(60,)).inputs
+    with torch.no_grad():
+        first, second = (policy(**inputs, temperature=1.0)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_head_with_a_bias_is_rejected_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^model\.path=.* is not accepted: give a model whose LM head has no bias\.$"
+    ):
+        load(save_phi(tmp_path / "phi"), mesh=None, device="cpu")
 
 
 def test_mixed_precision_requires_a_mesh(path: Path) -> None:

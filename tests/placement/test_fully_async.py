@@ -334,40 +334,6 @@ def test_several_steps_with_nothing_to_learn_end_the_run_with_the_reason(tmp_pat
     assert world.trainer.trained == []
 
 
-def quick_watchdog(**changes: object) -> RunConfig:
-    made = config(timeout_s=5.0, stall_timeout_s=5.0, **changes)
-    made.weight_sync.timeout_s = 5.0
-    return made
-
-
-def test_the_watchdog_names_the_prompts_that_everyone_waits_for(tmp_path: Path) -> None:
-    world = World(quick_watchdog(), tmp_path, lambda prompt_id: 1e6 if prompt_id.startswith("sim/7@") else 1.0, rows=8)
-    with pytest.raises(RunError, match=r"no progress for 5 s: step \d, phase wait: .*sim/7@0") as failure:
-        run(world)
-    assert "1 in flight" in str(failure.value)
-    assert "generate" in (tmp_path / "logs" / "stacks.log").read_text()
-
-
-def test_the_watchdog_names_the_phase_in_which_the_trainer_hangs(tmp_path: Path) -> None:
-    world = World(quick_watchdog(max_staleness=1), tmp_path)
-    world.trainer.hang = "finish_step"
-    with pytest.raises(RunError, match="no progress for 5 s: step 1, phase finish"):
-        run(world)
-
-
-def test_a_long_evaluation_is_progress(tmp_path: Path) -> None:
-    world = World(quick_watchdog(steps=2, every=1), tmp_path, lambda prompt_id: 3.0, eval_rows=200)
-    seconds = run(world)
-    assert [step for _, step in world.recorder.evaluations] == [1, 2]
-    assert seconds > 2 * 15
-
-
-def test_filtering_for_a_long_time_is_progress(tmp_path: Path) -> None:
-    made = quick_watchdog(steps=1, dynamic_sampling=True, max_refill_rounds=50, max_inflight_groups=1)
-    world = World(made, tmp_path, lambda p: 3.0, lambda prompt_id, member: member == 0 and hash_of(prompt_id) == 7)
-    assert run(world) > 100
-
-
 def test_the_trainer_waits_less_and_says_so(tmp_path: Path) -> None:
     world = World(config(max_staleness=1), tmp_path)
     run(world)

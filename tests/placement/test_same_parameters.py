@@ -80,6 +80,8 @@ def hash_of(prompt_id: str) -> int:
 class InProcess:
     """`Trainer` over a split step in this process."""
 
+    calls = 0
+
     def __init__(self, path: Path, made: RunConfig, optimizer: Kind):
         self.model = load(path, mesh=None, device="cpu")
         settings = TrainerConfig(lr=0.05 if optimizer is Kind.sgd else 1e-3, optimizer=optimizer, weight_decay=0.0)

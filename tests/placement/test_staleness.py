@@ -222,3 +222,18 @@ def test_what_an_aborted_step_was_fed_comes_back_first_and_in_order() -> None:
     buffer.put_back(fed)
     again, _ = at_once(buffer.take(4, is_fresh=lambda each: True))
     assert [each.oldest_version for each in again] == [1, 2, 3]
+
+
+def test_a_group_of_an_older_version_is_taken_before_newer_ones_that_arrived_first() -> None:
+    buffer = GroupBuffer(6)
+    for number, version in enumerate([3, 4, 2, 4, 3, 2]):
+        buffer.put(group(number, version))
+    taken, _ = at_once(buffer.take(6, is_fresh=lambda each: True))
+    assert [(each.oldest_version, each.prompt.id) for each in taken] == [
+        (2, "test/2@0"),
+        (2, "test/5@0"),
+        (3, "test/0@0"),
+        (3, "test/4@0"),
+        (4, "test/1@0"),
+        (4, "test/3@0"),
+    ]

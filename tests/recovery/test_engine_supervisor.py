@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import doctest
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from app.mode.train import save_on_interrupt
 from app.placement.colocate import Colocate
 from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
+from app.recovery import engine_supervisor
 from app.types import InFlight, MemoryUse
 from tests.simulation import SimEngine, SimTrainer, World, config, long_tailed, now, run_virtual
 
@@ -290,3 +292,37 @@ def test_a_checkpoint_holds_the_prompts_that_are_not_done_with(
         assert not settled & set(cursor["returned"])
         assert len(settled) + len(cursor["returned"]) == cursor["position"] + cursor["epoch"] * len(world.cursor)
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_4", "step_5"]
+
+
+@pytest.mark.parametrize("deaf", ["abort", "stats"])
+def test_an_engine_that_does_not_abort_is_lost_after_a_deadline_and_holds_up_no_other(
+    deaf: str, tmp_path: Path
+) -> None:
+    world = World(config(), tmp_path, lambda prompt_id: 100.0)
+
+    async def silent(prompt_ids: object = None) -> None:
+        await asyncio.Event().wait()
+
+    async def story() -> float:
+        context = world.context()
+        setattr(world.engines[0], deaf, silent)
+        groups = [
+            asyncio.create_task(context.rollouter.group(p, size=2, sampling=context.sampling, version=0))
+            for p in world.cursor.take(4)
+        ]
+        await asyncio.sleep(1)
+        await context.supervisor.abort_in_flight()
+        assert {index: str(cause) for index, cause in context.pool.lost.items()} == {
+            0: "engine 0: requests in flight were not aborted within 10 s"
+        }
+        assert len(world.engines[1].aborted) == 2
+        for group in groups:
+            group.cancel()
+        return now()
+
+    assert run_virtual(story()) == pytest.approx(1 + 10, abs=0.2)
+
+
+def test_pauses_between_restarts_are_bounded() -> None:
+    results = doctest.testmod(engine_supervisor)
+    assert (results.attempted, results.failed) == (1, 0)

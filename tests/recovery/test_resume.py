@@ -1,72 +1,54 @@
-"""Which folder and which settings a resumed run gets."""
+"""Which folder and which settings a resumed run gets, and what is refused before anything is touched."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf, open_dict
 
-from app.checkpoint.manager import FOLDER, LATEST
-from app.errors import ConfigError, RunError
-from app.main import conf_path
-from app.recovery.resume import SAVED, apply_resume, finished_at, run_lock
-
-
-def composed(*overrides: str) -> DictConfig:
-    """As Hydra composes it for a command line."""
-    with initialize_config_dir(conf_path(), version_base="1.3"):
-        made = compose("config", list(overrides), return_hydra_config=True)
-    with open_dict(made):
-        made.hydra.overrides.task = [each for each in overrides if not each.startswith("hydra.")]
-    return made
-
-
-def a_run(folder: Path, *overrides: str, step: int | None = None) -> Path:
-    """What a run leaves in its folder, as far as it matters here."""
-    made = composed(*overrides)
-    with open_dict(made):
-        del made["hydra"]
-    (folder / SAVED).parent.mkdir(parents=True)
-    (folder / SAVED).write_text(OmegaConf.to_yaml(made))
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    if step is not None:
-        point = folder / FOLDER / f"step_{step}"
-        point.mkdir(parents=True)
-        (point / "state.json").write_text(f'{{"format": 1, "step": {step}, "version": {step}, "files": {{}}}}')
-        (folder / FOLDER / LATEST).write_text(point.name)
-    return folder
+from app.checkpoint.run_state import RunState, write_state
+from app.errors import ConfigError, DamagedCheckpoint
+from app.model.hf_directory import identity
+from app.recovery.resume import SAVED, apply_evaluation, apply_resume
+from tests.folders import a_run, content, run_app
+from tests.folders import composed_by_hydra as composed
 
 
 def test_the_saved_configuration_wins_but_for_what_may_be_given_anew(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", "algorithm=dapo", "algorithm.group_size=4", "steps=10", "placement=fully_async")
+    run = a_run(
+        tmp_path / "run", "algorithm=dapo", "algorithm.group_size=4", "steps=10", "placement=fully_async", step=4
+    )
     made = composed(
         f"hydra.run.dir={run}", "resume=auto", "steps=30", "trainer.lr=0.5", "algorithm.group_size=4",
-        "placement.trainer_devices=2", "eval.every=7",
+        "placement.trainer_devices=2", "eval.every=7", "checkpoint.every=5",
+        "tracking=tensorboard",
     )  # fmt: skip
-    said = apply_resume(made)
+    said = apply_resume(made).notes
     assert (made.algorithm.name, made.algorithm.group_size, made.placement.kind.name) == ("dapo", 4, "fully_async")
     assert (made.steps, made.placement.trainer_devices, made.eval.every) == (30, 2, 7)
-    assert made.trainer.lr != 0.5
-    assert said == ["trainer.lr is ignored: a resumed run keeps its saved value"]
+    assert (made.trainer.lr, list(made.tracking.use)) == (2e-4, ["tensorboard"])
+    assert said == ("trainer.lr is ignored: the run keeps its saved value",)
 
 
 def test_a_group_given_otherwise_is_told(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", "algorithm=grpo")
+    run = a_run(tmp_path / "run", "algorithm=grpo", step=4)
     made = composed(f"resume={run}", "algorithm=gspo")
-    (said,) = apply_resume(made)
+    (said,) = apply_resume(made).notes
     assert said.startswith("algorithm is ignored")
     assert made.algorithm.name == "grpo"
     assert made.hydra.run.dir == str(run)
 
 
 def test_resume_auto_begins_a_run_where_there_is_none(tmp_path: Path) -> None:
-    made = composed(f"hydra.run.dir={tmp_path / 'new'}", "resume=auto", "steps=3")
-    assert apply_resume(made) == []
-    assert (made.steps, finished_at(made)) == (3, None)
+    made = composed(f"hydra.run.dir={tmp_path / 'new'}", "resume=auto", "steps=3", "checkpoint.every=1")
+    resumption = apply_resume(made)
+    assert (resumption.notes, resumption.finished, resumption.checkpoint) == ((), False, None)
+    assert made.steps == 3
+
+
+def test_resume_auto_says_that_a_run_without_checkpoints_cannot_be_resumed_later(tmp_path: Path) -> None:
+    (note,) = apply_resume(composed(f"hydra.run.dir={tmp_path / 'new'}", "resume=auto")).notes
+    assert note == (
+        "resume=auto: this run saves no checkpoint to resume from (checkpoint.every=0); give checkpoint.every=…"
+    )
 
 
 def test_a_used_folder_is_refused_without_resume(tmp_path: Path) -> None:
@@ -85,45 +67,130 @@ def test_what_is_no_run_is_refused(what: str, tmp_path: Path) -> None:
 def test_a_checkpoint_may_be_named_instead_of_a_run(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", step=4)
     made = composed(f"resume={run}/checkpoints/step_4", "steps=9")
-    apply_resume(made)
-    assert (made.hydra.run.dir, finished_at(made)) == (str(run), None)
+    resumption = apply_resume(made)
+    assert (made.hydra.run.dir, resumption.checkpoint) == (str(run), run / "checkpoints" / "step_4")
 
 
-@pytest.mark.parametrize(("steps", "finished"), [(4, 4), (3, 4), (5, None)])
-def test_a_finished_run_has_nothing_left_to_do(steps: int, finished: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("steps", "finished"), [(4, True), (3, True), (5, False)])
+def test_a_finished_run_has_nothing_left_to_do(steps: int, finished: bool, tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", step=4)
-    made = composed(f"resume={run}", f"steps={steps}")
-    apply_resume(made)
-    assert finished_at(made) == finished
+    assert apply_resume(composed(f"resume={run}", f"steps={steps}")).finished == finished
+
+
+@pytest.mark.parametrize("resume", ["auto", "folder"])
+def test_a_run_that_finished_without_a_checkpoint_is_finished_and_never_begun_again(
+    resume: str, tmp_path: Path
+) -> None:
+    run = a_run(tmp_path / "run", "steps=3", status="finished", reached=3)
+    names = ["resume=auto", f"hydra.run.dir={run}"] if resume == "auto" else [f"resume={run}"]
+    resumption = apply_resume(composed(*names))
+    assert resumption.finished
+    assert resumption.notes[-1] == f"the run in {run} finished at step 3: give a larger steps=… to continue it."
+    with pytest.raises(ConfigError) as refused:
+        apply_resume(composed(*names, "steps=9"))
+    assert str(refused.value) == (
+        f"steps=9 is not accepted: the run in {run} finished at step 3 and left no checkpoint to continue from; give "
+        "another hydra.run.dir."
+    )
+
+
+def test_a_run_to_resume_that_has_no_checkpoint_is_refused_with_the_way_on(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run")
+    with pytest.raises(ConfigError) as refused:
+        apply_resume(composed(f"resume={run}"))
+    assert str(refused.value) == (
+        f"resume={run} is not accepted: the run in {run} has no checkpoint; start it again with "
+        f"hydra.run.dir=<a new folder>, or with resume=auto hydra.run.dir={run}, which sets its records aside."
+    )
+
+
+def test_resume_auto_starts_over_as_given_where_a_run_died_before_its_first_checkpoint(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", "trainer.lr=0.1")
+    made = composed("resume=auto", f"hydra.run.dir={run}", "trainer.lr=0.2", "checkpoint.every=5")
+    resumption = apply_resume(made)
+    assert (resumption.finished, resumption.checkpoint, made.trainer.lr) == (False, None, 0.2)
+
+
+def test_an_evaluation_is_no_run_to_resume(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", "mode=eval")
+    for names in ([f"resume={run}"], ["resume=auto", f"hydra.run.dir={run}", "checkpoint.every=5"]):
+        with pytest.raises(ConfigError, match=rf"is not accepted: {run} holds a run of mode=eval\."):
+            apply_resume(composed(*names))
+
+
+def test_a_damaged_checkpoint_is_refused_if_it_was_named_and_else_left_to_the_run(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", step=4)
+    (run / "checkpoints" / "step_4" / "state.json").write_text("{")
+    with pytest.raises(DamagedCheckpoint, match=r"step_4 cannot be read: state\.json is damaged"):
+        apply_resume(composed(f"resume={run}/checkpoints/step_4"))
+    assert apply_resume(composed(f"resume={run}")).checkpoint is None
 
 
 def test_a_configuration_of_another_version_is_told(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run")
+    run = a_run(tmp_path / "run", step=4)
     (run / SAVED).write_text((run / SAVED).read_text() + "unheard_of: 1\n")
     with pytest.raises(ConfigError, match=r"config.yaml is not a configuration of this version: "):
         apply_resume(composed(f"resume={run}"))
 
 
-def test_two_drivers_of_one_run_are_one_too_many(tmp_path: Path) -> None:
-    second = pytest.raises(RunError, match="is in use: another process is running this run")
-    with run_lock(tmp_path), second, run_lock(tmp_path):
-        raise AssertionError("two drivers")
-    with run_lock(tmp_path):
-        pass
+def test_an_evaluation_takes_the_runs_settings_but_for_what_may_be_given_anew(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", "algorithm.group_size=4", "data.arithmetic.problems=50", "seed=3", step=4)
+    made = composed("mode=eval", f"resume={run}", "eval.samples=2", "eval.temperature=1.0", "seed=1", "trainer.lr=0.5")
+    resumption = apply_evaluation(made)
+    assert (made.mode.name, made.algorithm.group_size, made.data.arithmetic.problems, made.seed) == ("eval", 4, 50, 3)
+    assert (made.eval.samples, made.eval.temperature) == (2, 1.0)
+    assert resumption.notes == (
+        "seed is ignored: the run keeps its saved value",
+        "trainer.lr is ignored: the run keeps its saved value",
+    )
+    assert resumption.checkpoint == run / "checkpoints" / "step_4"
+    assert made.resume == str(run / "checkpoints" / "step_4")
+    assert not Path(made.hydra.run.dir).is_relative_to(run)
 
 
-def app(*arguments: str, cwd: Path) -> Any:
-    command = [sys.executable, "-m", "app", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+def test_an_evaluation_on_other_data_takes_the_reward_and_the_sets_of_that_data_alone(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", "data=gsm8k", step=4)
+    made = composed("mode=eval", f"resume={run}", "data=dapo_math")
+    apply_evaluation(made)
+    assert (made.data.name, list(made.data.eval_sets), list(made.reward.components)) == (
+        "dapo_math",
+        ["aime24"],
+        ["math"],
+    )
+    plain = composed("mode=eval", f"resume={run}", "data=arithmetic")
+    apply_evaluation(plain)
+    assert (plain.data.name, list(plain.reward.components)) == ("arithmetic", ["exact"])
+
+
+@pytest.mark.parametrize("named", ["auto", "/no/such/run", "the run", "its samples"])
+def test_an_evaluation_of_what_is_no_checkpoint_is_refused(named: str, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run")
+    (run / "samples").mkdir()
+    resume = {"the run": str(run), "its samples": str(run / "samples")}.get(named, named)
+    with pytest.raises(ConfigError, match=r"^resume=.* is not accepted: with mode=eval, give the folder of a run that"):
+        apply_evaluation(composed("mode=eval", f"resume={resume}"))
 
 
 def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", step=4)
-    refused = app(f"hydra.run.dir={run}", cwd=tmp_path)
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    finished = app(f"resume={run}", "steps=4", cwd=tmp_path)
-    assert finished.returncode == 0
-    assert finished.stderr == f"the run in {run} finished at step 4: give a larger steps=… to continue it.\n"
-    sweep = app("-m", "resume=auto", "seed=0,1", cwd=tmp_path)
-    assert "resume=auto is not accepted: give never in a sweep" in sweep.stderr
+    before = content(run)
+    refused, text = run_app(f"hydra.run.dir={run}", cwd=tmp_path)
+    assert (refused, text.count("\n")) == (2, 1)
+    finished = run_app(f"resume={run}", "steps=4", cwd=tmp_path)
+    assert finished == (0, f"the run in {run} finished at step 4: give a larger steps=… to continue it.\n")
+    assert content(run) == before
+    _, sweep = run_app("-m", "resume=auto", "seed=0,1", cwd=tmp_path)
+    assert "resume=auto is not accepted: give never in a sweep" in sweep
+
+
+def test_a_run_on_other_data_than_the_checkpoints_is_refused_before_anything_is_touched(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    run = a_run(tmp_path / "run", "checkpoint.every=2", step=4)
+    cursor = {"epoch": 0, "position": 0, "returned": [], "fingerprint": "another"}
+    write_state(run / "checkpoints" / "step_4", RunState(4, 4, {"cursor": cursor}, identity(tiny_model)), {})
+    before = content(run)
+    (tmp_path / "go").touch()
+    code, text = run_app(f"resume={run}/checkpoints/step_4", cwd=tmp_path, module="tests.mode.held_app")
+    assert (code, content(run)) == (2, before)
+    assert text.startswith("data does not match the checkpoint: give the same data set")

@@ -94,7 +94,7 @@ def test_a_lost_engine_gets_no_group_until_it_is_replaced() -> None:
         waiting = await sent(pool, "d", 1)
         assert await pool.each(RolloutEngine.pause, InFlight.drain) == {}
         assert not waiting.done()
-        pool.engines[0] = replacement
+        pool.replace(0, replacement)
         pool.mark_ready(0)
         for _ in range(3):
             await asyncio.sleep(0)

@@ -70,7 +70,10 @@ def test_tensorboard_reads_back_the_curve_of_a_resumed_run_without_duplicates(tm
 def test_wandb_offline_keeps_history_config_and_run_id_across_a_resume(tmp_path, metrics):
     record(make_config("wandb"), tmp_path, metrics, (1, 2, 3))
     record(make_config("wandb"), tmp_path, metrics, (3, 4), resumed_at=2)
-    assert warnings(tmp_path) == []
+    assert warnings(tmp_path) == [
+        "wandb cannot replace steps 3 to 3, which an earlier attempt sent: its chart keeps them. metrics.jsonl and "
+        "report.html have those of this attempt."
+    ]
     run_id = json.loads((tmp_path / "tracking/wandb.json").read_text())["run_id"]
     history, config = {}, {}
     files = sorted((tmp_path / "tracking/wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
@@ -151,7 +154,27 @@ def test_clearml_offline_keeps_scalars_and_hyperparameters(tmp_path, metrics, mo
     monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
     record(make_config("clearml"), tmp_path / "run", metrics, (1, 2, 3))
     assert warnings(tmp_path / "run") == []
-    with zipfile.ZipFile(next((tmp_path / "run/tracking/clearml").glob("offline-*.zip"))) as session:
+    rewards, task = clearml_session(next((tmp_path / "run/tracking/clearml").glob("offline-*.zip")))
+    assert rewards == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert task["hyperparams"]["algorithm"]["group_size"]["value"] == "8"
+    assert task["hyperparams"]["run"]["steps"]["value"] == "3"
+
+
+def test_clearml_gets_the_steps_after_a_resume_again(tmp_path, metrics, monkeypatch):
+    """Its server keeps one value per metric and step, so they replace those of the earlier attempt."""
+    monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
+    record(make_config("clearml"), tmp_path / "run", metrics, (1, 2, 3))
+    record(make_config("clearml"), tmp_path / "run", metrics, (3, 4), resumed_at=2)
+    sessions = (tmp_path / "run/tracking/clearml").glob("offline-*.zip")
+    assert sorted(clearml_session(each)[0] for each in sessions) == [
+        [(1, 0.1), (2, 0.2), (3, 0.3)],
+        [(3, 0.3), (4, 0.4)],
+    ]
+
+
+def clearml_session(path):
+    """Return the rewards, as (step, value), and the task of an offline session."""
+    with zipfile.ZipFile(path) as session:
         scalars = [
             event
             for line in session.read("metrics.jsonl").decode().splitlines()
@@ -160,9 +183,7 @@ def test_clearml_offline_keeps_scalars_and_hyperparameters(tmp_path, metrics, mo
         ]
         task = json.loads(session.read("task.json"))
     rewards = [(e["iter"], round(e["value"], 6)) for e in scalars if (e["metric"], e["variant"]) == ("reward", "mean")]
-    assert rewards == [(1, 0.1), (2, 0.2), (3, 0.3)]
-    assert task["hyperparams"]["algorithm"]["group_size"]["value"] == "8"
-    assert task["hyperparams"]["run"]["steps"]["value"] == "3"
+    return rewards, task
 
 
 @pytest.mark.parametrize("use", ["tensorboard", "wandb"])

@@ -5,20 +5,19 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from app.tracking.logs import driver_log
+
 LOGGING = Path(__file__).parents[2] / "conf/hydra/job_logging/rich.yaml"
 
 
 @pytest.fixture
 def configured(tmp_path):
-    """The log file of a logging setup as Hydra configures it; the setup is undone afterwards."""
+    """The driver log of a run, with logging as Hydra configures it; the setup is undone afterwards."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
-    settings = OmegaConf.to_container(OmegaConf.load(LOGGING), resolve=False)
-    settings["handlers"]["file"]["folder"] = str(tmp_path / "logs")
-    logging.config.dictConfig(settings)
-    yield tmp_path / "logs/driver.log"
-    for handler in root.handlers:
-        handler.close()
+    logging.config.dictConfig(OmegaConf.to_container(OmegaConf.load(LOGGING), resolve=False))
+    with driver_log(tmp_path):
+        yield tmp_path / "logs/driver.log"
     root.handlers, root.level = handlers, level
 
 
@@ -38,4 +37,15 @@ def test_warnings_go_to_stderr_and_the_file_and_other_records_to_the_file_only(c
         "INFO app.some.part: quiet",
         "WARNING app.some.part: watch out",
         "ERROR app.some.part: broken",
+    ]
+
+
+def test_records_before_and_after_the_run_are_not_in_its_file(tmp_path):
+    log = logging.getLogger("app.some.part")
+    log.warning("before")
+    with driver_log(tmp_path):
+        log.warning("during")
+    log.warning("after")
+    assert [line.split(" ", 2)[2] for line in (tmp_path / "logs/driver.log").read_text().splitlines()] == [
+        "WARNING app.some.part: during"
     ]

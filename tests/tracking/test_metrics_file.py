@@ -45,11 +45,22 @@ def test_an_incomplete_line_of_a_killed_writer_is_replaced(tmp_path):
     assert rows(path) == [{"step": 1, "lr": 1.0}, {"step": 2, "lr": 2.0}]
 
 
-def test_truncate_after_removes_the_lines_after_a_step(tmp_path):
+def test_the_lines_after_a_step_are_moved_to_another_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with metrics_file.MetricsFile(path) as file:
         for step in range(5):
             file.append(step, {"lr": step})
-    metrics_file.truncate_after(path, 2)
-    assert [row["step"] for row in rows(path)] == [0, 1, 2]
-    metrics_file.truncate_after(tmp_path / "absent.jsonl", 2)
+    with path.open("a") as lines:
+        lines.write('{"step": 5, "l')  # of a killed writer
+    metrics_file.move_after(path, 2, tmp_path / "aside_1" / "metrics.jsonl")
+    assert rows(path) == [{"step": step, "lr": step} for step in (0, 1, 2)]
+    assert rows(tmp_path / "aside_1" / "metrics.jsonl") == [{"step": step, "lr": step} for step in (3, 4)]
+
+
+def test_where_no_line_is_later_nothing_is_set_aside_and_half_a_line_goes(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"step": 1}\n{"ste')
+    for each in (path, tmp_path / "absent.jsonl"):
+        metrics_file.move_after(each, 2, tmp_path / "aside_1" / "prompts.jsonl")
+    assert path.read_text() == '{"step": 1}\n'
+    assert [each.name for each in tmp_path.iterdir()] == ["prompts.jsonl"]

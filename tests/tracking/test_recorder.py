@@ -55,12 +55,15 @@ def test_a_repeated_warning_is_reported_once(tmp_path, caplog):
     assert [record.message for record in caplog.records] == ["odd", "other"]
 
 
-def test_a_resumed_run_removes_later_steps_and_its_summary_covers_the_whole_run(tmp_path, group, metrics, capsys):
+def test_a_resumed_run_sets_later_steps_aside_and_its_summary_covers_the_whole_run(tmp_path, group, metrics, capsys):
     with RunFolderRecorder(RunConfig(steps=6), tmp_path) as recorder:
         recorder.log_eval(0, {"eval": {"accuracy": 0.25}})
         for step in (1, 2, 3):
             recorder.log(step, metrics(step))
             recorder.log_samples(step, [group(0, [0.0, 1.0])])
+            recorder.log_prompts(step, trained=[f"a/{step}@0"], filtered=[])
+        recorder.warn("odd")
+    third = (tmp_path / "samples/step_3.jsonl").read_bytes()
     with RunFolderRecorder(RunConfig(steps=6), tmp_path) as recorder:
         recorder.resume(2)
         for step in (3, 4):
@@ -71,7 +74,46 @@ def test_a_resumed_run_removes_later_steps_and_its_summary_covers_the_whole_run(
     content = summary(tmp_path)
     assert (content["steps"], content["total/completion_tokens"]) == (4, 400)
     assert (content["eval/accuracy_first"], content["eval/accuracy_last"]) == (0.25, 0.5)
-    assert "+25.0 points since the first" in capsys.readouterr().out
+    screen = capsys.readouterr().out
+    assert "+25.0 points since the first" in screen
+
+    aside = tmp_path / "aside_1"
+    assert f"the records of later steps are in {aside}\n" in screen
+    assert [row["step"] for row in rows(aside)] == [3]
+    assert (aside / "samples/step_3.jsonl").read_bytes() == third
+    assert json.loads((aside / "prompts.jsonl").read_text()) == {"step": 3, "trained": ["a/3@0"], "filtered": []}
+    assert json.loads((aside / "logs/warnings.jsonl").read_text())["text"] == "odd"
+
+
+def test_every_resume_sets_aside_into_a_folder_of_its_own_and_only_if_there_is_something(tmp_path, metrics):
+    for last in (3, 3, 2):
+        with RunFolderRecorder(RunConfig(steps=6), tmp_path) as recorder:
+            recorder.resume(1)
+            for step in range(2, last + 1):
+                recorder.log(step, metrics(step))
+    with RunFolderRecorder(RunConfig(steps=6), tmp_path) as recorder:
+        recorder.resume(2)
+    found = {path.name: [row["step"] for row in rows(path)] for path in tmp_path.glob("aside_*")}
+    assert found == {"aside_1": [2, 3], "aside_2": [2, 3]}
+
+
+def test_a_resume_that_fails_at_its_start_keeps_the_totals_of_the_run(tmp_path, metrics):
+    with RunFolderRecorder(RunConfig(steps=2), tmp_path) as recorder:
+        for step in (1, 2):
+            recorder.log(step, metrics(step))
+        recorder.log_eval(2, {"eval": {"accuracy": 0.5}})
+    with pytest.raises(EngineError), RunFolderRecorder(RunConfig(steps=4), tmp_path):
+        raise EngineError("engine 0 did not start")
+    content = summary(tmp_path)
+    assert (content["status"], content["steps"], content["total/completion_tokens"]) == ("failed", 2, 200)
+    assert content["eval/accuracy_last"] == 0.5
+
+
+def test_a_note_is_on_the_screen_and_its_facts_are_in_the_summary(tmp_path, capsys):
+    with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
+        recorder.note("evaluating step 4", {"evaluated/step": 4})
+    assert "evaluating step 4\n" in capsys.readouterr().out
+    assert summary(tmp_path)["evaluated/step"] == 4
 
 
 def test_several_evaluation_sets_keep_their_names_and_the_accuracy_is_their_mean():

@@ -111,6 +111,15 @@ def test_several_runs_are_compared_side_by_side_with_the_settings_that_differ(tm
     assert [run["name"] for run in page.data["runs"]] == ["slow/2026-01-01", "fast/2026-01-01"]
 
 
+def test_records_that_were_set_aside_are_no_run_of_their_own_unless_named(tmp_path):
+    run = tmp_path / "runs" / "one"
+    for folder in (run, run / "aside_1"):
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert report_data.find_runs(tmp_path) == [run]
+    assert report_data.find_runs(run / "aside_1") == [run / "aside_1"]
+
+
 def test_problems_are_named(tmp_path, group):
     def change(step, metrics):
         problem = {"mismatch/kl": 0.5, "reward/accuracy": 0.1, "reward/zero_std_fraction": 1.0, "grad_norm": 1.0}

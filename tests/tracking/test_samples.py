@@ -1,5 +1,7 @@
 import json
 
+from app.config import RunConfig
+from app.tracking.recorder import RunFolderRecorder
 from app.tracking.run_folder import samples
 
 
@@ -34,8 +36,44 @@ def test_a_line_has_question_answer_completion_and_reward(tmp_path, group):
     assert second["logprobs"] == [-0.25, -0.25]
 
 
-def test_truncate_after_removes_the_samples_after_a_step(tmp_path, group):
+def test_the_samples_after_a_step_are_moved_to_another_folder(tmp_path, group):
     for step in (1, 2, 10):
-        samples.write_samples(tmp_path, step, [group(0, [1.0, 0.0])], 1)
-    samples.truncate_after(tmp_path, 2)
+        for kind in ("step", "eval"):
+            samples.write_samples(tmp_path, step, [group(0, [1.0, 0.0])], 1, kind=kind)
+    samples.move_after(tmp_path, 2, tmp_path / "aside_1")
     assert [step for step, _ in samples.sample_files(tmp_path)] == [1, 2]
+    moved = {path.name for path in (tmp_path / "aside_1" / "samples").iterdir()}
+    assert moved == {"step_10.jsonl", "eval_10.jsonl"}
+
+
+def test_a_sample_or_a_timeline_that_cannot_be_written_costs_a_warning_and_no_step(
+    tmp_path, group, metrics, monkeypatch
+):
+    def broken(tokens):
+        raise KeyError("a token that nobody knows")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with RunFolderRecorder(RunConfig(steps=2), tmp_path) as recorder:
+        monkeypatch.setattr(recorder.timeline, "write_if_due", full)
+        for step in (1, 2):
+            recorder.log_samples(step, [group(0, [0.0, 1.0])], broken)
+            recorder.log(step, metrics(step))
+        recorder.log_eval(2, {"eval": {"accuracy": 0.75}}, [group(0, [0.0, 1.0])], broken)
+        monkeypatch.undo()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[1]["eval/accuracy"] == 0.75
+    warnings = [json.loads(line)["text"] for line in (tmp_path / "logs" / "warnings.jsonl").read_text().splitlines()]
+    assert warnings == [
+        "samples could not be written (KeyError): see logs/driver.log.",
+        "timeline.json could not be written (OSError): see logs/driver.log.",
+    ]
+
+
+def test_a_warning_that_cannot_be_written_does_not_end_a_run(tmp_path, caplog):
+    recorder = RunFolderRecorder(RunConfig(), tmp_path)
+    (tmp_path / "logs").write_text("a file in the place of the folder")
+    recorder.warn("engine 0 was restarted")
+    assert "engine 0 was restarted" in caplog.text

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.checkpoint.manager import CheckpointManager, RunState
+from app.checkpoint.manager import CheckpointManager
+from app.checkpoint.run_state import RunState
 from app.errors import TrainerError
 from app.trainer.remote import RemoteTrainer
 from app.types import ScoredGroup, StepReport

@@ -204,6 +204,25 @@ def test_a_step_without_finite_gradients_is_skipped_and_counted(path: Path, grou
     assert all(torch.equal(result.after[name], before) for name, before in result.before.items())
 
 
+def test_the_gradient_norm_covers_all_updates_of_a_step(path: Path, groups: list[ScoredGroup]) -> None:
+    result = play(path, Scenario(replace(GRPO, updates_per_step=4), groups))
+    norms = [torch.stack([each.norm() for each in gradients.values()]).norm().item() for gradients in result.gradients]
+    assert len(norms) == 4
+    assert result.metrics["grad_norm"] == pytest.approx(sum(norms) / 4, rel=1e-5)
+    assert result.metrics["grad_norm/max"] == pytest.approx(max(norms), rel=1e-5)
+
+
+def test_an_update_without_finite_gradients_before_a_finite_one_is_counted(
+    path: Path, groups: list[ScoredGroup]
+) -> None:
+    broken = [replace(groups[0], advantages=groups[0].advantages * float("nan")), *groups[1:]]
+    halves = replace(GRPO, updates_per_step=2)
+    result = play(path, Scenario(halves, broken))
+    assert (result.updates, result.metrics["updates/skipped"]) == (1, 1.0)
+    second = torch.stack([each.norm() for each in result.gradients[1].values()]).norm().item()
+    assert result.metrics["grad_norm"] == result.metrics["grad_norm/max"] == pytest.approx(second, rel=1e-5)
+
+
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_step_without_groups_changes_nothing_and_reports_zeros(updates: int, path: Path) -> None:
     result = play(path, Scenario(replace(GRPO, updates_per_step=updates), []))

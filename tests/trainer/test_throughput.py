@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from app.config.algorithm import AlgorithmConfig
+from app.config.algorithm import AlgorithmConfig, Kl
 from app.model.hf_import import transformers
 from app.model.load import load
+from app.model.policy import PolicyModel
+from app.trainer.step import TrainStep
 from app.trainer.throughput import ModelFlops, PhaseTimer, throughput_metrics
 from tests.model.support import save_qwen3, save_qwen35
 from tests.trainer.support import Scenario, make_step, scored_groups, train
@@ -45,17 +47,49 @@ def test_a_device_of_unknown_peak_has_no_utilization() -> None:
     assert "trainer/mfu" not in throughput_metrics({"forward": 1.0}, tokens=1, flops=1, ranks=1, peak_flops=None)
 
 
-def test_a_step_reports_the_seconds_of_its_phases(tmp_path: Path) -> None:
-    scenario = Scenario(AlgorithmConfig(), scored_groups(4))
-    step = make_step(save_qwen3(tmp_path / "model"), scenario)
-    step.peak_flops = 1e12
+class WorkClock:
+    """A clock that only the work of a step moves: 1 s per forward, 2 s per backward, 4 s per update."""
+
+    def __init__(self, step: TrainStep, reference: PolicyModel | None) -> None:
+        self.now = 0.0
+        for model in (step.model, reference):
+            if model is not None:
+                model.register_forward_hook(lambda *_: self.advance(1.0))
+        step.model.layers[0].register_full_backward_hook(lambda *_: self.advance(2.0))
+        step.optimizer.torch_optimizer.register_step_post_hook(lambda *_: self.advance(4.0))
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("kl", [Kl.none, Kl.k2])
+@pytest.mark.parametrize("updates", [1, 4])
+def test_the_seconds_of_the_phases_sum_to_those_of_the_step(
+    updates: int, kl: Kl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_qwen3(tmp_path / "model")
+    algorithm = AlgorithmConfig(prompts_per_step=8, group_size=4, updates_per_step=updates, kl=kl)
+    scenario = Scenario(algorithm, scored_groups(8), reference=path if algorithm.needs_reference else None)
+    step = make_step(path, scenario)
+    step.peak_flops = 1e9
+    clock = WorkClock(step, step.reference)
+    monkeypatch.setattr("app.trainer.throughput.perf_counter", clock)
+
     metrics = train(step, scenario).metrics
-    seconds = [metrics[f"time/{phase}"] for phase in ("forward", "backward", "optimizer")]
-    assert min(seconds) > 0
-    assert metrics["trainer/tokens_per_second"] == pytest.approx(metrics["trainer/tokens"] / sum(seconds))
+    seconds = {name: value for name, value in metrics.items() if name.startswith("time/")}
+    assert sum(seconds.values()) == clock.now
+    assert ("time/old_logprobs" in seconds) == (updates > 1)
+    assert seconds["time/optimizer"] == 4 * updates
+    assert metrics["trainer/tokens_per_second"] == metrics["trainer/tokens"] / clock.now
+
     trained = [each for scored in scenario.groups for each in scored.group.trajectories]
-    flops = sum(step.model_flops.sequence(each.tokens, len(each.completion.token_ids)) for each in trained)
-    assert metrics["trainer/mfu"] == pytest.approx(flops / (sum(seconds) * 1e12))
+    lengths = [(each.tokens, len(each.completion.token_ids)) for each in trained]
+    training = sum(step.model_flops.sequence(*length) for length in lengths)
+    forwards = (updates > 1) + (kl is not Kl.none)
+    assert metrics["trainer/mfu"] == pytest.approx(training * (1 + forwards / 3) / (clock.now * 1e9))
 
 
 def test_a_phase_entered_twice_adds_up() -> None:

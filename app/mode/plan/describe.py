@@ -60,15 +60,27 @@ def _batch(config: RunConfig) -> list[str]:
     return [
         "A step",
         f"  {algorithm.prompts_per_step} prompts × {algorithm.group_size} completions = {trajectories} trajectories",
-        f"  {algorithm.updates_per_step} optimizer update(s) of {algorithm.prompts_per_update} prompts "
+        f"  {algorithm.updates_per_step} optimizer update(s) of {algorithm.prompts_per_update} prompt(s) "
         f"= {algorithm.prompts_per_update * algorithm.group_size} trajectories",
         f"  a trajectory: up to {rollout.max_prompt_tokens} + {rollout.max_completion_tokens} "
         f"= {rollout.max_prompt_tokens + rollout.max_completion_tokens} tokens; "
         f"a step: up to {trajectories * rollout.max_completion_tokens:,} completion tokens",
         f"  {trajectories / config.placement.trainer_ranks:g} trajectories per trainer rank, in microbatches of up to "
         f"{config.trainer.tokens_per_microbatch:,} tokens",
+        *(f"  {sentence}" for sentence in algorithm.warnings()),
+        f"  {_deadline(config)}",
         f"  {config.steps} steps = {config.steps * trajectories:,} trajectories, one weight sync each",
     ]
+
+
+def _deadline(config: RunConfig) -> str:
+    """What one call to the trainer computes under its deadline."""
+    algorithm = config.algorithm
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+    work = f"up to {algorithm.trajectories_per_step * longest:,} tokens in {algorithm.updates_per_step} update(s)"
+    if config.stream:
+        work = "the groups that have arrived"
+    return f"one call to the trainer computes {work} within trainer.timeout_s={config.trainer.timeout_s:g} s"
 
 
 def _schedule(config: RunConfig) -> list[str]:

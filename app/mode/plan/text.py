@@ -116,9 +116,11 @@ def sync(config: RunConfig, device: Device, model: Architecture) -> list[str]:
         longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
         tokens = config.algorithm.trajectories_per_step * longest
         training = flops * model.parameters * tokens / (device.peak_tflops * 1e12 * ranks * UTILIZATION)
+        too_long = training > config.trainer.timeout_s and not config.stream
         lines.append(
             f"  training a step of full-length trajectories ({tokens:,} tokens): about {training:.0f} s at "
             f"{UTILIZATION:.0%} of {device.peak_tflops:g} TFLOP/s per device ({device.card})"
+            + (f", LONGER THAN trainer.timeout_s={config.trainer.timeout_s:g}" if too_long else "")
         )
     return lines
 

@@ -14,12 +14,12 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from app.config import RunConfig
-from app.tracking.run_folder import metrics_file, samples, summary
+from app.tracking.run_folder import CONFIG, WARNINGS, metrics_file, samples, summary
+from app.tracking.run_folder.aside import is_aside
 
 POINTS = 600
 SAMPLED_STEPS = 40
 TEXT_LIMIT = 6000  # characters per question or completion
-WARNINGS = "logs/warnings.jsonl"
 MISSING = "—"
 
 
@@ -58,7 +58,7 @@ def read_run(folder: Path) -> RunData:
     """Read a run folder."""
     rows = list(metrics_file.read(folder / metrics_file.NAME))
     steps, series = curves(rows)
-    config, overrides = read_config(folder / "config")
+    config, overrides = read_config(folder / CONFIG)
 
     return RunData(
         folder=folder,
@@ -76,10 +76,14 @@ def read_run(folder: Path) -> RunData:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the run folders at or below `folder` (a sweep's, or `outputs`), sorted by path."""
+    """Return the run folders at or below `folder` (a sweep's, or `outputs`), sorted by path.
+
+    Records that a run set aside count only if `folder` names them.
+    """
     if (folder / metrics_file.NAME).exists():
         return [folder]
-    return sorted(path.parent for path in folder.rglob(metrics_file.NAME))
+    found = (path.parent for path in folder.rglob(metrics_file.NAME))
+    return sorted(path for path in found if not is_aside(path.relative_to(folder)))
 
 
 def curves(rows: list[dict[str, Any]]) -> tuple[list[int], dict[str, list[float | None]]]:
@@ -93,7 +97,7 @@ def curves(rows: list[dict[str, Any]]) -> tuple[list[int], dict[str, list[float 
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the composed configuration with dotted keys and the command line's overrides, as saved by Hydra."""
+    """Return the composed configuration with dotted keys and the command line's overrides, as the run saved them."""
     config_file = folder / "config.yaml"
     overrides_file = folder / "overrides.yaml"
 

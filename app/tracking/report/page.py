@@ -17,7 +17,7 @@ from typing import Any
 from app.tracking.number_format import count, duration, plural, seconds
 from app.tracking.report.charts import charts
 from app.tracking.report.checks import Tone, health_checks, phase_medians, rule_checks
-from app.tracking.report.data import MISSING, RunData, find_runs, read_run
+from app.tracking.report.data import MISSING, RunData, read_run
 from app.utils.files import replace_file
 
 NAME = "report.html"
@@ -59,15 +59,6 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     replace_file(out, page)
     return out
-
-
-def report_below(folder: Path) -> Path:
-    """Write `folder/report.html` about the run in `folder`, or about all runs below it side by side.
-
-    Raises:
-        ValueError: There is no run at or below `folder`.
-    """
-    return write_report(find_runs(folder), folder / NAME)
 
 
 def _embedded(runs: Sequence[RunData], names: Sequence[str]) -> str:

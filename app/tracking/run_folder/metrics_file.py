@@ -10,7 +10,7 @@ Invariants:
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -80,10 +80,16 @@ class MetricsFile:
         return start, json.loads(content[start:end]) if end else {}
 
 
-def truncate_after(path: Path, step: int) -> None:
-    """Remove the lines after `step`, which a resumed run will write again."""
-    if path.exists():
-        replace_file(path, "".join(json.dumps(row) + "\n" for row in read(path) if row["step"] <= step))
+def move_after(path: Path, step: int, out: Path) -> None:
+    """Move the lines after `step` to a new file, if there are any. A kill in between leaves them in both files."""
+    rows = list(read(path))
+    later = [row for row in rows if row["step"] > step]
+    if later:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(out, _lines(later))
+
+    if path.exists():  # also without later lines: a killed writer may have left half a line
+        replace_file(path, _lines([row for row in rows if row["step"] <= step]))
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -94,6 +100,10 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             if line.endswith("\n") and line.strip():
                 yield json.loads(line)
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def _number(value: float) -> float | int | None:

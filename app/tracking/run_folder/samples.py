@@ -75,11 +75,13 @@ def row(trajectory: Trajectory, decode: Decode | None) -> dict[str, object]:
     }
 
 
-def truncate_after(folder: Path, step: int) -> None:
-    """Remove the training samples of steps after `step`, which a resumed run will write again."""
-    for sampled, path in sample_files(folder):
-        if sampled > step:
-            path.unlink()
+def move_after(folder: Path, step: int, out: Path) -> None:
+    """Move the samples of steps after `step`, of training and of evaluations, to the run folder `out`."""
+    for path in (folder / FOLDER).glob("*_*.jsonl"):
+        sampled = path.stem.rpartition("_")[2]
+        if sampled.isdecimal() and int(sampled) > step:
+            (out / FOLDER).mkdir(parents=True, exist_ok=True)
+            path.rename(out / FOLDER / path.name)
 
 
 def sample_files(folder: Path) -> list[tuple[int, Path]]:

@@ -43,6 +43,7 @@ class Summary:
         self._seconds_before = float(read(folder).get("total/seconds", 0.0))
         self._status = Status.running
         self._error: str | None = None
+        self.facts: dict[str, str | int] = {}  # what the run was about, such as the checkpoint that it evaluated
         self.values: dict[str, float | int] = {"steps": 0}
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -77,7 +78,8 @@ class Summary:
 
     def write(self) -> None:
         """Replace `summary.json`."""
-        content: dict[str, object] = {"status": self._status.value, **self.values, "total/seconds": self.seconds}
+        content: dict[str, object] = {"status": self._status.value, **self.facts, **self.values}
+        content["total/seconds"] = self.seconds
         if self._error is not None:
             content["error"] = self._error
         replace_file(self._path, json.dumps(content, indent=2) + "\n")
@@ -87,3 +89,8 @@ def read(folder: Path) -> dict[str, Any]:
     """Return the content of `summary.json`, or an empty dictionary if there is none."""
     path = folder / NAME
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in `folder` finished."""
+    return bool(read(folder).get("status") == Status.finished.value)

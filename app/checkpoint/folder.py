@@ -1,0 +1,94 @@
+"""Reading a run's `checkpoints/`: which are complete, which is the latest, which one a run can be resumed from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.checkpoint.run_state import STATE, RunState, read_intact
+from app.errors import CheckpointError, DamagedCheckpoint
+
+FOLDER, LATEST, ASIDE = "checkpoints", "latest", "aside"
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """An intact checkpoint to continue from."""
+
+    path: Path
+    state: RunState
+    damaged: tuple[str, ...] = ()  # why each newer checkpoint was stepped over
+
+
+def latest(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint of the run in `folder`, or None.
+
+    Raises:
+        DamagedCheckpoint: `latest` names a checkpoint that does not exist.
+    """
+    path = _named_by_latest(folder / FOLDER)
+    if path is not None and not path.is_dir():
+        raise DamagedCheckpoint(
+            f"checkpoint {path}, named by {path.with_name(LATEST)}, is missing; give resume=<path> of another one"
+        )
+    return path
+
+
+def find(path: Path) -> Path | None:
+    """Return the checkpoint at `path`, or the latest one of the run at `path`, or None."""
+    return path if (path / STATE).is_file() else latest(path)
+
+
+def intact(path: Path) -> ResumePoint:
+    """Return the checkpoint at `path` after reading all its files. Raises like `read_intact`."""
+    if not _is_checkpoint(path):
+        raise CheckpointError(f"{path} is not a complete checkpoint of a run: give one named step_N")
+    return ResumePoint(path, read_intact(path))
+
+
+def newest_intact(folder: Path) -> ResumePoint | None:
+    """Return the latest checkpoint of the run in `folder`, or if it is damaged the newest intact one before it.
+
+    Raises:
+        DamagedCheckpoint: Every checkpoint is damaged.
+        CheckpointError: One of them has a format that this version does not read.
+    """
+    checkpoints = folder / FOLDER
+    newest = _named_by_latest(checkpoints)
+    if newest is None:
+        return None
+
+    damaged: list[str] = []
+    older = [checkpoint for checkpoint in complete(checkpoints) if step_of(checkpoint) < step_of(newest)]
+    for checkpoint in (newest, *reversed(older)):
+        try:
+            return ResumePoint(checkpoint, read_intact(checkpoint), tuple(damaged))
+        except DamagedCheckpoint as error:
+            damaged.append(str(error))
+    raise DamagedCheckpoint(f"{damaged[0]}; no other checkpoint in {checkpoints} is intact")
+
+
+def complete(folder: Path) -> list[Path]:
+    """Return the complete checkpoints, oldest first."""
+    return sorted(filter(_is_checkpoint, folder.glob("step_*")), key=step_of)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.name.startswith("step_") and path.name[5:].isdecimal()
+
+
+def step_of(path: Path) -> int:
+    """Return N of `step_N`."""
+    return int(path.name.removeprefix("step_"))
+
+
+def _named_by_latest(folder: Path) -> Path | None:
+    """Return the checkpoint that `latest` names, whether it exists or not; None if there is no `latest`."""
+    pointer = folder / LATEST
+    try:
+        path = folder / pointer.read_text().strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{pointer} cannot be read: {error}") from error
+    if not _is_checkpoint(path):
+        raise CheckpointError(f"{pointer} is damaged: it names no step_N; give resume=<path> of a checkpoint")
+    return path

@@ -1,0 +1,148 @@
+"""`state.json` of a checkpoint: the driver's share, and the size and checksum of every file.
+
+    {"format": 2, "step": 20, "version": 20, "extra": {…}, "model": {…},
+     "files": {"__0_0.distcp": {"bytes": 4096, "crc32": 305419896}, …}, "crc32": 2596996162}
+
+The last `crc32` is that of state.json without it. Format 1 has sizes only. It can still be read; damage that keeps the
+size is not found then.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.errors import CheckpointError, DamagedCheckpoint
+from app.utils import files
+from app.utils.checksums import crc32_of
+
+STATE = "state.json"
+FORMAT = 2
+WITHOUT_CHECKSUMS = 1  # the format before
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The driver's share of a checkpoint. JSON-serializable."""
+
+    step: int  # finished steps
+    version: int  # policy version
+    extra: Mapping[str, Any] = field(default_factory=dict)  # the caller's: prompt cursor, unfinished prompts, …
+    model: Mapping[str, Any] = field(default_factory=dict)  # `app.model.hf_directory.identity` of the source model
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredFile:
+    bytes: int
+    crc32: int | None  # None in format 1
+
+
+def write_state(folder: Path, state: RunState, checksums: Mapping[str, int]) -> None:
+    """Write state.json beside the files of a checkpoint, and flush it to disk.
+
+    Args:
+        folder: The checkpoint.
+        state: The driver's share.
+        checksums: CRC-32 of every other file, by name.
+    """
+    stored = {name: _StoredFile((folder / name).stat().st_size, crc32) for name, crc32 in sorted(checksums.items())}
+    body = {"format": FORMAT, **asdict(state), "files": {name: asdict(file) for name, file in stored.items()}}
+    body["crc32"] = _crc32(body)
+    files.write(folder / STATE, json.dumps(body, indent=1) + "\n")
+
+
+def read_state(path: Path) -> RunState:
+    """Read the driver's share of a checkpoint, and check that all its files are there with their sizes.
+
+    Raises:
+        DamagedCheckpoint: state.json is missing or damaged, or a file is missing or has another size.
+        CheckpointError: The checkpoint has a format that this version does not read.
+    """
+    return _read(path)[0]
+
+
+def read_intact(path: Path) -> RunState:
+    """Like `read_state`, and read every file to compare its checksum.
+
+    Raises:
+        DamagedCheckpoint: As `read_state`, or a file's content has changed.
+        CheckpointError: As `read_state`.
+    """
+    state, stored = _read(path)
+    expected = {name: file.crc32 for name, file in stored.items() if file.crc32 is not None}
+    try:
+        found = crc32_of([path / name for name in expected])
+    except OSError as error:
+        raise DamagedCheckpoint(f"checkpoint {path} cannot be read: {files.describe(error)}") from error
+
+    for (name, wanted), crc32 in zip(expected.items(), found, strict=True):
+        if crc32 != wanted:
+            raise DamagedCheckpoint(
+                f"checkpoint {path} is damaged: {name} has checksum {crc32:08x} instead of {wanted:08x}"
+            )
+    return state
+
+
+def require_model(state: RunState, model: Mapping[str, Any], path: Path) -> None:
+    """Raise `CheckpointError` unless the checkpoint at `path` is of this model.
+
+    Args:
+        state: The checkpoint's.
+        model: `identity` of this model. The location of its source is not compared.
+        path: For the message.
+    """
+    for key in sorted(model.keys() | state.model.keys()):
+        ours = model.get(key)
+        theirs = state.model.get(key)
+        if key != "source" and ours != theirs:
+            raise CheckpointError(
+                f"checkpoint {path} is of another model: its {key} is {theirs}, this model's is {ours}"
+            )
+
+
+def _read(path: Path) -> tuple[RunState, dict[str, _StoredFile]]:
+    try:
+        state, stored = _parse(path, json.loads((path / STATE).read_text()))
+    except OSError as error:
+        raise DamagedCheckpoint(f"checkpoint {path} cannot be read: {files.describe(error)}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"checkpoint {path} cannot be read: {STATE} is damaged ({error})") from error
+
+    for name, file in stored.items():
+        _require_size(path, name, file.bytes)
+    return state, stored
+
+
+def _parse(path: Path, body: dict[str, Any]) -> tuple[RunState, dict[str, _StoredFile]]:
+    """Convert the content of state.json. Raises what reading a damaged one may raise."""
+    found = body["format"]
+    if found not in (WITHOUT_CHECKSUMS, FORMAT):
+        raise CheckpointError(
+            f"checkpoint {path} has format {found}; this version reads formats {WITHOUT_CHECKSUMS} and {FORMAT}"
+        )
+    if found == FORMAT and body.pop("crc32") != _crc32(body):
+        raise ValueError("its checksum is another one")
+
+    del body["format"]
+    stored = {name: _stored_file(value) for name, value in body.pop("files").items()}
+    return RunState(**body), stored
+
+
+def _crc32(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body).encode())
+
+
+def _stored_file(value: int | dict[str, int]) -> _StoredFile:
+    """Convert an entry of `files`; format 1 has the size alone."""
+    return _StoredFile(value, None) if isinstance(value, int) else _StoredFile(**value)
+
+
+def _require_size(path: Path, name: str, size: int) -> None:
+    try:
+        found = (path / name).stat().st_size
+    except OSError:
+        raise DamagedCheckpoint(f"checkpoint {path} is incomplete: {name} is missing") from None
+    if found != size:
+        raise DamagedCheckpoint(f"checkpoint {path} is incomplete: {name} has {found} bytes instead of {size}")

@@ -1,0 +1,67 @@
+"""The folder of a run, while this process writes into it.
+
+Invariants:
+- Nothing in the folder changes before this process holds its lock.
+- No mode overwrites or deletes the results of another run: the folder is unused, or the run in it is resumed, or it
+  ended before its first checkpoint and its records are set aside.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from app.config import Mode, RunConfig
+from app.errors import RunError, say
+from app.recovery.resume import NEVER, has_checkpoint, holds_run, require_unused
+from app.recovery.run_lock import run_lock
+from app.tracking.logs import driver_log
+from app.tracking.run_folder import CONFIG, summary
+from app.tracking.run_folder.aside import set_all_aside
+from app.utils.files import replace_file
+
+
+@contextmanager
+def output_folder(composed: DictConfig, config: RunConfig, folder: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder, save the configuration in it, and log to it.
+
+    Args:
+        composed: The job's configuration as Hydra composed it.
+        config: The same, resolved.
+        folder: Where the run writes.
+
+    Raises:
+        FolderInUse: Another process holds the lock.
+        ConfigError: The folder holds a run that this one does not resume.
+    """
+    with run_lock(folder):
+        if config.mode is Mode.train and config.resume != NEVER:
+            _set_aside_unless_resumable(folder)
+        else:
+            require_unused(folder, config.mode)
+
+        save_configuration(composed, folder)
+        with driver_log(folder):
+            yield
+
+
+def save_configuration(composed: DictConfig, folder: Path) -> None:
+    """Write `config/`: Hydra's settings, the command line, and last, since resuming needs it, the configuration."""
+    config = folder / CONFIG
+    config.mkdir(exist_ok=True)
+    replace_file(config / "hydra.yaml", OmegaConf.to_yaml(HydraConfig.instance().cfg))
+    replace_file(config / "overrides.yaml", OmegaConf.to_yaml(HydraConfig.get().overrides.task))
+    replace_file(config / "config.yaml", OmegaConf.to_yaml(composed))
+
+
+def _set_aside_unless_resumable(folder: Path) -> None:
+    """Make room for a run that starts over because its earlier attempt ended before its first checkpoint."""
+    if has_checkpoint(folder) or not holds_run(folder):
+        return
+    if summary.is_finished(folder):
+        raise RunError(f"the run in {folder} has just finished in another process")
+
+    moved = set_all_aside(folder)
+    say(f"the run in {folder} ended before its first checkpoint: it starts over, and its records are now in {moved}")

@@ -1,0 +1,55 @@
+"""The lock of a run's folder. Whoever writes into the folder holds it.
+
+The kernel releases the lock when its process ends, so a killed run leaves nothing to clean up. Processes on one machine
+always exclude each other. On shared storage, machines exclude each other where the file system supports `flock` across
+machines: NFS does unless mounted with `nolock` or `local_lock`, Lustre if mounted with `flock`.
+"""
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from app.errors import RunError
+from app.utils.files import describe
+
+LOCK = "driver.lock"
+
+
+class FolderInUse(RunError):
+    """Another process holds the lock of a run's folder."""
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder, which is created. Nothing in the folder changes if the lock is not available.
+
+    Raises:
+        FolderInUse: Another process holds it. The message names the process and its machine.
+        RunError: The folder cannot be locked.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # "a" leaves the content alone: until the lock is ours, it names the process that holds it.
+        lock = (folder / LOCK).open("a+")
+    except OSError as error:
+        raise RunError(f"{folder} cannot be locked: {describe(error)}") from error
+
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            raise FolderInUse(f"{folder} is in use: {holder} is writing to it") from None
+        except OSError as error:
+            raise RunError(
+                f"{folder} cannot be locked: {describe(error)}; is it on a file system with locks?"
+            ) from error
+
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        yield

@@ -1,0 +1,148 @@
+"""What becomes of a checkpoint whose write is cut short, and of those that a run goes back before."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.checkpoint.folder import latest, newest_intact
+from app.checkpoint.manager import CheckpointManager
+from app.checkpoint.run_state import RunState, read_intact
+from app.errors import CheckpointError, ConfigError
+from app.utils import files
+from tests.checkpoint.plain_files import DATA, PlainFiles, names, save
+
+DEADLINE_S = 60.0
+
+
+class Gate:
+    """A function that blocks its thread at its first call, until `go` is set."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self.reached.is_set():
+            self.reached.set()
+            assert self.go.wait(DEADLINE_S)
+        return self.function(*arguments)
+
+
+def test_a_commit_that_is_cancelled_is_finished_and_loses_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        checkpoints = CheckpointManager(tmp_path, keep=1)
+        await checkpoints.save(PlainFiles(), RunState(1, 1))
+        await checkpoints.wait()
+
+        flush = Gate(files.sync)
+        monkeypatch.setattr(files, "sync", flush)
+        await checkpoints.save(PlainFiles(), RunState(2, 2))
+        assert await asyncio.to_thread(flush.reached.wait, DEADLINE_S)
+        assert names(tmp_path) == {"latest", "step_1", "step_2.tmp"}
+
+        settling = asyncio.create_task(checkpoints.settle(0))  # cancels the write
+        done, _ = await asyncio.wait({settling}, timeout=0.05)
+        assert not done
+        assert names(tmp_path) == {"latest", "step_1", "step_2.tmp"}  # nobody cleans up under the thread
+        flush.go.set()
+        assert await settling is None
+        assert checkpoints.committed_step == 2
+
+    asyncio.run(scenario())
+    assert names(tmp_path) == {"latest", "step_2"}
+    point = newest_intact(tmp_path)
+    assert point is not None
+    assert (point.path.name, point.damaged) == ("step_2", ())
+
+
+def test_a_loop_that_closes_during_a_commit_leaves_a_complete_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush = Gate(files.sync)
+    monkeypatch.setattr(files, "sync", flush)
+
+    async def scenario() -> None:
+        await CheckpointManager(tmp_path, keep=1).save(PlainFiles(), RunState(1, 1))
+        assert await asyncio.to_thread(flush.reached.wait, DEADLINE_S)
+        asyncio.get_running_loop().call_later(0.05, flush.go.set)
+
+    asyncio.run(scenario())
+    checkpoint = latest(tmp_path)
+    assert checkpoint is not None
+    assert read_intact(checkpoint).step == 1
+
+
+def test_a_write_that_does_not_finish_in_time_is_reported_and_removed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        checkpoints = CheckpointManager(tmp_path, keep=1)
+        assert await checkpoints.settle(0) is None  # nothing is being written
+        await checkpoints.save(PlainFiles(delay=1000), RunState(2, 2))
+        assert await checkpoints.settle(0.05) == (
+            f"checkpoint {tmp_path / 'checkpoints' / 'step_2'} was not written within 0.05 s"
+        )
+        assert names(tmp_path) == set()
+        assert checkpoints.committed_step is None
+
+    asyncio.run(scenario())
+
+
+def test_a_commit_that_fails_removes_its_files_and_leaves_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, [1])
+
+    def full(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "sync", full)
+    with pytest.raises(CheckpointError, match=r"step_2 cannot be written: .*No space left on device"):
+        save(tmp_path, [2])
+    assert names(tmp_path) == {"latest", "step_1"}
+    assert latest(tmp_path) == tmp_path / "checkpoints" / "step_1"
+
+
+def test_rewind_sets_later_checkpoints_aside_and_deletes_none(tmp_path: Path) -> None:
+    checkpoints = save(tmp_path, [20, 40, 60])
+    folder = checkpoints.folder
+    assert checkpoints.rewind(folder / "step_20") == [folder / "aside" / "step_40", folder / "aside" / "step_60"]
+    assert (checkpoints.latest(), checkpoints.committed_step) == (folder / "step_20", 20)
+    assert names(tmp_path) == {"latest", "step_20", "aside"}
+
+    save(tmp_path, [40])  # again, on another way
+    assert checkpoints.rewind(folder / "step_20") == [folder / "aside" / "step_40.2"]
+    aside = sorted(each.name for each in (folder / "aside").iterdir())
+    assert aside == ["step_40", "step_40.2", "step_60"]
+    assert all(read_intact(folder / "aside" / name).step == int(name[5:7]) for name in aside)
+
+    save(tmp_path, [30], keep=1)
+    assert names(tmp_path) == {"latest", "step_30", "aside"}  # `keep` counts and deletes none that was set aside
+    assert len(list((folder / "aside").iterdir())) == 3
+
+
+def test_a_checkpoint_in_the_way_of_a_new_one_is_set_aside(tmp_path: Path) -> None:
+    folder = save(tmp_path, [1, 2]).folder
+    (folder / "latest").unlink()
+    (folder / "step_1" / DATA).write_text("of an earlier attempt")
+    save(tmp_path, [1])
+    assert read_intact(folder / "step_1").step == 1
+    assert (folder / "aside" / "step_1" / DATA).read_text() == "of an earlier attempt"
+
+
+def test_checkpoints_that_will_be_set_aside_make_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = save(tmp_path, [1, 2, 3], keep=3)
+    size = sum(file.stat().st_size for file in (checkpoints.folder / "step_1").iterdir())
+    usage = __import__("shutil").disk_usage(tmp_path)
+    monkeypatch.setattr("app.checkpoint.manager.shutil.disk_usage", lambda _: usage._replace(free=int(1.5 * size)))
+
+    needed = int(size * 0.9)  # of each of the 4 that `keep=3` needs
+    point = newest_intact(tmp_path)
+    checkpoints.prepare(needed, point)  # free, and 3 that will be replaced
+    early = asyncio.run(checkpoints.resume_point(checkpoints.folder / "step_1"))
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep=3 is not accepted: 4 checkpoints of .* delete .*aside if"):
+        checkpoints.prepare(needed, early)  # free, and one

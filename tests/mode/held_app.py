@@ -1,0 +1,43 @@
+"""`python -m tests.mode.held_app`: the application with a `mode=train` that records one step and trains nothing.
+
+Hydra's clock stands still, so that every start is within the same second. The run lasts until the file `go` exists in
+the current folder.
+"""
+
+import time
+from datetime import datetime
+from pathlib import Path
+
+import hydra.core.utils
+
+from app import main
+from app.config import Mode, RunConfig
+from app.mode import MODES, ModeResult, ModeSpec
+from app.tracking.recorder import RunFolderRecorder
+
+DEADLINE_S = 300.0
+
+
+class StoppedClock:
+    """Stands in for `datetime` in Hydra's `${now:}`."""
+
+    @staticmethod
+    def now() -> datetime:
+        return datetime(2026, 1, 2, 3, 4, 5)
+
+
+def run(config: RunConfig, folder: Path) -> ModeResult:
+    """Record a step and wait for `go`."""
+    with RunFolderRecorder(config, folder) as recorder:
+        recorder.log(1, {"lr": config.trainer.lr, "time/step": 1.0})
+        deadline = time.monotonic() + DEADLINE_S
+        while not Path("go").exists():
+            assert time.monotonic() < deadline, f"no file go in {Path.cwd()} within {DEADLINE_S:.0f} s"
+            time.sleep(0.05)
+    return ModeResult(0.5)
+
+
+if __name__ == "__main__":
+    hydra.core.utils.datetime = StoppedClock  # type: ignore[attr-defined,misc]
+    MODES[Mode.train] = ModeSpec("tests.mode.held_app", writes=True)
+    main.cli()

@@ -1,0 +1,52 @@
+"""`mode=export` and `mode=report` write into a run's folder, and only while no other process does."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from app.config import RunConfig
+from app.config.model import ModelConfig
+from app.mode import export, report
+from app.recovery.run_lock import FolderInUse, run_lock
+from tests.checkpoint.test_export import trained
+from tests.folders import a_run, content
+from tests.model.support import save_qwen3
+
+
+def test_a_run_that_is_being_written_is_not_exported_into(tmp_path: Path, one_thread: None) -> None:
+    source = save_qwen3(tmp_path / "source")
+    run = tmp_path / "run"
+    trained(source, run)
+    config = RunConfig(model=ModelConfig(path=str(source)))
+    with run_lock(run):
+        before = content(run)
+        with pytest.raises(FolderInUse, match=rf"run is in use: process {os.getpid()} on {socket.gethostname()} is"):
+            export.export_run(config, run)
+        assert content(run) == before
+    assert export.export_run(config, run) == run / "export"
+
+
+def test_the_report_of_a_run_that_is_being_written_is_beside_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path / "run")
+    with run_lock(run):
+        before = content(run)
+        report.run(RunConfig(), run)
+        assert content(run) == before
+    assert capsys.readouterr().err == f"{tmp_path / 'run.report.html'}\n"
+    assert (tmp_path / "run.report.html").is_file()
+
+    report.run(RunConfig(), run)
+    assert capsys.readouterr().err == f"{run / 'report.html'}\n"
+    assert (run / "report.html").is_file()
+
+
+def test_a_report_of_several_runs_is_in_their_common_folder(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        a_run(tmp_path / name)
+    before = content(tmp_path)
+    report.run(RunConfig(), tmp_path)
+    assert set(content(tmp_path)) - set(before) == {"report.html"}

@@ -1,0 +1,247 @@
+"""The last step is saved whatever ends the run, and a run is resumed without losing a checkpoint."""
+
+import asyncio
+import json
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.checkpoint.folder import latest, newest_intact
+from app.config.placement import PlacementKind
+from app.data.cursor import PromptCursor
+from app.errors import CheckpointError, ConfigError, Interrupted
+from app.mode.train import TrainingRun, second_signal
+from app.model.hf_directory import identity
+from app.placement.colocate import Colocate
+from app.placement.controller import CURSOR
+from app.tracking.recorder import RunFolderRecorder
+from app.utils.tasks import until_signal
+from tests.checkpoint.plain_files import DATA, PlainFiles, flip_a_byte, names, save
+from tests.model.support import save_qwen3
+from tests.simulation import SimTrainer, World, config, prompts
+
+DEADLINE_S = 60.0
+
+
+# --- signals
+
+
+@dataclass
+class Interrupting(SimTrainer):
+    """Sends SIGTERM to this process: in step `at`, and `more` times while a checkpoint is written."""
+
+    at: int = 4
+    more: int = 0
+    pause: float = 0.0  # seconds, at the end of a write
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def begin_step(self, *, version: int) -> None:
+        await super().begin_step(version=version)
+        if version == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(DEADLINE_S)  # until it is cancelled
+
+    async def write(self, folder: Path) -> dict[str, int]:
+        for number in range(self.more):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(self.answered.wait() if number == 0 else asyncio.sleep(DEADLINE_S), DEADLINE_S)
+        await asyncio.sleep(self.pause)
+        return await PlainFiles().write(folder)
+
+
+def interrupted(folder: Path, trainer: Interrupting, *, steps: int = 1000, grace_s: float = DEADLINE_S) -> World:
+    """Run the simulated world until it is interrupted."""
+    settings = config(PlacementKind.colocate, steps=steps)
+    settings.checkpoint.every = 1000
+    settings.checkpoint.grace_s = grace_s
+    world = World(settings, folder, lambda prompt_id: 0.001, push_seconds=0.0, trainer=trainer)
+
+    async def main() -> None:
+        context = world.context()
+        workers: Any = SimpleNamespace(
+            supervisor=context.supervisor, inputs=SimpleNamespace(prompts=SimpleNamespace(train=world.cursor))
+        )
+        recorder: Any = world.recorder
+        run = TrainingRun(settings, None, folder, recorder, workers)  # type: ignore[arg-type]
+        run.checkpoints = context.checkpoints
+
+        def answer() -> None:
+            recorder.warn(second_signal(settings))
+            trainer.answered.set()
+
+        await until_signal(run.run(Colocate(context)), on_second=answer)
+
+    with pytest.raises(Interrupted, match="interrupted by SIGTERM"):
+        asyncio.run(main())
+    return world
+
+
+def saved_step(folder: Path) -> int | None:
+    point = newest_intact(folder)
+    return None if point is None else point.state.step
+
+
+SECOND = (
+    "the run is saving the last step, for at most checkpoint.grace_s=60 s, and shutting down; a third signal ends that "
+    "at once"
+)
+
+
+def test_a_signal_saves_the_last_step(tmp_path: Path) -> None:
+    world = interrupted(tmp_path, Interrupting())
+    assert (saved_step(tmp_path), len(world.recorder.lines), world.recorder.warnings) == (3, 3, [])
+
+
+def test_a_second_signal_is_answered_and_the_last_step_is_saved(tmp_path: Path) -> None:
+    world = interrupted(tmp_path, Interrupting(more=1))
+    assert (saved_step(tmp_path), len(world.recorder.lines), world.recorder.warnings) == (3, 3, [SECOND])
+
+
+def test_a_third_signal_ends_the_last_save_with_a_warning(tmp_path: Path) -> None:
+    world = interrupted(tmp_path, Interrupting(more=2))
+    assert (saved_step(tmp_path), names(tmp_path)) == (None, set())
+    assert world.recorder.warnings == [
+        SECOND,
+        "step 3 was not saved: a third signal arrived during: writing the checkpoint",
+    ]
+
+
+def test_a_save_that_takes_too_long_is_named_with_what_it_waited_for(tmp_path: Path) -> None:
+    world = interrupted(tmp_path, Interrupting(pause=DEADLINE_S), grace_s=0.2)
+    assert (saved_step(tmp_path), names(tmp_path)) == (None, set())
+    assert world.recorder.warnings == [
+        "step 3 was not saved: checkpoint.grace_s=0.2 s passed during: writing the checkpoint"
+    ]
+
+
+def test_a_signal_during_the_write_after_the_last_step_does_not_end_it(tmp_path: Path) -> None:
+    class LastWrite(Interrupting):
+        async def write(self, folder: Path) -> dict[str, int]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.1)
+            return await PlainFiles().write(folder)
+
+    world = interrupted(tmp_path, LastWrite(at=1000), steps=3)
+    assert (saved_step(tmp_path), len(world.recorder.lines), world.recorder.warnings) == (3, 3, [])
+
+
+def test_records_are_on_disk_before_the_checkpoint_of_their_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def recorded(handle: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    async def main() -> None:
+        settings = config(PlacementKind.colocate)
+        world = World(settings, tmp_path)
+        with RunFolderRecorder(settings, tmp_path) as recorder:
+            world.recorder = recorder  # type: ignore[assignment]
+            recorder.log(1, {"reward/mean": 0.5})
+            recorder.log_prompts(1, trained=["a/1@0"], filtered=[])
+            context = world.context()
+            monkeypatch.setattr(os, "fsync", recorded)
+            await Colocate(context, 1).save()
+            await context.checkpoints.wait()
+
+    asyncio.run(main())
+    order = [flushed.index(name) for name in ("metrics.jsonl", "prompts.jsonl", tmp_path.name, "state.json")]
+    assert order == sorted(order)
+
+
+# --- resume
+
+
+@dataclass
+class Restored(SimTrainer):
+    """Notes what it was restored from."""
+
+    restored: list[str] = field(default_factory=list)
+
+    async def restore(self, folder: Path, *, version: int) -> None:
+        self.restored.append(f"{folder.name} as {version}")
+
+
+class Resumed:
+    """A run with checkpoints of steps 20, 40 and 60 that is being resumed."""
+
+    def __init__(self, folder: Path, *, rows: int = 10) -> None:
+        self.folder = folder
+        self.source = save_qwen3(folder / "source")
+        self.checkpoints = folder / "checkpoints"
+        self.trainer = Restored()
+        saved = PromptCursor(prompts(rows), seed=0, shuffle=True)
+        saved.take(3)
+        save(folder, [20, 40, 60], extra={CURSOR: saved.state()}, model=identity(self.source))
+
+    def resume(self, resume: str, *, restarts: int = 0) -> int:
+        """Return the policy version that the run continues with."""
+        settings = config(steps=100)
+        settings.resume = resume
+        self.cursor = PromptCursor(prompts(10), seed=0, shuffle=True)
+        inputs = SimpleNamespace(prompts=SimpleNamespace(train=self.cursor), model_path=self.source)
+        workers: Any = SimpleNamespace(inputs=inputs)
+        with RunFolderRecorder(settings, self.folder) as recorder:
+            run = TrainingRun(settings, None, self.folder, recorder, workers)  # type: ignore[arg-type]
+            run.restarts = restarts
+            return asyncio.run(self._restore(run))
+
+    async def _restore(self, run: TrainingRun) -> int:
+        return await run.restore_or_initialize(self.trainer, await run.find_resume_point())
+
+    @property
+    def warnings(self) -> list[str]:
+        lines = (self.folder / "logs" / "warnings.jsonl").read_text().splitlines()
+        return [json.loads(line)["text"] for line in lines]
+
+
+def test_a_run_that_goes_back_keeps_its_later_checkpoints_and_names_them(tmp_path: Path) -> None:
+    run = Resumed(tmp_path)
+    assert run.resume(str(run.checkpoints / "step_20")) == 20
+    assert run.trainer.restored == ["step_20 as 20"]
+    assert len(run.cursor.state()["returned"]) == 3
+    assert names(tmp_path) == {"latest", "step_20", "aside"}
+    aside = run.checkpoints / "aside"
+    assert run.warnings == [
+        f"the run went back to step 20; later checkpoints were set aside: {aside / 'step_40'}, {aside / 'step_60'}"
+    ]
+    assert latest(tmp_path) == run.checkpoints / "step_20"
+
+
+def test_other_data_is_refused_before_anything_has_changed(tmp_path: Path) -> None:
+    run = Resumed(tmp_path, rows=11)
+    with pytest.raises(ConfigError, match="data does not match the checkpoint"):
+        run.resume(str(run.checkpoints / "step_20"))
+    assert run.trainer.restored == []
+    assert names(tmp_path) == {"latest", "step_20", "step_40", "step_60"}
+    assert latest(tmp_path) == run.checkpoints / "step_60"
+
+
+@pytest.mark.parametrize(("resume", "restarts"), [("auto", 0), ("never", 1), ("named", 1)])
+def test_a_damaged_newest_checkpoint_is_stepped_over_with_a_warning(resume: str, restarts: int, tmp_path: Path) -> None:
+    """By `resume=auto`, and by every restart of the trainer."""
+    run = Resumed(tmp_path)
+    damaged = run.checkpoints / "step_60"
+    flip_a_byte(damaged / DATA)
+    assert run.resume(str(damaged) if resume == "named" else resume, restarts=restarts) == 40
+    assert run.trainer.restored == ["step_40 as 40"]
+    assert names(tmp_path) == {"latest", "step_20", "step_40", "aside"}
+    first, second = run.warnings
+    assert first.startswith(f"resumed from step_40 instead: checkpoint {damaged} is damaged: {DATA} has checksum ")
+    assert second.endswith(f"later checkpoints were set aside: {run.checkpoints / 'aside' / 'step_60'}")
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path: Path) -> None:
+    run = Resumed(tmp_path)
+    flip_a_byte(run.checkpoints / "step_40" / DATA)
+    with pytest.raises(CheckpointError, match=rf"step_40 is damaged: {DATA} has checksum"):
+        run.resume(str(run.checkpoints / "step_40"))
+    assert (run.trainer.restored, names(tmp_path)) == ([], {"latest", "step_20", "step_40", "step_60"})

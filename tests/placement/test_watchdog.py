@@ -1,0 +1,276 @@
+"""A run without progress ends with what it waits for, in every placement; whatever makes progress goes on."""
+
+import asyncio
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from app.config import RunConfig
+from app.config.placement import PlacementKind
+from app.errors import EngineError, EngineLost, RunError
+from app.placement.colocate import Colocate
+from app.placement.controller import PlacementController
+from app.placement.fully_async import FullyAsync
+from app.placement.watchdog import MARGIN_SECONDS, POLL_SECONDS, STATS_SECONDS, limit_seconds, watchdog
+from app.rollout.pool import EnginePool
+from app.types import EngineStats, InFlight, SyncReport
+from tests.simulation import SimEngine, World, config, now, run_virtual
+
+CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
+    PlacementKind.colocate: Colocate,
+    PlacementKind.fully_async: FullyAsync,
+}
+BOTH = pytest.mark.parametrize("kind", list(CONTROLLERS))
+ASYNC = PlacementKind.fully_async
+LIMIT = 5.0 + MARGIN_SECONDS  # of `quick`
+
+
+def quick(kind: PlacementKind, **changes: object) -> RunConfig:
+    """A run of which every call has a deadline of 5 s."""
+    made = config(kind, timeout_s=5.0, stall_timeout_s=5.0, start_timeout_s=5.0, **changes)
+    made.weight_sync.timeout_s = 5.0
+    made.reward.timeout_s = 0.1
+    return made
+
+
+def play(world: World, at_start: Callable[[PlacementController], None] = lambda controller: None) -> float:
+    """The whole run, or a year of it; its virtual seconds."""
+
+    async def story() -> float:
+        context = world.context()
+        controller = CONTROLLERS[world.config.placement.kind](context)
+        at_start(controller)
+        async with asyncio.timeout(365 * 86400), context.supervisor.monitor():
+            await controller.run()
+        return now()
+
+    return run_virtual(story())
+
+
+def hang(*prompts: str) -> Callable[[str], float]:
+    """These prompts are lost in an engine that lives on; the others take a second."""
+    return lambda prompt_id: math.inf if prompt_id.startswith(prompts) else 1.0
+
+
+@BOTH
+def test_a_lost_completion_ends_the_run_and_is_named_with_its_engine(kind: PlacementKind, tmp_path: Path) -> None:
+    world = World(quick(kind), tmp_path, hang("sim/7@"), rows=8)
+    phase = "generate" if kind is PlacementKind.colocate else "wait"
+    with pytest.raises(RunError) as failure:
+        play(world)
+    sentence = (
+        rf"no progress for 65 s: step \d, phase {phase}: 1 groups in flight \(sim/7@0 on engine [01]\), "
+        "2 of 2 engines ready"
+    )
+    assert re.match(sentence, str(failure.value)), failure.value
+    assert "await engine.generate(request)" in (tmp_path / "logs" / "stacks.log").read_text()
+
+
+@BOTH
+def test_the_run_ends_within_its_limit_and_three_polls(kind: PlacementKind, tmp_path: Path) -> None:
+    world = World(quick(kind), tmp_path, hang("sim/"))
+
+    async def story() -> float:
+        context = world.context()
+        with pytest.raises(RunError, match="no progress for 65 s"):
+            await CONTROLLERS[kind](context).run()
+        return now()
+
+    assert LIMIT < run_virtual(story()) <= LIMIT + 3 * POLL_SECONDS
+
+
+@BOTH
+@pytest.mark.parametrize("before_train", [True, False])
+def test_a_completion_lost_in_an_evaluation_ends_the_run(
+    kind: PlacementKind, before_train: bool, tmp_path: Path
+) -> None:
+    world = World(quick(kind, before_train=before_train, every=2), tmp_path, hang("eval/1"))
+    step = 1 if before_train else 3
+    with pytest.raises(RunError, match=rf"step {step}, phase evaluate: .*eval/1 on engine"):
+        play(world)
+
+
+@pytest.mark.parametrize("call", ["add_groups", "finish_step"])
+@BOTH
+def test_a_trainer_that_hangs_ends_the_run_with_its_phase(kind: PlacementKind, call: str, tmp_path: Path) -> None:
+    world = World(quick(kind), tmp_path)
+    world.trainer.hang = call
+    phase = "finish" if kind is ASYNC and call == "finish_step" else "train"
+    with pytest.raises(RunError, match=f"no progress for 65 s: step 1, phase {phase}"):
+        play(world)
+
+
+@BOTH
+def test_a_sync_that_hangs_ends_the_run(kind: PlacementKind, tmp_path: Path) -> None:
+    world = World(quick(kind), tmp_path)
+
+    def at_start(controller: PlacementController) -> None:
+        sync = world.sync.sync
+
+        async def hangs(version: int) -> SyncReport:
+            return await sync(version) if version < 2 else await asyncio.Event().wait()  # type: ignore[func-returns-value, return-value]
+
+        world.sync.sync = hangs  # type: ignore[method-assign]
+
+    with pytest.raises(RunError, match="no progress for 65 s: step 2, phase sync"):
+        play(world, at_start)
+
+
+@BOTH
+def test_an_engine_that_never_drains_ends_the_run(kind: PlacementKind, tmp_path: Path) -> None:
+    world = World(quick(kind), tmp_path)
+
+    def at_start(controller: PlacementController) -> None:
+        async def never(in_flight: InFlight) -> None:
+            await asyncio.Event().wait()
+
+        world.engines[1].pause = never  # type: ignore[method-assign]
+
+    with pytest.raises(RunError, match=r"no progress for 65 s: step 1, phase start"):
+        play(world, at_start)
+
+
+def test_waiting_for_an_engine_ends_with_why_there_is_none(tmp_path: Path) -> None:
+    async def story() -> None:  # nobody restarts it
+        world = World(quick(ASYNC), tmp_path, engine_count=1)
+        context = world.context()
+        context.pool.mark_lost(world.engines[0], EngineLost("engine 0 was killed"))
+        async with watchdog(context.rollouter, context.pool, world.config, tmp_path):
+            await context.pool.wait_for_any()
+
+    with pytest.raises(RunError, match="0 of 1 engines ready, engine 0 is lost: engine 0 was killed"):
+        run_virtual(story())
+
+
+@BOTH
+def test_a_completion_that_keeps_sampling_is_progress_however_long_it_takes(
+    kind: PlacementKind, tmp_path: Path
+) -> None:
+    world = World(
+        quick(kind, steps=2), tmp_path, lambda prompt_id: 1e4 if prompt_id.startswith("sim/7@") else 1.0, rows=8
+    )
+    assert play(world) > 1e4
+    assert len(world.trainer.ids) == 8
+
+
+@BOTH
+def test_a_long_evaluation_is_progress(kind: PlacementKind, tmp_path: Path) -> None:
+    world = World(quick(kind, steps=2, every=1), tmp_path, lambda prompt_id: 30.0, eval_rows=200)
+    assert play(world) > 2 * 5 * LIMIT
+    assert [step for _, step in world.recorder.evaluations] == [1, 2]
+
+
+def test_filtering_for_a_long_time_is_progress(tmp_path: Path) -> None:
+    made = quick(ASYNC, steps=1, dynamic_sampling=True, max_refill_rounds=50, max_inflight_groups=1)
+    useful = World(made, tmp_path).cursor.take(40)[-1].id
+    world = World(made, tmp_path, lambda p: 30.0, lambda prompt_id, member: member == 0 and prompt_id == useful)
+    assert play(world) > 10 * LIMIT
+
+
+@BOTH
+def test_calls_of_the_trainer_that_return_are_progress_when_nothing_is_sampled(
+    kind: PlacementKind, tmp_path: Path
+) -> None:
+    """Each call stays within the limit, a step does not."""
+    world = World(quick(kind, steps=2), tmp_path)
+    world.trainer.seconds = 0.9 * LIMIT / 4
+    world.trainer.finish = 0.9 * LIMIT
+    assert play(world) > 2 * 1.5 * LIMIT
+
+
+@BOTH
+def test_attempts_to_restart_an_engine_are_progress_until_they_are_too_many(
+    kind: PlacementKind, tmp_path: Path
+) -> None:
+    world = World(quick(kind), tmp_path, engine_count=1, start_seconds=50.0)
+    made = world.replace
+
+    def dead(place: int) -> SimEngine:
+        engine = made(place)
+
+        async def start(timeout_s: float) -> None:
+            await asyncio.sleep(engine.start_seconds)
+            raise EngineError("no memory on purpose")
+
+        engine.start = start  # type: ignore[method-assign]
+        return engine
+
+    world.replace = dead  # type: ignore[method-assign]
+
+    def at_start(controller: PlacementController) -> None:
+        asyncio.get_running_loop().call_later(0.5, world.engines[0].die)
+
+    with pytest.raises(EngineError, match=r"^engine 0 was lost and could not be restarted in 6 attempts"):
+        play(world, at_start)
+
+
+def test_an_engine_that_does_not_say_what_it_sampled_neither_stops_the_watchdog_nor_counts_as_progress(
+    tmp_path: Path,
+) -> None:
+    async def silent() -> EngineStats:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def refuses() -> EngineStats:
+        raise EngineError("no stats on purpose")
+
+    async def story() -> float:
+        world = World(quick(ASYNC), tmp_path)
+        context = world.context()
+        world.engines[0].stats = silent  # type: ignore[method-assign]
+        world.engines[1].stats = refuses  # type: ignore[method-assign]
+        with pytest.raises(RunError, match="no progress for 65 s: 0 groups in flight, 2 of 2 engines ready"):
+            async with watchdog(context.rollouter, context.pool, world.config, tmp_path):
+                await asyncio.Event().wait()
+        return now()
+
+    assert run_virtual(story()) <= LIMIT + 3 * (POLL_SECONDS + STATS_SECONDS)
+
+
+def test_engines_are_asked_what_they_sampled_only_while_nothing_else_shows_progress(tmp_path: Path) -> None:
+    world = World(quick(ASYNC, steps=60), tmp_path, lambda prompt_id: 10.0)
+    asked: list[float] = []
+
+    def at_start(controller: PlacementController) -> None:
+        stats = world.engines[0].stats
+
+        async def counted() -> EngineStats:
+            asked.append(now())
+            return await stats()
+
+        world.engines[0].stats = counted  # type: ignore[method-assign]
+
+    assert play(world, at_start) > 20 * POLL_SECONDS
+    assert asked == []
+
+
+def test_the_limit_is_above_the_deadline_of_every_single_call() -> None:
+    made = RunConfig()
+    assert limit_seconds(made) == made.trainer.timeout_s + MARGIN_SECONDS == 1860
+    made.rollout.start_timeout_s = 3000.0
+    assert limit_seconds(made) == 3060
+    made.weight_sync.timeout_s = 4000.0
+    assert limit_seconds(made) == 4060
+    made.rollout.stall_timeout_s = 5000.0
+    assert limit_seconds(made) == 5060
+    made.algorithm.group_size = 16
+    made.reward.timeout_s = 600.0  # of one trajectory; a group is scored together, then one by one
+    assert limit_seconds(made) == 2 * 16 * 600 + 60
+
+
+def test_the_watchdog_ends_with_its_block_and_raises_what_the_block_raises(tmp_path: Path) -> None:
+    async def story() -> None:
+        pool = EnginePool([])
+        quiet = SimpleNamespace(progress=(), situation=lambda: "")
+        async with watchdog(quiet, pool, quick(ASYNC), tmp_path):
+            await asyncio.sleep(1)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        async with watchdog(quiet, pool, quick(ASYNC), tmp_path):
+            raise EngineError("on purpose")
+
+    with pytest.raises(EngineError, match="on purpose"):
+        run_virtual(story())

@@ -1,0 +1,39 @@
+"""Who may write into a run's folder."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from app.errors import RunError
+from app.recovery.run_lock import LOCK, FolderInUse, run_lock
+from tests.folders import content
+
+
+def test_a_second_process_is_refused_with_the_name_of_the_first_and_changes_nothing(tmp_path: Path) -> None:
+    with run_lock(tmp_path):
+        before = content(tmp_path)
+        holder = f"process {os.getpid()} on {socket.gethostname()}"
+        with pytest.raises(FolderInUse) as refused, run_lock(tmp_path):
+            raise AssertionError("two drivers")
+        assert str(refused.value) == f"{tmp_path} is in use: {holder} is writing to it"
+        assert content(tmp_path) == before
+
+
+def test_the_next_process_replaces_the_name_in_the_lock(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text("process 1 on a machine with a long name\n")
+    with run_lock(tmp_path):
+        assert (tmp_path / LOCK).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+
+
+def test_a_lock_that_is_released_can_be_taken_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        with run_lock(tmp_path):
+            pass
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"file/run cannot be locked: Not a directory"), run_lock(tmp_path / "file/run"):
+        raise AssertionError("locked")

@@ -1,0 +1,144 @@
+"""What becomes of a prompt whose engine fails it, and of groups that fail together. In virtual time."""
+
+import asyncio
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from app.config.recovery import RecoveryConfig
+from app.config.reward import RewardConfig
+from app.errors import EngineError, EngineLost
+from app.model.tiny.tokenizer import build_tokenizer
+from app.reward.scorer import Scorer
+from app.rollout.pool import EnginePool
+from app.rollout.rollouter import Aborted, Rollouter
+from app.tracking.run_folder.timeline import Timeline
+from app.types import Completion, Group, GroupRequest, Sampling
+from tests.simulation import SimEngine, now, prompts, run_virtual
+
+SAMPLING = Sampling(1.0, 1.0, 16)
+Fails = Callable[[GroupRequest, int], Exception | None]  # request, its attempt from 1 → error
+
+
+class FailingEngine(SimEngine):
+    """Samples each group for a second, and may then fail it."""
+
+    fails: Fails = staticmethod(lambda request, attempt: None)  # type: ignore[assignment]
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        completions = await super().generate(request)
+        error = self.fails(request, self.calls[request.prompt_id])
+        if error is not None:
+            raise error
+        return completions
+
+
+def rollouter(fails: Fails = lambda request, attempt: None, **limits: int) -> tuple[Rollouter, FailingEngine]:
+    engine = FailingEngine(lambda prompt_id: 1.0, lambda prompt_id, member: True)
+    engine.fails = fails  # type: ignore[method-assign]
+    scorer = Scorer(RewardConfig(components={"exact": 1.0}))
+    made = Rollouter(EnginePool([engine]), scorer, build_tokenizer(256), Timeline(), RecoveryConfig(**limits))
+    return made, engine
+
+
+async def sample(made: Rollouter, count: int = 1) -> list[Group]:
+    groups = made.groups(prompts(count), size=2, sampling=SAMPLING, version=0, limit=count)
+    return [group async for group in groups]
+
+
+def out_of_memory(request: GroupRequest) -> EngineError:
+    return EngineError(f"engine 0 aborted prompt {request.prompt_id}: out of memory on purpose")
+
+
+def test_a_prompt_that_an_engine_aborts_is_sent_again_after_a_pause() -> None:
+    made, engine = rollouter(lambda request, attempt: out_of_memory(request) if attempt < 3 else None)
+
+    async def story() -> float:
+        assert len(await sample(made)) == 1
+        return now()
+
+    assert run_virtual(story()) == pytest.approx(3 + 0.25 + 0.5)
+    assert engine.calls["sim/0"] == 3
+
+
+def test_a_prompt_that_an_engine_always_aborts_ends_with_its_name_and_the_engines_reason() -> None:
+    made, engine = rollouter(lambda request, attempt: out_of_memory(request), max_prompt_retries=2)
+    sentence = (
+        r"^engines refused or aborted prompt sim/0 3 times \(recovery.max_prompt_retries=2\); last error: "
+        r"engine 0 aborted prompt sim/0: out of memory on purpose$"
+    )
+    with pytest.raises(EngineError, match=sentence):
+        run_virtual(sample(made))
+    assert engine.calls["sim/0"] == 3
+
+
+def test_pauses_between_attempts_stay_below_a_minute() -> None:
+    made, _ = rollouter(lambda request, attempt: out_of_memory(request), max_prompt_retries=40)
+
+    async def story() -> float:
+        with pytest.raises(EngineError, match="41 times"):
+            await sample(made)
+        return now()
+
+    assert run_virtual(story()) == pytest.approx(41 + 0.25 * (2**7 - 1) + 33 * 32)
+
+
+def test_an_abort_on_request_is_not_an_error_of_the_engine_and_counts_what_was_sampled() -> None:
+    made, engine = rollouter()
+    engine.seconds = lambda prompt_id: 10.0
+    engine.tokens = 100
+
+    async def story() -> Aborted:
+        group = asyncio.create_task(made.group(prompts(1)[0], size=2, sampling=SAMPLING, version=0))
+        await asyncio.sleep(4)
+        await engine.abort(["sim/0"])
+        with pytest.raises(Aborted, match="prompt sim/0 were aborted after 80 tokens") as aborted:
+            await group
+        return aborted.value
+
+    assert run_virtual(story()).tokens == 2 * 40
+    assert engine.calls["sim/0"] == 1
+
+
+def test_what_is_in_flight_says_where_it_is() -> None:
+    made, engine = rollouter(lambda request, attempt: out_of_memory(request) if attempt == 1 else None)
+
+    async def story() -> list[str]:
+        made.pool.mark_lost(engine, EngineLost("engine 0 was killed"))
+        seen = []
+        task = asyncio.create_task(sample(made, 7))
+        for seconds in (1.0, 0.5, 0.6, 0.2):
+            await asyncio.sleep(seconds)
+            seen.append(made.situation())
+            if made.pool.lost:
+                made.pool.mark_ready(0)
+        await task
+        return [*seen, made.situation()]
+
+    waiting, sampling, again, sampling_again, done = run_virtual(story())
+    assert waiting == (
+        "7 groups in flight (sim/0 waiting for an engine, sim/1 waiting for an engine, sim/2 waiting for an engine, "
+        "sim/3 waiting for an engine, sim/4 waiting for an engine, …), 0 of 1 engines ready, "
+        "engine 0 is lost: engine 0 was killed"
+    )
+    assert sampling.startswith("7 groups in flight (sim/0 on engine 0, sim/1 on engine 0")
+    assert again.startswith("7 groups in flight (sim/0 waiting to be sent again, ")
+    assert sampling_again == sampling
+    assert done == "0 groups in flight, 1 of 1 engines ready"
+
+
+def test_groups_that_fail_together_leave_no_error_that_nobody_read() -> None:
+    made, _ = rollouter(lambda request, attempt: out_of_memory(request), max_prompt_retries=0)
+    unread: list[dict[str, Any]] = []
+
+    async def story() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unread.append(context))
+        with pytest.raises(EngineError, match="out of memory on purpose"):
+            await sample(made, 4)
+        gc.collect()
+
+    run_virtual(story())
+    assert unread == []
+    assert made.in_flight == {}

@@ -1,0 +1,39 @@
+"""Where and why an actor died, from messages of Ray 2.60."""
+
+from app.utils.actor_death import cause_of_death
+
+FACTS = """
+\tclass_name: EngineHost
+\tactor_id: 2a04b521ebf483dd623b0ccd01000000
+\tpid: 11179
+\tnamespace: 88135738-d252-4847-bbe3-a9abeefb997b
+\tip: 10.77.0.2
+"""
+LOST_NODE = f"""The actor died unexpectedly before finishing this task.{FACTS}\
+The actor died because its node has died. Node Id: b25d55b440596925b84f00cdf71704b2cc778a303ec1882ab7b685f9
+\tthe actor's node was terminated unexpectedly: health check failed due to missing too many heartbeats"""
+
+KILLED = f"""The actor died unexpectedly before finishing this task.{FACTS}\
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker \
+unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the process was killed \
+by the OOM killer due to high memory usage, (2) ray stop --force was called"""
+
+
+def test_an_actor_of_a_lost_node_names_the_nodes_address() -> None:
+    assert cause_of_death(RuntimeError(LOST_NODE)) == (
+        "The actor died because its node has died: the actor's node was terminated unexpectedly: health check failed "
+        "due to missing too many heartbeats (on 10.77.0.2)"
+    )
+
+
+def test_rays_guesses_are_left_out() -> None:
+    assert cause_of_death(RuntimeError(KILLED)) == (
+        "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+        "Worker unexpectedly exits with a connection error code 2. End of file (on 10.77.0.2)"
+    )
+
+
+def test_a_message_without_a_node_is_its_first_line() -> None:
+    assert cause_of_death(RuntimeError("The actor is temporarily unavailable.\nmore")) == (
+        "The actor is temporarily unavailable."
+    )

@@ -1,0 +1,93 @@
+"""Asyncio helpers."""
+
+import asyncio
+import os
+import signal
+import threading
+
+import pytest
+
+from app.errors import Interrupted
+from app.utils.tasks import run_to_end, until_signal
+
+DEADLINE_S = 60.0
+
+
+async def raise_and_let_it_arrive(number: signal.Signals, arrived: asyncio.Event) -> None:
+    arrived.clear()
+    os.kill(os.getpid(), number)
+    await asyncio.wait_for(arrived.wait(), DEADLINE_S)
+
+
+def test_a_second_signal_is_answered_and_does_not_end_the_cleanup() -> None:
+    events: list[str] = []
+
+    async def work(second: asyncio.Event) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            await asyncio.sleep(DEADLINE_S)
+        finally:
+            events.append("cleanup began")
+            await raise_and_let_it_arrive(signal.SIGINT, second)
+            events.append("cleanup ended")
+
+    async def main() -> None:
+        second = asyncio.Event()
+
+        def answer() -> None:
+            events.append("answered")
+            second.set()
+
+        await until_signal(work(second), on_second=answer)
+
+    with pytest.raises(Interrupted, match="interrupted by SIGTERM"):
+        asyncio.run(main())
+    assert events == ["cleanup began", "answered", "cleanup ended"]
+
+
+def test_a_third_signal_ends_the_cleanup() -> None:
+    events: list[str] = []
+
+    async def work(second: asyncio.Event) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            await asyncio.sleep(DEADLINE_S)
+        finally:
+            await raise_and_let_it_arrive(signal.SIGTERM, second)
+            os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                await asyncio.sleep(DEADLINE_S)
+            except asyncio.CancelledError:
+                events.append("cancelled again")
+                raise
+
+    async def main() -> None:
+        second = asyncio.Event()
+        await until_signal(work(second), on_second=second.set)
+
+    with pytest.raises(Interrupted, match="interrupted by SIGTERM"):
+        asyncio.run(main())
+    assert events == ["cancelled again"]
+
+
+def test_a_cancellation_waits_for_the_thread() -> None:
+    began, go = threading.Event(), threading.Event()
+    ended: list[bool] = []
+
+    def function() -> None:
+        began.set()
+        assert go.wait(DEADLINE_S)
+        ended.append(True)
+
+    async def main() -> None:
+        task = asyncio.create_task(run_to_end(function))
+        await asyncio.to_thread(began.wait, DEADLINE_S)
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=0.05)
+        assert not done
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended == [True]
+
+    asyncio.run(main())
