@@ -179,7 +179,7 @@ def test_a_token_sampled_before_a_sync_in_place_does_not_count_as_sampled_after_
     for completion in completions:
         same = np.abs(completion.logprobs - transformers_logprobs(policy, completion, given)) < 1e-5
         boundary = completion.spans[1].start
-        assert same[:boundary].all()
+        assert same[: boundary - 1].all()  # the one before the boundary may be of either policy
         of_the_old_policy += int(same[boundary])
     assert of_the_old_policy < len(completions) / 2  # a few may be equal by chance
 
