@@ -30,8 +30,8 @@ class RewardConfig:
     workers: int = setting(1, "Worker processes.", at_least=1)
     timeout_s: float = setting(
         5.0,
-        "Deadline per trajectory; a call that scores several has their sum. A worker that exceeds it is killed, each "
-        "trajectory of the call is scored again alone, and one that exceeds it alone has reward 0.",
+        "Deadline per trajectory; a call that scores several has their sum, and is repeated for each trajectory alone "
+        "when it exceeds that; a trajectory that exceeds the deadline alone has reward 0.",
         above=0,
         noun=SECONDS,
     )
