@@ -10,7 +10,6 @@ Both compute the loss of the application: the mean over trajectories of the mean
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +46,14 @@ class PlainTrainer:
 
     def step(self, groups: Sequence[ScoredGroup]) -> float:
         """Train one step. Returns the gradient norm before clipping."""
+        self.accumulate(groups)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm).item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def accumulate(self, groups: Sequence[ScoredGroup]) -> None:
+        """Add the gradients of the step, one microbatch after the other."""
         trajectories = [each for scored in groups for each in scored.group.trajectories]
         advantages = torch.tensor(np.concatenate([scored.advantages for scored in groups]))
         lengths = [each.tokens for each in trajectories]
@@ -56,11 +63,6 @@ class PlainTrainer:
             ids, attention_mask, completion_mask = pad([trajectories[row] for row in rows], width)
             losses = self._losses(ids, attention_mask, completion_mask, advantages[rows])
             (losses.sum() / len(trajectories)).backward()
-
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm).item()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
 
     def _losses(self, ids: Tensor, attention_mask: Tensor, completion_mask: Tensor, advantages: Tensor) -> Tensor:
         """Return the loss of each row [B]; ids and masks are [B, L], advantages [B]."""
@@ -84,9 +86,6 @@ class PlainTrainer:
         logits = self.model(input_ids=ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]
         logprobs = torch.log_softmax(logits, dim=-1).gather(2, ids[:, 1:, None]).squeeze(2)
         return logprobs[trained]
-
-    def parameters(self) -> Any:
-        return self.model.parameters()
 
 
 def microbatches(lengths: Sequence[int], budget: int, *, naive: bool) -> list[list[int]]:
