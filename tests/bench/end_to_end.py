@@ -1,7 +1,6 @@
 """The whole application against TRL's GRPOTrainer.
 
-    python -m tests.bench.end_to_end --peer PYTHON [--rounds N] [--out FILE [--add]]
-    python -m tests.bench.end_to_end --peer PYTHON --tune [--out FILE]
+    python -m tests.bench.end_to_end --peer PYTHON [--rounds N] [--tune] [--out FILE [--add]]
 
 Both run the same workload on the same two cores, in turns: a random Qwen3 (6 layers, 256 wide, vocabulary of 64, so
 that a completion ends by chance after 64 tokens on average, at 256 at the latest), 16 prompts of 16 tokens per step,
@@ -10,9 +9,10 @@ of 8 rows of up to 272 positions (gradient accumulation), which is our budget of
 all 128 at once with transformers: on a CPU it has no vLLM. PYTHON is the interpreter of an environment with TRL;
 tests/bench/trl_grpo.py shows how to create one.
 
-`--tune` runs TRL alone with other settings, once each, to show which serves it best. The first step of each run is not
+`--tune` then runs TRL with other settings, once each, to show which serves it best. The first step of each run is not
 counted. Memory is the peak of the proportional set size summed over all processes of a run. Ratios are medians of the
-rounds' ratios. `--add` adds rounds to those in FILE. Prints one JSON line.
+rounds' ratios. `--add` adds to the rounds and settings in FILE, which is written after each of them. Prints one JSON
+line.
 """
 
 import argparse
@@ -39,9 +39,12 @@ from tests.bench.trl_baseline import VOCABULARY, save_baseline_model
 PROMPTS_PER_STEP, GROUP_SIZE, PROMPT_TOKENS, MAX_TOKENS = 16, 8, 16, 256
 WARM_UP = 1  # steps
 MICROBATCH_TOKENS = 2048  # ours
-TRL_SETTINGS = {  # --tune; the rounds use the first, our budget of positions
-    **{f"microbatch of {rows}": ["--microbatch", str(rows)] for rows in (8, 16, 32, 128)},
-    "microbatch of 8, bfloat16": ["--microbatch", "8", "--dtype", "bfloat16"],
+TRL_SETTINGS = ("--microbatch", "8")  # rows; of the rounds
+TUNED_SETTINGS = {  # of --tune
+    "microbatch of 128": ("--microbatch", "128"),
+    "microbatch of 32": ("--microbatch", "32"),
+    "microbatch of 8, bfloat16": ("--microbatch", "8", "--dtype", "bfloat16"),
+    "microbatch of 16": ("--microbatch", "16"),
 }
 SAMPLE_SECONDS = 3.0  # sampling a dozen processes takes 0.1 s
 DEADLINE_SECONDS = 1800  # for one run
@@ -193,10 +196,10 @@ class Workload:
 
     def __init__(self, python: str, steps: int, folder: Path):
         self.python = python
-        self.steps = steps
+        self.steps = WARM_UP + steps
         self.folder = folder
         self.model = save_baseline_model(folder / "model")
-        self.prompts = save_prompts(folder / "prompts.jsonl", PROMPTS_PER_STEP * (steps + 4))
+        self.prompts = save_prompts(folder / "prompts.jsonl", PROMPTS_PER_STEP * (self.steps + 4))
 
     def measure(self, side: str, settings: Sequence[str] = ()) -> dict[str, Any]:
         before = conditions()
@@ -207,23 +210,11 @@ class Workload:
         print(side, result, file=sys.stderr)  # progress: a round takes minutes
         return {**asdict(result), "before": before}
 
-    def tune(self) -> dict[str, Any]:
-        runs = {name: self.measure("trl", settings) for name, settings in TRL_SETTINGS.items()}
-        return {
-            "what": "end_to_end_tuning",
-            "runs": runs,
-            "steps": self.steps,
-            "busy": busy(run["before"] for run in runs.values()),
-            "machine": machine(),
-        }
-
-    def compare(self, rounds: int, earlier: list[dict[str, Any]]) -> dict[str, Any]:
-        settings = next(iter(TRL_SETTINGS.values()))
-        new = [{"trl": self.measure("trl", settings), "ours": self.measure("ours")} for _ in range(rounds)]
-        return summary([*earlier, *new], self.steps)
+    def round(self) -> dict[str, Any]:
+        return {"trl": self.measure("trl", TRL_SETTINGS), "ours": self.measure("ours")}
 
 
-def summary(rounds: list[dict[str, Any]], steps: int) -> dict[str, Any]:
+def summary(rounds: list[dict[str, Any]], tuning: dict[str, Any], steps: int) -> dict[str, Any]:
     def ratio(name: str) -> dict[str, float]:
         return spread((each["ours"][name] / each["trl"][name] for each in rounds), 2)
 
@@ -235,29 +226,48 @@ def summary(rounds: list[dict[str, Any]], steps: int) -> dict[str, Any]:
         "targets": {"tokens_per_second": 4.0, "peak_pss_mib": 0.5},
         **{side: {name: spread((each[side][name] for each in rounds), 2) for name in names} for side in SIDES},
         "steps": steps,
+        "tuning": tuning,
         "rounds": rounds,
-        "busy": busy(each[side]["before"] for each in rounds for side in SIDES),
+        "busy": busy(run["before"] for run in [*tuning.values(), *(each[side] for each in rounds for side in SIDES)]),
         "machine": machine(),
     }
+
+
+def compare(workload: Workload, *, rounds: int, tune: bool, steps: int, out: Path | None, add: bool) -> dict[str, Any]:
+    earlier = json.loads(out.read_text()) if out and add else {"rounds": [], "tuning": {}}
+    measured, tuning = earlier["rounds"], earlier["tuning"]
+
+    def result() -> dict[str, Any]:
+        found = summary(measured, tuning, steps)
+        if out:
+            out.write_text(json.dumps(found) + "\n")
+        return found
+
+    for _ in range(rounds):
+        measured.append(workload.round())
+        result()
+    for name, settings in TUNED_SETTINGS.items() if tune else ():
+        tuning[name] = workload.measure("trl", settings)
+        result()
+    return result()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", required=True, help="Python interpreter of an environment with TRL")
-    parser.add_argument("--tune", action="store_true", help="run TRL alone, with several settings")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5, help="of each run; the first is not counted")
+    parser.add_argument("--tune", action="store_true", help="then run TRL with other settings")
+    parser.add_argument("--steps", type=int, default=4, help="of each run, after one that is not counted")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--add", action="store_true", help="keep the rounds that are in the file of --out")
-    arguments = parser.parse_args()
+    parser.add_argument("--add", action="store_true", help="add to what is in the file of --out")
+    chosen = parser.parse_args()
 
-    earlier = json.loads(arguments.out.read_text())["rounds"] if arguments.add else []
     with tempfile.TemporaryDirectory() as folder:
-        workload = Workload(arguments.peer, arguments.steps, Path(folder))
-        result = json.dumps(workload.tune() if arguments.tune else workload.compare(arguments.rounds, earlier))
-    print(result)
-    if arguments.out:
-        arguments.out.write_text(result + "\n")
+        workload = Workload(chosen.peer, chosen.steps, Path(folder))
+        found = compare(
+            workload, rounds=chosen.rounds, tune=chosen.tune, steps=chosen.steps, out=chosen.out, add=chosen.add
+        )
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
