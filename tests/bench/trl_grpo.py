@@ -1,10 +1,10 @@
 """The baseline of end_to_end.py: TRL's GRPOTrainer with the same workload on a CPU, in an environment with TRL.
 
     python -m venv peer && peer/bin/pip install torch==2.13.0 trl==1.16.0 transformers datasets
-    peer/bin/python tests/bench/trl_grpo.py --model FOLDER --prompts FILE --steps 8
+    peer/bin/python tests/bench/trl_grpo.py --model FOLDER --prompts FILE --steps 8 --microbatch 8 …
 
 Prints one JSON line: of each step the seconds, those of them spent generating, and the completion tokens. TRL generates
-with transformers: vLLM, its other way, needs an accelerator. Imports nothing from this application.
+with transformers here; it can also use vLLM, which is not measured. Imports nothing from this application.
 """
 
 import argparse
