@@ -24,7 +24,7 @@ from app.types import InFlight, SyncReport
 from app.weight_sync.sender import SENDER_EXTENSION
 from app.weight_sync.snapshot import ShardSnapshot
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
-from tests.bench.machine import machine, print_result
+from tests.bench.machine import machine, print_result, spread
 from tests.bench.weight_sync import SHAPES, make_model, ratio
 
 BETAS, EPSILON, SIGNAL = (0.9, 0.999), 1e-8, 0.1
@@ -153,7 +153,7 @@ async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> 
         "changed_fraction": median(report.changed_fraction or 0.0 for report in reports["delta"]),
         "bytes_over_full": ratio([r.bytes for r in reports["delta"]], [r.bytes for r in reports["full"]]),
         "seconds_over_full": ratio(totals["delta"], totals["full"]),
-        "median_seconds": {mode: median(values) for mode, values in totals.items()},
+        "seconds": {mode: spread(values, 3) for mode, values in totals.items()},
         "cpu_seconds_over_full": ratio(work["delta"], work["full"]),  # of both sides; no neighbour changes that much
         "median_cpu_seconds": {mode: median(values) for mode, values in work.items()},
         "phases": {mode: phases(values) for mode, values in reports.items()},

@@ -1,12 +1,18 @@
 """The whole application against TRL's GRPOTrainer.
 
-    python -m tests.bench.end_to_end --peer PYTHON [--out FILE]
+    python -m tests.bench.end_to_end --peer PYTHON [--rounds N] [--tune] [--out FILE [--add]]
 
 Both run the same workload on the same two cores, in turns: a random Qwen3 (6 layers, 256 wide, vocabulary of 64, so
 that a completion ends by chance after 64 tokens on average, at 256 at the latest), 16 prompts of 16 tokens per step,
-groups of 8, a trivial reward, one AdamW update per step, float32. PYTHON is the interpreter of an environment with TRL;
-tests/bench/trl_grpo.py shows how to create one. The first two steps of each run are not counted. Memory is the peak of
-the proportional set size summed over all processes of a run. Prints one JSON line.
+groups of 8, a trivial reward, one AdamW update per step, float32. TRL trains the completions of a step in microbatches
+of 8 rows of up to 272 positions (gradient accumulation), which is our budget of 2,048 tokens within 7 %. It generates
+all 128 at once with transformers (it can also use vLLM, which is not measured). PYTHON is the interpreter of an
+environment with TRL; tests/bench/trl_grpo.py shows how to create one.
+
+`--tune` then runs TRL with other settings, once each, to show which serves it best. The first step of each run is not
+counted. Memory is the peak of the proportional set size summed over all processes of a run. Ratios are medians of the
+rounds' ratios. `--add` adds to the rounds and settings in FILE, which is written after each of them. Prints one JSON
+line.
 """
 
 import argparse
@@ -19,21 +25,30 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from app.types import Trajectory
-from tests.bench.machine import machine, pss_by_process
+from tests.bench.machine import busy, conditions, machine, pss_by_process, spread
 from tests.bench.trl_baseline import VOCABULARY, save_baseline_model
 
 PROMPTS_PER_STEP, GROUP_SIZE, PROMPT_TOKENS, MAX_TOKENS = 16, 8, 16, 256
-WARM_UP = 2  # steps
+WARM_UP = 1  # steps
+MICROBATCH_TOKENS = 2048  # ours
+TRL_SETTINGS = ("--microbatch", "8")  # rows; of the rounds
+TUNED_SETTINGS = {  # of --tune
+    "microbatch of 128": ("--microbatch", "128"),
+    "microbatch of 32": ("--microbatch", "32"),
+    "microbatch of 8, bfloat16": ("--microbatch", "8", "--dtype", "bfloat16"),
+    "microbatch of 16": ("--microbatch", "16"),
+}
 SAMPLE_SECONDS = 3.0  # sampling a dozen processes takes 0.1 s
 DEADLINE_SECONDS = 1800  # for one run
+SIDES = ("trl", "ours")
 MARK = "POSTTRAIN_BENCH_RUN"
 
 
@@ -44,11 +59,12 @@ def reward(trajectories: list[Trajectory]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    seconds: float  # median step
+    seconds_per_step: float  # median
+    generate_seconds: float  # median
     tokens_per_second: float  # completion tokens over seconds, of all counted steps
-    peak_mib: float
-    processes: dict[str, int]  # MiB at the peak, by kind of process
-    detail: dict[str, float]
+    peak_pss_mib: float
+    pss_mib_at_the_peak: dict[str, int]  # by kind of process
+    detail: dict[str, Any]
 
 
 def save_prompts(file: Path, count: int) -> Path:
@@ -58,19 +74,21 @@ def save_prompts(file: Path, count: int) -> Path:
     return file
 
 
-def trl(python: str, model: Path, prompts: Path, steps: int) -> Measured:
+def trl(python: str, model: Path, prompts: Path, steps: int, settings: Sequence[str]) -> Measured:
     command = [python, str(Path(__file__).with_name("trl_grpo.py")), "--model", str(model), "--prompts", str(prompts)]
     shape = {"steps": steps, "prompts-per-step": PROMPTS_PER_STEP, "group-size": GROUP_SIZE, "max-tokens": MAX_TOKENS}
     command += [word for name, value in shape.items() for word in (f"--{name}", str(value))]
-    output, memory = run_and_sample_memory(command)
+    output, memory = run_and_sample_memory([*command, *settings])
+
     result = json.loads(output.splitlines()[-1])
-    return measured(result["seconds"], result["completion_tokens"], memory, lambda: {})
+    detail = {"settings": " ".join(settings), "threads": result["threads"], **result["versions"]}
+    return measured(result["seconds"], result["generation_seconds"], result["completion_tokens"], memory, detail)
 
 
-def ours(placement: str, model: Path, prompts: Path, steps: int, folder: Path) -> Measured:
+def ours(model: Path, prompts: Path, steps: int, folder: Path) -> Measured:
     run = folder / f"run-{secrets.token_hex(4)}"
     overrides = {
-        "placement": placement,
+        "placement": "colocate",
         "model.path": model,
         "data.path": prompts,
         "reward._target_": "tests.bench.end_to_end.reward",
@@ -80,7 +98,7 @@ def ours(placement: str, model: Path, prompts: Path, steps: int, folder: Path) -
         "rollout.max_prompt_tokens": PROMPT_TOKENS,
         "rollout.max_completion_tokens": MAX_TOKENS,
         "trainer.lr": 1e-5,
-        "trainer.tokens_per_microbatch": 2048,
+        "trainer.tokens_per_microbatch": MICROBATCH_TOKENS,
         "eval.every": 0,
         "eval.before_train": "false",
         "data.eval_fraction": 1e-9,  # one row
@@ -89,23 +107,30 @@ def ours(placement: str, model: Path, prompts: Path, steps: int, folder: Path) -
     _, memory = run_and_sample_memory(
         [sys.executable, "-m", "app", *(f"{key}={value}" for key, value in overrides.items())]
     )
+
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "time/step" in line]
-    tokens = [line["tokens/completion"] for line in lines]
-
-    def detail() -> dict[str, float]:
-        names = ("time/generate", "time/train", "time/sync", "mismatch/abs_difference", "staleness/mean")
-        return {name: round(statistics.median(line[name] for line in lines[WARM_UP:]), 7) for name in names}
-
-    return measured([line["time/step"] for line in lines], tokens, memory, detail)
+    names = ("time/train", "time/sync", "mismatch/abs_difference", "staleness/mean")
+    detail = {name: round(statistics.median(line[name] for line in lines[WARM_UP:]), 7) for name in names}
+    seconds, generate, tokens = (
+        [line[name] for line in lines] for name in ("time/step", "time/generate", "tokens/completion")
+    )
+    return measured(seconds, generate, tokens, memory, detail)
 
 
 def measured(
-    seconds: list[float], tokens: list[float], memory: "Memory", detail: Callable[[], dict[str, float]]
+    seconds: list[float], generate: list[float], tokens: list[float], memory: "Memory", detail: dict[str, Any]
 ) -> Measured:
+    """Summarize a run; the lists have an entry per step."""
     counted = seconds[WARM_UP:]
-    speed = sum(tokens[WARM_UP:]) / sum(counted)
-    return Measured(statistics.median(counted), speed, memory.peak_mib, memory.by_kind, detail())
+    return Measured(
+        seconds_per_step=round(statistics.median(counted), 2),
+        generate_seconds=round(statistics.median(generate[WARM_UP:]), 2),
+        tokens_per_second=round(sum(tokens[WARM_UP:]) / sum(counted), 1),
+        peak_pss_mib=round(memory.peak_mib),
+        pss_mib_at_the_peak=memory.by_kind,
+        detail=detail,
+    )
 
 
 class Memory:
@@ -166,62 +191,83 @@ def run_and_sample_memory(command: list[str]) -> tuple[str, Memory]:
     return output, memory
 
 
-def compare(python: str, placement: str, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
-    model = save_baseline_model(folder / "model")
-    prompts = save_prompts(folder / "prompts.jsonl", PROMPTS_PER_STEP * (steps + 4))
-    results: dict[str, list[Measured]] = {"trl": [], "ours": []}
-    loads = []
-    for _ in range(rounds):
-        loads.append(round(os.getloadavg()[0], 1))
-        for side, measure in (
-            ("trl", lambda: trl(python, model, prompts, steps)),
-            ("ours", lambda: ours(placement, model, prompts, steps, folder)),
-        ):
-            results[side].append(measure())
-            print(side, results[side][-1], file=sys.stderr)  # progress: a round takes minutes
-    both = list(zip(results["ours"], results["trl"], strict=True))
+class Workload:
+    """The model and the prompts of all runs, in a temporary folder."""
+
+    def __init__(self, python: str, steps: int, folder: Path):
+        self.python = python
+        self.steps = WARM_UP + steps
+        self.folder = folder
+        self.model = save_baseline_model(folder / "model")
+        self.prompts = save_prompts(folder / "prompts.jsonl", PROMPTS_PER_STEP * (self.steps + 4))
+
+    def measure(self, side: str, settings: Sequence[str] = ()) -> dict[str, Any]:
+        before = conditions()
+        if side == "trl":
+            result = trl(self.python, self.model, self.prompts, self.steps, settings)
+        else:
+            result = ours(self.model, self.prompts, self.steps, self.folder)
+        print(side, result, file=sys.stderr)  # progress: a round takes minutes
+        return {**asdict(result), "before": before}
+
+    def round(self) -> dict[str, Any]:
+        return {"trl": self.measure("trl", TRL_SETTINGS), "ours": self.measure("ours")}
+
+
+def summary(rounds: list[dict[str, Any]], tuning: dict[str, Any], steps: int) -> dict[str, Any]:
+    def ratio(name: str) -> dict[str, float]:
+        return spread((each["ours"][name] / each["trl"][name] for each in rounds), 2)
+
+    names = ("seconds_per_step", "generate_seconds", "tokens_per_second", "peak_pss_mib")
     return {
         "what": "end_to_end",
-        "placement": placement,
-        "tokens_per_second_over_trl": median([a.tokens_per_second / b.tokens_per_second for a, b in both], 2),
-        "memory_over_trl": median([a.peak_mib / b.peak_mib for a, b in both], 3),
-        "targets": {"tokens_per_second_over_trl": 4.0, "memory_over_trl": 0.5},
-        **{
-            side: {
-                "seconds_per_step": median([each.seconds for each in rows], 2),
-                "completion_tokens_per_second": median([each.tokens_per_second for each in rows], 0),
-                "peak_pss_mib": median([each.peak_mib for each in rows], 0),
-                "pss_mib_at_the_peak": rows[-1].processes,
-                **rows[-1].detail,
-            }
-            for side, rows in results.items()
-        },
+        "placement": "colocate",
+        "ours_over_trl": {name: ratio(name) for name in names},
+        "targets": {"tokens_per_second": 4.0, "peak_pss_mib": 0.5},
+        **{side: {name: spread((each[side][name] for each in rounds), 2) for name in names} for side in SIDES},
         "steps": steps,
+        "tuning": tuning,
         "rounds": rounds,
-        "load_average_before_each_round": loads,  # this benchmark's own work included
+        "busy": busy(run["before"] for run in [*tuning.values(), *(each[side] for each in rounds for side in SIDES)]),
         "machine": machine(),
     }
 
 
-def median(values: list[float], digits: int) -> float:
-    return round(statistics.median(values), digits)
+def compare(workload: Workload, *, rounds: int, tune: bool, steps: int, out: Path | None, add: bool) -> dict[str, Any]:
+    earlier = json.loads(out.read_text()) if out and add else {"rounds": [], "tuning": {}}
+    measured, tuning = earlier["rounds"], earlier["tuning"]
+
+    def result() -> dict[str, Any]:
+        found = summary(measured, tuning, steps)
+        if out:
+            out.write_text(json.dumps(found) + "\n")
+        return found
+
+    for _ in range(rounds):
+        measured.append(workload.round())
+        result()
+    for name, settings in TUNED_SETTINGS.items() if tune else ():
+        tuning[name] = workload.measure("trl", settings)
+        result()
+    return result()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", required=True, help="Python interpreter of an environment with TRL")
-    parser.add_argument("--placement", default="colocate")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tune", action="store_true", help="then run TRL with other settings")
+    parser.add_argument("--steps", type=int, default=4, help="of each run, after one that is not counted")
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    parser.add_argument("--add", action="store_true", help="add to what is in the file of --out")
+    chosen = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as folder:
-        result = json.dumps(
-            compare(arguments.peer, arguments.placement, arguments.rounds, arguments.steps, Path(folder))
+        workload = Workload(chosen.peer, chosen.steps, Path(folder))
+        found = compare(
+            workload, rounds=chosen.rounds, tune=chosen.tune, steps=chosen.steps, out=chosen.out, add=chosen.add
         )
-    print(result)
-    if arguments.out:
-        arguments.out.write_text(result + "\n")
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

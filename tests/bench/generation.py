@@ -4,7 +4,7 @@
 
 Two real SGLang servers with the same model, one with each attention backend, answer the same requests in turns on
 otherwise idle cores. The temperature makes all tokens about equally likely, so completions end by chance: a long tail,
-truncated at the limit. The ratio is the median of the rounds' ratios. Prints one JSON line.
+truncated at the limit. The ratio is of each round; the result has their median and spread. Prints one JSON line.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import numpy as np
 
 from app.rollout.remote import RemoteEngine
 from app.types import GroupRequest, Sampling
-from tests.bench.machine import machine, print_result
+from tests.bench.machine import machine, print_result, spread
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 16
@@ -60,7 +60,7 @@ async def measure(model: Path, rounds: int, max_tokens: int, folder: Path) -> di
         ratios = [batched / native for native, batched in zip(*(speed[name] for name in BACKENDS), strict=True)]
         results[f"{concurrent} requests"] = {
             **{f"{name}_tokens_per_second": round(statistics.median(values)) for name, values in speed.items()},
-            "batched_over_native": round(statistics.median(ratios), 2),
+            "batched_over_native": spread(ratios, 2),
         }
     for engine in engines.values():
         await engine.stop()

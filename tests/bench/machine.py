@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import platform
+import statistics
 import sys
 import tempfile
 from collections import defaultdict
@@ -15,6 +16,8 @@ from typing import Any
 import psutil
 
 MIB = 1024 * 1024
+IDLE_CORES = 0.25  # a machine whose other work takes more than this is busy
+LOOK_SECONDS = 2.0
 
 
 def machine(*packages: str) -> dict[str, Any]:
@@ -24,6 +27,34 @@ def machine(*packages: str) -> dict[str, Any]:
         "architecture": platform.machine(),
         "python": platform.python_version(),
         **{package: version(package) for package in (packages or ("torch", "sglang", "ray"))},
+    }
+
+
+def conditions() -> dict[str, float]:
+    """Return the load before a measurement: this benchmark itself must be idle during the call.
+
+    `busy_cores` is the work of others right now. `load_average` also counts this benchmark's own last minute.
+    """
+    load_average = round(os.getloadavg()[0], 1)
+    busy_cores = psutil.cpu_percent(LOOK_SECONDS) / 100 * (os.cpu_count() or 1)
+    return {"load_average": load_average, "busy_cores": round(busy_cores, 2)}
+
+
+def busy(before: Iterable[dict[str, float]]) -> bool:
+    """Whether the machine did other work before any of the measurements. Such a result is not to be quoted."""
+    found = any(each["busy_cores"] > IDLE_CORES for each in before)
+    if found:
+        print("the machine is busy with other work: this result is marked `busy`", file=sys.stderr)
+    return found
+
+
+def spread(values: Iterable[float], digits: int) -> dict[str, float]:
+    """Return the median, the least and the largest of the rounds."""
+    values = list(values)
+    return {
+        "median": round(statistics.median(values), digits),
+        "min": round(min(values), digits),
+        "max": round(max(values), digits),
     }
 
 
@@ -75,13 +106,15 @@ def print_result(measure: Callable[[Path], Coroutine[Any, Any, dict[str, Any]]],
     """Run `measure` in a temporary folder with its own Ray. Print the result as one JSON line, also to `out`."""
     import ray
 
+    before = conditions()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 * MIB)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            result = json.dumps(asyncio.run(measure(Path(folder))))
+            measured = asyncio.run(measure(Path(folder)))
     finally:
         ray.shutdown()
+    result = json.dumps({**measured, "before": before, "busy": busy([before])})
     sys.stdout.write(result + "\n")
     if out is not None:
         out.write_text(result + "\n")

@@ -1,34 +1,36 @@
-"""One GRPO step of the trainer against a plain implementation.
+"""One GRPO step of the trainer against plain transformers loops.
 
-    python -m tests.bench.trainer [--rounds N] [--out FILE]
+    python -m tests.bench.trainer [--rounds N] [--out FILE [--add]]
 
-Both use the same random Qwen3 (512 wide, 8 layers, the real vocabulary of 151,936), the same trajectories with
-long-tailed lengths, the same loss, AdamW, float32 and activation checkpointing. `ours` is the rank's step: FSDP2 over
-one rank, packed microbatches, the head in chunks. `plain` is transformers as most trainers use it: trajectories padded
-to the longest one, as many per microbatch as fill the same number of positions, full logits.
+All train the same random Qwen3 (512 wide, 8 layers, the real vocabulary of 151,936) on the same trajectories with
+long-tailed lengths, with the same loss, AdamW, float32, activation checkpointing, number of threads and at most 1,600
+positions a microbatch. `ours` is the rank's step: FSDP2 over one rank, packed microbatches, the head in chunks.
+`plain` is the best that padded batches allow, `naive` the shortest loop to write: see plain_trainer.py.
 
-Each measurement is a separate process; the two alternate. Memory is the peak resident size during the step, minus the
-size before the model was loaded and four times the parameters (parameters, gradients, AdamW's two moments). Both
-report their gradient norm, which shows that they computed the same. Prints one JSON line.
+Each measurement is a separate process, and the three take turns. Memory is the peak resident size during the step,
+minus the size before the model was loaded and four times the parameters (parameters, gradients, AdamW's two moments).
+All report their gradient norm, which shows that they computed the same. The work of each (positions, FLOPs of matrix
+products) is counted in a step of its own: its ratio is the speedup that less work explains. Ratios are medians of the
+rounds' ratios. `--add` adds rounds to those in FILE. Prints one JSON line.
 """
 
 import argparse
 import gc
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from app.types import Completion, FinishReason, Group, Prompt, ScoredGroup, Trajectory, VersionSpan
-from tests.bench.machine import MIB, machine, peak_rss_mib, reset_peak, rss_mib
+from tests.bench.machine import MIB, busy, conditions, machine, peak_rss_mib, reset_peak, rss_mib, spread
 
 SHAPES = {
     "vocab_size": 151936,
@@ -43,8 +45,9 @@ SHAPES = {
 }
 PROMPTS, GROUP_SIZE, PROMPT_TOKENS = 4, 8, 16
 MEDIAN, SIGMA, LIMIT = 48, 1.0, 384  # completion tokens, log-normal
-PLAIN_MICROBATCH = 4  # trajectories in a microbatch of `plain`
-WAYS = ("plain", "ours")
+BUDGET = 4 * (PROMPT_TOKENS + LIMIT)  # positions of a microbatch
+WAYS = ("plain", "naive", "ours")
+DEADLINE_SECONDS = 600  # for one measurement
 
 
 def make_groups(prompts: int, seed: int) -> list[ScoredGroup]:
@@ -80,12 +83,19 @@ def save_model(folder: Path) -> Path:
     return folder
 
 
-# --- the two implementations: load a model; return a function that trains one step and returns its gradient norm
-
-Step = Callable[[list[ScoredGroup]], float]
+# --- the implementations
 
 
-def ours(path: Path) -> tuple[Step, int]:
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """A loaded model."""
+
+    step: Callable[[list[ScoredGroup]], float]  # trains one step, returns its gradient norm
+    embeddings: Any  # module
+    parameters: int
+
+
+def ours(path: Path) -> Trainer:
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -98,135 +108,156 @@ def ours(path: Path) -> tuple[Step, int]:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     policy = load(path, mesh=init_device_mesh("cpu", (1,)), device="cpu", activation_checkpointing=True)
-    config = TrainerConfig()
-    budget = PLAIN_MICROBATCH * (PROMPT_TOKENS + LIMIT)
-    settings = StepSettings(AlgorithmConfig(), Correction.none, 1.0, LIMIT, budget)
-    step = TrainStep(policy, PolicyOptimizer(policy.parameters(), config), settings, torch.device("cpu"))
+    settings = StepSettings(AlgorithmConfig(), Correction.none, 1.0, LIMIT, BUDGET)
+    step = TrainStep(policy, PolicyOptimizer(policy.parameters(), TrainerConfig()), settings, torch.device("cpu"))
 
     def train(groups: list[ScoredGroup]) -> float:
         step.begin(1)
         step.add_groups(groups)
         return step.finish().metrics["grad_norm"]
 
-    return train, sum(parameter.numel() for parameter in policy.parameters())
+    return Trainer(train, policy.causal_lm.get_input_embeddings(), count(policy))
 
 
-def plain(path: Path) -> tuple[Step, int]:
+def plain(path: Path, *, naive: bool) -> Trainer:
+    from tests.bench.plain_trainer import PlainTrainer
+
+    trainer = PlainTrainer(path, budget=BUDGET, naive=naive)
+    return Trainer(trainer.step, trainer.model.get_input_embeddings(), count(trainer.model))
+
+
+def count(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# --- measurements, each in its own process
+
+
+def make_trainer(way: str, path: Path) -> Trainer:
     import torch
 
-    from app.config.trainer import TrainerConfig
-    from app.model.hf_import import transformers
-
-    model = transformers().AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    config = TrainerConfig()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
-    )
-
-    def train(groups: list[ScoredGroup]) -> float:
-        flat = [pair for scored in groups for pair in zip(scored.group.trajectories, scored.advantages, strict=True)]
-        longest = max(trajectory.tokens for trajectory, _ in flat)
-        ids = torch.zeros(len(flat), longest, dtype=torch.int64)
-        attention_mask = torch.zeros(len(flat), longest, dtype=torch.bool)
-        completion_mask = torch.zeros(len(flat), longest, dtype=torch.bool)
-        for row, (each, _) in enumerate(flat):
-            token_ids = np.concatenate([each.prompt.token_ids, each.completion.token_ids])
-            ids[row, : len(token_ids)] = torch.as_tensor(token_ids)
-            attention_mask[row, : len(token_ids)] = True
-            completion_mask[row, PROMPT_TOKENS : len(token_ids)] = True
-        advantages = torch.tensor([float(advantage) for _, advantage in flat])
-        for start in range(0, len(flat), PLAIN_MICROBATCH):
-            rows = slice(start, start + PLAIN_MICROBATCH)
-            logits = model(input_ids=ids[rows], attention_mask=attention_mask[rows], use_cache=False).logits[:, :-1]
-            logs = torch.log_softmax(logits, dim=-1).gather(2, ids[rows, 1:, None]).squeeze(2)
-            ratio = (logs - logs.detach()).exp()
-            clipped = ratio.clamp(0.8, 1.2)
-            objective = torch.minimum(ratio * advantages[rows, None], clipped * advantages[rows, None])
-            mask = completion_mask[rows, 1:]
-            loss = -((objective * mask).sum(1) / mask.sum(1)).sum() / len(flat)
-            loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm).item()
-        optimizer.step()
-        optimizer.zero_grad()
-        return norm
-
-    return train, sum(parameter.numel() for parameter in model.parameters())
+    torch.set_num_threads(os.cpu_count() or 1)
+    return ours(path) if way == "ours" else plain(path, naive=way == "naive")
 
 
 def measure(way: str, path: Path) -> dict[str, float]:
-    """Measure one step, after a short step that allocates all memory. Runs in its own process."""
-    import torch
-
+    """Measure one step, after a short step that allocates all memory."""
     from app.model.hf_import import transformers
 
     # Its import must not count as memory of the model.
     transformers().AutoModelForCausalLM  # noqa: B018
-    torch.set_num_threads(os.cpu_count() or 1)
     empty = rss_mib()
-    train, parameters = {"ours": ours, "plain": plain}[way](path)
+    trainer = make_trainer(way, path)
     warmup = make_groups(1, seed=1)
-    train([ScoredGroup(Group(warmup[0].group.prompt, warmup[0].group.trajectories[:2]), warmup[0].advantages[:2])])
+    trainer.step(
+        [ScoredGroup(Group(warmup[0].group.prompt, warmup[0].group.trajectories[:2]), warmup[0].advantages[:2])]
+    )
+
     gc.collect()
     reset_peak()
-    scored_groups = make_groups(PROMPTS, seed=0)
+    groups = make_groups(PROMPTS, seed=0)
     started = time.perf_counter()
-    norm = train(scored_groups)
+    norm = trainer.step(groups)
     seconds = time.perf_counter() - started
-    trained = sum(each.tokens for scored in scored_groups for each in scored.group.trajectories)
+
     return {
-        "seconds": seconds,
-        "tokens": trained,
-        "tokens_per_second": trained / seconds,
-        "mib_above_model": peak_rss_mib() - empty - 4 * 4 * parameters / MIB,
-        "grad_norm": norm,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens_of(groups) / seconds, 2),
+        "mib_above_model": round(peak_rss_mib() - empty - 4 * 4 * trainer.parameters / MIB),
+        "grad_norm": round(norm, 3),
     }
 
 
-def compare(rounds: int, folder: Path) -> dict[str, Any]:
+def count_work(way: str, path: Path) -> dict[str, float]:
+    """Count the positions that a step runs through the decoder, and the FLOPs of its matrix products."""
+    from tests.bench.flops import matrix_flops
+
+    trainer = make_trainer(way, path)
+    positions: list[int] = []
+    trainer.embeddings.register_forward_pre_hook(lambda _, arguments: positions.append(arguments[0].numel()))
+    flops = matrix_flops(lambda: trainer.step(make_groups(PROMPTS, seed=0)))
+    return {"positions": sum(positions), "microbatches": len(positions), "matrix_tflops": round(flops / 1e12, 3)}
+
+
+def tokens_of(groups: list[ScoredGroup]) -> int:
+    return sum(each.tokens for scored in groups for each in scored.group.trajectories)
+
+
+# --- the comparison
+
+
+def in_subprocess(what: str, way: str, path: Path) -> dict[str, float]:
+    command = [sys.executable, "-m", "tests.bench.trainer", f"--{what}", way, "--model", str(path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=DEADLINE_SECONDS)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_round(path: Path) -> dict[str, Any]:
+    measured: dict[str, Any] = {}
+    for way in WAYS:
+        before = conditions()
+        measured[way] = {**in_subprocess("way", way, path), "before": before}
+        print(way, measured[way], file=sys.stderr)  # progress: a round takes minutes
+    return measured
+
+
+def compare(rounds: int, earlier: dict[str, Any], folder: Path) -> dict[str, Any]:
     path = save_model(folder / "model")
-    results: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    for _ in range(rounds):
-        for way in WAYS:
-            command = [sys.executable, "-m", "tests.bench.trainer", "--way", way, "--model", str(path)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            results[way].append(json.loads(done.stdout.splitlines()[-1]))
-    trajectories = [each for scored in make_groups(PROMPTS, 0) for each in scored.group.trajectories]
-    lengths = [len(trajectory.completion.token_ids) for trajectory in trajectories]
-    both = list(zip(results["ours"], results["plain"], strict=True))
-    median = {
-        way: {name: round(statistics.median(each[name] for each in rows), 3) for name in rows[0]}
-        for way, rows in results.items()
-    }
+    work = earlier.get("work") or {way: in_subprocess("count", way, path) for way in WAYS}
+    return summary(work, [*earlier.get("rounds", []), *(run_round(path) for _ in range(rounds))])
+
+
+def summary(work: dict[str, dict[str, float]], rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    groups = make_groups(PROMPTS, seed=0)
+    lengths = [len(each.completion.token_ids) for scored in groups for each in scored.group.trajectories]
+    names = ("seconds", "tokens_per_second", "mib_above_model")
     return {
         "what": "trainer",
-        "tokens_per_second_over_plain": ratio([a["tokens_per_second"] / b["tokens_per_second"] for a, b in both]),
-        "memory_over_plain": ratio([a["mib_above_model"] / b["mib_above_model"] for a, b in both]),
-        "targets": {"tokens_per_second_over_plain": 3.0, "memory_over_plain": 0.333},
-        **median,
+        "ours_over_plain": ratios("plain", work, rounds),
+        "ours_over_naive": ratios("naive", work, rounds),
+        "targets": {"ours_over_naive tokens_per_second": 3.0, "ours_over_naive mib_above_model": 0.333},
+        **{way: {name: spread((each[way][name] for each in rounds), 2) for name in names} for way in WAYS},
+        "work": work,
+        "grad_norm": {way: rounds[-1][way]["grad_norm"] for way in WAYS},
         "completion_tokens": {"mean": round(float(np.mean(lengths)), 1), "longest": max(lengths)},
+        "tokens": tokens_of(groups),
         "trajectories": len(lengths),
+        "positions_of_a_microbatch": BUDGET,
         "rounds": rounds,
+        "busy": busy(each[way]["before"] for each in rounds for way in WAYS),
         "machine": machine("torch", "transformers"),
     }
 
 
-def ratio(values: list[float]) -> float:
-    return round(statistics.median(values), 3)
+def ratios(baseline: str, work: dict[str, dict[str, float]], rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Compare ours with a baseline: measured in each round, and counted."""
+    measured = ("tokens_per_second", "mib_above_model")
+    counted = ("positions", "matrix_tflops")
+    return {
+        **{name: spread((each["ours"][name] / each[baseline][name] for each in rounds), 3) for name in measured},
+        **{name: round(work["ours"][name] / work[baseline][name], 3) for name in counted},
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--add", action="store_true", help="keep the rounds that are in the file of --out")
     parser.add_argument("--way", choices=WAYS, help="measure only this one, in this process")
+    parser.add_argument("--count", choices=WAYS, help="count only the work of this one, in this process")
     parser.add_argument("--model", type=Path)
     arguments = parser.parse_args()
     if arguments.way:
         print(json.dumps(measure(arguments.way, arguments.model)))
         return
+    if arguments.count:
+        print(json.dumps(count_work(arguments.count, arguments.model)))
+        return
+
+    earlier = json.loads(arguments.out.read_text()) if arguments.add else {}
     with tempfile.TemporaryDirectory() as folder:
-        result = json.dumps(compare(arguments.rounds, Path(folder)))
+        result = json.dumps(compare(arguments.rounds, earlier, Path(folder)))
     print(result)
     if arguments.out:
         arguments.out.write_text(result + "\n")

@@ -1,9 +1,10 @@
 """The baseline of end_to_end.py: TRL's GRPOTrainer with the same workload on a CPU, in an environment with TRL.
 
     python -m venv peer && peer/bin/pip install torch==2.13.0 trl==1.16.0 transformers datasets
-    peer/bin/python tests/bench/trl_grpo.py --model FOLDER --prompts FILE --steps 8
+    peer/bin/python tests/bench/trl_grpo.py --model FOLDER --prompts FILE --steps 8 --microbatch 8 …
 
-Prints one JSON line: seconds and completion tokens of each step. Imports nothing from this application.
+Prints one JSON line: of each step the seconds, those of them spent generating, and the completion tokens. TRL generates
+with transformers here; it can also use vLLM, which is not measured. Imports nothing from this application.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import tempfile
 import time
 from importlib.metadata import version
 
+import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -35,14 +37,29 @@ class StepClock(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.started)
 
 
+class TimedTrainer(GRPOTrainer):
+    """Measures the seconds of each generation, one a step."""
+
+    generation_seconds: list[float]
+
+    def _generate_single_turn(self, *args: object, **kwargs: object) -> object:
+        started = time.perf_counter()
+        generated = super()._generate_single_turn(*args, **kwargs)
+        self.generation_seconds.append(time.perf_counter() - started)
+        return generated
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--prompts-per-step", type=int, required=True)
     parser.add_argument("--group-size", type=int, required=True)
     parser.add_argument("--max-tokens", type=int, required=True)
+    parser.add_argument("--microbatch", type=int, required=True, help="trajectories of a forward and backward pass")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--continuous-batching", action="store_true", help="of transformers, for generation")
     args = parser.parse_args()
     with open(args.prompts) as file:
         prompts = [json.loads(line)["question"] for line in file][: args.prompts_per_step * args.steps]
@@ -54,7 +71,7 @@ def main() -> None:
 
     clock = StepClock()
     completions = args.prompts_per_step * args.group_size
-    GRPOTrainer(
+    trainer = TimedTrainer(
         model=AutoModelForCausalLM.from_pretrained(args.model, dtype="float32"),
         processing_class=AutoTokenizer.from_pretrained(args.model),
         reward_funcs=reward,
@@ -63,10 +80,13 @@ def main() -> None:
         args=GRPOConfig(
             output_dir=tempfile.mkdtemp(),
             use_cpu=True,
-            bf16=False,
+            bf16=args.dtype == "bfloat16",
             gradient_checkpointing=False,
+            use_transformers_continuous_batching=args.continuous_batching,
             report_to="none",
-            per_device_train_batch_size=completions,
+            # All completions of a step are generated at once, whatever the microbatch is.
+            per_device_train_batch_size=args.microbatch,
+            gradient_accumulation_steps=completions // args.microbatch,
             num_generations=args.group_size,
             max_completion_length=args.max_tokens,
             max_steps=args.steps,
@@ -75,9 +95,22 @@ def main() -> None:
             logging_strategy="no",
             disable_tqdm=True,
         ),
-    ).train()
-    tokens = [sum(lengths[start : start + completions]) for start in range(0, len(lengths), completions)]
-    print(json.dumps({"trl": version("trl"), "seconds": clock.seconds, "completion_tokens": tokens}))
+    )
+    trainer.generation_seconds = []
+    trainer.train()
+    print(
+        json.dumps(
+            {
+                "versions": {package: version(package) for package in ("trl", "transformers", "torch")},
+                "threads": torch.get_num_threads(),
+                "seconds": clock.seconds,
+                "generation_seconds": trainer.generation_seconds,
+                "completion_tokens": [
+                    sum(lengths[start : start + completions]) for start in range(0, len(lengths), completions)
+                ],
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from app.types import InFlight
 from app.weight_sync.sender import SENDER_EXTENSION, Sender
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from app.weight_sync.transport.process_group import SyncProcessGroup
-from tests.bench.machine import machine, print_result
+from tests.bench.machine import machine, print_result, spread
 
 SHAPES = {  # Qwen3-0.6B
     "vocab_size": 151936,
@@ -195,7 +195,7 @@ async def measure(rounds: int, pauses_of_each: int, bucket_mib: float, folder: P
         "model_bytes": sum(sizes),
         "bucket_mib": bucket_mib,
         "buckets": len(sizes),
-        "median_seconds": {name: round(statistics.median(values), 3) for name, values in seconds.items()},
+        "seconds": {name: spread(values, 3) for name, values in seconds.items()},
         "collective_over_broadcast_and_copy": ratio(seconds["collective"], least),
         "ipc_over_copy": ratio([value - 0.05 for value in seconds["ipc"]], copies),
         "disk_over_ipc": ratio(seconds["disk"], seconds["ipc"]),
@@ -276,8 +276,8 @@ async def from_disk(trainer: Any, engine: Any, folder: Path) -> float:
     return took
 
 
-def ratio(upper: list[float], lower: list[float]) -> float:
-    return round(statistics.median(a / b for a, b in zip(upper, lower, strict=True)), 2)
+def ratio(upper: list[float], lower: list[float]) -> dict[str, float]:
+    return spread((a / b for a, b in zip(upper, lower, strict=True)), 2)
 
 
 def main() -> None:

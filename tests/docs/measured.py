@@ -1,0 +1,273 @@
+"""The measured numbers of the pages, rendered from the result files: `python -m tests.docs.measured` rewrites them.
+
+A page has them between `<!-- measured: NAME -->` and `<!-- end -->`. A result that does not exist is not measured yet.
+"""
+
+import json
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.docs.markdown import ROOT
+
+RESULTS = ROOT / "tests" / "bench" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "placements.md")
+BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
+
+Result = Mapping[str, Any]
+
+
+def load(stem: str) -> Result:
+    return json.loads((RESULTS / f"{stem}.json").read_text())
+
+
+def number(value: Any, digits: str) -> str:
+    """Format a spread as `median (least–largest)`, and a bare median."""
+    if isinstance(value, Mapping):
+        median, least, largest = (format(value[name], digits) for name in ("median", "min", "max"))
+        return f"{median} ({least}–{largest})"
+    return format(value, digits)
+
+
+def median(value: Any, digits: str) -> str:
+    return format(value["median"] if isinstance(value, Mapping) else value, digits)
+
+
+def row(*cells: Any) -> str:
+    return f"| {' | '.join(str(cell) for cell in cells)} |\n"
+
+
+def header(*cells: str) -> str:
+    return row(*cells) + f"|{'---|' * len(cells)}\n"
+
+
+def conditions(result: Result) -> tuple[str, str]:
+    """The rounds of a result, and the load average: before the rounds where that is known, else at the end."""
+    load_average = (result.get("before") or result["machine"])["load_average"]
+    return str(result["rounds"]), str(load_average)
+
+
+# --- blocks
+
+
+def claims() -> str:
+    """The small benchmarks, a line each."""
+    delta, sync, generation, memory, controller = (
+        load(stem) for stem in ("delta", "weight_sync", "generation", "memory", "controller")
+    )
+    seconds = {name: number(value, ".2f") for name, value in sync["seconds"].items()}
+    tables = {(each["vocabulary"], each["tokens"]): each for each in memory["table"]}
+    heads = "; ".join(
+        f"vocabulary {vocabulary:,}: {each['chunked_mib']} of {each['full_mib']:,} MiB"
+        for (vocabulary, tokens), each in tables.items()
+        if tokens == 2048
+    )
+    wide = "qwen3 of 6 layers, 256 wide"
+    attention = "; ".join(
+        f"{requests}: {number(generation['tiny'][requests]['batched_over_native'], '.1f')} × (tiny), "
+        f"{number(generation[wide][requests]['batched_over_native'], '.1f')} × (6 layers, 256 wide)"
+        for requests in ("64 requests", "128 requests")
+    )
+    lines = [
+        (
+            "delta",
+            "delta sync vs. full sync: 596 M parameters, lr 1e-6",
+            f"{number(delta['bytes_over_full'], '.2f')} of the bytes; "
+            f"{number(delta['seconds_over_full'], '.2f')} of the time",
+            *conditions(delta),
+        ),
+        (
+            "weight_sync",
+            "sync of 1.19 GB to one engine, seconds",
+            f"IPC {seconds['ipc']}; collective {seconds['collective']}; via disk {seconds['disk']}; "
+            f"a bare memory copy {seconds['copy']}; a bare broadcast {seconds['broadcast']}",
+            *conditions(sync),
+        ),
+        (
+            "generation",
+            "SGLang on a CPU with our batched attention vs. its own, completion tokens/s",
+            attention,
+            *conditions(generation),
+        ),
+        (
+            "memory",
+            "memory of forward and backward over 2,048 tokens, chunked LM head vs. full logits (one layer, 128 wide)",
+            heads,
+            "1",
+            memory["machine"]["load_average"],
+        ),
+        (
+            "controller",
+            "driver CPU per completion of 8,000 tokens, 1,000 simulated engines",
+            f"{controller['driver_cpu_us_per_completion']:.0f} µs, Ray's own calls not counted",
+            "1",
+            "not recorded",
+        ),
+    ]
+    table = header("claim", "measured", "rounds", "load average", "command", "result")
+    for stem, claim, measured, rounds, load_average in lines:
+        paths = (f"`python -m tests.bench.{stem}`", f"`tests/bench/results/{stem}.json`")
+        table += row(claim, measured, rounds, load_average, *paths)
+    return table
+
+
+def trainer() -> str:
+    result = load("trainer")
+    table = header("", "tokens/s", "memory above the model's own, MiB", "positions", "TFLOPs of matrix products")
+    for way in ("ours", "plain", "naive"):
+        measured = result[way]
+        work = result["work"][way]
+        cells = (number(measured["tokens_per_second"], ".0f"), number(measured["mib_above_model"], ",.0f"))
+        table += row(f"`{way}`", *cells, f"{work['positions']:,}", f"{work['matrix_tflops']:.2f}")
+    text = f"{trainer_ratios(number)} {load_sentence(result, ('ours', 'plain', 'naive'))}"
+    return f"{table}\n{textwrap.fill(text, 128)}\n"
+
+
+def trainer_ratios(show: Callable[[Any, str], str]) -> str:
+    result = load("trainer")
+    plain, naive = result["ours_over_plain"], result["ours_over_naive"]
+    return (
+        f"`ours` has {show(plain['tokens_per_second'], '.2f')} × the tokens/s of `plain` with "
+        f"{show(plain['mib_above_model'], '.2f')} of its memory and {plain['matrix_tflops']:.2f} of its matrix FLOPs. "
+        f"Over `naive` it has {show(naive['tokens_per_second'], '.1f')} × the tokens/s with "
+        f"{show(naive['mib_above_model'], '.2f')} of its memory and {naive['matrix_tflops']:.2f} of its matrix FLOPs."
+    )
+
+
+def load_sentence(result: Result, sides: tuple[str, ...]) -> str:
+    before = [each[side]["before"] for each in result["rounds"] for side in sides]
+    loads = [each["load_average"] for each in before]
+    others = max(each["busy_cores"] for each in before)
+    return (
+        f"Rounds: {len(result['rounds'])}; load average before a measurement {min(loads)}–{max(loads)}, "
+        f"the benchmark's own last minute included; other work at most {others} cores."
+    )
+
+
+def end_to_end() -> str:
+    result = load("end_to_end")
+    names = {"tokens_per_second": ".0f", "seconds_per_step": ".1f", "generate_seconds": ".1f", "peak_pss_mib": ",.0f"}
+    columns = ("completion tokens/s", "seconds per step", "of them generating", "peak memory (PSS), MiB")
+    table = header("", *columns)
+    for shown, side in (("this application", "ours"), ("TRL, microbatch of 8", "trl")):
+        table += row(shown, *(number(result[side][name], digits) for name, digits in names.items()))
+    for setting, run in result["tuning"].items():
+        table += row(f"TRL, {setting} (one run)", *(number(run[name], digits) for name, digits in names.items()))
+
+    ratios = result["ours_over_trl"]
+    text = (
+        f"The application has {number(ratios['tokens_per_second'], '.2f')} × TRL's tokens/s with "
+        f"{number(ratios['peak_pss_mib'], '.2f')} of its memory. {load_sentence(result, ('ours', 'trl'))}"
+    )
+    return f"{table}\n{textwrap.fill(text, 128)}\n"
+
+
+def learning() -> str:
+    table = header("run", "steps", "accuracy before", "after")
+    for run in sorted(load("learning")["runs"], key=lambda run: run["overrides"]):
+        table += row(f"`{run['overrides']}`", run["steps"], f"{100 * run['first']:.1f} %", f"{100 * run['last']:.1f} %")
+    return table
+
+
+def placements() -> str:
+    runs = {run["name"]: run for run in load("learning")["runs"]}
+    shown = {
+        f"`{name}`": f"{runs[run]['completion_tokens_per_second']:,} completion tokens/s, "
+        f"{runs[run]['run_seconds']} s in all "
+        f"(load average {runs[run]['machine']['load_average']})"
+        for name, run in (("fully_async", "async"), ("colocate", "grpo seed 0"))
+    }
+    return "".join(f"- {name}: {text}\n" for name, text in shown.items())
+
+
+def overlap() -> str:
+    presets = load("overlap")["presets"]
+    modes = {
+        "colocate": "colocate",
+        "0, streamed": "staleness 0 streamed",
+        "1, drained": "staleness 1 drained",
+        "1, in flight": "staleness 1",
+        "4, in flight": "staleness 4",
+    }
+    table = header("", *modes)
+    for preset in ("generation takes twice as long", "training takes twice as long", "balanced"):
+        table += row(preset, *(f"{presets[preset][mode]['over_ideal']:.2f}" for mode in modes.values()))
+    return table
+
+
+def missed() -> str:
+    """The targets that the results miss."""
+    delta, sync, trainer_result = (load(stem) for stem in ("delta", "weight_sync", "trainer"))
+    naive = trainer_result["ours_over_naive"]
+    targets = trainer_result["targets"]
+    at_most = [
+        ("delta sync over full sync, seconds", delta["seconds_over_full"], delta["targets"]["seconds_over_full"]),
+        (
+            "collective sync over broadcast and copy, seconds",
+            sync["collective_over_broadcast_and_copy"],
+            sync["targets"]["collective_over_broadcast_and_copy"],
+        ),
+        ("IPC sync less 50 ms over a memory copy, seconds", sync["ipc_over_copy"], sync["targets"]["ipc_over_copy"]),
+        ("trainer over the naive loop, memory", naive["mib_above_model"], targets["ours_over_naive mib_above_model"]),
+    ]
+    at_least = [
+        (
+            "trainer over the naive loop, tokens/s",
+            naive["tokens_per_second"],
+            targets["ours_over_naive tokens_per_second"],
+        )
+    ]
+    if (RESULTS / "end_to_end.json").exists():
+        ratios = load("end_to_end")["ours_over_trl"]
+        at_least.append(("application over TRL, tokens/s", ratios["tokens_per_second"], 4.0))
+        at_most.append(("application over TRL, memory", ratios["peak_pss_mib"], 0.5))
+
+    found = [
+        f"- {name}: {median(value, '.2f')}, target at most {target}\n"
+        for name, value, target in at_most
+        if float(median(value, ".3f")) > target
+    ]
+    found += [
+        f"- {name}: {median(value, '.2f')}, target at least {target}\n"
+        for name, value, target in at_least
+        if float(median(value, ".3f")) < target
+    ]
+    return "".join(found)
+
+
+def summary() -> str:
+    """The trainer's ratios for README."""
+    rounds = len(load("trainer")["rounds"])
+    text = (
+        "The trainer alone on two CPU cores against transformers loops with the same positions a microbatch, medians "
+        f"of {rounds} rounds. `plain` sorts by length, pads per microbatch and computes the logits of completions "
+        f"only; `naive` pads everything to the longest trajectory and computes all logits. {trainer_ratios(median)}"
+    )
+    return textwrap.fill(text, 120) + "\n"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    block.__name__: block for block in (claims, trainer, end_to_end, learning, placements, overlap, missed, summary)
+}
+
+
+def render(name: str) -> str:
+    try:
+        return BLOCKS[name]()
+    except FileNotFoundError as missing:
+        return f"Not measured yet: there is no `{Path(missing.filename).name}`.\n"
+
+
+def rewritten(page: Path) -> str:
+    return BLOCK.sub(lambda found: f"{found[1]}{render(found[2])}{found[4]}", page.read_text())
+
+
+def main() -> None:
+    for page in PAGES:
+        page.write_text(rewritten(page))
+
+
+if __name__ == "__main__":
+    main()
