@@ -24,7 +24,7 @@ SETTINGS = [
     "eval.every=0",
     "rollout.start_timeout_s=100",
     "rollout.stall_timeout_s=20",
-    "weight_sync.timeout_s=60",
+    "weight_sync.timeout_s=20",  # a rank stays that long in a broadcast to a lost host, so shorter than the next
     "trainer.timeout_s=40",
 ]
 LOST = r"its node has died: .*missing too many heartbeats \(on 10\.77\.0\.2\)"  # the end of an error's line
