@@ -20,7 +20,14 @@ PLACEMENTS = {
     "fully_async": ["placement=fully_async", "placement.max_staleness=2", "placement.in_flight=retract"],
 }
 BOTH = pytest.mark.parametrize("placement", list(PLACEMENTS))
-LONG = ["resume=auto", "checkpoint.every=2", "eval.before_train=false", "data.arithmetic.eval_problems=20"]
+PROBLEMS = 2000  # an epoch
+LONG = [
+    "resume=auto",
+    "checkpoint.every=2",
+    "eval.before_train=false",
+    f"data.arithmetic.problems={PROBLEMS}",
+    "data.arithmetic.eval_problems=20",
+]
 
 
 def assert_ledger(folder: Path, steps: int) -> None:
@@ -35,8 +42,7 @@ def assert_ledger(folder: Path, steps: int) -> None:
     assert done.most_common(1)[0][1] == 1
     cursor = state(folder)["extra"]["cursor"]
     assert not set(cursor["returned"]) & set(done)
-    assert cursor["epoch"] == 0
-    assert cursor["position"] == len(done) + len(cursor["returned"])
+    assert cursor["epoch"] * PROBLEMS + cursor["position"] == len(done) + len(cursor["returned"])
     steps_logged = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps_logged[:steps] == list(range(1, steps + 1))
 
