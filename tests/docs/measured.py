@@ -182,6 +182,9 @@ def placements() -> str:
     return "".join(f"- {name}: {text}\n" for name, text in shown.items())
 
 
+LONG_TAILS = ("longest completion 3 steps", "longest completion 6 steps")  # of the overlap bench
+
+
 def overlap() -> str:
     presets = load("overlap")["presets"]
     modes = {
@@ -192,9 +195,16 @@ def overlap() -> str:
         "4, in flight": "staleness 4",
     }
     table = header("", *modes)
-    for preset in ("generation takes twice as long", "training takes twice as long", "balanced"):
+    for preset in ("generation takes twice as long", "training takes twice as long", "balanced", *LONG_TAILS):
         table += row(preset, *(f"{presets[preset][mode]['over_ideal']:.2f}" for mode in modes.values()))
-    return table
+
+    lost = "; ".join(
+        f"{preset}, staleness {bound}: {presets[preset][f'staleness {bound}']['discarded_sampling_fraction']:.0%}"
+        for preset in LONG_TAILS
+        for bound in (1, 2, 4)
+    )
+    text = f"Sampling that is discarded because a completion outlasts the bound: {lost}."
+    return f"{table}\n{textwrap.fill(text, 128)}\n"
 
 
 def missed() -> str:
