@@ -53,7 +53,7 @@ def test_mode_eval_ends_when_a_completion_is_lost_and_names_it(tmp_path: Path, m
     world = World(made, tmp_path, lambda prompt_id: math.inf if prompt_id == "eval/1" else 1.0, eval_rows=4)
 
     @asynccontextmanager
-    async def workers(*arguments: object) -> AsyncIterator[SimpleNamespace]:
+    async def workers(*_: object, weights: object) -> AsyncIterator[SimpleNamespace]:
         parts = world.context()
         yield SimpleNamespace(
             pool=parts.pool,
