@@ -154,6 +154,7 @@ class EngineStats:
     # Sampled since the engine started, also by running requests as of the server's last report (every few seconds).
     # A change is progress.
     completion_tokens: int
+    beats: int = 0  # signs of progress of a server that does not report its tokens; a change is progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Start a local Ray, or join a cluster."""
 
+import asyncio
 import logging
 import os
 import signal
-import socket
 import time
 from typing import Any
 
@@ -22,8 +22,8 @@ MIN_CONNECT_SECONDS = 0.1
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
 
 
-def connect(config: RunConfig, device: Device) -> None:
-    """Start a local Ray, or join the cluster at `cluster.address`.
+async def connect(config: RunConfig, device: Device) -> None:
+    """Start a local Ray, or join the cluster at `cluster.address`. Can be cancelled while it waits for the head.
 
     Raises:
         RunError: The cluster cannot be joined.
@@ -43,13 +43,13 @@ def connect(config: RunConfig, device: Device) -> None:
         if config.cluster.address is None:
             _start_local(config, device)
         else:
-            _join(config.cluster.address, config.cluster.timeout_s)
+            await _join(config.cluster.address, config.cluster.timeout_s)
     finally:
         signal.signal(signal.SIGTERM, handler)
 
 
-def _join(address: str, timeout_s: float) -> None:
-    _wait_for_head(address, timeout_s)
+async def _join(address: str, timeout_s: float) -> None:
+    await _wait_for_head(address, timeout_s)
     # Ray tries 20 times, for half a minute each, to reach a head that accepts connections and does not reply.
     os.environ[ATTEMPTS_VARIABLE] = "1"
     try:
@@ -60,7 +60,7 @@ def _join(address: str, timeout_s: float) -> None:
         del os.environ[ATTEMPTS_VARIABLE]
 
 
-def _wait_for_head(address: str, timeout_s: float) -> None:
+async def _wait_for_head(address: str, timeout_s: float) -> None:
     """Wait until the head of the cluster accepts connections. Does nothing for addresses that Ray resolves (auto)."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()) or "://" in address:
@@ -70,15 +70,18 @@ def _wait_for_head(address: str, timeout_s: float) -> None:
     while True:
         left = deadline - time.monotonic()
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=max(left, MIN_CONNECT_SECONDS)).close()
+            async with asyncio.timeout(max(left, MIN_CONNECT_SECONDS)):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            writer.close()
             return
-        except OSError as error:
+        except (OSError, TimeoutError) as error:
             if time.monotonic() + RETRY_SECONDS > deadline:
+                reason = os.strerror(error.errno) if error.errno else "no reply"
                 raise RunError(
                     f"cluster.address={address} cannot be joined: nothing accepted a connection within "
-                    f"cluster.timeout_s={timeout_s:g} s: {error}"
+                    f"cluster.timeout_s={timeout_s:g} s: {reason}"
                 ) from error
-        time.sleep(RETRY_SECONDS)
+        await asyncio.sleep(RETRY_SECONDS)
 
 
 def _start_local(config: RunConfig, device: Device) -> None:

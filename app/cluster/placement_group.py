@@ -8,6 +8,8 @@ Invariants:
     - All devices of an engine are on one node.
 """
 
+import asyncio
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,8 @@ from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
 from app.errors import RunError
+
+POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +109,8 @@ def bundles(config: RunConfig, device: Device) -> list[dict[str, float]]:
     return ranks + [bundle(config.rollout.tensor_parallel) for _ in range(config.engines)]
 
 
-def reserve(config: RunConfig, device: Device) -> DevicePlacement:
-    """Reserve the devices of a run.
+async def reserve(config: RunConfig, device: Device) -> DevicePlacement:
+    """Reserve the devices of a run. Can be cancelled while it waits for them.
 
     Raises:
         RunError: They were not free within `cluster.timeout_s`. Names the needed and the available count.
@@ -114,7 +118,7 @@ def reserve(config: RunConfig, device: Device) -> DevicePlacement:
     wanted = bundles(config, device)
     group = placement_group(wanted, strategy="PACK")
 
-    if not group.wait(config.cluster.timeout_s):
+    if not await _reserved(group, config.cluster.timeout_s):
         remove_placement_group(group)
         needed = sum(bundle.get(device.resource, 0) for bundle in wanted)
         total = ray.cluster_resources().get(device.resource, 0)
@@ -123,10 +127,22 @@ def reserve(config: RunConfig, device: Device) -> DevicePlacement:
             f"the run needs {needed:g} {device.resource} (placement={config.placement.kind.name}), the cluster has "
             f"{total:g}, {free:g} free; waited cluster.timeout_s={config.cluster.timeout_s:.0f} s."
         )
-    return DevicePlacement(group, config, device, _locate_bundles(group, wanted, config.cluster.timeout_s, device))
+    locations = await _locate_bundles(group, wanted, config.cluster.timeout_s, device)
+    return DevicePlacement(group, config, device, locations)
 
 
-def _locate_bundles(
+async def _reserved(group: PlacementGroup, timeout_s: float) -> bool:
+    """Return whether all bundles were reserved in time."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if group.wait(POLL_SECONDS):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(POLL_SECONDS)  # Ray's call blocks the event loop, which answers signals
+
+
+async def _locate_bundles(
     group: PlacementGroup, wanted: list[dict[str, float]], timeout_s: float, device: Device
 ) -> tuple[BundleLocation, ...]:
     """Run a task in every bundle that reports its location. Ray never changes the devices of a bundle."""
@@ -143,8 +159,9 @@ def _locate_bundles(
         for index, bundle in enumerate(wanted)
     ]
     try:
-        return tuple(ray.get(locations, timeout=timeout_s))
-    except ray.exceptions.GetTimeoutError:
+        async with asyncio.timeout(timeout_s):
+            return tuple([await location for location in locations])
+    except TimeoutError:
         remove_placement_group(group)
         raise RunError(
             f"the reserved bundles did not report their nodes and devices within cluster.timeout_s={timeout_s:.0f} s"

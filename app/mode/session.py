@@ -87,8 +87,8 @@ async def start_rollout_workers(
         stack.enter_context(process_reaper())
         recorder.status("starting Ray")
         stack.callback(_shutdown_ray)
-        connect(config, device)
-        device_placement = reserve(config, device)
+        await connect(config, device)
+        device_placement = await reserve(config, device)
 
         trainer = "" if config.mode is Mode.eval else f" and {config.placement.trainer_ranks} trainer rank(s)"
         recorder.status(f"starting {config.engines} engine(s){trainer}")

@@ -18,7 +18,10 @@ from typing import Protocol
 from app.config import RunConfig
 from app.errors import EngineError, RunError
 from app.protocols import RolloutEngine
+from app.recovery.engine_supervisor import LONGEST_BACKOFF_SECONDS
+from app.reward.worker_process import START_LIMIT_S
 from app.rollout.pool import EnginePool
+from app.rollout.remote import CALL_SECONDS, END_SECONDS, START_GRACE_SECONDS
 from app.utils.tasks import root_cause, task_stacks
 
 POLL_SECONDS = 15.0
@@ -59,12 +62,15 @@ async def watchdog(run: Watched, pool: EnginePool, config: RunConfig, folder: Pa
 def limit_seconds(config: RunConfig) -> float:
     """Return the seconds without progress that end a run: more than any single call may take."""
     group_size = max(config.algorithm.group_size, config.eval.samples)
-    rewards = 2 * group_size * config.reward.timeout_s  # together, then one by one
+    # together, then one by one; each that hangs costs its worker, which is started again
+    rewards = group_size * (2 * config.reward.timeout_s + START_LIMIT_S)
+    restart = config.rollout.start_timeout_s + START_GRACE_SECONDS + END_SECONDS + LONGEST_BACKOFF_SECONDS
     deadlines = (
         config.trainer.timeout_s,
         config.rollout.stall_timeout_s,
-        config.rollout.start_timeout_s,
         config.weight_sync.timeout_s,
+        CALL_SECONDS,
+        restart,
         rewards,
     )
     return max(deadlines) + MARGIN_SECONDS
@@ -73,13 +79,13 @@ def limit_seconds(config: RunConfig) -> float:
 async def _watch(run: Watched, pool: EnginePool, limit: float, folder: Path) -> None:
     loop = asyncio.get_running_loop()
     progress: tuple[object, ...] = ()
-    tokens: dict[str, int] = {}
+    tokens: dict[str, tuple[int, int]] = {}
     changed_at = loop.time()
     while True:
         before = progress, tokens
         progress = run.progress
         if progress == before[0]:  # only then: the calls cost the driver CPU time
-            tokens = tokens | await _tokens_by_engine(pool)
+            tokens = tokens | await _sampled_by_engine(pool)
 
         if (progress, tokens) != before:
             changed_at = loop.time()
@@ -92,16 +98,17 @@ async def _watch(run: Watched, pool: EnginePool, limit: float, folder: Path) -> 
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def _tokens_by_engine(pool: EnginePool) -> dict[str, int]:
-    """Return the tokens that each engine has sampled since it started; engines that do not answer are left out."""
+async def _sampled_by_engine(pool: EnginePool) -> dict[str, tuple[int, int]]:
+    """Return numbers that change while an engine samples; engines that do not answer are left out."""
 
-    async def tokens(engine: RolloutEngine) -> int | None:
+    async def sampled(engine: RolloutEngine) -> tuple[int, int] | None:
         try:
             async with asyncio.timeout(STATS_SECONDS):
-                return (await engine.stats()).completion_tokens
+                stats = await engine.stats()
+                return stats.completion_tokens, stats.beats
         except (EngineError, TimeoutError):
             return None
 
     engines = pool.alive
-    counts = await asyncio.gather(*(tokens(engine) for engine in engines))
+    counts = await asyncio.gather(*(sampled(engine) for engine in engines))
     return {engine.name: count for engine, count in zip(engines, counts, strict=True) if count is not None}

@@ -22,7 +22,7 @@ from app.rollout.pool import EnginePool
 from app.utils.tasks import gather_or_raise, root_cause
 
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubled for each further one
-MOST_DOUBLINGS = 5
+LONGEST_BACKOFF_SECONDS = 32.0
 ABORT_SECONDS = 10.0  # deadline of an engine to abort all of its requests
 POLL_SECONDS = 0.1
 Engines = Mapping[int, RolloutEngine]  # by index
@@ -122,9 +122,9 @@ class EngineSupervisor:
         for index, engine in engines.items():
             try:
                 await engine.check()
-            except EngineLost as error:
+            except EngineError as error:  # of any kind: the engine could not be asked
                 self.unsynced.discard(index)
-                self.pool.mark_lost(engine, error)
+                self.pool.mark_lost(engine, as_lost(error))
 
     async def _abort_requests(self, engine: RolloutEngine) -> None:
         try:
@@ -137,8 +137,8 @@ class EngineSupervisor:
         except TimeoutError:
             late = f"{engine.name}: requests in flight were not aborted within {ABORT_SECONDS:.0f} s"
             self.pool.mark_lost(engine, EngineLost(late))
-        except EngineLost as error:
-            self.pool.mark_lost(engine, error)
+        except EngineError as error:
+            self.pool.mark_lost(engine, as_lost(error))
 
     async def _restart_forever(self) -> None:
         while True:
@@ -182,13 +182,18 @@ class EngineSupervisor:
                 return
 
 
+def as_lost(error: EngineError) -> EngineLost:
+    """Return the error as the cause of an engine's loss."""
+    return error if isinstance(error, EngineLost) else EngineLost(str(error))
+
+
 def backoff(failures: int) -> float:
     """Return the seconds to wait after this many failures in a row.
 
     >>> [backoff(failures) for failures in (1, 2, 3, 50)]
     [1.0, 2.0, 4.0, 32.0]
     """
-    return BACKOFF_SECONDS * 2 ** min(failures - 1, MOST_DOUBLINGS)
+    return min(BACKOFF_SECONDS * 2.0 ** min(failures - 1, 10), LONGEST_BACKOFF_SECONDS)
 
 
 def summary(error: BaseException) -> str:

@@ -77,8 +77,17 @@ class RetryingWeightSync:
 
     async def sync_restarted(self, engines: Engines) -> Engines:
         """Sync the current policy into restarted engines; returns those that have it."""
-        async with self._params_on_device(engines.values()):
-            report = await self._attempt(engines, self._failures + 1)
+        try:
+            async with self._params_on_device(engines.values()):
+                report = await self._attempt(engines, self._failures + 1)
+        except EngineError as error:  # while its regions were released or reloaded, or the last attempt
+            await self.supervisor.diagnose(engines)
+            if self._failures + 1 > self._limit:
+                raise
+            self.supervisor.warn(f"{summary(error)} (repeating sync {self.version}, attempt {self._failures + 2})")
+            await asyncio.sleep(backoff(self._failures + 1))
+            report = None
+
         # The supervisor marks them ready only now: inside the block their KV cache is still released.
         self._failures = 0 if report is not None else self._failures + 1
         return engines if report is not None else {}

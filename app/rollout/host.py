@@ -83,6 +83,7 @@ class EngineHost:
         self._pauses = 0  # KV cache from before the last pause is of an older policy
         self._admitting = asyncio.Event()  # cleared from a drain until `resume`
         self._admitting.set()
+        self._abort_alls = 0  # calls that aborted everything so far
         self._released: set[EngineMemory] = set()
 
         self._failure: asyncio.Future[EngineError] | None = None
@@ -124,7 +125,11 @@ class EngineHost:
     async def generate(self, request: GroupRequest) -> list[Completion]:
         """Sample the completions of one prompt. Waits while the engine drains or is paused."""
         client = self._started_client()
+        abort_alls = self._abort_alls
         await self._race_failure(self._admitting.wait())
+        if self._abort_alls != abort_alls:
+            # Whoever asked for it may be gone, and ask again for the same prompt.
+            raise EngineError(f"{self.spec.name}: prompt {request.prompt_id} was aborted before it was admitted")
         if request.prompt_id in self._in_flight:
             raise EngineError(f"{self.spec.name}: prompt {request.prompt_id} is in flight already")
 
@@ -174,6 +179,7 @@ class EngineHost:
         for group in groups:
             group.abort_asked = True
         if prompt_ids is None:
+            self._abort_alls += 1
             await self._control("/abort_request", {"abort_all": True, "rid": ""})
             return
 
@@ -206,7 +212,7 @@ class EngineHost:
     async def stats(self) -> EngineStats:
         """Return the groups in flight and the completion tokens so far, as of the last report of the server."""
         running = sum(self._progress.tokens(group.request_ids) for group in self._in_flight.values())
-        return EngineStats(groups=len(self._in_flight), completion_tokens=self._completion_tokens + running)
+        return EngineStats(len(self._in_flight), self._completion_tokens + running, self._progress.beats)
 
     async def memory(self) -> MemoryUse:
         """Return the memory of this process and of the server's processes."""
@@ -253,11 +259,14 @@ class EngineHost:
         return self._client
 
     async def _control(self, route: str, body: dict[str, Any]) -> None:
-        """Make a call that the scheduler handles between two batches. Without a reply, the engine is lost."""
+        """Make a call that the scheduler handles between two batches.
+
+        Without a reply the engine is lost: it may or may not have done what was asked.
+        """
         try:
             await self._race_failure(self._started_client().post(route, body, seconds=self.spec.stall_timeout_s))
-        except NoAnswer as error:
-            self._fail(EngineLost(f"{error} (rollout.stall_timeout_s)"))
+        except (NoAnswer, ConnectionLost) as error:
+            self._fail(EngineLost(f"{error} (rollout.stall_timeout_s)" if isinstance(error, NoAnswer) else str(error)))
             self._started_client()  # raises it
 
     async def _abort(self, request_id: str, limit: asyncio.Semaphore) -> None:

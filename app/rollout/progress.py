@@ -35,6 +35,7 @@ class ProgressClock:
     """
 
     def __init__(self) -> None:
+        self.beats = 0  # signs of progress of a server without reports
         self._report: Report = {}
         self._parts: dict[str, tuple[object, ...]] = {}  # prompt id → its part of the last report
         self._changed_at: dict[str, float] = {}  # prompt id → time of its last progress
@@ -123,6 +124,7 @@ class ProgressMonitor:
         # The report says nothing about prompts that ended, or were paused, since it was asked for.
         prompts = {prompt: ids for prompt, ids in self._sampling().items() if prompt in asked}
         if replied and report is None:
+            self._clock.beats += 1
             self._clock.reset(prompts, time.monotonic())
         else:
             self._clock.observe(prompts, report, time.monotonic())

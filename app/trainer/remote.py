@@ -1,6 +1,7 @@
 """The driver's proxy of the FSDP2 ranks: every call goes to all ranks and has a deadline."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -141,8 +142,11 @@ class RemoteTrainer:
 
         if waiting:
             late = ", ".join(str(rank) for rank in sorted(calls[call] for call in waiting))
-            (self.logs / "stacks.log").write_text(await self.stacks())
-            self._broken = f"since trainer rank {late} did not finish {name} in time"
+            if method not in CONCURRENT:
+                self._broken = f"since trainer rank {late} did not finish {name} in time"
+            stacks = await self.stacks()
+            with contextlib.suppress(OSError):  # a full disk must not hide the error below
+                (self.logs / "stacks.log").write_text(stacks)
             raise TrainerError(
                 f"trainer rank {late} did not finish {name} within trainer.timeout_s={self.timeout_s:.0f} s; "
                 f"stacks: {self.logs / 'stacks.log'}"
@@ -182,7 +186,7 @@ class RemoteTrainer:
         errors = [(rank, call.exception()) for call, rank in (*probes.items(), *calls.items()) if call.done()]
         died = sorted({rank for rank, error in errors if isinstance(error, RayActorError)})
         culprit = died[0] if died else calls[first]
-        if died or stuck:
+        if died or (stuck and method not in CONCURRENT):
             self._broken = f"since trainer rank {culprit} {'died' if died else 'failed'} during {method.__name__}"
 
         # A call's own error replaces its probe's.

@@ -1,5 +1,6 @@
 """The hosts of engines: their seeds."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.compose import composed
 def factory(ray_session: None, tmp_path: Path) -> Iterator[EngineFactory]:
     config = composed("placement=fully_async", "placement.rollout_devices=2", "seed=7")
     device = device_of(config.device.kind)
-    placement = reserve(config, device)
+    placement = asyncio.run(reserve(config, device))
     yield EngineFactory(config, device, tmp_path, tmp_path, placement)
     remove_placement_group(placement.group)
 

@@ -11,7 +11,7 @@ import pytest
 from tests.runs import Run
 
 SCRIPT = """
-import json, os, sys
+import asyncio, json, os, sys
 import ray
 from app.device import device_of
 from app.errors import RunError
@@ -23,9 +23,9 @@ results = {}
 for name, overrides in json.loads(sys.argv[2]).items():
     config = composed(*overrides, f"cluster.address={sys.argv[1]}")
     device = device_of(config.device.kind)
-    connect(config, device)
+    asyncio.run(connect(config, device))
     try:
-        placement = reserve(config, device)
+        placement = asyncio.run(reserve(config, device))
 
         class Actor:
             def where(self):

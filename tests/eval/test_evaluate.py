@@ -65,7 +65,7 @@ def test_mode_eval_ends_when_a_completion_is_lost_and_names_it(tmp_path: Path, m
 
     monkeypatch.setattr(app.mode.eval, "start_rollout_workers", workers)
     monkeypatch.setattr(asyncio, "run", run_virtual)
-    with pytest.raises(RunError, match=r"no progress for 80 s: 1 groups in flight \(eval/1 on engine [01]\)"):
+    with pytest.raises(RunError, match=r"no progress for 960 s: 1 groups in flight \(eval/1 on engine [01]\)"):
         app.mode.eval.run(made, tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 

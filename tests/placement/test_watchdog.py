@@ -17,6 +17,7 @@ from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
 from app.placement.watchdog import MARGIN_SECONDS, POLL_SECONDS, STATS_SECONDS, limit_seconds, watchdog
 from app.rollout.pool import EnginePool
+from app.rollout.remote import CALL_SECONDS
 from app.types import EngineStats, InFlight, SyncReport
 from tests.simulation import SimEngine, World, config, now, run_virtual
 
@@ -26,11 +27,11 @@ CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
 }
 BOTH = pytest.mark.parametrize("kind", list(CONTROLLERS))
 ASYNC = PlacementKind.fully_async
-LIMIT = 5.0 + MARGIN_SECONDS  # of `quick`
+LIMIT = CALL_SECONDS + MARGIN_SECONDS  # of `quick`
 
 
 def quick(kind: PlacementKind, **changes: object) -> RunConfig:
-    """A run of which every call has a deadline of 5 s."""
+    """A run of which every call with a setting for it has a deadline of 5 s."""
     made = config(kind, timeout_s=5.0, stall_timeout_s=5.0, start_timeout_s=5.0, **changes)
     made.weight_sync.timeout_s = 5.0
     made.reward.timeout_s = 0.1
@@ -63,7 +64,7 @@ def test_a_lost_completion_ends_the_run_and_is_named_with_its_engine(kind: Place
     with pytest.raises(RunError) as failure:
         play(world)
     sentence = (
-        rf"no progress for 65 s: step \d, phase {phase}: 1 groups in flight \(sim/7@0 on engine [01]\), "
+        rf"no progress for 960 s: step \d, phase {phase}: 1 groups in flight \(sim/7@0 on engine [01]\), "
         "2 of 2 engines ready"
     )
     assert re.match(sentence, str(failure.value)), failure.value
@@ -76,7 +77,7 @@ def test_the_run_ends_within_its_limit_and_three_polls(kind: PlacementKind, tmp_
 
     async def story() -> float:
         context = world.context()
-        with pytest.raises(RunError, match="no progress for 65 s"):
+        with pytest.raises(RunError, match="no progress for 960 s"):
             await CONTROLLERS[kind](context).run()
         return now()
 
@@ -100,7 +101,7 @@ def test_a_trainer_that_hangs_ends_the_run_with_its_phase(kind: PlacementKind, c
     world = World(quick(kind), tmp_path)
     world.trainer.hang = call
     phase = "finish" if kind is ASYNC and call == "finish_step" else "train"
-    with pytest.raises(RunError, match=f"no progress for 65 s: step 1, phase {phase}"):
+    with pytest.raises(RunError, match=f"no progress for 960 s: step 1, phase {phase}"):
         play(world)
 
 
@@ -116,7 +117,7 @@ def test_a_sync_that_hangs_ends_the_run(kind: PlacementKind, tmp_path: Path) -> 
 
         world.sync.sync = hangs  # type: ignore[method-assign]
 
-    with pytest.raises(RunError, match="no progress for 65 s: step 2, phase sync"):
+    with pytest.raises(RunError, match="no progress for 960 s: step 2, phase sync"):
         play(world, at_start)
 
 
@@ -130,7 +131,7 @@ def test_an_engine_that_never_drains_ends_the_run(kind: PlacementKind, tmp_path:
 
         world.engines[1].pause = never  # type: ignore[method-assign]
 
-    with pytest.raises(RunError, match=r"no progress for 65 s: step 1, phase start"):
+    with pytest.raises(RunError, match=r"no progress for 960 s: step 1, phase start"):
         play(world, at_start)
 
 
@@ -159,7 +160,7 @@ def test_a_completion_that_keeps_sampling_is_progress_however_long_it_takes(
 
 @BOTH
 def test_a_long_evaluation_is_progress(kind: PlacementKind, tmp_path: Path) -> None:
-    world = World(quick(kind, steps=2, every=1), tmp_path, lambda prompt_id: 30.0, eval_rows=200)
+    world = World(quick(kind, steps=2, every=1), tmp_path, lambda prompt_id: 0.46 * LIMIT, eval_rows=200)
     assert play(world) > 2 * 5 * LIMIT
     assert [step for _, step in world.recorder.evaluations] == [1, 2]
 
@@ -167,7 +168,7 @@ def test_a_long_evaluation_is_progress(kind: PlacementKind, tmp_path: Path) -> N
 def test_filtering_for_a_long_time_is_progress(tmp_path: Path) -> None:
     made = quick(ASYNC, steps=1, dynamic_sampling=True, max_refill_rounds=50, max_inflight_groups=1)
     useful = World(made, tmp_path).cursor.take(40)[-1].id
-    world = World(made, tmp_path, lambda p: 30.0, lambda prompt_id, member: member == 0 and prompt_id == useful)
+    world = World(made, tmp_path, lambda p: 0.46 * LIMIT, lambda prompt_id, member: member == 0 and prompt_id == useful)
     assert play(world) > 10 * LIMIT
 
 
@@ -186,7 +187,7 @@ def test_calls_of_the_trainer_that_return_are_progress_when_nothing_is_sampled(
 def test_attempts_to_restart_an_engine_are_progress_until_they_are_too_many(
     kind: PlacementKind, tmp_path: Path
 ) -> None:
-    world = World(quick(kind), tmp_path, engine_count=1, start_seconds=50.0)
+    world = World(quick(kind), tmp_path, engine_count=1, start_seconds=0.9 * LIMIT)
     made = world.replace
 
     def dead(place: int) -> SimEngine:
@@ -223,12 +224,25 @@ def test_an_engine_that_does_not_say_what_it_sampled_neither_stops_the_watchdog_
         context = world.context()
         world.engines[0].stats = silent  # type: ignore[method-assign]
         world.engines[1].stats = refuses  # type: ignore[method-assign]
-        with pytest.raises(RunError, match="no progress for 65 s: 0 groups in flight, 2 of 2 engines ready"):
+        with pytest.raises(RunError, match="no progress for 960 s: 0 groups in flight, 2 of 2 engines ready"):
             async with watchdog(context.rollouter, context.pool, world.config, tmp_path):
                 await asyncio.Event().wait()
         return now()
 
     assert run_virtual(story()) <= LIMIT + 3 * (POLL_SECONDS + STATS_SECONDS)
+
+
+def test_signs_of_progress_of_servers_that_report_no_tokens_keep_a_run_alive(tmp_path: Path) -> None:
+    world = World(quick(ASYNC, steps=1), tmp_path, lambda prompt_id: 3 * LIMIT)
+
+    async def stats() -> EngineStats:
+        return EngineStats(groups=1, completion_tokens=0, beats=int(now()))
+
+    def at_start(controller: PlacementController) -> None:
+        for engine in world.engines:
+            engine.stats = stats  # type: ignore[method-assign]
+
+    assert play(world, at_start) > 3 * LIMIT
 
 
 def test_engines_are_asked_what_they_sampled_only_while_nothing_else_shows_progress(tmp_path: Path) -> None:
@@ -252,14 +266,14 @@ def test_the_limit_is_above_the_deadline_of_every_single_call() -> None:
     made = RunConfig()
     assert limit_seconds(made) == made.trainer.timeout_s + MARGIN_SECONDS == 1860
     made.rollout.start_timeout_s = 3000.0
-    assert limit_seconds(made) == 3060
+    assert limit_seconds(made) == 3000 + 30 + 10 + 32 + 60  # start, reply, end of the one before, pause
     made.weight_sync.timeout_s = 4000.0
     assert limit_seconds(made) == 4060
     made.rollout.stall_timeout_s = 5000.0
     assert limit_seconds(made) == 5060
     made.algorithm.group_size = 16
     made.reward.timeout_s = 600.0  # of one trajectory; a group is scored together, then one by one
-    assert limit_seconds(made) == 2 * 16 * 600 + 60
+    assert limit_seconds(made) == 16 * (2 * 600 + 60) + 60  # a worker starts within 60 s
 
 
 def test_the_watchdog_ends_with_its_block_and_raises_what_the_block_raises(tmp_path: Path) -> None:

@@ -181,6 +181,30 @@ def test_whenever_engines_die_nothing_is_lost_or_trained_on_twice(
     assert_sound(world)
 
 
+@pytest.mark.parametrize("call", ["pause", "release", "reload"])
+def test_a_restarted_engine_of_colocate_that_dies_around_its_sync_is_restarted_again(call: str, tmp_path: Path) -> None:
+    world = World(config(PlacementKind.colocate, steps=3), tmp_path, lambda prompt_id: 1.0)
+    made = world.replace
+    replacements: list[SimEngine] = []
+
+    def replace(place: int) -> SimEngine:
+        engine = made(place)
+        replacements.append(engine)
+        if len(replacements) == 1:
+
+            async def dies(*_: object) -> None:
+                engine.die()
+                raise EngineLost("engine 1 died on purpose")
+
+            setattr(engine, call, dies)
+        return engine
+
+    world.replace = replace  # type: ignore[method-assign]
+    play(world, (0.5, 1))
+    assert_sound(world)
+    assert len(replacements) == 2
+
+
 @BOTH
 def test_a_prompt_that_is_lost_too_often_ends_the_run(kind: PlacementKind, tmp_path: Path) -> None:
     world = World(config(kind), tmp_path, lambda _: 100.0, engine_count=1)

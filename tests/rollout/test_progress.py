@@ -1,8 +1,10 @@
 """Which prompts in flight make no progress, by the reports of a server."""
 
+import asyncio
+
 import pytest
 
-from app.rollout.progress import InFlightRequests, ProgressClock
+from app.rollout.progress import InFlightRequests, ProgressClock, ProgressMonitor
 
 LIMIT_S = 10.0
 PROMPTS: InFlightRequests = {"a": ["a#0", "a#1"], "b": ["b#0"]}
@@ -72,3 +74,24 @@ def test_sampled_tokens_never_decrease_while_a_prompt_is_in_flight() -> None:
     assert clock.tokens(["a#0", "a#1"]) == 15
     clock.observe({"b": ["b#0"]}, {}, 12.0)
     assert clock.tokens(["a#0", "a#1"]) == 0
+
+
+def test_each_sign_of_progress_of_a_server_without_reports_is_counted() -> None:
+    class Client:
+        name = "engine 0"
+        asked = 0
+
+        async def unfinished(self, seconds: float) -> None:
+            return None
+
+        async def healthy(self, route: str, seconds: float) -> bool:
+            self.asked += 1
+            return self.asked <= 3
+
+    async def story() -> int:
+        clock = ProgressClock()
+        monitor = ProgressMonitor(Client(), clock, lambda: {"a": ["a#0"]}, limit_s=0.04)  # type: ignore[arg-type]
+        await asyncio.wait_for(monitor.failure(), 60)
+        return clock.beats
+
+    assert asyncio.run(story()) == 3

@@ -1,0 +1,82 @@
+"""The host of an engine, on a double of its server: what waits for admission, and calls whose connection breaks."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.errors import EngineError, EngineLost
+from app.rollout import host as module
+from app.rollout.client import ConnectionLost
+from app.rollout.host import EngineHost, HostSpec
+from app.types import GroupRequest, InFlight, Sampling
+
+
+class SilentClient:
+    """Its server obeys every call and never finishes a completion."""
+
+    name = "engine 0"
+
+    async def post(self, *_: object, **__: object) -> dict[str, Any]:
+        return {}
+
+    async def generate(self, *_: object, **__: object) -> list[object]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+class BrokenClient(SilentClient):
+    async def post(self, *_: object, **__: object) -> dict[str, Any]:
+        raise ConnectionLost("engine 0: /pause_generation failed: ServerDisconnectedError")
+
+
+def started(client: object, monkeypatch: pytest.MonkeyPatch, folder: Path) -> EngineHost:
+    """A host of this client. Call it in a running event loop."""
+    monkeypatch.setattr(module, "log_to", lambda path: None)
+    monkeypatch.setattr(module, "DEATH_SECONDS", 0.05)
+    host = EngineHost(HostSpec("engine 0", 1.0, 1.0, False, folder / "host.log", url="http://127.0.0.1:1"))
+    host._client = client  # type: ignore[assignment]
+    host._failure = asyncio.get_running_loop().create_future()
+    return host
+
+
+def request(prompt_id: str) -> GroupRequest:
+    return GroupRequest(prompt_id, np.zeros(1, dtype=np.int32), 1, Sampling(1.0, 1.0, 4), 0)
+
+
+def test_an_abort_of_everything_includes_what_waits_for_admission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a prompt whose caller is gone would be admitted at `resume`, and refused to the next caller."""
+
+    async def story() -> None:
+        host = started(SilentClient(), monkeypatch, tmp_path)
+        await host.pause(InFlight.drain)
+        waiting = asyncio.create_task(host.generate(request("p/1@0")))
+        await asyncio.sleep(0)
+        await host.abort()
+        await host.resume()
+        with pytest.raises(EngineError, match="engine 0: prompt p/1@0 was aborted before it was admitted"):
+            await waiting
+
+        again = asyncio.create_task(host.generate(request("p/1@0")))
+        await asyncio.sleep(0.01)
+        assert (await host.stats()).groups == 1
+        again.cancel()
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_an_engine_is_lost_when_the_connection_of_a_control_call_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        host = started(BrokenClient(), monkeypatch, tmp_path)
+        host._server = SimpleNamespace()  # type: ignore[assignment]  # one that is still alive
+        with pytest.raises(EngineLost, match="/pause_generation failed"):
+            await host.pause(InFlight.retract)
+
+    asyncio.run(asyncio.wait_for(story(), 60))
