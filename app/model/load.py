@@ -126,7 +126,7 @@ def _check_head(causal_lm: Any, path: Path) -> None:
 
     named = isinstance(head, nn.Linear) and isinstance(layers, nn.ModuleList)
     expect(named, "model.path", path, f"a model class with `lm_head` and a decoder with `layers`; {kind} has not both")
-    expect(head.bias is None, "model.path", path, "a model whose LM head has no bias")
+    expect(getattr(head, "bias", None) is None, "model.path", path, "a model whose LM head has no bias")
     expect(
         _returns_head_output(causal_lm),
         "model.path",
