@@ -42,13 +42,18 @@ def packed(
     packing: Packing,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,  # further arguments that transformers passes to every implementation
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence: [1, T, H, D].
 
     Raises:
-        ValueError: If a sequence is longer than the model's sliding window, which is not supported.
+        ValueError: If a sequence is longer than the model's sliding window, or the model caps its attention scores
+            (`softcap`) or has attention sinks (`s_aux`), none of which is supported.
     """
+    if softcap is not None or s_aux is not None:
+        raise ValueError(f"{PACKED} attention neither caps scores (softcap) nor has attention sinks (s_aux)")
     if sliding_window is not None and sliding_window < packing.longest:
         raise ValueError(
             f"{PACKED} attention has no sliding window: the window is {sliding_window} tokens, "

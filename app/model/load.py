@@ -7,6 +7,7 @@ Invariants:
 - Buffers that no checkpoint has (rotary frequencies) are recomputed.
 - A missing or unexpected tensor is an error; nothing is initialized silently.
 - There is no dropout: two forwards of the same tokens give the same log-probabilities, and those of the engine.
+- The logits are exactly what the LM head returns: `PolicyModel` multiplies hidden states with its weight, nothing more.
 
 The order of the steps is TorchTitan's.
 """
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from app.errors import ConfigError, one_line
+from app.errors import ConfigError, expect, one_line
 from app.model.attention import PACKED, register_packed
 from app.model.hf_checkpoint import Checkpoint, match, open_checkpoint
 from app.model.hf_import import transformers
@@ -57,14 +58,14 @@ def load(
         trust_remote_code: Allow model code from the directory.
 
     Raises:
-        ConfigError: If the directory has no causal language model, or not exactly its tensors.
+        ConfigError: If the directory has no causal language model that `PolicyModel` supports, or not exactly its
+            tensors.
     """
     if mesh is None and compute_dtype != param_dtype:
         raise ValueError("without a mesh a model computes in param_dtype: mixed precision requires FSDP2")
 
     causal_lm = _on_meta(path, param_dtype, attention, trust_remote_code)
-    if causal_lm.lm_head.bias is not None:
-        raise ConfigError(f"model.path={path} is not accepted: give a model whose LM head has no bias.")
+    _check_head(causal_lm, path)
     if activation_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     owners = _owners(causal_lm)
@@ -90,8 +91,7 @@ def _on_meta(path: Path, dtype: torch.dtype, attention: str, trust_remote_code: 
     auto = transformers()
     try:
         config = auto.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        for each in (config, config.get_text_config()):
-            _disable_dropout(each)
+        _disable_dropout(config)
         with torch.device("meta"):
             causal_lm = auto.AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
@@ -110,10 +110,53 @@ def _on_meta(path: Path, dtype: torch.dtype, attention: str, trust_remote_code: 
 
 
 def _disable_dropout(config: Any) -> None:
-    """Set every dropout rate of a configuration to 0: `attention_dropout`, `resid_pdrop`, `layerdrop` and the like."""
+    """Set every dropout rate to 0 (`attention_dropout`, `resid_pdrop`, `layerdrop` and the like), nested ones too."""
     for name, value in vars(config).items():
-        if DROPOUT_FIELD.search(name) and isinstance(value, float):
+        if isinstance(value, transformers().PretrainedConfig):
+            _disable_dropout(value)
+        elif DROPOUT_FIELD.search(name) and isinstance(value, float):
             setattr(config, name, 0.0)
+
+
+def _check_head(causal_lm: Any, path: Path) -> None:
+    """Raise `ConfigError` unless the logits of the model are `lm_head.weight` times the decoder's hidden states."""
+    kind = type(causal_lm).__name__
+    head = getattr(causal_lm, "lm_head", None)
+    layers = getattr(causal_lm.get_decoder(), "layers", None)
+
+    named = isinstance(head, nn.Linear) and isinstance(layers, nn.ModuleList)
+    expect(named, "model.path", path, f"a model class with `lm_head` and a decoder with `layers`; {kind} has not both")
+    expect(getattr(head, "bias", None) is None, "model.path", path, "a model whose LM head has no bias")
+    expect(
+        _returns_head_output(causal_lm),
+        "model.path",
+        path,
+        f"a model whose logits are those of its LM head; {kind} scales or caps its logits (as Granite, Cohere and "
+        f"Gemma 2 do)",
+    )
+
+
+@torch.no_grad()
+def _returns_head_output(causal_lm: Any) -> bool:
+    """Whether the hidden states reach the LM head, and its output the caller, unchanged. Computes no layer."""
+    decoder, head = causal_lm.get_decoder(), causal_lm.lm_head
+
+    # Whole numbers up to 256 are exact in bfloat16, to which a class may cast.
+    hidden = (torch.arange(2 * head.in_features) % 256 - 128).float().view(1, 2, head.in_features)
+    output = transformers().modeling_outputs.MoeModelOutputWithPast(last_hidden_state=hidden)
+
+    def decode(*_: Any, **__: Any) -> Any:
+        return output
+
+    def identity(hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    decoder.forward, head.forward = decode, identity
+    try:
+        logits = causal_lm(input_ids=torch.zeros(1, 2, dtype=torch.int64)).logits
+    finally:
+        del decoder.forward, head.forward
+    return torch.equal(logits.float(), hidden)
 
 
 def _owners(model: nn.Module) -> list[Owners]:

@@ -25,6 +25,7 @@ from app.model.tiny.tokenizer import build_tokenizer
 from app.placement.fully_async import FullyAsync
 from app.tracking.recorder import RunFolderRecorder
 from app.types import Completion, FinishReason, GroupRequest, InFlight, ScoredGroup, VersionSpan
+from tests.bench.machine import busy, conditions
 from tests.simulation import SimEngine, SimTrainer, World, config, run_virtual
 
 ENGINES, GROUP, TOKENS = 1000, 8, 8000
@@ -114,6 +115,7 @@ def run_once(folder: Path) -> float:
 
 
 def main() -> None:
+    before = conditions()
     with tempfile.TemporaryDirectory() as name:
         cpu = run_once(Path(name))
     completions = PROMPTS * STEPS * GROUP
@@ -130,6 +132,8 @@ def main() -> None:
                 "completions": completions,
                 "engines": ENGINES,
                 "tokens_per_completion": TOKENS,
+                "before": before,
+                "busy": busy([before]),
                 "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}",
             }
         )

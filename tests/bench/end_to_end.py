@@ -10,9 +10,9 @@ all 128 at once with transformers (it can also use vLLM, which is not measured).
 environment with TRL; tests/bench/trl_grpo.py shows how to create one.
 
 `--tune` then runs TRL with other settings, once each, to show which serves it best. The first step of each run is not
-counted. Memory is the peak of the proportional set size summed over all processes of a run. Ratios are medians of the
-rounds' ratios. `--add` adds to the rounds and settings in FILE, which is written after each of them. Prints one JSON
-line.
+counted. A step lasts from its start to the start of the next one, on both sides. Memory is the peak of the
+proportional set size summed over all processes of a run. Ratios are medians of the rounds' ratios. `--add` adds to the
+rounds and settings in FILE, which is written after each of them. Prints one JSON line.
 """
 
 import argparse
@@ -27,13 +27,14 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from app.types import Trajectory
-from tests.bench.machine import busy, conditions, machine, pss_by_process, spread
+from tests.bench.machine import busy, conditions, earlier_result, machine, pss_by_process, spread
 from tests.bench.trl_baseline import VOCABULARY, save_baseline_model
 
 PROMPTS_PER_STEP, GROUP_SIZE, PROMPT_TOKENS, MAX_TOKENS = 16, 8, 16, 256
@@ -92,7 +93,7 @@ def ours(model: Path, prompts: Path, steps: int, folder: Path) -> Measured:
         "model.path": model,
         "data.path": prompts,
         "reward._target_": "tests.bench.end_to_end.reward",
-        "steps": steps,
+        "steps": steps + 1,  # the start of the last one is the end of the one before
         "algorithm.prompts_per_step": PROMPTS_PER_STEP,
         "algorithm.group_size": GROUP_SIZE,
         "rollout.max_prompt_tokens": PROMPT_TOKENS,
@@ -109,13 +110,18 @@ def ours(model: Path, prompts: Path, steps: int, folder: Path) -> Measured:
     )
 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if "time/step" in line]
+    lines = [line for line in lines if "time/step" in line][:steps]
     names = ("time/train", "time/sync", "mismatch/abs_difference", "staleness/mean")
     detail = {name: round(statistics.median(line[name] for line in lines[WARM_UP:]), 7) for name in names}
-    seconds, generate, tokens = (
-        [line[name] for line in lines] for name in ("time/step", "time/generate", "tokens/completion")
-    )
-    return measured(seconds, generate, tokens, memory, detail)
+    generate, tokens = ([line[name] for line in lines] for name in ("time/generate", "tokens/completion"))
+    return measured(step_seconds(run), generate, tokens, memory, detail)
+
+
+def step_seconds(run: Path) -> list[float]:
+    """Return the wall-clock seconds between the starts of the steps of a run, one fewer than it has steps."""
+    events = json.loads((run / "timeline.json").read_text())["traceEvents"]
+    starts = sorted(each["ts"] / 1e6 for each in events if each["ph"] == "X" and each["name"] == "generate")
+    return [later - earlier for earlier, later in pairwise(starts)]
 
 
 def measured(
@@ -234,8 +240,8 @@ def summary(rounds: list[dict[str, Any]], tuning: dict[str, Any], steps: int) ->
 
 
 def compare(workload: Workload, *, rounds: int, tune: bool, steps: int, out: Path | None, add: bool) -> dict[str, Any]:
-    earlier = json.loads(out.read_text()) if out and add else {"rounds": [], "tuning": {}}
-    measured, tuning = earlier["rounds"], earlier["tuning"]
+    earlier = earlier_result(out, add=add)
+    measured, tuning = earlier.get("rounds", []), earlier.get("tuning", {})
 
     def result() -> dict[str, Any]:
         found = summary(measured, tuning, steps)
@@ -261,6 +267,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--add", action="store_true", help="add to what is in the file of --out")
     chosen = parser.parse_args()
+    if chosen.add and chosen.out is None:
+        parser.error("--add needs --out FILE")
 
     with tempfile.TemporaryDirectory() as folder:
         workload = Workload(chosen.peer, chosen.steps, Path(folder))

@@ -6,7 +6,7 @@ Each run is `python -m app` with the overrides below; nothing of an algorithm is
 accuracy before and after, the composed updates per step, the mean fractions of clipped tokens, the largest staleness
 trained on, and the median step and completion tokens per second without the first three steps. Prints one JSON line.
 `--out FILE` replaces these runs in the file and keeps the others of this list. `presets` is short for the eight runs
-of the four presets in both placements.
+of the four presets in both placements. A run that fails is no result: it is named at the end, and the exit code is 1.
 """
 
 import argparse
@@ -15,12 +15,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from tests.bench.machine import machine
+from tests.bench.machine import busy, conditions, machine
 
 ASYNC = "placement=fully_async"
 PRESETS: dict[str, str] = {
@@ -42,10 +43,15 @@ RUNS: dict[str, str] = {
 
 
 def run(overrides: str, folder: Path) -> dict[str, Any]:
+    """Return the result of one run. Raises `CalledProcessError` if it fails, with the end of its stderr as a note."""
+    before = conditions()
     command = [sys.executable, "-m", "app", *overrides.split(), f"hydra.run.dir={folder}"]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=1800)
-    if done.returncode:
-        return {"overrides": overrides, "failed": done.stderr[-1000:]}
+    try:
+        done.check_returncode()
+    except subprocess.CalledProcessError as error:
+        error.add_note(done.stderr[-1000:])
+        raise
     summary = json.loads((folder / "summary.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step" in line]
@@ -64,8 +70,37 @@ def run(overrides: str, folder: Path) -> dict[str, Any]:
             sum(line["tokens/completion"] for line in steady) / sum(line["time/step"] for line in steady)
         ),
         "run_seconds": round(summary["total/seconds"]),
+        "before": before,
         "machine": machine(),
     }
+
+
+def measure(names: Sequence[str], results: dict[str, dict[str, Any]], out: Path | None) -> list[str]:
+    """Run each of `names`, fill in its result and write all to `out` after each. Return the names that failed."""
+    failed = []
+    for name in names:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                results[name] = {"name": name, **run(RUNS[name], Path(folder) / "run")}
+        except subprocess.CalledProcessError as error:
+            failed.append(name)
+            sys.stderr.write(f"{name} failed: {error}\n{''.join(error.__notes__)}\n")
+            continue
+
+        sys.stderr.write(f"{json.dumps(results[name])}\n")
+        if out is not None:
+            out.write_text(json.dumps(summary(results), indent=1) + "\n")
+    return failed
+
+
+def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {"what": "learning", "runs": list(results.values())}
+
+    # Runs from before the load was looked at do not say whether the machine was busy.
+    before = [each.get("before") for each in results.values()]
+    if None not in before:
+        found["busy"] = busy(before)
+    return found
 
 
 def main() -> None:
@@ -76,13 +111,14 @@ def main() -> None:
     previous = json.loads(arguments.out.read_text())["runs"] if arguments.out and arguments.out.exists() else []
     results = {each["name"]: each for each in previous if each["name"] in RUNS}
     names = [each for name in arguments.names for each in (PRESETS if name == "presets" else [name])]
-    for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            results[name] = {"name": name, **run(RUNS[name], Path(folder) / "run")}
-        sys.stderr.write(f"{json.dumps(results[name])}\n")
-        if arguments.out:
-            arguments.out.write_text(json.dumps({"what": "learning", "runs": list(results.values())}, indent=1) + "\n")
-    sys.stdout.write(json.dumps({"what": "learning", "runs": list(results.values())}) + "\n")
+    unknown = [name for name in names if name not in RUNS]
+    if unknown:
+        parser.error(f"no such run: {', '.join(unknown)}")
+
+    failed = measure(names, results, arguments.out)
+    sys.stdout.write(json.dumps(summary(results)) + "\n")
+    if failed:
+        sys.exit(f"{len(failed)} of {len(names)} runs failed and are not in the result: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

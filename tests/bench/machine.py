@@ -48,6 +48,11 @@ def busy(before: Iterable[dict[str, float]]) -> bool:
     return found
 
 
+def earlier_result(out: Path | None, *, add: bool) -> dict[str, Any]:
+    """Return the result that a benchmark adds to: that of its file with `--add`, empty if there is none yet."""
+    return json.loads(out.read_text()) if add and out is not None and out.exists() else {}
+
+
 def spread(values: Iterable[float], digits: int) -> dict[str, float]:
     """Return the median, the least and the largest of the rounds."""
     values = list(values)

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from tests.bench.machine import machine, peak_rss_mib, reset_peak, rss_mib
+from tests.bench.machine import busy, conditions, machine, peak_rss_mib, reset_peak, rss_mib
 
 VOCABULARIES = (151_936, 248_320)
 LENGTHS = (512, 1024, 2048, 4096)  # tokens
@@ -128,10 +128,18 @@ def main() -> None:
     if arguments.way:
         print(measure(arguments.way, arguments.model, arguments.tokens))
         return
+    before = conditions()
     with tempfile.TemporaryDirectory() as folder:
         rows = table(Path(folder))
     result = json.dumps(
-        {"what": "memory", "hidden": HIDDEN, "table": rows, "machine": machine("torch", "transformers")}
+        {
+            "what": "memory",
+            "hidden": HIDDEN,
+            "table": rows,
+            "before": before,
+            "busy": busy([before]),
+            "machine": machine("torch", "transformers"),
+        }
     )
     print(result)
     if arguments.out:

@@ -30,7 +30,17 @@ from typing import Any
 import numpy as np
 
 from app.types import Completion, FinishReason, Group, Prompt, ScoredGroup, Trajectory, VersionSpan
-from tests.bench.machine import MIB, busy, conditions, machine, peak_rss_mib, reset_peak, rss_mib, spread
+from tests.bench.machine import (
+    MIB,
+    busy,
+    conditions,
+    earlier_result,
+    machine,
+    peak_rss_mib,
+    reset_peak,
+    rss_mib,
+    spread,
+)
 
 SHAPES = {
     "vocab_size": 151936,
@@ -255,7 +265,9 @@ def main() -> None:
         print(json.dumps(count_work(arguments.count, arguments.model)))
         return
 
-    earlier = json.loads(arguments.out.read_text()) if arguments.add else {}
+    if arguments.add and arguments.out is None:
+        parser.error("--add needs --out FILE")
+    earlier = earlier_result(arguments.out, add=arguments.add)
     with tempfile.TemporaryDirectory() as folder:
         result = json.dumps(compare(arguments.rounds, earlier, Path(folder)))
     print(result)

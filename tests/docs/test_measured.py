@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.learning import RUNS
 from tests.docs import measured
 from tests.docs.markdown import name
 
@@ -30,6 +31,41 @@ def test_every_block_is_on_a_page() -> None:
 def test_the_performance_page_has_no_measured_number_outside_of_its_blocks() -> None:
     page = measured.ROOT / "docs" / "performance.md"
     assert UNIT.findall(measured.BLOCK.sub("", page.read_text())) == []
+
+
+@pytest.fixture
+def quoted(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The result files that the blocks read."""
+    stems = set()
+    load = measured.load
+
+    def recorded(stem: str) -> measured.Result:
+        stems.add(stem)
+        return load(stem)
+
+    monkeypatch.setattr(measured, "load", recorded)
+    for block in measured.BLOCKS:
+        measured.render(block)
+    return {stem for stem in stems if (measured.RESULTS / f"{stem}.json").exists()}
+
+
+def test_every_quoted_result_says_that_the_machine_was_idle_or_is_listed_as_older(quoted: set[str]) -> None:
+    assert {"trainer", "learning", "memory", "controller"} <= quoted
+    silent = {stem for stem in quoted if "busy" not in measured.load(stem)}
+    assert silent == {*measured.BEFORE_THE_RULE, *measured.VIRTUAL_TIME}
+    assert [measured.load(stem)["busy"] for stem in quoted - silent] == [False] * len(quoted - silent)
+
+
+def test_a_placement_without_a_run_is_not_measured_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [run for run in measured.load("learning")["runs"] if run["name"] != "grpo colocate"]
+    monkeypatch.setattr(measured, "load", lambda _: {"runs": runs})
+    fully_async, colocate = measured.placements().splitlines()
+    assert fully_async.startswith("- `fully_async`: 1,025 completion tokens/s")
+    assert colocate == "- `colocate`: Not measured yet."
+
+
+def test_the_placements_quote_runs_of_the_learning_bench() -> None:
+    assert set(measured.PLACEMENT_RUNS.values()) <= set(RUNS)
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

@@ -139,6 +139,43 @@ def save_phi(folder: Path) -> Path:
     return _save(transformers().PhiForCausalLM, config, folder, 0)
 
 
+SMALL = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "dtype": "float32",
+}
+
+
+def save_with_changed_logits(family: str, folder: Path) -> Path:
+    """Save a random Granite, Cohere or Gemma 2, which change the output of their LM head."""
+    library = transformers()
+    if family == "granite":
+        return _save(library.GraniteForCausalLM, library.GraniteConfig(**SMALL, logits_scaling=8.0), folder, 0)
+    if family == "cohere":
+        return _save(library.CohereForCausalLM, library.CohereConfig(**SMALL, logit_scale=0.0625), folder, 0)
+    config = library.Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=30.0)
+    return _save(library.Gemma2ForCausalLM, config, folder, 0)
+
+
+def save_gpt2(folder: Path) -> Path:
+    """Save a random GPT-2, whose decoder calls its layers `h`."""
+    config = transformers().GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    return _save(transformers().GPT2LMHeadModel, config, folder, 0)
+
+
+def save_bert(folder: Path) -> Path:
+    """Save a random BERT decoder, which has no module `lm_head`."""
+    config = transformers().BertConfig(**SMALL, is_decoder=True)
+    return _save(transformers().BertLMHeadModel, config, folder, 0)
+
+
 SAVE: dict[str, Callable[[Path], Path]] = {
     "tied": save_qwen3,
     "untied": partial(save_qwen3, tied=False),

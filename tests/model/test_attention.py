@@ -90,6 +90,13 @@ def test_the_kernel_of_torch_has_this_signature() -> None:
     assert {"window_size", "is_causal"} & set(theirs)
 
 
+@pytest.mark.parametrize("unsupported", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}])
+def test_capped_scores_and_attention_sinks_are_refused(unsupported: dict[str, float | Tensor]) -> None:
+    query = torch.zeros(1, 4, 6, 8)
+    with pytest.raises(ValueError, match=r"^packed attention neither caps scores \(softcap\) nor has attention sinks"):
+        packed(nn.Module(), query, query, query, None, packing=packing([4, 2]), **unsupported)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_the_kernel_equals_the_buckets_on_a_device(width: int) -> None:

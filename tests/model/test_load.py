@@ -1,5 +1,6 @@
 """Checkpoints that `load` rejects, and buffers that it computes."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,19 @@ from safetensors.torch import load_file, save_file
 
 from app.errors import ConfigError
 from app.model.hf_import import transformers
-from app.model.load import load
+from app.model.load import _disable_dropout, load
 from app.model.policy import named_checkpoint_tensors
-from tests.model.support import batch, save_phi, save_qwen3, save_with_dropout
+from tests.model.support import (
+    SAVE,
+    batch,
+    reference,
+    save_bert,
+    save_gpt2,
+    save_phi,
+    save_qwen3,
+    save_with_changed_logits,
+    save_with_dropout,
+)
 
 
 @pytest.fixture
@@ -89,6 +100,51 @@ def test_a_head_with_a_bias_is_rejected_in_one_sentence(tmp_path: Path) -> None:
         ConfigError, match=r"^model\.path=.* is not accepted: give a model whose LM head has no bias\.$"
     ):
         load(save_phi(tmp_path / "phi"), mesh=None, device="cpu")
+
+
+@pytest.mark.parametrize("family", ["granite", "cohere", "gemma2"])
+def test_a_model_that_changes_its_logits_is_rejected_in_one_sentence(family: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"^model\.path=.* is not accepted: give a model whose logits are those of its LM head; "
+        rf"(?i:{family})ForCausalLM scales or caps its logits \(as Granite, Cohere and Gemma 2 do\)\.$",
+    ):
+        load(save_with_changed_logits(family, tmp_path / family), mesh=None, device="cpu")
+
+
+@pytest.mark.parametrize("model", SAVE)
+def test_an_accepted_model_computes_the_log_probabilities_of_transformers(model: str, tmp_path: Path) -> None:
+    path = SAVE[model](tmp_path / model)
+    policy = load(path, mesh=None, device="cpu")
+    packed = batch(101)
+    _, expected, _ = reference(path, packed, temperature=1.0)
+    with torch.no_grad():
+        torch.testing.assert_close(policy(**packed.inputs, temperature=1.0)[0], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("save", "kind"), [(save_gpt2, "GPT2LMHeadModel"), (save_bert, "BertLMHeadModel")])
+def test_a_class_without_the_expected_parts_is_rejected_in_one_sentence(
+    save: Callable[[Path], Path], kind: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"^model\.path=.* is not accepted: give a model class with `lm_head` and a decoder with `layers`; "
+        rf"{kind} has not both\.$",
+    ):
+        load(save(tmp_path / "model"), mesh=None, device="cpu")
+
+
+def test_dropout_is_disabled_in_every_nested_configuration() -> None:
+    library = transformers()
+    config = library.Blip2Config(
+        text_config=library.OPTConfig(dropout=0.1).to_dict(),
+        qformer_config={"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3},
+        vision_config={"attention_dropout": 0.4},
+    )
+    _disable_dropout(config)
+    assert config.text_config.dropout == 0.0
+    assert (config.qformer_config.hidden_dropout_prob, config.qformer_config.attention_probs_dropout_prob) == (0, 0)
+    assert config.vision_config.attention_dropout == 0.0
 
 
 def test_mixed_precision_requires_a_mesh(path: Path) -> None:

@@ -101,7 +101,7 @@ def test_closing_stops_every_worker_and_every_call_in_flight(custom_reward, traj
     pids = [worker.pid for worker in scorer._workers]
     begin = time.perf_counter()
     assert asyncio.run(close_while_scoring(scorer)) == [0]
-    assert time.perf_counter() - begin < 5
+    assert time.perf_counter() - begin < 50  # the reward would hang until its timeout of 100 s
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
     scorer.close()
 
