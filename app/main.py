@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from app.config import Mode, RunConfig, compose
 from app.errors import CONFIG_EXIT, FAILED_EXIT, ConfigError, Interrupted, RunError, exit_code, expect, say
-from app.mode import MODES, ModeResult
+from app.mode import MODES, NOT_GIVEN, ModeResult
 from app.recovery.run_lock import FolderInUse
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -73,12 +73,13 @@ class Validate(Callback):
             raise SystemExit(CONFIG_EXIT)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Print a table of the sweep's runs."""
-        from app.tracking.report.sweep import table
+        """Print a table of the sweep's runs, and write their report and tables."""
+        from app.tracking.report.sweep import end_sweep, table
 
         folder = Path(str(config.hydra.sweep.dir))
         if any(folder.glob("*/summary.json")):
             say(table(folder))
+            say("\n".join(end_sweep(folder)))
 
 
 @hydra.main(version_base="1.3", config_path=conf_path(), config_name="config")
@@ -165,4 +166,4 @@ def _given_folder(composed: DictConfig) -> str:
     """Return `hydra.run.dir` as given. The default names the folder of a new run, so it counts as not given."""
     run: Any = OmegaConf.to_container(composed.hydra.run, resolve=False)
     given: str = run["dir"]
-    return "<not given>" if "${" in given else given
+    return NOT_GIVEN if "${" in given else given

@@ -353,6 +353,10 @@ class Lines:
     evaluations: list[tuple[float, int]] = field(default_factory=list)
     ledger: list[tuple[int, list[str], list[str]]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    statuses: list[str] = field(default_factory=list)
+
+    def status(self, text: str) -> None:
+        self.statuses.append(text)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.lines.append({"step": step, **metrics})

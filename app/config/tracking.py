@@ -20,6 +20,12 @@ class TrackingConfig:
         None, "Run name in the trackers; null joins the names of the run's folder and its parent."
     )
     offline: bool = setting(False, "wandb and clearml record into the run's folder and send nothing.")
+    compare: list[str] = setting(
+        [],
+        "mode=report: the runs, or folders of runs, to compare in one report, which goes to hydra.run.dir or else to a "
+        "new folder in outputs/comparisons.",
+        noun="a list of folders",
+    )
     samples_per_step: int = setting(8, "Trajectories written to samples/ per step; 0 writes none.", at_least=0)
 
     def validate(self) -> None:

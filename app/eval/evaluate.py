@@ -1,8 +1,10 @@
 """Evaluation on the held-out sets, with one policy version throughout."""
 
+import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
 
-from app.algorithm.metrics import group_metrics
+from app.algorithm.metrics import correct, group_metrics
 from app.config import RunConfig
 from app.config.eval import EvalConfig
 from app.rollout.rollouter import Rollouter
@@ -51,8 +53,19 @@ async def evaluate(
 
 
 def measure(groups: Sequence[Group]) -> dict[str, float]:
-    """Return accuracy, mean reward and length, and truncated fraction over completions; pass@k for k of at least 2."""
+    """Measure the groups of an evaluation set.
+
+    Returns:
+        Accuracy, mean reward and length, and truncated fraction over completions; pass@k for k of at least 2; the
+        number of prompts; and the accuracy's standard error over prompts, since the completions of one prompt are not
+        independent. A single prompt has no standard error.
+    """
     metrics = group_metrics(groups)
     passes = {name.removeprefix("reward/"): value for name, value in metrics.items() if name.startswith("reward/pass@")}
     passes.pop("pass@1")  # equals the accuracy
-    return {**{name: metrics[source] for name, source in REPORTED.items()}, **passes}
+    measured = {name: metrics[source] for name, source in REPORTED.items()}
+
+    accuracies = [fmean(map(correct, group.trajectories)) for group in groups]
+    if len(groups) > 1:
+        measured["accuracy_stderr"] = stdev(accuracies) / math.sqrt(len(groups))
+    return {**measured, "prompts": len(groups), **passes}

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from app.config import Mode, RunConfig
 
+NOT_GIVEN = "<not given>"  # instead of a folder, where the command line names none
+
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:

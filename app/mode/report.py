@@ -1,28 +1,38 @@
-"""`mode=report`: write `report.html` of the run, or of the folder of runs, that `hydra.run.dir` names.
+"""`mode=report`: write `report.html` of a run, of a folder of runs, or of the runs that `tracking.compare` lists.
 
 Another process may be writing the run. Its folder is left alone then, and the report is written beside it.
 """
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from app.config import RunConfig
-from app.errors import ConfigError, say
-from app.mode import ModeResult
+from app.config.folder_name import RUN_ID
+from app.errors import ConfigError, expect, say
+from app.mode import NOT_GIVEN, ModeResult
 from app.recovery.run_lock import FolderInUse, run_lock
 from app.tracking.report.data import find_runs
 from app.tracking.report.page import NAME, write_report
+from app.tracking.report.sweep import write_comparison
+
+COMPARISONS = Path("outputs/comparisons")
 
 
-def run(_config: RunConfig, folder: Path) -> ModeResult:
+def run(config: RunConfig, folder: Path) -> ModeResult:
     """Write the report and print its path. Raises `ConfigError` for a folder without runs."""
+    if config.tracking.compare:
+        say(str(_comparison(config.tracking.compare, folder)))
+        return ModeResult()
+
     runs = find_runs(folder)
     if not runs:
         raise ConfigError(
-            f"hydra.run.dir={folder} is not accepted: give a run's or a sweep's folder; a report needs at least one "
-            "run folder."
+            f"hydra.run.dir={folder} is not accepted: give a run's or a sweep's folder, or list runs in "
+            "tracking.compare; a report needs at least one run folder."
         )
 
-    say(str(_report_of_run(folder) if runs == [folder] else write_report(runs, folder / NAME)))
+    say(str(_report_of_run(folder) if runs == [folder] else write_comparison(runs, folder)))
     return ModeResult()
 
 
@@ -32,3 +42,17 @@ def _report_of_run(folder: Path) -> Path:
             return write_report([folder], folder / NAME)
     except FolderInUse:
         return write_report([folder], folder.with_name(f"{folder.name}.{NAME}"))
+
+
+def _comparison(compared: Sequence[str], folder: Path) -> Path:
+    """Compare the runs in these folders. The report goes to `folder`, or to a new folder if none was given."""
+    runs: dict[Path, Path] = {}  # by its real folder, so that a run counts once
+    for each in compared:
+        found = find_runs(Path(each))
+        expect(bool(found), "tracking.compare", each, "folders of runs; it holds none")
+        runs.update({run.resolve(): run for run in found})
+
+    if str(folder) == NOT_GIVEN:
+        folder = COMPARISONS / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{RUN_ID}"
+    expect(find_runs(folder) != [folder], "hydra.run.dir", folder, "a folder that is not a run's, for the comparison")
+    return write_comparison(list(runs.values()), folder)

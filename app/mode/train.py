@@ -224,6 +224,8 @@ async def save_on_interrupt(controller: PlacementController) -> None:
     if not config.every:
         return
 
+    if controller.context.checkpoints.committed_step != controller.version:
+        controller.context.recorder.status(f"interrupted, saving step {controller.version}")
     reason = "an unexpected error"
     try:
         async with asyncio.timeout(config.grace_s):

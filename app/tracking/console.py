@@ -14,8 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.progress import Task as RichTask
 from rich.text import Text
 
-from app.config import RunConfig
-from app.tracking.number_format import count, duration, plural, seconds
+from app.config import Mode, RunConfig
+from app.tracking.number_format import aligned, count, duration, plural, seconds
+from app.tracking.report.evaluation import evaluation_rows
 
 PHASES = (("generate", "cyan"), ("train", "magenta"), ("sync", "yellow"))
 BAR_CELLS = 12
@@ -37,7 +38,7 @@ class RunConsole:
         """Show the current activity between steps ("starting the engine")."""
         if self._progress is not None:
             self._progress.update(self._task, status=text)
-        elif not self._terminal:
+        elif not self._terminal or self._config.mode is Mode.eval:
             self._print(Text(f"{text} …", "dim"))
 
     def note(self, text: str) -> None:
@@ -62,7 +63,16 @@ class RunConsole:
             self._progress.update(self._task, completed=step, status="")
 
     def log_eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        """Print the accuracy of each evaluation set and, for a single set, the change since the first evaluation."""
+        """Print an evaluation.
+
+        In training: the accuracy of each set in one line and, for a single set, the change since the first evaluation.
+        In `mode=eval`: a table of the sets.
+        """
+        if self._config.mode is Mode.eval:
+            for row in aligned(evaluation_rows(results)):
+                self._print(Text(row))
+            return
+
         line = Text(f" eval {step:>{len(str(self._config.steps))}}/{self._config.steps}", "bold green")
         for name, metrics in results.items():
             accuracy = metrics.get("accuracy")
@@ -84,7 +94,7 @@ class RunConsole:
             self._progress.stop()
             self._progress = None
 
-        self._print(end_line(status, totals))
+        self._print(end_line(status, totals, evaluation=self._config.mode is Mode.eval))
         if error:
             self._print(Text(f"  {error}", "red"))
         for name, path in files.items():
@@ -92,20 +102,17 @@ class RunConsole:
 
     def _header(self) -> None:
         config = self._config
-        algorithm = config.algorithm
         title = Text("\n").append(config.model.name, "bold cyan")
-        for choice in (algorithm.name, config.placement.kind.value, config.device.kind.value):
+        choices = [config.algorithm.name, config.placement.kind.value, config.device.kind.value]
+        if config.mode is Mode.eval:
+            choices = ["evaluation", config.device.kind.value]
+        for choice in choices:
             title.append(" · ", "dim").append(choice, "bold")
-        steps = (
-            f"{config.steps} steps of {algorithm.prompts_per_step} prompts × {algorithm.group_size} completions, "
-            f"{plural(algorithm.updates_per_step, 'update')} each"
-        )
-        workers = f"{plural(config.placement.trainer_ranks, 'trainer rank')}, {plural(config.engines, 'engine')}"
         self._print(title)
-        self._print(Text(f"{steps} · {workers}", "dim"))
+        self._print(Text(work_of(config), "dim"))
         self._print(Text(f"{self._folder}\n", "dim"))
 
-        if self._terminal:
+        if self._terminal and config.mode is not Mode.eval:
             self._progress = Progress(
                 SpinnerColumn(),
                 BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
@@ -123,6 +130,21 @@ class RunConsole:
 
     def _print(self, text: Text) -> None:
         self._console.print(text)
+
+
+def work_of(config: RunConfig) -> str:
+    """Return what the run does, and with how many workers, in one line."""
+    engines = plural(config.engines, "engine")
+    if config.mode is Mode.eval:
+        sampling = f"temperature {config.eval.temperature:g}, top_p {config.eval.top_p:g}"
+        return f"{plural(config.eval.samples, 'completion')} per prompt, {sampling} · {engines}"
+
+    algorithm = config.algorithm
+    steps = (
+        f"{config.steps} steps of {algorithm.prompts_per_step} prompts × {algorithm.group_size} completions, "
+        f"{plural(algorithm.updates_per_step, 'update')} each"
+    )
+    return f"{steps} · {plural(config.placement.trainer_ranks, 'trainer rank')}, {engines}"
 
 
 class _Remaining(TextColumn):
@@ -187,10 +209,18 @@ def _cells(phases: list[tuple[str, str, float]], total: float) -> Text:
     return text.append("━" * (BAR_CELLS - used), "bright_black")
 
 
-def end_line(status: str, totals: Mapping[str, float]) -> Text:
-    """Format the outcome: `finished: 60 steps in 1 min 42 s, eval accuracy 31.0% → 93.5%, 98.3k completion tokens`."""
+def end_line(status: str, totals: Mapping[str, float], *, evaluation: bool = False) -> Text:
+    """Format the outcome: `finished: 60 steps in 1 min 42 s, eval accuracy 31.0% → 93.5%, 98.3k completion tokens`.
+
+    Of an evaluation: `finished: evaluation in 42 s, accuracy 93.5%`.
+    """
     color = {"finished": "bold green", "interrupted": "bold yellow"}.get(status, "bold red")
     text = Text("\n").append(status, color)
+    if evaluation:
+        text.append(f": evaluation in {duration(totals.get('total/seconds', 0.0))}")
+        last = totals.get("eval/accuracy_last")
+        return text if last is None else text.append(f", accuracy {last:.1%}")
+
     text.append(f": {plural(int(totals.get('steps', 0)), 'step')} in {duration(totals.get('total/seconds', 0.0))}")
 
     if "eval/accuracy_last" in totals:

@@ -1,4 +1,6 @@
-"""Numbers formatted for people."""
+"""Numbers and tables formatted for people."""
+
+from collections.abc import Sequence
 
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -49,3 +51,13 @@ def plural(number: int, noun: str) -> str:
     ('1 step', '2 steps')
     """
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format rows of cells as lines with aligned columns.
+
+    >>> aligned([["run", "best"], ["0", "98.0%"]])
+    ['run  best', '0    98.0%']
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -39,6 +39,14 @@ def test_an_evaluation_measures_accuracy_reward_and_length() -> None:
     measured = measure([group([1.0, 0.0], [3, 5]), group([1.0, 1.0], [1, 7], truncated=[False, True])])
     assert (measured["accuracy"], measured["reward"], measured["length_mean"]) == (0.75, 0.75, 4.0)
     assert measured["truncated_fraction"] == 0.25
+    assert measured["prompts"] == 2
+    assert measured["accuracy_stderr"] == pytest.approx(0.25)  # of the prompts' accuracies 0.5 and 1
+
+
+def test_one_prompt_has_no_standard_error() -> None:
+    measured = measure([group([1.0, 0.0], [3, 5])])
+    assert measured["prompts"] == 1
+    assert "accuracy_stderr" not in measured
 
 
 def test_the_example_in_the_docstring_holds() -> None:

@@ -92,8 +92,9 @@ SECOND = (
 )
 
 
-def test_a_signal_saves_the_last_step(tmp_path: Path) -> None:
+def test_a_signal_saves_the_last_step_and_says_so(tmp_path: Path) -> None:
     world = interrupted(tmp_path, Interrupting())
+    assert world.recorder.statuses == ["interrupted, saving step 3"]
     assert (saved_step(tmp_path), len(world.recorder.lines), world.recorder.warnings) == (3, 3, [])
 
 

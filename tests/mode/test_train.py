@@ -122,9 +122,14 @@ def test_a_sweep_leaves_a_summary_for_each_of_its_runs(tmp_path: Path, tiny_mode
     assert done.returncode == 0, done.stderr
     summaries = [json.loads(path.read_text()) for path in (tmp_path / "sweep").rglob("summary.json")]
     assert [summary["status"] for summary in summaries] == ["finished"] * 4
-    rows = done.stderr.splitlines()[-4:]
-    assert all("finished" in row for row in rows)
-    assert sum("algorithm=dapo" in row and "placement=fully_async" in row for row in rows) == 1
+    rows = [line.split()[:4] for line in done.stderr.splitlines() if "  finished  " in line]
+    assert sorted(rows) == [
+        ["0", "grpo", "colocate", "finished"],
+        ["1", "grpo", "fully_async", "finished"],
+        ["2", "dapo", "colocate", "finished"],
+        ["3", "dapo", "fully_async", "finished"],
+    ]
+    assert {"report.html", "runs.csv"} <= {path.name for path in (tmp_path / "sweep").iterdir() if path.is_file()}
 
 
 @pytest.mark.slow

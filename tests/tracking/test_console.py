@@ -1,7 +1,7 @@
 import io
 from pathlib import Path
 
-from app.config import RunConfig
+from app.config import Mode, RunConfig
 from app.tracking.console import RunConsole, step_line
 from app.tracking.number_format import count, duration, seconds
 
@@ -65,6 +65,30 @@ def test_the_end_shows_status_totals_and_files():
     ]
     failed = lines(lambda console: console.end("failed", {"steps": 1, "total/seconds": 3.0}, "engine 0 died", {}))
     assert failed[-2:] == ["failed: 1 step in 3 s", "  engine 0 died"]
+
+
+def test_an_evaluation_speaks_of_its_sets_and_not_of_training():
+    sets = {
+        "easy": {"accuracy": 0.9, "accuracy_stderr": 0.03, "prompts": 100, "pass@2": 0.95, "length_mean": 4.0},
+        "hard": {"accuracy": 0.1, "prompts": 1, "pass@2": 0.2, "length_mean": 9.5, "truncated_fraction": 0.25},
+    }
+    stream = io.StringIO()
+    console = RunConsole(RunConfig(mode=Mode.eval), Path("out/run"), stream)
+    console.log_eval(20, sets)
+    totals = {"steps": 0, "total/seconds": 42.0, "eval/accuracy_first": 0.5, "eval/accuracy_last": 0.5}
+    console.end("finished", totals, None, {})
+    assert stream.getvalue().splitlines() == [
+        "",
+        "tiny · evaluation · cpu",
+        "1 completion per prompt, temperature 0, top_p 1 · 1 engine",
+        "out/run",
+        "",
+        "set   prompts  accuracy      pass@2  tokens  truncated",
+        "easy  100      90.0% ± 3.0%  95.0%   4.0     —",
+        "hard  1        10.0%         20.0%   9.5     25.0%",
+        "",
+        "finished: evaluation in 42 s, accuracy 50.0%",
+    ]
 
 
 class Terminal(io.StringIO):

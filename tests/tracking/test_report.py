@@ -1,3 +1,4 @@
+import asyncio
 import json
 import shutil
 import subprocess
@@ -6,10 +7,13 @@ from html.parser import HTMLParser
 import pytest
 from omegaconf import OmegaConf
 
-from app.config import RunConfig
+from app.config import Mode, RunConfig
+from app.errors import RunError
+from app.mode import session
+from app.mode.preflight import RunInputs
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.report import data as report_data
-from app.tracking.report.checks import Tone, learning_check, rule_checks, rules_check, time_check
+from app.tracking.report.checks import Tone, learning_check, phase_means, rule_checks, rules_check, time_check
 from app.tracking.report.page import write_report
 from app.types import SYNC_PHASES
 
@@ -45,8 +49,10 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.text).split())
 
 
-def run_folder(folder, group, *, steps=20, lr=1e-3, overrides=(), change=lambda step, metrics: metrics):
-    config = RunConfig(steps=steps)
+def run_folder(
+    folder, group, *, steps=20, lr=1e-3, seed=0, accuracy=0.9, overrides=(), change=lambda step, metrics: metrics
+):
+    config = RunConfig(steps=steps, seed=seed)
     config.trainer.lr = lr
     (folder / "config").mkdir(parents=True)
     OmegaConf.save(OmegaConf.structured(config), folder / "config/config.yaml")
@@ -68,7 +74,7 @@ def run_folder(folder, group, *, steps=20, lr=1e-3, overrides=(), change=lambda 
             }
             recorder.log(step, change(step, metrics))
             recorder.log_samples(step, [group(step, [0.0, 1.0])], lambda ids: "</script><b>what is & why")
-        recorder.log_eval(steps, {"eval": {"accuracy": 0.9}})
+        recorder.log_eval(steps, {"eval": {"accuracy": accuracy}})
     return folder
 
 
@@ -76,7 +82,7 @@ def test_the_report_answers_the_three_questions_in_one_file_without_addresses(tm
     folder = run_folder(tmp_path / "run", group, overrides=["trainer.lr=0.001"])
     page = Page(folder / "report.html")
     assert "Did it learn? Yes Held-out accuracy went from 30.0% to 90.0%." in page.words
-    assert "Where does the time go? Generation (60%) The median step takes 1.00 s" in page.words
+    assert "Where does the time go? Generation (60%) The mean step takes 1.00 s" in page.words
     assert "generate 60%, train 30%, sync 6%, other 4%." in page.words
     assert "Is it healthy? Yes 1 check passed; 0 warnings." in page.words
     assert "tiny · grpo · colocate · cpu finished" in page.words
@@ -106,9 +112,75 @@ def test_several_runs_are_compared_side_by_side_with_the_settings_that_differ(tm
     assert report_data.find_runs(tmp_path) == sorted(folders)
     page = Page(write_report(folders, tmp_path / "compare/report.html"))
     assert "2 runs side by side" in page.words
-    assert "slow/2026-01-01 finished 20 30.0% 90.0% 90.0% 1.00 s" in page.words
-    assert "setting slow/2026-01-01 fast/2026-01-01 trainer.lr 0.0001 0.01 All other metrics" in page.words
-    assert [run["name"] for run in page.data["runs"]] == ["slow/2026-01-01", "fast/2026-01-01"]
+    assert "lr=0.0001 finished 20 30.0% 90.0% 90.0% 1.00 s" in page.words
+    assert "setting lr=0.0001 lr=0.01 trainer.lr 0.0001 0.01 All other metrics" in page.words
+    assert [run["name"] for run in page.data["runs"]] == ["lr=0.0001", "lr=0.01"]
+    assert "standard deviation over the seeds" not in page.words
+
+
+def test_runs_that_differ_by_their_seed_have_a_table_of_means_and_deviations(tmp_path, group):
+    folders = [
+        run_folder(tmp_path / f"{lr}_{seed}", group, lr=lr, seed=seed, accuracy=accuracy)
+        for lr, seed, accuracy in ((1e-4, 0, 0.8), (1e-4, 1, 0.6), (1e-2, 0, 0.5), (1e-2, 1, 0.5))
+    ]
+    page = Page(write_report(folders, tmp_path / "report.html"))
+    assert [run["name"] for run in page.data["runs"]][:2] == ["lr=0.0001, seed=0", "lr=0.0001, seed=1"]
+    assert (
+        "Mean ± standard deviation over the seeds of finished runs lr seeds first accuracy last best time "
+        "0.0001 2 30.0% ± 0.0% 70.0% ± 14.1% 70.0% ± 14.1%"
+    ) in page.words
+
+
+def test_an_evaluation_has_a_table_of_its_sets_and_no_training_checks(tmp_path, group):
+    config = RunConfig(mode=Mode.eval)
+    (tmp_path / "config").mkdir()
+    OmegaConf.save(OmegaConf.structured(config), tmp_path / "config/config.yaml")
+    sets = {
+        "easy": {"accuracy": 0.9, "accuracy_stderr": 0.03, "prompts": 100, "pass@2": 0.95, "length_mean": 4.0},
+        "hard": {"accuracy": 0.1, "accuracy_stderr": 0.05, "prompts": 40, "pass@2": 0.2, "length_mean": 9.5},
+    }
+    with RunFolderRecorder(config, tmp_path) as recorder:
+        recorder.log_eval(20, sets, [group(0, [0.0, 1.0])], lambda ids: "1+1=")
+    page = Page(tmp_path / "report.html")
+    assert "finished evaluation · 0 s" in page.words
+    assert "set prompts accuracy pass@2 tokens truncated" in page.words
+    assert "easy 100 90.0% ± 3.0% 95.0% 4.0 — hard 40 10.0% ± 5.0% 20.0% 9.5 —" in page.words
+    assert "Where does the time go? Generation" not in page.words
+    assert "checks" not in page.words
+    assert page.data["charts"] == []
+    (samples,) = page.data["runs"][0]["samples"]
+    assert (samples["step"], [row["reward"] for row in samples["rows"]]) == (20, [0.0, 1.0])
+
+
+def test_shares_of_time_are_shares_of_the_sums(tmp_path):
+    """The medians of these phases are 1 s of a median step of 5 s, though a step does nothing else."""
+    with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
+        for step, (generate, train) in enumerate([(1.0, 4.0), (1.0, 4.0), (9.0, 1.0), (9.0, 1.0), (1.0, 4.0)], 1):
+            times = {"time/step": generate + train, "time/generate": generate, "time/train": train}
+            recorder.log(step, {"reward/mean": 0.0, **times})
+    run = report_data.read_run(tmp_path)
+    assert "The mean step takes 7.00 s: generate 60%, train 40%, other 0%." in time_check(run).explanation
+    assert phase_means(run) == {"generate": 4.2, "train": 2.8, "other": 0.0}
+
+
+def test_warnings_about_the_inputs_are_in_the_report(tmp_path, monkeypatch):
+    """The data is read before the run's folder exists."""
+    sentence = "9 of the 10 questions of evaluation set mine are also in the training set"
+    inputs = RunInputs(tmp_path, None, None, (sentence,))
+    monkeypatch.setattr(session, "take_inputs", lambda config, status: inputs)
+
+    def stop(*_, **__):
+        raise RunError("nothing else is started in this test")
+
+    monkeypatch.setattr("app.reward.scorer.Scorer", stop)
+
+    async def start(recorder):
+        async with session.start_rollout_workers(RunConfig(), None, tmp_path, recorder):
+            pass
+
+    with pytest.raises(RunError), RunFolderRecorder(RunConfig(), tmp_path) as recorder:
+        asyncio.run(start(recorder))
+    assert f"step 0 {sentence}" in Page(tmp_path / "report.html").words
 
 
 def test_records_that_were_set_aside_are_no_run_of_their_own_unless_named(tmp_path):

@@ -1,5 +1,6 @@
 """The charts of the report and their sections. Metrics without a chart of their own go to the last section."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -82,4 +83,5 @@ def charts(runs: Sequence[RunData]) -> list[Chart]:
         shown.append(Chart("sync", "Bytes sent by each weight sync", ("sync/bytes",), ("bytes",), "bytes"))
 
     named = {name for chart in shown for name in chart.metrics} | {"time/step", "sync/total_seconds"}
-    return shown + [Chart("more", name, (name,), (name,)) for name in measured if name not in named]
+    constant = {name for name in measured if re.fullmatch(r"eval/(.+/)?prompts", name)}
+    return shown + [Chart("more", name, (name,), (name,)) for name in measured if name not in named | constant]

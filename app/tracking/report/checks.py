@@ -100,13 +100,13 @@ def _accuracy_change(accuracy: list[float]) -> tuple[str, str, Tone]:
 
 
 def time_check(run: RunData) -> HealthCheck:
-    """Name the longest phase of the median step and how to shorten it."""
+    """Name the phase with the largest share of the time of all steps, and how to shorten it."""
     question = "Where does the time go?"
     if not run.values("time/step"):
         return HealthCheck(question, "Not measured", "No step was finished.", Tone.plain)
 
-    step = median(run.values("time/step"))
-    shares = {name: value / step for name, value in phase_medians(run).items()}
+    step = fmean(row["time/step"] for row in measured_steps(run))
+    shares = {name: value / step for name, value in phase_means(run).items()}
     longest = max(shares, key=lambda name: shares[name])
     label, remedy = PHASES[longest]
 
@@ -114,7 +114,7 @@ def time_check(run: RunData) -> HealthCheck:
     speed = f", {count(median(rate))} completion tokens/s" if rate else ""
     phases = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     overlap = " (phases overlap)" if sum(shares.values()) > 1.05 else ""
-    explanation = f"The median step takes {seconds(step)}{speed}: {phases}{overlap}."
+    explanation = f"The mean step takes {seconds(step)}{speed}: {phases}{overlap}."
 
     total = run.summary.get("total/seconds", 0.0)
     outside = total - run.summary.get("total/step_seconds", total)
@@ -127,14 +127,27 @@ def time_check(run: RunData) -> HealthCheck:
     return HealthCheck(question, f"{label} ({min(shares[longest], 1):.0%})", explanation, tone)
 
 
-def phase_medians(run: RunData) -> dict[str, float]:
-    """Return the median seconds of each phase of a step and of the time outside of phases (0 where phases overlap)."""
-    measured = {name: run.values(f"time/{name}") for name in ("generate", "train", "sync")}
-    medians = {name: median(values) for name, values in measured.items() if values}
-    steps = run.values("time/step")
-    if steps:
-        medians["other"] = max(0.0, median(steps) - sum(medians.values()))
-    return medians
+def measured_steps(run: RunData) -> list[dict[str, float]]:
+    """Return the rows of finished steps, which have a time."""
+    return [row for row in run.rows if row.get("time/step") is not None]
+
+
+def phase_means(run: RunData) -> dict[str, float]:
+    """Return the seconds per step of each phase and of the time outside of phases (0 where phases overlap).
+
+    Means over all steps, unlike medians, add up to the mean step.
+    """
+    steps = measured_steps(run)
+    if not steps:
+        return {}
+
+    means: dict[str, float] = {}
+    for name in ("generate", "train", "sync"):
+        values = [row[f"time/{name}"] for row in steps if row.get(f"time/{name}") is not None]
+        if values:
+            means[name] = math.fsum(values) / len(steps)
+    whole = fmean(row["time/step"] for row in steps)
+    return {**means, "other": max(0.0, whole - sum(means.values()))}
 
 
 def rules_check(run: RunData) -> HealthCheck:
@@ -145,6 +158,10 @@ def rules_check(run: RunData) -> HealthCheck:
         return HealthCheck(question, "It failed", error, Tone.bad)
 
     checks = rule_checks(run)
+    if not checks:
+        explanation = f"No step was measured; {plural(len(run.warnings), 'warning')}."
+        return HealthCheck(question, "Nothing to check", explanation, Tone.plain)
+
     problems = [check.name for check in checks if check.tone is Tone.warning]
     warnings = plural(len(run.warnings), "warning")
     if problems:

@@ -6,6 +6,7 @@ Invariants:
   both spread evenly over the run.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from app.config import RunConfig
+from app.config import Mode, RunConfig
 from app.tracking.run_folder import CONFIG, WARNINGS, metrics_file, samples, summary
 from app.tracking.run_folder.aside import is_aside
 
@@ -44,6 +45,11 @@ class RunData:
         return [value for value in self.series.get(name, ()) if value is not None]
 
     @property
+    def is_evaluation(self) -> bool:
+        """Whether this is a run of `mode=eval`, which has no training steps."""
+        return _is_evaluation(self.config)
+
+    @property
     def changed(self) -> dict[str, tuple[Any, Any]]:
         """Settings that differ from the schema's defaults: key → (default, value)."""
         defaults = flatten(to_plain(OmegaConf.structured(RunConfig)))
@@ -71,19 +77,29 @@ def read_run(folder: Path) -> RunData:
         config=config,
         overrides=overrides,
         warnings=list(metrics_file.read(folder / WARNINGS)),
-        samples=read_samples(folder),
+        samples=read_samples(folder, "eval" if _is_evaluation(config) else "step"),
     )
 
 
 def find_runs(folder: Path) -> list[Path]:
     """Return the run folders at or below `folder` (a sweep's, or `outputs`), sorted by path.
 
-    Records that a run set aside count only if `folder` names them.
+    Symbolic links are followed, and a run that is reached twice is returned once. Records that a run set aside count
+    only if `folder` names them.
     """
-    if (folder / metrics_file.NAME).exists():
-        return [folder]
-    found = (path.parent for path in folder.rglob(metrics_file.NAME))
-    return sorted(path for path in found if not is_aside(path.relative_to(folder)))
+    found: list[Path] = []
+    visited: set[Path] = set()
+    for name, folders, files in os.walk(folder, followlinks=True):
+        path = Path(name)
+        is_run = metrics_file.NAME in files
+        known = path.resolve() in visited
+        visited.add(path.resolve())
+
+        if is_run and not known:
+            found.append(path)
+        # Not into a run's own folders, nor twice into a folder, which links can make a loop.
+        folders[:] = [] if is_run or known else [each for each in sorted(folders) if not is_aside(Path(each))]
+    return sorted(found)
 
 
 def curves(rows: list[dict[str, Any]]) -> tuple[list[int], dict[str, list[float | None]]]:
@@ -128,9 +144,9 @@ def flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def read_samples(folder: Path) -> list[Mapping[str, Any]]:
+def read_samples(folder: Path, kind: str) -> list[Mapping[str, Any]]:
     """Return the samples of up to `SAMPLED_STEPS` evenly spaced steps, the first and the last included."""
-    files = samples.sample_files(folder)
+    files = samples.sample_files(folder, kind)
     count = min(SAMPLED_STEPS, len(files))
     chosen = [files[round(index * (len(files) - 1) / max(1, count - 1))] for index in range(count)]
     return [{"step": step, "rows": list(_sample_rows(path))} for step, path in chosen]
@@ -158,6 +174,10 @@ def _short(text: str | None) -> str | None:
         return text
     half = TEXT_LIMIT // 2
     return f"{text[:half]}\n… {len(text) - TEXT_LIMIT} characters …\n{text[-half:]}"
+
+
+def _is_evaluation(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("mode") == Mode.eval.name)
 
 
 def _mean(bucket: list[dict[str, Any]], name: str) -> float | None:

@@ -3,7 +3,10 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs, SEVERAL = RUNS.length > 1;
 const PHASE_COLORS = { generate: "var(--s0)", train: "var(--s1)", sync: "var(--s2)", other: "var(--rest)" };
-const color = (index) => `var(--s${index % 6})`;
+const PALETTE = 6;
+const color = (index) => `var(--s${index % PALETTE})`;
+// More runs than palette colors: hues evenly around the circle, in two lightnesses, so that no two runs share a color.
+const runColor = (r) => (RUNS.length <= PALETTE ? color(r) : `hsl(${((360 * r) / RUNS.length).toFixed(1)} 65% ${r % 2 ? 62 : 42}%)`);
 const HEIGHT = 190, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 22;
 const SMOOTH_FROM = 50; // points: longer curves get a smoothed line over the faint raw one
 
@@ -78,7 +81,7 @@ function lineSeries(chart) {
   RUNS.forEach((run, r) => chart.metrics.forEach((metric, m) => {
     const y = run.series[metric];
     if (!y || y.every((v) => v === null)) return;
-    series.push({ label: SEVERAL ? run.name : chart.labels[m], x: run.steps, y, color: color(SEVERAL ? r : m) });
+    series.push({ label: SEVERAL ? run.name : chart.labels[m], x: run.steps, y, color: SEVERAL ? runColor(r) : color(m) });
   }));
   return series;
 }
@@ -206,14 +209,15 @@ document.querySelectorAll("[data-charts]").forEach((section) => {
     RUNS.filter((run) => chart.metrics.some((m) => run.series[m])).forEach((run) =>
       addFigure(grid, chart, stackSeries(chart, run), SEVERAL ? `${chart.title} · ${run.name}` : chart.title));
   });
-  if (!own.length) {
-    if (section.id === "time") section.querySelector(".grid").remove();
-    else if (section.id !== "health") { section.remove(); document.querySelector(`nav a[href="#${section.id}"]`)?.remove(); }
-  }
+  if (own.length) return;
+  const needed = { time: RUNS.some((run) => Object.keys(run.phases).length), health: section.querySelector("table") };
+  if (needed[section.id]) grid.remove();
+  else { section.remove(); document.querySelector(`nav a[href="#${section.id}"]`)?.remove(); }
 });
 
-// ---- the median step of each run, as one bar
-document.getElementById("shares").className = SEVERAL ? "share" : "share single";
+// ---- the mean step of each run, as one bar
+const shares = document.getElementById("shares");  // removed where no step was measured
+if (shares) shares.className = SEVERAL ? "share" : "share single";
 const longest = Math.max(...RUNS.map((run) => Object.values(run.phases).reduce((a, b) => a + b, 0)));
 RUNS.forEach((run, r) => {
   const whole = Object.values(run.phases).reduce((a, b) => a + b, 0);
@@ -225,11 +229,10 @@ RUNS.forEach((run, r) => {
     const text = name === "other" ? "color:var(--ink)" : "";
     bar.append(make("div", { style: `flex:${value} 0 0;background:${PHASE_COLORS[name]};${text}`, title: `${name} ${FORMS.seconds(value)} (${FORMS.percent(share)})` }, label));
   });
-  const row = document.getElementById("shares");
-  if (SEVERAL) row.append(make("span", { class: "who" }, make("span", { class: "key", style: `background:${color(r)}` }), run.name));
-  row.append(bar);
+  if (SEVERAL) shares.append(make("span", { class: "who" }, make("span", { class: "key", style: `background:${runColor(r)}` }), run.name));
+  shares.append(bar);
 });
-document.querySelectorAll("[data-run]").forEach((key) => { key.style.background = color(+key.dataset.run); });
+document.querySelectorAll("[data-run]").forEach((key) => { key.style.background = runColor(+key.dataset.run); });
 
 // ---- samples
 const pick = Object.fromEntries(["run", "step", "filter", "where", "cards"].map((id) => [id, document.getElementById("sample-" + id)]));

@@ -12,17 +12,32 @@ from html import escape
 from pathlib import Path
 from statistics import median_high
 from string import Template
-from typing import Any
 
 from app.tracking.number_format import count, duration, plural, seconds
 from app.tracking.report.charts import charts
-from app.tracking.report.checks import Tone, health_checks, phase_medians, rule_checks
+from app.tracking.report.checks import Tone, health_checks, phase_means, rule_checks
+from app.tracking.report.comparison import SEED_COLUMNS, Comparison, compare, percent, value_text
 from app.tracking.report.data import MISSING, RunData, read_run
+from app.tracking.report.evaluation import evaluation_rows, set_metrics
+from app.tracking.run_folder.summary import Status
 from app.utils.files import replace_file
 
 NAME = "report.html"
 PAGE = Path(__file__).parent
-HEAD = ("run", "status", "steps", "first accuracy", "last", "best", "step time", "tok/s", "time", "learned", "healthy")
+HEAD = (
+    "run",
+    "status",
+    "steps",
+    "first accuracy",
+    "last",
+    "best",
+    "step time",
+    "tok/s",
+    "time",
+    "learned",
+    "healthy",
+    "folder",
+)
 
 
 def write_report(folders: Sequence[Path], out: Path) -> Path:
@@ -41,14 +56,15 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     if not folders:
         raise ValueError("a report needs at least one run folder")
     runs = [read_run(folder) for folder in folders]
-    names = _names(runs)
+    comparison = compare(runs)
+    names = comparison.names
 
     page = Template((PAGE / "page.html").read_text(encoding="utf-8")).substitute(
         title=escape(runs[0].label if len(runs) == 1 else f"{len(runs)} runs"),
         style=(PAGE / "style.css").read_text(encoding="utf-8"),
         script=(PAGE / "page.js").read_text(encoding="utf-8"),
         header=_header(runs),
-        answers=_answers(runs[0]) if len(runs) == 1 else _comparison(runs, names),
+        answers=_answers(runs[0]) if len(runs) == 1 else _comparison(comparison),
         warnings=_warnings(runs, names),
         checks=_checks(runs[0]) if len(runs) == 1 else "",
         configuration=_changes(runs[0]) if len(runs) == 1 else _differences(runs, names),
@@ -64,13 +80,13 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
 def _embedded(runs: Sequence[RunData], names: Sequence[str]) -> str:
     """Return numbers and samples as JSON. `<` is escaped, so that no text can close the script element."""
     content = {
-        "charts": [chart.plain for chart in charts(runs)],
+        "charts": [chart.plain for chart in charts([run for run in runs if not run.is_evaluation])],
         "runs": [
             {
                 "name": name,
                 "steps": run.steps,
                 "series": {key: [_short(value) for value in values] for key, values in run.series.items()},
-                "phases": phase_medians(run),
+                "phases": phase_means(run),
                 "samples": run.samples,
             }
             for run, name in zip(runs, names, strict=True)
@@ -89,7 +105,8 @@ def _header(runs: Sequence[RunData]) -> str:
 
     run = runs[0]
     status = str(run.summary.get("status", "unknown"))
-    totals = [plural(run.summary.get("steps", 0), "step"), duration(run.summary.get("total/seconds", 0.0))]
+    what = "evaluation" if run.is_evaluation else plural(run.summary.get("steps", 0), "step")
+    totals = [what, duration(run.summary.get("total/seconds", 0.0))]
     tokens = run.summary.get("total/completion_tokens")
     if tokens:
         totals.append(f"{count(tokens)} completion tokens")
@@ -100,7 +117,10 @@ def _header(runs: Sequence[RunData]) -> str:
 
 
 def _answers(run: RunData) -> str:
-    """Return a card for each of the three questions."""
+    """Return a card for each of the three questions; of an evaluation, its table."""
+    if run.is_evaluation and run.summary.get("status") != Status.failed.value:
+        return _results(run)
+
     cards = [
         f"<article class='answer {check.tone.value}'><h2>{escape(check.question)}</h2>"
         f"<p class='short'>{escape(check.answer)}</p><p>{escape(check.explanation)}</p></article>"
@@ -109,8 +129,16 @@ def _answers(run: RunData) -> str:
     return f"<section class='answers'>{''.join(cards)}</section>"
 
 
-def _comparison(runs: Sequence[RunData], names: Sequence[str]) -> str:
-    """Return a table with one row for each run."""
+def _results(run: RunData) -> str:
+    """Return a table of the evaluation sets of `mode=eval`, in place of the three questions."""
+    rows = [list(map(escape, row)) for row in evaluation_rows(set_metrics(run.rows[-1] if run.rows else {}))]
+    note = "<p class='none'>± is the standard error of the mean over the prompts.</p>"
+    table = _table(tuple(map(escape, rows[0])), rows[1:])
+    return f"<section><h2>Accuracy</h2><div class='scroll compare'>{table}</div>{note}</section>"
+
+
+def _comparison(comparison: Comparison) -> str:
+    """Return a table with one row for each run and, if there are several seeds, one with means over the seeds."""
     rows = [
         [
             f"<span class='key' data-run='{index}'></span>{escape(name)}",
@@ -121,10 +149,22 @@ def _comparison(runs: Sequence[RunData], names: Sequence[str]) -> str:
             _median(run.values("throughput/completion_tokens_per_second"), count),
             duration(run.summary.get("total/seconds", 0.0)),
             *(f"{_dot(check.tone)}{escape(check.answer)}" for check in health_checks(run)[::2]),
+            f"<code>{escape(run.name)}</code>",
         ]
-        for index, (run, name) in enumerate(zip(runs, names, strict=True))
+        for index, (run, name) in enumerate(zip(comparison.runs, comparison.names, strict=True))
     ]
-    return f"<section><div class='scroll compare'>{_table(HEAD, rows)}</div></section>"
+    return f"<section><div class='scroll compare'>{_table(HEAD, rows)}</div>{_over_seeds(comparison)}</section>"
+
+
+def _over_seeds(comparison: Comparison) -> str:
+    groups = comparison.seed_groups()
+    if not groups:
+        return ""
+
+    settings = comparison.labels[: len(comparison.settings)]
+    table = _table([*map(escape, settings), *SEED_COLUMNS], [list(map(escape, group.cells)) for group in groups])
+    title = "Mean ± standard deviation over the seeds of finished runs"
+    return f"<h2 class='table-title'>{title}</h2><div class='scroll compare'>{table}</div>"
 
 
 def _checks(run: RunData) -> str:
@@ -156,7 +196,7 @@ def _changes(run: RunData) -> str:
     rows = []
     for key, (default, value) in run.changed.items():
         mark = " <b>overridden</b>" if key in overridden else ""
-        rows.append([f"<code>{escape(key)}</code>{mark}", _value(value), _value(default)])
+        rows.append([f"<code>{escape(key)}</code>{mark}", escape(value_text(value)), escape(value_text(default))])
 
     table = _table(("setting", "this run", "default"), rows) if rows else ""
     return f"<p>Command line overrides: {overrides}</p><div class='scroll'>{table}</div>"
@@ -168,7 +208,7 @@ def _differences(runs: Sequence[RunData], names: Sequence[str]) -> str:
     for key in sorted({key for run in runs for key in run.config}):
         values = [run.config.get(key, MISSING) for run in runs]
         if len(set(map(str, values))) > 1:
-            rows.append([f"<code>{escape(key)}</code>", *map(_value, values)])
+            rows.append([f"<code>{escape(key)}</code>", *(escape(value_text(value)) for value in values)])
 
     if not rows:
         return "<p class='none'>The runs have the same configuration.</p>"
@@ -182,23 +222,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _names(runs: Sequence[RunData]) -> list[str]:
-    """Return unique short names: the folder names, with as many parent folders as needed."""
-    for length in range(1, 6):
-        names = ["/".join(run.folder.resolve().parts[-length:]) for run in runs]
-        if len(set(names)) == len(names):
-            break
-    return names
-
-
-def _value(value: Any) -> str:
-    if value is None:
-        return "null"
-    return escape(str(value).lower() if isinstance(value, bool) else str(value))
-
-
 def _percent(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.1%}"
+    return MISSING if value is None else percent(value)
 
 
 def _median(values: list[float], form: Callable[[float], str]) -> str:

@@ -84,9 +84,9 @@ def move_after(folder: Path, step: int, out: Path) -> None:
             path.rename(out / FOLDER / path.name)
 
 
-def sample_files(folder: Path) -> list[tuple[int, Path]]:
-    """Return (step, file) of the training samples, in step order."""
-    files = [(path.stem.removeprefix("step_"), path) for path in (folder / FOLDER).glob("step_*.jsonl")]
+def sample_files(folder: Path, kind: str = "step") -> list[tuple[int, Path]]:
+    """Return (step, file) of the samples of steps or, with `kind="eval"`, of evaluations, in step order."""
+    files = [(path.stem.removeprefix(f"{kind}_"), path) for path in (folder / FOLDER).glob(f"{kind}_*.jsonl")]
     return sorted((int(step), path) for step, path in files if step.isdigit())
 
 

@@ -1,0 +1,198 @@
+"""What a set of runs varies, and the mean and standard deviation of its results over seeds.
+
+Runs that differ in nothing but `seed` are one setting. Its results cover the finished runs.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from app.tracking.number_format import duration
+from app.tracking.report.data import MISSING, RunData
+from app.tracking.run_folder.summary import Status
+
+SEED = "seed"
+# The settings that a choice of a group (`algorithm=dapo`) shows in.
+CHOICES = {
+    "model": "model.name",
+    "data": "data.name",
+    "algorithm": "algorithm.name",
+    "placement": "placement.kind",
+    "device": "device.kind",
+}
+# Where a run's records go, and where its servers listen, changes no result.
+NUMBERS = ("eval/accuracy_first", "eval/accuracy_last", "eval/accuracy_best", "total/seconds")  # of `summary.json`
+SEED_COLUMNS = ("seeds", "first accuracy", "last", "best", "time")
+NOT_COMPARED = re.compile(r"tracking\..*|rollout\.(port|urls)|cluster\.address")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean and sample standard deviation."""
+
+    mean: float
+    deviation: float | None  # None for a single value
+
+    def text(self, form: Callable[[float], str]) -> str:
+        """Format as `mean ± deviation`."""
+        return form(self.mean) if self.deviation is None else f"{form(self.mean)} ± {form(self.deviation)}"
+
+
+@dataclass(frozen=True, slots=True)
+class SeedGroup:
+    """The finished runs that differ in nothing but their seed."""
+
+    values: list[str]  # of `Comparison.settings`
+    runs: list[RunData]
+
+    def spread(self, total: str) -> Spread | None:
+        """Return the spread of a number of `summary.json`, or None if no run has it."""
+        values = [float(run.summary[total]) for run in self.runs if total in run.summary]
+        if not values:
+            return None
+        return Spread(fmean(values), stdev(values) if len(values) > 1 else None)
+
+    @property
+    def cells(self) -> list[str]:
+        """The group's row: its values, then `SEED_COLUMNS`."""
+        shown = [str(len(self.runs))]
+        for name in NUMBERS:
+            spread = self.spread(name)
+            form = duration if name == "total/seconds" else percent
+            shown.append(MISSING if spread is None else spread.text(form))
+        return [*self.values, *shown]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Several runs and the settings that tell them apart."""
+
+    runs: Sequence[RunData]
+    keys: list[str]  # the settings that vary, the seed last
+    names: list[str]  # of each run, made from its values
+
+    @property
+    def settings(self) -> list[str]:
+        """The keys that vary besides the seed."""
+        return [key for key in self.keys if key != SEED]
+
+    @property
+    def labels(self) -> list[str]:
+        """A short name of each key."""
+        return [label(key, self.keys) for key in self.keys]
+
+    def seed_groups(self) -> list[SeedGroup]:
+        """Group the finished runs by their settings, in order of their first run; empty if no setting has two seeds."""
+        groups: dict[tuple[str, ...], list[RunData]] = {}
+        for run in self.runs:
+            if run.summary.get("status") == Status.finished.value:
+                groups.setdefault(values_of(run, self.settings), []).append(run)
+
+        if SEED not in self.keys or all(len(runs) < 2 for runs in groups.values()):
+            return []
+        return [SeedGroup(list(values), runs) for values, runs in groups.items()]
+
+
+def percent(value: float) -> str:
+    """Format a fraction."""
+    return f"{value:.1%}"
+
+
+def compare(runs: Sequence[RunData]) -> Comparison:
+    """Find what varies between the runs, and name them by it."""
+    keys = distinguishing(runs)
+    return Comparison(runs, keys, _names(runs, keys))
+
+
+def distinguishing(runs: Sequence[RunData]) -> list[str]:
+    """Return the settings to tell the runs apart by, the seed last.
+
+    These are the settings that vary and were given on a command line, and the seed. Of the others, which presets bring
+    along, a setting is added only if it separates runs that those before it do not.
+    """
+    configured = [run for run in runs if run.config]
+    varying = [key for key in sorted({key for run in configured for key in run.config}) if _varies(key, configured)]
+    given = {_key(override) for run in configured for override in run.overrides}
+
+    choices = list(CHOICES.values())
+    rank = {key: index for index, key in enumerate(choices)}
+    order = sorted(varying, key=lambda key: (key == SEED, key not in given, rank.get(key, len(choices)), key))
+
+    chosen: list[str] = []
+    parts = 1
+    for key in order:
+        finer = len({values_of(run, [*chosen, key]) for run in configured})
+        if key in given or key == SEED or finer > parts:
+            chosen.append(key)
+            parts = finer
+    return chosen
+
+
+def values_of(run: RunData, keys: Sequence[str]) -> tuple[str, ...]:
+    """Return a run's values of the keys as text."""
+    return tuple(value_text(run.config.get(key, MISSING)) for key in keys)
+
+
+def value_text(value: object) -> str:
+    """Format a value as in YAML.
+
+    >>> value_text(None), value_text(True), value_text(0.001)
+    ('null', 'true', '0.001')
+    """
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def label(key: str, keys: Sequence[str]) -> str:
+    """Return the short name of a key: its last word, or the whole key if another of `keys` ends like it.
+
+    >>> label("trainer.lr", ["trainer.lr", "seed"]), label("algorithm.name", ["algorithm.name"])
+    ('lr', 'algorithm')
+    """
+    if key in CHOICES.values():
+        return key.split(".")[0]
+    last = key.rpartition(".")[2]
+    return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
+
+
+def _varies(key: str, runs: Sequence[RunData]) -> bool:
+    # It names what an evaluation evaluates, and how a training run was started.
+    if NOT_COMPARED.fullmatch(key) or (key == "resume" and not all(run.is_evaluation for run in runs)):
+        return False
+    return len({values_of(run, [key]) for run in runs}) > 1
+
+
+def _key(override: str) -> str:
+    """Return the setting of an override, or the one that a group's choice shows in."""
+    key = override.lstrip("+~").split("=", 1)[0]
+    return CHOICES.get(key, key)
+
+
+def _names(runs: Sequence[RunData], keys: Sequence[str]) -> list[str]:
+    """Name the runs by their values; by their folders too where the values are equal or unknown."""
+    folders = _folder_names(runs)
+    named = [_by_values(run, keys) if run.config and keys else "" for run in runs]
+    return [
+        name if name and named.count(name) == 1 else f"{name} ({folder})" if name else folder
+        for name, folder in zip(named, folders, strict=True)
+    ]
+
+
+def _by_values(run: RunData, keys: Sequence[str]) -> str:
+    """Return `dapo, lr=0.001, seed=1`."""
+    parts = [
+        value if key in CHOICES.values() else f"{label(key, keys)}={value}"
+        for key, value in zip(keys, values_of(run, keys), strict=True)
+    ]
+    return ", ".join(parts)
+
+
+def _folder_names(runs: Sequence[RunData]) -> list[str]:
+    """Return unique short names: the folder names, with as many parent folders as needed."""
+    for length in range(1, 6):
+        names = ["/".join(run.folder.absolute().parts[-length:]) for run in runs]
+        if len(set(names)) == len(names):
+            break
+    return names
