@@ -114,7 +114,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Any:
     import wandb
 
     components = list(dict.fromkeys(name for row in rows for name in row["reward_components"]))
-    columns = ["id", "prompt", "completion", "answer", "reward", *(f"reward/{name}" for name in components)]
+    columns: list[str | int] = [
+        "id",
+        "prompt",
+        "completion",
+        "answer",
+        "reward",
+        *(f"reward/{name}" for name in components),
+    ]
     data = [
         [
             row["prompt"],
