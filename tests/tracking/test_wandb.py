@@ -128,8 +128,6 @@ def test_samples_are_tables_at_evaluations_and_every_few_steps(tmp_path: Path, g
             ["arithmetic/7@0", "question [7, 1, 2]", "text 0", "7", 0.5, 0.5],
             ["arithmetic/7@0", "question [7, 1, 2]", "text 1", "7", None, None],
         ],
-        "ncols": 6,
-        "nrows": 2,
     }
 
 
