@@ -2,6 +2,7 @@
 
 Invariants:
 - Nothing in the folder changes before this process holds its lock.
+- What the mode started has ended when the lock is released, or soon after this process was killed.
 - No mode overwrites or deletes the results of another run: the folder is unused, or the run in it is resumed, or it
   ended before its first checkpoint and its records are set aside.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from app.cluster.process_reaper import process_reaper
 from app.config import Mode, RunConfig
 from app.errors import RunError, say
 from app.recovery.resume import NEVER, has_checkpoint, holds_run, require_unused
@@ -43,7 +45,8 @@ def output_folder(composed: DictConfig, config: RunConfig, folder: Path) -> Iter
             require_unused(folder, config.mode)
 
         save_configuration(composed, folder)
-        with driver_log(folder):
+        # Around the whole mode, so that the dashboards' helpers live until the recorder has closed them.
+        with driver_log(folder), process_reaper():
             yield
 
 

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.cluster.process_reaper import process_reaper
 from app.config import Mode, RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
@@ -84,7 +83,6 @@ async def start_rollout_workers(
         )
         stack.callback(scorer.close)
 
-        stack.enter_context(process_reaper())
         recorder.status("starting Ray")
         stack.callback(_shutdown_ray)
         await connect(config, device)

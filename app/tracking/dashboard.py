@@ -1,7 +1,8 @@
 """The dashboard interface, the options that open a dashboard, and its state across resumes."""
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ class DashboardOptions:
 
     config: Mapping[str, Any]  # the resolved configuration, without OmegaConf types
     folder: Path  # the dashboard's folder in the run folder; may not exist yet
+    metrics: Path  # the run's metrics.jsonl
     project: str
     run_name: str
     offline: bool
@@ -29,16 +31,35 @@ class Dashboard(Protocol):
 
     def alert(self, step: int, title: str, text: str) -> None: ...
 
+    def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
     def close(self, status: str) -> None: ...
 
 
+def grouped(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the finite metrics, all of them with a prefix.
+
+    >>> grouped({"lr": 0.1, "reward/mean": 0.5, "loss/policy": math.nan})
+    {'train/lr': 0.1, 'reward/mean': 0.5}
+    """
+    return {
+        name if "/" in name else f"train/{name}": float(value)
+        for name, value in metrics.items()
+        if value is not None and math.isfinite(value)
+    }
+
+
 class Progress:
-    """`tracking/<dashboard>.json`: the dashboard's run id and the last step sent, for resumed runs."""
+    """`tracking/<dashboard>.json`: the dashboard's run id and the last step that it confirmed, for resumed runs.
+
+    A step that was sent is saved only by `confirm`: a helper process that is killed loses what it has not written.
+    """
 
     def __init__(self, path: Path, *, resumed: bool) -> None:
         self._path = path
         self._content = json.loads(path.read_text(encoding="utf-8")) if resumed and path.exists() else {}
-        self._sent_before = int(self._content.get("last_step", -1))
+        self._held = int(self._content.get("last_step", -1))
+        self._last_sent = self._held
 
     @property
     def run_id(self) -> str | None:
@@ -51,19 +72,26 @@ class Progress:
         self._write()
 
     @property
-    def sent_before(self) -> int:
-        """The last step that an earlier attempt sent; -1 if there is none."""
-        return self._sent_before
+    def held(self) -> int:
+        """The last step that the dashboard has from earlier attempts; -1 if there is none."""
+        return self._held
+
+    def holds(self, step: int) -> None:
+        """Note that the dashboard itself names `step` as the last one of earlier attempts."""
+        self._held = max(self._held, step)
 
     def is_new(self, step: int) -> bool:
-        """Whether no earlier attempt has sent this step."""
-        return step > self._sent_before
+        """Whether the dashboard has this step from no earlier attempt."""
+        return step > self._held
 
     def sent(self, step: int) -> None:
-        """Save that this step was sent."""
-        if step > int(self._content.get("last_step", -1)):
-            self._content["last_step"] = step
-            self._write()
+        """Note that this step was sent; `confirm` saves it."""
+        self._last_sent = max(self._last_sent, step)
+
+    def confirm(self) -> None:
+        """Save that the dashboard has every step that was sent."""
+        self._content["last_step"] = max(self._held, self._last_sent)
+        self._write()
 
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ Each dashboard runs on its own thread behind a bounded queue. Its package is imp
 Invariants:
 - A dashboard never blocks training or raises into it. Each failure is reported once.
 - Metrics that do not fit the queue are dropped and counted.
-- At the end of a run each dashboard has a deadline to send what is queued.
+- At the end of a run each dashboard has a deadline to send what is queued. Its helper processes live until then.
 - A resumed run continues the same dashboard run. TensorBoard and ClearML replace the steps after the resume point; W&B
   cannot, and keeps those of the earlier attempt, with a warning.
 
@@ -14,15 +14,14 @@ Metrics without a prefix in `metrics.jsonl` are sent as `train/<name>`, so that 
 """
 
 import logging
-import math
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from app.errors import one_line
-from app.tracking.dashboard import Dashboard, DashboardOptions
+from app.tracking.dashboard import Dashboard, DashboardOptions, grouped
 
 log = logging.getLogger("app.run")
 
@@ -61,19 +60,6 @@ def abandon_dashboard(name: str) -> None:
         abandon()
 
 
-def grouped(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite metrics, all of them with a prefix.
-
-    >>> grouped({"lr": 0.1, "reward/mean": 0.5, "loss/policy": math.nan})
-    {'train/lr': 0.1, 'reward/mean': 0.5}
-    """
-    return {
-        name if "/" in name else f"train/{name}": float(value)
-        for name, value in metrics.items()
-        if value is not None and math.isfinite(value)
-    }
-
-
 class DashboardWorker:
     """One dashboard's thread and queue.
 
@@ -101,6 +87,10 @@ class DashboardWorker:
     def alert(self, step: int, title: str, text: str) -> None:
         """Queue an alarm. Returns at once and never raises."""
         self._put(lambda dashboard: dashboard.alert(step, title, text))
+
+    def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Queue a table of trajectories. Returns at once and never raises."""
+        self._put(lambda dashboard: dashboard.samples(step, name, rows))
 
     def close(self, status: str, timeout_s: float) -> None:
         """Send the queued messages and close the dashboard; abandon it after `timeout_s`."""

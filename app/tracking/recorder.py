@@ -32,6 +32,8 @@ from app.utils.files import sync
 log = logging.getLogger("app.run")
 
 Metrics = Mapping[str, float]
+SAMPLES_EVERY = 10  # training steps between two tables of samples in the dashboards; every evaluation has one
+TABLE_ROWS = 64  # at most
 DASHBOARD_DEADLINE_S = {Status.finished: 30.0, Status.interrupted: 4.0, Status.failed: 4.0}
 
 
@@ -211,6 +213,14 @@ class RunFolderRecorder:
     def _write_samples(self, step: int, groups: Sequence[Group], decode: Decode | None, kind: str = "step") -> None:
         count = self.config.tracking.samples_per_step
         self._try("samples", partial(samples.write_samples, self.folder, step, groups, count, decode, kind=kind))
+        if kind == "eval" or step % SAMPLES_EVERY == 0:
+            self._try("the table of samples", partial(self._send_samples, step, groups, decode, kind))
+
+    def _send_samples(self, step: int, groups: Sequence[Group], decode: Decode | None, kind: str) -> None:
+        chosen = samples.choose(groups, min(self.config.tracking.samples_per_step, TABLE_ROWS))
+        rows = [samples.row(trajectory, decode) for trajectory in chosen]
+        for dashboard in self._open_dashboards() if rows else ():
+            dashboard.samples(step, kind, rows)
 
     def _try(self, what: str, write: Callable[[], object]) -> None:
         """Write something for people to read. A run does not end for want of it."""
@@ -233,6 +243,7 @@ class RunFolderRecorder:
         return DashboardOptions(
             config={str(key): value for key, value in plain.items()},
             folder=self.folder / dashboards.FOLDER / name,
+            metrics=self.folder / metrics_file.NAME,
             project=tracking.project,
             run_name=tracking.run_name or f"{self.folder.parent.name}/{self.folder.name}",
             offline=tracking.offline,

@@ -2,15 +2,21 @@
 
 `tracking.offline=true` or `WANDB_MODE=offline` record offline. Otherwise W&B looks for a key (`WANDB_API_KEY`, or what
 `wandb login` saved) and never prompts for one. Without a valid key the run is recorded offline, with one warning.
+
+W&B records and sends in a helper process, `wandb-core`. It exits when the run is closed, or at once when this process
+dies, and then loses what it had not written.
 """
 
+import json
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from app.errors import one_line
-from app.tracking.dashboard import DashboardOptions, Progress
+from app.tracking.dashboard import DashboardOptions, Progress, grouped
+from app.tracking.run_folder import metrics_file
 
 log = logging.getLogger("app.run")
 
@@ -20,10 +26,10 @@ EXIT_CODES = {"finished": 0, "interrupted": 130}  # W&B shows any other code as 
 
 
 class WeightsAndBiases:
-    """A W&B run. `tracking/wandb.json` holds its id and the last step sent.
+    """A W&B run. `tracking/wandb.json` holds its id and the last step of an attempt that was closed.
 
-    W&B accepts steps in increasing order only. After a resume it keeps the steps that an earlier attempt sent, and the
-    run sends only those after them.
+    W&B accepts steps in increasing order only. After a resume it keeps the steps that it has, and the run sends only
+    those after them: first, from `metrics.jsonl`, those that an attempt which was killed may not have delivered.
     """
 
     def __init__(self, options: DashboardOptions) -> None:
@@ -61,27 +67,73 @@ class WeightsAndBiases:
             options.warn(f"wandb records this run offline: {one_line(error)} To upload it, run: {upload}")
             self._run = start(mode="offline")
         self._progress.opened(run_id)
-        self._warn_about_kept_steps(options)
+        if options.resumed_at is not None:
+            # Online the server names the first step that it lacks; offline it is 0.
+            self._progress.holds(self._run.starting_step - 1)
+            self._warn_about_kept_steps(options, options.resumed_at)
+            self._send_again(options, options.resumed_at)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._progress.is_new(step):
             self._run.log(dict(metrics), step=step)
             self._progress.sent(step)
 
-    def _warn_about_kept_steps(self, options: DashboardOptions) -> None:
-        last = self._progress.sent_before
-        if options.resumed_at is not None and last > options.resumed_at:
+    def _warn_about_kept_steps(self, options: DashboardOptions, resumed_at: int) -> None:
+        last = self._progress.held
+        if last > resumed_at:
             options.warn(
-                f"wandb cannot replace steps {options.resumed_at + 1} to {last}, which an earlier attempt sent: its "
+                f"wandb cannot replace steps {resumed_at + 1} to {last}, which an earlier attempt sent: its "
                 "chart keeps them. metrics.jsonl and report.html have those of this attempt."
             )
+
+    def _send_again(self, options: DashboardOptions, resumed_at: int) -> None:
+        """Send the steps up to `resumed_at` that W&B did not confirm."""
+        for row in metrics_file.read(options.metrics):
+            step = row.pop("step")
+            if step <= resumed_at:
+                self.log(step, grouped(row))
 
     def alert(self, step: int, title: str, text: str) -> None:
         self._run.alert(title=title, text=f"step {step}: {text}", level="WARN")
 
+    def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._progress.is_new(step):
+            self._run.log({f"samples/{name}": table(rows)}, step=step)
+
     def close(self, status: str) -> None:
+        import wandb
+
         self._run.summary["status"] = status
-        self._run.finish(exit_code=EXIT_CODES.get(status, 1))
+        self._run.finish(exit_code=EXIT_CODES.get(status, 1))  # returns when everything is written or sent
+        self._progress.confirm()
+        wandb.teardown()  # the helper is of this run; the next run of this process (in a sweep) starts a new one
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Return a `wandb.Table` of sampled trajectories, with a column for each reward component."""
+    import wandb
+
+    components = list(dict.fromkeys(name for row in rows for name in row["reward_components"]))
+    columns: list[str | int] = [
+        "id",
+        "prompt",
+        "completion",
+        "answer",
+        "reward",
+        *(f"reward/{name}" for name in components),
+    ]
+    data = [
+        [
+            row["prompt"],
+            row["question"],
+            row["completion"],
+            row["answer"] if isinstance(row["answer"], str) else json.dumps(row["answer"], ensure_ascii=False),
+            row["reward"],
+            *(row["reward_components"].get(name) for name in components),
+        ]
+        for row in rows
+    ]
+    return wandb.Table(columns=columns, data=data)
 
 
 def abandon() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.runs import Run
+from tests.tracking.wandb_file import recorded
 
 ALWAYS = [
     "step",
@@ -37,7 +38,7 @@ QUICK = ["eval.before_train=false", "data.arithmetic.eval_problems=20"]
 
 
 def test_a_colocate_run_finishes_and_leaves_what_it_promises(start: Callable[..., Run]) -> None:
-    run = start("steps=3", *QUICK)
+    run = start("steps=3", "tracking=wandb", "tracking.offline=true", *QUICK)
     assert run.wait() == 0, run.text
     assert run.gone_within(15), run.processes()
     steps = [line for line in run.metrics() if "time/step" in line]
@@ -61,6 +62,11 @@ def test_a_colocate_run_finishes_and_leaves_what_it_promises(start: Callable[...
     assert (run.folder / "report.html").exists()
     warnings = (run.folder / "logs" / "warnings.jsonl").read_text()
     assert warnings.count("algorithm.clip_low and algorithm.clip_high have no effect") == 1
+
+    (wandb,) = recorded(run.folder)
+    assert wandb.column("reward/mean") == {line["step"]: round(line["reward/mean"], 6) for line in steps}
+    assert wandb.column("eval/accuracy") == {3: round(summary["eval/accuracy_last"], 6)}
+    assert wandb.exit_codes == [0]
 
 
 @pytest.mark.slow  # test_recovery_runs.py has such a run in the quick suite

@@ -1,8 +1,4 @@
 import json
-import os
-import pty
-import subprocess
-import sys
 import threading
 import time
 import zipfile
@@ -11,12 +7,10 @@ import pytest
 
 from app.config import RunConfig
 from app.tracking import dashboards
-from app.tracking.dashboard import DashboardOptions, Progress
-from app.tracking.dashboards import DashboardWorker, grouped
+from app.tracking.dashboard import DashboardOptions, Progress, grouped
+from app.tracking.dashboards import DashboardWorker
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.run_folder.summary import Status
-
-BLOCK, HEADER = 32768, 7
 
 
 def make_config(*use, steps=3):
@@ -65,89 +59,6 @@ def test_tensorboard_reads_back_the_curve_of_a_resumed_run_without_duplicates(tm
     assert [(event.step, event.value) for event in events.Scalars("eval/accuracy")] == [(0, 0.25)]
     assert "group_size" in events.Tensors("configuration/text_summary")[0].tensor_proto.string_val[0].decode()
     assert warnings(tmp_path) == []
-
-
-def test_wandb_offline_keeps_history_config_and_run_id_across_a_resume(tmp_path, metrics):
-    record(make_config("wandb"), tmp_path, metrics, (1, 2, 3))
-    record(make_config("wandb"), tmp_path, metrics, (3, 4), resumed_at=2)
-    assert warnings(tmp_path) == [
-        "wandb cannot replace steps 3 to 3, which an earlier attempt sent: its chart keeps them. metrics.jsonl and "
-        "report.html have those of this attempt."
-    ]
-    run_id = json.loads((tmp_path / "tracking/wandb.json").read_text())["run_id"]
-    history, config = {}, {}
-    files = sorted((tmp_path / "tracking/wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
-    assert files
-    for file in files:
-        for entry in wandb_records(file):
-            if entry.WhichOneof("record_type") == "history":
-                values = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in entry.history.item}
-                assert values["_step"] not in history, "a step was sent twice"
-                history[values["_step"]] = values
-            elif entry.WhichOneof("record_type") == "run":
-                config.update({item.key: json.loads(item.value_json) for item in entry.run.config.update})
-    assert {step: round(values["reward/mean"], 6) for step, values in history.items() if step} == {
-        1: 0.1,
-        2: 0.2,
-        3: 0.3,
-        4: 0.4,
-    }
-    assert (history[0]["eval/accuracy"], history[1]["train/lr"]) == (0.25, 0.5)
-    assert config["algorithm"]["group_size"] == 8
-
-
-def wandb_records(path):
-    """Yield the records of a `.wandb` file: LevelDB's log format (32 KiB blocks; checksum, length and type)."""
-    from wandb.proto import wandb_internal_pb2
-
-    data = path.read_bytes()
-    offset = HEADER
-    content = b""
-    while offset + HEADER <= len(data):
-        if BLOCK - offset % BLOCK < HEADER:
-            offset += BLOCK - offset % BLOCK
-            continue
-
-        length = int.from_bytes(data[offset + 4 : offset + 6], "little")
-        kind = data[offset + 6]
-        content += data[offset + HEADER : offset + HEADER + length]
-        offset += HEADER + length
-        if kind in (1, 4):  # a full record, or the last fragment of one
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(content)
-            content = b""
-            yield record
-
-
-def test_wandb_without_a_key_records_offline_and_never_prompts_even_on_a_terminal(tmp_path):
-    script = (
-        "import sys; from pathlib import Path; from app.tracking.dashboard import DashboardOptions\n"
-        "from app.tracking.wandb import WeightsAndBiases\n"
-        "folder = Path(sys.argv[1]) / 'tracking/wandb'\n"
-        "options = DashboardOptions({}, folder, 'project', 'run', False, None, lambda text: print('warned:', text))\n"
-        "assert sys.stdin.isatty() and sys.stderr.isatty()\n"
-        "WeightsAndBiases(options).close('finished')\n"
-    )
-    keys = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "NETRC")
-    environment = {name: value for name, value in os.environ.items() if name not in keys} | {"HOME": str(tmp_path)}
-    controller, terminal = pty.openpty()
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        stdin=terminal,
-        stdout=subprocess.PIPE,
-        stderr=terminal,
-        env=environment,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    os.close(controller)
-    os.close(terminal)
-    warned = [line for line in done.stdout.splitlines() if line.startswith("warned:")]
-    assert len(warned) == 1
-    assert warned[0].startswith("warned: wandb records this run offline: ")
-    assert "wandb sync" in warned[0]
-    assert list((tmp_path / "tracking/wandb").glob("offline-run-*/*.wandb"))
 
 
 def test_clearml_offline_keeps_scalars_and_hyperparameters(tmp_path, metrics, monkeypatch):
@@ -228,12 +139,16 @@ class Slow:
     def alert(self, step, title, text):
         self.received.append(title)
 
+    def samples(self, step, name, rows):
+        self.received.append((step, name, len(rows)))
+
     def close(self, status):
         self.received.append(status)
 
 
 def make_options(tmp_path, warned):
-    return DashboardOptions({}, tmp_path / "slow", "project", "run", True, None, warned.append)
+    metrics = tmp_path / "metrics.jsonl"
+    return DashboardOptions({}, tmp_path / "slow", metrics, "project", "run", True, None, warned.append)
 
 
 def test_a_slow_dashboard_drops_and_counts_what_its_queue_cannot_hold(tmp_path, monkeypatch):
@@ -281,13 +196,19 @@ def test_a_dashboard_that_hangs_is_abandoned_at_the_deadline(tmp_path, monkeypat
     slow.go.set()
 
 
-def test_progress_keeps_the_run_and_the_last_step_for_a_resume_only(tmp_path):
+def test_progress_keeps_the_run_for_a_resume_and_the_last_step_only_once_confirmed(tmp_path):
     path = tmp_path / "tracking/x.json"
     first = Progress(path, resumed=False)
     first.opened("abc")
     for step in (1, 2, 3):
         assert first.is_new(step)
         first.sent(step)
+    killed = Progress(path, resumed=True)
+    assert (killed.run_id, killed.held, killed.is_new(1)) == ("abc", -1, True)
+    first.confirm()
     second = Progress(path, resumed=True)
     assert (second.run_id, second.is_new(3), second.is_new(4)) == ("abc", False, True)
+    second.holds(5)
+    second.confirm()
+    assert Progress(path, resumed=True).held == 5
     assert Progress(path, resumed=False).run_id is None

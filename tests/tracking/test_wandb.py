@@ -1,0 +1,210 @@
+"""Everything that a run sends to W&B is in its `.wandb` files."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from app.cluster.process_reaper import process_reaper
+from app.config import RunConfig
+from app.tracking.recorder import SAMPLES_EVERY, RunFolderRecorder
+from app.types import Group
+from tests.runs import Run
+from tests.tracking.wandb_file import recorded
+from tests.waiting import until
+
+Metrics = Callable[[int], dict[str, float]]
+
+
+def make_config() -> RunConfig:
+    config = RunConfig(steps=3)
+    config.tracking.use = ["wandb"]
+    config.tracking.offline = True
+    return config
+
+
+def record(folder: Path, metrics: Metrics, steps: tuple[int, ...], resumed_at: int | None = None) -> None:
+    with RunFolderRecorder(make_config(), folder) as recorder:
+        if resumed_at is not None:
+            recorder.resume(resumed_at)
+        else:
+            recorder.log_eval(0, {"eval": {"accuracy": 0.25}})
+        for step in steps:
+            recorder.log(step, {**metrics(step), "lr": 0.5})
+
+
+def warnings(folder: Path) -> list[str]:
+    path = folder / "logs/warnings.jsonl"
+    return [json.loads(line)["text"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_offline_keeps_history_config_and_run_id_across_a_resume(tmp_path: Path, metrics: Metrics) -> None:
+    record(tmp_path, metrics, (1, 2, 3))
+    record(tmp_path, metrics, (3, 4), resumed_at=2)
+    assert warnings(tmp_path) == [
+        "wandb cannot replace steps 3 to 3, which an earlier attempt sent: its chart keeps them. metrics.jsonl and "
+        "report.html have those of this attempt."
+    ]
+    first, second = recorded(tmp_path)
+    assert first.run_id == second.run_id == json.loads((tmp_path / "tracking/wandb.json").read_text())["run_id"]
+    assert first.column("reward/mean") == {1: 0.1, 2: 0.2, 3: 0.3}
+    assert second.column("reward/mean") == {4: 0.4}
+    assert (first.history[0]["eval/accuracy"], first.history[1]["train/lr"]) == (0.25, 0.5)
+    assert first.config["algorithm"]["group_size"] == 8
+    assert (first.exit_codes, second.exit_codes) == ([0], [0])
+
+
+def test_each_run_of_a_sweep_is_complete_although_its_processes_are_reaped(tmp_path: Path, metrics: Metrics) -> None:
+    for name in ("a", "b"):
+        with process_reaper():
+            record(tmp_path / name, metrics, (1, 2, 3))
+    for name in ("a", "b"):
+        (only,) = recorded(tmp_path / name)
+        assert only.column("reward/mean") == {1: 0.1, 2: 0.2, 3: 0.3}
+        assert only.exit_codes == [0]
+        assert warnings(tmp_path / name) == []
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from app.cluster.process_reaper import process_reaper
+from app.tracking.recorder import RunFolderRecorder
+from app.tracking.wandb import WeightsAndBiases
+from tests.tracking.conftest import make_metrics
+from tests.tracking.test_wandb import make_config
+
+log = WeightsAndBiases.log
+
+
+def log_and_tell(self, step, metrics):
+    log(self, step, metrics)
+    if step == 3:
+        Path(sys.argv[1], "logged").touch()
+
+
+WeightsAndBiases.log = log_and_tell
+with process_reaper(), RunFolderRecorder(make_config(), Path(sys.argv[1])) as recorder:
+    for step in (1, 2, 3):
+        recorder.log(step, make_metrics(step))
+    time.sleep(1000)
+"""
+
+
+def test_a_killed_driver_leaves_no_helper_and_its_resume_sends_what_was_not_confirmed(
+    tmp_path: Path, metrics: Metrics
+) -> None:
+    driver = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.DEVNULL)
+    process = psutil.Process(driver.pid)
+    until((tmp_path / "logged").exists, 60)
+    helpers = process.children(recursive=True)
+    assert any(each.name().startswith("wandb-core") for each in helpers)
+    driver.kill()
+    driver.wait(10)
+    _, left = psutil.wait_procs(helpers, timeout=30)
+    assert all(each.status() == psutil.STATUS_ZOMBIE for each in left)
+
+    record(tmp_path, metrics, (3, 4), resumed_at=2)
+    second = recorded(tmp_path)[-1]
+    assert second.run_id == json.loads((tmp_path / "tracking/wandb.json").read_text())["run_id"]
+    assert second.column("reward/mean") == {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4}
+    assert second.exit_codes == [0]
+    assert warnings(tmp_path) == []
+
+
+def test_samples_are_tables_at_evaluations_and_every_few_steps(tmp_path: Path, group: Callable[..., Group]) -> None:
+    groups = [group(7, [0.5, float("nan")])]
+    with RunFolderRecorder(make_config(), tmp_path) as recorder:
+        recorder.log_eval(0, {"eval": {"accuracy": 0.5}}, groups, lambda ids: f"question {list(ids)}")
+        for step in range(1, SAMPLES_EVERY + 1):
+            recorder.log_samples(step, groups)
+            recorder.log(step, {"reward/mean": 0.5})
+
+    (only,) = recorded(tmp_path)
+    assert only.column("samples/eval.nrows") == {0: 2}
+    assert only.column("samples/step.nrows") == {SAMPLES_EVERY: 2}
+    assert only.column("reward/mean") == dict.fromkeys(range(1, SAMPLES_EVERY + 1), 0.5)
+    (file,) = (tmp_path / "tracking/wandb").glob(f"offline-run-*/files/{only.history[0]['samples/eval.path']}")
+    assert json.loads(file.read_text()) == {
+        "columns": ["id", "prompt", "completion", "answer", "reward", "reward/exact"],
+        "data": [
+            ["arithmetic/7@0", "question [7, 1, 2]", "text 0", "7", 0.5, 0.5],
+            ["arithmetic/7@0", "question [7, 1, 2]", "text 1", "7", None, None],
+        ],
+    }
+
+
+def test_a_table_has_a_bounded_number_of_rows(tmp_path: Path, group: Callable[..., Group]) -> None:
+    config = make_config()
+    config.tracking.samples_per_step = 1000
+    with RunFolderRecorder(config, tmp_path) as recorder:
+        recorder.log_eval(0, {"eval": {"accuracy": 0.5}}, [group(row, [1.0] * 4) for row in range(50)])
+    (only,) = recorded(tmp_path)
+    assert only.history[0]["samples/eval.nrows"] == 64
+    assert len((tmp_path / "samples/eval_0.jsonl").read_text().splitlines()) == 200
+
+
+def test_without_a_key_it_records_offline_and_never_prompts_even_on_a_terminal(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from app.tracking.dashboard import DashboardOptions\n"
+        "from app.tracking.wandb import WeightsAndBiases\n"
+        "run = Path(sys.argv[1])\n"
+        "warn = lambda text: print('warned:', text)\n"
+        "folders = run / 'tracking/wandb', run / 'metrics.jsonl'\n"
+        "options = DashboardOptions({}, *folders, 'project', 'run', False, None, warn)\n"
+        "assert sys.stdin.isatty() and sys.stderr.isatty()\n"
+        "WeightsAndBiases(options).close('finished')\n"
+    )
+    keys = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "NETRC")
+    environment = {name: value for name, value in os.environ.items() if name not in keys} | {"HOME": str(tmp_path)}
+    controller, terminal = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdin=terminal,
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        env=environment,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    os.close(controller)
+    os.close(terminal)
+    warned = [line for line in done.stdout.splitlines() if line.startswith("warned:")]
+    assert len(warned) == 1
+    assert warned[0].startswith("warned: wandb records this run offline: ")
+    assert "wandb sync" in warned[0]
+    assert list((tmp_path / "tracking/wandb").glob("offline-run-*/*.wandb"))
+
+
+@pytest.mark.slow
+def test_a_run_and_its_resume_are_complete_to_the_last_evaluation(start: Callable[..., Run]) -> None:
+    settings = (
+        "tracking=wandb",
+        "tracking.offline=true",
+        "data.arithmetic.eval_problems=20",
+        "eval.before_train=false",
+    )
+    run = start("steps=2", "checkpoint.every=2", *settings)
+    assert run.wait() == 0, run.text
+    run = start("resume=auto", "steps=3", *settings)
+    assert run.wait() == 0, run.text
+    assert run.gone_within(15), run.processes()
+    assert "wandb" not in run.text
+
+    first, second = recorded(run.folder)
+    assert first.run_id == second.run_id
+    assert (sorted(first.history), sorted(second.history)) == ([1, 2], [3])
+    assert (first.exit_codes, second.exit_codes) == ([0], [0])
+    for row in run.metrics():
+        sent = (first.history | second.history)[row["step"]]
+        expected = {name: value for name, value in row.items() if "/" in name and value is not None}
+        assert {name: sent[name] for name in expected} == expected
+    assert "eval/accuracy" in first.history[2]
+    assert second.history[3]["samples/eval.nrows"] == 8
