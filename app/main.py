@@ -6,6 +6,7 @@ the codes). With HYDRA_FULL_ERROR=1 in the environment every error keeps its tra
 
 import math
 import os
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from app.config import Mode, RunConfig, compose
+from app.config.arguments import check_arguments
 from app.errors import CONFIG_EXIT, FAILED_EXIT, ConfigError, Interrupted, RunError, exit_code, expect, say
 from app.mode import MODES, ModeResult
 from app.recovery.run_lock import FolderInUse
@@ -110,6 +112,7 @@ def cli() -> None:
     """Entry point of `python -m app` and of the console script."""
     os.environ.setdefault(FULL_ERROR, "1")  # Hydra then raises composition errors instead of printing them
     try:
+        check_arguments(sys.argv[1:])
         main()
     except (HydraException, OmegaConfBaseException) as error:
         if FULL_ERROR_REQUESTED:
