@@ -46,6 +46,7 @@ def test_the_plan_does_not_import_it(cwd: Path) -> None:
     assert "every trajectory is on-policy" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_run_imports_its_own_package_everywhere_and_the_reward_of_the_working_directory(cwd: Path) -> None:
     result = posttrain("reward._target_=my_rewards.always_one", *QUICK, "hydra.run.dir=run", cwd=cwd)
     assert result.returncode == 0, result.stderr
