@@ -11,6 +11,17 @@ import pytest
 from tests.folders import ROOT
 
 CONSOLE_SCRIPT = "import sys\nfrom app.main import cli\nsys.exit(cli())\n"  # as pip writes it
+HELPERS = """
+from app.cluster.process_reaper import process_reaper
+from app.reward.component import custom
+from app.reward.worker_process import WorkerProcess
+
+with process_reaper():
+    worker = WorkerProcess([custom("my_rewards.always_one", {})], None)
+    worker.start()
+    print(worker.pid is not None)
+    worker.kill()
+"""
 REWARD = "def always_one(trajectories):\n    return [1.0 for _ in trajectories]\n"
 QUICK = ["steps=1", "algorithm.prompts_per_step=2", "algorithm.group_size=2", "eval.every=0", "eval.before_train=false"]
 
@@ -26,10 +37,10 @@ def cwd(tmp_path: Path) -> Path:
     return folder
 
 
-def posttrain(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def posttrain(*arguments: str, cwd: Path, code: str = CONSOLE_SCRIPT) -> subprocess.CompletedProcess[str]:
     script = cwd.parent / "bin" / "posttrain"
     script.parent.mkdir()
-    script.write_text(CONSOLE_SCRIPT)
+    script.write_text(code)
     return subprocess.run(
         [sys.executable, str(script), *arguments],
         cwd=cwd,
@@ -44,6 +55,11 @@ def test_the_plan_does_not_import_it(cwd: Path) -> None:
     result = posttrain("mode=plan", cwd=cwd)
     assert result.returncode == 0, result.stderr
     assert "every trajectory is on-policy" in result.stdout
+
+
+def test_the_process_reaper_and_the_reward_workers_do_not_import_it(cwd: Path) -> None:
+    result = posttrain(cwd=cwd, code=HELPERS)
+    assert (result.stdout, result.stderr) == ("True\n", "")
 
 
 @pytest.mark.slow
