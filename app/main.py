@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from app.config import Mode, RunConfig, compose
-from app.config.arguments import check_arguments
+from app.config.arguments import check_arguments, named_values
 from app.errors import CONFIG_EXIT, FAILED_EXIT, ConfigError, Interrupted, RunError, exit_code, expect, say
 from app.mode import MODES, ModeResult
 from app.recovery.run_lock import FolderInUse
@@ -119,6 +119,10 @@ def main(composed: DictConfig) -> float:
 
 def cli() -> None:
     """Entry point of `python -m app` and of the console script."""
+    if "-sc" in sys.argv and (completions := named_values(os.environ.get("COMP_LINE", ""))):
+        sys.stdout.write("\n".join(completions) + "\n")
+        return
+
     os.environ.setdefault(FULL_ERROR, "1")  # Hydra then raises composition errors instead of printing them
     try:
         check_arguments(sys.argv[1:])

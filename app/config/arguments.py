@@ -1,12 +1,16 @@
-"""Command-line arguments that are written in another program's style: `--steps=5`, `--model x`, `steps 5`.
+"""Command-line arguments: those in another program's style, and the completion of settings with named values.
 
-Hydra's parser would answer with its usage, or with the position of a missing equals sign.
+Hydra's parser would answer `--steps=5`, `--model x` and `steps 5` with its usage, or with the position of a missing
+equals sign, and its completion plugins offer `mode=Mode.train` alone.
 """
 
 from collections.abc import Sequence
+from enum import Enum
 
 from hydra._internal.utils import get_args_parser
 
+from app.config.run import RunConfig
+from app.config.setting import settings
 from app.errors import ConfigError
 
 
@@ -32,6 +36,20 @@ def check_arguments(arguments: Sequence[str]) -> None:
                 raise ConfigError(_advice(word, following))
         elif "=" not in word and not word.startswith("~"):
             raise ConfigError(_advice(word, following))
+
+
+def named_values(line: str) -> list[str]:
+    """Return the completions of the last word of a command line that sets a setting with named values.
+
+    >>> named_values("posttrain steps=3 mode=e")
+    ['mode=eval', 'mode=export']
+    """
+    word = line.rpartition(" ")[2]
+    key, equals, _ = word.partition("=")
+    default = next((each.default for each in settings(RunConfig) if each.key == key), None)
+    if not equals or not isinstance(default, Enum):
+        return []
+    return [choice for name in type(default).__members__ if (choice := f"{key}={name}").startswith(word)]
 
 
 def _is_option(word: str, options: Sequence[str]) -> bool:
