@@ -128,6 +128,7 @@ def test_ctrl_c_ends_the_command_and_waits_for_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_run_leaves_the_same_folder_as_the_command(tmp_path: Path) -> None:
     settings = ["steps=1", "algorithm.prompts_per_step=2", "algorithm.group_size=2", "eval.every=0"]
     result = app.run([*settings, f"hydra.run.dir={tmp_path / 'function'}"])
