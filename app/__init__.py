@@ -1,1 +1,43 @@
-"""RL post-training of language models on CUDA GPUs, Ascend NPUs or a plain CPU, composed by Hydra from one command."""
+"""RL post-training of language models on CUDA GPUs, Ascend NPUs or a plain CPU, composed by Hydra from one command.
+
+    import app
+
+    result = app.run(["algorithm=dapo", "steps=3"])
+    result.summary["eval/accuracy_last"]
+
+The names below are imported on first use, so that importing a module of this package imports nothing else.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from app.command import RunResult, run
+    from app.errors import ConfigError, Interrupted, RunError
+    from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
+
+__all__ = [
+    "Completion",
+    "ConfigError",
+    "FinishReason",
+    "Interrupted",
+    "Prompt",
+    "RunError",
+    "RunResult",
+    "Trajectory",
+    "VersionSpan",
+    "run",
+]
+
+_MODULES = {
+    "app.command": ("RunResult", "run"),
+    "app.errors": ("ConfigError", "Interrupted", "RunError"),
+    "app.types": ("Completion", "FinishReason", "Prompt", "Trajectory", "VersionSpan"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

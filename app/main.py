@@ -6,6 +6,7 @@ the codes). With HYDRA_FULL_ERROR=1 in the environment every error keeps its tra
 
 import math
 import os
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from app.config import Mode, RunConfig, compose
+from app.config.arguments import check_arguments, named_values
 from app.errors import CONFIG_EXIT, FAILED_EXIT, ConfigError, Interrupted, RunError, exit_code, expect, say
 from app.mode import MODES, NOT_GIVEN, ModeResult
 from app.recovery.run_lock import FolderInUse
+from app.run_report import RunReport, report, reports
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
+NOT_GIVEN = "<not given>"  # in place of the folder of an existing run
 FULL_ERROR_REQUESTED = FULL_ERROR in os.environ
 
 
@@ -44,8 +48,7 @@ class Validate(Callback):
         try:
             self._start(config)
         except (ConfigError, RunError) as error:
-            say(error)
-            raise SystemExit(exit_code(error)) from None
+            raise _ended_by(error, exit_code(error)) from None
         except Exception as error:  # a bug: Hydra would only warn and start the run
             traceback.print_exception(error)
             raise SystemExit(FAILED_EXIT) from None
@@ -53,7 +56,10 @@ class Validate(Callback):
     def _start(self, composed: DictConfig) -> None:
         config = compose.resolve(composed)
         if not MODES[config.mode].writes:
-            raise SystemExit(MODES[config.mode].run(config, Path(_given_folder(composed))).exit_code)
+            given = _given_folder(composed)
+            result = MODES[config.mode].run(config, Path(given))
+            _report(result, None if given == NOT_GIVEN else given)
+            raise SystemExit(result.exit_code)
 
         HydraConfig.instance().set_config(composed)  # hydra.run.dir may contain ${hydra:…}
         checkpoint = _apply_resume(composed, config)
@@ -66,6 +72,9 @@ class Validate(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Refuse the folder of an earlier sweep, whose jobs would be refused one by one."""
         from app.recovery.resume import holds_run
+
+        if reports():
+            raise _ended_by("app.run runs one job: start a sweep from the command line.", CONFIG_EXIT)
 
         folder = Path(str(config.hydra.sweep.dir))
         if folder.is_dir() and any(holds_run(each) for each in folder.iterdir() if each.is_dir()):
@@ -100,8 +109,10 @@ def main(composed: DictConfig) -> float:
             _say_how_to_resume(folder)
         if multirun and not isinstance(error, Interrupted):
             return -math.inf  # the sweep continues; Optuna would end the study on NaN
+        report(RunReport(str(folder), exit_code=exit_code(error), error=str(error)))
         raise SystemExit(exit_code(error)) from None
 
+    _report(result, folder)
     if result.exit_code and not multirun:
         raise SystemExit(result.exit_code)
     return result.metric
@@ -109,14 +120,29 @@ def main(composed: DictConfig) -> float:
 
 def cli() -> None:
     """Entry point of `python -m app` and of the console script."""
+    if "-sc" in sys.argv and (completions := named_values(os.environ.get("COMP_LINE", ""))):
+        sys.stdout.write("\n".join(completions) + "\n")
+        return
+
     os.environ.setdefault(FULL_ERROR, "1")  # Hydra then raises composition errors instead of printing them
     try:
+        check_arguments(sys.argv[1:])
         main()
     except (HydraException, OmegaConfBaseException) as error:
         if FULL_ERROR_REQUESTED:
             raise
-        say(compose.one_sentence(error))
-        raise SystemExit(CONFIG_EXIT) from None
+        raise _ended_by(compose.one_sentence(error), CONFIG_EXIT) from None
+
+
+def _ended_by(error: Exception | str, code: int) -> SystemExit:
+    """Say why the command ends before it has run anything, and return its exit."""
+    say(error)
+    report(RunReport(exit_code=code, error=str(error)))
+    return SystemExit(code)
+
+
+def _report(result: ModeResult, folder: Path | str | None) -> None:
+    report(RunReport(None if folder is None else str(folder), result.metric, result.exit_code))
 
 
 def _run(composed: DictConfig, config: RunConfig, folder: Path) -> ModeResult:
@@ -151,6 +177,7 @@ def _apply_resume(composed: DictConfig, config: RunConfig) -> Path | None:
     for note in resumption.notes:
         say(note)
     if resumption.finished:
+        _report(ModeResult(), str(composed.hydra.run.dir))
         raise SystemExit(0)
     return resumption.checkpoint
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 APP = Path(__file__).parent.parent / "app"
 FLOORS = (  # from the ground up; packages of one floor never import each other
-    ("types", "errors", "wire"),
+    ("types", "errors", "wire", "run_report"),
     ("config", "protocols", "utils"),
     ("algorithm", "data", "device", "reward", "tracking"),
     ("model",),
@@ -16,7 +16,7 @@ FLOORS = (  # from the ground up; packages of one floor never import each other
     ("placement",),
     ("mode",),
     ("main",),
-    ("__main__",),
+    ("__main__", "command"),
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 MOST_FILES = 12  # of a package; `config/` has one for each section

@@ -4,10 +4,12 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import time
 from typing import Any
 
 import ray
+from ray.job_config import JobConfig
 
 from app.cluster.placement_group import bundles
 from app.config import RunConfig
@@ -20,6 +22,19 @@ ATTEMPTS_VARIABLE = "RAY_gcs_server_port_wait_time_s"  # attempts to reach the h
 RETRY_SECONDS = 1.0
 MIN_CONNECT_SECONDS = 0.1
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+
+
+class DriverPath(JobConfig):
+    """Job settings of Ray without the working directory as the first entry of every worker's `sys.path`.
+
+    Ray adds it even where the driver does not import from it, as with the console script. A folder `app` in it would
+    hide this package from the workers.
+    """
+
+    def _serialize(self) -> str:
+        imported_from = {os.path.abspath(path) for path in sys.path}
+        self._py_driver_sys_path = [path for path in self._py_driver_sys_path if path in imported_from]
+        return super()._serialize()
 
 
 async def connect(config: RunConfig, device: Device) -> None:
@@ -53,7 +68,7 @@ async def _join(address: str, timeout_s: float) -> None:
     # Ray tries 20 times, for half a minute each, to reach a head that accepts connections and does not reply.
     os.environ[ATTEMPTS_VARIABLE] = "1"
     try:
-        ray.init(address=address, **QUIET)
+        ray.init(address=address, job_config=DriverPath(), **QUIET)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise RunError(f"cluster.address={address} cannot be joined: {error}") from error
     finally:
@@ -97,5 +112,6 @@ def _start_local(config: RunConfig, device: Device) -> None:
         resources=resources,
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
+        job_config=DriverPath(),
         **QUIET,
     )

@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
+from app.utils.process import module_command, package_path
+
 MARK = "POSTTRAIN_RUN"
 LOOK_SECONDS = 3.0  # between two scans while the driver runs
 ROUNDS = 20  # of killing
@@ -29,7 +31,8 @@ PAUSE_SECONDS = 0.25  # between two rounds
 def process_reaper() -> Iterator[None]:
     """Mark the processes started in the block; kill those left when the block or this process ends."""
     os.environ[MARK] = secrets.token_hex(8)
-    reaper = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, start_new_session=True)
+    environment = {**os.environ, "PYTHONPATH": package_path(os.environ.get("PYTHONPATH"))}
+    reaper = subprocess.Popen(module_command(__name__), env=environment, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield
     finally:

@@ -63,7 +63,8 @@ def one_sentence(error: Exception) -> str:
         return _unknown_choice(choice[1], choice[2], lines)
 
     if override := re.match(r"Could not override '([^']+)'", first):
-        return _unknown_key(override[1])
+        appended = re.search(r"use \+(.*)", "\n".join(lines))
+        return _unknown_key(override[1], appended[1] if appended else "")
 
     if missing := re.match(r"Key '(.+)' not in '", first):
         return _unknown_key(key or missing[1])
@@ -83,8 +84,14 @@ def _unknown_choice(group: str, choice: str, lines: Sequence[str]) -> str:
     return f"{group}={choice} is not accepted: give {accepted}."
 
 
-def _unknown_key(key: str) -> str:
-    """Name the settings nearest to a misspelled one, or the syntax that adds an entry to a mapping."""
+def _unknown_key(key: str, override: str = "") -> str:
+    """Name the settings nearest to a misspelled one, or what adds the entry of `override` to a mapping."""
+    if addition := _addition(override):
+        return f"{override} is not accepted: write {addition}."
+
+    if section := _section(key, override):
+        return section
+
     if accepted := _accepted(key):
         return f"{key} is not accepted: give {accepted}."
 
@@ -99,8 +106,16 @@ def _unknown_key(key: str) -> str:
 
 def _wrong_type(override: str, error: Exception) -> str:
     """Name the accepted values of a setting that was given a value of another type."""
-    accepted = _accepted(override.lstrip("+").split("=")[0])
+    key = override.lstrip("+").split("=")[0]
+    accepted = _accepted(key)
     cause = _without_noise(str(error.__cause__ or "").splitlines())
+
+    addition = _addition(override)
+    if addition is not None and addition.strip("'+") != override.lstrip("+"):
+        return f"{override} is not accepted: write {addition}."
+
+    if section := _section(key, override):
+        return section
 
     if accepted is None or cause.startswith("Key "):
         return f"{override} is not accepted: {cause}"
@@ -111,6 +126,44 @@ def _wrong_type(override: str, error: Exception) -> str:
 def _accepted(key: str) -> str | None:
     """What the setting of this name, or the mapping that it is an entry of, accepts."""
     return next((each.accepted for each in settings(RunConfig) if f"{key}.".startswith(f"{each.key}.")), None)
+
+
+def _section(key: str, override: str) -> str | None:
+    """Name a setting of the section that `override` assigns to; None if it does not assign to a section."""
+    names = setting_names()
+    if key not in names or key in [each.key for each in settings(RunConfig)]:
+        return None
+
+    example = next(name for name in names if name.startswith(f"{key}."))
+    return f"{override} is not accepted: give one of the settings of {key}, such as {example}; --help shows them."
+
+
+def _addition(override: str) -> str | None:
+    """Return the override that adds an entry to a mapping; None if this one does not name an entry.
+
+    >>> _addition("reward.args.bonus=0.5")
+    '+reward.args.bonus=0.5'
+    >>> _addition("data.eval_sets.mine.path=eval.jsonl")  # Hydra adds a section only with its mapping
+    "'++data.eval_sets={mine: {path: eval.jsonl}}'"
+    """
+    key, _, value = override.lstrip("+").partition("=")
+    mappings = [each.key for each in settings(RunConfig) if isinstance(each.default, dict)]
+    mapping = next((each for each in mappings if f"{key}.".startswith(f"{each}.")), None)
+    if mapping is None:
+        return None
+    if key == mapping:
+        return f"'++{key}={value}'" if value.startswith("{") else None
+
+    entry = key.removeprefix(f"{mapping}.")
+    names = setting_names()
+    if not any(name.startswith(f"{mapping}.<name>.") for name in names):
+        return f"+{mapping}.{entry}={value}"
+
+    name, _, field = entry.partition(".")
+    if field and f"{mapping}.<name>.{field}" not in names:
+        return None
+    content = f"{{{field}: {value}}}" if field else value
+    return f"'++{mapping}={{{name}: {content}}}'"
 
 
 def _without_noise(lines: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ Invariants:
 """
 
 import asyncio
+import os
 import resource
 import signal
 import sys
@@ -28,6 +29,7 @@ def main(descriptor: int, parent: int) -> None:
     """Serve until the parent closes its end of the pipe."""
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.path.insert(0, os.getcwd())  # of custom rewards; only now, since it may have a folder named as this package
     with Connection(descriptor) as pipe, asyncio.Runner() as runner:
         try:
             _serve(pipe, runner)

@@ -23,6 +23,7 @@ from app.errors import RunError
 from app.reward.component import LoadError, RewardComponent
 from app.reward.outcome import Failure, FailureKind, Outcome
 from app.types import Trajectory
+from app.utils.process import module_command
 
 START_LIMIT_S = 60.0  # includes the imports of custom rewards
 SEND_LIMIT_S = 30.0  # until the worker, which is between two calls, reads the trajectories; whole seconds
@@ -135,7 +136,7 @@ class WorkerProcess:
         self._ready = True
 
     def _spawn(self, worker_end: Connection) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", f"{__package__}.worker", str(worker_end.fileno()), str(os.getpid())]
+        command = [*module_command(f"{__package__}.worker"), str(worker_end.fileno()), str(os.getpid())]
         # the worker can import whatever the driver can, custom modules included
         search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": search_path}

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from app.errors import EngineError, EngineLost
 from app.rollout.server_args import render_flags
 from app.utils.net import free_port, port_is_free
+from app.utils.process import module_command, package_path
 
 # Environment variables of the server, read by the launcher.
 KEY_VARIABLE = "POSTTRAIN_ENGINE_KEY"
@@ -41,7 +41,7 @@ class ServerSpec:
     def command(self) -> list[str]:
         """Return the command line. It does not contain the key."""
         flags = {"model-path": self.model_path, "host": self.host, "port": self.port, **self.flags}
-        return [sys.executable, "-m", "app.rollout.launcher", *render_flags(flags)]
+        return [*module_command("app.rollout.launcher"), *render_flags(flags)]
 
 
 class Server:
@@ -76,6 +76,7 @@ class Server:
             **self.spec.environment,
             KEY_VARIABLE: self.spec.key,
         }
+        environment["PYTHONPATH"] = package_path(environment.get("PYTHONPATH"))
         with self.spec.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self.spec.command(),

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import sysconfig
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,25 @@ def log_to(path: Path, level: int = logging.INFO) -> None:
     logging.basicConfig(
         level=level, stream=sys.stderr, force=True, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+
+
+def module_command(name: str) -> list[str]:
+    """Return the command that runs a module of this package, whatever the working directory contains.
+
+    With a plain `-m`, a folder `app` in the working directory would be imported instead. The process needs
+    `package_path` as its PYTHONPATH.
+    """
+    return [sys.executable, "-P", "-m", name]
+
+
+def package_path(path: str | None) -> str:
+    """Return this PYTHONPATH with the folder that contains this package in front.
+
+    Installed packages are found without it; their folder in front would hide modules of the standard library.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    first = [] if root == sysconfig.get_path("purelib") else [root]
+    return os.pathsep.join([*first, *filter(None, [path])])
 
 
 def die_with_parent(parent: int) -> None:

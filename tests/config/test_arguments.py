@@ -1,0 +1,79 @@
+"""Arguments in another program's style, and shell completion."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from app.config.arguments import check_arguments, named_values
+from app.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "steps=3 mode=plan",
+        "-m seed=0,1",
+        "--multirun seed=0,1",
+        "--config-dir myconf model=mine",
+        "--config-dir=myconf -cp=conf model=mine",
+        "model=tiny --cfg job",
+        "-c job --resolve",
+        "-cjob",
+        "~reward.components.exact +reward.args.x=1",
+        "-sc query=bash",
+        "--info defaults",
+        "--help",
+    ],
+)
+def test_options_of_hydra_and_overrides_are_accepted(line: str) -> None:
+    check_arguments(line.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--steps=5", "--steps=5 is not accepted: write steps=5."),
+        ("seed=1 --model x", "--model x is not accepted: write model=x."),
+        ("steps 5", "steps 5 is not accepted: write steps=5."),
+        ("--cfg job --trainer.lr 1e-5", "--trainer.lr 1e-5 is not accepted: write trainer.lr=1e-5."),
+        ("--wandb steps=5", "--wandb is not accepted: write wandb=<value>."),
+    ],
+)
+def test_another_style_is_answered_with_what_to_write(line: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_arguments(line.split())
+    assert str(refused.value) == sentence
+
+
+def test_named_values_complete() -> None:
+    assert named_values("posttrain mode=") == [
+        "mode=train",
+        "mode=eval",
+        "mode=plan",
+        "mode=doctor",
+        "mode=parity",
+        "mode=export",
+        "mode=report",
+    ]
+    assert named_values("posttrain steps=3 placement.in_flight=re") == ["placement.in_flight=retract"]
+    assert (
+        named_values("posttrain mode=eval ") == named_values("posttrain steps=") == named_values("posttrain mo") == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("app mode=p", "mode=plan\nmode=parity\n"), ("app model=ti", "model=tiny model=tiny_qwen35\n")],
+)
+def test_the_command_answers_the_shell(line: str, expected: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "app", "-sc", "query=bash"],
+        env={**os.environ, "COMP_LINE": line},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.stdout, done.stderr) == (expected, "")

@@ -1,0 +1,72 @@
+"""The installed command in a working directory that has a package with this one's name, and the user's reward."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.folders import ROOT
+
+CONSOLE_SCRIPT = "import sys\nfrom app.main import cli\nsys.exit(cli())\n"  # as pip writes it
+HELPERS = """
+from app.cluster.process_reaper import process_reaper
+from app.reward.component import custom
+from app.reward.worker_process import WorkerProcess
+
+with process_reaper():
+    worker = WorkerProcess([custom("my_rewards.always_one", {})], None)
+    worker.start()
+    print(worker.pid is not None)
+    worker.kill()
+"""
+REWARD = "def always_one(trajectories):\n    return [1.0 for _ in trajectories]\n"
+QUICK = ["steps=1", "algorithm.prompts_per_step=2", "algorithm.group_size=2", "eval.every=0", "eval.before_train=false"]
+
+
+@pytest.fixture
+def cwd(tmp_path: Path) -> Path:
+    """A project of the user's own, whose package `app` must not be imported."""
+    folder = tmp_path / "project"
+    for package in ("app", "app/reward", "app/rollout", "app/cluster"):
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").write_text("raise RuntimeError('the foreign package was imported')\n")
+    (folder / "my_rewards.py").write_text(REWARD)
+    return folder
+
+
+def posttrain(*arguments: str, cwd: Path, code: str = CONSOLE_SCRIPT) -> subprocess.CompletedProcess[str]:
+    script = cwd.parent / "bin" / "posttrain"
+    script.parent.mkdir()
+    script.write_text(code)
+    return subprocess.run(
+        [sys.executable, str(script), *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # stands for the installation
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def test_the_plan_does_not_import_it(cwd: Path) -> None:
+    result = posttrain("mode=plan", cwd=cwd)
+    assert result.returncode == 0, result.stderr
+    assert "every trajectory is on-policy" in result.stdout
+
+
+def test_the_process_reaper_and_the_reward_workers_do_not_import_it(cwd: Path) -> None:
+    result = posttrain(cwd=cwd, code=HELPERS)
+    assert (result.stdout, result.stderr) == ("True\n", "")
+
+
+@pytest.mark.slow
+def test_a_run_imports_its_own_package_everywhere_and_the_reward_of_the_working_directory(cwd: Path) -> None:
+    result = posttrain("reward._target_=my_rewards.always_one", *QUICK, "hydra.run.dir=run", cwd=cwd)
+    assert result.returncode == 0, result.stderr
+    lines = (cwd / "run" / "metrics.jsonl").read_text().splitlines()
+    (step,) = [json.loads(line) for line in lines if "time/step" in json.loads(line)]
+    assert step["reward/mean"] == 1.0
+    assert "Traceback" not in result.stderr  # the process reaper's goes to the command's stderr
