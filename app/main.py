@@ -27,7 +27,6 @@ from app.recovery.run_lock import FolderInUse
 from app.run_report import RunReport, report, reports
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
-NOT_GIVEN = "<not given>"  # in place of the folder of an existing run
 FULL_ERROR_REQUESTED = FULL_ERROR in os.environ
 
 

@@ -75,6 +75,7 @@ class TrainingRun:
         self.workers = workers
         self.checkpoints = CheckpointManager(folder, config.checkpoint.keep, timeout_s=config.trainer.timeout_s)
         self.restarts = 0
+        self.started = False  # whether a trainer was ever started: if none can be, there is nothing to restart
         self._cursor_at_start: dict[str, Any] = workers.inputs.prompts.train.state()
 
     async def train_with_restarts(self) -> float:
@@ -85,7 +86,7 @@ class TrainingRun:
             try:
                 return await self._train_once(lost)
             except TrainerLost as error:
-                if self.restarts >= limit:
+                if self.restarts >= limit or not self.started:
                     raise
                 lost = error
                 self.restarts += 1
@@ -98,6 +99,7 @@ class TrainingRun:
         async with start_trainer_workers(
             self.config, self.device, self.folder, self.workers, first=first
         ) as trainer_workers:
+            self.started = True
             resume_point = await self.find_resume_point()
             if self.config.checkpoint.every and first:
                 self.checkpoints.prepare(await trainer_workers.trainer.checkpoint_bytes(), resume_point)

@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from app.errors import RunError, TrainerError, one_line
+from app.errors import RunError, TrainerError, TrainerLost, one_line
 from app.trainer.rank import MemoryOffload, TrainerRank
 from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
 from app.utils.actor_death import cause_of_death
@@ -215,7 +215,7 @@ def _to_run_error(error: BaseException, who: str, call: str) -> BaseException:
     if isinstance(cause, RunError):
         return cause
     if isinstance(error, RayActorError):
-        return TrainerError(f"{who} died during {call}: {cause_of_death(error)}")
+        return TrainerLost(f"{who} died during {call}: {cause_of_death(error)}")
 
     failure = TrainerError(f"{who} failed during {call}: {type(cause).__name__}: {one_line(cause)}")
     failure.__cause__ = error
