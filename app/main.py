@@ -6,6 +6,8 @@ the codes). With HYDRA_FULL_ERROR=1 in the environment every error keeps its tra
 
 import math
 import os
+import re
+import shlex
 import sys
 import traceback
 from pathlib import Path
@@ -185,7 +187,14 @@ def _say_how_to_resume(folder: Path) -> None:
     from app.checkpoint.folder import FOLDER, LATEST
 
     if (folder / FOLDER / LATEST).exists():
-        say(f"resume with: python -m app resume={folder}")
+        say(f"resume with: python -m app {_override('resume', str(folder))}")
+
+
+def _override(key: str, value: str) -> str:
+    """Return `key=value` as a word of a shell's command line, quoted where Hydra or the shell needs it."""
+    if not re.fullmatch(r"[\w/.+-]+", value):
+        value = '"' + value.replace('"', r"\"") + '"'
+    return shlex.quote(f"{key}={value}")
 
 
 def _given_folder(composed: DictConfig) -> str:

@@ -8,6 +8,7 @@ Invariants:
 """
 
 import asyncio
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -68,4 +69,12 @@ def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
         files.sync(out.parent)
     except (OSError, SafetensorError) as error:
         raise RunError(f"export to {out} failed: {error}") from error
+    finally:
+        _discard(unfinished)
     return out
+
+
+def _discard(unfinished: Path) -> None:
+    """Remove what a failed export left. An error here must not hide the one that came first."""
+    with contextlib.suppress(OSError):
+        files.remove(unfinished)

@@ -35,7 +35,7 @@ from app.checkpoint.run_state import RunState, write_state
 from app.errors import CheckpointError, ConfigError
 from app.utils import files
 from app.utils.files import UNFINISHED
-from app.utils.tasks import run_to_end
+from app.utils.tasks import in_thread, run_to_end
 from app.utils.units import GIB
 
 OVERHEAD = 1.02  # bytes on disk over bytes of tensors: names, headers, random state
@@ -127,7 +127,8 @@ class CheckpointManager:
             The checkpoint's folder, which exists once it is committed.
 
         Raises:
-            CheckpointError: The previous write failed, or there is not enough space.
+            CheckpointError: The previous write failed, there is not enough space, or the folder was not created within
+                the deadline.
         """
         started = time.perf_counter()
         await self.wait()
@@ -137,7 +138,7 @@ class CheckpointManager:
             return final
 
         writing = final.with_name(final.name + UNFINISHED)
-        await asyncio.to_thread(self._create_folder, writing, await trainer.checkpoint_bytes())
+        await self._start(writing, await trainer.checkpoint_bytes())
         captured = await trainer.capture()
         self._metrics = {"checkpoint/blocked_s": time.perf_counter() - started, "checkpoint/bytes": float(captured)}
         self._target = final
@@ -201,7 +202,7 @@ class CheckpointManager:
             DamagedCheckpoint: The named checkpoint, or every one, is damaged.
             CheckpointError: A checkpoint has an unknown format, or was not read within the deadline.
         """
-        reading = asyncio.to_thread(intact, named) if named else asyncio.to_thread(newest_intact, self.folder.parent)
+        reading = in_thread(intact, named) if named else in_thread(newest_intact, self.folder.parent)
         try:
             return await asyncio.wait_for(reading, self.timeout_s)
         except TimeoutError:
@@ -222,7 +223,25 @@ class CheckpointManager:
         self._committed = self.folder / path.name
         return aside
 
+    def start_over(self) -> list[Path]:
+        """Set every checkpoint aside: `latest` names none, but a commit may have been killed just before it did.
+
+        Returns:
+            Where they are now.
+        """
+        with _explained(self.folder, "be set aside"):
+            return [files.set_aside(checkpoint, self.folder / ASIDE) for checkpoint in complete(self.folder)]
+
     # --- the background write
+
+    async def _start(self, writing: Path, checkpoint_bytes: int) -> None:
+        try:
+            await asyncio.wait_for(in_thread(self._create_folder, writing, checkpoint_bytes), self.timeout_s)
+        except TimeoutError:
+            raise CheckpointError(
+                f"checkpoint {_final_name(writing)} cannot be started: its folder was not created within "
+                f"{self.timeout_s:.0f} s"
+            ) from None
 
     def _create_folder(self, writing: Path, checkpoint_bytes: int) -> None:
         with _explained(writing, "be started"):

@@ -22,7 +22,7 @@ from app.placement.watchdog import watchdog
 from app.recovery.resume import NEVER, evaluated
 from app.tracking.recorder import RunFolderRecorder
 from app.utils import files
-from app.utils.tasks import gather_or_raise, until_signal
+from app.utils.tasks import gather_or_raise, run_to_end, until_signal
 
 WEIGHTS = "model"  # in the evaluation's folder while it runs: the exported checkpoint
 
@@ -76,7 +76,7 @@ async def subject_of(config: RunConfig, folder: Path, recorder: RunFolderRecorde
     recorder.status("exporting the checkpoint")
     weights = folder / WEIGHTS
     try:
-        await asyncio.to_thread(export_checkpoint, checkpoint, source_of(config, state), weights)
+        await run_to_end(export_checkpoint, checkpoint, source_of(config, state), weights)
         yield Subject(state.step, weights)
     finally:
         files.remove(weights)

@@ -9,18 +9,19 @@ Invariants:
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from app.cluster.process_reaper import process_reaper
 from app.config import Mode, RunConfig
 from app.errors import RunError, say
-from app.recovery.resume import NEVER, has_checkpoint, holds_run, require_unused
+from app.recovery.resume import NEVER, apply_resume, has_checkpoint, holds_run, require_unused
 from app.recovery.run_lock import run_lock
 from app.tracking.logs import driver_log
-from app.tracking.run_folder import CONFIG, summary
+from app.tracking.run_folder import CONFIG
 from app.tracking.run_folder.aside import set_all_aside
 from app.utils.files import replace_file
 
@@ -37,9 +38,11 @@ def output_folder(composed: DictConfig, config: RunConfig, folder: Path) -> Iter
     Raises:
         FolderInUse: Another process holds the lock.
         ConfigError: The folder holds a run that this one does not resume.
+        RunError: Another process has changed what `resume` means since it was applied to `composed`.
     """
     with run_lock(folder):
         if config.mode is Mode.train and config.resume != NEVER:
+            _require_unchanged(composed, folder)
             _set_aside_unless_resumable(folder)
         else:
             require_unused(folder, config.mode)
@@ -59,12 +62,28 @@ def save_configuration(composed: DictConfig, folder: Path) -> None:
     replace_file(config / "config.yaml", OmegaConf.to_yaml(composed))
 
 
+def _require_unchanged(composed: DictConfig, folder: Path) -> None:
+    """Raise `RunError` unless `resume` still means what it meant before this process held the lock.
+
+    Applied again to its own result, `resume` changes nothing: unless another process has since written to the folder.
+    """
+    again = deepcopy(composed)
+    with open_dict(again):
+        again.hydra = {"run": {"dir": str(folder)}, "overrides": {"task": list(HydraConfig.get().overrides.task)}}
+    resumption = apply_resume(again)
+    with open_dict(again):
+        del again["hydra"]
+
+    if resumption.finished:
+        raise RunError(f"the run in {folder} has just finished in another process")
+    if again != composed:
+        raise RunError(f"the run in {folder} has just saved a checkpoint in another process; start again")
+
+
 def _set_aside_unless_resumable(folder: Path) -> None:
     """Make room for a run that starts over because its earlier attempt ended before its first checkpoint."""
     if has_checkpoint(folder) or not holds_run(folder):
         return
-    if summary.is_finished(folder):
-        raise RunError(f"the run in {folder} has just finished in another process")
 
     moved = set_all_aside(folder)
     say(f"the run in {folder} ended before its first checkpoint: it starts over, and its records are now in {moved}")

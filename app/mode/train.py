@@ -7,6 +7,7 @@ A resumed run takes the same path in a new process.
 """
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,8 @@ class TrainingRun:
         """
         cursor = self.workers.inputs.prompts.train
         if point is None:
+            if aside := self.checkpoints.start_over():
+                self.recorder.warn(f"the run starts over; its checkpoints were set aside: {_names(aside)}")
             if self.restarts or self.recorder.used:
                 cursor.restore(self._cursor_at_start)
                 self.recorder.resume(0)
@@ -183,8 +186,8 @@ class TrainingRun:
         for reason in point.damaged:
             self.recorder.warn(f"resumed from {point.path.name} instead: {reason}")
         if aside:
-            names = ", ".join(str(path) for path in aside)
-            self.recorder.warn(f"the run went back to step {state.step}; later checkpoints were set aside: {names}")
+            later = _names(aside)
+            self.recorder.warn(f"the run went back to step {state.step}; later checkpoints were set aside: {later}")
         return state.version
 
     def _context(self, trainer_workers: TrainerWorkers, version: int) -> RunContext:
@@ -215,6 +218,10 @@ class TrainingRun:
             memory=MemoryMonitor(trainer_workers.trainer, workers.pool, self.recorder.warn),
             model=identity(workers.inputs.model_path),
         )
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return ", ".join(map(str, paths))
 
 
 async def save_on_interrupt(controller: PlacementController) -> None:

@@ -22,6 +22,7 @@ from app.placement.step_metrics import RolloutCounts, step_metrics
 from app.placement.watchdog import watchdog
 from app.types import Group, ScoredGroup, StepReport, SyncReport
 from app.utils.files import describe
+from app.utils.tasks import in_thread
 
 ABORT_SECONDS = 30.0  # deadline of an abort on a trainer that has just failed
 CURSOR = "cursor"
@@ -192,8 +193,17 @@ class PlacementController(ABC):
         context = self.context
         state = RunState(self.version, self.version, {CURSOR: context.cursor.state()}, context.model)
         with context.recorder.timeline.span("driver", "checkpoint", step=self.version):
-            await asyncio.to_thread(context.recorder.flush)
+            await self._flush_records()
             await context.checkpoints.save(context.trainer, state)
+
+    async def _flush_records(self) -> None:
+        seconds = self.config.trainer.timeout_s
+        try:
+            await asyncio.wait_for(in_thread(self.context.recorder.flush), seconds)
+        except TimeoutError:
+            raise RunError(
+                f"the metrics of step {self.version} were not flushed to disk within trainer.timeout_s={seconds:g} s"
+            ) from None
 
     async def _evaluate(self) -> None:
         context = self.context

@@ -70,7 +70,7 @@ class Resumption:
     """What `resume=` means for this start."""
 
     notes: tuple[str, ...] = ()  # for the screen
-    finished: bool = False  # the run has no steps left
+    finished: bool = False  # the run has no steps left, and no model to export
     checkpoint: Path | None = None  # to start from; None also if the latest is damaged and the run picks another
 
 
@@ -109,7 +109,8 @@ def apply_resume(composed: DictConfig) -> Resumption:
     if checkpoint is None:
         return Resumption(notes)
     step = read_state(checkpoint).step
-    if step >= int(composed.steps):
+    steps = int(composed.steps)
+    if step > steps or (step == steps and not _awaits_export(composed, folder)):
         return Resumption((*notes, _finished(folder, step)), finished=True)
     return Resumption(notes, checkpoint=checkpoint)
 
@@ -241,6 +242,11 @@ def _readable(resume: str, folder: Path) -> Path | None:
         if named is not None:
             raise
         return None
+
+
+def _awaits_export(composed: DictConfig, folder: Path) -> bool:
+    """Whether the run made its last step but ended before its model was exported."""
+    return bool(composed.checkpoint.export) and not summary.is_finished(folder)
 
 
 def _finished(folder: Path, step: int) -> str:

@@ -61,7 +61,7 @@ class RunFolderRecorder:
         self._dashboards: list[dashboards.DashboardWorker] | None = None
         self._resumed_at: int | None = None
         self._step = 0
-        self._warned: set[str] = set()
+        self._warned: dict[str, int] = {}  # text → step
         self._warning_lock = threading.Lock()
         self._finished = False
         self._metrics = metrics_file.MetricsFile(folder / metrics_file.NAME)
@@ -77,7 +77,9 @@ class RunFolderRecorder:
             dashboard.close(Status.interrupted.value, DASHBOARD_DEADLINE_S[Status.failed])
         self._dashboards = None
         self._resumed_at = step
-        self._step = step
+        with self._warning_lock:  # the warnings of later steps are set aside: the same problem is to be reported again
+            self._warned = {text: warned for text, warned in self._warned.items() if warned <= step}
+            self._step = step
 
         self._metrics.close()
         moved = aside.set_later_aside(self.folder, step)
@@ -155,7 +157,7 @@ class RunFolderRecorder:
         with self._warning_lock:
             if text in self._warned:
                 return
-            self._warned.add(text)
+            self._warned[text] = self._step
 
             path = self.folder / WARNINGS
             with suppress(OSError):  # the log below has it too

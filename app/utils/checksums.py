@@ -16,7 +16,7 @@ MAX_THREADS = 8  # zlib releases the GIL
 
 
 class ChecksumWriter(io.BufferedWriter):
-    """A new file opened for writing, with the CRC-32 of what was written to it.
+    """A new file opened for writing, with the CRC-32 of what was written to it. It is on disk once it is closed.
 
     The value comes from the bytes in memory, so that it also finds what was damaged on the way to the disk.
     """
@@ -28,6 +28,16 @@ class ChecksumWriter(io.BufferedWriter):
     def write(self, data: "bytes | bytearray | memoryview", /) -> int:  # type: ignore[override]
         self.crc32 = zlib.crc32(data, self.crc32)
         return super().write(data)
+
+    def close(self) -> None:
+        """Flush the buffer and the file to disk. An `fsync` by the file's user does not reach what is in the buffer."""
+        if self.closed:
+            return
+        try:
+            self.flush()
+            os.fsync(self.fileno())
+        finally:
+            super().close()
 
 
 def crc32_of(paths: Sequence[Path]) -> list[int]:

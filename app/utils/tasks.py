@@ -1,7 +1,9 @@
-"""Asyncio helpers: run until a signal, run a thread to its end, run several tasks as one, find their root cause."""
+"""Asyncio helpers: run until a signal, run file work in a thread, run several tasks as one, find their root cause."""
 
 import asyncio
+import contextlib
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
@@ -44,13 +46,40 @@ async def until_signal(work: Coroutine[Any, Any, T], on_second: Callable[[], Non
             loop.remove_signal_handler(number)
 
 
+def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+    """Run a function that may block for ever, such as file work on storage that hangs, in a thread of its own.
+
+    Neither the loop nor the process waits for the thread when it ends. `asyncio.run` joins those of
+    `asyncio.to_thread`, so that a deadline around them ends the wait but not the program.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def deliver(set_outcome: Callable[[Any], None], outcome: object) -> None:
+        if not future.done():  # not cancelled
+            set_outcome(outcome)
+
+    def run() -> None:
+        set_outcome: Callable[[Any], None] = future.set_result
+        outcome: object
+        try:
+            outcome = function(*args, **kwargs)
+        except BaseException as error:
+            set_outcome, outcome = future.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(deliver, set_outcome, outcome)
+
+    threading.Thread(target=run, name=f"in_thread {getattr(function, '__name__', function)}", daemon=True).start()
+    return future
+
+
 async def run_to_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run a function in a thread. A cancellation is raised only after the function has returned.
 
     A thread cannot be cancelled: without this, its caller would continue beside it. A second cancellation is raised at
     once, so `function` must leave its files in order on its own.
     """
-    running = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    running = in_thread(function, *args, **kwargs)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:

@@ -1,6 +1,8 @@
 """What becomes of a checkpoint whose write is cut short, and of those that a run goes back before."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from app.checkpoint.run_state import RunState, read_intact
 from app.errors import CheckpointError, ConfigError
 from app.utils import files
 from tests.checkpoint.plain_files import DATA, PlainFiles, names, save
+from tests.folders import ROOT
 
 DEADLINE_S = 60.0
 
@@ -76,6 +79,23 @@ def test_a_loop_that_closes_during_a_commit_leaves_a_complete_checkpoint(
     checkpoint = latest(tmp_path)
     assert checkpoint is not None
     assert read_intact(checkpoint).step == 1
+
+
+@pytest.mark.parametrize(
+    ("work", "sentence"),
+    [
+        ("commit", "checkpoint {run}/checkpoints/step_1 was not written within 0 s"),
+        ("create", "checkpoint {run}/checkpoints/step_1 cannot be started: its folder was not created within 0 s"),
+        ("read", "{run}/checkpoints was not read within 0 s to compare its checksums"),
+        ("flush", "the metrics of step 1 were not flushed to disk within trainer.timeout_s=0.5 s"),
+    ],
+)
+def test_storage_that_blocks_for_ever_ends_the_process_with_a_sentence(
+    work: str, sentence: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "tests.checkpoint.blocked_storage", work, str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (1, sentence.format(run=tmp_path))
 
 
 def test_a_write_that_does_not_finish_in_time_is_reported_and_removed(tmp_path: Path) -> None:

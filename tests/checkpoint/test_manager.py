@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from app.checkpoint.folder import latest
 from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import RunState, read_intact, read_state, require_model
 from app.config.trainer import Optimizer, TrainerConfig
 from app.errors import CheckpointError, ConfigError
+from app.trainer.checkpoint_state import ChecksummedFiles
 from app.types import ScoredGroup
 from app.utils.checksums import crc32_of
 from tests.checkpoint.resume_scenarios import RunResult, on_two_ranks, run_and_save, run_resumed, trainer_of
@@ -39,6 +41,32 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def groups(path: Path) -> list[ScoredGroup]:
     return sampled(path, scored_groups(4))
+
+
+# --- on disk
+
+
+def test_every_file_of_a_checkpoint_is_flushed_to_disk_at_its_full_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the short ones: torch flushes a file before the end of it has left the buffer."""
+    flushed: dict[int, int] = {}  # inode → bytes at its last flush
+    fsync = os.fsync
+
+    def recorded(handle: int) -> None:
+        fsync(handle)
+        flushed[os.fstat(handle).st_ino] = os.fstat(handle).st_size
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    writer = dcp.FileSystemWriter(tmp_path, per_thread_copy_ahead=0)
+    writer.fs = ChecksummedFiles()
+    dcp.save({"long": torch.zeros(100_000), "short": torch.zeros(2)}, storage_writer=writer, no_dist=True)
+
+    written = {file.name: file.stat() for file in tmp_path.iterdir()}
+    assert written.keys() == {".metadata", "__0_0.distcp"}
+    assert {name: flushed.get(stat.st_ino) for name, stat in written.items()} == {
+        name: stat.st_size for name, stat in written.items()
+    }
 
 
 # --- the ranks' share

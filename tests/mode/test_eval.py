@@ -1,12 +1,18 @@
 """`mode=eval` of a run's checkpoint: the weights of that step, in a folder of its own."""
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from tests.folders import content, run_app
+import app.mode.eval
+from app.config import Mode, RunConfig
+from app.mode.eval import subject_of
+from tests.folders import a_run, content, run_app
 from tests.runs import Run
 
 TRAINING = [
@@ -23,6 +29,36 @@ def completions(file: Path) -> dict[str, list[int]]:
     """Prompt id → tokens of the completion."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     return {row["prompt"]: row["tokens"] for row in rows}
+
+
+def test_an_evaluation_that_is_interrupted_during_its_export_leaves_no_model_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go = threading.Event(), threading.Event()
+
+    def slow_export(checkpoint: Path, source: Path, out: Path) -> None:
+        began.set()
+        assert go.wait(60)
+        out.mkdir()
+
+    async def interrupted(settings: RunConfig) -> None:
+        async def evaluate() -> None:
+            async with subject_of(settings, tmp_path, Mock()):
+                pass
+
+        task = asyncio.create_task(evaluate())
+        assert await asyncio.to_thread(began.wait, 60)
+        task.cancel()
+        await asyncio.wait({task}, timeout=0.1)
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run = a_run(tmp_path / "run", step=4)
+    monkeypatch.setattr(app.mode.eval, "export_checkpoint", slow_export)
+    monkeypatch.setattr(app.mode.eval, "source_of", lambda config, state: tmp_path)
+    asyncio.run(interrupted(RunConfig(mode=Mode.eval, resume=str(run))))
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.timeout(600)

@@ -1,13 +1,24 @@
 """Whose folder it is: refused starts change nothing, default folders differ, and nothing finished is overwritten."""
 
 import json
+import shlex
+import shutil
 import time
 from pathlib import Path
 
 import pytest
+from hydra._internal.config_loader_impl import get_overrides_dirname
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import open_dict
 
+from app.config import compose as configuration
+from app.errors import RunError
+from app.main import _say_how_to_resume
+from app.mode.output_folder import output_folder
+from app.recovery.resume import apply_resume
 from app.recovery.run_lock import run_lock
-from tests.folders import a_run, content, run_app, start_app
+from tests.folders import a_run, composed_by_hydra, content, run_app, start_app
 
 HELD = "tests.mode.held_app"
 
@@ -86,7 +97,7 @@ def test_sweeps_started_in_the_same_second_get_folders_of_their_own(tiny_model: 
     sweeps = sorted((tmp_path / "outputs" / "sweeps").iterdir())
     assert [folder.name[:20] for folder in sweeps] == ["2026-01-02_03-04-05_"] * 2
     for folder in sweeps:
-        jobs = ["0-trainer.lr=0.1", "1-trainer.lr=0.3"]
+        jobs = ["0-trainer.lr-0.1", "1-trainer.lr-0.3"]
         assert [path.name for path in sorted(folder.iterdir()) if path.is_dir()] == jobs
         assert [metrics(folder / job)[0]["lr"] for job in jobs] == [0.1, 0.3]
         assert (folder / jobs[1] / "config" / "overrides.yaml").read_text() == "- trainer.lr=0.3\n"
@@ -102,6 +113,26 @@ def test_the_folder_of_an_earlier_sweep_is_refused(tmp_path: Path) -> None:
         f"hydra.sweep.dir={tmp_path / 'sweep'} is not accepted: it already holds the runs of a sweep; give another "
         "folder.\n"
     )
+
+
+@pytest.mark.parametrize("parent", ["outputs/sweeps", "my runs", "a=b,c", 'quoted "twice"', "it's"])
+def test_the_line_that_resumes_a_job_of_a_sweep_is_one_that_hydra_reads(
+    parent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["algorithm=grpo", "placement=colocate"]
+    separators = composed_by_hydra().hydra.job.config.override_dirname
+    name = get_overrides_dirname(
+        OverridesParser.create().parse_overrides(overrides), [], separators.item_sep, separators.kv_sep
+    )
+    run = a_run(tmp_path / parent / f"0-{name}", step=4)
+    _say_how_to_resume(run)
+
+    words = shlex.split(capsys.readouterr().err)
+    assert words[:-1] == ["resume", "with:", "python", "-m", "app"]
+    override = OverridesParser.create().parse_override(words[-1])
+    assert (override.key_or_group, override.value(), override.is_sweep_override()) == ("resume", str(run), False)
+    if parent == "outputs/sweeps":
+        assert words[-1] == f"resume={tmp_path}/outputs/sweeps/0-algorithm-grpo+placement-colocate"
 
 
 @pytest.mark.parametrize(
@@ -140,6 +171,46 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_over_with_its_record
     assert moved == {name: digest for name, digest in before.items() if name != "notes.txt"}
     assert [row["step"] for row in metrics(run / "aside_2")] == [1]
     assert (run / "notes.txt").read_text() == "not ours"
+
+
+@pytest.mark.parametrize("before", ["no run", "no checkpoint", "an older checkpoint"])
+def test_a_run_that_another_process_continued_before_the_lock_was_free_is_left_alone(
+    before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    if before != "no run":
+        a_run(run, "steps=9", "trainer.lr=0.1", step=2 if before == "an older checkpoint" else None)
+    composed = composed_by_hydra("resume=auto", f"hydra.run.dir={run}", "trainer.lr=0.2", "checkpoint.every=2")
+    apply_resume(composed)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", composed)
+    job = composed.copy()
+    with open_dict(job):
+        del job["hydra"]
+
+    shutil.rmtree(run, ignore_errors=True)
+    a_run(run, "steps=12", "trainer.lr=0.3", step=4, reached=4)  # the other process
+    there = content(run)
+    with pytest.raises(RunError) as refused, output_folder(job, configuration.resolve(job), run):
+        pass
+    assert str(refused.value) == f"the run in {run} has just saved a checkpoint in another process; start again"
+    assert {name: digest for name, digest in content(run).items() if name != "driver.lock"} == there
+
+
+def test_a_run_that_nobody_changed_is_continued_with_the_settings_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = a_run(tmp_path / "run", "steps=9", "trainer.lr=0.1", step=4)
+    composed = composed_by_hydra("resume=auto", f"hydra.run.dir={run}", "trainer.lr=0.2", "checkpoint.every=2")
+    apply_resume(composed)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", composed)
+    job = composed.copy()
+    with open_dict(job):
+        del job["hydra"]
+
+    with output_folder(job, configuration.resolve(job), run):
+        saved = (run / "config" / "config.yaml").read_text()
+    assert "lr: 0.1\n" in saved
+    assert "every: 2\n" in saved
 
 
 def test_a_run_that_finished_without_checkpoints_is_left_alone_by_the_same_line(

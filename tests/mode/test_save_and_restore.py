@@ -217,6 +217,18 @@ def test_a_run_that_goes_back_keeps_its_later_checkpoints_and_names_them(tmp_pat
     assert latest(tmp_path) == run.checkpoints / "step_20"
 
 
+def test_checkpoints_that_latest_never_named_are_set_aside_by_a_run_that_starts_over(tmp_path: Path) -> None:
+    run = Resumed(tmp_path)
+    (run.checkpoints / "latest").unlink()  # killed between a rename and `latest`
+    assert run.resume("auto") == 0
+    assert run.trainer.restored == []
+    aside = run.checkpoints / "aside"
+    assert names(tmp_path) == {"aside"}
+    assert {each.name for each in aside.iterdir()} == {"step_20", "step_40", "step_60"}
+    moved = ", ".join(str(aside / f"step_{step}") for step in (20, 40, 60))
+    assert run.warnings == [f"the run starts over; its checkpoints were set aside: {moved}"]
+
+
 def test_other_data_is_refused_before_anything_has_changed(tmp_path: Path) -> None:
     run = Resumed(tmp_path, rows=11)
     with pytest.raises(ConfigError, match="data does not match the checkpoint"):

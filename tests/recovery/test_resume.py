@@ -77,6 +77,25 @@ def test_a_finished_run_has_nothing_left_to_do(steps: int, finished: bool, tmp_p
     assert apply_resume(composed(f"resume={run}", f"steps={steps}")).finished == finished
 
 
+@pytest.mark.parametrize(
+    ("status", "export", "steps", "finished"),
+    [
+        ("failed", "true", 4, False),
+        ("interrupted", "true", 4, False),
+        ("failed", "false", 4, True),
+        ("finished", "true", 4, True),
+        ("failed", "true", 3, True),  # the checkpoint is not of the last step: there is nothing to export
+    ],
+)
+def test_a_run_that_ended_after_its_last_step_but_before_its_export_is_resumed(
+    status: str, export: str, steps: int, finished: bool, tmp_path: Path
+) -> None:
+    run = a_run(tmp_path / "run", f"checkpoint.export={export}", "steps=4", step=4, status=status, reached=4)
+    resumption = apply_resume(composed("resume=auto", f"hydra.run.dir={run}", "checkpoint.every=2", f"steps={steps}"))
+    assert resumption.finished == finished
+    assert resumption.checkpoint == (None if finished else run / "checkpoints" / "step_4")
+
+
 @pytest.mark.parametrize("resume", ["auto", "folder"])
 def test_a_run_that_finished_without_a_checkpoint_is_finished_and_never_begun_again(
     resume: str, tmp_path: Path

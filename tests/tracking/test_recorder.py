@@ -1,4 +1,6 @@
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +55,39 @@ def test_a_repeated_warning_is_reported_once(tmp_path, caplog):
     for text in ("odd", "odd", "other"):
         recorder.warn(text)
     assert [record.message for record in caplog.records] == ["odd", "other"]
+
+
+def test_a_warning_of_a_step_that_is_trained_again_is_reported_again(tmp_path, metrics):
+    with RunFolderRecorder(RunConfig(steps=6), tmp_path) as recorder:
+        recorder.warn("before")
+        for step in (1, 2, 3):
+            recorder.log(step, metrics(step))
+        recorder.warn("later")
+        recorder.resume(2)
+        for text in ("before", "later"):
+            recorder.warn(text)
+    lines = [json.loads(line) for line in (tmp_path / "logs/warnings.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["text"]) for line in lines] == [(0, "before"), (2, "later")]
+
+
+def test_records_that_are_set_aside_are_on_disk_before_they_leave_their_file(tmp_path, metrics, monkeypatch):
+    flushed = []
+    fsync = os.fsync
+
+    def recorded(handle):
+        flushed.append(str(Path(os.readlink(f"/proc/self/fd/{handle}")).relative_to(tmp_path)))
+        fsync(handle)
+
+    with RunFolderRecorder(RunConfig(steps=6), tmp_path) as recorder:
+        for step in (1, 2, 3):
+            recorder.log(step, metrics(step))
+            recorder.log_prompts(step, trained=[f"a/{step}@0"], filtered=[])
+        monkeypatch.setattr(os, "fsync", recorded)
+        recorder.resume(2)
+        monkeypatch.undo()
+    moved = [f"{name}.jsonl" for name in ("metrics", "prompts")]
+    expected = [[f"aside_1/{name}.tmp", "aside_1", ".", f"{name}.tmp", "."] for name in moved]
+    assert flushed == expected[0] + expected[1]
 
 
 def test_a_resumed_run_sets_later_steps_aside_and_its_summary_covers_the_whole_run(tmp_path, group, metrics, capsys):

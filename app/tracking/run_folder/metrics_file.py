@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from app.utils.files import replace_file
+from app.utils.files import replace_file, sync
 
 NAME = "metrics.jsonl"
 
@@ -81,15 +81,16 @@ class MetricsFile:
 
 
 def move_after(path: Path, step: int, out: Path) -> None:
-    """Move the lines after `step` to a new file, if there are any. A kill in between leaves them in both files."""
+    """Move the lines after `step` to a new file, if there are any. A crash in between leaves them in both files."""
     rows = list(read(path))
     later = [row for row in rows if row["step"] > step]
     if later:
         out.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(out, _lines(later))
+        replace_file(out, _lines(later), durable=True)
+        sync(out.parent.parent)
 
     if path.exists():  # also without later lines: a killed writer may have left half a line
-        replace_file(path, _lines([row for row in rows if row["step"] <= step]))
+        replace_file(path, _lines([row for row in rows if row["step"] <= step]), durable=True)
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
