@@ -215,13 +215,16 @@ class RunFolderRecorder:
     def _write_samples(self, step: int, groups: Sequence[Group], decode: Decode | None, kind: str = "step") -> None:
         count = self.config.tracking.samples_per_step
         self._try("samples", partial(samples.write_samples, self.folder, step, groups, count, decode, kind=kind))
-        if kind == "eval" or step % SAMPLES_EVERY == 0:
+        due = kind == "eval" or step % SAMPLES_EVERY == 0
+        if due and self._open_dashboards():
             self._try("the table of samples", partial(self._send_samples, step, groups, decode, kind))
 
     def _send_samples(self, step: int, groups: Sequence[Group], decode: Decode | None, kind: str) -> None:
         chosen = samples.choose(groups, min(self.config.tracking.samples_per_step, TABLE_ROWS))
         rows = [samples.row(trajectory, decode) for trajectory in chosen]
-        for dashboard in self._open_dashboards() if rows else ():
+        if not rows:
+            return
+        for dashboard in self._open_dashboards():
             dashboard.samples(step, kind, rows)
 
     def _try(self, what: str, write: Callable[[], object]) -> None:

@@ -12,14 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.checkpoint import manager
 from app.config.placement import PlacementKind
 from app.errors import EngineError, EngineLost, RunError, TrainerError, TrainerLost
 from app.mode.train import save_on_interrupt
+from app.placement import controller
 from app.placement.colocate import Colocate
 from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
 from app.recovery import engine_supervisor
 from app.types import InFlight, MemoryUse
+from app.utils import tasks
 from tests.simulation import SimEngine, SimTrainer, World, config, long_tailed, now, run_virtual
 
 CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
@@ -48,9 +51,14 @@ def play(world: World, *deaths: tuple[float, int], limit: float = 1e6) -> float:
     return run_virtual(story())
 
 
-async def at_once(work: Callable[..., object], *arguments: object) -> object:
-    """Instead of `asyncio.to_thread`: virtual time would run away from a thread."""
-    return work(*arguments)
+def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """File work is done at once: virtual time would run away from a thread."""
+
+    async def at_once(work: Callable[..., object], *arguments: object) -> object:
+        return work(*arguments)
+
+    for module in (tasks, controller, manager):
+        monkeypatch.setattr(module, "in_thread", at_once)
 
 
 def assert_sound(world: World) -> None:
@@ -135,7 +143,7 @@ def test_a_run_that_is_asked_to_stop_saves_its_last_step_or_says_why_not(
     ahead: int, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`ahead`: 1 between an update and the end of its push, when the parameters are no longer those of a step."""
-    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    without_threads(monkeypatch)
     world = World(config(), tmp_path)
     world.config.checkpoint.every = 2
 
@@ -281,7 +289,7 @@ def test_a_step_is_not_repeated_on_parameters_that_it_may_have_changed(
 def test_a_machine_that_is_nearly_full_is_told_before_the_kernel_acts(
     kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    without_threads(monkeypatch)
     made = config(kind)
     made.checkpoint.every = 100
     world = World(made, tmp_path)
@@ -302,7 +310,7 @@ def test_a_machine_that_is_nearly_full_is_told_before_the_kernel_acts(
 def test_a_checkpoint_holds_the_prompts_that_are_not_done_with(
     kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    without_threads(monkeypatch)
     made = config(kind, max_staleness=0 if kind is PlacementKind.colocate else 2, steps=5)
     made.checkpoint.every = 2
     world = World(made, tmp_path, long_tailed(2))
