@@ -1,0 +1,438 @@
+"""The first hour on new hardware: what works, how fast, and what differs from the expectation.
+
+    python -m tests.bench.first_hour cuda|npu|cpu [--tiny] [--model FOLDER | --random-weights] [--steps N] [--out FILE]
+
+`bash launch/first_hour.sh` runs this in the right environment. Every check is a command in a process of its own with a
+deadline; a check that fails does not end the others:
+
+    doctor              mode=doctor
+    parity              mode=parity: kernels, weight sync and engine against a CPU in float32
+    handovers           colocate: sleep, wake and sync, three times
+    syncs               fully_async: idle, with completions in flight, with an engine killed in mid-sync
+    colocate            steps of GRPO: tokens/s, MFU, memory against the plan
+    fully_async         the same with half of the devices for each side
+
+The model is Qwen3-4B. `--tiny` takes the tiny one, which also runs on a CPU; `--random-weights` makes a checkpoint of
+Qwen3-4B's shapes, for a machine without the weights. Checks of fully_async need two devices. Writes one JSON file and
+prints one table; the exit code is 1 if a check failed or differs.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.config import RunConfig
+from app.config.device import DeviceKind
+from app.device import device_of
+from app.mode.plan.memory import plan_memory
+from app.mode.plan.trainer_memory import plan_trainer
+from app.model.architecture import architecture_of
+from app.rollout.server_args import engine_flags
+from app.utils.units import MIB
+from tests.bench.machine import machine
+from tests.compose import composed
+
+DEADLINE_SECONDS = 1800.0  # of one check; engines of a new machine compile kernels at their first start
+GRACE_SECONDS = 60.0  # from SIGTERM to SIGKILL
+MEMORY_TOLERANCE = 1.1  # measured peak over planned
+MISMATCH_BOUND = {"cpu": 1e-6, "cuda": 1e-2, "npu": 1e-2}  # mismatch/kl of on-policy steps; bfloat16 on cards
+LEAST_MFU = 0.2
+POLL_SECONDS = 0.5
+PASSED, DIFFERS, FAILED, SKIPPED = "ok", "differs", "failed", "not run"
+PACKAGES = ("torch", "sglang", "ray", "transformers")
+SHAPES_4B = {
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """One number and what it should be."""
+
+    name: str
+    measured: float | None  # None: the run did not report it
+    expected: str  # for people
+    met: bool
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a check found."""
+
+    name: str
+    status: str
+    seconds: float = 0.0
+    values: dict[str, Any] = field(default_factory=dict)
+    expectations: list[Expectation] = field(default_factory=list)
+    reason: str = ""  # why it failed or was not run
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A command, and how its result is read."""
+
+    name: str
+    module: str
+    overrides: Sequence[str]
+    read: Callable[[RunConfig, Path, str], tuple[dict[str, Any], list[Expectation]]]
+    least_devices: int = 1
+
+
+# --- the checks
+
+
+def checks(kind: str, devices: int, model: Sequence[str], steps: int) -> list[Check]:
+    """Return all checks, for this many devices."""
+    base = [f"device={kind}", *model]
+    trainers = max(1, devices // 2)
+    colocate = [*base, "placement=colocate", f"placement.devices={min(devices, 4)}"]
+    separate = [
+        *base,
+        "placement=fully_async",
+        f"placement.trainer_devices={trainers}",
+        f"placement.rollout_devices={max(1, devices - trainers)}",
+        "placement.in_flight=retract",
+    ]
+    training = [f"steps={steps}", "eval.every=0", "eval.before_train=false", "checkpoint.every=0"]
+    return [
+        Check("doctor", "app", ["mode=doctor", *colocate], read_doctor),
+        Check("parity", "app", ["mode=parity", *colocate], read_parity),
+        Check("handovers", "tests.bench.first_hour_syncs", colocate, read_syncs),
+        Check("syncs", "tests.bench.first_hour_syncs", separate, read_syncs, least_devices=2),
+        Check("colocate", "app", [*colocate, *training], read_run),
+        Check("fully_async", "app", [*separate, *training], read_run, least_devices=2),
+    ]
+
+
+def read_doctor(_config: RunConfig, _folder: Path, output: str) -> tuple[dict[str, Any], list[Expectation]]:
+    failing = [line.strip() for line in output.splitlines() if line.lower().startswith("fail")]
+    return {"failing": failing}, []
+
+
+def read_parity(_config: RunConfig, folder: Path, _output: str) -> tuple[dict[str, Any], list[Expectation]]:
+    result = json.loads((folder / "parity.json").read_text())
+    lines = result["comparisons"]
+    expectations = [
+        Expectation(line["what"], line["error"], f"at most {line['bound']:g}", line["passed"]) for line in lines
+    ]
+    return {"worst": max(line["error"] / line["bound"] for line in lines)}, expectations
+
+
+def read_syncs(config: RunConfig, _folder: Path, output: str) -> tuple[dict[str, Any], list[Expectation]]:
+    measured = json.loads(output.splitlines()[-1])
+    expectations = []
+    if "in_flight" in measured:
+        spanning = measured["in_flight"]["of_several_versions"]
+        killed = measured["killed"]
+        expectations += [
+            Expectation("completions of several versions", spanning, "at least 1", spanning >= 1),
+            Expectation("a kill fell into a sync", float(killed["in_a_sync"]), "1", killed["in_a_sync"]),
+        ]
+        if killed["in_a_sync"]:
+            right = killed["answers_as_version"] == killed["synced_version"]
+            expected = f"{killed['synced_version']}, the synced one"
+            expectations.append(Expectation("version after the kill", killed["answers_as_version"], expected, right))
+    limit = config.rollout.start_timeout_s
+    started = measured["start_seconds"]
+    return measured, [*expectations, Expectation("start, s", started, f"at most {limit:g}", started <= limit)]
+
+
+def read_run(config: RunConfig, folder: Path, _output: str) -> tuple[dict[str, Any], list[Expectation]]:
+    """Compare a run's metrics with the plan. The first step is not counted: it compiles and warms up."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "time/step" in line][1:]
+    kind = config.device.kind.name
+    values = {name: median([step[name] for step in steps if name in step]) for name in SHOWN}
+    values = {name: value for name, value in values.items() if value is not None}
+
+    on_policy = [step["mismatch/kl"] for step in steps if step["staleness/max"] == 0]
+    stalest = max(step["staleness/max"] for step in steps)
+    bound = config.placement.max_staleness
+    expectations = [Expectation("staleness/max", stalest, f"at most {bound}", stalest <= bound)]
+    if on_policy:
+        worst, limit = max(on_policy), MISMATCH_BOUND[kind]
+        expectations.append(Expectation("mismatch/kl on policy", worst, f"at most {limit:g}", worst <= limit))
+    if (mfu := values.get("trainer/mfu")) is not None:
+        expectations.append(Expectation("trainer/mfu", mfu, f"at least {LEAST_MFU:g}", mfu >= LEAST_MFU))
+    return values, [*expectations, *memory_expectations(config, steps)]
+
+
+SHOWN = (
+    "time/step",
+    "time/generate",
+    "time/train",
+    "time/sync",
+    "time/wait",
+    "throughput/completion_tokens_per_second",
+    "trainer/tokens_per_second",
+    "trainer/mfu",
+    "completion/length_mean",
+    "rollout/discarded_fraction",
+    "sync/load_seconds",
+)
+
+
+def memory_expectations(config: RunConfig, steps: Sequence[Mapping[str, float]]) -> list[Expectation]:
+    """The trainer's largest allocations by phase, where the device reports them, against the plan's."""
+    model = architecture_of(config.model)
+    if model is None:
+        return []
+    planned = trainer_peaks(config)
+    found = []
+    for phase, expected in planned.items():
+        name = f"memory/trainer_device_peak_{phase}_mib"
+        measured = [step[name] for step in steps if name in step]
+        if measured:
+            peak = max(measured)
+            met = peak <= MEMORY_TOLERANCE * expected
+            found.append(Expectation(name, peak, f"the plan's {expected:,.0f}, 10 % above at most", met))
+    return found
+
+
+def trainer_peaks(config: RunConfig) -> dict[str, float]:
+    """Return what the plan says that the rank's allocator holds at most while it trains and syncs, in MiB."""
+    device = device_of(config.device.kind)
+    model = architecture_of(config.model)
+    assert model is not None
+    trainer = plan_trainer(config, device, model)
+    buffers = sum(size for name, size in trainer.resident.items() if name != "runtime")
+    state = sum(trainer.offloadable.values())
+    largest = max(sum(items.values()) for items in trainer.peaks.values())
+    return {
+        "train": (state + buffers + largest) / MIB,
+        "sync": (state + buffers + sum(trainer.gathered.values())) / MIB,
+    }
+
+
+# --- running them
+
+
+def run_check(check: Check, folder: Path, *, kind: str, devices: int) -> Outcome:
+    """Run one check to its end or its deadline, and read its result."""
+    if devices < check.least_devices:
+        return Outcome(check.name, SKIPPED, reason=f"needs {check.least_devices} devices, this machine has {devices}")
+
+    run_folder = folder / check.name
+    run_folder.mkdir(parents=True)
+    command = [sys.executable, "-m", check.module, *check.overrides]
+    if check.module == "app":
+        command.append(f"hydra.run.dir={run_folder / 'run'}")
+    sys.stderr.write(f"{check.name}: {' '.join(command[1:])}\n")
+
+    began = time.perf_counter()
+    with DeviceMemory(kind) as used:
+        code, output, errors = run_command(command, run_folder)
+    outcome = Outcome(check.name, PASSED, seconds=round(time.perf_counter() - began, 1))
+    if code != 0:
+        outcome.status, outcome.reason = FAILED, last_line(errors) or last_line(output) or f"exit code {code}"
+        return outcome
+
+    config = composed(*(each for each in check.overrides if not each.startswith("mode=")))
+    try:
+        outcome.values, outcome.expectations = check.read(config, run_folder / "run", output)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        outcome.status, outcome.reason = FAILED, f"its result cannot be read: {type(error).__name__}: {error}"
+        return outcome
+
+    if used.peak_mib is not None and check.name in ("colocate", "fully_async"):
+        outcome.expectations.append(card_expectation(config, used.peak_mib))
+    if not all(each.met for each in outcome.expectations):
+        outcome.status = DIFFERS
+    return outcome
+
+
+def run_command(command: Sequence[str], folder: Path) -> tuple[int, str, str]:
+    """Run a command in a session of its own; return exit code, stdout and stderr. Ends it at the deadline."""
+    with (folder / "output.txt").open("wb") as output, (folder / "errors.txt").open("wb") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
+        )
+        try:
+            code = process.wait(DEADLINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = end(process)
+            errors.write(f"\nno end within {DEADLINE_SECONDS:g} s".encode())
+        except BaseException:
+            end(process)
+            raise
+    texts = [(folder / name).read_text(errors="replace") for name in ("output.txt", "errors.txt")]
+    return code, texts[0], texts[1]
+
+
+def end(process: subprocess.Popen[bytes]) -> int:
+    """End a command as a user would, so that it ends what it started; kill it after a grace period."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return -1
+
+
+class DeviceMemory:
+    """The largest memory in use on any NVIDIA card during a block; None where nvidia-smi is missing."""
+
+    def __init__(self, kind: str):
+        self.peak_mib: float | None = None
+        self._watches = kind == "cuda"
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "DeviceMemory":
+        if self._watches:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._watches:
+            self._thread.join(10)
+
+    def _watch(self) -> None:
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        while not self._stop.wait(POLL_SECONDS):
+            try:
+                found = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+            except (OSError, subprocess.SubprocessError):
+                return
+            self.peak_mib = max(self.peak_mib or 0.0, *(float(line) for line in found.split()))
+
+
+def card_expectation(config: RunConfig, peak_mib: float) -> Expectation:
+    device = device_of(config.device.kind)
+    model = architecture_of(config.model)
+    assert model is not None
+    planned = plan_memory(config, device, model, engine_flags(config, device)).peak_phase.bytes / MIB
+    met = peak_mib <= MEMORY_TOLERANCE * planned
+    return Expectation("memory of a card, MiB", peak_mib, f"the plan's {planned:,.0f}, 10 % above at most", met)
+
+
+def median(values: Sequence[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None
+
+
+def last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""
+
+
+# --- the table
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """One line per check, and one for each number that was compared."""
+    lines = []
+    for outcome in outcomes:
+        head = f"{outcome.status:<8} {outcome.name:<12} {outcome.seconds:>7.1f} s"
+        lines.append(f"{head}  {outcome.reason}".rstrip())
+        for each in outcome.expectations:
+            measured = "not reported" if each.measured is None else f"{each.measured:,.4g}"
+            lines.append(f"  {' ' if each.met else '!'} {each.name}: {measured} (expected: {each.expected})")
+        for name, value in outcome.values.items():
+            lines.append(f"    {name}: {value:,.4g}" if isinstance(value, float) else f"    {name}: {value}")
+    counts = {status: sum(each.status == status for each in outcomes) for status in (PASSED, DIFFERS, FAILED, SKIPPED)}
+    lines.append(", ".join(f"{count} {status}" for status, count in counts.items() if count))
+    return "\n".join(lines)
+
+
+def hardware(kind: str) -> str:
+    """Return the name of the first device."""
+    if kind == "cpu":
+        return "cpu"
+    import torch
+
+    device = device_of(DeviceKind[kind])
+    return str(torch.get_device_module(device.torch_type).get_device_name(0))
+
+
+def random_weights(folder: Path) -> Path:
+    """Save a checkpoint of Qwen3-4B's shapes with random weights in bfloat16, and a tokenizer."""
+    import torch
+
+    from app.model.hf_import import transformers
+    from app.model.tiny.tokenizer import build_tokenizer
+
+    config = transformers().Qwen3Config(**SHAPES_4B, dtype="bfloat16")
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = transformers().Qwen3ForCausalLM(config)
+    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.02)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    build_tokenizer(4096).save_pretrained(folder)
+    return folder
+
+
+def model_settings(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Return the settings of the model, and of short completions so that the hour suffices."""
+    if options.tiny:
+        return []
+    path = options.model or (random_weights(folder / "model") if options.random_weights else None)
+    settings = ["model=qwen3_4b", "rollout.max_completion_tokens=1024", "rollout.max_prompt_tokens=512"]
+    if path is not None:
+        settings += [f"model.path={path}"]
+    if options.random_weights:
+        settings += ["data=arithmetic", "reward=exact"]
+    return settings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=[each.name for each in DeviceKind])
+    parser.add_argument("--tiny", action="store_true", help="the tiny model")
+    parser.add_argument("--model", help="folder of Qwen3-4B; default: from the hub")
+    parser.add_argument("--random-weights", action="store_true", help="Qwen3-4B's shapes without its weights")
+    parser.add_argument("--steps", type=int, default=10, help="steps of each run (default: %(default)s)")
+    parser.add_argument("--only", nargs="*", help="names of checks")
+    parser.add_argument("--out", type=Path, default=Path("first_hour.json"), help="default: %(default)s")
+    options = parser.parse_args()
+
+    devices = 2 if options.kind == "cpu" else device_of(DeviceKind[options.kind]).count()
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        found = checks(options.kind, devices, model_settings(options, folder), options.steps)
+        outcomes = []
+        for check in found:
+            if not options.only or check.name in options.only:
+                outcomes.append(run_check(check, folder, kind=options.kind, devices=devices))
+                write(options.out, options.kind, devices, outcomes)
+    sys.stdout.write(table(outcomes) + "\n")
+    sys.exit(0 if all(each.status in (PASSED, SKIPPED) for each in outcomes) else 1)
+
+
+def write(out: Path, kind: str, devices: int, outcomes: Sequence[Outcome]) -> None:
+    """Write the outcomes so far: a machine that is lost in mid-hour leaves those."""
+    result = {
+        "what": "first_hour",
+        "hardware": hardware(kind),
+        "devices": devices,
+        "machine": machine(*PACKAGES),
+        "checks": [asdict(each) for each in outcomes],
+    }
+    out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

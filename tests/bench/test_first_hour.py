@@ -1,0 +1,151 @@
+"""The first hour: what it compares, what it prints, and the whole of it on a CPU with the tiny model."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from app.config.device import DeviceKind
+from app.device import device_of
+from app.mode.plan.memory import plan_memory
+from app.model.architecture import architecture_of
+from app.rollout.server_args import engine_flags
+from app.utils.units import MIB
+from tests.bench import first_hour
+from tests.bench.first_hour import DIFFERS, FAILED, PASSED, SKIPPED, Check, Outcome
+from tests.compose import composed
+from tests.folders import ROOT
+
+ON_CARDS = ("device=cuda", "model=qwen3_4b", "placement.devices=1", "rollout.tensor_parallel=1")
+
+
+def a_run(folder: Path, *steps: dict[str, float]) -> Path:
+    folder.mkdir()
+    first = {"step": 1, "time/step": 99.0, "staleness/max": 0, "mismatch/kl": 0.5}  # warms up, so it does not count
+    lines = [json.dumps(each) + "\n" for each in (first, *steps)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return folder
+
+
+def a_step(**values: float) -> dict[str, float]:
+    named = {name.replace("__", "/"): value for name, value in values.items()}
+    return {"step": 2, "time/step": 2.0, "staleness/max": 0, "mismatch/kl": 1e-8, **named}
+
+
+def test_every_command_composes() -> None:
+    for kind, devices, model in (("cpu", 2, []), ("cuda", 8, ["model=qwen3_4b"]), ("npu", 8, ["model=qwen3_4b"])):
+        for check in first_hour.checks(kind, devices, model, steps=10):
+            composed(*(each for each in check.overrides if not each.startswith("mode=")))
+
+
+def test_one_card_leaves_out_what_needs_two(tmp_path: Path) -> None:
+    left_out = [each for each in first_hour.checks("cuda", 1, [], steps=10) if each.least_devices > 1]
+    assert [each.name for each in left_out] == ["syncs", "fully_async"]
+    outcome = first_hour.run_check(left_out[0], tmp_path, kind="cuda", devices=1)
+    assert (outcome.status, outcome.reason) == (SKIPPED, "needs 2 devices, this machine has 1")
+
+
+def test_numbers_of_a_run_are_medians_without_its_first_step(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run", *(a_step(time__train=seconds) for seconds in (1.0, 3.0, 2.0)))
+    values, expectations = first_hour.read_run(composed(), folder, "")
+    assert values["time/train"] == 2.0
+    assert {each.name: each.met for each in expectations} == {"staleness/max": True, "mismatch/kl on policy": True}
+
+
+def test_a_mismatch_a_stale_trajectory_and_a_slow_trainer_differ(tmp_path: Path) -> None:
+    step = a_step(mismatch__kl=0.02, trainer__mfu=0.1)
+    stale = {**step, "staleness/max": 1}
+    _, expectations = first_hour.read_run(composed(*ON_CARDS), a_run(tmp_path / "run", step, stale), "")
+    assert {each.name for each in expectations if not each.met} == {
+        "staleness/max",
+        "mismatch/kl on policy",
+        "trainer/mfu",
+    }
+
+
+def test_memory_is_compared_with_the_plan(tmp_path: Path, qwen3_4b: str) -> None:
+    config = composed(*ON_CARDS, f"model.path={qwen3_4b}")
+    planned = first_hour.trainer_peaks(config)["train"]
+    for share, met in ((1.05, True), (1.2, False)):
+        step = a_step(memory__trainer_device_peak_train_mib=share * planned)
+        expectations = first_hour.memory_expectations(config, [step])
+        assert [each.met for each in expectations] == [met]
+
+    model = architecture_of(config.model)
+    assert model is not None
+    device = device_of(DeviceKind.cuda)
+    peak = plan_memory(config, device, model, engine_flags(config, device)).peak_phase.bytes / MIB
+    assert first_hour.card_expectation(config, 1.05 * peak).met
+    assert not first_hour.card_expectation(config, 1.2 * peak).met
+
+
+@pytest.fixture
+def qwen3_4b(tmp_path: Path) -> str:
+    """A folder with Qwen3-4B's config.json."""
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **first_hour.SHAPES_4B}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    return str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "reason"),
+    [
+        ("import sys; print('{}'); sys.exit('no card')", FAILED, "no card"),
+        ("print('not JSON')", FAILED, "its result cannot be read: JSONDecodeError: Expecting value: line 1 column 1"),
+    ],
+)
+def test_a_check_that_fails_says_why(
+    code: str, status: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing_check.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    check = Check("syncs", "failing_check", [], first_hour.read_syncs)
+    outcome = first_hour.run_check(check, tmp_path / "out", kind="cpu", devices=2)
+    assert outcome.status == status
+    assert outcome.reason.startswith(reason)
+
+
+def test_a_check_that_hangs_is_ended_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hanging_check.py").write_text(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(first_hour, "DEADLINE_SECONDS", 2.0)
+    monkeypatch.setattr(first_hour, "GRACE_SECONDS", 0.5)
+    check = Check("syncs", "hanging_check", [], first_hour.read_syncs)
+    outcome = first_hour.run_check(check, tmp_path / "out", kind="cpu", devices=2)
+    assert (outcome.status, outcome.reason) == (FAILED, "no end within 2 s")
+
+
+def test_the_table_marks_what_differs() -> None:
+    missed = first_hour.Expectation("trainer/mfu", 0.1, "at least 0.2", met=False)
+    text = first_hour.table(
+        [
+            Outcome("doctor", PASSED, 3.0),
+            Outcome("colocate", DIFFERS, 60.0, {"time/step": 2.5}, [missed]),
+            Outcome("fully_async", SKIPPED, reason="needs 2 devices, this machine has 1"),
+        ]
+    )
+    assert "  ! trainer/mfu: 0.1 (expected: at least 0.2)" in text.splitlines()
+    assert text.splitlines()[-1] == "1 ok, 1 differs, 1 not run"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_whole_hour_passes_on_a_cpu_with_the_tiny_model(tmp_path: Path) -> None:
+    out = tmp_path / "first_hour.json"
+    command = ["bash", "launch/first_hour.sh", "cpu", "--tiny", "--steps", "3", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=1400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = {each["name"]: each for each in json.loads(out.read_text())["checks"]}
+    assert {name: each["status"] for name, each in outcomes.items()} == dict.fromkeys(
+        ("doctor", "parity", "handovers", "syncs", "colocate", "fully_async"), PASSED
+    )
+    killed = outcomes["syncs"]["values"]["killed"]
+    assert killed["in_a_sync"]
+    assert killed["answers_as_version"] == killed["synced_version"]
+    assert outcomes["syncs"]["values"]["in_flight"]["of_several_versions"] >= 1
+    assert done.stdout.splitlines()[-1] == "6 ok"
