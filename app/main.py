@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from app.config import Mode, RunConfig, compose
 from app.config.arguments import check_arguments, named_values
+from app.config.help import command_name
 from app.errors import CONFIG_EXIT, FAILED_EXIT, ConfigError, Interrupted, RunError, exit_code, expect, say
 from app.mode import MODES, NOT_GIVEN, ModeResult
 from app.recovery.run_lock import FolderInUse
@@ -198,7 +199,7 @@ def _say_how_to_resume(folder: Path) -> None:
     from app.checkpoint.folder import FOLDER, LATEST
 
     if (folder / FOLDER / LATEST).exists():
-        say(f"resume with: python -m app {_override('resume', str(folder))}")
+        say(f"resume with: {command_name()} {_override('resume', str(folder))}")
 
 
 def _override(key: str, value: str) -> str:
