@@ -83,7 +83,11 @@ def test_torch_npu_must_match_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NVIDIA_SMI = """#!/bin/sh
-case "$1" in --query-gpu=driver_version) echo 570.124.06; echo 570.124.06 ;; *) echo "NVIDIA-SMI" ;; esac
+case "$1" in
+  --query-gpu=driver_version) echo 570.124.06; echo 570.124.06 ;;
+  --query-gpu=memory.total) echo 81559 ;;
+  *) echo NVIDIA-SMI ;;
+esac
 """
 
 
