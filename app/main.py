@@ -23,10 +23,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from app.config import Mode, RunConfig, compose
 from app.config.arguments import check_arguments, named_values
+from app.config.help import command_name
 from app.errors import CONFIG_EXIT, FAILED_EXIT, ConfigError, Interrupted, RunError, exit_code, expect, say
 from app.mode import MODES, NOT_GIVEN, ModeResult
 from app.recovery.run_lock import FolderInUse
 from app.run_report import RunReport, report, reports
+from app.utils.files import disk_errors, not_writable
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 FULL_ERROR_REQUESTED = FULL_ERROR in os.environ
@@ -68,6 +70,7 @@ class Validate(Callback):
 
         from app.mode.preflight import preflight
 
+        require_writable("hydra.run.dir", Path(str(composed.hydra.run.dir)))
         preflight(config, checkpoint)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
@@ -78,6 +81,10 @@ class Validate(Callback):
             raise _ended_by("app.run runs one job: start a sweep from the command line.", CONFIG_EXIT)
 
         folder = Path(str(config.hydra.sweep.dir))
+        try:
+            require_writable("hydra.sweep.dir", folder)
+        except ConfigError as error:
+            raise _ended_by(error, CONFIG_EXIT) from None
         if folder.is_dir() and any(holds_run(each) for each in folder.iterdir() if each.is_dir()):
             say(f"hydra.sweep.dir={folder} is not accepted: it already holds the runs of a sweep; give another folder.")
             raise SystemExit(CONFIG_EXIT)
@@ -128,7 +135,12 @@ def cli() -> None:
     os.environ.setdefault(FULL_ERROR, "1")  # Hydra then raises composition errors instead of printing them
     try:
         check_arguments(sys.argv[1:])
-        main()
+        with disk_errors():
+            main()
+    except RunError as error:  # Hydra could not make the folder
+        if FULL_ERROR_REQUESTED:
+            raise
+        raise _ended_by(error, FAILED_EXIT) from None
     except (HydraException, OmegaConfBaseException) as error:
         if FULL_ERROR_REQUESTED:
             raise
@@ -154,7 +166,7 @@ def _run(composed: DictConfig, config: RunConfig, folder: Path) -> ModeResult:
 
     from app.mode.output_folder import output_folder
 
-    with output_folder(composed, config, folder):
+    with disk_errors(), output_folder(composed, config, folder):
         return mode.run(config, folder)
 
 
@@ -187,7 +199,7 @@ def _say_how_to_resume(folder: Path) -> None:
     from app.checkpoint.folder import FOLDER, LATEST
 
     if (folder / FOLDER / LATEST).exists():
-        say(f"resume with: python -m app {_override('resume', str(folder))}")
+        say(f"resume with: {command_name()} {_override('resume', str(folder))}")
 
 
 def _override(key: str, value: str) -> str:
@@ -195,6 +207,12 @@ def _override(key: str, value: str) -> str:
     if not re.fullmatch(r"[\w/.+-]+", value):
         value = '"' + value.replace('"', r"\"") + '"'
     return shlex.quote(f"{key}={value}")
+
+
+def require_writable(key: str, folder: Path) -> None:
+    """Raise `ConfigError` unless a folder, which may not exist yet, can be written."""
+    reason = not_writable(folder)
+    expect(reason is None, key, folder, f"a folder that can be written; {reason}")
 
 
 def _given_folder(composed: DictConfig) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from app.types import (
     Completion,
     EngineMemory,
+    EngineStart,
     EngineStats,
     Group,
     GroupRequest,
@@ -53,6 +54,10 @@ class RolloutEngine(Protocol):
         Returns:
             Its `url`, SGLang's `version`, and the `pid` of its process group (None for a server of `rollout.urls`).
         """
+        ...
+
+    async def start_phase(self) -> EngineStart:
+        """Return what `start`, which is running, does now."""
         ...
 
     async def end(self) -> None:

@@ -28,6 +28,15 @@ class InFlight(Enum):
     in_place = "in_place"  # they continue after it on the old KV cache
 
 
+class EngineStart(Enum):
+    """What an engine does while it starts, in this order."""
+
+    importing = "importing SGLang"
+    loading = "loading the weights"
+    allocating = "allocating the KV cache"  # and capturing graphs
+    warming_up = "warming up"
+
+
 class EngineMemory(Enum):
     """A region of an engine's device memory that can be released and reloaded."""
 

@@ -25,7 +25,7 @@ from app.config.placement import PlacementConfig, PlacementKind, Stream
 from app.config.reward import RewardConfig
 from app.config.rollout import RolloutConfig
 from app.data.cursor import PromptCursor
-from app.errors import EngineLost, SyncError
+from app.errors import EngineError, EngineLost, SyncError
 from app.model.tiny.tokenizer import build_tokenizer
 from app.placement.context import RunContext
 from app.placement.time_sharing import TimeSharing
@@ -38,6 +38,7 @@ from app.tracking.run_folder.timeline import Timeline
 from app.types import (
     Completion,
     EngineMemory,
+    EngineStart,
     EngineStats,
     FinishReason,
     Group,
@@ -209,11 +210,14 @@ class SimEngine:
     async def start(self, timeout_s: float) -> None:
         await asyncio.sleep(self.start_seconds)
 
+    async def start_phase(self) -> EngineStart:
+        return EngineStart.importing
+
     async def end(self) -> None: ...
 
-    def die(self) -> None:
+    def die(self, error: EngineError | None = None) -> None:
         """Whatever is in flight, and whatever comes, fails."""
-        self.fail = EngineLost("engine died on purpose")
+        self.fail = error or EngineLost("engine died on purpose")
         self._go.set()
         self._interrupt(list(self._changed))
 

@@ -36,7 +36,7 @@ from app.errors import CheckpointError, ConfigError
 from app.utils import files
 from app.utils.files import UNFINISHED
 from app.utils.tasks import in_thread, run_to_end
-from app.utils.units import GIB
+from app.utils.units import size
 
 OVERHEAD = 1.02  # bytes on disk over bytes of tensors: names, headers, random state
 COMMIT_SECONDS = 30.0  # for the end of a commit that was under way when its time was over
@@ -113,7 +113,7 @@ class CheckpointManager:
         if available < int((self.keep + 1) * checkpoint_bytes * OVERHEAD):
             raise ConfigError(
                 f"checkpoint.keep={self.keep} is not accepted: {self.keep + 1} checkpoints of "
-                f"{checkpoint_bytes / GIB:.1f} GiB do not fit into the {available / GIB:.1f} GiB available in "
+                f"{size(checkpoint_bytes)} do not fit into the {size(available)} available in "
                 f"{self.folder}; give a smaller number, another hydra.run.dir, or delete {self.folder / ASIDE} if it "
                 "exists."
             )
@@ -251,8 +251,8 @@ class CheckpointManager:
             free = shutil.disk_usage(self.folder).free
             if free < needed:
                 raise CheckpointError(
-                    f"checkpoint {_final_name(writing)} cannot be started: it needs {needed / GIB:.2f} GiB, and "
-                    f"{self.folder} has {free / GIB:.2f} GiB left"
+                    f"checkpoint {_final_name(writing)} cannot be started: it needs {size(needed)}, and "
+                    f"{self.folder} has {size(free)} left"
                 )
             writing.mkdir()
 

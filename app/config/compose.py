@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from app.config import folder_name
-from app.config.help import settings_help
+from app.config.help import command_name, settings_help
 from app.config.run import RunConfig
 from app.config.setting import settings
 from app.errors import ConfigError
@@ -22,6 +22,7 @@ def register() -> None:
     """Register the schema, so that Hydra refuses misspelled keys and wrong types, and the resolvers of `conf/`."""
     ConfigStore.instance().store(name="run_schema", node=RunConfig)
     OmegaConf.register_new_resolver("settings_help", settings_help, replace=True)
+    OmegaConf.register_new_resolver("command_name", command_name, replace=True)
     folder_name.register()
 
 

@@ -9,10 +9,12 @@ Invariants:
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from app.errors import ConfigError, one_line
+from app.utils.hub import hub_client
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
@@ -96,12 +98,19 @@ def _hub(path: str, subset: str | None, split: str, columns: Sequence[str], key:
     except ImportError as error:
         raise _error(key, path, "a local file, or install the 'datasets' library to use the hub") from error
 
-    try:
-        table = datasets.load_dataset(path, subset, split=split)
-    # The hub client passes on errors of half a dozen libraries, without a common base class.
-    except Exception as error:
-        where = f"split {split}" + (f" of subset {subset}" if subset else "")
-        raise _error(key, path, f"a data set that can be loaded; {where} failed to load ({_brief(error)})") from error
+    where = f"split {split}" + (f" of subset {subset}" if subset else "")
+    with nullcontext(True) if is_folder else hub_client() as online:
+        try:
+            table = datasets.load_dataset(path, subset, split=split)
+        # The hub client passes on errors of half a dozen libraries, without a common base class.
+        except Exception as error:
+            if not online:
+                raise _error(
+                    key, path, f"a local file: the hub cannot be reached from here, and its cache has no {where}"
+                ) from error
+            raise _error(
+                key, path, f"a data set that can be loaded; {where} failed to load ({_brief(error)})"
+            ) from error
 
     if set(columns) <= set(table.column_names):
         table = table.select_columns(list(columns))

@@ -22,7 +22,7 @@ from app.placement.watchdog import watchdog
 from app.recovery.resume import NEVER, evaluated
 from app.tracking.recorder import RunFolderRecorder
 from app.utils import files
-from app.utils.tasks import gather_or_raise, run_to_end, until_signal
+from app.utils.tasks import run_to_end, until_signal
 
 WEIGHTS = "model"  # in the evaluation's folder while it runs: the exported checkpoint
 
@@ -47,7 +47,7 @@ async def _evaluate(config: RunConfig, folder: Path, recorder: RunFolderRecorder
         subject_of(config, folder, recorder) as subject,
         start_rollout_workers(config, device, folder, recorder, weights=subject.weights) as workers,
     ):
-        await gather_or_raise(*workers.engine_starts())
+        await workers.start_engines()
         async with workers.supervisor.monitor(), watchdog(workers.rollouter, workers.pool, config, folder):
             sets = workers.inputs.prompts.evals
             results, groups = await evaluate(workers.rollouter, sets, config, version=subject.step)

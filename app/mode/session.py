@@ -5,7 +5,7 @@ weight sync) are restarted when the trainer is lost.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +21,15 @@ from app.protocols import StatusRecorder
 from app.recovery.engine_supervisor import EngineSupervisor
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
-from app.types import TrainerMemory
+from app.tracking.number_format import plural
+from app.types import EngineStart, TrainerMemory
 from app.utils.tasks import gather_or_raise
 
 if TYPE_CHECKING:
     from app.trainer.remote import RemoteTrainer
     from app.weight_sync.synchronizer import BucketedWeightSynchronizer
+
+PHASE_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,30 @@ class RolloutWorkers:
     pool: EnginePool
     supervisor: EngineSupervisor
     rollouter: Rollouter
+    status: Callable[[str], None]
 
-    def engine_starts(self) -> list[Coroutine[Any, Any, Any]]:
-        """Return a coroutine that starts each engine, so that engines and trainer can start concurrently."""
-        return [engine.start(self.config.rollout.start_timeout_s) for engine in self.pool.engines]
+    async def start_engines(self) -> None:
+        """Start all engines concurrently. Shows what the slowest of them does."""
+        engines = self.pool.engines
+        showing = asyncio.create_task(self._show_phases())
+        try:
+            await gather_or_raise(*(engine.start(self.config.rollout.start_timeout_s) for engine in engines))
+        finally:
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
+        self.status(f"{plural(len(engines), 'engine')} ready")
+
+    async def _show_phases(self) -> None:
+        """Show each phase of `EngineStart` once all engines have reached it, until cancelled or an engine is lost."""
+        order = list(EngineStart)
+        reached = -1
+        while True:
+            phases = await asyncio.gather(*(engine.start_phase() for engine in self.pool.engines))
+            slowest = min(order.index(phase) for phase in phases)
+            if slowest > reached:
+                reached = slowest
+                self.status(f"{plural(len(phases), 'engine')}: {order[slowest].value}")
+            await asyncio.sleep(PHASE_POLL_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +111,15 @@ async def start_rollout_workers(
         await connect(config, device)
         device_placement = await reserve(config, device)
 
-        trainer = "" if config.mode is Mode.eval else f" and {config.placement.trainer_ranks} trainer rank(s)"
-        recorder.status(f"starting {config.engines} engine(s){trainer}")
+        trainer = "" if config.mode is Mode.eval else f" and {plural(config.placement.trainer_ranks, 'trainer rank')}"
+        recorder.status(f"starting {plural(config.engines, 'engine')}{trainer}")
         make = EngineFactory(config, device, weights or inputs.model_path, folder, device_placement)
         pool = EnginePool([make(index) for index in range(config.engines)])
         stack.push_async_callback(_end_engines, pool)
 
         supervisor = EngineSupervisor(config, pool, make, recorder.warn)
         rollouter = Rollouter(pool, scorer, inputs.tokenizer, recorder.timeline, config.recovery)
-        yield RolloutWorkers(config, inputs, device_placement, pool, supervisor, rollouter)
+        yield RolloutWorkers(config, inputs, device_placement, pool, supervisor, rollouter, recorder.status)
 
 
 @asynccontextmanager
@@ -114,8 +137,8 @@ async def start_trainer_workers(
         if config.placement.kind is PlacementKind.colocate and device.shares_memory:
             await _start_on_shared_devices(config, device, trainer, workers, first=first)
         else:
-            starts = workers.engine_starts() if first else []
-            await gather_or_raise(trainer.setup(), *starts)
+            starts = [workers.start_engines()] if first else []
+            await gather_or_raise(_set_up(trainer, workers), *starts)
             await _attach_offload(trainer, device)
 
         synchronizer = make_synchronizer(config, device, trainer, workers.pool.engines, folder)
@@ -131,14 +154,19 @@ async def _start_on_shared_devices(
     devices = TimeSharing(config.offload, trainer, workers.pool, workers.supervisor)
     if not first:
         await devices.offload_engines()
-    await trainer.setup()
+    await _set_up(trainer, workers)
     await _attach_offload(trainer, device)
 
     if first:
         await devices.offload_trainer(TrainerMemory)
-        await gather_or_raise(*workers.engine_starts())
+        await workers.start_engines()
         await devices.offload_engines()
         await devices.onload_trainer(TrainerMemory)
+
+
+async def _set_up(trainer: "RemoteTrainer", workers: RolloutWorkers) -> None:
+    await trainer.setup()
+    workers.status("trainer ready")
 
 
 async def _attach_offload(trainer: "RemoteTrainer", device: Device) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from app.config.model import ModelConfig
 from app.errors import ConfigError, one_line
 from app.model.hf_import import general_tokenizer, transformers
+from app.utils.hub import hub_client
 
 CONFIG = "config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # at least one is required
@@ -110,7 +111,8 @@ def _download(hub_id: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=HUB_FILES))
+        with hub_client():
+            return Path(snapshot_download(hub_id, revision=revision, allow_patterns=HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         pinned = f" with model.revision={revision}" if revision is not None else ""
         raise ConfigError(

@@ -170,6 +170,7 @@ class PlacementController(ABC):
     async def evaluate_first(self) -> None:
         """Evaluate the initial policy of a new run, if `eval.before_train`."""
         if self.version == 0 and is_due(self.config.eval, step=0, last_step=self.config.steps):
+            self.context.recorder.status("evaluating the initial policy")
             await self._evaluate()
 
     async def after_step(self) -> None:

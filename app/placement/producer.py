@@ -48,7 +48,7 @@ class Producer:
         )
         self.buffer = GroupBuffer((config.placement.max_staleness + 1) * self.wanted)
         self.counts = RolloutCounts()
-        self.running: dict[str, int] = {}  # prompt id → version at its dispatch
+        self.running: dict[str, int] = {}  # prompt id → version when it was sent last
         self._changed = asyncio.Event()
         self._numbers = itertools.count()
         self._dispatch_number: dict[str, int] = {}  # of the prompts in flight or in the buffer
@@ -106,7 +106,7 @@ class Producer:
     async def abort_stale(self, version: int) -> None:
         """Abort the requests that would be too stale once `version` is synced."""
         limit = version - self.staleness.max_staleness
-        stale = [prompt_id for prompt_id, dispatched_at in self.running.items() if dispatched_at < limit]
+        stale = [prompt_id for prompt_id, sent_at in self.running.items() if sent_at < limit]
         if stale:
             await self.context.pool.each(RolloutEngine.abort, stale)
 
@@ -146,7 +146,7 @@ class Producer:
         size = self.context.config.algorithm.group_size
         try:
             group = await self.context.rollouter.group(
-                prompt, size=size, sampling=self.context.sampling, version=self.staleness.version
+                prompt, size=size, sampling=self.context.sampling, version=partial(self._on_sent, prompt)
             )
         except Aborted as error:
             self.counts.aborted += 1
@@ -158,6 +158,11 @@ class Producer:
             self._on_sampled(prompt, group)
         finally:
             self._changed.set()
+
+    def _on_sent(self, prompt: Prompt) -> int:
+        """Record and return the version of a prompt that is sent, also again: nothing of an earlier attempt is kept."""
+        self.running[prompt.id] = self.staleness.version
+        return self.staleness.version
 
     def _count_abort(self, prompt: Prompt, tokens: int) -> None:
         """Warn, once, about a prompt that is sampled and aborted over and over."""

@@ -18,7 +18,7 @@ from app.model.hf_directory import load_tokenizer
 from app.rollout.client import Client, ConnectionLost, NoAnswer, spans_in_place
 from app.rollout.progress import ProgressClock, ProgressMonitor
 from app.rollout.server import Server, ServerSpec
-from app.types import Completion, EngineMemory, EngineStats, GroupRequest, InFlight, MemoryUse
+from app.types import Completion, EngineMemory, EngineStart, EngineStats, GroupRequest, InFlight, MemoryUse
 from app.utils.net import url_of
 from app.utils.process import log_to, memory_use, process_group_members
 from app.utils.tasks import gather_or_raise
@@ -112,6 +112,10 @@ class EngineHost:
             "version": str(info.get("version", "")),
             "pid": self._server and self._server.pid,
         }
+
+    async def start_phase(self) -> EngineStart:
+        """Return what `start` does now."""
+        return EngineStart.warming_up if self._server is None else self._server.start_phase()
 
     async def stop(self) -> None:
         """Kill the server, unless it was running already, and close the client."""

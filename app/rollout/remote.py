@@ -10,7 +10,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from app.errors import EngineError, EngineLost, RunError, one_line
 from app.rollout.host import EngineHost
-from app.types import Completion, EngineMemory, EngineStats, GroupRequest, InFlight, MemoryUse
+from app.types import Completion, EngineMemory, EngineStart, EngineStats, GroupRequest, InFlight, MemoryUse
 from app.utils.actor_death import cause_of_death
 
 P = ParamSpec("P")
@@ -46,6 +46,9 @@ class RemoteEngine:
                 f"{self.name}: Ray did not start its host, or the host did not reply, within "
                 f"rollout.start_timeout_s={timeout_s:.0f} s and {START_GRACE_SECONDS:.0f} s more"
             ) from None
+
+    async def start_phase(self) -> EngineStart:
+        return await self._call(EngineHost.start_phase)
 
     async def stop(self) -> None:
         """Stop the server; the host process stays."""

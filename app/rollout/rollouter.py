@@ -2,7 +2,8 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from app.config.recovery import RecoveryConfig
@@ -52,15 +53,22 @@ class Rollouter:
         self.lost = 0
         self.in_flight: dict[str, str] = {}
 
-    async def group(self, prompt: Prompt, *, size: int, sampling: Sampling, version: int) -> Group:
+    async def group(self, prompt: Prompt, *, size: int, sampling: Sampling, version: Callable[[], int]) -> Group:
         """Return `size` scored trajectories of one prompt.
+
+        Args:
+            prompt: The prompt.
+            size: Completions.
+            sampling: Their sampling parameters.
+            version: Called each time the prompt is sent to an engine; returns the policy version synced last.
 
         Raises:
             Aborted: At least one completion was aborted on request.
             EngineError: The prompt failed too often.
         """
         try:
-            completions = await self._completions(GroupRequest(prompt.id, prompt.token_ids, size, sampling, version))
+            request = GroupRequest(prompt.id, prompt.token_ids, size, sampling, version())
+            completions = await self._completions(request, version)
             if any(completion.finish_reason is FinishReason.abort for completion in completions):
                 raise Aborted(prompt.id, sum(len(completion.token_ids) for completion in completions))
 
@@ -85,7 +93,7 @@ class Rollouter:
         try:
             while pending or running:
                 while pending and len(running) < limit:
-                    sample = self.group(pending.pop(), size=size, sampling=sampling, version=version)
+                    sample = self.group(pending.pop(), size=size, sampling=sampling, version=lambda: version)
                     running.add(asyncio.create_task(sample))
 
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -118,13 +126,13 @@ class Rollouter:
         shown = f" ({', '.join(places)}{', …' if len(self.in_flight) > SHOWN_PROMPTS else ''})" if places else ""
         return f"{len(self.in_flight)} groups in flight{shown}, {self.pool.situation()}"
 
-    async def _completions(self, request: GroupRequest) -> list[Completion]:
+    async def _completions(self, request: GroupRequest, version: Callable[[], int]) -> list[Completion]:
         lost = 0
         failed = 0
         while True:
             self.in_flight[request.prompt_id] = "waiting for an engine"
             try:
-                return await self._sample(request)
+                return await self._sample(request, version)
             except (EngineLost, ConnectionLost) as error:
                 lost += 1
                 self.lost += 1
@@ -146,11 +154,11 @@ class Rollouter:
             self.in_flight[request.prompt_id] = "waiting to be sent again"
             await asyncio.sleep(RETRY_SECONDS * 2 ** min(lost + failed - 1, MOST_DOUBLINGS))
 
-    async def _sample(self, request: GroupRequest) -> list[Completion]:
+    async def _sample(self, request: GroupRequest, version: Callable[[], int]) -> list[Completion]:
         async with self.pool.least_busy(request.group_size) as (name, engine):
             self.in_flight[request.prompt_id] = f"on {name}"
             with self.timeline.span(f"generate {name}", request.prompt_id):
-                return await engine.generate(request)
+                return await engine.generate(replace(request, version=version()))
 
     def _text(self, completion: Completion) -> str:
         """Return the decoded text. Hosts of servers that we did not start leave decoding to the driver."""

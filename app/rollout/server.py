@@ -15,6 +15,7 @@ from pathlib import Path
 
 from app.errors import EngineError, EngineLost
 from app.rollout.server_args import render_flags
+from app.types import EngineStart
 from app.utils.net import free_port, port_is_free
 from app.utils.process import module_command, package_path
 
@@ -22,6 +23,12 @@ from app.utils.process import module_command, package_path
 KEY_VARIABLE = "POSTTRAIN_ENGINE_KEY"
 PARENT_VARIABLE = "POSTTRAIN_ENGINE_PARENT"
 LOG_TAIL_LINES = 12
+# Lines of SGLang's log that begin a phase of its start, last one first.
+START_PHASES = (
+    ("max_total_num_tokens=", EngineStart.warming_up),
+    ("Load weight end", EngineStart.allocating),
+    ("Load weight begin", EngineStart.loading),
+)
 STOP_SECONDS = 5.0
 
 
@@ -55,6 +62,7 @@ class Server:
     def __init__(self, spec: ServerSpec):
         self.spec = spec if spec.port else replace(spec, port=free_port(spec.host))
         self._process: asyncio.subprocess.Process | None = None
+        self._log_start = 0  # bytes that earlier servers left in the log
 
     async def start(self) -> None:
         """Start the process.
@@ -78,6 +86,7 @@ class Server:
         }
         environment["PYTHONPATH"] = package_path(environment.get("PYTHONPATH"))
         with self.spec.log.open("ab") as log:
+            self._log_start = log.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *self.spec.command(),
                 stdin=asyncio.subprocess.PIPE,  # never written to: it closes when this process ends
@@ -102,6 +111,14 @@ class Server:
         return EngineLost(
             f"{self.spec.name} (pid {self.pid}) {how}; log: {self.spec.log}; its last lines:\n{self.tail()}"
         )
+
+    def start_phase(self) -> EngineStart:
+        """Return what the starting server does, from its log."""
+        try:
+            log = self.spec.log.read_bytes()[self._log_start :].decode(errors="replace")
+        except OSError:
+            return EngineStart.importing
+        return next((phase for line, phase in START_PHASES if line in log), EngineStart.importing)
 
     def tail(self) -> str:
         """Return the last lines of the server's log, indented."""

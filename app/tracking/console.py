@@ -5,6 +5,7 @@ which `app.tracking.logs` prints.
 """
 
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
@@ -20,6 +21,7 @@ from app.tracking.report.evaluation import evaluation_rows
 
 PHASES = (("generate", "cyan"), ("train", "magenta"), ("sync", "yellow"))
 BAR_CELLS = 12
+ELAPSED_WIDTH = 12  # of "12 min 34 s"
 
 
 class RunConsole:
@@ -30,16 +32,18 @@ class RunConsole:
         self._folder = folder
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._terminal = self._console.is_terminal
+        self._started = time.monotonic()
         self._first_accuracy: float | None = None
         self._progress: Progress | None = None
         self._header()
 
     def status(self, text: str) -> None:
-        """Show the current activity between steps ("starting the engine")."""
+        """Show the current activity between steps ("starting Ray"), with the time since the start of the run."""
         if self._progress is not None:
             self._progress.update(self._task, status=text)
         elif not self._terminal or self._config.mode is Mode.eval:
-            self._print(Text(f"{text} …", "dim"))
+            elapsed = duration(time.monotonic() - self._started)
+            self._print(Text(f"{elapsed:>{ELAPSED_WIDTH}}  {text}", "dim"))
 
     def note(self, text: str) -> None:
         """Print something to know about the run."""

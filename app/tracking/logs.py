@@ -7,7 +7,7 @@ alongside the lines of `app.tracking.console` (`conf/hydra/job_logging/rich.yaml
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 DRIVER_LOG = Path("logs") / "driver.log"
@@ -37,8 +37,18 @@ class DriverLog(logging.FileHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.stream is None:
-            Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+            with suppress(OSError):  # `super().emit` meets it again
+                Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
         super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Print nothing where the disk is full or read-only: the records that matter are on the screen too."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):  # the records that could not be written are still buffered
+            super().close()
 
 
 class ConsoleWarnings(logging.Handler):

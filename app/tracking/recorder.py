@@ -27,7 +27,7 @@ from app.tracking.run_folder import PROMPTS, WARNINGS, aside, metrics_file, samp
 from app.tracking.run_folder.samples import Decode
 from app.tracking.run_folder.summary import Status, Summary
 from app.types import Group
-from app.utils.files import sync
+from app.utils.files import describe, sync
 
 log = logging.getLogger("app.run")
 
@@ -176,8 +176,8 @@ class RunFolderRecorder:
         status = Status(status)
         self._metrics.close()
         self._summary.end(status, error)
-        self._summary.write()
-        self.timeline.write(self.folder)
+        unsaved = self._end_summary()
+        self._try(timeline.NAME, partial(self.timeline.write, self.folder))
 
         deadline = time.monotonic() + DASHBOARD_DEADLINE_S[status]
         for dashboard in self._dashboards or ():
@@ -186,6 +186,8 @@ class RunFolderRecorder:
         files = self._write_report()
         totals = {**self._summary.values, "total/seconds": self._summary.seconds}
         self._console.end(status.value, totals, error, {**files, "timeline": self.folder / timeline.NAME})
+        if unsaved is not None and status is Status.finished:
+            raise unsaved
 
     def __enter__(self) -> "RunFolderRecorder":
         return self
@@ -199,6 +201,15 @@ class RunFolderRecorder:
             self.finish(Status.interrupted, str(error) or "Ctrl-C")
         else:
             self.finish(Status.failed, f"{type(error).__name__}: {error}")
+
+    def _end_summary(self) -> OSError | None:
+        """Write the final summary. Return the error if that fails, after a warning."""
+        try:
+            self._summary.write()
+        except OSError as error:
+            self.warn(f"{self.folder / 'summary.json'} still says that the run is running: {describe(error)}")
+            return error
+        return None
 
     def _add_recorded(self) -> None:
         for row in metrics_file.read(self.folder / metrics_file.NAME):
@@ -231,6 +242,8 @@ class RunFolderRecorder:
         """Write something for people to read. A run does not end for want of it."""
         try:
             write()
+        except OSError as error:
+            self.warn(f"{what} could not be written: {describe(error)}")
         except Exception as error:
             log.exception("%s could not be written", what)
             self.warn(f"{what} could not be written ({type(error).__name__}): see logs/driver.log.")
@@ -259,6 +272,9 @@ class RunFolderRecorder:
     def _write_report(self) -> dict[str, Path]:
         try:
             return {"report": page.write_report([self.folder], self.folder / page.NAME)}
+        except OSError as error:
+            self.warn(f"{page.NAME} could not be written: {describe(error)}")
+            return {}
         except Exception as error:  # the run's records are complete; a report must not make it fail
             log.exception("report.html could not be written")
             self.warn(f"report.html could not be written ({error}): see logs/driver.log.")

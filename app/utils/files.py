@@ -1,9 +1,15 @@
 """File operations. All but a plain `replace_file` survive a machine crash: their result is on disk when they return."""
 
+import contextlib
+import errno
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+from app.errors import RunError
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 UNFINISHED = ".tmp"  # suffix of incomplete files and folders; readers ignore them
 
 
@@ -26,15 +32,54 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> 
     temporary = path.with_name(path.name + UNFINISHED)
     data = content.encode() if isinstance(content, str) else content
 
-    with temporary.open("wb") as stream:
-        stream.write(data)
-        if durable:
-            stream.flush()
-            os.fsync(stream.fileno())
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(data)
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     temporary.replace(path)
 
     if durable:
         sync(path.parent)
+
+
+def overwrite(path: Path, content: str) -> None:
+    """Replace a small file, on a full disk in place: it needs no more space than the file has.
+
+    Raises:
+        OSError: The disk is full, and the file does not exist or is not large enough.
+    """
+    try:
+        replace_file(path, content)
+    except OSError as error:
+        if error.errno not in NO_SPACE or not path.exists():
+            raise
+        with path.open("r+b", buffering=0) as stream:
+            stream.write(content.encode())
+            stream.truncate()
+
+
+def not_writable(folder: Path) -> str | None:
+    """Return why no file can be written in a folder, which may not exist yet; None if nothing is known against it."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} is read-only"
+
+
+@contextlib.contextmanager
+def disk_errors() -> Iterator[None]:
+    """Raise `RunError` when the disk is full or read-only."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (*NO_SPACE, errno.EROFS):
+            raise
+        raise RunError(f"a file cannot be written: {describe(error)}") from error
 
 
 def sync(path: Path) -> None:
@@ -82,5 +127,6 @@ def remove(path: Path) -> None:
 
 
 def describe(error: OSError) -> str:
-    """Return the reason of a file error and the file it concerns."""
-    return f"{error.strerror or error} ({error.filename})" if error.filename else str(error)
+    """Return the reason of a file error, and the file if it is known."""
+    reason = error.strerror or str(error)
+    return f"{reason} ({error.filename})" if error.filename else reason

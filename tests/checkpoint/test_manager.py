@@ -311,7 +311,7 @@ def test_a_lack_of_disk_space_is_detected_before_anything_is_written(
     (first,) = asyncio.run(saved(checkpoints, trainer, 1))
     usage = __import__("shutil").disk_usage(tmp_path)
     monkeypatch.setattr("app.checkpoint.manager.shutil.disk_usage", lambda _: usage._replace(free=100_000))
-    with pytest.raises(CheckpointError, match=r"step_2 cannot be started: it needs .* GiB, and .* has 0\.00 GiB left"):
+    with pytest.raises(CheckpointError, match=r"step_2 cannot be started: it needs .* KiB, and .* has 98 KiB left"):
         asyncio.run(checkpoints.save(trainer, state_of(2)))
     assert (checkpoints.latest(), names(tmp_path)) == (first, {"latest", "step_1"})
     with pytest.raises(ConfigError, match=r"checkpoint\.keep=2 is not accepted: 3 checkpoints of .* GiB do not fit"):

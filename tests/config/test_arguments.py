@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from app.config.arguments import check_arguments, named_values
 from app.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,44 @@ def test_named_values_complete() -> None:
     assert (
         named_values("posttrain mode=eval ") == named_values("posttrain steps=") == named_values("posttrain mo") == []
     )
+
+
+COMPLETE = """
+eval "$(posttrain -sc install=bash)"
+for COMP_LINE in "posttrain mode=p" "posttrain model=ti" "posttrain placement.max_st"; do
+  COMP_POINT=${#COMP_LINE} COMP_CWORD=1
+  hydra_bash_completion
+  echo "${COMPREPLY[@]}"
+done
+complete -p posttrain | grep -o -e "-F .*"
+"""
+
+
+def test_bash_completes_the_installed_command(tmp_path: Path) -> None:
+    (tmp_path / "posttrain").write_text(f"#!{sys.executable}\nfrom app.main import cli\ncli()\n")
+    (tmp_path / "posttrain").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", COMPLETE], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines() == [
+        "mode=plan mode=parity",
+        "model=tiny model=tiny_qwen35",
+        "placement.max_staleness=",
+        "-F hydra_bash_completion posttrain",
+    ], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv0", "name"), [("/opt/venv/bin/posttrain", "posttrain"), ("app/__main__.py", "python -m app")]
+)
+def test_the_help_calls_the_command_what_it_was_called(argv0: str, name: str) -> None:
+    code = f"import sys; sys.argv = [{argv0!r}, '--help']; from app.main import cli; cli()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith(f"{name}: RL post-training")
+    assert f"\n    {name} device=npu placement=fully_async model=qwen35_9b\n" in done.stdout
+    other = {"posttrain": "python -m app", "python -m app": "posttrain"}[name]
+    assert f"    {other}" not in done.stdout
 
 
 @pytest.mark.parametrize(

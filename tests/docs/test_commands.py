@@ -15,6 +15,7 @@ from app.errors import ConfigError
 from app.main import conf_path
 from tests.compose import composed
 from tests.docs.markdown import LAUNCHERS, PAGES, ROOT, Command, code_blocks, commands
+from tests.folders import run_app
 
 COMMANDS = list({command.line: command for page in PAGES for command in commands(page)}.values())
 APP = [command for command in COMMANDS if "python -m app" in command.line]
@@ -100,6 +101,15 @@ def test_a_command_of_the_application_composes(command: Command, folder: Path) -
 
     for job in (jobs[0], jobs[-1]):
         composed(*job)
+
+
+@pytest.mark.parametrize("option", ["--config-dir", "hydra.searchpath="])
+def test_the_readers_own_presets_are_found_from_their_folder(option: str, folder: Path) -> None:
+    (command,) = [each for each in APP if option in each.line and "experiment=mine" in each.line]
+    words = shlex.split(command.line)
+    code, text = run_app(*words[words.index("app") + 1 :], cwd=folder)
+    assert code == 0, text
+    assert text.startswith("qwen3_4b · mine · colocate on 8 cuda device(s)\n")
 
 
 @pytest.mark.parametrize("command", OTHERS, ids=str)

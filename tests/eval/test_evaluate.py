@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,11 +65,11 @@ def test_mode_eval_ends_when_a_completion_is_lost_and_names_it(tmp_path: Path, m
     async def workers(*_: object, weights: object) -> AsyncIterator[SimpleNamespace]:
         parts = world.context()
         yield SimpleNamespace(
+            start_engines=partial(asyncio.sleep, 0),
             pool=parts.pool,
             supervisor=parts.supervisor,
             rollouter=parts.rollouter,
             inputs=SimpleNamespace(prompts=SimpleNamespace(evals=parts.evals)),
-            engine_starts=list,
         )
 
     monkeypatch.setattr(app.mode.eval, "start_rollout_workers", workers)

@@ -12,15 +12,25 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), *(ROOT / "launch").glob("*.sbatch")])
-WITH_HELP = ["run.sh", "ray_cluster.sh", "slurm.sbatch", "docker.sh"]
+SOURCED = ["common.sh", "toolkit.sh"]
+OF_IMAGES = ["entrypoint.sh"]  # passes its arguments, --help included, to the application
+WITH_HELP = [path.name for path in SCRIPTS if path.name not in SOURCED + OF_IMAGES]
 MISSION = ["device=npu", "placement=fully_async", "model=qwen35_9b"]
 
 
-def bash(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def bash(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     return subprocess.run(
-        ["bash", *words], cwd=ROOT, capture_output=True, text=True, env={**kept, **environment}, timeout=60
+        ["bash", *words], cwd=cwd, capture_output=True, text=True, env={**kept, **environment}, timeout=60
     )
+
+
+def a_checkout(folder: Path) -> Path:
+    """What the launch scripts read, without a .venv."""
+    shutil.copytree(ROOT / "launch", folder / "checkout" / "launch")
+    for name in ("pyproject.toml", "Dockerfile.npu"):
+        shutil.copy(ROOT / name, folder / "checkout")
+    return folder / "checkout"
 
 
 def tool(name: str) -> str:
@@ -43,9 +53,11 @@ def test_scripts_are_valid_bash(script: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_HELP)
-def test_help_shows_a_command_of_the_script_itself(name: str) -> None:
-    done = bash(f"launch/{name}", "--help")
+def test_help_shows_a_command_of_the_script_itself_and_installs_nothing(name: str, tmp_path: Path) -> None:
+    checkout = a_checkout(tmp_path)
+    done = bash(f"launch/{name}", "--help", cwd=checkout, PYTHON="false", PATH=os.environ["PATH"])
     assert done.returncode == 0
+    assert not (checkout / ".venv").exists()
     assert f"launch/{name}" in done.stdout
     assert "set -euo" not in done.stdout
 
@@ -59,6 +71,10 @@ def test_help_shows_a_command_of_the_script_itself(name: str) -> None:
         ["launch/ray_cluster.sh", "--device", "tpu", "--devices", "8", "head"],
         ["launch/ray_cluster.sh", "--device", "npu", "--devices", "8", "worker"],
         ["launch/docker.sh", "tpu"],
+        ["launch/setup.sh"],
+        ["launch/setup.sh", "tpu"],
+        ["launch/setup.sh", "--nonsense"],
+        ["launch/npu_packages.sh"],
     ],
     ids=lambda words: " ".join(words),
 )
@@ -171,22 +187,120 @@ def test_docker_keeps_secrets_off_the_command_line() -> None:
     assert "-e HF_TOKEN -e WANDB_API_KEY" in command
 
 
+PIP = ".venv/bin/python -m pip --disable-pip-version-check --quiet install"
+# Stands in for Python: `-m venv` makes a .venv whose python writes its arguments to pip.txt.
+STAND_IN = """#!/usr/bin/env bash
+case $1 in
+  -c) echo 3.12 ;;
+  -m)
+    mkdir -p .venv/bin
+    printf '#!/usr/bin/env bash\\necho "$@" >> pip.txt\\n' > .venv/bin/python
+    chmod +x .venv/bin/python
+    ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "installs"),
+    [
+        ("cpu", ["-r launch/requirements/cpu.txt", "--no-deps -r launch/requirements/cpu-no-deps.txt"]),
+        ("cuda", ["-r launch/requirements/cuda.txt"]),
+    ],
+)
+def test_setup_installs_the_requirements_of_the_device_and_the_application(
+    device: str, installs: list[str], tmp_path: Path
+) -> None:
+    done = bash("launch/setup.sh", "--dry-run", device, cwd=a_checkout(tmp_path))
+    expected = ["python3 -m venv .venv", *[f"{PIP} {words}" for words in [*installs, "--no-deps --editable ."]]]
+    assert [line.rstrip() for line in done.stdout.splitlines()] == expected
+    assert not (tmp_path / "checkout" / ".venv").exists()
+
+
+def test_setup_for_npus_takes_the_versions_of_the_image(tmp_path: Path) -> None:
+    variables = {"TORCH_INDEX_URL": "https://torch.example", "CHIP": "a3", "KERNELS_TAG": "2027.1.0"}
+    lines = bash("launch/setup.sh", "--dry-run", "npu", cwd=a_checkout(tmp_path), **variables).stdout
+    assert "git clone --quiet --depth 1 --branch v0.5.23 https://github.com/sgl-project/sglang " in lines
+    assert "/releases/download/2027.1.0/sgl-kernel-npu-2027.1.0-torch2.10.0-py3" in lines
+    assert "-cann9.1.0-a3-" in lines
+    assert f"{PIP} --index-url https://torch.example torch==2.10.0 torchvision==0.25.0" in lines
+    assert "constraints.txt torch_npu==2.10.0.post7" in lines
+    assert "-r launch/requirements/npu.txt" in lines
+
+
+def test_setup_installs_once_and_again_when_the_requirements_change(tmp_path: Path) -> None:
+    checkout = a_checkout(tmp_path)
+    (tmp_path / "python").write_text(STAND_IN)
+    (tmp_path / "python").chmod(0o755)
+
+    def installs() -> int:
+        done = bash("launch/setup.sh", "cuda", cwd=checkout, PYTHON=str(tmp_path / "python"))
+        assert done.returncode == 0, done.stderr
+        return len((checkout / "pip.txt").read_text().splitlines())
+
+    assert [installs(), installs()] == [2, 2]
+    with (checkout / "launch" / "requirements" / "cuda.txt").open("a") as requirements:
+        requirements.write("one-more==1.0\n")
+    assert installs() == 4
+
+
+def test_setup_leaves_a_venv_of_another_device_alone(tmp_path: Path) -> None:
+    checkout = a_checkout(tmp_path)
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv" / "installed").write_text("cuda 0123\n")
+    done = bash("launch/quickstart.sh", cwd=checkout)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "setup.sh: the .venv here is for cuda: use .venv/bin/python, or remove .venv to install for cpu\n"
+    )
+
+
+def test_setup_needs_a_supported_python(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text('#!/usr/bin/env bash\n[ "$1" = --version ] && echo Python 3.9.2\n')
+    (tmp_path / "python").chmod(0o755)
+    done = bash("launch/setup.sh", "cpu", cwd=a_checkout(tmp_path), PYTHON=str(tmp_path / "python"))
+    assert done.returncode == 2
+    assert "is Python 3.9.2; Python 3.11 or 3.12 is needed (set PYTHON=...)" in done.stderr
+
+
 def test_the_entrypoint_becomes_the_application_within_the_toolkits_environment(tmp_path: Path) -> None:
-    toolkit = tmp_path / "toolkit"
-    toolkit.mkdir()
-    (toolkit / "set_env.sh").write_text("export FROM_TOOLKIT=yes\n")
-    (tmp_path / "python").write_text('#!/usr/bin/env bash\necho "$$ $FROM_TOOLKIT $*"; exit 3\n')
+    root = ascend(tmp_path, "cann")
+    (tmp_path / "python").write_text('#!/usr/bin/env bash\necho "$$ $TOOLKIT $*"; exit 3\n')
     (tmp_path / "python").chmod(0o755)
     started = subprocess.Popen(
         ["bash", "launch/entrypoint.sh", *MISSION],
         cwd=ROOT,
-        env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "ASCEND_TOOLKIT": str(toolkit)},
+        env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "ASCEND_ROOT": str(root)},
         stdout=subprocess.PIPE,
         text=True,
     )
     said, _ = started.communicate(timeout=30)
-    assert said == f"{started.pid} yes -m app {' '.join(MISSION)}\n"  # the shell's own pid: signals reach it
+    assert said == f"{started.pid} cann -m app {' '.join(MISSION)}\n"  # the shell's own pid: signals reach it
     assert started.returncode == 3
+
+
+def ascend(folder: Path, *packages: str) -> Path:
+    """A folder like /usr/local/Ascend. Each package's set_env.sh adds its name to TOOLKIT."""
+    for package in packages:
+        (folder / "Ascend" / package).mkdir(parents=True)
+        (folder / "Ascend" / package / "set_env.sh").write_text(f"export TOOLKIT=${{TOOLKIT-}}{package}\n")
+    return folder / "Ascend"
+
+
+@pytest.mark.parametrize(
+    ("packages", "loaded"),
+    [
+        (["ascend-toolkit"], "ascend-toolkit"),
+        (["cann"], "cann"),
+        (["cann", "ascend-toolkit"], "cann"),
+        (["ascend-toolkit", "nnal/atb"], "ascend-toolkitnnal/atb"),
+        ([], ""),
+    ],
+)
+def test_the_toolkit_is_found_in_new_and_old_folders_of_cann(packages: list[str], loaded: str, tmp_path: Path) -> None:
+    root = ascend(tmp_path, *packages)
+    done = bash("-euc", 'source launch/toolkit.sh; echo "${TOOLKIT-}"', ASCEND_ROOT=str(root))
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{loaded}\n", "")
 
 
 def test_a_container_is_healthy_while_its_run_writes(tmp_path: Path) -> None:

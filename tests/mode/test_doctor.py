@@ -1,5 +1,6 @@
 """`mode=doctor` on this machine: passes for the CPU, fails clearly for missing devices, and each check can fail."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from app.device import device_of
 from app.device.cpu import DEVICE as CPU
 from app.mode.doctor import device as doctor_device
 from app.mode.doctor import machine as doctor_machine
+from app.mode.doctor import nvidia as doctor_nvidia
 from app.mode.doctor import software as doctor_software
 from app.mode.doctor.check import report
 from app.mode.doctor.finding import Check, CheckStatus, check, table
@@ -78,6 +80,43 @@ def test_torch_npu_must_match_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert status("2.10.0", "2.10.0.post7") is CheckStatus.ok
     assert status("2.11.0", "2.10.0.post7") is CheckStatus.fail
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+  --query-gpu=driver_version) echo 570.124.06; echo 570.124.06 ;;
+  --query-gpu=memory.total) echo 81559 ;;
+  *) echo NVIDIA-SMI ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("cuda", "status"), [("13.0", CheckStatus.warn), ("12.8", CheckStatus.ok), (None, None), ("14.1", None)]
+)
+def test_the_driver_is_compared_with_torchs_cuda(
+    cuda: str | None, status: CheckStatus | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(doctor_nvidia, "torch_cuda", lambda: cuda)
+
+    config = composed("device=cuda", "model=qwen3_4b")
+    checks = list(doctor_device.hardware(config, device_of(config.device.kind)))
+    assert of(checks, "nvidia-smi").status is CheckStatus.ok
+    drivers = [one for one in checks if one.subject == "driver"]
+    assert [one.status for one in drivers] == ([] if status is None else [status])
+    if status is CheckStatus.warn:
+        assert drivers[0].message == "570.124.06; torch is built for CUDA 13.0, which needs 580 or later"
+        assert drivers[0].hint.startswith("update the driver to 580 or later")
+
+
+def test_torchs_cuda_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor_nvidia.torch_cuda() is None  # the CPU build of this machine
+    (tmp_path / "version.py").write_text("debug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
+    monkeypatch.setattr(doctor_nvidia, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    assert doctor_nvidia.torch_cuda() == "13.0"
 
 
 def test_the_memory_saver_is_required_in_colocate_only() -> None:

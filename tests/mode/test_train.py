@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +42,9 @@ def test_a_colocate_run_finishes_and_leaves_what_it_promises(start: Callable[...
     run = start("steps=3", "tracking=wandb", "tracking.offline=true", *QUICK)
     assert run.wait() == 0, run.text
     assert run.gone_within(15), run.processes()
+    starting = re.findall(r"^ +(?:\d+ min )?\d+ s  (.+)$", run.text, re.M)
+    assert starting[:2] == ["starting Ray", "starting 1 engine and 1 trainer rank"]
+    assert {"1 engine: importing SGLang", "1 engine ready", "trainer ready"} <= set(starting)
     steps = [line for line in run.metrics() if "time/step" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]
     for line in steps:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from app.errors import EngineError
 from app.placement.fully_async import FullyAsync
 from app.types import InFlight
 from tests.placement.test_fully_async import assert_bound, assert_ledger, hash_of, run, total
@@ -48,6 +49,31 @@ def test_a_group_aborted_halfway_counts_half_of_its_tokens(tmp_path: Path) -> No
 
     counts = run_virtual(story()).producer.drain_counts()
     assert (counts.aborted, counts.discarded_tokens) == (8, 8 * 2 * 50)
+
+
+def test_a_prompt_that_is_sent_again_is_as_old_as_its_new_request(tmp_path: Path) -> None:
+    world = World(config(max_staleness=1, in_flight=InFlight.retract), tmp_path, lambda p: 10.0, engine_count=1)
+
+    async def story() -> list[int]:
+        made = FullyAsync(world.context())
+        producer = asyncio.create_task(made.producer.run())
+        engine = world.engines[0]
+        await asyncio.sleep(5)
+        made.producer.staleness.version = 2
+        engine.die(EngineError("refused on purpose"))
+        await asyncio.sleep(0.1)
+        engine.fail = None
+        await asyncio.sleep(5)
+
+        aborted = []
+        for version in (3, 4):
+            await made.producer.abort_stale(version)
+            await asyncio.sleep(0.1)
+            aborted.append(len(engine.aborted))
+        producer.cancel()
+        return aborted
+
+    assert run_virtual(story()) == [0, 8]
 
 
 @pytest.mark.parametrize("staleness", [1, 2])

@@ -339,7 +339,7 @@ def test_an_engine_that_does_not_abort_is_lost_after_a_deadline_and_holds_up_no_
         context = world.context()
         setattr(world.engines[0], deaf, silent)
         groups = [
-            asyncio.create_task(context.rollouter.group(p, size=2, sampling=context.sampling, version=0))
+            asyncio.create_task(context.rollouter.group(p, size=2, sampling=context.sampling, version=lambda: 0))
             for p in world.cursor.take(4)
         ]
         await asyncio.sleep(1)

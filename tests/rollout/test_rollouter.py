@@ -91,7 +91,7 @@ def test_an_abort_on_request_is_not_an_error_of_the_engine_and_counts_what_was_s
     engine.tokens = 100
 
     async def story() -> Aborted:
-        group = asyncio.create_task(made.group(prompts(1)[0], size=2, sampling=SAMPLING, version=0))
+        group = asyncio.create_task(made.group(prompts(1)[0], size=2, sampling=SAMPLING, version=lambda: 0))
         await asyncio.sleep(4)
         await engine.abort(["sim/0"])
         with pytest.raises(Aborted, match="prompt sim/0 were aborted after 80 tokens") as aborted:

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from app.errors import EngineError
 from app.rollout.launcher import forbid_expandable_segments
 from app.rollout.server import PARENT_VARIABLE, Server, ServerSpec
 from app.rollout.server_args import engine_flags, engine_seed
+from app.types import EngineStart
 from tests.compose import composed
 from tests.rollout.support import KEY, host_spec, server_spec
 
@@ -32,6 +34,24 @@ def test_no_representation_shows_the_key(tmp_path: Path) -> None:
     assert server.key == KEY
     assert KEY not in repr(server)
     assert KEY not in repr(host_spec(tmp_path, name="engine 0", server=server, key=KEY))
+
+
+def test_the_phase_of_a_start_is_read_from_what_this_server_logged(tmp_path: Path) -> None:
+    spec = replace(server_spec(tmp_path, tmp_path, name="engine 0"), log=tmp_path / "engine.log")
+    spec.log.write_text("max_total_num_tokens=65536\n")  # of the server before it
+    server = Server(spec)
+
+    async def phases() -> list[EngineStart]:
+        await server.start()
+        found = [server.start_phase()]
+        for line in ("Load weight begin. avail", "Load weight end. elapsed", "Memory pool end\nmax_total_num_tokens=6"):
+            with spec.log.open("a") as log:
+                log.write(f"[2026-11-22 05:32:26] {line}\n")
+            found.append(server.start_phase())
+        await server.stop()
+        return found
+
+    assert asyncio.run(phases()) == list(EngineStart)
 
 
 def test_engine_args_may_fix_the_seed_of_every_engine() -> None:

@@ -105,6 +105,21 @@ def test_a_terminal_gets_a_progress_bar_with_the_status():
     assert "0/2" in stream.getvalue()
 
 
+def test_without_a_terminal_a_status_is_a_line_with_the_time_since_the_start(monkeypatch):
+    def draw(console):
+        for elapsed in (0.0, 12.4, 754.0):
+            monkeypatch.setattr("app.tracking.console.time.monotonic", lambda now=started + elapsed: now)
+            console.status("starting Ray")
+
+    started = 1000.0
+    monkeypatch.setattr("app.tracking.console.time.monotonic", lambda: started)
+    assert lines(draw)[-3:] == [
+        "         0 s  starting Ray",
+        "        12 s  starting Ray",
+        " 12 min 34 s  starting Ray",
+    ]
+
+
 def test_numbers_are_short():
     assert [count(value) for value in (0.4, 17, 999.6, 1234.5, 45_600_000)] == ["0", "17", "1.00k", "1.23k", "45.6M"]
     assert [seconds(value) for value in (0.0123, 9.99, 75.24, 4000.0)] == ["0.01 s", "9.99 s", "75.2 s", "4000 s"]

@@ -68,7 +68,7 @@ def test_a_sample_or_a_timeline_that_cannot_be_written_costs_a_warning_and_no_st
     warnings = [json.loads(line)["text"] for line in (tmp_path / "logs" / "warnings.jsonl").read_text().splitlines()]
     assert warnings == [
         "samples could not be written (KeyError): see logs/driver.log.",
-        "timeline.json could not be written (OSError): see logs/driver.log.",
+        "timeline.json could not be written: No space left on device",
     ]
 
 

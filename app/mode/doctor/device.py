@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from app.config import RunConfig
+from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
 from app.device import Device
 from app.errors import ConfigError
 from app.mode.doctor.finding import Check, CheckStatus, check
+from app.mode.doctor.nvidia import nvidia_driver
 from app.mode.plan.memory import devices, plan_memory
 from app.model.architecture import architecture_of
 from app.rollout.server_args import engine_flags
@@ -24,6 +26,8 @@ def hardware(config: RunConfig, device: Device) -> Iterator[Check]:
     """Check driver, toolkit, number of devices, and whether the memory plan fits."""
     if device.toolkit is not None:
         yield _toolkit(device.toolkit)
+    if device.kind is DeviceKind.cuda:
+        yield from nvidia_driver()
     for path in device.driver_paths:
         exists = Path(path).exists()
         hint = "install the driver, or mount it into the container (launch/docker.sh shows how)"

@@ -190,15 +190,16 @@ def _warnings(runs: Sequence[RunData], names: Sequence[str]) -> str:
 
 
 def _changes(run: RunData) -> str:
-    """Return the command line and every setting that differs from the schema's default."""
+    """Return the command line, and every setting that it or a preset changed."""
     overrides = "".join(f"<code>{escape(item)}</code> " for item in run.overrides) or "<em>none</em>"
     overridden = {item.lstrip("+").split("=", 1)[0] for item in run.overrides}
     rows = []
     for key, (default, value) in run.changed.items():
-        mark = " <b>overridden</b>" if key in overridden else ""
-        rows.append([f"<code>{escape(key)}</code>{mark}", escape(value_text(value)), escape(value_text(default))])
+        source = "command line" if key in overridden else "preset"
+        values = (escape(value_text(each)) for each in (value, default))
+        rows.append([f"<code>{escape(key)}</code>", *values, source])
 
-    table = _table(("setting", "this run", "default"), rows) if rows else ""
+    table = _table(("setting", "this run", "without presets", "set by"), rows) if rows else ""
     return f"<p>Command line overrides: {overrides}</p><div class='scroll'>{table}</div>"
 
 

@@ -31,7 +31,7 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("r+b" if path.exists() else "w+b")
+        self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
         self._line_start, self._row = self._last_line()
 
     @property
@@ -49,15 +49,11 @@ class MetricsFile:
         if last is not None and step < last:
             raise ValueError(f"step {step} comes after step {last} in {self._file.name}")
 
-        if step != last:
-            self._line_start = self._file.seek(0, os.SEEK_END)
-            self._row = {"step": step}
-        self._row.update({name: _number(value) for name, value in metrics.items() if name != "step"})
-
-        self._file.seek(self._line_start)
-        self._file.write(json.dumps(self._row).encode() + b"\n")
-        self._file.truncate()
-        self._file.flush()
+        row = self._row if step == last else {"step": step}
+        start = self._line_start if step == last else self._file.seek(0, os.SEEK_END)
+        row = row | {name: _number(value) for name, value in metrics.items() if name != "step"}
+        self._replace_end(start, row)
+        self._line_start, self._row = start, row
 
     def close(self) -> None:
         self._file.close()
@@ -69,6 +65,23 @@ class MetricsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _replace_end(self, start: int, row: Mapping[str, Any]) -> None:
+        """Replace what follows `start` by a row. If the disk is full, leave the file as it was."""
+        self._file.seek(start)
+        before = self._file.read()
+        line = _lines([row]).encode()
+        try:
+            self._write(start, line)
+        except OSError:
+            self._write(start, before)
+            raise
+
+    def _write(self, start: int, data: bytes) -> None:
+        self._file.seek(start)
+        while data:  # one call may write less
+            data = data[self._file.write(data) :]
+        self._file.truncate()
 
     def _last_line(self) -> tuple[int, dict[str, Any]]:
         """Remove an incomplete line at the end; return the offset and the content of the last complete line."""

@@ -1,7 +1,7 @@
 """`summary.json`: the status and the totals of a run, for scripts.
 
 Invariants:
-- The file is replaced atomically, so readers never see half of it.
+- The file is replaced atomically, so readers never see half of it. (On a full disk it is overwritten in place.)
 - Everything but status, error and seconds follows from `metrics.jsonl`, so a resumed run's summary covers all attempts.
 """
 
@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from app.utils.files import replace_file
+from app.utils.files import overwrite
 
 NAME = "summary.json"
 TOTALS = {  # total → the metric that it sums
@@ -82,7 +82,7 @@ class Summary:
         content["total/seconds"] = self.seconds
         if self._error is not None:
             content["error"] = self._error
-        replace_file(self._path, json.dumps(content, indent=2) + "\n")
+        overwrite(self._path, json.dumps(content, indent=2) + "\n")
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,47 @@
+"""Check of the NVIDIA driver against the CUDA version of the installed torch. Nothing is imported."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from app.mode.doctor.finding import Check, CheckStatus, check
+
+QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+QUERY_SECONDS = 30
+DRIVERS = {12: 525, 13: 580}  # CUDA's major version → the oldest driver's (NVIDIA's release notes)
+
+
+def nvidia_driver() -> Iterator[Check]:
+    """Compare the driver with the one that torch's CUDA needs. Says nothing where one of them is unknown."""
+    cuda = torch_cuda()
+    driver = driver_version()
+    if driver is None or cuda is None or int(cuda.partition(".")[0]) not in DRIVERS:
+        return
+
+    needed = DRIVERS[int(cuda.partition(".")[0])]
+    message = f"{driver}; torch is built for CUDA {cuda}, which needs {needed} or later"
+    hint = f"update the driver to {needed} or later; data-center GPUs also run with NVIDIA's cuda-compat package"
+    # Where neither is done, torch finds no device, and the check of the devices fails.
+    yield check("driver", int(driver.partition(".")[0]) >= needed, message, hint, otherwise=CheckStatus.warn)
+
+
+def driver_version() -> str | None:
+    """Return the driver's version, such as 580.65.06; None if nvidia-smi does not say."""
+    try:
+        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):  # the check of nvidia-smi itself fails
+        return None
+    lines = done.stdout.splitlines()
+    return lines[0].strip() if lines and re.match(r"\d+\.", lines[0].strip()) else None
+
+
+def torch_cuda() -> str | None:
+    """Return the CUDA version that the installed torch is built for; None for other builds."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    version = Path(spec.origin).with_name("version.py")
+    found = re.search(r"^cuda\b.*= *['\"]([\d.]+)['\"]", version.read_text(encoding="utf-8"), re.M)
+    return None if found is None else found[1]

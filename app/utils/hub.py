@@ -1,0 +1,58 @@
+"""The Hugging Face hub's client: without log lines of its own, and without retries where there is no network."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+PROBE_SECONDS = 5.0
+LIBRARIES = ("huggingface_hub", "datasets")  # log each retry of each file, twice: also to a handler of their own
+
+
+@contextmanager
+def hub_client() -> Iterator[bool]:
+    """Use `huggingface_hub` and `datasets` in the block, quietly. If the hub does not answer, they use their caches.
+
+    Yields:
+        Whether the hub answers.
+    """
+    online = _answers()
+    loggers = [logging.getLogger(name) for name in LIBRARIES]
+    levels = [logger.level for logger in loggers]
+    switches = [] if online else _offline_switches()
+    before = [switch.HF_HUB_OFFLINE for switch in switches]
+
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    for switch in switches:
+        switch.HF_HUB_OFFLINE = True
+    try:
+        yield online
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.HF_HUB_OFFLINE = value
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _answers() -> bool:
+    """Whether the hub answers one request, with any status."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)
+    except Exception:  # of the HTTP library, which differs between versions
+        return False
+    return True
+
+
+def _offline_switches() -> list[Any]:
+    """The modules that hold a switch, read at each request, for offline mode."""
+    from huggingface_hub import constants
+
+    loaded = sys.modules.get("datasets.config")
+    return [constants] if loaded is None else [constants, loaded]

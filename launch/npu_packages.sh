@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Fetch what Ascend needs and package indexes do not have: SGLang's source, and the wheels of its kernels and of Triton.
+#   bash launch/npu_packages.sh [--dry-run] FOLDER      writes FOLDER/sglang and FOLDER/wheels
+# The versions are variables, the arguments of Dockerfile.npu. Needs git, curl and unzip.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+while [ $# -gt 0 ]; do
+  case $1 in
+    --help) usage; exit 0 ;;
+    --dry-run) dry_run=true; shift ;;
+    --*) fail "$1 is not an option; --help shows them" ;;
+    *) break ;;
+  esac
+done
+[ $# -eq 1 ] || fail "give the folder to write to; --help shows how"
+folder=$1 py=${PYTHON_VERSION//./} machine=$(uname -m)
+run mkdir -p "$folder/wheels"
+if [ ! -e "$folder/sglang" ]; then
+  run git clone --quiet --depth 1 --branch "$SGLANG_TAG" "$SGLANG_SOURCE" "$folder/sglang.tmp"
+  run mv "$folder/sglang.tmp/python/pyproject_npu.toml" "$folder/sglang.tmp/python/pyproject.toml"
+  run mv "$folder/sglang.tmp" "$folder/sglang"
+fi
+
+# The release also holds deep_ep and attention kernels, which a dense model does not use.
+kernels=sgl-kernel-npu-$KERNELS_TAG-torch$TORCH_VERSION-py$py-cann$CANN_VERSION-$CHIP-$machine.zip
+run curl --fail --silent --show-error --location --retry 3 -o "$folder/kernels.zip" \
+  "$KERNELS_SOURCE/releases/download/$KERNELS_TAG/$kernels"
+run unzip -o -q -j "$folder/kernels.zip" '*sgl_kernel_npu*.whl' '*torch_memory_saver*.whl' -d "$folder/wheels"
+run rm "$folder/kernels.zip"
+
+triton=triton_ascend-$TRITON_VERSION-cp$py-cp$py-manylinux_2_27_$machine.manylinux_2_28_$machine.whl
+run curl --fail --silent --show-error --location --retry 3 -o "$folder/wheels/$triton" \
+  "$TRITON_SOURCE/releases/download/v$TRITON_VERSION/$triton"

@@ -1,0 +1,164 @@
+"""A disk that is full, read-only or not a disk at all: one sentence, an exit code, and nothing half written."""
+
+import errno
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from app.config import RunConfig
+from app.tracking.recorder import RunFolderRecorder
+from app.utils.files import overwrite, replace_file
+from tests.folders import run_app
+from tests.runs import Run
+
+Mount = Callable[..., Path]
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Mount]:
+    """Mounts a tmpfs of this size at `disk`; several in one test replace each other."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(size: str, *options: str) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", ",".join([f"size={size}", *options]), "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
+        return folder
+
+    yield mount
+    while subprocess.run(["umount", str(folder)], capture_output=True).returncode == 0:
+        pass
+
+
+def fill(folder: Path) -> None:
+    """Write until nothing more fits."""
+    with (folder / "filler").open("wb", buffering=0) as filler, suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+
+
+def metrics(step: int) -> dict[str, float]:
+    return {"policy_version": step, "reward/mean": 0.5, "time/step": 1.0}
+
+
+def record(folder: Path, *, then: Callable[[RunFolderRecorder], None] = lambda _: None) -> None:
+    """A run that records a step, meets a full disk, and goes on with `then`."""
+    with RunFolderRecorder(RunConfig(steps=10_000), folder) as recorder:
+        recorder.log(1, metrics(1))
+        fill(folder.parent)
+        then(recorder)
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_folder_that_is_a_file_or_read_only_is_refused_in_one_sentence(tmp_path: Path, mounted: Mount) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    disk = mounted("64k", "ro")
+    for folder, reason in (
+        (file, f"{file} is a file"),
+        (file / "run", f"{file} is a file"),
+        (disk / "some" / "run", f"{disk} is read-only"),
+    ):
+        code, text = run_app(f"hydra.run.dir={folder}", cwd=tmp_path)
+        assert code == 2
+        assert text.startswith("hydra.run.dir=")
+        assert text.endswith(f" is not accepted: give a folder that can be written; {reason}.\n")
+        assert len(text.splitlines()) == 1
+
+    code, text = run_app("-m", "seed=0,1", f"hydra.sweep.dir={disk / 'sweep'}", cwd=tmp_path)
+    assert code == 2
+    assert text.endswith(f" is not accepted: give a folder that can be written; {disk} is read-only.\n")
+
+
+def test_a_full_disk_leaves_whole_files_and_the_status_failed(
+    mounted: Mount, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def go_on(recorder: RunFolderRecorder) -> None:
+        for step in range(2, 10_000):
+            recorder.log(step, metrics(step))
+
+    folder = mounted("128k") / "run"
+    with pytest.raises(OSError, match="No space left"):
+        record(folder, then=go_on)
+
+    summary = json.loads((folder / "summary.json").read_text())
+    steps = summary["steps"]
+    assert 1 < steps < 9_999
+    assert [row["step"] for row in rows(folder)] == list(range(1, steps + 1))
+    assert summary["status"] == "failed"
+    assert "No space left on device" in summary["error"]
+    assert list(folder.glob("*.tmp")) == []
+
+    screen = capsys.readouterr()
+    assert f"failed: {steps} steps" in screen.out
+    assert "Traceback" not in screen.err
+
+
+def test_an_evaluation_that_does_not_fit_leaves_the_line_of_its_step_as_it_was(mounted: Mount) -> None:
+    folder = mounted("64k") / "run"
+    large = {"eval": {f"name {number}": 0.5 for number in range(1000)}}
+    with pytest.raises(OSError, match="No space left"):
+        record(folder, then=lambda recorder: recorder.log_eval(1, large))
+    assert rows(folder) == [{"step": 1, **metrics(1)}]
+
+
+def test_a_finished_run_whose_summary_cannot_be_written_has_failed(mounted: Mount) -> None:
+    folder = mounted("64k") / "run"
+
+    def lose_the_summary(recorder: RunFolderRecorder) -> None:
+        (folder / "summary.json").rename(folder / "driver.lock")  # frees nothing
+
+    with pytest.raises(OSError, match="No space left"):
+        record(folder, then=lose_the_summary)
+    assert not (folder / "summary.json").exists()
+
+
+def test_a_file_is_replaced_in_place_where_nothing_else_fits(mounted: Mount) -> None:
+    disk = mounted("64k")
+    replace_file(disk / "file", "a" * 100)
+    fill(disk)
+    with pytest.raises(OSError, match="No space left") as refused:
+        replace_file(disk / "file", "b" * 50)
+    assert refused.value.errno == errno.ENOSPC
+    overwrite(disk / "file", "b" * 50)
+    assert (disk / "file").read_text() == "b" * 50
+    assert sorted(os.listdir(disk)) == ["file", "filler"]
+
+
+def test_a_disk_without_room_for_the_folder_gets_one_sentence(mounted: Mount, tmp_path: Path, tiny_model: Path) -> None:
+    disk = mounted("64k")
+    fill(disk)
+    code, text = run_app(f"hydra.run.dir={disk / 'run'}", cwd=tmp_path)
+    assert code == 1
+    assert "No space left on device" in text
+    assert len(text.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_run_whose_disk_fills_up_ends_with_its_sentence(mounted: Mount, tmp_path: Path, tiny_model: Path) -> None:
+    folder = mounted("128k") / "run"
+    folder.mkdir()
+    (tmp_path / "run").symlink_to(folder)
+    run = Run(tmp_path, "steps=200", "eval.before_train=false", "eval.every=0")
+    try:
+        assert run.wait() == 1
+        assert run.gone_within(10)
+    finally:
+        run.end()
+
+    assert "Traceback" not in run.text
+    assert "cannot be written: " in run.text.splitlines()[-1]
+    assert "No space left on device" in run.text.splitlines()[-1]
+    assert run.summary()["status"] == "failed"
+    assert [line["step"] for line in run.metrics()] == list(range(1, run.summary()["steps"] + 1))
+    assert list(folder.rglob("*.tmp")) == []

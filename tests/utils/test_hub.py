@@ -1,0 +1,89 @@
+"""Hub ids where there is no network: one attempt, no log lines of the client, one sentence."""
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from huggingface_hub import constants
+
+from app.config.model import ModelConfig
+from app.data import sources
+from app.errors import ConfigError
+from app.model.hf_directory import locate
+from app.utils.hub import hub_client
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
+    """Connections to the hub's address, each of which is cut at once."""
+    made: list[None] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def cut() -> None:
+            with contextlib.suppress(OSError):  # closed
+                while True:
+                    server.accept()[0].close()
+                    made.append(None)
+
+        threading.Thread(target=cut, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield made
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def warnings_of_libraries(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith(("huggingface_hub", "datasets")) and record.levelno >= logging.WARNING
+    ]
+
+
+def test_a_data_set_is_asked_for_once_and_quietly(
+    connections: list[None], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.DEBUG), pytest.raises(ConfigError) as refused:
+        list(sources.read("nobody/nothing-at-all", subset="main", split="test", columns=["question"], key="data"))
+    assert str(refused.value) == (
+        "data.path=nobody/nothing-at-all is not accepted: give a local file: the hub cannot be reached from here, and "
+        "its cache has no split test of subset main."
+    )
+    assert len(connections) == 1
+    assert warnings_of_libraries(caplog) == []
+    assert capfd.readouterr().err == ""
+    assert not constants.HF_HUB_OFFLINE
+
+
+def test_a_model_is_asked_for_once_and_quietly(
+    connections: list[None], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.DEBUG), pytest.raises(ConfigError, match=r"^model\.path=nobody/nothing is not accept"):
+        locate(ModelConfig(path="nobody/nothing"), seed=0)
+    assert len(connections) == 1
+    assert warnings_of_libraries(caplog) == []
+    assert capfd.readouterr().err == ""
+
+
+def test_a_hub_that_answers_is_used() -> None:
+    level = logging.getLogger("huggingface_hub").level
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        refuse = threading.Thread(target=_answer, args=[server, b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"])
+        refuse.start()
+        with hub_client() as online:
+            assert online
+            assert not constants.HF_HUB_OFFLINE
+        refuse.join(10)
+    assert logging.getLogger("huggingface_hub").level == level
+
+
+def _answer(server: socket.socket, reply: bytes) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(4096)
+        connection.sendall(reply)
