@@ -1,4 +1,4 @@
-"""The optimizer of one rank: AdamW or SGD over sharded float32 parameters, with a schedule, clipping and a NaN guard."""
+"""The optimizer of one rank: AdamW or SGD over sharded float32 parameters, with schedule, clipping and a NaN guard."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
