@@ -158,9 +158,9 @@ def test_the_prompts_of_local_files_are_tokenized(tmp_path: Path, tiny_model: Pa
     assert short.status is CheckStatus.warn
     assert "longer than rollout.max_prompt_tokens=4" in short.message
 
-    chat = of(list(doctor_machine.reachable(composed(*line, "data.template=chat"))), "prompts")
-    assert chat.status is CheckStatus.fail
-    assert "data.template=chat is not accepted" in chat.message
+    none = of(list(doctor_machine.reachable(composed(*line, "rollout.max_prompt_tokens=2"))), "prompts")
+    assert none.status is CheckStatus.fail
+    assert "all its prompts are too long" in none.message
 
 
 def test_a_cluster_and_a_server_that_do_not_answer_fail() -> None:
