@@ -58,6 +58,8 @@ class Validate(Callback):
 
     def _start(self, composed: DictConfig) -> None:
         config = compose.resolve(composed)
+        if config.mode is Mode.plan and (sentence := compose.replaced_settings(composed)):
+            say(sentence)
         if not MODES[config.mode].writes:
             given = _given_folder(composed)
             result = MODES[config.mode].run(config, Path(given))

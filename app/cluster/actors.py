@@ -138,6 +138,7 @@ def make_trainer(
         model_path=model_path,
         trust_remote_code=config.model.trust_remote_code,
         trainer=config.trainer,
+        run_updates=config.optimizer_updates,
         step=StepSettings(
             algorithm=config.algorithm,
             correction=config.correction,

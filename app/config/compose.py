@@ -3,6 +3,9 @@
 import difflib
 import re
 from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -43,6 +46,37 @@ def resolve(composed: DictConfig) -> RunConfig:
     assert isinstance(config, RunConfig)
     config.validate()
     return config
+
+
+def replaced_settings(composed: DictConfig) -> str | None:
+    """Return a sentence on the settings of the algorithm preset that the presets of a later group replaced, if any."""
+    choice = composed.hydra.runtime.choices.algorithm
+    given = [override.lstrip("+~").split("=", 1)[0] for override in composed.hydra.overrides.task]
+
+    replaced = []
+    for name, value in _algorithm_preset(composed, choice).items():
+        key = f"algorithm.{name}"
+        final = OmegaConf.select(composed, key)
+        final = final.name if isinstance(final, Enum) else final
+        if final != value and key not in given:
+            replaced.append(f"{key}={value} by {final}")
+
+    if not replaced:
+        return None
+    return (
+        f"presets of models and experiments replace settings of algorithm={choice}: {', '.join(replaced)}; "
+        "settings on the command line win."
+    )
+
+
+def _algorithm_preset(composed: DictConfig, choice: str) -> dict[str, object]:
+    """Read the settings of an algorithm preset from the directories that Hydra searches."""
+    for source in composed.hydra.runtime.config_sources:
+        file = Path(source.path) / "algorithm" / f"{choice}.yaml"
+        if source.schema == "file" and file.is_file():
+            preset: Any = OmegaConf.to_container(OmegaConf.load(file))
+            return {name: value for name, value in preset.get("algorithm", preset).items() if name != "defaults"}
+    return {}
 
 
 def setting_names() -> list[str]:

@@ -7,6 +7,9 @@ from pathlib import Path
 from app.config.setting import setting
 from app.errors import expect
 
+HF_PRESET = "hf"  # the preset for any model, and its name while there is no path
+TINY_PRESETS = ("tiny", "tiny_qwen35")  # names of the presets with a toy's sizes
+
 
 class Family(Enum):
     """Architecture of the tiny model."""
@@ -38,8 +41,16 @@ class TinyConfig:
 class ModelConfig:
     """The model that is trained."""
 
-    name: str = setting("tiny", "Name of the preset, shown in the console, the plan and the report.")
-    path: str | None = setting(None, "Hugging Face model directory or hub id; null creates the tiny model.")
+    name: str = setting(
+        "custom",
+        "Name of the preset, or with model=hf of the model, shown in the console, the plan and the report.",
+    )
+    path: str | None = setting(
+        None,
+        "Hugging Face model directory or hub id; null creates the tiny model, whose presets accept exports of their "
+        "own runs only: any other model takes model=hf.",
+        noun="a Hugging Face model directory or hub id",
+    )
     revision: str | None = setting(None, "Commit, tag or branch of a hub model; null is its default branch.")
     trust_remote_code: bool = setting(False, "Run model code that ships with the checkpoint.")
     tiny: TinyConfig = field(default_factory=TinyConfig)
@@ -62,6 +73,10 @@ class ModelConfig:
         )
 
         path = self.path
+        named = path is not None or self.name != HF_PRESET
+        expect(
+            named, "model.path", path, "a Hugging Face model directory or a hub id: model=hf has no model of its own"
+        )
         if path is not None and path.startswith((".", "/", "~")):
             is_directory = Path(path).expanduser().is_dir()
             expect(is_directory, "model.path", path, "an existing directory of the Hugging Face form, or a hub id")

@@ -76,6 +76,11 @@ class RunConfig:
         return len(self.rollout.urls) or self.placement.engine_devices // self.rollout.tensor_parallel
 
     @property
+    def optimizer_updates(self) -> int:
+        """Optimizer updates of the whole run, over which the learning rate decays."""
+        return self.steps * self.algorithm.updates_per_step
+
+    @property
     def shared_devices(self) -> bool:
         """Whether each engine rank shares a device with a trainer rank."""
         return self.placement.kind is PlacementKind.colocate and not self.rollout.urls

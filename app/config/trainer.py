@@ -13,12 +13,28 @@ class Optimizer(Enum):
     sgd = "sgd"
 
 
+class Schedule(Enum):
+    """Learning rate after warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
 @dataclass
 class TrainerConfig:
     """Optimizer, microbatches and deadlines of the FSDP2 trainer."""
 
-    lr: float = setting(1e-6, "Learning rate after warm-up; it stays constant.", above=0)
+    lr: float = setting(1e-6, "Learning rate at the end of the warm-up, from which trainer.schedule goes on.", above=0)
     warmup_steps: int = setting(0, "Optimizer updates of linear learning-rate warm-up.", at_least=0)
+    schedule: Schedule = setting(
+        Schedule.constant,
+        "Learning rate after warm-up: constant, or a linear or cosine decay over the remaining optimizer updates of "
+        "the run, of which there are steps · algorithm.updates_per_step.",
+    )
+    lr_min_fraction: float = setting(
+        0.0, "Fraction of trainer.lr at which a decay ends.", at_least=0, at_most=1, noun="a fraction"
+    )
     optimizer: Optimizer = setting(Optimizer.adamw, "Update rule; sgd keeps no optimizer state.")
     weight_decay: float = setting(0.1, "Decoupled weight decay.", at_least=0)
     beta1: float = setting(0.9, "AdamW's decay rate of the first moment.", at_least=0, below=1)

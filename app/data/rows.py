@@ -56,6 +56,19 @@ def load(config: DataConfig, *, seed: int) -> DataRows:
     return DataRows(train, evals, warnings)
 
 
+def check_files(config: DataConfig) -> None:
+    """Raise the `ConfigError` that `load` would raise for a local file. Hub data sets are not read."""
+    if config.path is not None and not sources.is_remote(config.path):
+        train = _read_training(config)
+        sets = list(config.eval_sets.values()) or [EvalSetConfig()]
+        if any(_is_held_out(config, evaluation) for evaluation in sets):
+            _hold_out(train, config)
+
+    for name, evaluation in config.eval_sets.items():
+        if evaluation.path is not None and not sources.is_remote(evaluation.path):
+            _read_evaluation(config, name, evaluation)
+
+
 def _is_held_out(config: DataConfig, evaluation: EvalSetConfig) -> bool:
     """Whether an evaluation set consists of held-out training rows because there is no other split to read."""
     if evaluation.path is not None:

@@ -30,6 +30,11 @@ def local_file(path: str) -> Path | None:
     return file if file.is_file() else None
 
 
+def is_remote(path: str) -> bool:
+    """Whether a path is that of a hub data set, or of a folder, which is read as one."""
+    return local_file(path) is None and (_is_hub_id(path) or Path(path).expanduser().is_dir())
+
+
 def read(path: str, *, subset: str | None, split: str, columns: Sequence[str], key: str) -> Records:
     """Read the records of a file or a hub data set, lazily.
 
@@ -89,8 +94,7 @@ def _parquet(file: Path, columns: Sequence[str], key: str) -> Records:
 
 def _hub(path: str, subset: str | None, split: str, columns: Sequence[str], key: str) -> Records:
     is_folder = Path(path).expanduser().is_dir()
-    is_hub_id = HUB_ID.fullmatch(path) is not None and not path.lower().endswith(JSON_LINES + PARQUET)
-    if not is_folder and not is_hub_id:
+    if not is_folder and not _is_hub_id(path):
         raise _error(key, path, "an existing JSONL or Parquet file, or the id of a hub data set; there is no such file")
 
     try:
@@ -115,6 +119,10 @@ def _hub(path: str, subset: str | None, split: str, columns: Sequence[str], key:
     if set(columns) <= set(table.column_names):
         table = table.select_columns(list(columns))
     yield from _numbered(table.with_format("arrow").iter(batch_size=BATCH_ROWS))
+
+
+def _is_hub_id(path: str) -> bool:
+    return HUB_ID.fullmatch(path) is not None and not path.lower().endswith(JSON_LINES + PARQUET)
 
 
 def _numbered(batches: Iterator[Any]) -> Records:

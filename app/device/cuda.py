@@ -23,4 +23,5 @@ DEVICE = Device(
     trainer_runtime_gib=1.5,
     engine_runtime_gib=1.5,
     push_seconds_per_gb=0.12,
+    steps_in_place=True,
 )

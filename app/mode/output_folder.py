@@ -59,7 +59,7 @@ def save_configuration(composed: DictConfig, folder: Path) -> None:
     config.mkdir(exist_ok=True)
     replace_file(config / "hydra.yaml", OmegaConf.to_yaml(HydraConfig.instance().cfg))
     replace_file(config / "overrides.yaml", OmegaConf.to_yaml(HydraConfig.get().overrides.task))
-    replace_file(config / "config.yaml", OmegaConf.to_yaml(composed))
+    replace_file(config / "config.yaml", OmegaConf.to_yaml(composed, resolve=True))
 
 
 def _require_unchanged(composed: DictConfig, folder: Path) -> None:

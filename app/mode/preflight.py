@@ -5,7 +5,7 @@ the prompts are loaded once: the run gets them from `take_inputs`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from app.checkpoint.run_state import read_state, require_model
 from app.config import Mode, RunConfig
 from app.device import device_of
 from app.errors import ConfigError
+from app.mode.inputs import check_sizes
+from app.model.architecture import checkpoint_config, require_context
 from app.model.hf_directory import identity, load_tokenizer, locate, require_window
 from app.placement.controller import CURSOR
 from app.reward.scorer import require
@@ -62,15 +64,22 @@ def take_inputs(config: RunConfig, status: Callable[[str], None]) -> RunInputs:
 
 
 def _load(config: RunConfig, status: Callable[[str], None]) -> RunInputs:
-    device = device_of(config.device.kind)
-    device.require()
+    check_sizes(config)
+    device_of(config.device.kind).require()
     _require_ports(config)
 
     status("preparing the model")
-    path = locate(config.model, seed=config.seed)
+    return load_from(locate(config.model, seed=config.seed), config, status)
+
+
+def load_from(path: Path, config: RunConfig, status: Callable[[str], None]) -> RunInputs:
+    """Load the inputs of a run whose model is in this directory. Raises `ConfigError` for unusable ones."""
     rollout = config.rollout
+    if config.model.path is not None:  # of a hub model, nothing was known before it was downloaded
+        fields = checkpoint_config(replace(config.model, path=str(path), revision=None))
+        require_context(rollout, fields, config.model.path)
     window = rollout.max_prompt_tokens + rollout.max_completion_tokens
-    require_window(path, tokens=window, attention=device.attention)
+    require_window(path, tokens=window, attention=device_of(config.device.kind).attention)
     tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
 
     status("preparing the data")

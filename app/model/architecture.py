@@ -1,8 +1,8 @@
 """Shapes and parameter counts of a model, for `mode=plan`.
 
-They come from the `config.json` of a local directory, from a table of the two hub models that ship with a
-configuration, or from the settings of the tiny model. Counting needs neither a model class nor torch. Qwen3.5 keeps a
-KV cache in one of four layers only; the other layers keep a state of fixed size per request.
+They come from the `config.json` of a local directory or of the hub cache, from a table of hub models, or from the
+settings of the tiny model. Counting needs neither a model class nor torch. Qwen3.5 keeps a KV cache in one of four
+layers only; the other layers keep a state of fixed size per request.
 """
 
 import json
@@ -10,14 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.config.model import Family, ModelConfig, TinyConfig
-from app.model.tiny.create import FULL_ATTENTION_INTERVAL
+from app.config.model import TINY_PRESETS, Family, ModelConfig, TinyConfig
+from app.config.rollout import RolloutConfig
+from app.errors import ConfigError, expect, one_line
+from app.model.tiny.create import FULL_ATTENTION_INTERVAL, MAX_POSITIONS
 from app.model.tiny.tokenizer import CHARACTERS, SPECIAL
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text")
 QUERY_KEY_NORMS = ("qwen3", "qwen3_5_text")
 LINEAR_KEYS = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 CHECKPOINT_CONFIG = "config.json"
+# Fields with the number of positions, in the order in which SGLang looks for them.
+CONTEXT_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
+CONTEXT_FLAG = "context-length"  # SGLang's flag for another context
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +132,111 @@ QWEN35_9B = Architecture(
     32, 8, 4096, 12288, 16, 4, 256, 248_320, tied=False, linear=QWEN35_LINEAR, vision_parameters=VISION_PARAMETERS
 )
 QWEN3_4B = Architecture(36, 36, 2560, 9728, 32, 8, 128, 151_936, tied=True)
-KNOWN = {"Qwen/Qwen3-4B": QWEN3_4B, "Qwen/Qwen3.5-9B": QWEN35_9B}
+QWEN3_17B = Architecture(28, 28, 2048, 6144, 16, 8, 128, 151_936, tied=True)
+QWEN3_06B = Architecture(28, 28, 1024, 3072, 16, 8, 128, 151_936, tied=True)
+KNOWN = {
+    "Qwen/Qwen3-0.6B": QWEN3_06B,
+    "Qwen/Qwen3-1.7B": QWEN3_17B,
+    "Qwen/Qwen3-4B": QWEN3_4B,
+    "Qwen/Qwen3.5-9B": QWEN35_9B,
+}
 
 
 def architecture_of(model: ModelConfig) -> Architecture | None:
     """Return the shapes of a configured model, or None if they are unknown without downloading it."""
     if model.path is None:
         return _tiny(model.tiny)
-    file = Path(model.path).expanduser() / CHECKPOINT_CONFIG
-    if file.is_file():
-        return from_config(json.loads(file.read_text()))
-    return KNOWN.get(model.path)
+    config = checkpoint_config(model)
+    return KNOWN.get(model.path) if config is None else from_config(config)
+
+
+def checkpoint_config(model: ModelConfig) -> dict[str, Any] | None:
+    """Read `config.json` from the model's directory or the hub cache. None: neither has it, or the model is tiny.
+
+    Raises:
+        ConfigError: The file is not JSON.
+    """
+    if model.path is None:
+        return None
+
+    local = Path(model.path).expanduser() / CHECKPOINT_CONFIG
+    file = local if local.is_file() else _cached(model.path, model.revision)
+    if file is None:
+        return None
+
+    try:
+        config: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path={model.path} is not accepted: give a model whose {CHECKPOINT_CONFIG} can be read "
+            f"({one_line(error)})."
+        ) from error
+    return config
+
+
+def require_own_preset(model: ModelConfig) -> None:
+    """Raise `ConfigError` if a tiny preset, whose sizes are a toy's, is given a model of another architecture."""
+    if model.path is None or model.name not in TINY_PRESETS:
+        return
+
+    expect(
+        architecture_of(model) == _tiny(model.tiny),
+        "model.path",
+        model.path,
+        f"an export of a run with model={model.name}, whose sizes are a toy's; for any other model write "
+        f"model=hf model.path={model.path}",
+    )
+
+
+def require_context(rollout: RolloutConfig, config: dict[str, Any] | None, model: str | None) -> None:
+    """Raise `ConfigError` if a prompt and its completion may be longer than the model's context.
+
+    Args:
+        rollout: Length limits, and SGLang's flags.
+        config: Content of the model's `config.json`; None: unknown, or the tiny model.
+        model: Its path or hub id; None: the tiny model.
+    """
+    limit = rollout.engine_args.get(CONTEXT_FLAG)
+    if limit is None:
+        limit = MAX_POSITIONS if model is None else context_tokens(config or {})
+    if limit is None:
+        return
+
+    name = "the tiny model" if model is None else f"model.path={model}"
+    prompt = rollout.max_prompt_tokens
+    expect(prompt < limit, "rollout.max_prompt_tokens", prompt, f"less than {limit}, the context of {name} in tokens")
+    completion = rollout.max_completion_tokens
+    expect(
+        prompt + completion <= limit,
+        "rollout.max_completion_tokens",
+        completion,
+        f"at most {limit - prompt}: {name} has a context of {limit} tokens, and prompts may take {prompt} of them "
+        "(rollout.max_prompt_tokens)",
+    )
+
+
+def context_tokens(config: dict[str, Any]) -> int | None:
+    """Return the context of a model as SGLang derives it from `config.json`; None if the file does not say."""
+    text = config.get("text_config", config)
+    positions = next((text[key] for key in CONTEXT_KEYS if text.get(key) is not None), None)
+    if positions is None:
+        return None
+
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    scaled = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
+    return int(positions * (1 if scaled else scaling.get("factor", 1)))
+
+
+def _cached(hub_id: str, revision: str | None) -> Path | None:
+    """Return the `config.json` of a hub model that was downloaded before."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(hub_id, CHECKPOINT_CONFIG, revision=revision)
+    except HFValidationError:  # a path
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def _tiny(tiny: TinyConfig) -> Architecture:

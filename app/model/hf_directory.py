@@ -49,7 +49,7 @@ def locate(config: ModelConfig, *, seed: int) -> Path:
 
     local = Path(config.path).expanduser()
     folder = local.absolute() if local.exists() or _is_path(config.path) else _download(config.path, config.revision)
-    _check(folder, config.path)
+    require_complete(folder, config.path)
     return folder
 
 
@@ -121,7 +121,8 @@ def _download(hub_id: str, revision: str | None) -> Path:
         ) from error
 
 
-def _check(folder: Path, given: str) -> None:
+def require_complete(folder: Path, given: str) -> None:
+    """Raise `ConfigError` if a model directory lacks one of its files. `given` is how the user wrote it."""
     _expect(folder.is_dir(), given, "a directory that exists")
     _expect((folder / CONFIG).is_file(), given, f"a Hugging Face model directory; this one has no {CONFIG}")
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZERS)

@@ -1,15 +1,15 @@
-"""The optimizer of one rank: AdamW or SGD over sharded float32 parameters, with warm-up, clipping and a NaN guard."""
+"""The optimizer of one rank: AdamW or SGD over sharded float32 parameters, with schedule, clipping and a NaN guard."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import cos, isfinite, nan, pi
 from statistics import fmean
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from app.config.trainer import Optimizer, TrainerConfig
+from app.config.trainer import Optimizer, Schedule, TrainerConfig
 from app.errors import RunError
 
 SLOTS = {Optimizer.adamw: ("step", "exp_avg", "exp_avg_sq"), Optimizer.sgd: ()}
@@ -38,12 +38,43 @@ def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
     }
 
 
-class PolicyOptimizer:
-    """Updates parameters from gradients that were accumulated as raw sums."""
+def learning_rate(config: TrainerConfig, update: int, *, run_updates: int) -> float:
+    """Return the learning rate of an update.
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], config: TrainerConfig):
+    The warm-up rises to `trainer.lr` in its last update. The decay starts at `trainer.lr` in the update after that, and
+    would reach its floor one update after the last.
+
+    Args:
+        config: Settings of `trainer`.
+        update: Index of the update, from 0.
+        run_updates: Updates of the whole run.
+    """
+    warmup = config.warmup_steps
+    if update < warmup:
+        return config.lr * (update + 1) / warmup
+    if config.schedule is Schedule.constant:
+        return config.lr
+
+    progress = min(1.0, (update - warmup) / max(1, run_updates - warmup))
+    remaining = 1 - progress
+    if config.schedule is Schedule.cosine:
+        remaining = (1 + cos(pi * progress)) / 2
+    return config.lr * (config.lr_min_fraction + (1 - config.lr_min_fraction) * remaining)
+
+
+class PolicyOptimizer:
+    """Updates parameters from gradients that were accumulated as raw sums.
+
+    Args:
+        parameters: Of the policy; frozen ones are left alone.
+        config: Settings of `trainer`.
+        run_updates: Updates of the whole run, over which the learning rate decays.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], config: TrainerConfig, *, run_updates: int = 0):
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.config = config
+        self.run_updates = run_updates
         self.torch_optimizer = _make(self.parameters, config)
         self.updates = 0  # applied updates: the position in the learning-rate schedule
         self.skipped_in_a_row = 0
@@ -91,8 +122,7 @@ class PolicyOptimizer:
 
     def lr(self) -> float:
         """Return the learning rate of the next update."""
-        warmup = self.config.warmup_steps
-        return self.config.lr * min(1.0, (self.updates + 1) / warmup) if warmup else self.config.lr
+        return learning_rate(self.config, self.updates, run_updates=self.run_updates)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:

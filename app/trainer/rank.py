@@ -56,6 +56,7 @@ class RankSpec:
     model_path: Path
     trust_remote_code: bool
     trainer: TrainerConfig
+    run_updates: int  # optimizer updates of the whole run
     step: StepSettings
     reference: bool  # whether to keep a frozen copy of the initial policy
     ranks: int
@@ -195,7 +196,8 @@ class TrainerRank:
         if self.device.peak_tflops is not None and self.spec.dtype is Dtype.bfloat16:
             peak_flops = 1e12 * self.device.peak_tflops
 
-        self.optimizer = PolicyOptimizer(self.model.parameters(), self.spec.trainer)
+        spec = self.spec
+        self.optimizer = PolicyOptimizer(self.model.parameters(), spec.trainer, run_updates=spec.run_updates)
         self.step = TrainStep(self.model, self.optimizer, self.spec.step, self.torch_device, self.reference, peak_flops)
         self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=self.spec.trainer.timeout_s)
 

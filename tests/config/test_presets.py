@@ -13,6 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from app.config import compose as configuration
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
+from app.config.folder_name import run_name
+from app.config.model import TINY_PRESETS
 from app.config.placement import PlacementKind
 from app.main import conf_path
 from app.mode.plan.describe import describe
@@ -88,6 +90,7 @@ PUBLISHED: dict[str, dict[str, object]] = {
 CORRECTIONS = {PlacementKind.colocate: Correction.none, PlacementKind.fully_async: Correction.tis}
 COMPOSITIONS = [
     *([f"model={model}", f"placement={placement}"] for model in MODELS for placement in PLACEMENTS),
+    *(["model=hf", "model.path=Qwen/Qwen3-1.7B", f"placement={placement}"] for placement in PLACEMENTS),
     *([f"experiment={experiment}"] for experiment in EXPERIMENTS),
 ]
 
@@ -99,7 +102,9 @@ def sweep(name: str, *overrides: str) -> DictConfig:
 
 
 def test_the_presets_exist() -> None:
-    assert len(EXPERIMENTS) >= 6
+    assert len(EXPERIMENTS) >= 7
+    assert {path.stem for path in (CONF / "model").glob("*")} == {*MODELS, "hf"}
+    assert {name for name in MODELS if name.startswith("tiny")} == set(TINY_PRESETS)
     assert len(SWEEPS) >= 4
 
 
@@ -169,6 +174,65 @@ def test_a_preset_begins_with_the_command_that_runs_it(path: Path) -> None:
     command = path.read_text().removeprefix("# @package _global_\n").partition("\n")[0]
     assert re.match(rf"# python -m app {path.parent.name}={path.stem}\b", command)
     composed(*command.removeprefix("# python -m app ").split())
+
+
+def test_any_model_gets_sizes_of_a_full_fine_tuning_and_its_own_name() -> None:
+    config = composed("model=hf", "model.path=Qwen/Qwen3-1.7B", "device=cuda")
+    assert (config.model.name, config.trainer.lr, config.trainer.activation_checkpointing) == ("Qwen3-1.7B", 1e-6, True)
+    assert (config.algorithm.prompts_per_step, config.algorithm.group_size) == (32, 8)
+    assert (config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens) == (1024, 2048)
+    assert (config.placement.devices, config.rollout.tensor_parallel) == (1, 1)
+    assert (config.data.name, dict(config.reward.components)) == ("gsm8k", {"math": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("Qwen/Qwen3-1.7B", "Qwen3-1.7B"),
+        ("/models/my model@2/", "my-model-2"),
+        ("~/runs/export", "export"),
+        ("org/.hidden", "hidden"),
+    ],
+)
+def test_the_folder_of_any_model_is_named_after_the_last_part_of_its_path(path: str, name: str) -> None:
+    def folder(*overrides: str) -> str:
+        with initialize_config_dir(conf_path(), version_base="1.3"):
+            whole = compose("config", overrides=list(overrides), return_hydra_config=True)
+        return run_name(_root_=whole)
+
+    configuration.register()
+    assert folder("model=hf", f"model.path='{path}'") == f"{name}-grpo-colocate"
+    assert folder("model=hf", f"model.path='{path}'", "mode=eval") == f"{name}-eval"
+    assert folder("model=qwen3_4b", f"model.path='{path}'") == "qwen3_4b-grpo-colocate"
+
+
+def test_the_plan_of_one_gpu_leaves_a_tenth_of_its_memory() -> None:
+    text = describe(composed("experiment=cuda1_colocate_4b"))
+    (left,) = re.findall(r"of 80\.00 GiB, ([\d.]+) GiB left", text)
+    assert float(left) >= 8
+
+
+def replaced(*overrides: str) -> str | None:
+    configuration.register()
+    with initialize_config_dir(conf_path(), version_base="1.3"):
+        return configuration.replaced_settings(
+            compose("config", overrides=list(overrides), return_hydra_config=True),
+        )
+
+
+def test_settings_of_an_algorithm_that_a_model_replaces_are_named(tmp_path: Path) -> None:
+    assert replaced("algorithm=dapo", "model=qwen3_4b") == (
+        "presets of models and experiments replace settings of algorithm=dapo: algorithm.prompts_per_step=512 by 32, "
+        "algorithm.group_size=16 by 8; settings on the command line win."
+    )
+    assert replaced("algorithm=dapo", "algorithm.prompts_per_step=512", "algorithm.group_size=16") is None
+    assert [replaced(f"algorithm={name}") for name in ("grpo", "dr_grpo", "gspo")] == [None] * 3
+
+    (tmp_path / "algorithm").mkdir()
+    (tmp_path / "algorithm" / "mine.yaml").write_text("name: mine\ngroup_size: 4\nratio: sequence\n")
+    found = replaced(f"hydra.searchpath=[file://{tmp_path}]", "algorithm=mine")
+    assert found is not None
+    assert "algorithm=mine: algorithm.group_size=4 by 8;" in found
 
 
 def test_the_command_line_wins_over_an_experiment() -> None:

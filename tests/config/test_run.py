@@ -52,6 +52,10 @@ def test_the_default_is_the_embedded_run() -> None:
     assert dict(config.reward.components) == {"exact": 1.0}
 
 
+def test_a_decay_lasts_for_all_updates_of_all_steps() -> None:
+    assert composed("algorithm=dapo", "steps=5").optimizer_updates == 5 * 16
+
+
 def test_a_model_brings_its_data_and_devices_and_the_command_line_wins() -> None:
     config = composed("model=qwen35_9b", "placement=fully_async", "device=npu")
     assert (config.data.name, dict(config.reward.components)) == ("dapo_math", {"math": 1.0})

@@ -172,6 +172,36 @@ def test_an_unreachable_hub_fails_with_a_workaround(monkeypatch: pytest.MonkeyPa
     assert "model.path=..." in result.hint
 
 
+def test_what_a_run_refuses_fails_with_the_same_sentence(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{")
+    line = ["model=hf", f"model.path={tmp_path}", f"data.path={rows}", "reward._target_=nope.f"]
+    checks = list(doctor_machine.reachable(composed(*line)))
+    for subject, sentence in (
+        ("model", "no config.json"),
+        ("data", "line 1 is not JSON"),
+        ("reward", "no module nope"),
+    ):
+        assert of(checks, subject).status is CheckStatus.fail
+        assert sentence in of(checks, subject).message
+        assert of(checks, subject).hint
+
+
+def test_the_prompts_of_local_files_are_tokenized(tmp_path: Path, tiny_model: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"question": "1+{number}=", "answer": "{1 + number}"}}\n' for number in range(20)))
+    line = [f"model.path={tiny_model}", f"data.path={rows}", "data.eval_fraction=0.5"]
+    assert of(list(doctor_machine.reachable(composed(*line))), "prompts").message == "10 to train on, 10 to evaluate on"
+
+    short = of(list(doctor_machine.reachable(composed(*line, "rollout.max_prompt_tokens=4"))), "prompts")
+    assert short.status is CheckStatus.warn
+    assert "longer than rollout.max_prompt_tokens=4" in short.message
+
+    none = of(list(doctor_machine.reachable(composed(*line, "rollout.max_prompt_tokens=2"))), "prompts")
+    assert none.status is CheckStatus.fail
+    assert "all its prompts are too long" in none.message
+
+
 def test_a_cluster_and_a_server_that_do_not_answer_fail() -> None:
     config = composed("cluster.address=127.0.0.1:9", "rollout.urls=[http://127.0.0.1:9]")
     checks = list(doctor_machine.reachable(config))

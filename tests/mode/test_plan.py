@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from app.mode.inputs import problems
 from app.mode.plan.describe import describe
 from tests.compose import composed
 
@@ -73,9 +74,94 @@ def test_running_servers_are_excluded_from_the_memory_plan() -> None:
 
 @pytest.mark.parametrize("model", ["somebody/something"])
 def test_an_unknown_model_still_gets_the_rest_of_the_plan(model: str) -> None:
-    text = describe(composed(f"model.path={model}"))
-    assert f"Memory: model.path={model} is not a local dense decoder" in text
+    text = describe(composed("model=hf", f"model.path={model}"))
+    assert f"Memory: no estimate, the shapes of model.path={model} are not on this machine; fetch them with: hf" in text
     assert "A step" in text
+
+
+def plan(*overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "app", "mode=plan", *overrides]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_a_plan_says_what_a_run_would_refuse(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n' * 4)
+    line = ["model=hf", f"model.path={tmp_path}", f"data.path={rows}", "data.question=q", "reward._target_=nope.f"]
+    done = plan(*line)
+    assert done.returncode == 0, done.stderr
+    refused = done.stdout.partition("A run on this machine would be refused\n")[2].splitlines()
+    model, data, reward = refused
+    assert (
+        model
+        == f"  model.path={tmp_path} is not accepted: give a Hugging Face model directory; this one has no config.json."
+    )
+    assert (
+        data
+        == f"  data.question=q is not accepted: give a field of the rows; row 1 of {rows} has only question, answer."
+    )
+    assert "reward._target_=nope.f is not accepted" in reward
+    assert "there is no module nope" in reward
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "there is no such file"),
+        ("{", "line 1 is not JSON"),
+        ('{"question": "1+1=", "answer": "2"}', "give at least 2 rows"),
+        ("", "this one is empty"),
+    ],
+)
+def test_a_data_file_that_a_run_refuses_is_named(content: str | None, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    if content is not None:
+        path.write_text(content)
+    (found,) = problems(composed(f"data.path={path}")).values()
+    assert found.startswith(f"data.path={path} is not accepted")
+    assert sentence in found
+
+
+def test_a_mistyped_evaluation_file_is_found_beside_a_hub_data_set() -> None:
+    line = ["data=gsm8k", "++data.eval_sets={mine: {path: none.jsonl}}"]
+    assert list(problems(composed(*line))) == ["data"]
+    assert problems(composed("data=gsm8k", "model=qwen3_4b")) == {}
+
+
+def test_a_plan_that_does_not_fit_shows_what_would() -> None:
+    line = ["model=hf", "model.path=Qwen/Qwen3-4B", "device=cuda"]
+    assert "To make it fit" not in describe(composed(*line))
+
+    text = describe(composed(*line, "device.memory_gib=40", "trainer.activation_checkpointing=false"))
+    assert re.search(r"^  trainer\.activation_checkpointing=true: peak [\d.]+ GiB, does not fit alone$", text, re.M)
+    text = describe(composed(*line, "device.memory_gib=40"))
+    assert "activation_checkpointing" not in text
+    assert re.search(r"^  placement\.devices=4: peak [\d.]+ GiB, fits$", text, re.M)
+    assert re.search(r"^  model=hf model\.path=Qwen/Qwen3-0\.6B: peak [\d.]+ GiB, fits$", text, re.M)
+
+
+def test_what_a_plan_advises_has_the_peak_that_it_says() -> None:
+    line = ["experiment=cuda1_colocate_4b", "device.memory_gib=64"]
+    advice = describe(composed(*line)).partition("To make it fit")[2]
+    shown = re.findall(r"^  (placement\S+|rollout\S+ trainer\S+): peak ([\d.]+) GiB, (.*)$", advice, re.M)
+    assert len(shown) == 2
+    for settings, peak, verdict in shown:
+        changed = describe(composed(*line, *settings.split()))
+        assert f": {peak} GiB of 64.00 GiB" in changed
+        assert ("DOES NOT FIT" not in changed) == (verdict == "fits")
+
+
+def test_engines_without_room_are_advised_to_be_wider() -> None:
+    text = describe(composed(*MISSION, "device.memory_gib=16", "rollout.tensor_parallel=1"))
+    assert re.search(
+        r"^  placement\.trainer_devices=\d+ placement\.rollout_devices=\d+ rollout\.tensor_parallel=", text, re.M
+    )
+
+
+def test_the_plan_names_settings_of_the_algorithm_that_the_model_replaces() -> None:
+    done = plan("algorithm=dapo")
+    assert "algorithm=dapo: algorithm.prompts_per_step=512 by 16, algorithm.group_size=16 by 8" in done.stderr
+    assert plan("algorithm=grpo").stderr == ""
 
 
 def test_the_plan_names_settings_without_effect() -> None:

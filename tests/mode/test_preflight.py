@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 import app.data.build as data
+from app.errors import ConfigError
 from app.mode.preflight import preflight, take_inputs
 from tests.compose import composed
 from tests.model.support import save_qwen3
 
+OWN_MODEL = ("model=hf", "data=arithmetic", "rollout.max_prompt_tokens=64", "rollout.max_completion_tokens=64")
 OWN = """
 from transformers import PreTrainedTokenizerFast
 
@@ -27,8 +29,21 @@ def test_a_models_own_tokenizer_is_loaded_only_where_its_code_is_trusted(tmp_pat
     config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     for trusted in (True, False):
-        inputs = take_inputs(composed(f"model.path={path}", f"model.trust_remote_code={trusted}"), lambda _: None)
+        line = [*OWN_MODEL, f"model.path={path}", f"model.trust_remote_code={trusted}"]
+        inputs = take_inputs(composed(*line), lambda _: None)
         assert (type(inputs.tokenizer).__name__ == "Own") == trusted
+
+
+def test_the_context_of_a_hub_model_is_compared_once_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_qwen3(tmp_path / "qwen3")  # 256 tokens
+    monkeypatch.setattr("app.mode.preflight.locate", lambda *_, **__: path)
+    line = [*OWN_MODEL, "model.path=owner/name", "rollout.max_completion_tokens=200"]
+    with pytest.raises(
+        ConfigError, match=r"max_completion_tokens=200 .* at most 192: model\.path=owner/name has a cont"
+    ):
+        preflight(composed(*line))
 
 
 def test_the_run_takes_what_preflight_loaded(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

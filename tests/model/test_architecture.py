@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 from app.config.model import Family, ModelConfig, TinyConfig
-from app.model.architecture import QWEN3_4B, QWEN35_9B, architecture_of, from_config
+from app.config.rollout import RolloutConfig
+from app.errors import ConfigError
+from app.model.architecture import (
+    QWEN3_4B,
+    QWEN35_9B,
+    architecture_of,
+    context_tokens,
+    from_config,
+    require_context,
+    require_own_preset,
+)
 
 
 def parameters_on_meta(config: object) -> int:
@@ -88,6 +98,86 @@ def test_the_tiny_qwen35_is_counted_without_creating_it(tmp_path: Path, monkeypa
 
 def test_a_local_directory_is_read(tiny_model: Path) -> None:
     assert architecture_of(ModelConfig(path=str(tiny_model))) == architecture_of(ModelConfig())
+
+
+@pytest.mark.parametrize(
+    ("shapes", "parameters"), [("Qwen/Qwen3-0.6B", 596_049_920), ("Qwen/Qwen3-1.7B", 1_720_574_976)]
+)
+def test_the_small_qwen3_have_as_many_parameters_as_published(shapes: str, parameters: int) -> None:
+    known = architecture_of(ModelConfig(path=shapes))
+    assert known is not None
+    assert known.parameters == parameters
+
+
+def test_a_hub_model_in_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text((tiny_model / "config.json").read_text())
+    (tmp_path / "models--owner--name" / "refs").mkdir()
+    (tmp_path / "models--owner--name" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert architecture_of(ModelConfig(path="owner/name")) == architecture_of(ModelConfig())
+    assert architecture_of(ModelConfig(path="owner/other")) is None
+
+
+def test_a_tiny_preset_takes_models_of_its_own_architecture_only(tiny_model: Path, tmp_path: Path) -> None:
+    require_own_preset(ModelConfig(name="tiny", path=None))
+    require_own_preset(ModelConfig(name="tiny", path=str(tiny_model)))
+    require_own_preset(ModelConfig(name="mine", path="owner/name"))
+
+    refused = [
+        ModelConfig(name="tiny", path="owner/name"),
+        ModelConfig(name="tiny", path=str(tiny_model), tiny=TinyConfig(layers=4)),
+        ModelConfig(name="tiny_qwen35", path=str(tiny_model), tiny=TinyConfig(family=Family.qwen35)),
+        ModelConfig(name="tiny", path=str(tmp_path)),
+    ]
+    for model in refused:
+        with pytest.raises(ConfigError, match=rf"write model=hf model\.path={model.path}\.$"):
+            require_own_preset(model)
+
+
+def test_a_config_that_is_not_json_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(
+        ConfigError, match=rf"^model\.path={tmp_path} is not accepted: give a model whose config\.json can"
+    ):
+        architecture_of(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "context"),
+    [
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"text_config": {"max_position_embeddings": 300}, "max_position_embeddings": 7}, 300),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 8192),
+        ({"max_position_embeddings": 131_072, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 131_072),
+        (
+            {
+                "max_position_embeddings": 40_960,
+                "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+            },
+            40_960,
+        ),
+        ({"hidden_size": 32}, None),
+    ],
+)
+def test_the_context_is_the_one_that_sglang_derives(fields: dict[str, object], context: int | None) -> None:
+    assert context_tokens(fields) == context
+
+
+def test_lengths_beyond_the_context_are_refused_with_both_numbers() -> None:
+    fields = {"max_position_embeddings": 2048}
+    require_context(RolloutConfig(max_prompt_tokens=1024, max_completion_tokens=1024), fields, "m")
+    require_context(RolloutConfig(max_prompt_tokens=1024, max_completion_tokens=9999), {}, "m")
+    flag = {"context-length": 4096}
+    require_context(RolloutConfig(max_prompt_tokens=1024, max_completion_tokens=3072, engine_args=flag), fields, "m")
+
+    with pytest.raises(
+        ConfigError, match=r"^rollout\.max_completion_tokens=1025 is not accepted: give at most 1024: mo"
+    ):
+        require_context(RolloutConfig(max_prompt_tokens=1024, max_completion_tokens=1025), fields, "m")
+    with pytest.raises(ConfigError, match=r"^rollout\.max_prompt_tokens=2048 is not accepted: give less than 2048"):
+        require_context(RolloutConfig(max_prompt_tokens=2048, max_completion_tokens=1), fields, "m")
 
 
 @pytest.mark.parametrize("path", ["somebody/something", "/nowhere"])

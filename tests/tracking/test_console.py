@@ -14,7 +14,7 @@ def lines(draw, steps=60):
 
 def test_the_header_names_model_algorithm_placement_device_and_folder():
     header = "\n".join(lines(lambda console: None))
-    assert "tiny · grpo · colocate · cpu" in header
+    assert "custom · grpo · colocate · cpu" in header
     assert "60 steps of 32 prompts × 8 completions, 1 update each · 1 trainer rank, 1 engine" in header
     assert "out/run" in header
 
@@ -79,7 +79,7 @@ def test_an_evaluation_speaks_of_its_sets_and_not_of_training():
     console.end("finished", totals, None, {})
     assert stream.getvalue().splitlines() == [
         "",
-        "tiny · evaluation · cpu",
+        "custom · evaluation · cpu",
         "1 completion per prompt, temperature 0, top_p 1 · 1 engine",
         "out/run",
         "",

@@ -85,7 +85,7 @@ def test_the_report_answers_the_three_questions_in_one_file_without_addresses(tm
     assert "Where does the time go? Generation (60%) The mean step takes 1.00 s" in page.words
     assert "generate 60%, train 30%, sync 6%, other 4%." in page.words
     assert "Is it healthy? Yes 1 check passed; 0 warnings." in page.words
-    assert "tiny · grpo · colocate · cpu finished" in page.words
+    assert "custom · grpo · colocate · cpu finished" in page.words
     assert "trainer.lr 0.001 1e-06 command line" in page.words
     assert all(address.startswith(("#", "data:,")) for address in page.addresses)
     assert "http" not in (folder / "report.html").read_text().replace("http://www.w3.org/2000/svg", "")

@@ -1,11 +1,15 @@
-"""Warm-up, clipping, the guard against non-finite gradients, and weight decay."""
+"""Learning-rate schedules, clipping, the guard against non-finite gradients, and weight decay."""
+
+from math import cos, pi
+from typing import Any
 
 import pytest
 import torch
 
-from app.config.trainer import Optimizer, TrainerConfig
+from app.config.trainer import Optimizer, Schedule, TrainerConfig
 from app.errors import RunError
-from app.trainer.optimizer import PolicyOptimizer, UpdateResult
+from app.model.hf_import import transformers
+from app.trainer.optimizer import PolicyOptimizer, UpdateResult, learning_rate
 
 
 def matrix_and_norm() -> list[torch.nn.Parameter]:
@@ -21,6 +25,77 @@ def update(optimizer: PolicyOptimizer, gradient: float, scale: float = 1.0) -> U
 def test_the_learning_rate_rises_over_the_warm_up_and_stays() -> None:
     optimizer = PolicyOptimizer(matrix_and_norm(), TrainerConfig(lr=0.4, warmup_steps=4))
     assert [update(optimizer, 0.0).lr for _ in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+
+
+def rates(run_updates: int, **settings: Any) -> list[float]:
+    config = TrainerConfig(**settings)
+    return [learning_rate(config, update, run_updates=run_updates) for update in range(run_updates)]
+
+
+def theirs(schedule: Any, updates: int) -> list[float]:
+    """The learning rate of each update under a scheduler `schedule(optimizer)` of torch or transformers."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+    scheduler = schedule(optimizer)
+    found = []
+    for _ in range(updates):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_a_linear_decay_follows_its_formula() -> None:
+    expected = [0.2, 0.4, 0.4, 0.32, 0.24, 0.16, 0.08]
+    assert rates(7, lr=0.4, warmup_steps=2, schedule=Schedule.linear) == pytest.approx(expected)
+    floored = [0.4, 0.34, 0.28, 0.22, 0.16]  # to a tenth: steps of 0.36 / 6
+    assert rates(6, lr=0.4, schedule=Schedule.linear, lr_min_fraction=0.1)[:5] == pytest.approx(floored)
+
+
+def test_a_cosine_decay_follows_its_formula() -> None:
+    expected = [0.2, 0.4, *(0.4 * (0.1 + 0.9 * (1 + cos(pi * update / 5)) / 2) for update in range(5))]
+    decayed = rates(7, lr=0.4, warmup_steps=2, schedule=Schedule.cosine, lr_min_fraction=0.1)
+    assert decayed == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_the_decays_equal_those_of_transformers(warmup: int) -> None:
+    """Their warm-up starts at 0, ours at the first step above it; the decays are the same."""
+    package = transformers().optimization
+    linear = theirs(lambda each: package.get_linear_schedule_with_warmup(each, warmup, 20), 20)
+    cosine = theirs(lambda each: package.get_cosine_schedule_with_warmup(each, warmup, 20), 20)
+    floored = theirs(
+        lambda each: package.get_cosine_with_min_lr_schedule_with_warmup(each, warmup, 20, min_lr_rate=0.1), 20
+    )
+    ours = {"lr": 0.4, "warmup_steps": warmup}
+    assert rates(20, **ours, schedule=Schedule.linear)[warmup:] == pytest.approx(linear[warmup:])
+    assert rates(20, **ours, schedule=Schedule.cosine)[warmup:] == pytest.approx(cosine[warmup:])
+    found = rates(20, **ours, schedule=Schedule.cosine, lr_min_fraction=0.1)
+    assert found[warmup:] == pytest.approx(floored[warmup:])
+    assert found[: max(0, warmup - 1)] == pytest.approx(floored[1:warmup])
+
+
+def test_the_decays_equal_those_of_torch() -> None:
+    cosine = theirs(lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 10, eta_min=0.04), 10)
+    linear = theirs(lambda each: torch.optim.lr_scheduler.LinearLR(each, 1.0, 0.1, total_iters=10), 10)
+    assert rates(10, lr=0.4, schedule=Schedule.cosine, lr_min_fraction=0.1) == pytest.approx(cosine)
+    assert rates(10, lr=0.4, schedule=Schedule.linear, lr_min_fraction=0.1) == pytest.approx(linear)
+
+
+def test_a_warm_up_longer_than_the_run_never_decays_and_later_updates_keep_the_floor() -> None:
+    assert rates(3, lr=0.4, warmup_steps=4, schedule=Schedule.cosine) == pytest.approx([0.1, 0.2, 0.3])
+    config = TrainerConfig(lr=0.4, schedule=Schedule.linear, lr_min_fraction=0.25)
+    assert learning_rate(config, 12, run_updates=10) == pytest.approx(0.1)
+
+
+def test_a_resumed_decay_goes_on_and_stretches_to_more_steps() -> None:
+    config = TrainerConfig(lr=0.4, schedule=Schedule.linear)
+    first = PolicyOptimizer(matrix_and_norm(), config, run_updates=10)
+    assert [update(first, 0.0).lr for _ in range(4)] == pytest.approx([0.4, 0.36, 0.32, 0.28])
+
+    for run_updates, expected in ((10, 0.24), (16, 0.3)):
+        resumed = PolicyOptimizer(matrix_and_norm(), config, run_updates=run_updates)
+        resumed.restore({}, updates=first.updates, skipped_in_a_row=0)
+        assert update(resumed, 0.0).lr == pytest.approx(expected)
 
 
 def test_a_skipped_update_does_not_move_the_warm_up() -> None:

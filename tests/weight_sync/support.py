@@ -71,6 +71,7 @@ def make_trainer(model: Path, folder: Path, *, ranks: int = 1, dtype: Dtype = Dt
         model_path=model,
         trust_remote_code=False,
         trainer=TrainerConfig(),
+        run_updates=1,
         step=settings,
         reference=False,
         ranks=ranks,

@@ -1,7 +1,7 @@
 """All checks of `mode=doctor`: can this configuration run on this machine?
 
 Invariants:
-- Nothing is started, downloaded or written.
+- Nothing is downloaded or written. Only a custom reward is started: it is loaded as in a run.
 - Every check that is not ok has a hint.
 - The exit code is 1 if a check fails.
 """

@@ -5,13 +5,17 @@ import resource
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 from app.config import RunConfig
+from app.data import sources
+from app.errors import ConfigError
 from app.mode.doctor.finding import Check, CheckStatus, check
+from app.mode.inputs import problems
+from app.mode.preflight import load_from
 from app.model.architecture import architecture_of
 from app.model.tiny.create import DEFAULT_CACHE
 from app.utils.net import port_is_free
@@ -44,9 +48,15 @@ def machine(config: RunConfig) -> Iterator[Check]:
 
 
 def reachable(config: RunConfig) -> Iterator[Check]:
-    """Check access to model, data, cluster and servers."""
-    yield _model(config)
-    yield _data(config)
+    """Check model, data and reward as a run does, and access to hub, cluster and servers."""
+    refused = problems(config)
+    yield _refused("model", refused) or _model(config)
+    yield _refused("data", refused) or _data(config)
+    if config.reward._target_ is not None:
+        accepted = Check("reward", CheckStatus.ok, f"{config.reward._target_} can be loaded")
+        yield _refused("reward", refused) or accepted
+    if not refused and _is_local(config):
+        yield _prompts(config)
     if config.cluster.address not in (None, "auto", "local"):
         yield _cluster(str(config.cluster.address))
     for url in config.rollout.urls:
@@ -98,6 +108,36 @@ def _ports(config: RunConfig) -> Iterator[Check]:
     yield check("ports", not taken, message, "set another rollout.port, or null for free ones")
 
 
+def _refused(subject: str, refused: Mapping[str, str]) -> Check | None:
+    """Return the failed check of an input that a run refuses; None if it does not."""
+    if subject not in refused:
+        return None
+    return Check(subject, CheckStatus.fail, refused[subject], "correct the setting; mode=train ends with this sentence")
+
+
+def _is_local(config: RunConfig) -> bool:
+    """Whether model and data are files of this machine."""
+    data = config.data
+    paths = [data.path, *(each.path for each in data.eval_sets.values())]
+    hub = any(path is not None and sources.is_remote(path) for path in paths)
+    return config.model.path is not None and Path(config.model.path).expanduser().is_dir() and not hub
+
+
+def _prompts(config: RunConfig) -> Check:
+    """Check the tokenizer, the chat template and the lengths of the prompts, as a run does."""
+    assert config.model.path is not None
+    try:
+        inputs = load_from(Path(config.model.path).expanduser(), config, lambda _: None)
+    except ConfigError as error:
+        return Check("prompts", CheckStatus.fail, str(error), "correct the setting; mode=train ends with this sentence")
+
+    evaluated = sum(map(len, inputs.prompts.evals.values()))
+    message = f"{len(inputs.prompts.train):,} to train on, {evaluated:,} to evaluate on"
+    if not inputs.warnings:
+        return Check("prompts", CheckStatus.ok, message)
+    return Check("prompts", CheckStatus.warn, f"{message}; {'; '.join(inputs.warnings)}", "a run warns of this, too")
+
+
 def _model(config: RunConfig) -> Check:
     path = config.model.path
     if path is None:
@@ -107,9 +147,7 @@ def _model(config: RunConfig) -> Check:
 
     folder = Path(path).expanduser()
     if folder.is_dir():
-        good = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-        hint = "use a Hugging Face directory with config.json, a tokenizer and safetensors"
-        return check("model", good, f"directory {folder}", hint)
+        return Check("model", CheckStatus.ok, f"directory {folder}")
     return _hub("model", "model", path, "model.path")
 
 

@@ -5,10 +5,22 @@ from pathlib import Path
 
 from app.config import RunConfig
 from app.mode import ModeResult
+from app.mode.inputs import check_sizes, problems
 from app.mode.plan import describe
 
 
 def run(config: RunConfig, _folder: Path) -> ModeResult:
-    """Print the plan."""
-    sys.stdout.write(describe.describe(config) + "\n")
+    """Print the plan, and which inputs a run on this machine would refuse.
+
+    Raises:
+        ConfigError: The model and the settings of its preset do not go together.
+    """
+    check_sizes(config)
+    sections = [describe.describe(config)]
+    if refused := problems(config):
+        sections.append(
+            "\n".join(["A run on this machine would be refused", *(f"  {each}" for each in refused.values())])
+        )
+
+    sys.stdout.write("\n\n".join(sections) + "\n")
     return ModeResult()

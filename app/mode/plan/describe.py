@@ -6,11 +6,13 @@ Invariants:
 """
 
 from app.config import RunConfig
+from app.config.model import ModelConfig
 from app.config.placement import PlacementKind
 from app.device import device_of
 from app.mode.plan import text
 from app.mode.plan.memory import devices
-from app.model.architecture import architecture_of
+from app.mode.plan.remedies import remedies_of
+from app.model.architecture import architecture_of, checkpoint_config
 from app.rollout.server_args import engine_flags
 
 
@@ -22,13 +24,22 @@ def describe(config: RunConfig) -> str:
 
     sections = [_devices(config), _batch(config)]
     if model is None:
-        sections.append(
-            [f"Memory: model.path={config.model.path} is not a local dense decoder; give a local directory"]
-        )
+        sections.append(_unknown(config.model))
     else:
         sections += [text.memory(config, device, model, flags), text.sync(config, device, model)]
+        sections += remedies_of(config, device, model)
     sections += [text.engines(config, device, flags), _schedule(config)]
     return "\n\n".join("\n".join(section) for section in sections)
+
+
+def _unknown(model: ModelConfig) -> list[str]:
+    """Say why there is no memory plan."""
+    if checkpoint_config(model) is not None:
+        return [f"Memory: no estimate, model.path={model.path} is not a dense decoder of a known kind"]
+    return [
+        f"Memory: no estimate, the shapes of model.path={model.path} are not on this machine; fetch them with: "
+        f"hf download {model.path} config.json"
+    ]
 
 
 def _devices(config: RunConfig) -> list[str]:

@@ -1,0 +1,62 @@
+"""What training would refuse of a run's inputs, as far as it can be found without a device, a download or a start.
+
+| subject | found here                                                       | found by a run only                |
+|---------|------------------------------------------------------------------|------------------------------------|
+| model   | preset, directory, context; of a hub model what its cache has    | a hub model that cannot be reached |
+| data    | files that are missing or malformed, missing fields              | hub data sets                      |
+| reward  | a custom one that cannot be loaded, in a worker process as ever  | what it answers                    |
+
+`mode=plan` prints the sentences, `mode=doctor` has a line for each subject, and a run raises them before it starts.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from app.config import RunConfig
+from app.data import rows
+from app.errors import ConfigError
+from app.model.architecture import checkpoint_config, require_context, require_own_preset
+from app.model.hf_directory import require_complete
+from app.reward.scorer import require
+
+
+def check_sizes(config: RunConfig) -> None:
+    """Raise `ConfigError` if the model and the settings of its preset do not go together."""
+    require_own_preset(config.model)
+    require_context(config.rollout, checkpoint_config(config.model), config.model.path)
+
+
+def check_model(config: RunConfig) -> None:
+    """Raise `ConfigError` if the model's directory is incomplete, or its sizes are wrong."""
+    path = config.model.path
+    if path is not None and Path(path).expanduser().is_dir():
+        require_complete(Path(path).expanduser(), path)
+    check_sizes(config)
+
+
+def check_data(config: RunConfig) -> None:
+    """Raise `ConfigError` if a local file cannot be read. Hub data sets are not read."""
+    rows.check_files(config.data)
+
+
+def check_reward(config: RunConfig) -> None:
+    """Raise `ConfigError` if a custom reward cannot be loaded."""
+    require(config.reward)
+
+
+CHECKS: Mapping[str, Callable[[RunConfig], None]] = {
+    "model": check_model,
+    "data": check_data,
+    "reward": check_reward,
+}
+
+
+def problems(config: RunConfig) -> dict[str, str]:
+    """Return a sentence for each subject that a run would refuse."""
+    found: dict[str, str] = {}
+    for subject, check in CHECKS.items():
+        try:
+            check(config)
+        except ConfigError as error:
+            found[subject] = str(error)
+    return found
