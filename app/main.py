@@ -6,8 +6,6 @@ the codes). With HYDRA_FULL_ERROR=1 in the environment every error keeps its tra
 
 import math
 import os
-import re
-import shlex
 import sys
 import traceback
 from pathlib import Path
@@ -27,6 +25,7 @@ from app.errors import CONFIG_EXIT, FAILED_EXIT, ConfigError, Interrupted, RunEr
 from app.mode import MODES, NOT_GIVEN, ModeResult
 from app.recovery.run_lock import FolderInUse
 from app.run_report import RunReport, report, reports
+from app.utils.command_line import command, override
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 FULL_ERROR_REQUESTED = FULL_ERROR in os.environ
@@ -178,7 +177,7 @@ def _apply_resume(composed: DictConfig, config: RunConfig) -> Path | None:
     for note in resumption.notes:
         say(note)
     if resumption.finished:
-        _report(ModeResult(), str(composed.hydra.run.dir))
+        _report(ModeResult(resumption.accuracy), str(composed.hydra.run.dir))
         raise SystemExit(0)
     return resumption.checkpoint
 
@@ -187,14 +186,7 @@ def _say_how_to_resume(folder: Path) -> None:
     from app.checkpoint.folder import FOLDER, LATEST
 
     if (folder / FOLDER / LATEST).exists():
-        say(f"resume with: python -m app {_override('resume', str(folder))}")
-
-
-def _override(key: str, value: str) -> str:
-    """Return `key=value` as a word of a shell's command line, quoted where Hydra or the shell needs it."""
-    if not re.fullmatch(r"[\w/.+-]+", value):
-        value = '"' + value.replace('"', r"\"") + '"'
-    return shlex.quote(f"{key}={value}")
+        say(f"resume with: {command(override('resume', folder))}")
 
 
 def _given_folder(composed: DictConfig) -> str:

@@ -58,6 +58,7 @@ def interrupted(folder: Path, trainer: Interrupting, *, steps: int = 1000, grace
     """Run the simulated world until it is interrupted."""
     settings = config(PlacementKind.colocate, steps=steps)
     settings.checkpoint.every = 1000
+    settings.checkpoint.keep = 2
     settings.checkpoint.grace_s = grace_s
     world = World(settings, folder, lambda prompt_id: 0.001, push_seconds=0.0, trainer=trainer)
 

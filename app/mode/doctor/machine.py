@@ -11,6 +11,7 @@ from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 from app.config import RunConfig
+from app.mode.disk import plan_disk
 from app.mode.doctor.finding import Check, CheckStatus, check
 from app.model.architecture import architecture_of
 from app.model.tiny.create import DEFAULT_CACHE
@@ -23,8 +24,6 @@ SHARED_GIB_WARN = 2.0
 OPEN_FILES_WARN = 4096
 FREE_GIB = 2.0  # for logs and samples
 FULL_DISK = 0.95  # Ray stops spilling objects there
-CHECKPOINT_BYTES = 12  # per parameter: float32 master weight and Adam moments
-EXPORT_BYTES = 4  # per parameter
 REACH_SECONDS = 10.0
 OUTPUTS = "outputs"
 
@@ -64,11 +63,7 @@ def _disk(config: RunConfig) -> Check:
     """Check the space for the kept checkpoints, the one being written, and an export."""
     model = architecture_of(config.model)
     parameters = 0 if model is None else model.parameters
-    checkpoint = config.checkpoint
-
-    # an export is made from a checkpoint
-    copies = checkpoint.keep + 1 if checkpoint.every else int(checkpoint.export)
-    needed = FREE_GIB * GIB + parameters * (CHECKPOINT_BYTES * copies + EXPORT_BYTES * checkpoint.export)
+    needed = FREE_GIB * GIB + plan_disk(config.checkpoint, parameters).bytes
 
     folder = Path(OUTPUTS) if Path(OUTPUTS).is_dir() else Path()
     if not os.access(folder, os.W_OK):
