@@ -16,7 +16,7 @@ class CheckpointConfig:
     )
     keep: int = setting(
         2,
-        "Newest checkpoints kept; the disk holds one more while a checkpoint is being written. 0 writes no checkpoint.",
+        "Newest checkpoints kept, and one more on disk while a checkpoint is being written; 0 writes no checkpoint.",
         at_least=0,
     )
     keep_best: bool = setting(

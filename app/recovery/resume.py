@@ -382,7 +382,7 @@ def _leaves(config: DictConfig) -> dict[str, Any]:
     pending = [(str(key), config[key]) for key in config if key != "hydra"]
     while pending:
         name, node = pending.pop(0)
-        if isinstance(node, DictConfig) and len(node):
+        if isinstance(node, DictConfig):
             pending += [(f"{name}.{key}", node[key]) for key in node]
         else:
             leaves[name] = _plain(node)

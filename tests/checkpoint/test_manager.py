@@ -311,11 +311,17 @@ def test_a_lack_of_disk_space_is_detected_before_anything_is_written(
     (first,) = asyncio.run(saved(checkpoints, trainer, 1))
     usage = __import__("shutil").disk_usage(tmp_path)
     monkeypatch.setattr("app.checkpoint.manager.shutil.disk_usage", lambda _: usage._replace(free=100_000))
-    with pytest.raises(CheckpointError, match=r"step_2 cannot be started: it needs .* GiB, and .* has 0\.00 GiB left"):
+    with pytest.raises(
+        CheckpointError, match=r"step_2 cannot be started: it needs 0\.\d MiB, and .* has 0\.1 MiB left"
+    ):
         asyncio.run(checkpoints.save(trainer, state_of(2)))
     assert (checkpoints.latest(), names(tmp_path)) == (first, {"latest", "step_1"})
-    with pytest.raises(ConfigError, match=r"checkpoint\.keep=2 is not accepted: 3 checkpoints of .* GiB do not fit"):
-        checkpoints.prepare(2**40)
+    sentence = r"checkpoint\.keep=2 is not accepted: 3 checkpoints of 1\.0 MiB do not fit into the 0\.\d MiB available"
+    with pytest.raises(ConfigError, match=sentence):
+        checkpoints.prepare(2**20)
+    sentence = r"4 checkpoints of 1024\.0 GiB do not fit into .*give a smaller number, checkpoint\.keep_best=false"
+    with pytest.raises(ConfigError, match=sentence):
+        CheckpointManager(tmp_path, keep=2, keep_best=True).prepare(2**40)
 
 
 def test_a_read_only_folder_is_refused_before_the_run(trainer: OneProcess) -> None:
