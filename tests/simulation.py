@@ -457,7 +457,9 @@ class World:
             cursor=self.cursor,
             evals={"eval": prompts(self.eval_rows, "eval")},
             recorder=self.recorder,
-            checkpoints=CheckpointManager(self.folder, 2),
+            checkpoints=CheckpointManager(
+                self.folder, self.config.checkpoint.keep, keep_best=self.config.checkpoint.keep_best
+            ),
             memory=MemoryMonitor(self.trainer, pool, self.recorder.warn),
             model={},
         )
