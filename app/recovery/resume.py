@@ -383,7 +383,7 @@ def _leaves(config: DictConfig) -> dict[str, Any]:
     while pending:
         name, node = pending.pop(0)
         if isinstance(node, DictConfig):
-            pending += [(f"{name}.{key!s}", node[key]) for key in node]
+            pending += [(".".join((name, str(key))), node[key]) for key in node]
         else:
             leaves[name] = _plain(node)
     return leaves
