@@ -37,7 +37,7 @@ def test_the_mission_plan_takes_less_than_five_seconds_and_writes_nothing(tmp_pa
         (
             [],
             [
-                "Disk: up to 436.0 GiB in the run's folder",
+                "Disk: up to 433.6 GiB in the run's folder",
                 "  4 checkpoints of 100.1 GiB (12 bytes per parameter): the newest 2, the best, one being written",
                 "  the exported model: up to 33.4 GiB",
             ],
