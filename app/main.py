@@ -6,8 +6,6 @@ the codes). With HYDRA_FULL_ERROR=1 in the environment every error keeps its tra
 
 import math
 import os
-import re
-import shlex
 import sys
 import traceback
 from pathlib import Path
@@ -23,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from app.config import Mode, RunConfig, compose
 from app.config.arguments import check_arguments, named_values
-from app.config.help import command_name
+from app.config.command_line import command, override
 from app.errors import CONFIG_EXIT, FAILED_EXIT, ConfigError, Interrupted, RunError, exit_code, expect, say
 from app.mode import MODES, NOT_GIVEN, ModeResult
 from app.recovery.run_lock import FolderInUse
@@ -192,7 +190,7 @@ def _apply_resume(composed: DictConfig, config: RunConfig) -> Path | None:
     for note in resumption.notes:
         say(note)
     if resumption.finished:
-        _report(ModeResult(), str(composed.hydra.run.dir))
+        _report(ModeResult(resumption.accuracy), str(composed.hydra.run.dir))
         raise SystemExit(0)
     return resumption.checkpoint
 
@@ -201,14 +199,7 @@ def _say_how_to_resume(folder: Path) -> None:
     from app.checkpoint.folder import FOLDER, LATEST
 
     if (folder / FOLDER / LATEST).exists():
-        say(f"resume with: {command_name()} {_override('resume', str(folder))}")
-
-
-def _override(key: str, value: str) -> str:
-    """Return `key=value` as a word of a shell's command line, quoted where Hydra or the shell needs it."""
-    if not re.fullmatch(r"[\w/.+-]+", value):
-        value = '"' + value.replace('"', r"\"") + '"'
-    return shlex.quote(f"{key}={value}")
+        say(f"resume with: {command(override('resume', folder))}")
 
 
 def require_writable(key: str, folder: Path) -> None:

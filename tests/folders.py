@@ -29,7 +29,14 @@ def composed_by_hydra(*overrides: str) -> DictConfig:
     return made
 
 
-def a_run(folder: Path, *overrides: str, step: int | None = None, status: str = "failed", reached: int = 1) -> Path:
+def a_run(
+    folder: Path,
+    *overrides: str,
+    step: int | None = None,
+    status: str = "failed",
+    reached: int = 1,
+    accuracy: float = 0.5,
+) -> Path:
     """A run that trained `reached` steps; with the checkpoint of `step` if given."""
     made = composed_by_hydra(*overrides)
     with open_dict(made):
@@ -38,7 +45,9 @@ def a_run(folder: Path, *overrides: str, step: int | None = None, status: str = 
     (folder / SAVED).write_text(OmegaConf.to_yaml(made))
     lines = [json.dumps({"step": each + 1, "time/step": 1.0}) + "\n" for each in range(reached)]
     (folder / "metrics.jsonl").write_text("".join(lines))
-    (folder / "summary.json").write_text(json.dumps({"status": status, "steps": reached}))
+    (folder / "summary.json").write_text(
+        json.dumps({"status": status, "steps": reached, "eval/accuracy_last": accuracy})
+    )
     if step is not None:
         checkpoint = folder / FOLDER / f"step_{step}"
         checkpoint.mkdir(parents=True)

@@ -17,16 +17,22 @@ import psutil
 MARK = "POSTTRAIN_TEST_RUN"
 
 
+KEEP_NOTHING = ("checkpoint.keep=0", "checkpoint.export=false")
+
+
 class Run:
     """`python -m app` in a process of its own. All its descendants carry a mark in their environment.
 
-    `prefix` comes before the command line, such as a command that enters a namespace.
+    It keeps no model unless an override is about checkpoints. `prefix` comes before the command line, such as a command
+    that enters a namespace.
     """
 
     def __init__(self, folder: Path, *overrides: str, module: str = "app", prefix: Sequence[str] = ()):
         self.folder, self.mark = folder / "run", secrets.token_hex(8)
         self._seen: set[psutil.Process] = set()
         self.output = folder / "output.txt"
+        if not any(each.startswith(("checkpoint.", "mode=", "resume=")) for each in overrides):
+            overrides = (*overrides, *KEEP_NOTHING)
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", module, *overrides, f"hydra.run.dir={self.folder}"],

@@ -20,6 +20,7 @@ from app.checkpoint.manager import CheckpointManager
 from app.cluster.memory_monitor import MemoryMonitor
 from app.config import RunConfig
 from app.config.algorithm import AlgorithmConfig
+from app.config.checkpoint import CheckpointConfig
 from app.config.eval import EvalConfig
 from app.config.placement import PlacementConfig, PlacementKind, Stream
 from app.config.reward import RewardConfig
@@ -393,6 +394,7 @@ def config(kind: PlacementKind = PlacementKind.fully_async, **changes: Any) -> R
         placement=PlacementConfig(kind=kind, stream=Stream.auto),
         rollout=RolloutConfig(max_inflight_groups=8, max_completion_tokens=16),
         eval=EvalConfig(before_train=False),
+        checkpoint=CheckpointConfig(keep=0, export=False),
     )
     for name, value in changes.items():
         section = next(
@@ -459,7 +461,9 @@ class World:
             cursor=self.cursor,
             evals={"eval": prompts(self.eval_rows, "eval")},
             recorder=self.recorder,
-            checkpoints=CheckpointManager(self.folder, 2),
+            checkpoints=CheckpointManager(
+                self.folder, self.config.checkpoint.keep, keep_best=self.config.checkpoint.keep_best
+            ),
             memory=MemoryMonitor(self.trainer, pool, self.recorder.warn),
             model={},
         )

@@ -16,10 +16,12 @@ from app.checkpoint.folder import latest
 from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import RunState, read_intact, read_state
 from app.config import RunConfig
+from app.config.command_line import command, override
 from app.errors import RunError
 from app.model.hf_directory import identity, locate
 from app.protocols import Trainer
 from app.utils import files
+from app.utils.tasks import in_thread
 
 FOLDER, FINAL = "export", "final"
 
@@ -32,18 +34,32 @@ async def export_trained(trainer: Trainer, config: RunConfig, folder: Path) -> P
 
     Returns:
         The exported directory.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or `final/` cannot be written.
+        RunError: The export failed, or was not finished within `trainer.timeout_s`.
     """
     source = locate(config.model, seed=config.seed)
     last = latest(folder)
     if last is not None and read_state(last).step == config.steps:
-        return await asyncio.to_thread(export_checkpoint, last, source, folder / FOLDER)
+        return await _export(last, source, folder / FOLDER, config.trainer.timeout_s)
 
     final = CheckpointManager(folder / FINAL, keep=1, timeout_s=config.trainer.timeout_s)
     checkpoint = await final.save(trainer, RunState(config.steps, config.steps, model=identity(source)))
     await final.wait()
-    out = await asyncio.to_thread(export_checkpoint, checkpoint, source, folder / FOLDER)
+    out = await _export(checkpoint, source, folder / FOLDER, config.trainer.timeout_s)
     shutil.rmtree(folder / FINAL)
     return out
+
+
+async def _export(checkpoint: Path, source: Path, out: Path, timeout_s: float) -> Path:
+    try:
+        return await asyncio.wait_for(in_thread(export_checkpoint, checkpoint, source, out), timeout_s)
+    except TimeoutError:
+        raise RunError(
+            f"the export of {checkpoint} to {out} was not finished within trainer.timeout_s={timeout_s:g} s; "
+            f"{command('mode=export', override('resume', checkpoint))} exports it without a deadline"
+        ) from None
 
 
 def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:

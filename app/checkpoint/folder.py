@@ -1,4 +1,4 @@
-"""Reading a run's `checkpoints/`: which are complete, which is the latest, which one a run can be resumed from."""
+"""Reading a run's `checkpoints/`: which are complete, the latest and the best, and which a run can be resumed from."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from app.checkpoint.run_state import STATE, RunState, read_intact
 from app.errors import CheckpointError, DamagedCheckpoint
 
-FOLDER, LATEST, ASIDE = "checkpoints", "latest", "aside"
+FOLDER, LATEST, BEST, ASIDE = "checkpoints", "latest", "best", "aside"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +24,33 @@ def latest(folder: Path) -> Path | None:
     Raises:
         DamagedCheckpoint: `latest` names a checkpoint that does not exist.
     """
-    path = _named_by_latest(folder / FOLDER)
-    if path is not None and not path.is_dir():
-        raise DamagedCheckpoint(
-            f"checkpoint {path}, named by {path.with_name(LATEST)}, is missing; give resume=<path> of another one"
-        )
-    return path
+    return _existing(folder / FOLDER / LATEST)
+
+
+def best(folder: Path) -> Path | None:
+    """Return the checkpoint with the highest accuracy of the run in `folder`, or None. Raises like `latest`."""
+    return _existing(folder / FOLDER / BEST)
+
+
+def named(path: Path) -> Path | None:
+    """Return the checkpoint that `<run>/checkpoints/<name>` is, or that it names as latest or best; None if neither."""
+    if path.parent.name != FOLDER:
+        return None
+    return _pointed_at_by(path) or (path if path.is_dir() else None)
 
 
 def find(path: Path) -> Path | None:
-    """Return the checkpoint at `path`, or the latest one of the run at `path`, or None."""
-    return path if (path / STATE).is_file() else latest(path)
+    """Return the checkpoint that `path` is or names as latest or best, or the latest of the run at `path`, or None."""
+    return path if (path / STATE).is_file() else _pointed_at_by(path) or latest(path)
+
+
+def there_are(path: Path) -> str:
+    """Say which checkpoints there are, of the run at `path` or beside `path`: "step_20, step_25 are there"."""
+    folder = path.parent if path.parent.name == FOLDER else path / FOLDER
+    names = [checkpoint.name for checkpoint in complete(folder)]
+    if not names:
+        return f"{folder.parent} has no checkpoint"
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} there"
 
 
 def intact(path: Path) -> ResumePoint:
@@ -52,7 +68,7 @@ def newest_intact(folder: Path) -> ResumePoint | None:
         CheckpointError: One of them has a format that this version does not read.
     """
     checkpoints = folder / FOLDER
-    newest = _named_by_latest(checkpoints)
+    newest = _named_by(checkpoints / LATEST)
     if newest is None:
         return None
 
@@ -80,11 +96,22 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def _named_by_latest(folder: Path) -> Path | None:
-    """Return the checkpoint that `latest` names, whether it exists or not; None if there is no `latest`."""
-    pointer = folder / LATEST
+def _pointed_at_by(path: Path) -> Path | None:
+    """Return the checkpoint that `checkpoints/latest` or `checkpoints/best` names; None if `path` is neither."""
+    return _existing(path) if path.parent.name == FOLDER and path.name in (LATEST, BEST) else None
+
+
+def _existing(pointer: Path) -> Path | None:
+    path = _named_by(pointer)
+    if path is not None and not path.is_dir():
+        raise DamagedCheckpoint(f"checkpoint {path}, named by {pointer}, is missing; give resume=<path> of another one")
+    return path
+
+
+def _named_by(pointer: Path) -> Path | None:
+    """Return the checkpoint that `latest` or `best` names, whether it exists or not; None without the pointer."""
     try:
-        path = folder / pointer.read_text().strip()
+        path = pointer.parent / pointer.read_text().strip()
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

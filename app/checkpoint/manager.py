@@ -1,8 +1,9 @@
-"""The checkpoints of a run, from the driver: which are complete, which is the latest, which get deleted.
+"""The checkpoints of a run, from the driver: which are complete, which are the latest and the best, which get deleted.
 
     checkpoints/step_N.tmp/     being written: the ranks' files, then state.json
     checkpoints/step_N/         complete
     checkpoints/latest          text file with the name of the newest complete one
+    checkpoints/best            text file with the name of the one with the highest accuracy, if `keep_best`
     checkpoints/aside/step_N/   later than a checkpoint that the run was rewound to; never read, never deleted
 
 A checkpoint is committed in this order:
@@ -10,12 +11,13 @@ A checkpoint is committed in this order:
     1. The ranks write their files, flush them to disk and return their checksums.
     2. state.json lists all files with sizes and checksums; it and the folder are flushed.
     3. step_N.tmp is renamed to step_N, and the rename is flushed.
-    4. `latest` is replaced atomically, and the replacement is flushed.
-    5. Checkpoints beyond the newest `keep` are deleted, each renamed to *.tmp first.
+    4. `latest` is replaced atomically, and the replacement is flushed; then `best`, if this one is better.
+    5. Checkpoints beyond the newest `keep` are deleted, except the best, each renamed to *.tmp first.
 
 Invariants:
 - Only names without .tmp are complete. The one that `latest` names survives a crash of the machine.
-- An older checkpoint is deleted only after a newer one is `latest`.
+- An older checkpoint is deleted only after a newer one is `latest`, and the best only after `best` names a better one.
+- What `best` says follows from the accuracies in the checkpoints' state.json, so a resumed run knows the best so far.
 - A failure at any moment, `kill -9` included, leaves the previous checkpoint untouched.
 - Steps 2 to 5 run in one thread, which a cancellation does not stop and which nothing else races with.
 
@@ -30,8 +32,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from app.checkpoint.folder import ASIDE, FOLDER, LATEST, ResumePoint, complete, intact, latest, newest_intact, step_of
-from app.checkpoint.run_state import RunState, write_state
+from app.checkpoint.folder import (
+    ASIDE,
+    BEST,
+    FOLDER,
+    LATEST,
+    ResumePoint,
+    complete,
+    intact,
+    latest,
+    newest_intact,
+    step_of,
+)
+from app.checkpoint.run_state import RunState, read_state, write_state
 from app.errors import CheckpointError, ConfigError
 from app.utils import files
 from app.utils.files import UNFINISHED
@@ -66,13 +79,16 @@ class CheckpointManager:
     Args:
         folder: The run's folder.
         keep: Newest checkpoints that are kept. While one is written there is one more.
+        keep_best: Also keep the one with the highest accuracy.
         timeout_s: Deadline of a write, in seconds.
     """
 
-    def __init__(self, folder: Path, keep: int, *, timeout_s: float = 1800.0):
+    def __init__(self, folder: Path, keep: int, *, keep_best: bool = False, timeout_s: float = 1800.0):
         self.folder = folder / FOLDER
         self.keep = keep
+        self.keep_best = keep_best
         self.timeout_s = timeout_s
+        self._best: tuple[Path, float] | None = None  # the best checkpoint and its accuracy
         self._writing: asyncio.Task[None] | None = None
         self._target: Path | None = None  # of the newest write
         self._committed: Path | None = None
@@ -91,7 +107,7 @@ class CheckpointManager:
             resume_point: Where the run continues. Later checkpoints will be set aside and make no room for new ones.
 
         Raises:
-            ConfigError: The folder is not writable, or `keep` + 1 checkpoints do not fit.
+            ConfigError: The folder is not writable, or the checkpoints that it will hold at once do not fit.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -110,12 +126,13 @@ class CheckpointManager:
         last = step_of(resume_point.path) if resume_point else -1
         used = sum(_bytes(checkpoint) for checkpoint in complete(self.folder) if step_of(checkpoint) <= last)
         available = shutil.disk_usage(self.folder).free + used
-        if available < int((self.keep + 1) * checkpoint_bytes * OVERHEAD):
+        most = self.keep + int(self.keep_best) + 1
+        if available < int(most * checkpoint_bytes * OVERHEAD):
+            advice = "a smaller number, checkpoint.keep_best=false" if self.keep_best else "a smaller number"
             raise ConfigError(
-                f"checkpoint.keep={self.keep} is not accepted: {self.keep + 1} checkpoints of "
-                f"{size(checkpoint_bytes)} do not fit into the {size(available)} available in "
-                f"{self.folder}; give a smaller number, another hydra.run.dir, or delete {self.folder / ASIDE} if it "
-                "exists."
+                f"checkpoint.keep={self.keep} is not accepted: {most} checkpoints of {size(checkpoint_bytes)} do not "
+                f"fit into the {size(available)} available in {self.folder}; give {advice}, another hydra.run.dir, or "
+                f"delete {self.folder / ASIDE} if it exists."
             )
 
     async def save(self, trainer: Savable, state: RunState) -> Path:
@@ -189,6 +206,10 @@ class CheckpointManager:
         """The step of the checkpoint that this object committed or rewound to last."""
         return None if self._committed is None else step_of(self._committed)
 
+    def is_best(self, accuracy: float | None) -> bool:
+        """Whether a checkpoint with this accuracy would be the best, and is to be kept for that."""
+        return self.keep_best and accuracy is not None and (self._best is None or accuracy > self._best[1])
+
     def latest(self) -> Path | None:
         return latest(self.folder.parent)
 
@@ -211,13 +232,14 @@ class CheckpointManager:
             ) from None
 
     def rewind(self, path: Path) -> list[Path]:
-        """Make this checkpoint the latest, and set the later ones aside.
+        """Make this checkpoint the latest, and set the later ones aside. The best is the best of those that stay.
 
         Returns:
             Where the later ones are now.
         """
         with _explained(path, "be rewound to"):
-            self._set_latest(path)
+            self._set_best(self._best_up_to(step_of(path)) if self.keep_best else None)
+            self._point(LATEST, path)
             later = [checkpoint for checkpoint in complete(self.folder) if step_of(checkpoint) > step_of(path)]
             aside = [files.set_aside(checkpoint, self.folder / ASIDE) for checkpoint in later]
         self._committed = self.folder / path.name
@@ -230,6 +252,7 @@ class CheckpointManager:
             Where they are now.
         """
         with _explained(self.folder, "be set aside"):
+            self._set_best(None)
             return [files.set_aside(checkpoint, self.folder / ASIDE) for checkpoint in complete(self.folder)]
 
     # --- the background write
@@ -277,20 +300,49 @@ class CheckpointManager:
                     files.set_aside(final, self.folder / ASIDE)
                 writing.rename(final)
                 files.sync(self.folder)
-                self._set_latest(final)
+                self._point(LATEST, final)
+                if state.accuracy is not None and self.is_best(state.accuracy):
+                    self._set_best((final, state.accuracy))
         except BaseException:
             _discard(writing)
             raise
 
         self._committed = final
         with _explained(final, "replace an older one"):
+            kept = {final, self._best[0] if self._best else final}
             for old in complete(self.folder)[: -self.keep]:
-                if old != final:
+                if old not in kept:
                     files.delete(old)
 
-    def _set_latest(self, path: Path) -> None:
-        """Make `latest` name this checkpoint, atomically."""
-        files.replace_file(self.folder / LATEST, path.name + "\n", durable=True)
+    def _point(self, pointer: str, path: Path) -> None:
+        """Make `latest` or `best` name this checkpoint, atomically."""
+        files.replace_file(self.folder / pointer, path.name + "\n", durable=True)
+
+    def _set_best(self, best: tuple[Path, float] | None) -> None:
+        """Make this checkpoint the best, or none."""
+        if best is not None:
+            self._point(BEST, best[0])
+        elif (self.folder / BEST).exists():
+            (self.folder / BEST).unlink()
+            files.sync(self.folder)
+        self._best = best
+
+    def _best_up_to(self, step: int) -> tuple[Path, float] | None:
+        """Return the best complete checkpoint of at most this step: of equal ones, the first."""
+        found: tuple[Path, float] | None = None
+        for checkpoint in complete(self.folder):
+            accuracy = _accuracy(checkpoint) if step_of(checkpoint) <= step else None
+            if accuracy is not None and (found is None or accuracy > found[1]):
+                found = (checkpoint, accuracy)
+        return found
+
+
+def _accuracy(checkpoint: Path) -> float | None:
+    """Return the accuracy of a checkpoint's step; None if it was not evaluated, or the checkpoint is damaged."""
+    try:
+        return read_state(checkpoint).accuracy
+    except CheckpointError:
+        return None
 
 
 def _bytes(folder: Path) -> int:

@@ -1,6 +1,6 @@
 """`state.json` of a checkpoint: the driver's share, and the size and checksum of every file.
 
-    {"format": 2, "step": 20, "version": 20, "extra": {…}, "model": {…},
+    {"format": 2, "step": 20, "version": 20, "extra": {…}, "model": {…}, "accuracy": 0.93,
      "files": {"__0_0.distcp": {"bytes": 4096, "crc32": 305419896}, …}, "crc32": 2596996162}
 
 The last `crc32` is that of state.json without it. Format 1 has sizes only. It can still be read; damage that keeps the
@@ -31,6 +31,7 @@ class RunState:
     version: int  # policy version
     extra: Mapping[str, Any] = field(default_factory=dict)  # the caller's: prompt cursor, unfinished prompts, …
     model: Mapping[str, Any] = field(default_factory=dict)  # `app.model.hf_directory.identity` of the source model
+    accuracy: float | None = None  # `eval/accuracy` of this step; None if it was not evaluated
 
 
 @dataclass(frozen=True, slots=True)

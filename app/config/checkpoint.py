@@ -7,11 +7,28 @@ from app.config.setting import SECONDS, setting
 
 @dataclass
 class CheckpointConfig:
-    """When checkpoints are written, and how many are kept."""
+    """What is kept of a run: its last step, on request steps before, the best one, and the exported model."""
 
-    every: int = setting(0, "Steps between checkpoints; 0 writes none.", at_least=0)
+    every: int = setting(
+        0,
+        "Steps between checkpoints; 0 saves only the last step, of an interrupted run too, and the best one.",
+        at_least=0,
+    )
     keep: int = setting(
-        2, "Newest checkpoints kept; the disk holds one more while a checkpoint is being written.", at_least=1
+        2,
+        "Newest checkpoints kept, and one more on disk while a checkpoint is being written; 0 writes no checkpoint.",
+        at_least=0,
+    )
+    keep_best: bool = setting(
+        True,
+        "Also keep the checkpoint with the highest eval/accuracy; an evaluation that is the best so far saves one.",
     )
     grace_s: float = setting(25.0, "Time for a last checkpoint after SIGINT or SIGTERM.", above=0, noun=SECONDS)
-    export: bool = setting(False, "Also write a Hugging Face directory, export/, at the end of the run.")
+    export: bool = setting(True, "At the end of the run, also write the model as a Hugging Face directory, export/.")
+
+    @property
+    def most_on_disk(self) -> int:
+        """Checkpoints on disk at once, at most: those kept, and one being written."""
+        if not self.keep:
+            return int(self.export)  # written for the export and deleted after it
+        return self.keep + int(self.keep_best) + 1

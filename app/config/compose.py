@@ -12,7 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from app.config import folder_name
-from app.config.help import command_name, settings_help
+from app.config.command_line import command_name
+from app.config.help import settings_help
 from app.config.run import RunConfig
 from app.config.setting import settings
 from app.errors import ConfigError

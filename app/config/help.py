@@ -2,26 +2,18 @@
 
 import inspect
 import json
-import sys
 import textwrap
 from collections.abc import Iterator
 from enum import Enum
-from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from app.config.run import RunConfig
 from app.config.setting import Setting, settings
 
-CONSOLE_SCRIPT = "posttrain"
 WIDTH = 100  # columns
 VALUE_WIDTH = 44  # columns of "key = value"
 INDENT = " " * 6
-
-
-def command_name() -> str:
-    """Return the command as it was typed; the OmegaConf resolver behind `${command_name:}` in `conf/config.yaml`."""
-    return CONSOLE_SCRIPT if Path(sys.argv[0]).name == CONSOLE_SCRIPT else "python -m app"
 
 
 def settings_help(*, _root_: DictConfig) -> str:

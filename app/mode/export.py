@@ -4,7 +4,7 @@ from pathlib import Path
 
 from app.checkpoint.export import FOLDER, export_checkpoint
 from app.checkpoint.folder import FOLDER as CHECKPOINTS
-from app.checkpoint.folder import find
+from app.checkpoint.folder import find, there_are
 from app.checkpoint.run_state import RunState, read_state, require_model
 from app.config import RunConfig
 from app.errors import ConfigError, say
@@ -47,11 +47,12 @@ def _find_checkpoint(config: RunConfig, folder: Path) -> Path:
     if config.resume not in ("auto", "never"):
         key, value = "resume", config.resume
 
-    checkpoint = find(Path(value).expanduser())
+    path = Path(value).expanduser()
+    checkpoint = find(path)
     if checkpoint is None:
         raise ConfigError(
-            f"{key}={value} is not accepted: give the folder of a run that has checkpoints (checkpoint.every=… writes "
-            "them; the default writes none), or resume=<path> of a checkpoint."
+            f"{key}={value} is not accepted: give the folder of a run that has checkpoints, or resume=<path> of one of "
+            f"them; {there_are(path)}."
         )
     return checkpoint
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from app.cluster.process_reaper import process_reaper
 from app.config import Mode, RunConfig
-from app.errors import RunError, say
+from app.errors import ConfigError, RunError, say
 from app.recovery.resume import NEVER, apply_resume, has_checkpoint, holds_run, require_unused
 from app.recovery.run_lock import run_lock
 from app.tracking.logs import driver_log
@@ -70,14 +70,18 @@ def _require_unchanged(composed: DictConfig, folder: Path) -> None:
     again = deepcopy(composed)
     with open_dict(again):
         again.hydra = {"run": {"dir": str(folder)}, "overrides": {"task": list(HydraConfig.get().overrides.task)}}
-    resumption = apply_resume(again)
+    changed = RunError(f"the run in {folder} has just saved a checkpoint in another process; start again")
+    try:
+        resumption = apply_resume(again)
+    except ConfigError:
+        raise changed from None
     with open_dict(again):
         del again["hydra"]
 
     if resumption.finished:
         raise RunError(f"the run in {folder} has just finished in another process")
     if again != composed:
-        raise RunError(f"the run in {folder} has just saved a checkpoint in another process; start again")
+        raise changed
 
 
 def _set_aside_unless_resumable(folder: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from app.checkpoint.export import export_trained
 from app.checkpoint.folder import ResumePoint
+from app.checkpoint.kept import kept_in
 from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import require_model
 from app.cluster.memory_monitor import MemoryMonitor
@@ -45,22 +46,28 @@ def run(config: RunConfig, folder: Path) -> ModeResult:
     """Train to the last step; the metric is the last evaluation's accuracy."""
     with RunFolderRecorder(config, folder) as recorder:
         warn = partial(recorder.warn, second_signal(config))
-        accuracy = asyncio.run(until_signal(_train(config, folder, recorder), on_second=warn))
-    return ModeResult(accuracy)
+        finished = False
+        try:
+            asyncio.run(until_signal(_train(config, folder, recorder), on_second=warn))
+            finished = True
+        finally:
+            kept = kept_in(folder, exported=finished and config.checkpoint.export)
+            recorder.keep(kept.lines(2 * config.steps if finished else None), kept.facts)
+    return ModeResult(recorder.accuracy)
 
 
 def second_signal(config: RunConfig) -> str:
     """Return what a second SIGINT or SIGTERM answers."""
     saving = f"saving the last step, for at most checkpoint.grace_s={config.checkpoint.grace_s:g} s, and "
-    return f"the run is {saving if config.checkpoint.every else ''}shutting down; a third signal ends that at once"
+    return f"the run is {saving if config.checkpoint.keep else ''}shutting down; a third signal ends that at once"
 
 
-async def _train(config: RunConfig, folder: Path, recorder: RunFolderRecorder) -> float:
+async def _train(config: RunConfig, folder: Path, recorder: RunFolderRecorder) -> None:
     device = device_of(config.device.kind)
     for sentence in config.algorithm.warnings():
         recorder.warn(sentence)
     async with start_rollout_workers(config, device, folder, recorder) as workers:
-        return await TrainingRun(config, device, folder, recorder, workers).train_with_restarts()
+        await TrainingRun(config, device, folder, recorder, workers).train_with_restarts()
 
 
 class TrainingRun:
@@ -74,14 +81,19 @@ class TrainingRun:
         self.folder = folder
         self.recorder = recorder
         self.workers = workers
-        self.checkpoints = CheckpointManager(folder, config.checkpoint.keep, timeout_s=config.trainer.timeout_s)
+        self.checkpoints = CheckpointManager(
+            folder,
+            config.checkpoint.keep,
+            keep_best=config.checkpoint.keep_best,
+            timeout_s=config.trainer.timeout_s,
+        )
         self.restarts = 0
         self.started = False  # whether a trainer was ever started: if none can be, there is nothing to restart
         self._cursor_at_start: dict[str, Any] = workers.inputs.prompts.train.state()
 
     async def train_with_restarts(self) -> float:
         """Train to the last step; returns the last evaluation's accuracy. Raises `TrainerLost` after the last retry."""
-        limit = self.config.recovery.max_restarts if self.config.checkpoint.every else 0
+        limit = self.config.recovery.max_restarts if self.config.checkpoint.keep else 0
         lost: TrainerLost | None = None
         while True:
             try:
@@ -102,7 +114,7 @@ class TrainingRun:
         ) as trainer_workers:
             self.started = True
             resume_point = await self.find_resume_point()
-            if self.config.checkpoint.every and first:
+            if self.config.checkpoint.keep and first:
                 self.checkpoints.prepare(await trainer_workers.trainer.checkpoint_bytes(), resume_point)
             version = await self.restore_or_initialize(trainer_workers.trainer, resume_point)
             if lost is not None:  # after the restore, which truncates records newer than the checkpoint
@@ -225,12 +237,12 @@ def _names(paths: Sequence[Path]) -> str:
 
 
 async def save_on_interrupt(controller: PlacementController) -> None:
-    """Save the last committed step, unless it is saved already, within `checkpoint.grace_s`.
+    """Save the last committed step, if there is one that is not saved yet, within `checkpoint.grace_s`.
 
     Warns if the step could not be saved. A cancellation ends the attempt, and is raised after the warning.
     """
     config = controller.config.checkpoint
-    if not config.every:
+    if not config.keep or controller.version == 0:
         return
 
     if controller.context.checkpoints.committed_step != controller.version:

@@ -8,6 +8,7 @@ Invariants:
 
 import json
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -45,11 +46,25 @@ def export(source: Path, state: Iterable[tuple[str, Tensor]], out: Path, dtype: 
         with open_checkpoint(source) as checkpoint:
             _write(_all_tensors(state, checkpoint, dtype), temporary)
 
-        # mkdtemp creates a folder for its owner only.
-        temporary.chmod(0o755)
+        _grant_by_umask(temporary)
         temporary.replace(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _grant_by_umask(folder: Path) -> None:
+    """Give the folder and its files the permissions that the umask leaves.
+
+    mkdtemp and safetensors create for the owner only; a server of another user is to read the model.
+    """
+    probe = folder / "probe"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+
+    for file in folder.iterdir():
+        file.chmod(mode)
+    folder.chmod(mode | (mode & 0o444) >> 2)  # who may read may enter
 
 
 def _all_tensors(

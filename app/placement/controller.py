@@ -37,6 +37,7 @@ class PlacementController(ABC):
         self.config = context.config
         self.version = version
         self.accuracy = 0.0  # of the last evaluation
+        self._evaluated: int | None = None  # the version of the last evaluation
         self.current_phase = "start"
         self.seconds: dict[str, float] = {}  # of the phases of the current step
         self._empty_steps = 0
@@ -178,21 +179,34 @@ class PlacementController(ABC):
         if is_due(self.config.eval, step=self.version, last_step=self.config.steps):
             await self._evaluate()
 
-        every = self.config.checkpoint.every
-        if every and (self.finished or self.version % every == 0):
+        if self._checkpoint_is_due():
             await self.save()
 
         try:
             self.context.memory.check()
         except RunError:
-            if every:
+            if self.config.checkpoint.keep:
                 await self.save()
             raise
+
+    def _checkpoint_is_due(self) -> bool:
+        """Whether this is the last step, a multiple of `checkpoint.every`, or the best one so far."""
+        checkpoint = self.config.checkpoint
+        if not checkpoint.keep:
+            return False
+        periodic = checkpoint.every > 0 and self.version % checkpoint.every == 0
+        return self.finished or periodic or self.context.checkpoints.is_best(self._accuracy_now)
+
+    @property
+    def _accuracy_now(self) -> float | None:
+        """The accuracy of this version; None if it was not evaluated."""
+        return self.accuracy if self._evaluated == self.version else None
 
     async def save(self) -> None:
         """Save a checkpoint of the last committed step. Training waits until the state is captured."""
         context = self.context
-        state = RunState(self.version, self.version, {CURSOR: context.cursor.state()}, context.model)
+        cursor = {CURSOR: context.cursor.state()}
+        state = RunState(self.version, self.version, cursor, context.model, self._accuracy_now)
         with context.recorder.timeline.span("driver", "checkpoint", step=self.version):
             await self._flush_records()
             await context.checkpoints.save(context.trainer, state)
@@ -213,6 +227,7 @@ class PlacementController(ABC):
         with _recording(f"the evaluation after step {self.version}"):
             context.recorder.log_eval(self.version, results, groups, context.rollouter.tokenizer.decode)
         self.accuracy = sum(metrics["accuracy"] for metrics in results.values()) / len(results)
+        self._evaluated = self.version
 
     # --- for the watchdog
 

@@ -1,7 +1,8 @@
 """What `resume=` means for a new process: the folder, the settings, and whether anything is left to do.
 
 The saved configuration wins, so that a run keeps its identity. A training run may override only settings that cannot
-affect the learned policy (`RESUMABLE`), an evaluation those that do not change the model (`EVALUABLE`).
+affect the learned policy (`RESUMABLE`), an evaluation those that do not change the model (`EVALUABLE`). An override
+that would change another one is refused.
 
 Invariants:
 - Nothing here writes. Whatever is refused is refused before a folder is touched.
@@ -10,15 +11,17 @@ Invariants:
 from collections.abc import Collection
 from copy import deepcopy
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from app.checkpoint.folder import FOLDER, LATEST, find, latest
+from app.checkpoint.folder import FOLDER, LATEST, find, latest, named, there_are
 from app.checkpoint.run_state import STATE, read_state
 from app.config import Mode, RunConfig
+from app.config.command_line import override
 from app.config.compose import one_sentence
 from app.errors import ConfigError, DamagedCheckpoint
 from app.tracking.run_folder import CONFIG, metrics_file, summary
@@ -71,6 +74,7 @@ class Resumption:
 
     notes: tuple[str, ...] = ()  # for the screen
     finished: bool = False  # the run has no steps left, and no model to export
+    accuracy: float = 0.0  # of the last evaluation of a finished run
     checkpoint: Path | None = None  # to start from; None also if the latest is damaged and the run picks another
 
 
@@ -95,6 +99,7 @@ def apply_resume(composed: DictConfig) -> Resumption:
     else:
         notes = ()
         folder = _folder_of(resume)
+        _require_its_own_folder(composed, folder)
         _set_run_dir(composed, folder)
 
     saved = _saved(folder)
@@ -104,14 +109,14 @@ def apply_resume(composed: DictConfig) -> Resumption:
     if checkpoint_of(resume) is None and not has_checkpoint(folder):
         return _without_checkpoint(composed, saved, folder, notes)
 
-    notes = (*notes, *_take_over(composed, saved, RESUMABLE))
+    notes = (*notes, *_take_over(composed, saved, folder, RESUMABLE))
     checkpoint = _readable(resume, folder)
     if checkpoint is None:
         return Resumption(notes)
     step = read_state(checkpoint).step
     steps = int(composed.steps)
     if step > steps or (step == steps and not _awaits_export(composed, folder)):
-        return Resumption((*notes, _finished(folder, step)), finished=True)
+        return _finished(folder, step, notes)
     return Resumption(notes, checkpoint=checkpoint)
 
 
@@ -126,7 +131,7 @@ def apply_evaluation(composed: DictConfig) -> Resumption:
     notes: tuple[str, ...] = ()
     if resume != NEVER:
         run, checkpoint = evaluated(resume)
-        notes = _take_over(composed, _saved(run), EVALUABLE)
+        notes = _take_over(composed, _saved(run), run, EVALUABLE)
         composed.resume = str(checkpoint.absolute())  # of a run that is still training, the latest changes
 
     require_unused(_run_dir(composed), Mode.eval)
@@ -137,11 +142,13 @@ def evaluated(resume: str) -> tuple[Path, Path]:
     """Return the run and the checkpoint that `mode=eval resume=…` names. Raises `ConfigError` if it names none."""
     path = Path(resume).expanduser()
     run = next((each for each in (path, *path.parents[:3]) if (each / SAVED).is_file()), None)
-    checkpoint = find(path) if (path / STATE).is_file() or run == path else None
+    of_run = run == path or path.parent.name == FOLDER or (path / STATE).is_file()
+    checkpoint = find(path) if of_run else None
     if run is None or checkpoint is None:
+        found = f"; {there_are(path)}" if run is not None and of_run else ""
         raise ConfigError(
             f"resume={resume} is not accepted: with mode=eval, give the folder of a run that has checkpoints, or one "
-            "of its checkpoints."
+            f"of its checkpoints{found}."
         )
     return run, checkpoint
 
@@ -155,7 +162,7 @@ def require_unused(folder: Path, mode: Mode | None = None) -> None:
     if mode is Mode.train:
         advice = "give resume=auto to continue it, or another folder"
     elif mode is Mode.eval:
-        advice = f"give another folder, or resume={folder} without hydra.run.dir to evaluate that run"
+        advice = f"give another folder, or {override('resume', folder)} without hydra.run.dir to evaluate that run"
     raise ConfigError(f"hydra.run.dir={folder} is not accepted: it already holds a run; {advice}.")
 
 
@@ -171,15 +178,20 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def checkpoint_of(resume: str) -> Path | None:
-    """Return the checkpoint that `resume=` names, if it names a checkpoint and not a run."""
-    path = Path(resume)
-    return path if path.parent.name == FOLDER and path.is_dir() else None
+    """Return the checkpoint that `resume=` names, if it names a checkpoint, the latest or the best, and not a run."""
+    return named(Path(resume))
 
 
 def _warnings_of_auto(composed: DictConfig) -> tuple[str, ...]:
-    if composed.checkpoint.every:
-        return ()
-    return ("resume=auto: this run saves no checkpoint to resume from (checkpoint.every=0); give checkpoint.every=…",)
+    checkpoint = composed.checkpoint
+    if not checkpoint.keep:
+        return ("resume=auto: this run saves no checkpoint to resume from (checkpoint.keep=0)",)
+    if not checkpoint.every:
+        return (
+            "resume=auto: checkpoint.every=0 saves only the last step and the best one, so a run that is killed loses "
+            "the steps since then; give checkpoint.every=…",
+        )
+    return ()
 
 
 def _without_checkpoint(composed: DictConfig, saved: DictConfig, folder: Path, notes: tuple[str, ...]) -> Resumption:
@@ -189,7 +201,7 @@ def _without_checkpoint(composed: DictConfig, saved: DictConfig, folder: Path, n
     steps = int(composed.steps if "steps" in _given(composed) else saved.steps)
 
     if finished and done >= steps:
-        return Resumption((*notes, _finished(folder, done)), finished=True)
+        return _finished(folder, done, notes)
     if finished:
         raise ConfigError(
             f"steps={steps} is not accepted: the run in {folder} finished at step {done} and left no checkpoint to "
@@ -198,23 +210,28 @@ def _without_checkpoint(composed: DictConfig, saved: DictConfig, folder: Path, n
     if str(composed.resume) != AUTO:
         raise ConfigError(
             f"resume={composed.resume} is not accepted: the run in {folder} has no checkpoint; start it again with "
-            f"hydra.run.dir=<a new folder>, or with resume=auto hydra.run.dir={folder}, which sets its records aside."
+            f"hydra.run.dir=<a new folder>, or with resume=auto {override('hydra.run.dir', folder)}, which sets its "
+            "records aside."
         )
     return Resumption(notes)  # starts over
 
 
-def _take_over(composed: DictConfig, saved: DictConfig, changeable: Collection[str]) -> tuple[str, ...]:
+def _take_over(composed: DictConfig, saved: DictConfig, folder: Path, changeable: Collection[str]) -> tuple[str, ...]:
     """Copy the saved settings into `composed`, except the overrides that are allowed.
 
     Returns:
-        One sentence for each override that is ignored.
+        One sentence for each preset whose other values of such settings are ignored.
+
+    Raises:
+        ConfigError: An override would change a setting that must stay.
     """
     given = _given(composed)
+    notes = tuple(filter(None, (_checked(key, composed, saved, folder, changeable) for key in given)))
+
     if "data" in given and "data" in changeable:
-        given.append("reward")  # a data preset selects its reward
+        given = {**given, "reward": ""}  # a data preset selects its reward
     # Copies, since the sections of `composed` are overwritten in place below.
     allowed = {key: deepcopy(OmegaConf.select(composed, key)) for key in given if _is_in(key, changeable)}
-    ignored = [key for key in given if not _is_in(key, (*changeable, *ALWAYS)) and _differs(composed, saved, key)]
 
     with open_dict(composed):
         for key in saved:
@@ -222,12 +239,51 @@ def _take_over(composed: DictConfig, saved: DictConfig, changeable: Collection[s
                 composed[key] = saved[key]
         for key, value in allowed.items():
             OmegaConf.update(composed, key, value, merge=False)
-    return tuple(f"{key} is ignored: the run keeps its saved value" for key in ignored)
+    return notes
 
 
-def _given(composed: DictConfig) -> list[str]:
-    """Return the keys that the command line overrides."""
-    return [override.lstrip("+~").split("=", 1)[0] for override in composed.hydra.overrides.task]
+def _checked(
+    key: str, composed: DictConfig, saved: DictConfig, folder: Path, changeable: Collection[str]
+) -> str | None:
+    """Compare what an override sets with the saved settings.
+
+    Args:
+        key: A setting, or a group, whose preset is compared as a whole: `experiment` with every setting.
+        composed: The configuration with the override.
+        saved: That of the run.
+        folder: The run's.
+        changeable: What may differ.
+
+    Returns:
+        A sentence if a preset has other values of settings that may differ: they are not taken from a preset.
+
+    Raises:
+        ConfigError: A setting differs that may not.
+    """
+    if _is_in(key, (*changeable, *ALWAYS)):
+        return None
+
+    given = _given(composed)
+    finer = [other for other in given if other in composed or "." in other]
+    if not _is_group_without_section(key, composed):
+        finer = [other for other in finer if other.startswith(f"{key}.")]
+    differing = [name for name in _different(composed, saved, key) if name == key or not _is_in(name, finer)]
+    fixed = [name for name in differing if not _is_in(name, changeable)]
+    if fixed:
+        name = fixed[0]
+        raise ConfigError(
+            f"{given[key]} is not accepted: the run in {folder} keeps {name}={_shown(saved, name)}, not "
+            f"{_shown(composed, name)}; only these settings may differ from the run's: {', '.join(changeable)}."
+        )
+    if differing:
+        return f"{given[key]} is ignored where the run was given other values: it keeps {', '.join(differing)}"
+    return None
+
+
+def _given(composed: DictConfig) -> dict[str, str]:
+    """Return what the command line overrides: key → the override as written."""
+    overrides = [str(each) for each in composed.hydra.overrides.task]
+    return {each.lstrip("+~").split("=", 1)[0]: each for each in overrides}
 
 
 def _readable(resume: str, folder: Path) -> Path | None:
@@ -249,8 +305,9 @@ def _awaits_export(composed: DictConfig, folder: Path) -> bool:
     return bool(composed.checkpoint.export) and not summary.is_finished(folder)
 
 
-def _finished(folder: Path, step: int) -> str:
-    return f"the run in {folder} finished at step {step}: give a larger steps=… to continue it."
+def _finished(folder: Path, step: int, notes: tuple[str, ...]) -> Resumption:
+    note = f"the run in {folder} finished at step {step}: give a larger steps=… to continue it."
+    return Resumption((*notes, note), finished=True, accuracy=summary.accuracy(summary.read(folder)))
 
 
 def _saved(folder: Path) -> DictConfig:
@@ -264,15 +321,31 @@ def _saved(folder: Path) -> DictConfig:
 
 
 def _folder_of(resume: str) -> Path:
-    folder = Path(resume)
-    if checkpoint_of(resume) is not None:
-        folder = folder.parent.parent
+    """Return the folder of the run that `resume=` names. Raises `ConfigError` if it names none, or no checkpoint."""
+    path = Path(resume)
+    of_checkpoint = path.parent.name == FOLDER
+    folder = path.parent.parent if of_checkpoint else path
     if not (folder / SAVED).is_file():
         raise ConfigError(
             f"resume={resume} is not accepted: give auto, never, a run's folder (with {SAVED} in it) or one of its "
             "checkpoints."
         )
+    if of_checkpoint and checkpoint_of(resume) is None:
+        raise ConfigError(
+            f"resume={resume} is not accepted: {there_are(path)}; give one of the run's checkpoints or its folder."
+        )
     return folder
+
+
+def _require_its_own_folder(composed: DictConfig, folder: Path) -> None:
+    """Raise `ConfigError` if the command line gives another folder than that of the run to resume."""
+    given: Any = OmegaConf.to_container(composed.hydra.run, resolve=False)
+    if "${" in given["dir"] or Path(given["dir"]).absolute() == folder.absolute():  # the default, or the same
+        return
+    raise ConfigError(
+        f"hydra.run.dir={given['dir']} is not accepted: {override('resume', composed.resume)} continues the run in its "
+        "own folder; leave hydra.run.dir out."
+    )
 
 
 def _run_dir(composed: DictConfig) -> Path:
@@ -289,9 +362,40 @@ def _is_in(key: str, names: Collection[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _differs(composed: DictConfig, saved: DictConfig, key: str) -> bool:
-    return bool(_plain(OmegaConf.select(composed, key)) != _plain(OmegaConf.select(saved, key)))
+def _different(composed: DictConfig, saved: DictConfig, key: str) -> list[str]:
+    """Return the settings at and below `key` that differ; of a group without a section, all that differ."""
+    ours, theirs = _leaves(composed), _leaves(saved)
+    names = [name for name in {**theirs, **ours} if not _is_in(name, ALWAYS)]
+    if not _is_group_without_section(key, composed):
+        names = [name for name in names if _is_in(name, [key])]
+    return [name for name in names if ours.get(name) != theirs.get(name)]
+
+
+def _is_group_without_section(key: str, composed: DictConfig) -> bool:
+    """Whether the key is a group whose presets set anything: `experiment`, or one of the user's."""
+    return key not in composed and "." not in key
+
+
+def _leaves(config: DictConfig) -> dict[str, Any]:
+    """Return the settings of a configuration by their dotted names."""
+    leaves: dict[str, Any] = {}
+    pending = [(str(key), config[key]) for key in config if key != "hydra"]
+    while pending:
+        name, node = pending.pop(0)
+        if isinstance(node, DictConfig):
+            pending += [(".".join((name, str(key))), node[key]) for key in node]
+        else:
+            leaves[name] = _plain(node)
+    return leaves
+
+
+def _shown(config: DictConfig, name: str) -> str:
+    return str(_leaves(config).get(name, "null"))
 
 
 def _plain(node: Any) -> Any:
-    return OmegaConf.to_container(node, resolve=True, enum_to_str=True) if OmegaConf.is_config(node) else str(node)
+    if OmegaConf.is_config(node):
+        return OmegaConf.to_container(node, resolve=True, enum_to_str=True)
+    if node is None:
+        return "null"
+    return node.name if isinstance(node, Enum) else str(node)

@@ -16,6 +16,7 @@ from rich.progress import Task as RichTask
 from rich.text import Text
 
 from app.config import Mode, RunConfig
+from app.config.checkpoint import CheckpointConfig
 from app.tracking.number_format import aligned, count, duration, plural, seconds
 from app.tracking.report.evaluation import evaluation_rows
 
@@ -92,8 +93,8 @@ class RunConsole:
 
         self._print(line)
 
-    def end(self, status: str, totals: Mapping[str, float], error: str | None, files: Mapping[str, Path]) -> None:
-        """Remove the progress bar; print the status, the totals, the error and the files."""
+    def end(self, status: str, totals: Mapping[str, float], error: str | None, files: Mapping[str, Path | str]) -> None:
+        """Remove the progress bar; print the status, the totals, the error, the files and what to do with them."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -114,7 +115,10 @@ class RunConsole:
             title.append(" · ", "dim").append(choice, "bold")
         self._print(title)
         self._print(Text(work_of(config), "dim"))
-        self._print(Text(f"{self._folder}\n", "dim"))
+        self._print(Text(str(self._folder), "dim"))
+        if config.mode is Mode.train:
+            self._print(Text(kept_of(config.checkpoint), "dim"))
+        self._print(Text())
 
         if self._terminal and config.mode is not Mode.eval:
             self._progress = Progress(
@@ -149,6 +153,21 @@ def work_of(config: RunConfig) -> str:
         f"{plural(algorithm.updates_per_step, 'update')} each"
     )
     return f"{steps} · {plural(config.placement.trainer_ranks, 'trainer rank')}, {engines}"
+
+
+def kept_of(checkpoint: CheckpointConfig) -> str:
+    """Return what a run will keep, and where in its folder, in one line."""
+    kept = []
+    if checkpoint.keep:
+        steps = "the last step"
+        if checkpoint.every:
+            steps = f"every {plural(checkpoint.every, 'step')} and the last, the newest {checkpoint.keep} of them"
+        kept.append(f"checkpoints/ ({steps}{'; the best evaluation' if checkpoint.keep_best else ''})")
+    if checkpoint.export:
+        kept.append("export/ (the trained model)")
+    if not kept:
+        return "keeps no model: checkpoint.keep=0, checkpoint.export=false"
+    return f"keeps {' and '.join(kept)}"
 
 
 class _Remaining(TextColumn):

@@ -23,7 +23,7 @@ from app.tracking.alarms import Alarms
 from app.tracking.console import RunConsole
 from app.tracking.dashboard import DashboardOptions
 from app.tracking.report import page
-from app.tracking.run_folder import PROMPTS, WARNINGS, aside, metrics_file, samples, timeline
+from app.tracking.run_folder import PROMPTS, WARNINGS, aside, metrics_file, samples, summary, timeline
 from app.tracking.run_folder.samples import Decode
 from app.tracking.run_folder.summary import Status, Summary
 from app.types import Group
@@ -64,6 +64,7 @@ class RunFolderRecorder:
         self._warned: dict[str, int] = {}  # text → step
         self._warning_lock = threading.Lock()
         self._finished = False
+        self._kept: Mapping[str, str] = {}  # for the last lines
         self._metrics = metrics_file.MetricsFile(folder / metrics_file.NAME)
         self.used = self._metrics.last_step is not None  # whether an earlier attempt left metrics
         self._summary = Summary(folder)
@@ -93,13 +94,23 @@ class RunFolderRecorder:
         if moved is not None:
             self.note(f"the records of later steps are in {moved}")
 
-    def note(self, text: str, facts: Mapping[str, str | int] | None = None) -> None:
+    def note(self, text: str, facts: Mapping[str, str | int | float] | None = None) -> None:
         """Show and log something to know about this run, and add `facts` to `summary.json`."""
         log.info(text)
         self._console.note(text)
         if facts:
             self._summary.facts.update(facts)
             self._summary.write()
+
+    def keep(self, lines: Mapping[str, str], facts: Mapping[str, str | int | float]) -> None:
+        """Say in the last lines what the run has kept, and add `facts` to `summary.json`."""
+        self._kept = lines
+        self._summary.facts.update(facts)
+
+    @property
+    def accuracy(self) -> float:
+        """The accuracy of the run's last evaluation, of an earlier attempt too; 0 without one."""
+        return summary.accuracy(self._summary.values)
 
     def status(self, text: str) -> None:
         """Show and log the current activity between steps ("starting the engine")."""
@@ -185,7 +196,8 @@ class RunFolderRecorder:
 
         files = self._write_report()
         totals = {**self._summary.values, "total/seconds": self._summary.seconds}
-        self._console.end(status.value, totals, error, {**files, "timeline": self.folder / timeline.NAME})
+        records = {**files, "timeline": self.folder / timeline.NAME}
+        self._console.end(status.value, totals, error, {**records, **self._kept})
         if unsaved is not None and status is Status.finished:
             raise unsaved
 

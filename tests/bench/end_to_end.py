@@ -100,6 +100,8 @@ def ours(model: Path, prompts: Path, steps: int, folder: Path) -> Measured:
         "rollout.max_completion_tokens": MAX_TOKENS,
         "trainer.lr": 1e-5,
         "trainer.tokens_per_microbatch": MICROBATCH_TOKENS,
+        "checkpoint.keep": 0,
+        "checkpoint.export": "false",
         "eval.every": 0,
         "eval.before_train": "false",
         "data.eval_fraction": 1e-9,  # one row

@@ -45,7 +45,8 @@ RUNS: dict[str, str] = {
 def run(overrides: str, folder: Path) -> dict[str, Any]:
     """Return the result of one run. Raises `CalledProcessError` if it fails, with the end of its stderr as a note."""
     before = conditions()
-    command = [sys.executable, "-m", "app", *overrides.split(), f"hydra.run.dir={folder}"]
+    nothing_kept = ["checkpoint.keep=0", "checkpoint.export=false"]
+    command = [sys.executable, "-m", "app", *overrides.split(), *nothing_kept, f"hydra.run.dir={folder}"]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=1800)
     try:
         done.check_returncode()

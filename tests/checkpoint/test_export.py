@@ -1,27 +1,32 @@
 """An export is a model directory like the source, and its model matches the trainer."""
 
 import asyncio
+import os
+import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from app.checkpoint import export as exporter
 from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import RunState
 from app.config import RunConfig
 from app.config.model import ModelConfig
 from app.config.trainer import TrainerConfig
-from app.errors import CheckpointError, ConfigError
+from app.errors import CheckpointError, ConfigError, RunError
 from app.mode.export import export_run
 from app.model.hf_directory import identity
 from app.trainer.step import TrainStep
 from app.types import GroupRequest, Sampling
-from tests.checkpoint.plain_files import DATA, flip_a_byte
+from tests.checkpoint.plain_files import DATA, flip_a_byte, save
 from tests.checkpoint.resume_scenarios import trainer_of
 from tests.checkpoint.saves import OneProcess
 from tests.conftest import make_engine
@@ -90,6 +95,57 @@ def test_an_export_replaces_the_previous_one_and_leaves_nothing_else(tmp_path: P
     export_run(config_of(source, resume=str(run / "checkpoints" / "step_3")), tmp_path / "nowhere")
     assert {each.name for each in run.iterdir()} == {"checkpoints", "export", "driver.lock"}
     assert not (run / "export" / "old.txt").exists()
+
+
+def test_an_export_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
+    source = save_qwen3(tmp_path / "source")
+    run = tmp_path / "run"
+    trained(source, run)
+    umask = os.umask(0o027)
+    try:
+        out = export_run(config_of(source), run)
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o750
+    assert {stat.S_IMODE(each.stat().st_mode) for each in out.iterdir()} == {0o640}
+
+
+def test_the_best_checkpoint_is_exported_by_its_name_and_a_missing_one_is_refused_with_those_there(
+    tmp_path: Path,
+) -> None:
+    source = save_qwen3(tmp_path / "source")
+    run = tmp_path / "run"
+    trained(source, run)
+    best = run / "checkpoints" / "best"
+    with pytest.raises(ConfigError) as refused:
+        export_run(config_of(source, resume=str(best)), tmp_path)
+    assert str(refused.value) == (
+        f"resume={best} is not accepted: give the folder of a run that has checkpoints, or resume=<path> of one of "
+        "them; step_3 is there."
+    )
+    best.write_text("step_3\n")
+    assert export_run(config_of(source, resume=str(best)), tmp_path) == run / "export"
+
+
+def test_an_export_at_the_end_of_a_run_has_a_deadline_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "a run"
+    config = RunConfig(steps=3, trainer=TrainerConfig(timeout_s=0.05))
+    go = threading.Event()
+    monkeypatch.setattr(exporter, "locate", lambda *_, **__: tmp_path)
+    monkeypatch.setattr(exporter, "export_checkpoint", lambda *_: go.wait(60))
+    save(run, [3])
+    try:
+        with pytest.raises(RunError) as late:
+            asyncio.run(exporter.export_trained(Mock(), config, run))
+    finally:
+        go.set()
+    checkpoint = run / "checkpoints" / "step_3"
+    assert str(late.value) == (
+        f"the export of {checkpoint} to {run / 'export'} was not finished within trainer.timeout_s=0.05 s; "
+        f"python -m app mode=export 'resume=\"{checkpoint}\"' exports it without a deadline"
+    )
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:

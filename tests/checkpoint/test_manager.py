@@ -314,8 +314,12 @@ def test_a_lack_of_disk_space_is_detected_before_anything_is_written(
     with pytest.raises(CheckpointError, match=r"step_2 cannot be started: it needs .* KiB, and .* has 98 KiB left"):
         asyncio.run(checkpoints.save(trainer, state_of(2)))
     assert (checkpoints.latest(), names(tmp_path)) == (first, {"latest", "step_1"})
-    with pytest.raises(ConfigError, match=r"checkpoint\.keep=2 is not accepted: 3 checkpoints of .* GiB do not fit"):
-        checkpoints.prepare(2**40)
+    sentence = r"checkpoint\.keep=2 is not accepted: 3 checkpoints of 1\.0 MiB do not fit into the \d+ KiB available"
+    with pytest.raises(ConfigError, match=sentence):
+        checkpoints.prepare(2**20)
+    sentence = r"4 checkpoints of 1024\.0 GiB do not fit into .*give a smaller number, checkpoint\.keep_best=false"
+    with pytest.raises(ConfigError, match=sentence):
+        CheckpointManager(tmp_path, keep=2, keep_best=True).prepare(2**40)
 
 
 def test_a_read_only_folder_is_refused_before_the_run(trainer: OneProcess) -> None:

@@ -146,11 +146,12 @@ def disk_of(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_disk_too_small_for_the_checkpoints_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     disk_of(2**38, monkeypatch)  # 256 GiB
-    none = list(doctor_machine.machine(composed(*MISSION)))
-    every = list(doctor_machine.machine(composed(*MISSION, "checkpoint.every=10")))
+    newest_two = list(doctor_machine.machine(composed(*MISSION)))
+    none = list(doctor_machine.machine(composed(*MISSION, "checkpoint.keep=0")))
+    assert of(newest_two, "disk").status is CheckStatus.fail
+    needed = 2 + (4 * 12 + 4) * 8_953_803_264 / 2**30  # with the best and the one being written, and the export
+    assert f"the run may write {needed:.0f}" in of(newest_two, "disk").message
     assert of(none, "disk").status is CheckStatus.ok
-    assert of(every, "disk").status is CheckStatus.fail
-    assert f"the run may write {2 + 3 * 12 * 8_953_803_264 / 2**30:.0f}" in of(every, "disk").message
 
 
 def test_little_shared_memory_warns_and_dockers_default_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tests.runs import Run
 
 TRAINING = [
     "steps=2",
-    "checkpoint.every=2",
+    "checkpoint.keep=2",  # the default, which the tests' runs do not have
     "trainer.lr=2e-3",
     "trainer.warmup_steps=0",
     "data.arithmetic.eval_problems=40",
@@ -67,11 +67,15 @@ def test_a_checkpoint_evaluates_as_its_run_did_and_the_run_stays_as_it_was(
 ) -> None:
     run = start(*TRAINING)
     assert run.wait() == 0, run.text
+    assert f"  model    {run.folder / 'export'}\n" in run.text
+    assert f"  evaluate python -m app mode=eval resume={run.folder}\n" in run.text
+    assert (run.folder / "export" / "model.safetensors").is_file()
+    assert run.summary()["checkpoint/best_step"] == 2
     before = content(run.folder)
     initial, trained = (completions(run.folder / "samples" / f"eval_{step}.jsonl") for step in (0, 2))
     assert initial != trained  # the two steps changed what the model answers
 
-    code, text = run_app("mode=eval", f"resume={run.folder}", cwd=tmp_path)
+    code, text = run_app("mode=eval", f"resume={run.folder}/checkpoints/best", cwd=tmp_path)
     assert code == 0, text
     assert content(run.folder) == before
     checkpoint = run.folder / "checkpoints" / "step_2"

@@ -180,7 +180,8 @@ def test_a_run_that_another_process_continued_before_the_lock_was_free_is_left_a
     run = tmp_path / "run"
     if before != "no run":
         a_run(run, "steps=9", "trainer.lr=0.1", step=2 if before == "an older checkpoint" else None)
-    composed = composed_by_hydra("resume=auto", f"hydra.run.dir={run}", "trainer.lr=0.2", "checkpoint.every=2")
+    other = [] if before == "an older checkpoint" else ["trainer.lr=0.2"]
+    composed = composed_by_hydra("resume=auto", f"hydra.run.dir={run}", "checkpoint.every=2", *other)
     apply_resume(composed)
     monkeypatch.setattr(HydraConfig.instance(), "cfg", composed)
     job = composed.copy()
@@ -200,7 +201,7 @@ def test_a_run_that_nobody_changed_is_continued_with_the_settings_it_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = a_run(tmp_path / "run", "steps=9", "trainer.lr=0.1", step=4)
-    composed = composed_by_hydra("resume=auto", f"hydra.run.dir={run}", "trainer.lr=0.2", "checkpoint.every=2")
+    composed = composed_by_hydra("resume=auto", f"hydra.run.dir={run}", "checkpoint.every=2")
     apply_resume(composed)
     monkeypatch.setattr(HydraConfig.instance(), "cfg", composed)
     job = composed.copy()

@@ -32,6 +32,42 @@ def test_the_mission_plan_takes_less_than_five_seconds_and_writes_nothing(tmp_pa
     assert set((ROOT / "outputs").glob("*/*")) == outputs
 
 
+@pytest.mark.parametrize(
+    ("settings", "disk"),
+    [
+        (
+            [],
+            [
+                "Disk: up to 433.6 GiB in the run's folder",
+                "  4 checkpoints of 100.1 GiB (12 bytes per parameter): the newest 2, the best, one being written",
+                "  the exported model: up to 33.4 GiB",
+            ],
+        ),
+        (
+            ["checkpoint.keep=1", "checkpoint.keep_best=false", "checkpoint.export=false"],
+            [
+                "Disk: up to 200.1 GiB in the run's folder",
+                "  2 checkpoints of 100.1 GiB (12 bytes per parameter): the newest 1, one being written",
+                "  no model is exported (checkpoint.export=false)",
+            ],
+        ),
+        (
+            ["checkpoint.keep=0"],
+            [
+                "Disk: up to 133.4 GiB in the run's folder",
+                "  no checkpoint is kept (checkpoint.keep=0)",
+                "  one of 100.1 GiB until the export is complete",
+                "  the exported model: up to 33.4 GiB",
+            ],
+        ),
+    ],
+)
+def test_a_plan_says_what_is_kept_and_the_disk_that_it_needs(settings: list[str], disk: list[str]) -> None:
+    lines = describe(composed(*MISSION, *settings)).splitlines()
+    first = lines.index(disk[0])
+    assert lines[first : first + len(disk) + 1] == [*disk, ""]
+
+
 def test_a_plan_imports_no_heavy_library() -> None:
     code = (
         "import sys; from app.mode.plan.describe import describe; from tests.compose import composed; "

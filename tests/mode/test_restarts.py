@@ -26,6 +26,7 @@ def run_with(starts: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -
     """A run whose trainers, in this order, die while they start, are lost in a step, or train to the end."""
     settings = config(PlacementKind.colocate, steps=2)
     settings.checkpoint.every = 1
+    settings.checkpoint.keep = 2
     world = World(settings, folder)
     context = world.context()
     fates = iter(starts)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from app.checkpoint.folder import latest, newest_intact
+from app.config.checkpoint import CheckpointConfig
 from app.config.placement import PlacementKind
 from app.data.cursor import PromptCursor
 from app.errors import CheckpointError, ConfigError, Interrupted
@@ -57,7 +58,7 @@ class Interrupting(SimTrainer):
 def interrupted(folder: Path, trainer: Interrupting, *, steps: int = 1000, grace_s: float = DEADLINE_S) -> World:
     """Run the simulated world until it is interrupted."""
     settings = config(PlacementKind.colocate, steps=steps)
-    settings.checkpoint.every = 1000
+    settings.checkpoint = CheckpointConfig()
     settings.checkpoint.grace_s = grace_s
     world = World(settings, folder, lambda prompt_id: 0.001, push_seconds=0.0, trainer=trainer)
 
@@ -96,6 +97,11 @@ def test_a_signal_saves_the_last_step_and_says_so(tmp_path: Path) -> None:
     world = interrupted(tmp_path, Interrupting())
     assert world.recorder.statuses == ["interrupted, saving step 3"]
     assert (saved_step(tmp_path), len(world.recorder.lines), world.recorder.warnings) == (3, 3, [])
+
+
+def test_a_signal_before_the_end_of_the_first_step_saves_nothing(tmp_path: Path) -> None:
+    world = interrupted(tmp_path, Interrupting(at=1))
+    assert (saved_step(tmp_path), world.recorder.statuses, world.recorder.warnings) == (None, [], [])
 
 
 def test_a_second_signal_is_answered_and_the_last_step_is_saved(tmp_path: Path) -> None:

@@ -5,12 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from app.checkpoint import folder
+from app.checkpoint.run_state import read_state
+from app.config.checkpoint import CheckpointConfig
 from app.config.placement import PlacementKind
 from app.errors import EngineError, RunError, TrainerError
+from app.placement import controller as placement_controller
 from app.placement.colocate import Colocate
 from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
 from app.types import MemoryUse
+from tests.recovery.test_engine_supervisor import without_threads
 from tests.simulation import SimTrainer, World, config, now, run_virtual
 
 CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
@@ -30,6 +35,29 @@ def play(world: World) -> float:
         return now()
 
     return run_virtual(story())
+
+
+@BOTH
+def test_the_best_evaluation_is_kept_although_no_checkpoint_was_due(
+    kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accuracies = [0.9, 0.3, 0.7, 0.5, 0.7, 0.6, 0.1]  # of versions 0 to 6; the first is of the untrained model
+
+    async def evaluated(_: object, __: object, ___: object, version: int) -> tuple[dict[str, dict[str, float]], list]:
+        return {"one": {"accuracy": accuracies[version]}, "two": {"accuracy": accuracies[version]}}, []
+
+    monkeypatch.setattr(placement_controller, "evaluate", evaluated)
+    without_threads(monkeypatch)
+    settings = config(kind, max_staleness=0, before_train=True)
+    settings.eval.every = 1
+    settings.checkpoint = CheckpointConfig(keep=1)
+    world = World(settings, tmp_path)
+    play(world)
+    assert {each.name for each in (tmp_path / "checkpoints").iterdir()} == {"latest", "best", "step_2", "step_6"}
+    best = folder.best(tmp_path)
+    assert best is not None
+    assert (best.name, read_state(best).accuracy) == ("step_2", 0.7)
+    assert read_state(tmp_path / "checkpoints" / "step_6").accuracy == 0.1
 
 
 class Hiccup(SimTrainer):

@@ -146,6 +146,7 @@ def test_a_run_that_is_asked_to_stop_saves_its_last_step_or_says_why_not(
     without_threads(monkeypatch)
     world = World(config(), tmp_path)
     world.config.checkpoint.every = 2
+    world.config.checkpoint.keep = 2
 
     async def story() -> None:
         controller = FullyAsync(world.context(), 3)
@@ -292,6 +293,7 @@ def test_a_machine_that_is_nearly_full_is_told_before_the_kernel_acts(
     without_threads(monkeypatch)
     made = config(kind)
     made.checkpoint.every = 100
+    made.checkpoint.keep = 2
     world = World(made, tmp_path)
 
     async def memory(engine: SimEngine) -> MemoryUse:
@@ -313,6 +315,7 @@ def test_a_checkpoint_holds_the_prompts_that_are_not_done_with(
     without_threads(monkeypatch)
     made = config(kind, max_staleness=0 if kind is PlacementKind.colocate else 2, steps=5)
     made.checkpoint.every = 2
+    made.checkpoint.keep = 2
     world = World(made, tmp_path, long_tailed(2))
     play(world)
     for step in (4, 5):  # the newest two

@@ -7,7 +7,7 @@ import pytest
 from app.checkpoint.run_state import RunState, write_state
 from app.errors import ConfigError, DamagedCheckpoint
 from app.model.hf_directory import identity
-from app.recovery.resume import SAVED, apply_evaluation, apply_resume
+from app.recovery.resume import EVALUABLE, RESUMABLE, SAVED, apply_evaluation, apply_resume
 from tests.folders import a_run, content, run_app
 from tests.folders import composed_by_hydra as composed
 
@@ -17,7 +17,7 @@ def test_the_saved_configuration_wins_but_for_what_may_be_given_anew(tmp_path: P
         tmp_path / "run", "algorithm=dapo", "algorithm.group_size=4", "steps=10", "placement=fully_async", step=4
     )
     made = composed(
-        f"hydra.run.dir={run}", "resume=auto", "steps=30", "trainer.lr=0.5", "algorithm.group_size=4",
+        f"hydra.run.dir={run}", "resume=auto", "steps=30", "algorithm.group_size=4",
         "placement.trainer_devices=2", "eval.every=7", "checkpoint.every=5",
         "tracking=tensorboard",
     )  # fmt: skip
@@ -25,15 +25,51 @@ def test_the_saved_configuration_wins_but_for_what_may_be_given_anew(tmp_path: P
     assert (made.algorithm.name, made.algorithm.group_size, made.placement.kind.name) == ("dapo", 4, "fully_async")
     assert (made.steps, made.placement.trainer_devices, made.eval.every) == (30, 2, 7)
     assert (made.trainer.lr, list(made.tracking.use)) == (2e-4, ["tensorboard"])
-    assert said == ("trainer.lr is ignored: the run keeps its saved value",)
+    assert said == ()
 
 
-def test_a_group_given_otherwise_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("override", "kept"),
+    [
+        ("trainer.lr=0.5", "trainer.lr=0.0002, not 0.5"),
+        ("seed=1", "seed=0, not 1"),
+        ("algorithm=gspo", "algorithm.name=grpo, not gspo"),
+        ("experiment=cuda4_colocate_4b", "device.kind=cpu, not cuda"),
+        ("+reward.args.bonus=1", "reward.args.bonus=null, not 1"),
+        ("model.path=/models/other", "model.path=null, not /models/other"),
+    ],
+)
+def test_an_override_that_would_change_the_run_is_refused_with_both_values(
+    override: str, kept: str, tmp_path: Path
+) -> None:
     run = a_run(tmp_path / "run", "algorithm=grpo", step=4)
-    made = composed(f"resume={run}", "algorithm=gspo")
-    (said,) = apply_resume(made).notes
-    assert said.startswith("algorithm is ignored")
-    assert made.algorithm.name == "grpo"
+    with pytest.raises(ConfigError) as refused:
+        apply_resume(composed(f"resume={run}", "steps=9", override))
+    assert str(refused.value) == (
+        f"{override} is not accepted: the run in {run} keeps {kept}; only these settings may differ from the run's: "
+        f"{', '.join(RESUMABLE)}."
+    )
+
+
+def test_the_same_presets_are_accepted_again_and_give_way_to_what_the_run_was_given(tmp_path: Path) -> None:
+    presets = ["experiment=cuda4_colocate_4b", "algorithm=dapo", "trainer.lr=1e-5"]
+    run = a_run(tmp_path / "run", *presets, "steps=70", "checkpoint.every=9", step=4)
+    made = composed("resume=auto", f"hydra.run.dir={run}", *presets, "checkpoint.every=5")
+    (note,) = apply_resume(made).notes
+    assert note == "experiment=cuda4_colocate_4b is ignored where the run was given other values: it keeps steps"
+    assert (made.steps, made.checkpoint.every, made.trainer.lr, made.algorithm.name) == (70, 5, 1e-5, "dapo")
+
+
+def test_a_run_is_continued_in_its_own_folder_only(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "a run", step=4)
+    with pytest.raises(ConfigError) as refused:
+        apply_resume(composed(f'resume="{run}"', "steps=9", f"hydra.run.dir={tmp_path / 'other'}"))
+    assert str(refused.value) == (
+        f"hydra.run.dir={tmp_path / 'other'} is not accepted: 'resume=\"{run}\"' continues the run in its own folder; "
+        "leave hydra.run.dir out."
+    )
+    made = composed(f'resume="{run}"', "steps=9", f'hydra.run.dir="{run}"')
+    apply_resume(made)
     assert made.hydra.run.dir == str(run)
 
 
@@ -45,9 +81,13 @@ def test_resume_auto_begins_a_run_where_there_is_none(tmp_path: Path) -> None:
 
 
 def test_resume_auto_says_that_a_run_without_checkpoints_cannot_be_resumed_later(tmp_path: Path) -> None:
-    (note,) = apply_resume(composed(f"hydra.run.dir={tmp_path / 'new'}", "resume=auto")).notes
+    line = [f"hydra.run.dir={tmp_path / 'new'}", "resume=auto"]
+    (note,) = apply_resume(composed(*line, "checkpoint.keep=0")).notes
+    assert note == "resume=auto: this run saves no checkpoint to resume from (checkpoint.keep=0)"
+    (note,) = apply_resume(composed(*line)).notes
     assert note == (
-        "resume=auto: this run saves no checkpoint to resume from (checkpoint.every=0); give checkpoint.every=…"
+        "resume=auto: checkpoint.every=0 saves only the last step and the best one, so a run that is killed loses the "
+        "steps since then; give checkpoint.every=…"
     )
 
 
@@ -73,8 +113,9 @@ def test_a_checkpoint_may_be_named_instead_of_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("steps", "finished"), [(4, True), (3, True), (5, False)])
 def test_a_finished_run_has_nothing_left_to_do(steps: int, finished: bool, tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", step=4)
-    assert apply_resume(composed(f"resume={run}", f"steps={steps}")).finished == finished
+    run = a_run(tmp_path / "run", step=4, status="finished", accuracy=0.75)
+    resumption = apply_resume(composed(f"resume={run}", f"steps={steps}"))
+    assert (resumption.finished, resumption.accuracy) == (finished, 0.75 if finished else 0.0)
 
 
 @pytest.mark.parametrize(
@@ -154,17 +195,36 @@ def test_a_configuration_of_another_version_is_told(tmp_path: Path) -> None:
 
 def test_an_evaluation_takes_the_runs_settings_but_for_what_may_be_given_anew(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", "algorithm.group_size=4", "data.arithmetic.problems=50", "seed=3", step=4)
-    made = composed("mode=eval", f"resume={run}", "eval.samples=2", "eval.temperature=1.0", "seed=1", "trainer.lr=0.5")
+    made = composed("mode=eval", f"resume={run}", "eval.samples=2", "eval.temperature=1.0")
     resumption = apply_evaluation(made)
     assert (made.mode.name, made.algorithm.group_size, made.data.arithmetic.problems, made.seed) == ("eval", 4, 50, 3)
     assert (made.eval.samples, made.eval.temperature) == (2, 1.0)
-    assert resumption.notes == (
-        "seed is ignored: the run keeps its saved value",
-        "trainer.lr is ignored: the run keeps its saved value",
-    )
+    assert resumption.notes == ()
     assert resumption.checkpoint == run / "checkpoints" / "step_4"
     assert made.resume == str(run / "checkpoints" / "step_4")
     assert not Path(made.hydra.run.dir).is_relative_to(run)
+
+
+def test_an_evaluation_with_settings_of_another_run_is_refused(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", "seed=3", step=4)
+    with pytest.raises(ConfigError) as refused:
+        apply_evaluation(composed("mode=eval", f"resume={run}", "seed=1"))
+    assert str(refused.value) == (
+        f"seed=1 is not accepted: the run in {run} keeps seed=3, not 1; only these settings may differ from the run's: "
+        f"{', '.join(EVALUABLE)}."
+    )
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(mode: str, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", step=4)
+    apply = apply_evaluation if mode == "eval" else apply_resume
+    for name in ("step_3", "best"):
+        with pytest.raises(ConfigError, match=rf"^resume={run}/checkpoints/{name} is not .*step_4 is there"):
+            apply(composed(f"mode={mode}", f"resume={run}/checkpoints/{name}"))
+    (run / "checkpoints" / "best").write_text("step_4\n")
+    resumption = apply(composed(f"mode={mode}", f"resume={run}/checkpoints/best"))
+    assert resumption.checkpoint == run / "checkpoints" / "step_4"
 
 
 def test_an_evaluation_on_other_data_takes_the_reward_and_the_sets_of_that_data_alone(tmp_path: Path) -> None:
@@ -191,7 +251,7 @@ def test_an_evaluation_of_what_is_no_checkpoint_is_refused(named: str, tmp_path:
 
 
 def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", step=4)
+    run = a_run(tmp_path / "run", step=4, status="finished")
     before = content(run)
     refused, text = run_app(f"hydra.run.dir={run}", cwd=tmp_path)
     assert (refused, text.count("\n")) == (2, 1)

@@ -1,7 +1,10 @@
 import io
 from pathlib import Path
 
+import pytest
+
 from app.config import Mode, RunConfig
+from app.config.checkpoint import CheckpointConfig
 from app.tracking.console import RunConsole, step_line
 from app.tracking.number_format import count, duration, seconds
 
@@ -17,6 +20,25 @@ def test_the_header_names_model_algorithm_placement_device_and_folder():
     assert "custom · grpo · colocate · cpu" in header
     assert "60 steps of 32 prompts × 8 completions, 1 update each · 1 trainer rank, 1 engine" in header
     assert "out/run" in header
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({}, "keeps checkpoints/ (the last step; the best evaluation) and export/ (the trained model)"),
+        (
+            {"every": 50, "keep_best": False, "export": False},
+            "keeps checkpoints/ (every 50 steps and the last, the newest 2 of them)",
+        ),
+        ({"keep": 0}, "keeps export/ (the trained model)"),
+        ({"keep": 0, "export": False}, "keeps no model: checkpoint.keep=0, checkpoint.export=false"),
+    ],
+)
+def test_the_header_says_what_the_run_will_keep(settings, line):
+    config = RunConfig(checkpoint=CheckpointConfig(**settings))
+    stream = io.StringIO()
+    RunConsole(config, Path("out/run"), stream)
+    assert stream.getvalue().splitlines()[-3:] == ["out/run", line, ""]
 
 
 def test_a_step_is_one_plain_line_without_a_terminal(metrics):
@@ -63,6 +85,9 @@ def test_the_end_shows_status_totals_and_files():
         "finished: 60 steps in 1 min 42 s, eval accuracy 31.0% → 93.5% (best 94.0%), 98.3k completion tokens",
         "  report   out/run/report.html",
     ]
+    kept = {"report": Path("out/run/report.html"), "evaluate": "python -m app mode=eval resume=out/run"}
+    end = lines(lambda console: console.end("finished", totals, None, kept))
+    assert end[-1] == "  evaluate python -m app mode=eval resume=out/run"
     failed = lines(lambda console: console.end("failed", {"steps": 1, "total/seconds": 3.0}, "engine 0 died", {}))
     assert failed[-2:] == ["failed: 1 step in 3 s", "  engine 0 died"]
 

@@ -151,6 +151,23 @@ def test_a_note_is_on_the_screen_and_its_facts_are_in_the_summary(tmp_path, caps
     assert summary(tmp_path)["evaluated/step"] == 4
 
 
+def test_what_a_run_kept_is_in_its_last_lines_and_its_summary(tmp_path, capsys):
+    with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
+        recorder.keep({"model": "the model"}, {"checkpoint/best_accuracy": 0.75})
+    assert capsys.readouterr().out.splitlines()[-1] == "  model    the model"
+    assert json.loads((tmp_path / "summary.json").read_text())["checkpoint/best_accuracy"] == 0.75
+
+
+def test_the_accuracy_of_a_run_is_that_of_its_last_evaluation_in_any_attempt(tmp_path):
+    recorder = RunFolderRecorder(RunConfig(), tmp_path)
+    assert recorder.accuracy == 0.0
+    recorder.log_eval(1, {"one": {"accuracy": 0.5}, "two": {"accuracy": 0.75}})
+    recorder.finish("interrupted")
+    resumed = RunFolderRecorder(RunConfig(), tmp_path)
+    resumed.resume(1)
+    assert resumed.accuracy == 0.625
+
+
 def test_several_evaluation_sets_keep_their_names_and_the_accuracy_is_their_mean():
     assert evaluation_metrics({"eval": {"accuracy": 0.5, "tokens": 3.0}}) == {"eval/accuracy": 0.5, "eval/tokens": 3.0}
     assert evaluation_metrics({"easy": {"accuracy": 1.0}, "hard": {"accuracy": 0.5}}) == {

@@ -13,6 +13,7 @@ from urllib.request import Request, urlopen
 from app.config import RunConfig
 from app.data import sources
 from app.errors import ConfigError
+from app.mode.disk import plan_disk
 from app.mode.doctor.finding import Check, CheckStatus, check
 from app.mode.inputs import problems
 from app.mode.preflight import load_from
@@ -27,8 +28,6 @@ SHARED_GIB_WARN = 2.0
 OPEN_FILES_WARN = 4096
 FREE_GIB = 2.0  # for logs and samples
 FULL_DISK = 0.95  # Ray stops spilling objects there
-CHECKPOINT_BYTES = 12  # per parameter: float32 master weight and Adam moments
-EXPORT_BYTES = 4  # per parameter
 REACH_SECONDS = 10.0
 OUTPUTS = "outputs"
 
@@ -74,11 +73,7 @@ def _disk(config: RunConfig) -> Check:
     """Check the space for the kept checkpoints, the one being written, and an export."""
     model = architecture_of(config.model)
     parameters = 0 if model is None else model.parameters
-    checkpoint = config.checkpoint
-
-    # an export is made from a checkpoint
-    copies = checkpoint.keep + 1 if checkpoint.every else int(checkpoint.export)
-    needed = FREE_GIB * GIB + parameters * (CHECKPOINT_BYTES * copies + EXPORT_BYTES * checkpoint.export)
+    needed = FREE_GIB * GIB + plan_disk(config.checkpoint, parameters).bytes
 
     folder = Path(OUTPUTS) if Path(OUTPUTS).is_dir() else Path()
     if not os.access(folder, os.W_OK):

@@ -1,4 +1,4 @@
-"""The plan as text: device layout, batch sizes, memory per phase, engine command line, and schedule.
+"""The plan as text: device layout, batch sizes, memory per phase, disk, engine command line, and schedule.
 
 Invariants:
 - Nothing is downloaded, started or written.
@@ -26,7 +26,11 @@ def describe(config: RunConfig) -> str:
     if model is None:
         sections.append(_unknown(config.model))
     else:
-        sections += [text.memory(config, device, model, flags), text.sync(config, device, model)]
+        sections += [
+            text.memory(config, device, model, flags),
+            text.sync(config, device, model),
+            text.disk(config.checkpoint, model),
+        ]
         sections += remedies_of(config, device, model)
     sections += [text.engines(config, device, flags), _schedule(config)]
     return "\n\n".join("\n".join(section) for section in sections)

@@ -5,13 +5,15 @@ import shlex
 from collections.abc import Mapping
 
 from app.config import RunConfig
+from app.config.checkpoint import CheckpointConfig
 from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
+from app.mode.disk import CHECKPOINT_BYTES, plan_disk
 from app.mode.plan.engine_memory import EngineMemoryPlan
 from app.mode.plan.memory import Phase, plan_memory
 from app.model.architecture import Architecture
 from app.rollout.server_args import render_flags
-from app.utils.units import GIB, MIB
+from app.utils.units import GIB, MIB, size
 
 LARGEST_ITEMS = 4  # items shown per phase
 SMALLEST_SHOWN = 0.005 * GIB
@@ -76,6 +78,25 @@ def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan) ->
     return lines
 
 
+def disk(checkpoint: CheckpointConfig, model: Architecture) -> list[str]:
+    """What the run keeps, and how much space it needs at most."""
+    plan = plan_disk(checkpoint, model.parameters)
+    lines = [f"Disk: up to {size(plan.bytes)} in the run's folder"]
+    if not checkpoint.keep:
+        lines.append("  no checkpoint is kept (checkpoint.keep=0)")
+    else:
+        best = "the best, " if checkpoint.keep_best else ""
+        lines.append(
+            f"  {plan.checkpoints} checkpoints of {size(plan.checkpoint)} ({CHECKPOINT_BYTES} bytes per parameter): "
+            f"the newest {checkpoint.keep}, {best}one being written"
+        )
+    if not checkpoint.export:
+        return [*lines, "  no model is exported (checkpoint.export=false)"]
+    if not checkpoint.keep:
+        lines.append(f"  one of {size(plan.checkpoint)} until the export is complete")
+    return [*lines, f"  the exported model: up to {size(plan.export)}"]
+
+
 def engines(config: RunConfig, device: Device, flags: Mapping[str, object]) -> list[str]:
     """The command line of an engine. Address, port and key are chosen at startup."""
     if config.rollout.urls:
@@ -91,15 +112,15 @@ def engines(config: RunConfig, device: Device, flags: Mapping[str, object]) -> l
 def sync(config: RunConfig, device: Device, model: Architecture) -> list[str]:
     """Bytes and expected seconds of a weight sync, and expected seconds of training per step."""
     item = config.device.dtype.bytes
-    size = model.parameters * item
+    weights = model.parameters * item
     bucket = max(config.weight_sync.bucket_mib * MIB, model.largest_tensor * item)
-    seconds = size / 1e9 * device.push_seconds_per_gb
+    seconds = weights / 1e9 * device.push_seconds_per_gb
     ranks = config.placement.trainer_ranks
 
     lines = [
         "A weight sync",
-        f"  {model.parameters:,} parameters in {config.device.dtype.name}: {size:,} bytes ({_gib(size)}) in at least "
-        f"{math.ceil(size / bucket)} bucket(s) of up to {bucket / MIB:,.0f} MiB",
+        f"  {model.parameters:,} parameters in {config.device.dtype.name}: {weights:,} bytes ({_gib(weights)}) in at "
+        f"least {math.ceil(weights / bucket)} bucket(s) of up to {bucket / MIB:,.0f} MiB",
     ]
     if seconds >= SHORTEST_SYNC:
         lines.append(f"  about {seconds:.1f} s at {device.push_seconds_per_gb:g} s per GB over {device.collective}")
@@ -108,7 +129,7 @@ def sync(config: RunConfig, device: Device, model: Architecture) -> list[str]:
     if config.weight_sync.mode is SyncMode.delta:
         location = "in host memory" if config.weight_sync.snapshot is SnapshotPlace.host else "on the device"
         lines.append(
-            f"  weight_sync.mode=delta sends changes only: each trainer rank keeps {_gib(size / ranks)} {location}"
+            f"  weight_sync.mode=delta sends changes only: each trainer rank keeps {_gib(weights / ranks)} {location}"
         )
 
     if device.peak_tflops is not None:
@@ -125,5 +146,5 @@ def sync(config: RunConfig, device: Device, model: Architecture) -> list[str]:
     return lines
 
 
-def _gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB"
+def _gib(weights: float) -> str:
+    return f"{weights / GIB:.2f} GiB"

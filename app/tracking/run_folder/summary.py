@@ -2,7 +2,8 @@
 
 Invariants:
 - The file is replaced atomically, so readers never see half of it. (On a full disk it is overwritten in place.)
-- Everything but status, error and seconds follows from `metrics.jsonl`, so a resumed run's summary covers all attempts.
+- Everything but status, error, seconds and the facts follows from `metrics.jsonl`, so a resumed run's summary covers
+  all attempts.
 """
 
 import json
@@ -43,7 +44,7 @@ class Summary:
         self._seconds_before = float(read(folder).get("total/seconds", 0.0))
         self._status = Status.running
         self._error: str | None = None
-        self.facts: dict[str, str | int] = {}  # what the run was about, such as the checkpoint that it evaluated
+        self.facts: dict[str, str | int | float] = {}  # such as the checkpoint that it evaluated, or what it kept
         self.values: dict[str, float | int] = {"steps": 0}
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -89,6 +90,11 @@ def read(folder: Path) -> dict[str, Any]:
     """Return the content of `summary.json`, or an empty dictionary if there is none."""
     path = folder / NAME
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def accuracy(values: Mapping[str, Any]) -> float:
+    """Return the accuracy of the last evaluation in the content of a summary; 0 without one."""
+    return float(values.get("eval/accuracy_last", 0.0))
 
 
 def is_finished(folder: Path) -> bool:

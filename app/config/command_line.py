@@ -1,0 +1,30 @@
+"""Command lines in messages, to be copied: named as typed, quoted where Hydra or the shell needs it."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+CONSOLE_SCRIPT = "posttrain"
+
+
+def override(key: str, value: object) -> str:
+    """Return `key=value` as a word of a shell's command line.
+
+    >>> print(override("resume", "runs/mine"), override("resume", "my runs/a=b"))
+    resume=runs/mine 'resume="my runs/a=b"'
+    """
+    text = str(value)
+    if not re.fullmatch(r"[\w/.+-]+", text):
+        text = '"' + text.replace('"', r"\"") + '"'
+    return shlex.quote(f"{key}={text}")
+
+
+def command(*overrides: str) -> str:
+    """Return the command line with these overrides, each from `override`."""
+    return " ".join((command_name(), *overrides))
+
+
+def command_name() -> str:
+    """Return the command as it was typed; the OmegaConf resolver behind `${command_name:}` in `conf/config.yaml`."""
+    return CONSOLE_SCRIPT if Path(sys.argv[0]).name == CONSOLE_SCRIPT else "python -m app"
