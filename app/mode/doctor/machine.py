@@ -11,6 +11,9 @@ from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 from app.config import RunConfig
+from app.data import rows, sources
+from app.data.counts import describe_rows
+from app.errors import ConfigError
 from app.mode.doctor.finding import Check, CheckStatus, check
 from app.model.architecture import architecture_of
 from app.model.tiny.create import DEFAULT_CACHE
@@ -114,12 +117,19 @@ def _model(config: RunConfig) -> Check:
 
 
 def _data(config: RunConfig) -> Check:
-    path = config.data.path
-    if path is None:
-        return Check("data", CheckStatus.ok, "arithmetic, generated")
-    if Path(path).expanduser().is_file():
-        return Check("data", CheckStatus.ok, f"file {path}")
-    return _hub("data", "dataset", path, "data.path")
+    data = config.data
+    if not rows.is_local(data):
+        is_hub_set = isinstance(data.path, str) and sources.is_remote(data.path)
+        if is_hub_set and data._target_ is None and not data.train_sets:
+            return _hub("data", "dataset", data.path, "data.path")
+        return Check("data", CheckStatus.ok, "rows are counted when the run starts")
+
+    try:
+        counted, *warnings = describe_rows(data, config.algorithm.prompts_per_step)
+    except ConfigError as error:
+        return Check("data", CheckStatus.fail, str(error), "correct the setting or the file")
+    message = "; ".join([f"{data.name}: {counted.removeprefix('Data: ')}", *map(str.strip, warnings)])
+    return check("data", not warnings, message, "a run warns of this, too", otherwise=CheckStatus.warn)
 
 
 def _hub(subject: str, kind: str, name: str, key: str) -> Check:
