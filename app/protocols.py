@@ -260,6 +260,10 @@ class StatusRecorder(Protocol):
         """Show the current activity between steps, such as "starting Ray"."""
         ...
 
+    def note(self, text: str, facts: Mapping[str, str | int] | None = None) -> None:
+        """Show and log something to know about this run, and add `facts` to `summary.json`."""
+        ...
+
     def warn(self, text: str) -> None:
         """Show and log a warning. A repeated text is shown once."""
         ...

@@ -116,6 +116,23 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
+def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Measure the groups of each training set, by the source of their prompts; nothing if there is only one."""
+    by_source: dict[str, list[Group]] = {}
+    for group in groups:
+        by_source.setdefault(group.prompt.source, []).append(group)
+    if len(by_source) < 2:
+        return {}
+
+    metrics: dict[str, float] = {}
+    for name, members in by_source.items():
+        trajectories = [trajectory for group in members for trajectory in group.trajectories]
+        metrics[f"source/{name}/groups"] = float(len(members))
+        metrics[f"source/{name}/reward"] = float(np.mean([trajectory.reward for trajectory in trajectories]))
+        metrics[f"source/{name}/accuracy"] = float(np.mean([correct(trajectory) for trajectory in trajectories]))
+    return metrics
+
+
 def correct(trajectory: Trajectory) -> bool:
     """Whether the `exact` or `math` component is 1; without either component, whether the reward is above 0.5."""
     components = trajectory.reward_components

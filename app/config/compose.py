@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from app.config import folder_name
 from app.config.command_line import command_name
 from app.config.help import settings_help
 from app.config.run import RunConfig
-from app.config.setting import settings
+from app.config.setting import Setting, settings
 from app.errors import ConfigError
 
 # Lines of Hydra's and OmegaConf's messages that do not help to correct a setting.
@@ -24,10 +24,52 @@ NOISE = ("full_key:", "object_type=", "reference_type=", "Set the env", "Config 
 
 def register() -> None:
     """Register the schema, so that Hydra refuses misspelled keys and wrong types, and the resolvers of `conf/`."""
-    ConfigStore.instance().store(name="run_schema", node=RunConfig)
+    ConfigStore.instance().store(name="run_schema", node=_open_schema())
     OmegaConf.register_new_resolver("settings_help", settings_help, replace=True)
     OmegaConf.register_new_resolver("command_name", command_name, replace=True)
     folder_name.register()
+
+
+def _open_schema() -> DictConfig:
+    """The schema for Hydra, in which the entries of mappings can be given with and without `+`.
+
+    A section in a mapping (`data.eval_sets.mine.path=FILE`) can be built up from its settings only if its type is open;
+    `resolve` checks it.
+    """
+    schema = OmegaConf.structured(RunConfig)
+    for each in _mappings():
+        node = OmegaConf.select(schema, each.key)
+        OmegaConf.set_struct(node, False)
+        if _first_of_section(each.key) is not None:
+            node._metadata.element_type = Any
+    assert isinstance(schema, DictConfig)
+    return schema
+
+
+def _mappings() -> list[Setting]:
+    return [each for each in settings(RunConfig) if isinstance(each.default, dict)]
+
+
+def _first_of_section(mapping: str) -> str | None:
+    """The first setting of the sections in a mapping (`path`); None for a mapping of plain values."""
+    prefix = f"{mapping}.<name>."
+    return next((each.key.removeprefix(prefix) for each in settings(RunConfig) if each.key.startswith(prefix)), None)
+
+
+def _require_sections(values: Any) -> None:
+    """Raise `ConfigError` for an entry of a mapping of sections that is a plain value: `data.eval_sets.mine=FILE`."""
+    for mapping in _mappings():
+        first = _first_of_section(mapping.key)
+        section, _, field = mapping.key.partition(".")
+        entries = (values.get(section) or {}).get(field)
+        if first is None or not isinstance(entries, Mapping):
+            continue
+
+        for name, entry in entries.items():
+            if not isinstance(entry, Mapping):
+                shown = str(entry).replace("'", "")
+                key = f"{mapping.key}.{name}"
+                raise ConfigError(f"{key}={shown} is not accepted: write {key}.{first}={shown}.")
 
 
 def resolve(composed: DictConfig) -> RunConfig:
@@ -40,6 +82,7 @@ def resolve(composed: DictConfig) -> RunConfig:
 
     try:
         values = OmegaConf.to_container(application, resolve=True)
+        _require_sections(values)
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), values))
     except OmegaConfBaseException as error:
         raise ConfigError(one_sentence(error)) from error
@@ -108,6 +151,9 @@ def one_sentence(error: Exception) -> str:
     if override := re.match(r"Error merging override (.*)", first):
         return _wrong_type(override[1], error)
 
+    if entry := _wrong_entry(key, first):
+        return entry
+
     message = _without_noise(lines)
     return message if not key or key in message else f"{key}: {message}"
 
@@ -121,10 +167,7 @@ def _unknown_choice(group: str, choice: str, lines: Sequence[str]) -> str:
 
 
 def _unknown_key(key: str, override: str = "") -> str:
-    """Name the settings nearest to a misspelled one, or what adds the entry of `override` to a mapping."""
-    if addition := _addition(override):
-        return f"{override} is not accepted: write {addition}."
-
+    """Name the settings nearest to a misspelled one."""
     if section := _section(key, override):
         return section
 
@@ -146,10 +189,6 @@ def _wrong_type(override: str, error: Exception) -> str:
     accepted = _accepted(key)
     cause = _without_noise(str(error.__cause__ or "").splitlines())
 
-    addition = _addition(override)
-    if addition is not None and addition.strip("'+") != override.lstrip("+"):
-        return f"{override} is not accepted: write {addition}."
-
     if section := _section(key, override):
         return section
 
@@ -159,9 +198,27 @@ def _wrong_type(override: str, error: Exception) -> str:
     return f"{override} is not accepted: give {accepted}."
 
 
+def _wrong_entry(key: str, message: str) -> str | None:
+    """Name what is accepted for an entry of a mapping, or for a setting of that entry; None for other keys."""
+    accepted = _accepted(key)
+    if accepted is None or not any(key.startswith(f"{each.key}.") for each in _mappings()):
+        return None
+
+    value = re.match(r"Value '(.*)' of type", message)
+    shown = f"={value[1]}" if value else ""
+    return f"{key}{shown} is not accepted: give {accepted}."
+
+
 def _accepted(key: str) -> str | None:
-    """What the setting of this name, or the mapping that it is an entry of, accepts."""
-    return next((each.accepted for each in settings(RunConfig) if f"{key}.".startswith(f"{each.key}.")), None)
+    """What the setting of this name accepts, also in a section of a mapping, or the mapping that it is an entry of."""
+    found: str | None = None
+    for each in settings(RunConfig):
+        pattern = re.escape(each.key).replace("<name>", r"[^.]+")
+        if re.fullmatch(pattern, key):
+            return each.accepted
+        if f"{key}.".startswith(f"{each.key}."):
+            found = found or each.accepted
+    return found
 
 
 def _section(key: str, override: str) -> str | None:
@@ -172,34 +229,6 @@ def _section(key: str, override: str) -> str | None:
 
     example = next(name for name in names if name.startswith(f"{key}."))
     return f"{override} is not accepted: give one of the settings of {key}, such as {example}; --help shows them."
-
-
-def _addition(override: str) -> str | None:
-    """Return the override that adds an entry to a mapping; None if this one does not name an entry.
-
-    >>> _addition("reward.args.bonus=0.5")
-    '+reward.args.bonus=0.5'
-    >>> _addition("data.eval_sets.mine.path=eval.jsonl")  # Hydra adds a section only with its mapping
-    "'++data.eval_sets={mine: {path: eval.jsonl}}'"
-    """
-    key, _, value = override.lstrip("+").partition("=")
-    mappings = [each.key for each in settings(RunConfig) if isinstance(each.default, dict)]
-    mapping = next((each for each in mappings if f"{key}.".startswith(f"{each}.")), None)
-    if mapping is None:
-        return None
-    if key == mapping:
-        return f"'++{key}={value}'" if value.startswith("{") else None
-
-    entry = key.removeprefix(f"{mapping}.")
-    names = setting_names()
-    if not any(name.startswith(f"{mapping}.<name>.") for name in names):
-        return f"+{mapping}.{entry}={value}"
-
-    name, _, field = entry.partition(".")
-    if field and f"{mapping}.<name>.{field}" not in names:
-        return None
-    content = f"{{{field}: {value}}}" if field else value
-    return f"'++{mapping}={{{name}: {content}}}'"
 
 
 def _without_noise(lines: Sequence[str]) -> str:

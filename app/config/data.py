@@ -1,10 +1,16 @@
 """Settings of `data=`: the prompts and how a row becomes one."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from app.config.setting import setting
 from app.errors import expect
+
+FILES = "a file, a pattern such as 'rows/*.jsonl', a list of both, or the id of a Hugging Face data set"
+SET_NAME = re.compile(r"[\w.-]+")  # a part of prompt ids and of metric names
 
 
 class Template(Enum):
@@ -24,11 +30,30 @@ class ArithmeticConfig:
 
 
 @dataclass
+class TrainSetConfig:
+    """One of several training sets."""
+
+    path: Any = setting(None, "As data.path.", noun=FILES)
+    weight: float = setting(
+        1.0,
+        "Prompts drawn from this set, relative to the weights of the others; a set that ends begins again.",
+        above=0,
+    )
+    subset: str | None = setting(None, "As data.subset.")
+    split: str = setting("train", "Split of a Hugging Face data set.")
+    question: str | None = setting(None, "As data.question, which null takes.")
+    answer: str | None = setting(None, "As data.answer, which null takes.")
+    answer_after: str | None = setting(None, "As data.answer_after, which null takes; '' takes the whole answer field.")
+
+
+@dataclass
 class EvalSetConfig:
     """One evaluation set."""
 
-    path: str | None = setting(
-        None, "As data.path; null takes the split of the training set or, of a local file, its held-out rows."
+    path: Any = setting(
+        None,
+        "As data.path; null takes the split of the training set or, of local files, their held-out rows.",
+        noun=f"null, {FILES}",
     )
     subset: str | None = setting(None, "As data.subset; null is the training set's if data.path is shared.")
     split: str = setting("test", "Split of a Hugging Face data set.")
@@ -45,11 +70,24 @@ class DataConfig:
     """Training prompts, their template, and the evaluation sets."""
 
     name: str = setting("arithmetic", "Name of the data set; the prompt ids begin with it.")
-    path: str | None = setting(
-        None, "JSONL file, Parquet file or Hugging Face data set id; null generates arithmetic problems."
+    path: Any = setting(
+        None,
+        "Training rows as JSON lines, JSON list, CSV (each also .gz) or Parquet; null generates arithmetic problems.",
+        noun=f"null, {FILES}",
     )
     subset: str | None = setting(None, "Configuration name of a Hugging Face data set; null is its default.")
     split: str = setting("train", "Split of a Hugging Face data set.")
+    _target_: str | None = setting(
+        None,
+        "Dotted path of your own function that returns or yields the training rows; it replaces data.path.",
+        noun="a path such as my_package.my_module.my_rows",
+    )
+    args: dict[str, Any] = setting({}, "Keyword arguments of data._target_.", noun="entries as in +data.args.limit=100")
+    train_sets: dict[str, TrainSetConfig] = setting(
+        {},
+        "Training sets by name, mixed by weight, in place of data.path.",
+        noun="entries as in +data.train_sets.mine.path=FILE",
+    )
     question: str = setting(
         "question", "Field with the question; dots reach into nested fields and lists: prompt.0.content."
     )
@@ -58,6 +96,12 @@ class DataConfig:
         None, "Take the answer after the last occurrence of this text, such as '####'; null takes the whole field."
     )
     distinct: bool = setting(False, "Keep only the first of rows with the same question and answer.")
+    max_broken_rows: int = setting(
+        0,
+        "Rows that may be skipped, over all sets, because they cannot be parsed or lack a question or an answer; the "
+        "next one is an error.",
+        at_least=0,
+    )
     template: Template = setting(
         Template.plain, "plain joins prefix, question and suffix; chat applies the tokenizer's chat template as well."
     )
@@ -66,6 +110,11 @@ class DataConfig:
     system: str | None = setting(None, "System message of the chat template; null sends none.")
     thinking: bool = setting(False, "Enable the chat template's thinking mode.")
     shuffle: bool = setting(True, "Shuffle the training rows in every epoch, seeded by `seed`.")
+    eval_path: Any = setting(
+        None,
+        "Rows to evaluate on, in place of data.eval_sets and of held-out rows; null leaves it to them.",
+        noun=f"null, {FILES}",
+    )
     eval_fraction: float = setting(
         0.05,
         "Share of the training rows held out, at least 1 row, where evaluation has no split or file of its own.",
@@ -75,7 +124,7 @@ class DataConfig:
     eval_sets: dict[str, EvalSetConfig] = setting(
         {},
         "Evaluation sets by name; {} evaluates on held-out training rows, named eval.",
-        noun="entries as in +data.eval_sets={aime: {path: FILE}}",
+        noun="entries as in +data.eval_sets.mine.path=FILE",
     )
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
 
@@ -85,6 +134,39 @@ class DataConfig:
         expect(self.answer != "", "data.answer", "''", "the name of a field of the rows")
         expect(self.answer_after != "", "data.answer_after", "''", "null or a text such as '####'")
 
+        self._validate_sources()
+        self._validate_arithmetic()
+
+        expect(
+            self.system is None or self.template is Template.chat,
+            "data.system",
+            self.system,
+            "null with data.template=plain, which has no messages",
+        )
+
+    def _validate_sources(self) -> None:
+        _expect_path("data.path", self.path)
+        _expect_path("data.eval_path", self.eval_path)
+
+        for name, training in self.train_sets.items():
+            expect(training.path is not None, f"data.train_sets.{name}.path", None, FILES)
+            _expect_path(f"data.train_sets.{name}.path", training.path)
+        for name, evaluation in self.eval_sets.items():
+            _expect_path(f"data.eval_sets.{name}.path", evaluation.path)
+        _expect_names("data.train_sets", self.train_sets)
+        _expect_names("data.eval_sets", self.eval_sets)
+
+        target = self._target_
+        expect(
+            target is None or ("." in target.strip(".") and ".." not in target),
+            "data._target_",
+            target,
+            "the dotted path of a function, such as my_package.my_module.my_rows",
+        )
+        expect(target is None or not self.train_sets, "data._target_", target, "null with data.train_sets")
+        expect(target is not None or not self.args, "data.args", self.args, "{} without data._target_")
+
+    def _validate_arithmetic(self) -> None:
         arithmetic = self.arithmetic
         distinct_problems = (arithmetic.max_operand + 1) ** 2
         expect(
@@ -96,9 +178,13 @@ class DataConfig:
             f"data.arithmetic.max_operand={arithmetic.max_operand} allows",
         )
 
-        expect(
-            self.system is None or self.template is Template.chat,
-            "data.system",
-            self.system,
-            "null with data.template=plain, which has no messages",
-        )
+
+def _expect_path(key: str, path: object) -> None:
+    parts = path if isinstance(path, list) else [path]
+    good = path is None or (bool(parts) and all(isinstance(part, str) and part for part in parts))
+    expect(good, key, path, FILES)
+
+
+def _expect_names(key: str, names: Iterable[str]) -> None:
+    for name in names:
+        expect(SET_NAME.fullmatch(str(name)) is not None, key, name, "names of letters, digits, _, - and .")

@@ -4,12 +4,13 @@ Invariants:
 - No prompt is longer than `max_prompt_tokens`. Longer prompts are dropped and counted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from app.config.data import DataConfig
 from app.data import rows, template
+from app.data.counts import RowCounts, count, weights_of
 from app.data.cursor import PromptCursor
 from app.data.fields import Row
 from app.errors import ConfigError
@@ -22,6 +23,7 @@ class PromptData:
 
     train: PromptCursor
     evals: dict[str, list[Prompt]]  # by evaluation set; ids are "<set>/<row>@eval"
+    counts: RowCounts  # of the prompts that are used
     dropped: int  # prompts above the length limit, over all sets
     total: int  # prompts before that
     warnings: list[str]  # for the run to record
@@ -40,20 +42,21 @@ def build(config: DataConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: i
         ConfigError: If data cannot be read or templated, or all prompts of a set are too long.
     """
     loaded = rows.load(config, seed=seed)
+    weights = weights_of(config)
     all_train = _prompts(loaded.train, config, tokenizer, set_name=None)
     train = _within_limit(all_train, "the training set", max_prompt_tokens)
+    _require_all_sets(train, weights, max_prompt_tokens)
     total = len(all_train)
-    accepted = len(train)
 
     evals: dict[str, list[Prompt]] = {}
     for name, eval_rows in loaded.evals.items():
         prompts = _prompts(eval_rows, config, tokenizer, set_name=name)
         evals[name] = _within_limit(prompts, f"evaluation set {name}", max_prompt_tokens)
         total += len(prompts)
-        accepted += len(evals[name])
 
-    cursor = PromptCursor(train, seed=seed, shuffle=config.shuffle)
-    return PromptData(cursor, evals, total - accepted, total, loaded.warnings)
+    cursor = PromptCursor(train, seed=seed, shuffle=config.shuffle, weights=weights)
+    counts = count(train, evals, loaded, weights)
+    return PromptData(cursor, evals, counts, total - counts.total, total, loaded.warnings)
 
 
 def _prompts(members: Sequence[Row], config: DataConfig, tokenizer: Any, *, set_name: str | None) -> list[Prompt]:
@@ -66,10 +69,38 @@ def _prompts(members: Sequence[Row], config: DataConfig, tokenizer: Any, *, set_
                 f"data.question={config.question} is not accepted: give text that the model's tokenizer can encode; "
                 f"row {row.index + 1} of {row.source} has no tokens."
             )
-        # The cursor appends the epoch to the id of a training prompt.
-        prompt_id = f"{row.source}/{row.index}" if set_name is None else f"{set_name}/{row.index}@eval"
-        prompts.append(Prompt(id=prompt_id, token_ids=token_ids, answer=row.answer, source=row.source))
+        prompts.append(
+            Prompt(
+                id=_id(row, set_name, config),
+                token_ids=token_ids,
+                answer=row.answer,
+                source=row.source,
+                question=row.question,
+                row=row.columns,
+            )
+        )
     return prompts
+
+
+def _id(row: Row, set_name: str | None, config: DataConfig) -> str:
+    """Return the id of a row's prompt. The cursor appends the epoch to that of a training prompt."""
+    if set_name is None:
+        return f"{row.source}/{row.index}"
+
+    # Held-out rows of several training sets may have the same index.
+    source = f"{row.source}/" if row.source in config.train_sets else ""
+    return f"{set_name}/{source}{row.index}@eval"
+
+
+def _require_all_sets(train: Sequence[Prompt], weights: Mapping[str, float], max_prompt_tokens: int) -> None:
+    """Raise `ConfigError` if a training set has no prompt left within the length limit."""
+    left = {prompt.source for prompt in train}
+    for name in weights:
+        if name not in left:
+            raise ConfigError(
+                f"rollout.max_prompt_tokens={max_prompt_tokens} is not accepted: give more, or leave out "
+                f"data.train_sets.{name}, whose prompts are all too long."
+            )
 
 
 def _within_limit(prompts: Sequence[Prompt], set_label: str, max_prompt_tokens: int) -> list[Prompt]:

@@ -1,13 +1,13 @@
 """Position of a run in its training data: an endless, resumable stream of prompts.
 
-The order of an epoch depends only on (seed, epoch). The whole state is therefore an epoch, a position in its order,
-and the ids of unfinished prompts.
+The order of an epoch depends only on (seed, epoch). The whole state is therefore an epoch and a position in its order,
+of each training set, and the ids of unfinished prompts.
 
     dispatched → consumed (trained on, or filtered: never dispatched again)
                → requeued (dispatched again before any new prompt)
 
 Invariants:
-- Within an epoch every prompt is dispatched exactly once, plus once for each time it was requeued.
+- Within an epoch of its set every prompt is dispatched exactly once, plus once for each time it was requeued.
 - A restored cursor first dispatches the prompts that were in flight when its state was saved, then the requeued ones,
   then new ones.
 """
@@ -15,11 +15,9 @@ Invariants:
 import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
+from app.data.mixture import Mixture
 from app.errors import ConfigError
 from app.types import Prompt
 
@@ -33,57 +31,45 @@ class PromptCursor(Iterator[Prompt]):
         first, second = cursor.take(2)      # "gsm8k/17@0", "gsm8k/4@0"
         cursor.mark_consumed([first.id])    # trained on
         cursor.requeue([second.id])         # next(cursor) returns it again
+
+    Args:
+        prompts: All training prompts, with unique ids.
+        seed: Seed of the order within each set.
+        shuffle: Shuffle in every epoch; otherwise prompts come in their order.
+        weights: By source, to mix several training sets; without weights all prompts are one set.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
-        self._prompts = list(prompts)
-        self._rows = {prompt.id: row for row, prompt in enumerate(self._prompts)}
-        if not self._prompts or len(self._rows) != len(self._prompts):
+    def __init__(
+        self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, weights: Mapping[str, float] | None = None
+    ) -> None:
+        if not prompts or len({prompt.id for prompt in prompts}) != len(prompts):
             raise ValueError("a cursor needs at least one prompt, and unique prompt ids")
 
-        self._seed = seed
-        self._shuffle = shuffle
-        self._fingerprint = _fingerprint(self._prompts, seed, shuffle)
+        self._fingerprint = _fingerprint(prompts, seed, shuffle, weights)
+        self._mixture = Mixture(prompts, seed=seed, shuffle=shuffle, weights=weights)
+        self._count = len(prompts)
 
         # Ids in flight, in dispatch order. A dict serves as an ordered set.
         self._in_flight: dict[str, None] = {}
         self._requeued: deque[str] = deque()
-        self._epoch = 0
-        self._position = 0  # prompts of `_epoch` dispatched so far
-        self._order = self._order_of(0)
 
     def __len__(self) -> int:
-        """Prompts per epoch."""
-        return len(self._prompts)
+        """Number of distinct prompts."""
+        return self._count
 
     def __next__(self) -> Prompt:
         """Dispatch the next prompt: a requeued one if there is any, else a new one."""
-        prompt = self.prompt(self._requeued.popleft()) if self._requeued else self._next_new()
+        prompt = self.prompt(self._requeued.popleft()) if self._requeued else next(self._mixture)
         self._in_flight[prompt.id] = None
         return prompt
-
-    def _next_new(self) -> Prompt:
-        if self._position == len(self):
-            self._epoch += 1
-            self._position = 0
-            self._order = self._order_of(self._epoch)
-
-        prompt = self._prompts[self._order[self._position]]
-        self._position += 1
-        return replace(prompt, id=f"{prompt.id}@{self._epoch}")
 
     def take(self, count: int) -> list[Prompt]:
         """Dispatch the next `count` prompts."""
         return [next(self) for _ in range(count)]
 
-    @property
-    def epoch(self) -> float:
-        """Epochs dispatched so far, including the fraction of the current one."""
-        return self._epoch + self._position / len(self)
-
     def prompt(self, prompt_id: str) -> Prompt:
         """Look up a dispatched prompt by id. Raises `KeyError` for any other id."""
-        return replace(self._prompts[self._row(prompt_id)], id=prompt_id)
+        return self._mixture.prompt(prompt_id)
 
     def mark_consumed(self, prompt_ids: Sequence[str]) -> None:
         """Finish trained or filtered prompts. Raises `KeyError` if one is not in flight."""
@@ -97,8 +83,7 @@ class PromptCursor(Iterator[Prompt]):
     def state(self) -> dict[str, Any]:
         """Return the state as JSON-serializable values. Prompts in flight count as unfinished."""
         return {
-            "epoch": self._epoch,
-            "position": self._position,
+            **self._mixture.state(),
             "returned": [*self._in_flight, *self._requeued],
             "fingerprint": self._fingerprint,
         }
@@ -107,34 +92,13 @@ class PromptCursor(Iterator[Prompt]):
         """Continue from a saved state. Raises `ConfigError` if it was saved over other prompts or in another order."""
         if state["fingerprint"] != self._fingerprint:
             raise ConfigError(
-                "data does not match the checkpoint: give the same data set, template, rollout.max_prompt_tokens, "
+                "data does not match the checkpoint: give the same rows, weights, template, rollout.max_prompt_tokens, "
                 "seed and data.shuffle as the resumed run."
             )
 
-        self._epoch = int(state["epoch"])
-        self._position = int(state["position"])
-        self._order = self._order_of(self._epoch)
+        self._mixture.restore(state)
         self._requeued = deque(state["returned"])
         self._in_flight = {}
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        """Rows in the order of this epoch: [prompts] int64."""
-        if not self._shuffle:
-            return np.arange(len(self))
-        # The streams of the legacy generator are frozen, so checkpoints survive a newer numpy.
-        return np.random.RandomState([self._seed, epoch]).permutation(len(self))
-
-    def _row(self, prompt_id: str) -> int:
-        """Row of a dispatched id. Raises `KeyError` for an id that was never dispatched."""
-        base, _, epoch_text = prompt_id.rpartition("@")
-        if base not in self._rows or not epoch_text.isdecimal():
-            raise KeyError(f"no prompt {prompt_id}")
-
-        row = self._rows[base]
-        epoch = int(epoch_text)
-        if epoch > self._epoch or (epoch == self._epoch and row in self._order[self._position :]):
-            raise KeyError(f"prompt {prompt_id} was not dispatched yet")
-        return row
 
     def _remove(self, prompt_ids: Sequence[str]) -> None:
         for prompt_id in prompt_ids:
@@ -143,9 +107,10 @@ class PromptCursor(Iterator[Prompt]):
             del self._in_flight[prompt_id]
 
 
-def _fingerprint(prompts: Sequence[Prompt], seed: int, shuffle: bool) -> str:
+def _fingerprint(prompts: Sequence[Prompt], seed: int, shuffle: bool, weights: Mapping[str, float] | None) -> str:
     """Hash everything that determines the stream."""
-    digest = hashlib.sha256(f"{seed} {shuffle} {len(prompts)}".encode())
+    mixed = f" {sorted(weights.items())}" if weights else ""
+    digest = hashlib.sha256(f"{seed} {shuffle} {len(prompts)}{mixed}".encode())
     for prompt in prompts:
         digest.update(f"\n{prompt.id} {prompt.answer} ".encode())
         digest.update(prompt.token_ids.tobytes())

@@ -5,6 +5,7 @@ Invariants:
   `ConfigError` that names the key, the file and the row, counted from 1.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ class Row:
     answer: str
     source: str  # name of the data set
     index: int  # in its file, from 0; independent of dropped rows
+    columns: Mapping[str, Any]  # all of them, as JSON values
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,59 +29,78 @@ class FieldMap:
     """The record fields of question and answer, and the configuration section that defines them."""
 
     key: str  # section named in errors, e.g. "data" or "data.eval_sets.test"
-    where: str  # file or data set named in errors
     question: str
     answer: str
     answer_after: str | None
 
-    def row(self, record: Mapping[str, Any], *, source: str, index: int, number: int) -> Row:
+    def row(self, record: Mapping[str, Any], *, source: str, index: int, place: str) -> Row:
         """Map a record to a row.
 
         Args:
-            record: One record of the file.
+            record: The columns of one row.
             source: Name of the data set.
             index: Index among the records, from 0.
-            number: Line or row number in the file, from 1, for errors.
+            place: Row and file named in errors: "row 3 of rows.jsonl".
 
         Raises:
             ConfigError: If the record has no question or no answer.
         """
-        question = self._text(record, "question", self.question, number)
-        answer = self._text(record, "answer", self.answer, number)
+        columns = {sys.intern(str(name)): plain(value) for name, value in record.items() if not _is_bytes(value)}
+        question = self._text(columns, "question", self.question, place)
+        answer = self._text(columns, "answer", self.answer, place)
         if self.answer_after:
-            answer = self._after(answer, self.answer_after, number)
-        return Row(question=question, answer=answer, source=source, index=index)
+            answer = self._after(answer, self.answer_after, place)
+        return Row(question=question, answer=answer, source=source, index=index, columns=columns)
 
-    def _text(self, record: Mapping[str, Any], name: str, path: str, number: int) -> str:
+    def _text(self, record: Mapping[str, Any], name: str, path: str, place: str) -> str:
         value = find(record, path)
         if isinstance(value, Missing):
-            raise self._error(name, path, f"a field of the rows; row {number} of {self.where} has {value.instead}")
+            raise self._error(name, path, f"a field of the rows; {place} has {value.instead}")
 
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             kind = "null" if value is None else f"a {type(value).__name__}"
-            raise self._error(name, path, f"a text field; it is {kind} in row {number} of {self.where}")
+            raise self._error(name, path, f"a text field; it is {kind} in {place}")
 
         text = str(value)
         if not text.strip():
-            raise self._error(name, path, f"a text field; it is empty in row {number} of {self.where}")
+            raise self._error(name, path, f"a text field; it is empty in {place}")
 
         try:
             text.encode()
         except UnicodeEncodeError as error:
             surrogate = ascii(text[error.start])
-            accepted = f"a field of valid Unicode; row {number} of {self.where} has the unpaired surrogate {surrogate}"
+            accepted = f"a field of valid Unicode; {place} has the unpaired surrogate {surrogate}"
             raise self._error(name, path, accepted) from error
         return text
 
-    def _after(self, answer: str, marker: str, number: int) -> str:
+    def _after(self, answer: str, marker: str, place: str) -> str:
         _, match, last = answer.rpartition(marker)
         if not match or not last.strip():
-            accepted = f"a marker that precedes every answer; row {number} of {self.where} has no answer after it"
+            accepted = f"a marker that precedes every answer; {place} has no answer after it"
             raise self._error("answer_after", marker, accepted)
         return last.strip()
 
     def _error(self, name: str, value: str, accepted: str) -> ConfigError:
         return ConfigError(f"{self.key}.{name}={value} is not accepted: give {accepted}.")
+
+
+def plain(value: Any) -> Any:
+    """Return a value of a record as JSON values; other types, such as dates, as text.
+
+    >>> plain({"due": date(2026, 1, 31), "tags": ("a", None)})
+    {'due': '2026-01-31', 'tags': ['a', None]}
+    """
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, Sequence):
+        return [plain(each) for each in value]
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)  # numpy's scalars and arrays
+
+
+def _is_bytes(value: Any) -> bool:
+    return isinstance(value, bytes | bytearray)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,11 @@
-"""Load all rows of a run, training set and evaluation sets, before templating and tokenization.
+"""Load all rows of a run, training sets and evaluation sets, before templating and tokenization.
 
-    data.path ── null ─────────→ generated arithmetic ──→ training rows + held-out rows
-              ── a local file ─→ field map ─→ distinct ─→ training rows + held-out rows (eval_fraction)
-              ── a hub id ─────→ field map ─→ distinct ─→ training rows; evaluation sets are its other splits
+    data.path, data.train_sets, data._target_ ──→ field map ──→ distinct ──→ training rows
+                                       (null) ──→ generated arithmetic ────→ training rows + held-out rows
+
+    evaluation ── data.eval_path, or data.eval_sets.<name>.path ───→ rows of its own
+               ── data.path is a hub data set ─────────────────────→ its other splits
+               ── else ────────────────────────────────────────────→ held-out training rows (eval_fraction)
 
 Invariants:
 - Training rows and held-out rows are disjoint.
@@ -11,12 +14,14 @@ Invariants:
 """
 
 import random
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.config.data import DataConfig, EvalSetConfig
-from app.data import arithmetic, sources
+from app.config.data import DataConfig, EvalSetConfig, TrainSetConfig
+from app.data import arithmetic, sources, user_rows
 from app.data.fields import FieldMap, Row
+from app.data.formats import Records
+from app.data.reading import BrokenRows, read_rows
 from app.errors import ConfigError
 
 DEFAULT_EVAL_SET = "eval"
@@ -31,114 +36,151 @@ class DataRows:
     train: list[Row]
     evals: dict[str, list[Row]]  # by evaluation set
     warnings: list[str]  # for the run to record
+    held_out: list[str]  # names of the evaluation sets that are held-out training rows
+    broken: int = 0  # rows that were skipped
 
 
 def load(config: DataConfig, *, seed: int) -> DataRows:
     """Read or generate all rows. `seed` only affects generated problems. Raises `ConfigError`."""
-    sets = config.eval_sets or {DEFAULT_EVAL_SET: EvalSetConfig()}
+    sets = evaluation_sets(config)
     held_out_sets = [name for name, evaluation in sets.items() if _is_held_out(config, evaluation)]
+    broken = BrokenRows(config.max_broken_rows)
 
-    held_out: list[Row] = []
-    warnings: list[str] = []
-    if config.path is None:
-        train, held_out = arithmetic.problems(config.arithmetic, seed)
-    else:
-        train = _read_training(config)
-        if held_out_sets:
-            warnings += _held_out_warnings(config, held_out_sets)
-            train, held_out = _hold_out(train, config)
+    train, held_out = _training(config, seed, bool(held_out_sets), broken)
+    warnings = _held_out_warnings(config, held_out_sets)
 
     evals = {}
+    overlaps = []
     for name, evaluation in sets.items():
-        rows = held_out if name in held_out_sets else _read_evaluation(config, name, evaluation)
+        rows = held_out if name in held_out_sets else _read_evaluation(config, name, evaluation, broken)
         evals[name] = rows[: evaluation.rows]
-        warnings += _overlap_warnings(train, name, evals[name])
-    return DataRows(train, evals, warnings)
+        overlaps += _overlap_warnings(train, name, evals[name])
+    return DataRows(train, evals, [*broken.warnings, *warnings, *overlaps], held_out_sets, broken.count)
+
+
+def evaluation_sets(config: DataConfig) -> dict[str, EvalSetConfig]:
+    """Return the evaluation sets in force: `data.eval_path`, else `data.eval_sets`, else held-out rows."""
+    if config.eval_path is not None:
+        return {DEFAULT_EVAL_SET: EvalSetConfig(path=config.eval_path)}
+    return config.eval_sets or {DEFAULT_EVAL_SET: EvalSetConfig()}
+
+
+def is_local(config: DataConfig) -> bool:
+    """Whether all rows can be loaded without network and without running a function of the user."""
+    training = [each.path for each in config.train_sets.values()] or [config.path]
+    evaluation = [each.path for each in evaluation_sets(config).values()]
+    paths = [path for path in (*training, *evaluation) if path is not None]
+    return config._target_ is None and not any(map(sources.is_remote, paths))
+
+
+def is_generated(config: DataConfig) -> bool:
+    """Whether the training rows are generated arithmetic problems."""
+    return config.path is None and config._target_ is None and not config.train_sets
 
 
 def check_files(config: DataConfig) -> None:
-    """Raise the `ConfigError` that `load` would raise for a local file. Hub data sets are not read."""
-    if config.path is not None and not sources.is_remote(config.path):
-        train = _read_training(config)
-        sets = list(config.eval_sets.values()) or [EvalSetConfig()]
-        if any(_is_held_out(config, evaluation) for evaluation in sets):
-            _hold_out(train, config)
+    """Raise the `ConfigError` that `load` would raise for local files. Runs no function and reads no hub data set."""
+    if is_local(config):
+        load(config, seed=0)
+        return
 
-    for name, evaluation in config.eval_sets.items():
+    broken = BrokenRows(config.max_broken_rows)
+    training = [each.path for each in config.train_sets.values()] or [config.path]
+    if config._target_ is None and not any(path is not None and sources.is_remote(path) for path in training):
+        _training(config, 0, False, broken)
+    for name, evaluation in evaluation_sets(config).items():
         if evaluation.path is not None and not sources.is_remote(evaluation.path):
-            _read_evaluation(config, name, evaluation)
+            _read_evaluation(config, name, evaluation, broken)
 
 
 def _is_held_out(config: DataConfig, evaluation: EvalSetConfig) -> bool:
     """Whether an evaluation set consists of held-out training rows because there is no other split to read."""
-    if evaluation.path is not None:
-        return False
-    return config.path is None or not config.eval_sets or sources.local_file(config.path) is not None
+    return evaluation.path is None and (not config.eval_sets or not sources.has_splits(config.path))
 
 
-def _held_out_warnings(config: DataConfig, names: list[str]) -> list[str]:
-    if not config.eval_sets:
+def _training(config: DataConfig, seed: int, with_held_out: bool, broken: BrokenRows) -> tuple[list[Row], list[Row]]:
+    """Return the rows of all training sets, and those held out of each."""
+    if is_generated(config):
+        return arithmetic.problems(config.arithmetic, seed)
+
+    train: list[Row] = []
+    held_out: list[Row] = []
+    for key, rows in _read_training(config, broken).items():
+        kept, held = _hold_out(rows, key, config.eval_fraction) if with_held_out else (rows, [])
+        train += kept
+        held_out += held
+    return train, held_out
+
+
+def _read_training(config: DataConfig, broken: BrokenRows) -> dict[str, list[Row]]:
+    """Return the rows of each training set, by what errors about all of them name."""
+    fields = FieldMap("data", config.question, config.answer, config.answer_after)
+    if config._target_ is not None:
+        key = f"{user_rows.KEY}={config._target_}"
+        records = user_rows.read(config._target_, config.args)
+        return {key: read_rows(records, fields, config.name, key, config.distinct, broken)}
+
+    if config.train_sets:
+        sets = config.train_sets.items()
+        return {
+            f"data.train_sets.{name}.path={each.path}": _read_set(config, name, each, broken) for name, each in sets
+        }
+
+    key = f"data.path={config.path}"
+    records = sources.read(config.path, subset=config.subset, split=config.split, key="data.path")
+    return {key: read_rows(records, fields, config.name, key, config.distinct, broken)}
+
+
+def _read_set(config: DataConfig, name: str, training: TrainSetConfig, broken: BrokenRows) -> list[Row]:
+    key = f"data.train_sets.{name}"
+    records = sources.read(training.path, subset=training.subset, split=training.split, key=f"{key}.path")
+    fields = _fields_of(config, key, training)
+    return read_rows(records, fields, name, f"{key}.path={training.path}", config.distinct, broken)
+
+
+def _read_evaluation(config: DataConfig, name: str, evaluation: EvalSetConfig, broken: BrokenRows) -> list[Row]:
+    key = "data" if config.eval_path is not None else f"data.eval_sets.{name}"
+    path_key = "data.eval_path" if config.eval_path is not None else f"{key}.path"
+
+    path = evaluation.path or config.path
+    subset = evaluation.subset if evaluation.path else evaluation.subset or config.subset
+    records: Records = sources.read(path, subset=subset, split=evaluation.split, key=path_key)
+    fields = _fields_of(config, key, evaluation)
+    return read_rows(records, fields, name, f"{path_key}={path}", config.distinct, broken)
+
+
+def _fields_of(config: DataConfig, key: str, own: TrainSetConfig | EvalSetConfig) -> FieldMap:
+    """Return the fields of a set: its own, else those of `data`."""
+    return FieldMap(
+        key=key,
+        question=own.question or config.question,
+        answer=own.answer or config.answer,
+        answer_after=config.answer_after if own.answer_after is None else own.answer_after,
+    )
+
+
+def _held_out_warnings(config: DataConfig, names: Sequence[str]) -> list[str]:
+    of_path = config.path is not None and config._target_ is None and not config.train_sets
+    if not names or not config.eval_sets or not of_path:
         return []
     sets = ", ".join(f"data.eval_sets.{name}" for name in names)
-    return [
-        f"data.path={config.path} is a file without splits: holding out {config.eval_fraction:g} of its rows for {sets}"
-    ]
+    return [f"data.path={config.path} has no other splits: holding out {config.eval_fraction:g} of its rows for {sets}"]
 
 
-def _hold_out(rows: list[Row], config: DataConfig) -> tuple[list[Row], list[Row]]:
+def _hold_out(rows: list[Row], key: str, fraction: float) -> tuple[list[Row], list[Row]]:
     if len(rows) < 2:
         raise ConfigError(
-            f"data.path={config.path} is not accepted: give at least 2 rows, since some are held out for evaluation "
-            f"(it has {len(rows)}), or separate evaluation sets in data.eval_sets."
+            f"{key} is not accepted: give at least 2 rows, since some are held out for evaluation (it has "
+            f"{len(rows)}), or rows to evaluate on in data.eval_path."
         )
 
-    count = min(max(1, round(len(rows) * config.eval_fraction)), len(rows) - 1)
+    count = min(max(1, round(len(rows) * fraction)), len(rows) - 1)
     held_out = set(random.Random(HELD_OUT_SEED).sample(range(len(rows)), count))
     train = [row for index, row in enumerate(rows) if index not in held_out]
     return train, [rows[index] for index in sorted(held_out)]
 
 
-def _read_training(config: DataConfig) -> list[Row]:
-    assert config.path is not None
-    fields = FieldMap("data", config.path, config.question, config.answer, config.answer_after)
-    return _read(config.path, config.subset, config.split, fields, config.name, config.distinct)
-
-
-def _read_evaluation(config: DataConfig, name: str, evaluation: EvalSetConfig) -> list[Row]:
-    path = evaluation.path or config.path
-    assert path is not None
-    subset = evaluation.subset if evaluation.path else evaluation.subset or config.subset
-    fields = FieldMap(
-        key=f"data.eval_sets.{name}",
-        where=path,
-        question=evaluation.question or config.question,
-        answer=evaluation.answer or config.answer,
-        answer_after=config.answer_after if evaluation.answer_after is None else evaluation.answer_after,
-    )
-    return _read(path, subset, evaluation.split, fields, name, config.distinct)
-
-
-def _read(path: str, subset: str | None, split: str, fields: FieldMap, source: str, distinct: bool) -> list[Row]:
-    columns = list(dict.fromkeys(field.split(".")[0] for field in (fields.question, fields.answer)))
-    records = sources.read(path, subset=subset, split=split, columns=columns, key=fields.key)
-    mapped = (
-        fields.row(record, source=source, index=index, number=number) for index, (number, record) in enumerate(records)
-    )
-    rows = list(_distinct(mapped) if distinct else mapped)
-    if not rows:
-        raise ConfigError(f"{fields.key}.path={path} is not accepted: give a data set with rows; this one is empty.")
-    return rows
-
-
-def _distinct(rows: Iterable[Row]) -> Iterable[Row]:
-    seen: set[tuple[str, str]] = set()
-    for row in rows:
-        if (row.question, row.answer) not in seen:
-            seen.add((row.question, row.answer))
-            yield row
-
-
-def _overlap_warnings(train: list[Row], name: str, evaluation: list[Row]) -> list[str]:
+def _overlap_warnings(train: Sequence[Row], name: str, evaluation: Sequence[Row]) -> list[str]:
     questions = {row.question for row in train}
     shared = sum(row.question in questions for row in evaluation)
     if not shared:

@@ -1,27 +1,28 @@
-"""Read raw records from a JSONL file, a Parquet file or a hub data set, as (number in the file, record) pairs.
+"""Read raw records from files, hub data sets and functions.
+
+    path ── a list ───────→ its entries, one after the other
+         ── a pattern ────→ the matching files, sorted
+         ── a local file ─→ `formats`, by the end of its name
+         ── else ─────────→ a hub data set, or a folder that `datasets` can load
 
 Invariants:
 - A path that exists as a file is read locally and never looked up on the hub.
-- Unreadable data raises a `ConfigError` that names the key and the file.
-- Only the requested columns of Parquet and hub data are decoded.
+- Unreadable data raises a `ConfigError` that names the key and the file. A broken row is a record, so that reading can
+  go on after it.
+- Columns of bytes, such as images, are left out.
 """
 
-import json
+import glob
 import re
-from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
-from app.errors import ConfigError, one_line
+from app.data import formats
+from app.data.formats import Records, brief, path_error
 from app.utils.hub import hub_client
 
-JSON_LINES = (".jsonl", ".ndjson", ".json")
-PARQUET = (".parquet",)
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-BATCH_ROWS = 4096
-MAX_ERROR_CHARACTERS = 200  # of a library's message inside ours
-Records = Iterator[tuple[int, dict[str, Any]]]  # (number from 1, record)
+PATTERN = re.compile(r"[*?\[]")
 
 
 def local_file(path: str) -> Path | None:
@@ -30,114 +31,78 @@ def local_file(path: str) -> Path | None:
     return file if file.is_file() else None
 
 
-def is_remote(path: str) -> bool:
-    """Whether a path is that of a hub data set, or of a folder, which is read as one."""
-    return local_file(path) is None and (_is_hub_id(path) or Path(path).expanduser().is_dir())
+def is_remote(path: str | list[str]) -> bool:
+    """Whether a part of a path is a hub data set, or a folder, which is read as one."""
+    parts = [path] if isinstance(path, str) else path
+    return any(_is_hub_id(part) or Path(part).expanduser().is_dir() for part in parts)
 
 
-def read(path: str, *, subset: str | None, split: str, columns: Sequence[str], key: str) -> Records:
-    """Read the records of a file or a hub data set, lazily.
+def _is_hub_id(path: str) -> bool:
+    is_id = HUB_ID.fullmatch(path) is not None and not path.lower().endswith(formats.ENDINGS)
+    return is_id and local_file(path) is None
+
+
+def has_splits(path: str | list[str] | None) -> bool:
+    """Whether other splits can be read beside this one: a hub data set or a folder, no files."""
+    return isinstance(path, str) and local_file(path) is None and PATTERN.search(path) is None
+
+
+def read(path: str | list[str], *, subset: str | None, split: str, key: str) -> Records:
+    """Read the records of files or of a hub data set, lazily.
 
     Args:
-        path: A JSONL or Parquet file, or the id of a hub data set.
+        path: A file, a pattern of files, the id of a hub data set, or a list of them.
         subset: Configuration of a hub data set.
         split: Split of a hub data set.
-        columns: Top-level fields to decode.
-        key: Configuration section named in errors.
+        key: Setting named in errors, e.g. "data.path".
 
     Raises:
         ConfigError: If the data cannot be read.
     """
+    for part in [path] if isinstance(path, str) else path:
+        for source in _matches(part, key):
+            yield from _read_one(source, subset, split, key)
+
+
+def _matches(path: str, key: str) -> list[str]:
+    """Return the files that match a pattern, sorted; any other path as it is."""
+    if local_file(path) is not None or PATTERN.search(path) is None:
+        return [path]
+
+    files = sorted(each for each in glob.glob(str(Path(path).expanduser()), recursive=True) if Path(each).is_file())
+    if not files:
+        raise path_error(key, path, "a pattern that matches a file; there is none")
+    return files
+
+
+def _read_one(path: str, subset: str | None, split: str, key: str) -> Records:
     file = local_file(path)
-    if file is None:
-        return _hub(path, subset, split, columns, key)
-    if file.suffix in JSON_LINES:
-        return _json_lines(file, key)
-    if file.suffix in PARQUET:
-        return _parquet(file, columns, key)
-    raise _error(key, path, f"a file that ends in {', '.join(JSON_LINES + PARQUET)}, or the id of a hub data set")
+    return _hub(path, subset, split, key) if file is None else formats.read(file, key)
 
 
-def _json_lines(file: Path, key: str) -> Records:
-    try:
-        with file.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield number, _object(line, number, file, key)
-    except (OSError, UnicodeDecodeError) as error:
-        raise _error(key, str(file), f"a readable UTF-8 file of JSON lines ({_brief(error)})") from error
-
-
-def _object(line: str, number: int, file: Path, key: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:  # a ValueError also for an integer of too many digits
-        raise _error(key, str(file), f"one JSON object a line; line {number} is not JSON ({_brief(error)})") from error
-    if not isinstance(record, dict):
-        raise _error(key, str(file), f"one JSON object a line; line {number} is a {type(record).__name__}")
-    return record
-
-
-def _parquet(file: Path, columns: Sequence[str], key: str) -> Records:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            # If a column is missing, decode all of them: the error about the missing field lists the existing ones.
-            decoded = list(columns) if set(columns) <= set(names) else None
-            yield from _numbered(table.iter_batches(batch_size=BATCH_ROWS, columns=decoded))
-    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
-        raise _error(key, str(file), f"a readable Parquet file ({_brief(error)})") from error
-
-
-def _hub(path: str, subset: str | None, split: str, columns: Sequence[str], key: str) -> Records:
-    is_folder = Path(path).expanduser().is_dir()
-    if not is_folder and not _is_hub_id(path):
-        raise _error(key, path, "an existing JSONL or Parquet file, or the id of a hub data set; there is no such file")
+def _hub(path: str, subset: str | None, split: str, key: str) -> Records:
+    if not is_remote(path):
+        accepted = (
+            f"an existing file ({', '.join(formats.ENDINGS)}), or the id of a hub data set; there is no such file"
+        )
+        raise path_error(key, path, accepted)
 
     try:
         import datasets
     except ImportError as error:
-        raise _error(key, path, "a local file, or install the 'datasets' library to use the hub") from error
+        raise path_error(key, path, "a local file, or install the 'datasets' library to use the hub") from error
 
     where = f"split {split}" + (f" of subset {subset}" if subset else "")
+    is_folder = Path(path).expanduser().is_dir()
     with nullcontext(True) if is_folder else hub_client() as online:
         try:
             table = datasets.load_dataset(path, subset, split=split)
         # The hub client passes on errors of half a dozen libraries, without a common base class.
         except Exception as error:
+            accepted = f"a data set that can be loaded; {where} failed to load ({brief(error)})"
             if not online:
-                raise _error(
-                    key, path, f"a local file: the hub cannot be reached from here, and its cache has no {where}"
-                ) from error
-            raise _error(
-                key, path, f"a data set that can be loaded; {where} failed to load ({_brief(error)})"
-            ) from error
+                accepted = f"a local file: the hub cannot be reached from here, and its cache has no {where}"
+            raise path_error(key, path, accepted) from error
 
-    if set(columns) <= set(table.column_names):
-        table = table.select_columns(list(columns))
-    yield from _numbered(table.with_format("arrow").iter(batch_size=BATCH_ROWS))
-
-
-def _is_hub_id(path: str) -> bool:
-    return HUB_ID.fullmatch(path) is not None and not path.lower().endswith(JSON_LINES + PARQUET)
-
-
-def _numbered(batches: Iterator[Any]) -> Records:
-    """Number the rows of Arrow batches from 1."""
-    number = 0
-    for batch in batches:
-        for record in batch.to_pylist():
-            number += 1
-            yield number, record
-
-
-def _brief(error: Exception) -> str:
-    """First line of an error, shortened to fit into a sentence."""
-    return one_line(error).rstrip(".")[:MAX_ERROR_CHARACTERS]
-
-
-def _error(key: str, path: str, accepted: str) -> ConfigError:
-    return ConfigError(f"{key}.path={path} is not accepted: give {accepted}.")
+    table = table.select_columns(formats.columns(table.features.arrow_schema))
+    yield from formats.numbered(table.with_format("arrow").iter(batch_size=formats.BATCH_ROWS), path)

@@ -85,6 +85,8 @@ def load_from(path: Path, config: RunConfig, status: Callable[[str], None]) -> R
     status("preparing the data")
     prompts = data.build(config.data, tokenizer, seed=config.seed, max_prompt_tokens=rollout.max_prompt_tokens)
     warnings = list(prompts.warnings)
+    if config.mode is Mode.train:
+        warnings += prompts.counts.repeated(config.algorithm.prompts_per_step)
     if prompts.dropped:
         warnings.append(
             f"dropped {prompts.dropped} of {prompts.total} prompts: longer than "

@@ -96,6 +96,7 @@ async def start_rollout_workers(
 
     async with AsyncExitStack() as stack:
         inputs = take_inputs(config, recorder.status)
+        recorder.note(inputs.prompts.counts.text, inputs.prompts.counts.facts)
         for warning in inputs.warnings:
             recorder.warn(warning)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from app.algorithm.metrics import advantage_metrics, group_metrics, staleness_metrics
+from app.algorithm.metrics import advantage_metrics, group_metrics, source_metrics, staleness_metrics
 from app.types import Group, ScoredGroup, StepReport, SyncReport
 
 
@@ -44,7 +44,7 @@ def step_metrics(
 
     metrics = {"policy_version": float(report.version), "tokens/completion": 0.0}
     if sampled:
-        metrics |= group_metrics(sampled)
+        metrics |= group_metrics(sampled) | source_metrics(sampled)
     if groups:
         metrics |= staleness_metrics(groups, trained_version)
         metrics |= advantage_metrics(scored)

@@ -233,24 +233,32 @@ def _cells(phases: list[tuple[str, str, float]], total: float) -> Text:
 
 
 def end_line(status: str, totals: Mapping[str, float], *, evaluation: bool = False) -> Text:
-    """Format the outcome: `finished: 60 steps in 1 min 42 s, eval accuracy 31.0% → 93.5%, 98.3k completion tokens`.
+    """Format the outcome.
 
-    Of an evaluation: `finished: evaluation in 42 s, accuracy 93.5%`.
+    Example:
+        finished: 60 steps in 1 min 42 s, eval accuracy 31.0% → 93.5% (best 95.0%) of 200 prompts, 98.3k completion …
+
+    Of an evaluation: `finished: evaluation in 42 s, accuracy 93.5% of 200 prompts`.
     """
     color = {"finished": "bold green", "interrupted": "bold yellow"}.get(status, "bold red")
     text = Text("\n").append(status, color)
     if evaluation:
         text.append(f": evaluation in {duration(totals.get('total/seconds', 0.0))}")
         last = totals.get("eval/accuracy_last")
-        return text if last is None else text.append(f", accuracy {last:.1%}")
+        return text if last is None else text.append(f", accuracy {last:.1%}{_of_prompts(totals)}")
 
     text.append(f": {plural(int(totals.get('steps', 0)), 'step')} in {duration(totals.get('total/seconds', 0.0))}")
 
     if "eval/accuracy_last" in totals:
         text.append(f", eval accuracy {totals['eval/accuracy_first']:.1%} → {totals['eval/accuracy_last']:.1%}")
-        text.append(f" (best {totals['eval/accuracy_best']:.1%})", "dim")
+        text.append(f" (best {totals['eval/accuracy_best']:.1%}){_of_prompts(totals)}", "dim")
 
     tokens = totals.get("total/completion_tokens")
     if tokens:
         text.append(f", {count(tokens)} completion tokens")
     return text
+
+
+def _of_prompts(totals: Mapping[str, float]) -> str:
+    prompts = totals.get("eval/prompts")
+    return "" if prompts is None else f" of {plural(int(prompts), 'prompt')}"

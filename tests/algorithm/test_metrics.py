@@ -3,6 +3,7 @@
 import doctest
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,9 +21,11 @@ from app.algorithm.metrics import (
     group_metrics,
     merge,
     pass_at_k,
+    source_metrics,
     staleness_metrics,
 )
 from app.config.algorithm import AlgorithmConfig
+from app.types import Group
 
 from .groups import group
 
@@ -154,3 +157,21 @@ def test_a_component_does_not_replace_the_metric_of_its_name() -> None:
     made = group([1.0, 0.0], components=[{"accuracy": 0.25, "mean": 7.0}] * 2)
     metrics = group_metrics([made])
     assert (metrics["reward/accuracy"], metrics["reward/mean"]) == (0.5, 0.5)
+
+
+def test_groups_of_several_sources_are_measured_by_source():
+    def of(source, rewards):
+        plain = group(rewards)
+        prompt = replace(plain.prompt, source=source)
+        return Group(prompt, plain.trajectories)
+
+    groups = [of("easy", [1.0, 1.0]), of("hard", [0.0, 0.5]), of("hard", [1.0, 0.0])]
+    assert source_metrics(groups) == {
+        "source/easy/groups": 1.0,
+        "source/easy/reward": 1.0,
+        "source/easy/accuracy": 1.0,
+        "source/hard/groups": 2.0,
+        "source/hard/reward": 0.375,
+        "source/hard/accuracy": 0.25,
+    }
+    assert source_metrics(groups[1:]) == {}

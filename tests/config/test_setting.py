@@ -7,7 +7,7 @@ from enum import Enum
 import pytest
 from omegaconf import OmegaConf
 
-from app.config.data import EvalSetConfig
+from app.config.data import EvalSetConfig, TrainSetConfig
 from app.config.help import render, settings_help
 from app.config.run import RunConfig
 from app.config.setting import Bounds, Setting, check_bounds, settings
@@ -18,8 +18,9 @@ BOUNDED = [each for each in SETTINGS if each.bounds != Bounds()]
 
 
 def configured(key: str, value: object) -> RunConfig:
-    """A default configuration, with one evaluation set, that differs in one setting."""
+    """A default configuration, with one training and one evaluation set, that differs in one setting."""
     config = RunConfig()
+    config.data.train_sets["<name>"] = TrainSetConfig()
     config.data.eval_sets["<name>"] = EvalSetConfig()
 
     *sections, name = key.split(".")

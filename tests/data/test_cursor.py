@@ -104,7 +104,6 @@ def test_the_state_is_small_and_does_not_grow_with_the_data():
     stream = cursor(5000)
     stream.mark_consumed(ids(stream, 7000))
     assert len(json.dumps(stream.state())) < 200
-    assert stream.epoch == pytest.approx(1.4)
 
 
 def test_a_prompt_can_be_looked_up_by_id():
@@ -137,5 +136,5 @@ def test_ids_that_are_not_in_flight_are_rejected():
 def test_a_state_of_other_prompts_seed_or_order_is_rejected():
     state = cursor(5, seed=1).state()
     for other in (cursor(6, seed=1), cursor(5, seed=2), cursor(5, seed=1, shuffle=False)):
-        with pytest.raises(ConfigError, match=r"^data does not match the checkpoint: give the same data set"):
+        with pytest.raises(ConfigError, match=r"^data does not match the checkpoint: give the same rows, weights"):
             other.restore(state)

@@ -1,5 +1,6 @@
 """The presets of `data=`, composed by Hydra as on the command line."""
 
+import pytest
 from hydra import compose, initialize_config_dir
 
 from app.config import RunConfig
@@ -39,6 +40,46 @@ def test_rows_in_dapo_format_are_read_and_duplicates_dropped(jsonl):
 def test_a_reward_on_the_command_line_overrides_that_of_the_data():
     assert composed("data=gsm8k", "reward=exact").reward.components == {"exact": 1.0}
     assert composed("data=arithmetic").reward.components == {"exact": 1.0}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["+data.eval_sets.mine.path=eval.jsonl", "data.eval_sets.mine.rows=9"],
+        ["data.eval_sets.mine.path=eval.jsonl", "data.eval_sets.mine.rows=9"],
+        ["data.eval_sets={mine: {path: eval.jsonl, rows: 9}}"],
+        ["+data.eval_sets={mine: {path: eval.jsonl, rows: 9}}"],
+        ["++data.eval_sets={mine: {path: eval.jsonl, rows: 9}}"],
+    ],
+)
+def test_an_evaluation_set_can_be_added_in_every_spelling(overrides):
+    sets = composed(*overrides).data.eval_sets
+    assert list(sets) == ["mine"]
+    assert (sets["mine"].path, sets["mine"].rows, sets["mine"].split) == ("eval.jsonl", 9, "test")
+
+
+def test_sets_are_added_to_those_of_a_preset_and_can_be_removed():
+    data = composed("data=gsm8k", "+data.eval_sets.mine.path=[a.jsonl,b.csv]", "data.eval_sets.test.rows=20").data
+    assert {name: (each.path, each.rows) for name, each in data.eval_sets.items()} == {
+        "test": (None, 20),
+        "mine": (["a.jsonl", "b.csv"], None),
+    }
+    assert composed("data=gsm8k", "~data.eval_sets.test").data.eval_sets == {}
+
+
+def test_training_sets_and_paths_are_set_on_the_command_line():
+    data = composed("+data.train_sets.a.path=a.jsonl", "+data.train_sets.b.path=b/*.csv", "+data.train_sets.b.weight=2")
+    assert {name: (each.path, each.weight) for name, each in data.data.train_sets.items()} == {
+        "a": ("a.jsonl", 1.0),
+        "b": ("b/*.csv", 2.0),
+    }
+    assert composed("data.path=[a.jsonl,b.jsonl]").data.path == ["a.jsonl", "b.jsonl"]
+
+
+def test_entries_of_mappings_need_no_plus():
+    config = composed("reward=math", "reward.components.format=0.1", "rollout.engine_args.dtype=half")
+    assert config.reward.components == {"math": 1.0, "format": 0.1}
+    assert config.rollout.engine_args == {"dtype": "half"}
 
 
 def test_a_custom_reward_and_its_arguments_can_be_set_on_the_command_line():

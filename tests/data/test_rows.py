@@ -111,8 +111,21 @@ def test_a_file_instead_of_a_hub_set_holds_out_rows_for_its_splits_and_warns_onc
     loaded = rows.load(config, seed=0)
     assert (len(loaded.train), len(loaded.evals["test"])) == (19, 1)
     assert loaded.warnings == [
-        f"data.path={config.path} is a file without splits: holding out 0.05 of its rows for data.eval_sets.test"
+        f"data.path={config.path} has no other splits: holding out 0.05 of its rows for data.eval_sets.test"
     ]
+
+
+def test_an_evaluation_path_replaces_held_out_rows_and_the_sets_of_a_preset(jsonl):
+    train = jsonl(*[{"question": f"q{n}", "answer": f"#### {n}"} for n in range(20)])
+    mine = jsonl({"question": "p0", "answer": "#### 7"}, {"question": "p1"}, name="mine.jsonl")
+    config = DataConfig(
+        path=train, answer_after="####", eval_path=mine, eval_sets={"test": EvalSetConfig()}, max_broken_rows=1
+    )
+    loaded = rows.load(config, seed=0)
+    assert (len(loaded.train), list(loaded.evals), loaded.held_out) == (20, ["eval"], [])
+    assert [(row.answer, row.source) for row in loaded.evals["eval"]] == [("7", "eval")]
+    config.eval_path = "missing.jsonl"
+    assert config_error(config).startswith("data.eval_path=missing.jsonl is not accepted")
 
 
 def test_an_evaluation_set_inside_the_training_set_causes_a_warning(jsonl):
@@ -138,13 +151,15 @@ def test_a_folder_is_loaded_as_a_hub_data_set_with_splits(tmp_path):
 def test_a_missing_file_is_rejected():
     for path in ("missing.jsonl", "./rows", "/no/such/folder/rows.parquet", "Rows.JSONL"):
         message = config_error(DataConfig(path=path))
-        assert message.startswith(f"data.path={path} is not accepted: give an existing JSONL or Parquet file")
+        assert message.startswith(f"data.path={path} is not accepted: give an existing file (.jsonl, ")
+        assert message.endswith("or the id of a hub data set; there is no such file.")
 
 
 def test_a_file_of_an_unsupported_kind_is_rejected(tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_text("question,answer\n")
-    assert "give a file that ends in .jsonl, .ndjson, .json, .parquet" in config_error(DataConfig(path=str(path)))
+    for name in ("rows.tsv", "rows.parquet.gz", "rows.gz", "jsonl"):
+        path = tmp_path / name
+        path.write_text("question,answer\n")
+        assert "give a file that ends in .jsonl, .ndjson, .json, .csv, " in config_error(DataConfig(path=str(path)))
 
 
 def test_an_empty_file_is_rejected(jsonl, tmp_path):
@@ -160,7 +175,7 @@ def test_an_empty_file_is_rejected(jsonl, tmp_path):
 def test_a_file_that_is_not_text_is_rejected(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xff\xfe\x00binary")
-    assert "give a readable UTF-8 file of JSON lines ('utf-8' codec" in config_error(DataConfig(path=str(path)))
+    assert "give a readable JSON file in UTF-8 ('utf-8' codec" in config_error(DataConfig(path=str(path)))
 
 
 def test_a_broken_parquet_file_is_rejected(tmp_path):

@@ -62,6 +62,27 @@ def test_every_check_that_is_not_ok_has_a_hint() -> None:
     assert [one for one in checks if one.status is not CheckStatus.ok and not one.hint] == []
 
 
+def test_the_rows_of_local_files_are_counted(tmp_path: Path) -> None:
+    def data_of(*overrides: str) -> Check:
+        return of(list(doctor_machine.reachable(composed(*overrides))), "data")
+
+    generated = data_of()
+    assert (generated.status, generated.message) == (
+        CheckStatus.ok,
+        "arithmetic: 2,000 training rows, 200 held-out rows",
+    )
+    rows = tmp_path / "rows.csv"
+    rows.write_text("question,answer\n" + "1+1=,2\n" * 5)
+    few = data_of(f"data.path={rows}", "data.name=mine")
+    assert few.status is CheckStatus.warn
+    assert few.message.startswith("mine: 4 training rows, 1 held-out row; 1 of the 1 questions of evaluation set eval")
+    assert few.message.endswith("algorithm.prompts_per_step=16 exceeds the 4 training rows: each step repeats some")
+    rows.write_text("question,answer\n1+1=,2\n1,2,3\n")
+    broken = data_of(f"data.path={rows}")
+    assert (broken.status, broken.message[: len("data.path=")]) == (CheckStatus.fail, "data.path=")
+    assert "row 2 has 3 instead of 2" in broken.message
+
+
 def test_a_version_outside_the_range_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_software, "installed", {"sglang": "0.5.24", "torch": "2.13.0+cpu"}.get)
     checks = list(doctor_software.software(composed(), CPU))

@@ -92,6 +92,21 @@ def test_the_plan_shows_the_real_command_line_of_an_engine() -> None:
     assert "--device npu --chunked-prefill-size 8192" in text
 
 
+def test_the_plan_counts_the_rows_of_local_files(tmp_path: Path) -> None:
+    assert "Data: 2,000 training rows, 200 held-out rows\n" in describe(composed())
+    assert "Data: rows are counted when the run starts\n" in describe(composed(*MISSION, "data=gsm8k"))
+    assert "Data: rows are counted when the run starts\n" in describe(composed("data._target_=no_such.rows"))
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n{broken\n' * 10)
+    text = describe(composed(f"data.path={rows}", f"data.eval_path={rows}", "data.max_broken_rows=20"))
+    assert "Data: 10 training rows, 10 rows in evaluation set eval, 20 broken rows skipped\n  skipped 20 " in text
+    assert "\n  10 of the 10 questions of evaluation set eval are in the training set" in text
+    assert "\n  algorithm.prompts_per_step=16 exceeds the 10 training rows: each step repeats some\n" in text
+    refused = describe(composed(f"data.path={rows}"))
+    assert f"Data: a run on this machine would be refused: data.path={rows} is not accepted" in refused
+
+
 def test_the_plan_reports_too_little_memory() -> None:
     text = describe(composed(*MISSION, "device.memory_gib=32"))
     assert "DOES NOT FIT: 24.56 GiB too much" in text

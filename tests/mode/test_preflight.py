@@ -66,8 +66,18 @@ def test_warnings_about_the_data_are_recorded_by_the_run(tiny_model: Path, tmp_p
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "1+1=", "answer": "#### 2"}\n' * 20)
     first, second = take_inputs(composed(f"data.path={rows}", "data=gsm8k"), lambda _: None).warnings
-    assert first.startswith(f"data.path={rows} is a file without splits: holding out 0.05 of its rows")
+    assert first.startswith(f"data.path={rows} has no other splits: holding out 0.05 of its rows")
     assert second.startswith("1 of the 1 questions of evaluation set test are in the training set")
+
+
+def test_a_step_larger_than_the_training_set_is_a_warning_of_the_run(tiny_model: Path) -> None:
+    inputs = take_inputs(composed("data.arithmetic.problems=12", "data.arithmetic.eval_problems=1"), lambda _: None)
+    assert inputs.prompts.counts.text == "12 training rows, 1 held-out row"
+    assert inputs.prompts.counts.facts == {"data/training_rows": 12, "data/evaluation_rows": 1, "data/broken_rows": 0}
+    repeated = "algorithm.prompts_per_step=16 exceeds the 12 training rows: each step repeats some"
+    assert inputs.warnings == (repeated,)
+    evaluation = composed("mode=eval", "data.arithmetic.problems=12")
+    assert take_inputs(evaluation, lambda _: None).warnings == ()
 
 
 def test_dropped_prompts_are_a_warning_of_the_run(tiny_model: Path) -> None:

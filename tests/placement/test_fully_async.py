@@ -53,7 +53,8 @@ def assert_ledger(world: World) -> None:
     assert not set(trained) & (useless | returned)
     ends = len(trained) + total(world, "filtered") + total(world, "dropped") + total(world, "aborted")
     assert sent.total() == ends
-    drawn = round(world.cursor.epoch * len(world.cursor))
+    position = world.cursor.state()
+    drawn = position["epoch"] * len(world.cursor) + position["position"]
     assert len(sent) == drawn
 
 

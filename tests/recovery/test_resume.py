@@ -272,4 +272,4 @@ def test_a_run_on_other_data_than_the_checkpoints_is_refused_before_anything_is_
     (tmp_path / "go").touch()
     code, text = run_app(f"resume={run}/checkpoints/step_4", cwd=tmp_path, module="tests.mode.held_app")
     assert (code, content(run)) == (2, before)
-    assert text.startswith("data does not match the checkpoint: give the same data set")
+    assert text.startswith("data does not match the checkpoint: give the same rows, weights")

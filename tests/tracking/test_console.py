@@ -78,11 +78,13 @@ def test_the_end_shows_status_totals_and_files():
         "eval/accuracy_first": 0.31,
         "eval/accuracy_last": 0.935,
         "eval/accuracy_best": 0.94,
+        "eval/prompts": 2,
         "total/completion_tokens": 98_300,
     }
     end = lines(lambda console: console.end("finished", totals, None, {"report": Path("out/run/report.html")}))
     assert end[-2:] == [
-        "finished: 60 steps in 1 min 42 s, eval accuracy 31.0% → 93.5% (best 94.0%), 98.3k completion tokens",
+        "finished: 60 steps in 1 min 42 s, eval accuracy 31.0% → 93.5% (best 94.0%) of 2 prompts, 98.3k completion "
+        "tokens",
         "  report   out/run/report.html",
     ]
     kept = {"report": Path("out/run/report.html"), "evaluate": "python -m app mode=eval resume=out/run"}
@@ -100,7 +102,8 @@ def test_an_evaluation_speaks_of_its_sets_and_not_of_training():
     stream = io.StringIO()
     console = RunConsole(RunConfig(mode=Mode.eval), Path("out/run"), stream)
     console.log_eval(20, sets)
-    totals = {"steps": 0, "total/seconds": 42.0, "eval/accuracy_first": 0.5, "eval/accuracy_last": 0.5}
+    accuracy = {"eval/accuracy_first": 0.5, "eval/accuracy_last": 0.5, "eval/prompts": 101}
+    totals = {"steps": 0, "total/seconds": 42.0, **accuracy}
     console.end("finished", totals, None, {})
     assert stream.getvalue().splitlines() == [
         "",
@@ -112,7 +115,7 @@ def test_an_evaluation_speaks_of_its_sets_and_not_of_training():
         "easy  100      90.0% ± 3.0%  95.0%   4.0     —",
         "hard  1        10.0%         20.0%   9.5     25.0%",
         "",
-        "finished: evaluation in 42 s, accuracy 50.0%",
+        "finished: evaluation in 42 s, accuracy 50.0% of 101 prompts",
     ]
 
 

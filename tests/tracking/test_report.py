@@ -3,11 +3,13 @@ import json
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
 from app.config import Mode, RunConfig
+from app.data.counts import RowCounts
 from app.errors import RunError
 from app.mode import session
 from app.mode.preflight import RunInputs
@@ -166,7 +168,8 @@ def test_shares_of_time_are_shares_of_the_sums(tmp_path):
 def test_warnings_about_the_inputs_are_in_the_report(tmp_path, monkeypatch):
     """The data is read before the run's folder exists."""
     sentence = "9 of the 10 questions of evaluation set mine are also in the training set"
-    inputs = RunInputs(tmp_path, None, None, (sentence,))
+    counts = RowCounts({"mine": 47}, {"mine": 10}, [], 0, {})
+    inputs = RunInputs(tmp_path, None, SimpleNamespace(counts=counts), (sentence,))
     monkeypatch.setattr(session, "take_inputs", lambda config, status: inputs)
 
     def stop(*_, **__):
@@ -180,7 +183,14 @@ def test_warnings_about_the_inputs_are_in_the_report(tmp_path, monkeypatch):
 
     with pytest.raises(RunError), RunFolderRecorder(RunConfig(), tmp_path) as recorder:
         asyncio.run(start(recorder))
-    assert f"step 0 {sentence}" in Page(tmp_path / "report.html").words
+    words = Page(tmp_path / "report.html").words
+    assert f"step 0 {sentence}" in words
+    assert "47 training rows · 10 evaluation rows" in words
+
+    # A resumed run warns again.
+    with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
+        recorder.warn(sentence)
+    assert Page(tmp_path / "report.html").words.count(sentence) == 1
 
 
 def test_records_that_were_set_aside_are_no_run_of_their_own_unless_named(tmp_path):

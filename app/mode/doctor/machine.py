@@ -11,7 +11,8 @@ from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 from app.config import RunConfig
-from app.data import sources
+from app.data import rows, sources
+from app.data.counts import describe_rows
 from app.errors import ConfigError
 from app.mode.disk import plan_disk
 from app.mode.doctor.finding import Check, CheckStatus, check
@@ -112,10 +113,9 @@ def _refused(subject: str, refused: Mapping[str, str]) -> Check | None:
 
 def _is_local(config: RunConfig) -> bool:
     """Whether model and data are files of this machine."""
-    data = config.data
-    paths = [data.path, *(each.path for each in data.eval_sets.values())]
-    hub = any(path is not None and sources.is_remote(path) for path in paths)
-    return config.model.path is not None and Path(config.model.path).expanduser().is_dir() and not hub
+    return (
+        config.model.path is not None and Path(config.model.path).expanduser().is_dir() and rows.is_local(config.data)
+    )
 
 
 def _prompts(config: RunConfig) -> Check:
@@ -147,12 +147,19 @@ def _model(config: RunConfig) -> Check:
 
 
 def _data(config: RunConfig) -> Check:
-    path = config.data.path
-    if path is None:
-        return Check("data", CheckStatus.ok, "arithmetic, generated")
-    if Path(path).expanduser().is_file():
-        return Check("data", CheckStatus.ok, f"file {path}")
-    return _hub("data", "dataset", path, "data.path")
+    data = config.data
+    if not rows.is_local(data):
+        is_hub_set = isinstance(data.path, str) and sources.is_remote(data.path)
+        if is_hub_set and data._target_ is None and not data.train_sets:
+            return _hub("data", "dataset", data.path, "data.path")
+        return Check("data", CheckStatus.ok, "rows are counted when the run starts")
+
+    try:
+        counted, *warnings = describe_rows(data, config.algorithm.prompts_per_step)
+    except ConfigError as error:
+        return Check("data", CheckStatus.fail, str(error), "correct the setting or the file")
+    message = "; ".join([f"{data.name}: {counted.removeprefix('Data: ')}", *map(str.strip, warnings)])
+    return check("data", not warnings, message, "a run warns of this, too", otherwise=CheckStatus.warn)
 
 
 def _hub(subject: str, kind: str, name: str, key: str) -> Check:

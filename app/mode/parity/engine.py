@@ -6,7 +6,7 @@ exported checkpoint. The completions come back with the engine's log-probabiliti
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,10 @@ class StderrRecorder:
         sys.stderr.write(f"{text} …\n")
 
     warn = status
+
+    def note(self, text: str, facts: Mapping[str, str | int] | None = None) -> None:
+        """Show something to know about the run; there is no summary for the facts."""
+        self.status(text)
 
 
 def sample(config: RunConfig, folder: Path) -> Sampled:

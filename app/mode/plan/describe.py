@@ -8,7 +8,9 @@ Invariants:
 from app.config import RunConfig
 from app.config.model import ModelConfig
 from app.config.placement import PlacementKind
+from app.data.counts import describe_rows
 from app.device import device_of
+from app.errors import ConfigError
 from app.mode.plan import text
 from app.mode.plan.memory import devices
 from app.mode.plan.remedies import remedies_of
@@ -22,7 +24,7 @@ def describe(config: RunConfig) -> str:
     model = architecture_of(config.model)
     flags = engine_flags(config, device)
 
-    sections = [_devices(config), _batch(config)]
+    sections = [_devices(config), _batch(config), _rows(config)]
     if model is None:
         sections.append(_unknown(config.model))
     else:
@@ -66,6 +68,13 @@ def _devices(config: RunConfig) -> list[str]:
     if config.rollout.urls:
         return [*lines, *(f"  engine {index}: running at {url}" for index, url in enumerate(config.rollout.urls))]
     return [*lines, f"  {config.engines} engine(s) of {width} device(s)"]
+
+
+def _rows(config: RunConfig) -> list[str]:
+    try:
+        return describe_rows(config.data, config.algorithm.prompts_per_step)
+    except ConfigError as error:
+        return [f"Data: a run on this machine would be refused: {error}"]
 
 
 def _batch(config: RunConfig) -> list[str]:

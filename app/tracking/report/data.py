@@ -76,7 +76,7 @@ def read_run(folder: Path) -> RunData:
         series=series,
         config=config,
         overrides=overrides,
-        warnings=list(metrics_file.read(folder / WARNINGS)),
+        warnings=read_warnings(folder / WARNINGS),
         samples=read_samples(folder, "eval" if _is_evaluation(config) else "step"),
     )
 
@@ -142,6 +142,14 @@ def flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def read_warnings(path: Path) -> list[Mapping[str, Any]]:
+    """Return the warnings of a run, each text once: a resumed run repeats those of its start."""
+    first: dict[str, Mapping[str, Any]] = {}
+    for warning in metrics_file.read(path):
+        first.setdefault(str(warning.get("text")), warning)
+    return list(first.values())
 
 
 def read_samples(folder: Path, kind: str) -> list[Mapping[str, Any]]:

@@ -107,6 +107,9 @@ def _header(runs: Sequence[RunData]) -> str:
     status = str(run.summary.get("status", "unknown"))
     what = "evaluation" if run.is_evaluation else plural(run.summary.get("steps", 0), "step")
     totals = [what, duration(run.summary.get("total/seconds", 0.0))]
+    for kind in ("training", "evaluation"):
+        if f"data/{kind}_rows" in run.summary:
+            totals.append(plural(run.summary[f"data/{kind}_rows"], f"{kind} row"))
     tokens = run.summary.get("total/completion_tokens")
     if tokens:
         totals.append(f"{count(tokens)} completion tokens")

@@ -7,6 +7,7 @@ Invariants:
 """
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from enum import Enum
@@ -24,6 +25,7 @@ TOTALS = {  # total → the metric that it sums
     "total/train_seconds": "time/train",
     "total/sync_seconds": "time/sync",
 }
+EVALUATED = re.compile(r"eval/(.+/)?prompts")  # prompts of an evaluation set
 
 
 class Status(Enum):
@@ -57,6 +59,10 @@ class Summary:
             self.values.setdefault("eval/accuracy_first", accuracy)
             self.values["eval/accuracy_last"] = accuracy
             self.values["eval/accuracy_best"] = max(accuracy, self.values.get("eval/accuracy_best", accuracy))
+
+        prompts = [value for name, value in metrics.items() if EVALUATED.fullmatch(name) and value is not None]
+        if prompts:
+            self.values["eval/prompts"] = round(sum(prompts))
 
         for total, name in TOTALS.items():
             value = metrics.get(name)

@@ -1,0 +1,92 @@
+"""From the raw records of one set to its rows: fields are mapped, broken rows skipped, repetitions dropped.
+
+Invariants:
+- A row keeps its index among all records of its set, whatever is skipped or dropped before it.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from app.data.fields import FieldMap, Row
+from app.data.formats import Records
+from app.errors import ConfigError
+
+
+class BrokenRows:
+    """Counts the broken rows that a run skips, over all of its sets.
+
+    Args:
+        limit: `data.max_broken_rows`; the next broken row is an error.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._skipped: dict[str, list[ConfigError]] = {}  # by file or data set
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self._skipped.values()))
+
+    @property
+    def warnings(self) -> list[str]:
+        """One sentence for each file that had broken rows."""
+        return [
+            f"skipped {len(errors)} broken row(s) of {where}; the first: {errors[0]}"
+            for where, errors in self._skipped.items()
+        ]
+
+    def skip(self, where: str, error: ConfigError) -> None:
+        """Count a broken row of a file. Raises its error if too many were skipped before."""
+        if self.count < self._limit:
+            self._skipped.setdefault(where, []).append(error)
+            return
+        if not self._limit:
+            raise error
+        skipped = f"data.max_broken_rows={self._limit} broken rows were skipped before"
+        raise ConfigError(f"{str(error).removesuffix('.')}; {skipped}.") from error
+
+
+def read_rows(
+    records: Records, fields: FieldMap, source: str, key: str, distinct: bool, broken: BrokenRows
+) -> list[Row]:
+    """Read the rows of one set.
+
+    Args:
+        records: The raw records.
+        fields: Where question and answer are.
+        source: Name of the set.
+        key: Setting and value named in errors about all rows: "data.path=rows.jsonl".
+        distinct: Keep only the first of rows with the same question and answer.
+        broken: Counts the rows that are skipped.
+
+    Raises:
+        ConfigError: A row is broken and none may be skipped any more, or there are no rows.
+    """
+    skipped_before = broken.count
+    mapped = _mapped(records, fields, source, broken)
+    rows = list(_distinct(mapped) if distinct else mapped)
+    if not rows:
+        skipped = broken.count - skipped_before
+        why = f"all {skipped} rows of this one are broken" if skipped else "this one is empty"
+        raise ConfigError(f"{key} is not accepted: give a data set with rows; {why}.")
+    return rows
+
+
+def _mapped(records: Records, fields: FieldMap, source: str, broken: BrokenRows) -> Iterator[Row]:
+    for index, record in enumerate(records):
+        try:
+            if isinstance(record.values, ConfigError):
+                raise record.values
+            place = f"row {record.number} of {record.where}"
+            row = fields.row(record.values, source=source, index=index, place=place)
+        except ConfigError as error:
+            broken.skip(record.where, error)
+        else:
+            yield row
+
+
+def _distinct(rows: Iterable[Row]) -> Iterator[Row]:
+    seen: set[tuple[str, str]] = set()
+    for row in rows:
+        if (row.question, row.answer) not in seen:
+            seen.add((row.question, row.answer))
+            yield row

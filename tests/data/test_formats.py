@@ -1,0 +1,169 @@
+"""Formats of data files, several files, and broken rows."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from app.config.data import DataConfig, EvalSetConfig
+from app.data import rows
+from app.data.fields import Row
+from app.errors import ConfigError
+
+RECORDS = [{"question": f'Ünit {number},\n"quoted"', "answer": f"00{number}"} for number in range(3)]
+
+
+def lines_of(records: list[dict[str, str]]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def csv_of(records: list[dict[str, str]]) -> str:
+    cells = [('"' + record["question"].replace('"', '""') + '"', record["answer"]) for record in records]
+    return "question,answer\r\n" + "".join(f"{question},{answer}\r\n" for question, answer in cells)
+
+
+TEXTS = {
+    "rows.jsonl": lines_of(RECORDS),
+    "rows.ndjson": lines_of(RECORDS),
+    "lines.json": lines_of(RECORDS),
+    "list.json": json.dumps(RECORDS, indent=2),
+    "rows.csv": csv_of(RECORDS),
+    "bom.csv": "\ufeff" + csv_of(RECORDS),
+}
+
+
+def everything(path: object) -> list[Row]:
+    """All rows of a path, in file order."""
+    loaded = rows.load(DataConfig(path=path), seed=0)
+    return sorted(loaded.train + loaded.evals["eval"], key=lambda row: row.index)
+
+
+def error_of(config: DataConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        rows.load(config, seed=0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*TEXTS, *(f"{name}.gz" for name in TEXTS)])
+def test_every_text_format_gives_the_same_rows(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    text = TEXTS[name.removesuffix(".gz")].encode()
+    path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    read = everything(str(path))
+    assert [row.columns for row in read] == RECORDS
+    assert [(row.question, row.answer) for row in read] == [(each["question"], each["answer"]) for each in RECORDS]
+
+
+def test_several_files_are_read_in_the_given_order_and_patterns_in_sorted_order(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        (tmp_path / f"{name}.jsonl").write_text(lines_of([{"question": name, "answer": "1"}]))
+    table = pyarrow.Table.from_pylist([{"question": "p", "answer": "1"}])
+    pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
+
+    def questions(path: object) -> str:
+        return "".join(row.question for row in everything(path))
+
+    b, a, p = (str(tmp_path / name) for name in ("b.jsonl", "a.jsonl", "p.parquet"))
+    assert questions([b, p, a]) == "bpa"
+    assert questions(str(tmp_path / "*.jsonl")) == "abc"
+    assert questions([p, str(tmp_path / "*.jsonl")]) == "pabc"
+    assert questions(str(tmp_path / "**" / "[ab].jsonl")) == "ab"
+    assert [row.index for row in everything([b, a])] == [0, 1]  # unique over all files
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path: Path) -> None:
+    (tmp_path / "rows[1].jsonl").write_text(lines_of(RECORDS))
+    (tmp_path / "rows1.jsonl").write_text(lines_of(RECORDS[:2]))
+    assert len(everything(str(tmp_path / "rows[1].jsonl"))) == 3
+
+
+def test_an_error_names_the_file_and_its_row(tmp_path: Path) -> None:
+    good, bad = tmp_path / "a.jsonl", tmp_path / "b.csv"
+    good.write_text(lines_of(RECORDS))
+    bad.write_text("question,answer\nq,1\nq,\n")
+    assert error_of(DataConfig(path=[str(good), str(bad)])) == (
+        f"data.answer=answer is not accepted: give a text field; it is empty in row 2 of {bad}."
+    )
+    bad.write_text("question,answer\nq,1\nq,1,2\n")
+    assert error_of(DataConfig(path=str(bad))) == (
+        f"data.path={bad} is not accepted: give rows of as many cells as the header; row 2 has 3 instead of 2."
+    )
+    bad.write_text("frage,answer\nq,1\n")
+    assert error_of(DataConfig(path=str(bad))).endswith(f"a field of the rows; row 1 of {bad} has only frage, answer.")
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    packed = tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress(lines_of(RECORDS * 50).encode())[:-40])
+    expected = f"data.path={packed} is not accepted: give a readable JSON file in UTF-8 compressed with gzip ("
+    assert error_of(DataConfig(path=str(packed))).startswith(expected)
+    packed.write_text(lines_of(RECORDS))
+    assert "Not a gzipped file" in error_of(DataConfig(path=str(packed)))
+
+    listed = tmp_path / "rows.json"
+    listed.write_text('[{"question": "q", "answer": "a"},')
+    assert "give a list of JSON objects; it is not JSON (" in error_of(DataConfig(path=str(listed)))
+    listed.write_text('[{"question": "q", "answer": "a"}, 7]')
+    assert error_of(DataConfig(path=str(listed))).endswith("give a list of JSON objects; row 2 is a int.")
+
+    quoted = tmp_path / "rows.csv"
+    quoted.write_text('question,answer\n"open,1\n')
+    assert "give a readable CSV file in UTF-8 (unexpected end of data)" in error_of(DataConfig(path=str(quoted)))
+
+
+# Broken rows
+
+BROKEN = [
+    '{"question": "q0", "answer": "0"}',
+    "{broken",
+    '{"question": "q2", "answer": null}',
+    "[1]",
+    '{"question": 1}',
+]
+
+
+def broken_file(tmp_path: Path, *more: str) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([*BROKEN, '{"question": "q5", "answer": "5"}', *more]))
+    return str(path)
+
+
+def test_broken_rows_are_skipped_up_to_the_limit_and_counted(tmp_path: Path) -> None:
+    path = broken_file(tmp_path)
+    loaded = rows.load(DataConfig(path=path, max_broken_rows=4), seed=0)
+    everyone = sorted(loaded.train + loaded.evals["eval"], key=lambda row: row.index)
+    assert [(row.question, row.index) for row in everyone] == [("q0", 0), ("q5", 5)]
+    assert loaded.broken == 4
+    (warning,) = loaded.warnings
+    assert warning.startswith(
+        f"skipped 4 broken row(s) of {path}; the first: data.path={path} is not accepted: give one "
+    )
+    assert "line 2 is not JSON" in warning
+
+
+def test_one_broken_row_more_is_an_error_with_its_line(tmp_path: Path) -> None:
+    path = broken_file(tmp_path)
+    assert "; line 2 is not JSON (" in error_of(DataConfig(path=path))
+    assert error_of(DataConfig(path=path, max_broken_rows=3)) == (
+        f"data.answer=answer is not accepted: give a field of the rows; row 5 of {path} has only question; "
+        "data.max_broken_rows=3 broken rows were skipped before."
+    )
+
+
+def test_the_limit_covers_all_sets(tmp_path: Path) -> None:
+    path = broken_file(tmp_path)
+    config = DataConfig(path=path, eval_sets={"mine": EvalSetConfig(path=path)}, max_broken_rows=8)
+    assert rows.load(config, seed=0).broken == 8
+    config.max_broken_rows = 7
+    assert "data.eval_sets.mine.answer=answer is not accepted" in error_of(config)
+
+
+def test_a_file_of_broken_rows_only_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{\n" * 5)
+    assert error_of(DataConfig(path=str(path), max_broken_rows=100)) == (
+        f"data.path={path} is not accepted: give a data set with rows; all 5 rows of this one are broken."
+    )

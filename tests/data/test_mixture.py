@@ -1,0 +1,135 @@
+"""Several training sets, mixed by weight."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.config.data import DataConfig, EvalSetConfig, TrainSetConfig
+from app.data.build import build
+from app.data.cursor import PromptCursor
+from app.errors import ConfigError
+from app.types import Prompt
+
+WEIGHTS = {"a": 2.0, "b": 1.0, "c": 0.5}
+
+
+def cursor(weights: dict[str, float] = WEIGHTS, *, rows: int = 7, seed: int = 0) -> PromptCursor:
+    prompts = [
+        Prompt(id=f"{name}/{row}", token_ids=np.array([row], dtype=np.int32), answer="1", source=name)
+        for name in weights
+        for row in range(rows)
+    ]
+    return PromptCursor(prompts, seed=seed, shuffle=True, weights=weights)
+
+
+def ids(stream: PromptCursor, count: int) -> list[str]:
+    return [prompt.id for prompt in stream.take(count)]
+
+
+def test_prompts_are_drawn_in_proportion_to_the_weights() -> None:
+    drawn = Counter(prompt.source for prompt in cursor().take(3500))
+    assert drawn == {"a": 2000, "b": 1000, "c": 500}
+
+
+@given(
+    weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=5),
+    count=st.integers(1, 300),
+    seed=st.integers(0, 2**31 - 1),
+)
+@settings(deadline=None)
+def test_at_any_time_every_set_is_within_two_prompts_of_its_share(weights, count, seed) -> None:
+    named = {f"set{index}": weight for index, weight in enumerate(weights)}
+    drawn = Counter(prompt.source for prompt in cursor(named, seed=seed).take(count))
+    for name, weight in named.items():
+        assert abs(drawn[name] - count * weight / sum(weights)) < 2
+
+
+def test_each_set_has_whole_epochs_of_its_own() -> None:
+    drawn = ids(cursor(rows=7), 35)  # 20 of a, 10 of b, 5 of c
+    of_a = [each for each in drawn if each.startswith("a/")]
+    assert sorted(of_a[:7]) == [f"a/{row}@0" for row in range(7)]
+    assert sorted(of_a[7:14]) == [f"a/{row}@1" for row in range(7)]
+    assert [each.split("@")[0] for each in of_a[:7]] != [each.split("@")[0] for each in of_a[7:14]]
+
+
+def test_the_order_depends_only_on_the_seed() -> None:
+    assert ids(cursor(seed=1), 50) == ids(cursor(seed=1), 50)
+    assert ids(cursor(seed=1), 50) != ids(cursor(seed=2), 50)
+
+
+@given(before=st.integers(0, 60), requeued=st.sets(st.integers(0, 59)), after=st.integers(1, 60))
+@settings(deadline=None)
+def test_a_resumed_mixture_continues_identically(before, requeued, after) -> None:
+    saved = cursor()
+    dispatched = ids(saved, before)
+    returned = [dispatched[index] for index in sorted(requeued) if index < before]
+    saved.requeue(returned)
+    saved.mark_consumed([each for each in dispatched if each not in returned])
+    restored = cursor()
+    restored.restore(json.loads(json.dumps(saved.state())))
+    assert ids(restored, after) == ids(saved, after)
+
+
+def test_other_weights_do_not_match_a_checkpoint() -> None:
+    state = cursor().state()
+    with pytest.raises(ConfigError, match=r"^data does not match the checkpoint: give the same rows, weights,"):
+        cursor({**WEIGHTS, "a": 3.0}).restore(state)
+
+
+def test_ids_of_another_set_are_unknown() -> None:
+    stream = cursor()
+    stream.take(3)
+    for wrong in ("d/0@0", "a/99@0", "a"):
+        with pytest.raises(KeyError):
+            stream.prompt(wrong)
+
+
+def config_of(jsonl, **more: object) -> DataConfig:
+    easy = jsonl(*[{"question": f"{n}", "answer": "1"} for n in range(40)], name="easy.jsonl")
+    hard = jsonl(*[{"problem": f"{n}*", "answer": "1"} for n in range(20)], name="hard.jsonl")
+    sets = {"easy": TrainSetConfig(path=easy), "hard": TrainSetConfig(path=hard, weight=3, question="problem")}
+    return DataConfig(train_sets=sets, **more)
+
+
+def test_training_sets_are_read_with_their_own_fields_and_rows_are_held_out_of_each(jsonl, tokenizer) -> None:
+    data = build(config_of(jsonl, eval_fraction=0.1), tokenizer, seed=0, max_prompt_tokens=8)
+    assert data.counts.text == "54 training rows (easy 36 at weight 1; hard 18 at weight 3), 6 held-out rows"
+    assert Counter(prompt.source for prompt in data.train.take(400)) == {"easy": 100, "hard": 300}
+
+    held_out = data.evals["eval"]
+    assert Counter(prompt.source for prompt in held_out) == {"easy": 4, "hard": 2}
+    assert len({prompt.id for prompt in held_out}) == 6
+    assert held_out[0].id.startswith("eval/easy/")
+
+
+def test_a_step_that_takes_more_prompts_than_a_set_has_is_warned_of(jsonl, tokenizer) -> None:
+    counts = build(config_of(jsonl, eval_fraction=0.1), tokenizer, seed=0, max_prompt_tokens=8).counts
+    assert counts.repeated(24) == []
+    assert counts.repeated(32) == [
+        "algorithm.prompts_per_step=32 takes 24 of data.train_sets.hard, which has 18 training rows: each step "
+        "repeats some"
+    ]
+
+
+def test_a_set_whose_prompts_are_all_too_long_is_refused(jsonl, tokenizer) -> None:
+    long = jsonl({"question": "123456", "answer": "1"}, name="long.jsonl")
+    config = config_of(jsonl, eval_path=jsonl({"question": "1", "answer": "1"}))
+    config.train_sets["long"] = TrainSetConfig(path=long)
+    with pytest.raises(ConfigError, match=r"leave out data\.train_sets\.long, whose prompts are all too long\.$"):
+        build(config, tokenizer, seed=0, max_prompt_tokens=4)
+
+
+def test_evaluation_sets_stand_beside_training_sets(jsonl, tokenizer) -> None:
+    mine = jsonl({"question": "99", "answer": "1"}, {"question": "7", "answer": "1"})
+    config = config_of(jsonl, eval_sets={"mine": EvalSetConfig(path=mine)})
+    data = build(config, tokenizer, seed=0, max_prompt_tokens=8)
+    assert data.counts.text == (
+        "60 training rows (easy 40 at weight 1; hard 20 at weight 3), 2 rows in evaluation set mine"
+    )
+    assert data.warnings == [
+        "1 of the 2 questions of evaluation set mine are in the training set: its accuracy measures memorization"
+    ]
