@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +53,8 @@ class Prompt:
     token_ids: np.ndarray  # [P] int32
     answer: str
     source: str  # name of the data set
+    question: str = ""  # of the row, without data.prefix, data.suffix and chat template
+    row: Mapping[str, Any] = field(default_factory=dict)  # every column of the row, as JSON values
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,4 +23,5 @@ def problems(config: ArithmeticConfig, seed: int) -> tuple[list[Row], list[Row]]
 
 
 def _row(left: int, right: int, index: int) -> Row:
-    return Row(question=f"{left}+{right}=", answer=str(left + right), source=NAME, index=index)
+    columns = {"question": f"{left}+{right}=", "answer": str(left + right)}
+    return Row(**columns, source=NAME, index=index, columns=columns)

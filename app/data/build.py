@@ -68,7 +68,16 @@ def _prompts(members: Sequence[Row], config: DataConfig, tokenizer: Any, *, set_
             )
         # The cursor appends the epoch to the id of a training prompt.
         prompt_id = f"{row.source}/{row.index}" if set_name is None else f"{set_name}/{row.index}@eval"
-        prompts.append(Prompt(id=prompt_id, token_ids=token_ids, answer=row.answer, source=row.source))
+        prompts.append(
+            Prompt(
+                id=prompt_id,
+                token_ids=token_ids,
+                answer=row.answer,
+                source=row.source,
+                question=row.question,
+                row=row.columns,
+            )
+        )
     return prompts
 
 

@@ -5,6 +5,7 @@ Invariants:
   `ConfigError` that names the key, the file and the row, counted from 1.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ class Row:
     answer: str
     source: str  # name of the data set
     index: int  # in its file, from 0; independent of dropped rows
+    columns: Mapping[str, Any]  # all of them, as JSON values
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class FieldMap:
         answer = self._text(record, "answer", self.answer, number)
         if self.answer_after:
             answer = self._after(answer, self.answer_after, number)
-        return Row(question=question, answer=answer, source=source, index=index)
+        columns = {sys.intern(name): plain(value) for name, value in record.items()}
+        return Row(question=question, answer=answer, source=source, index=index, columns=columns)
 
     def _text(self, record: Mapping[str, Any], name: str, path: str, number: int) -> str:
         value = find(record, path)
@@ -80,6 +83,21 @@ class FieldMap:
 
     def _error(self, name: str, value: str, accepted: str) -> ConfigError:
         return ConfigError(f"{self.key}.{name}={value} is not accepted: give {accepted}.")
+
+
+def plain(value: Any) -> Any:
+    """Return a value of a record as JSON values; other types, such as dates, as text.
+
+    >>> plain({"due": date(2026, 1, 31), "tags": ("a", None)})
+    {'due': '2026-01-31', 'tags': ['a', None]}
+    """
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [plain(each) for each in value]
+    return str(value)
 
 
 @dataclass(frozen=True, slots=True)

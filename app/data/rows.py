@@ -106,8 +106,7 @@ def _read_evaluation(config: DataConfig, name: str, evaluation: EvalSetConfig) -
 
 
 def _read(path: str, subset: str | None, split: str, fields: FieldMap, source: str, distinct: bool) -> list[Row]:
-    columns = list(dict.fromkeys(field.split(".")[0] for field in (fields.question, fields.answer)))
-    records = sources.read(path, subset=subset, split=split, columns=columns, key=fields.key)
+    records = sources.read(path, subset=subset, split=split, key=fields.key)
     mapped = (
         fields.row(record, source=source, index=index, number=number) for index, (number, record) in enumerate(records)
     )

@@ -3,12 +3,12 @@
 Invariants:
 - A path that exists as a file is read locally and never looked up on the hub.
 - Unreadable data raises a `ConfigError` that names the key and the file.
-- Only the requested columns of Parquet and hub data are decoded.
+- Columns of bytes, such as images, are left out.
 """
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,13 @@ def local_file(path: str) -> Path | None:
     return file if file.is_file() else None
 
 
-def read(path: str, *, subset: str | None, split: str, columns: Sequence[str], key: str) -> Records:
+def read(path: str, *, subset: str | None, split: str, key: str) -> Records:
     """Read the records of a file or a hub data set, lazily.
 
     Args:
         path: A JSONL or Parquet file, or the id of a hub data set.
         subset: Configuration of a hub data set.
         split: Split of a hub data set.
-        columns: Top-level fields to decode.
         key: Configuration section named in errors.
 
     Raises:
@@ -43,11 +42,11 @@ def read(path: str, *, subset: str | None, split: str, columns: Sequence[str], k
     """
     file = local_file(path)
     if file is None:
-        return _hub(path, subset, split, columns, key)
+        return _hub(path, subset, split, key)
     if file.suffix in JSON_LINES:
         return _json_lines(file, key)
     if file.suffix in PARQUET:
-        return _parquet(file, columns, key)
+        return _parquet(file, key)
     raise _error(key, path, f"a file that ends in {', '.join(JSON_LINES + PARQUET)}, or the id of a hub data set")
 
 
@@ -71,21 +70,19 @@ def _object(line: str, number: int, file: Path, key: str) -> dict[str, Any]:
     return record
 
 
-def _parquet(file: Path, columns: Sequence[str], key: str) -> Records:
+def _parquet(file: Path, key: str) -> Records:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            # If a column is missing, decode all of them: the error about the missing field lists the existing ones.
-            decoded = list(columns) if set(columns) <= set(names) else None
-            yield from _numbered(table.iter_batches(batch_size=BATCH_ROWS, columns=decoded))
+            columns = _columns(table.schema_arrow)
+            yield from _numbered(table.iter_batches(batch_size=BATCH_ROWS, columns=columns))
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise _error(key, str(file), f"a readable Parquet file ({_brief(error)})") from error
 
 
-def _hub(path: str, subset: str | None, split: str, columns: Sequence[str], key: str) -> Records:
+def _hub(path: str, subset: str | None, split: str, key: str) -> Records:
     is_folder = Path(path).expanduser().is_dir()
     is_hub_id = HUB_ID.fullmatch(path) is not None and not path.lower().endswith(JSON_LINES + PARQUET)
     if not is_folder and not is_hub_id:
@@ -103,9 +100,19 @@ def _hub(path: str, subset: str | None, split: str, columns: Sequence[str], key:
         where = f"split {split}" + (f" of subset {subset}" if subset else "")
         raise _error(key, path, f"a data set that can be loaded; {where} failed to load ({_brief(error)})") from error
 
-    if set(columns) <= set(table.column_names):
-        table = table.select_columns(list(columns))
+    table = table.select_columns(_columns(table.features.arrow_schema))
     yield from _numbered(table.with_format("arrow").iter(batch_size=BATCH_ROWS))
+
+
+def _columns(schema: Any) -> list[str]:
+    """Names of the columns of an Arrow schema that JSON can express."""
+    return [column.name for column in schema if not _has_bytes(column.type)]
+
+
+def _has_bytes(kind: Any) -> bool:
+    """Whether an Arrow type is binary or, at any depth, contains one that is."""
+    children = [kind.field(index).type for index in range(kind.num_fields)]
+    return any(map(_has_bytes, children)) if children else "binary" in str(kind)
 
 
 def _numbered(batches: Iterator[Any]) -> Records:

@@ -1,4 +1,11 @@
+import datetime
+import json
+import pickle
+from decimal import Decimal
+
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from app.config.data import ArithmeticConfig, DataConfig, Template
@@ -15,6 +22,41 @@ def test_a_plain_prompt_is_prefix_question_and_suffix(jsonl, tokenizer):
     assert tokenizer.decode(prompt.token_ids) == "Q: 1+1= A:"
     assert prompt.token_ids.dtype == np.int32
     assert prompt.answer == "2"
+
+
+def test_a_prompt_carries_its_question_and_every_column_of_its_row(jsonl, tmp_path, tokenizer):
+    record = {"question": "1+1=", "answer": 2, "tests": [{"in": "1", "ok": True}], "level": None}
+    config = DataConfig(path=jsonl(record, record), suffix=" A:")
+    data = build(config, tokenizer, seed=0, max_prompt_tokens=32)
+    prompt = next(data.train)
+    assert (prompt.question, prompt.answer, prompt.row) == ("1+1=", "2", record)
+    assert data.train.prompt(prompt.id).row is prompt.row  # one copy for all epochs
+
+    crossed = pickle.loads(pickle.dumps(prompt))
+    assert (crossed.question, crossed.row) == (prompt.question, prompt.row)
+
+
+def test_columns_of_parquet_become_json_values_and_columns_of_bytes_are_left_out(tmp_path, tokenizer):
+    record = {
+        "question": "q",
+        "answer": "a",
+        "due": datetime.date(2026, 1, 31),
+        "price": Decimal("1.50"),
+        "image": b"PNG",
+        "images": [{"bytes": b"PNG"}],
+        "scores": [0.5, None],
+    }
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record] * 2), path)
+    data = build(DataConfig(path=str(path)), tokenizer, seed=0, max_prompt_tokens=32)
+    row = {"question": "q", "answer": "a", "due": "2026-01-31", "price": "1.50", "scores": [0.5, None]}
+    assert next(data.train).row == row
+    assert json.loads(json.dumps(row)) == row
+
+
+def test_a_generated_problem_has_a_row_of_question_and_answer(tokenizer):
+    prompt = next(build(DataConfig(arithmetic=SMALL), tokenizer, seed=0, max_prompt_tokens=32).train)
+    assert prompt.row == {"question": prompt.question, "answer": prompt.answer}
 
 
 @pytest.mark.parametrize(
