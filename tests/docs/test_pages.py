@@ -22,7 +22,14 @@ PATH = re.compile(r"(app|conf|docs|tests|launch)/[\w./-]*")
 DOTTED = re.compile(r"[+~]{0,2}(_?[a-z]\w*(\.\w+)+)(\.\*)?(=.*)?")
 FILE = re.compile(r".*\.(py|md|json|jsonl|yaml|html|sh|txt)")
 EXAMPLES = {"algorithm.advantage_limit"}  # of CONTRIBUTING: settings that are yet to be written
-FREE_FORM = ("rollout.engine_args", "device.engine_args", "reward.args", "reward.components", "data.eval_sets")
+FREE_FORM = (
+    "rollout.engine_args",
+    "device.engine_args",
+    "reward.args",
+    "reward.components",
+    "data.eval_sets",
+    "tracking.args",
+)
 
 PREFIXES = (
     "advantage checkpoint clip completion eval idle kl loss memory mismatch ratio recovery reward rollout staleness "

@@ -1,7 +1,7 @@
 """All checks of `mode=doctor`: can this configuration run on this machine?
 
 Invariants:
-- Nothing is started, downloaded or written.
+- Nothing is downloaded or written, and nothing is started but a process that loads your own reward.
 - Every check that is not ok has a hint.
 - The exit code is 1 if a check fails.
 """
@@ -11,6 +11,7 @@ from app.device import device_of
 from app.mode.doctor.device import environment, hardware
 from app.mode.doctor.finding import Check, CheckStatus, table
 from app.mode.doctor.machine import machine, reachable
+from app.mode.doctor.own_code import own_code
 from app.mode.doctor.software import software
 
 FAILED = 1
@@ -25,6 +26,7 @@ def examine(config: RunConfig) -> list[Check]:
         *environment(config, device),
         *machine(config),
         *reachable(config),
+        *own_code(config),
     ]
 
 

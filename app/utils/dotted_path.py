@@ -1,0 +1,50 @@
+"""Import what a dotted path in the configuration names: custom rewards and trackers."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+
+class LoadError(Exception):
+    """A custom function or class cannot be imported or used. The message completes a sentence that names its path."""
+
+
+def resolve(path: str) -> Callable[..., Any]:
+    """Import the function or class at `package.module.name`, or deeper: `package.module.Class.method`.
+
+    Raises:
+        LoadError: There is no such function or class, or its module cannot be imported.
+    """
+    names = path.split(".")
+    for split in range(len(names) - 1, 0, -1):
+        module_name = ".".join(names[:split])
+        try:
+            resolved: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            # a shorter prefix may be the module
+            if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+                continue
+            raise LoadError(f"module {module_name} needs a module that is missing ({error})") from error
+        except Exception as error:  # custom modules can raise anything
+            raise LoadError(f"module {module_name} cannot be imported ({error_text(error)})") from error
+
+        for name in names[split:]:
+            if not hasattr(resolved, name):
+                raise LoadError(f"module {module_name} has no {'.'.join(names[split:])}")
+            resolved = getattr(resolved, name)
+        if not callable(resolved):
+            raise LoadError("it is not a function or class")
+        return resolved
+
+    raise LoadError(f"there is no module {'.'.join(names[:-1])} (searched the working directory and PYTHONPATH)")
+
+
+def error_text(error: BaseException) -> str:
+    """Return type, first line and source location of an error, short enough for a sentence."""
+    lines = str(error).splitlines() or [""]
+    text = f"{type(error).__name__}: {lines[0][:200]}".rstrip(": ")
+
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{text} at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else text
