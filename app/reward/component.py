@@ -24,7 +24,7 @@ Scores = Sequence[Any]  # numbers; in place of one, the exception that its traje
 RewardFunction = Callable[[Sequence[Trajectory]], Scores | Awaitable[Scores]]
 IN_PROCESS = ("exact", "format")  # string operations linear in the text: they cannot hang, so they need no worker
 BUILT_IN_LIMIT_S = 5.0  # per trajectory; a judge needs more, a comparison of two answers does not
-COLUMN_PARAMETERS = ("prompts", "completions")
+COLUMN_PARAMETERS = ("prompts", "completions", "completion_ids")
 
 
 class MissingColumn(Exception):
@@ -51,8 +51,9 @@ class RewardComponent:
         """
         target = resolve(self.target)
         try:
-            reward: Any = target(**self.args) if inspect.isclass(target) else functools.partial(target, **self.args)
-            return _of_trajectories(reward, self.args)
+            if inspect.isclass(target):
+                return _of_trajectories(target(**self.args), {})
+            return _of_trajectories(functools.partial(target, **self.args), self.args)
         except Exception as error:  # custom constructors can raise anything
             raise LoadError(
                 f"it cannot be constructed or called with {dict(self.args)} ({error_text(error)})"
@@ -78,7 +79,12 @@ def custom(
 
 
 def _of_trajectories(reward: Any, args: Mapping[str, Any]) -> RewardFunction:
-    """Return a reward of any of the three signatures as a function of a list of trajectories."""
+    """Return a reward of any of the three signatures as a function of a list of trajectories.
+
+    Args:
+        reward: A callable with its arguments bound.
+        args: Those arguments, which columns of the same name do not replace.
+    """
     signature = inspect.signature(reward)
     names = list(signature.parameters)
 

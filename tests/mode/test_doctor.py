@@ -15,6 +15,7 @@ from app.mode.doctor import machine as doctor_machine
 from app.mode.doctor import software as doctor_software
 from app.mode.doctor.check import report
 from app.mode.doctor.finding import Check, CheckStatus, check, table
+from app.mode.doctor.own_code import own_code
 from tests.compose import composed
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +30,17 @@ def of(checks: list[Check], subject: str) -> Check:
 def run(*overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "app", "mode=doctor", *overrides]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_own_rewards_and_trackers_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = [*own_code(composed("reward._target_=tests.reward.broken.raises", "tracking.use=[no_such.Tracker]"))]
+    assert of(checks, "reward") == Check("reward", CheckStatus.ok, "tests.reward.broken.raises can be loaded")
+    assert of(checks, "tracker").status is CheckStatus.fail
+    assert "there is no module no_such" in of(checks, "tracker").message
+
+    (reward,) = own_code(composed("+reward.components.style._target_=tests.reward.broken.missing"))
+    assert (reward.status, "has no missing" in reward.message) == (CheckStatus.fail, True)
+    assert [*own_code(composed("tracking=wandb"))] == []
 
 
 def test_the_cpu_passes_on_this_machine() -> None:
