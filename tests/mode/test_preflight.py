@@ -59,7 +59,6 @@ def test_a_reward_is_tried_on_a_training_row_and_one_of_each_evaluation_set(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_levels.py").write_text(
-        "import sys\n"
         "def level(trajectories):\n"
         "    open('seen', 'a').write(f'{trajectories[0].prompt.row[\"level\"]} {trajectories[0].text}\\n')\n"
         "    return [1.0] * len(trajectories)\n"
@@ -75,7 +74,7 @@ def test_a_reward_is_tried_on_a_training_row_and_one_of_each_evaluation_set(
     )
     inputs = take_inputs(composed(*overrides), lambda _: None)
     assert (tmp_path / "seen").read_text().splitlines() == ["1 2", "2 3", "3 4"]
-    assert next(inputs.prompts.train).id == "train/0@0"  # the stream is where it was
+    assert next(inputs.prompts.train).id == "arithmetic/0@0"  # the stream is where it was
 
     (tmp_path / "seen").unlink()
     take_inputs(composed("mode=eval", *overrides), lambda _: None)

@@ -37,6 +37,7 @@ class Minimal:
     def __init__(self, run):
         self.run = run
     def log(self, step, metrics):
+        self.run.folder.parent.mkdir(parents=True, exist_ok=True)
         (self.run.folder.parent / f"minimal_{step}").touch()
 
 class Broken:
@@ -49,6 +50,10 @@ class Broken:
 
 class Mute:
     pass
+
+class Silent:
+    def __init__(self, run):
+        pass
 
 def factory(run):
     return Minimal(run)
@@ -74,7 +79,7 @@ def test_a_tracker_of_the_working_directory_gets_the_run_and_everything_it_asks_
     with RunFolderRecorder(config, run) as recorder:
         recorder.log_eval(0, {"eval": {"accuracy": 0.25}}, [group(0, [1.0])])
         recorder.log(1, {**metrics(1), "lr": 0.5, "loss/policy": float("nan")})
-        recorder.log(2, {**metrics(2), "staleness/max": 9})
+        recorder.log(2, {**metrics(2), "reward/failed_fraction": 0.5})
 
     path = run / "tracking" / f"{module}.Tracker" / "lines.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -104,7 +109,7 @@ def test_a_tracker_that_always_fails_is_one_warning_with_its_line_and_the_run_fi
     assert failed.startswith(
         f"{module}.Broken failed on a message; the run continues without it: ConnectionError: refused at step 0 at "
     )
-    assert failed.endswith(f"{module}.py:30")
+    assert failed.endswith(f"{module}.py:31")
     assert unclosed.startswith(
         f"{module}.Broken could not be closed; the run continues without it: SystemExit: no more"
     )
@@ -118,7 +123,7 @@ def test_a_tracker_that_always_fails_is_one_warning_with_its_line_and_the_run_fi
         ("{module}.Missing", {}, "module {module} has no Missing"),
         ("{module}.Mute", {}, "TypeError: too many positional arguments"),
         ("{module}.Tracker", {"uri": "x"}, "TypeError: got an unexpected keyword argument 'uri'"),
-        ("builtins.str", {}, "it has no method log"),
+        ("{module}.Silent", {}, "it has no method log"),
     ],
 )
 def test_a_tracker_that_cannot_be_used_is_refused(module, path, args, reason):
