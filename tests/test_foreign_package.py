@@ -17,7 +17,7 @@ from app.reward.component import custom
 from app.reward.worker_process import WorkerProcess
 
 with process_reaper():
-    worker = WorkerProcess([custom("my_rewards.always_one", {})], None)
+    worker = WorkerProcess(custom("my_rewards.always_one", {}), None)
     worker.start()
     print(worker.pid is not None)
     worker.kill()

@@ -18,6 +18,12 @@ from app.config.run import RunConfig
 from app.config.setting import Setting, settings
 from app.errors import ConfigError
 
+# Groups whose choices can be replaced by code of the user's own.
+OWN = {
+    "reward": "reward._target_=my_module.my_reward",
+    "tracking": "tracking.use=[my_module.MyTracker]",
+}
+CLOSE = 0.85  # similarity of a misspelled key
 # Lines of Hydra's and OmegaConf's messages that do not help to correct a setting.
 NOISE = ("full_key:", "object_type=", "reference_type=", "Set the env", "Config search path", "provider=", "See https:")
 
@@ -163,6 +169,8 @@ def _unknown_choice(group: str, choice: str, lines: Sequence[str]) -> str:
     start = next((index for index, line in enumerate(lines) if line.startswith("Available options")), len(lines))
     choices = [line for line in lines[start + 1 :] if re.fullmatch(r"\w+", line)]
     accepted = f"one of {', '.join(choices)}" if choices else "another key: there is no such group"
+    if group in OWN:
+        accepted += f"; your own is {OWN[group]}"
     return f"{group}={choice} is not accepted: give {accepted}."
 
 
@@ -180,6 +188,9 @@ def _unknown_key(key: str, override: str = "") -> str:
         near = [name for name in names if name.split(".")[-1] == key.split(".")[-1]]
 
     hint = f"did you mean {' or '.join(near)}?" if near else "--help shows all settings."
+    section = key.split(".")[0]
+    if section in OWN and not difflib.get_close_matches(key, names, cutoff=CLOSE):
+        hint += f" Your own is {OWN[section]}."
     return f"{key} is not a setting or group: {hint}"
 
 

@@ -1,13 +1,25 @@
-"""Settings of `reward=`: weighted built-in components, or a callable of your own."""
+"""Settings of `reward=`: a weighted sum of built-in components and callables of your own."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from app.config.setting import SECONDS, setting
+from app.config.setting import SECONDS, is_dotted_path, setting
 from app.errors import expect
 
 BUILT_IN = ("exact", "format", "math")  # each is a module of `app.reward`
+TARGET = "the dotted path of a function or class, such as my_package.my_module.my_reward"
+ENTRY_KEYS = ("weight", "_target_", "args")
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTerm:
+    """One entry of `reward.components`, or the reward of `reward._target_`."""
+
+    weight: float = 1.0
+    target: str | None = None  # None: built in
+    args: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -16,28 +28,52 @@ class RewardConfig:
 
     _target_: str | None = setting(
         None,
-        "Dotted path of your own reward function or class; it replaces the components.",
+        "Dotted path of your own reward function or class, which replaces the preset's component; to add one, see "
+        "reward.components.",
         noun="a path such as my_package.my_module.my_reward",
     )
     args: dict[str, Any] = setting(
         {}, "Keyword arguments of reward._target_.", noun="entries as in +reward.args.scale=0.5"
     )
-    components: dict[str, float] = setting(
+    components: dict[str, Any] = setting(
         {},
-        "Weights of the built-in components; weight 0 measures a component without rewarding it.",
-        noun=f"weights of {', '.join(BUILT_IN)}, as in +reward.components.format=0.1",
+        "The terms of the weighted sum, by name: a weight, or weight (1 by default), _target_ and args; weight 0 "
+        "measures a component without rewarding it.",
+        noun=f"weights of {', '.join(BUILT_IN)}, as in +reward.components.format=0.1, and your own, as in "
+        "+reward.components.style._target_=my_module.style +reward.components.style.weight=0.2",
     )
-    workers: int = setting(1, "Worker processes.", at_least=1)
+    workers: int = setting(
+        1,
+        "Worker processes of each component (exact and format need none); each scores one group at a time, so raise it "
+        "where the reward is slower than the generation.",
+        at_least=1,
+    )
     timeout_s: float = setting(
-        5.0,
-        "Deadline per trajectory; a call that scores several has their sum, and is repeated for each trajectory alone "
-        "when it exceeds that; a trajectory that exceeds the deadline alone has reward 0.",
+        60.0,
+        "Deadline per trajectory (the built-in math has at most 5 s); a call that scores several has their sum, and is "
+        "repeated for each trajectory alone when it exceeds that; a trajectory that exceeds the deadline alone has "
+        "reward 0.",
         above=0,
         noun=SECONDS,
     )
     max_failed_fraction: float = setting(
-        0.2, "Share of a step's trajectories whose scoring may fail; above it the run stops.", at_least=0, at_most=1
+        0.2,
+        "Share of a step's trajectories whose scoring may fail (an exception, a timeout, no finite number): they score "
+        "0 and are trained on, with a warning; above this share the run stops.",
+        at_least=0,
+        at_most=1,
     )
+    tryout: bool = setting(
+        True,
+        "Try your own rewards on made-up completions of a few rows before anything starts; false only loads them, for "
+        "a reward that needs a service which is up later.",
+    )
+
+    def terms(self) -> dict[str, RewardTerm]:
+        """Return the components by name. The settings must be valid."""
+        if self._target_ is not None:
+            return {self._target_.rpartition(".")[2]: RewardTerm(target=self._target_, args=self.args)}
+        return {name: _term(entry) for name, entry in self.components.items()}
 
     def validate(self) -> None:
         """Raise `ConfigError` for unknown components, a malformed path, or arguments without a callable."""
@@ -48,20 +84,64 @@ class RewardConfig:
             "{}",
             "at least one component with its weight",
         )
+        for name, entry in self.components.items():
+            _check_entry(f"reward.components.{name}", name, entry)
 
-        for name, weight in self.components.items():
-            expect(
-                name in BUILT_IN,
-                "reward.components",
-                name,
-                f"components among {', '.join(BUILT_IN)}, or your own by _target_",
-            )
-            expect(math.isfinite(weight), f"reward.components.{name}", weight, "a finite weight")
-
-        expect(
-            target is None or ("." in target.strip(".") and ".." not in target),
-            "reward._target_",
-            target,
-            "the dotted path of a function or class, such as my_package.my_module.my_reward",
-        )
+        _check_target("reward._target_", target)
         expect(target is not None or not self.args, "reward.args", self.args, "{} without reward._target_")
+        self._check_replaced()
+
+    def _check_replaced(self) -> None:
+        """Refuse components beside `_target_`, which would be ignored. One of a preset is meant to be replaced."""
+        if self._target_ is None:
+            return
+        only_preset = len(self.components) <= 1 and not any(isinstance(each, dict) for each in self.components.values())
+        name = self._target_.rpartition(".")[2]
+        expect(
+            only_preset,
+            "reward._target_",
+            self._target_,
+            f"+reward.components.{name}._target_={self._target_} to add it to {', '.join(self.components)}; "
+            "reward._target_ alone replaces a preset's component",
+        )
+
+
+def _term(entry: Any) -> RewardTerm:
+    if not isinstance(entry, dict):
+        return RewardTerm(weight=float(entry))
+    return RewardTerm(float(entry.get("weight", 1.0)), entry.get("_target_"), entry.get("args") or {})
+
+
+def _check_entry(key: str, name: str, entry: Any) -> None:
+    """Raise `ConfigError` unless `entry` is a weight or a mapping of weight, _target_ and args."""
+    if isinstance(entry, str) and "." in entry:
+        expect(False, key, entry, f"+{key}._target_={entry}")
+    if not isinstance(entry, dict):
+        entry = {"weight": entry}
+
+    for word, value in entry.items():
+        expect(
+            word in ENTRY_KEYS, f"{key}.{word}", value, f"weight, _target_ or args, as in +{key}.args.{word}={value}"
+        )
+
+    weight = entry.get("weight", 1.0)
+    number = isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
+    target = entry.get("_target_")
+    if target is None:
+        expect(
+            name in BUILT_IN,
+            key,
+            weight,
+            f"weights of {', '.join(BUILT_IN)}, or your own as +{key}._target_=my_module.{name}",
+        )
+    expect(number, key, weight, "a finite weight")
+    expect(target is None or name not in BUILT_IN, f"{key}._target_", target, f"another name: {name} is built in")
+    _check_target(f"{key}._target_", target)
+
+    args = entry.get("args") or {}
+    expect(isinstance(args, dict), f"{key}.args", args, f"entries as in +{key}.args.scale=0.5")
+    expect(target is not None or not args, f"{key}.args", args, f"{{}} without {key}._target_")
+
+
+def _check_target(key: str, target: Any) -> None:
+    expect(target is None or is_dotted_path(target), key, target, TARGET)

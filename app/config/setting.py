@@ -178,6 +178,11 @@ def accepted(declared: "Field[Any]") -> str:
     return f"{optional}{noun} {declared.metadata['bounds'].phrase}".rstrip()
 
 
+def is_dotted_path(value: object) -> bool:
+    """Whether a value can name a function or class: `my_package.my_module.my_reward`."""
+    return isinstance(value, str) and all(word.isidentifier() for word in value.split(".")) and "." in value
+
+
 def _section_type(declared: "Field[Any]") -> Any:
     """The dataclass of a field that is a section or a mapping of sections; None for a setting."""
     candidates = (declared.type, *get_args(declared.type))

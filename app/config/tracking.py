@@ -1,19 +1,22 @@
 """Settings of `tracking=`. `metrics.jsonl`, `summary.json` and the console are always on."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from app.config.setting import setting
+from app.config.setting import is_dotted_path, setting
 from app.errors import expect
 
 TRACKERS = ("tensorboard", "wandb", "clearml")
+ACCEPTED = f"a list of {', '.join(TRACKERS)}, and paths of your own such as my_module.MyTracker"
 
 
 @dataclass
 class TrackingConfig:
     """Dashboards and samples."""
 
-    use: list[str] = setting(
-        [], "Trackers beside the console and the run's folder.", noun=f"a list of {', '.join(TRACKERS)}"
+    use: list[str] = setting([], "Trackers beside the console and the run's folder.", noun=ACCEPTED)
+    args: dict[str, Any] = setting(
+        {}, "Keyword arguments of your own tracker.", noun="entries as in +tracking.args.url=http://localhost:5000"
     )
     project: str = setting("hydra-posttrain", "Project name in wandb and clearml.")
     run_name: str | None = setting(
@@ -28,7 +31,14 @@ class TrackingConfig:
     )
     samples_per_step: int = setting(8, "Trajectories written to samples/ per step; 0 writes none.", at_least=0)
 
+    @property
+    def own(self) -> list[str]:
+        """The dotted paths of trackers that are not built in."""
+        return [name for name in self.use if name not in TRACKERS]
+
     def validate(self) -> None:
-        """Raise `ConfigError` for an unknown tracker."""
+        """Raise `ConfigError` for an unknown tracker, one that is named twice, or arguments without one of your own."""
         for name in self.use:
-            expect(name in TRACKERS, "tracking.use", name, f"a list of {', '.join(TRACKERS)}")
+            expect(name in TRACKERS or is_dotted_path(name), "tracking.use", name, ACCEPTED)
+            expect(self.use.count(name) == 1, "tracking.use", self.use, f"each tracker once; {name} is repeated")
+        expect(bool(self.own) or not self.args, "tracking.args", self.args, "{} without a tracker of your own")

@@ -5,11 +5,13 @@
 | model   | preset, directory, context; of a hub model what its cache has    | a hub model that cannot be reached |
 | data    | files that are missing or malformed, missing fields              | hub data sets                      |
 | reward  | a custom one that cannot be loaded, in a worker process as ever  | what it answers                    |
+| tracker | a custom one that cannot be loaded                               | what it does                       |
 
 `mode=plan` prints the sentences, `mode=doctor` has a line for each subject, and a run raises them before it starts.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from app.config import RunConfig
@@ -17,7 +19,8 @@ from app.data import rows
 from app.errors import ConfigError
 from app.model.architecture import checkpoint_config, require_context, require_own_preset
 from app.model.hf_directory import require_complete
-from app.reward.scorer import require
+from app.reward.tryout import try_out
+from app.tracking.own_tracker import require_trackers
 
 
 def check_sizes(config: RunConfig) -> None:
@@ -41,13 +44,19 @@ def check_data(config: RunConfig) -> None:
 
 def check_reward(config: RunConfig) -> None:
     """Raise `ConfigError` if a custom reward cannot be loaded."""
-    require(config.reward)
+    try_out(replace(config.reward, tryout=False), [], lambda _: [])
+
+
+def check_tracker(config: RunConfig) -> None:
+    """Raise `ConfigError` if a tracker of the user cannot be loaded."""
+    require_trackers(config.tracking)
 
 
 CHECKS: Mapping[str, Callable[[RunConfig], None]] = {
     "model": check_model,
     "data": check_data,
     "reward": check_reward,
+    "tracker": check_tracker,
 }
 
 

@@ -18,8 +18,10 @@ from app.mode.inputs import check_sizes
 from app.model.architecture import checkpoint_config, require_context
 from app.model.hf_directory import identity, load_tokenizer, locate, require_window
 from app.placement.controller import CURSOR
-from app.reward.scorer import require
+from app.reward.tryout import tokenizer_of, try_out
 from app.rollout.server import port_is_free
+from app.tracking.own_tracker import require_trackers
+from app.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,6 @@ def preflight(config: RunConfig, checkpoint: Path | None = None) -> None:
         CheckpointError: The checkpoint is of another model.
     """
     inputs = _load(config, status=lambda _: None)
-    require(config.reward)
     if checkpoint is not None:
         _require_same_run(config, inputs, checkpoint)
     _loaded[:] = [(config, inputs)]
@@ -92,7 +93,23 @@ def load_from(path: Path, config: RunConfig, status: Callable[[str], None]) -> R
             f"dropped {prompts.dropped} of {prompts.total} prompts: longer than "
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}"
         )
+
+    status("trying the reward")
+    require_trackers(config.tracking)
+    warnings += try_out(config.reward, _some_prompts(config, prompts), tokenizer_of(tokenizer))
     return RunInputs(path, tokenizer, prompts, tuple(warnings))
+
+
+def _some_prompts(config: RunConfig, prompts: data.PromptData) -> list[Prompt]:
+    """Return a training prompt and the first of each evaluation set, whose rows may have other columns."""
+    evaluated = [each[0] for each in prompts.evals.values()]
+    if config.mode is Mode.eval:
+        return evaluated
+
+    start = prompts.train.state()
+    (trained,) = prompts.train.take(1)
+    prompts.train.restore(start)
+    return [trained, *evaluated]
 
 
 def _require_same_run(config: RunConfig, inputs: RunInputs, checkpoint: Path) -> None:

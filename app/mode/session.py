@@ -104,6 +104,7 @@ async def start_rollout_workers(
             config.reward,
             step_trajectories=config.algorithm.trajectories_per_step,
             log=folder / "logs" / "reward.log",
+            warn=recorder.warn,
         )
         stack.callback(scorer.close)
 

@@ -6,13 +6,16 @@ Worker processes import this module at startup, so it imports nothing heavy.
 import asyncio
 import inspect
 import math
+import sys
+import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from app.reward.component import RewardFunction, error_text
+from app.reward.component import MissingColumn, RewardFunction
 from app.types import Trajectory
+from app.utils.dotted_path import error_text
 
 
 class FailureKind(Enum):
@@ -20,7 +23,7 @@ class FailureKind(Enum):
 
     timeout = "timeout"  # the call exceeded the limit; its process was killed
     exception = "exception"  # the call raised
-    value = "value"  # the call did not return one finite number per trajectory
+    value = "value"  # the call did not return one finite number per trajectory, or takes a column that rows lack
     died = "died"  # the worker process died on its own
 
 
@@ -40,7 +43,10 @@ Outcome = list[Value] | Failure  # a bare Failure: the whole call failed, becaus
 
 
 def evaluate(reward: RewardFunction, trajectories: Sequence[Trajectory], runner: asyncio.Runner | None) -> Outcome:
-    """Call a reward and validate its result; `runner` awaits the result of an async reward."""
+    """Call a reward and validate its result; `runner` awaits the result of an async reward.
+
+    The stack of what the reward raises goes to stderr.
+    """
     try:
         result = reward(trajectories)
         if inspect.isawaitable(result):
@@ -48,8 +54,22 @@ def evaluate(reward: RewardFunction, trajectories: Sequence[Trajectory], runner:
                 return Failure(FailureKind.exception, "an async reward was called without an event loop")
             result = runner.run(_await(result))
         return _validated(result, len(trajectories))
+    except MissingColumn as error:
+        return Failure(FailureKind.value, str(error))
     except (Exception, SystemExit) as error:  # custom code can raise anything
-        return Failure(FailureKind.exception, error_text(error))
+        return _raised(error)
+
+
+def failures(outcome: Outcome) -> list[Failure]:
+    """The failures in an outcome; one for a call that failed as a whole."""
+    if isinstance(outcome, Failure):
+        return [outcome]
+    return [value for value in outcome if isinstance(value, Failure)]
+
+
+def _raised(error: BaseException) -> Failure:
+    traceback.print_exception(error, file=sys.stderr)
+    return Failure(FailureKind.exception, error_text(error))
 
 
 async def _await(result: Awaitable[Any]) -> Any:
@@ -67,6 +87,8 @@ def _validated(result: Any, count: int) -> list[Value]:
 
 
 def _number(value: Any) -> Value:
+    if isinstance(value, BaseException):
+        return _raised(value)
     if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
         return Failure(FailureKind.value, f"returned {str(value)[:50]!r}, a {type(value).__name__}, not a number")
 

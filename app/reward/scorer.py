@@ -1,7 +1,7 @@
 """Score trajectories: the weighted sum of the reward components, computed where nothing can hang or kill the run.
 
-    trajectories ─┬─ in-process components (exact, format) ──────────────────────┬─→ reward, reward_components
-                  └─ other components → a free worker process, killed on timeout ─┘
+    trajectories ─┬─ in-process components (exact, format) ────────────────────────────────────┬─→ reward,
+                  └─ each other component → a free one of its worker processes, killed on timeout ┘   reward_components
 
 Invariants:
 - Every trajectory gets a finite reward. A failed one gets 0 and its failure is counted.
@@ -9,29 +9,32 @@ Invariants:
 """
 
 import asyncio
-import os
-import queue
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 from app.config.reward import RewardConfig
 from app.errors import ConfigError, RunError
-from app.reward.component import LoadError, RewardComponent, RewardFunction, built_in, custom
+from app.reward.component import RewardComponent, RewardFunction, built_in, custom
 from app.reward.failure_tracker import FailureTracker
 from app.reward.outcome import Failure, FailureKind, Outcome, Value, evaluate
-from app.reward.worker_process import WorkerProcess
+from app.reward.worker_pool import WorkerPool
 from app.types import Trajectory
+from app.utils.dotted_path import LoadError
+from app.utils.tasks import gather_or_raise
+
+run_log = logging.getLogger("app.run")
 
 Values = list[dict[str, Value]]  # per trajectory, by component name
+CLOSED = Failure(FailureKind.died, "the scorer was closed")
 
 
 class Scorer:
     """Scores trajectories with the configured components; any number of `score` calls may be in flight.
 
-        scorer = Scorer(config.reward, step_trajectories=128, log=folder / "logs/reward.log")
+        scorer = Scorer(config.reward, step_trajectories=128, log=folder / "logs/reward.log", warn=recorder.warn)
         scored = await scorer.score(trajectories)  # reward and reward_components filled in
         scorer.check()                             # at the end of each step
         scorer.close()
@@ -40,32 +43,38 @@ class Scorer:
         config: The `reward` section.
         step_trajectories: Trajectories per step, the window over which failures are counted.
         log: File for the output of the workers (None: stderr).
+        warn: Shows a warning; called from any thread.
 
     Raises:
-        ConfigError: The custom reward cannot be loaded.
+        ConfigError: A custom reward cannot be loaded.
     """
 
-    def __init__(self, config: RewardConfig, *, step_trajectories: int = 128, log: Path | None = None) -> None:
-        self._config = config
-        self._failure_tracker = FailureTracker(config.max_failed_fraction, step_trajectories)
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        step_trajectories: int = 128,
+        log: Path | None = None,
+        warn: Callable[[str], None] = run_log.warning,
+    ) -> None:
+        self._failure_tracker = FailureTracker(config.max_failed_fraction, step_trajectories, warn)
 
-        self._components = _components_of(config)
-        self._isolated = [component for component in self._components if component.isolated]
+        self._components = components_of(config)
         self._in_process: dict[str, RewardFunction] = {
             component.name: component.load() for component in self._components if not component.isolated
         }
-
-        workers = config.workers if self._isolated else 0
-        self._workers = [WorkerProcess(self._isolated, log) for _ in range(workers)]
-        self._free: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
-        self._threads: ThreadPoolExecutor | None = None
-        if self._workers:
-            self._start_workers()
+        self.pools = [
+            WorkerPool(component, workers=config.workers, timeout_s=config.timeout_s, log=log, warn=warn)
+            for component in self._components
+            if component.isolated
+        ]
+        self._start_workers()
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the same trajectories, in order, with `reward` and `reward_components` (unweighted) filled in.
 
-        A custom reward is called once per run of consecutive trajectories that share a prompt.
+        A custom reward is called once per run of consecutive trajectories that share a prompt. Components are called
+        concurrently.
 
         Raises:
             RunError: Too large a fraction of a step's trajectories has failed.
@@ -74,10 +83,16 @@ class Scorer:
         for name, reward in self._in_process.items():
             _record(values, name, evaluate(reward, trajectories, None))
 
-        if self._threads is None:
-            self._count(values)
+        if self.pools:
+            await gather_or_raise(
+                *(
+                    self._score_chunk(pool, trajectories[chunk], values[chunk])
+                    for pool in self.pools
+                    for chunk in _chunks(trajectories, per_trajectory=pool.component.per_trajectory)
+                )
+            )
         else:
-            await self._score_isolated(trajectories, values, self._threads)
+            self._count(values)
         return [self._with_reward(trajectory, scores) for trajectory, scores in zip(trajectories, values, strict=True)]
 
     def check(self) -> None:
@@ -92,105 +107,67 @@ class Scorer:
     @property
     def metrics(self) -> dict[str, float]:
         """`reward/failed_*` by kind and `reward/retried`, in trajectories so far; `reward/failed_fraction`."""
-        retried = sum(worker.retried for worker in self._workers)
+        retried = sum(pool.retried for pool in self.pools)
         return {**self._failure_tracker.metrics, "reward/retried": float(retried)}
 
     def close(self) -> None:
         """Stop the workers. Calls of `score` in flight end with failures."""
-        for worker in self._workers:
-            worker.close()
-        if self._threads is not None:
-            self._threads.shutdown(wait=True, cancel_futures=True)
-        for worker in self._workers:
-            worker.kill()
+        for pool in self.pools:
+            pool.stop()
+        for pool in self.pools:
+            pool.close()
 
     def _start_workers(self) -> None:
-        """Start all workers in the background. Wait only for a custom reward, which may fail to load."""
-        # The kernel kills a worker when the thread that started it ends, so these threads last as long as the scorer.
-        self._threads = ThreadPoolExecutor(len(self._workers), thread_name_prefix="reward")
-        starts = [self._threads.submit(self._start_worker, worker) for worker in self._workers]
+        """Start all workers in the background. Wait only for custom rewards, which may fail to load."""
+        starts = [(pool.component, pool.start()) for pool in self.pools]
+        for component, workers in starts:
+            if component.key is None:
+                continue
+            try:
+                for worker in workers:
+                    worker.result()
+            except (LoadError, RunError) as error:
+                self.close()
+                raise not_accepted(component, error) from error
 
-        target = self._config._target_
-        if target is None:
-            return
-        try:
-            for start in starts:
-                start.result()
-        except (LoadError, RunError) as error:
-            self.close()
-            accepted = "a function or class that can be called with a list of trajectories"
-            raise ConfigError(f"reward._target_={target} is not accepted: give {accepted}; {error}.") from error
-
-    def _start_worker(self, worker: WorkerProcess) -> None:
-        """Start a worker, in a thread, and only then add it to the free queue, so that no two threads use it."""
-        try:
-            worker.start()
-        finally:
-            self._free.put(worker)
-
-    async def _score_isolated(
-        self, trajectories: Sequence[Trajectory], values: Values, threads: ThreadPoolExecutor
-    ) -> None:
+    async def _score_chunk(self, pool: WorkerPool, trajectories: Sequence[Trajectory], values: Values) -> None:
+        """Fill in the values of one component, and count the trajectories that have all their values now."""
         loop = asyncio.get_running_loop()
-        per_trajectory = all(component.per_trajectory for component in self._isolated)
-        calls = [
-            loop.run_in_executor(threads, self._score_chunk, trajectories[chunk], values[chunk])
-            for chunk in _chunks(trajectories, per_trajectory=per_trajectory)
-        ]
-        try:
-            for call in asyncio.as_completed(calls):
-                self._count(await call)
-        finally:
-            for unfinished in calls:
-                unfinished.cancel()
-
-    def _score_chunk(self, trajectories: Sequence[Trajectory], values: Values) -> Values:
-        """Fill in the values of the isolated components, in a thread with exclusive use of one worker."""
-        worker = self._free.get()
-        try:
-            for component in self._isolated:
-                _record(values, component.name, self._call(worker, component, trajectories))
-        except LoadError as error:
-            raise RunError(f"A reward worker cannot load {component.name}: {error}.") from error
-        finally:
-            self._free.put(worker)
-        return values
-
-    def _call(self, worker: WorkerProcess, component: RewardComponent, trajectories: Sequence[Trajectory]) -> Outcome:
-        """Call once for all trajectories; if that fails, retry each alone, so that only the offending one fails."""
-        limit_s = self._config.timeout_s
-        outcome = worker.call(component.name, trajectories, limit_s)
-        if len(trajectories) == 1 or not isinstance(outcome, Failure):
-            return outcome
-
-        worker.retried += len(trajectories)
-        values: list[Value] = []
-        for trajectory in trajectories:
-            single = worker.call(component.name, [trajectory], limit_s)
-            values.extend([single] if isinstance(single, Failure) else single)
-        return values
+        outcome = await loop.run_in_executor(pool.threads, pool.score, trajectories)
+        _record(values, pool.component.name, outcome)
+        self._count([each for each in values if len(each) == len(self._components)])
 
     def _count(self, values: Values) -> None:
         for by_component in values:
             self._failure_tracker.count(by_component)
 
     def _with_reward(self, trajectory: Trajectory, values: dict[str, Value]) -> Trajectory:
-        scores = {name: 0.0 if isinstance(value, Failure) else value for name, value in values.items()}
-        failed = any(isinstance(value, Failure) for value in values.values())
+        known = {component.name: values.get(component.name, CLOSED) for component in self._components}
+        failed = any(isinstance(value, Failure) for value in known.values())
+        scores = {name: 0.0 if isinstance(value, Failure) else value for name, value in known.items()}
+
         total = sum(component.weight * scores[component.name] for component in self._components)
         return replace(trajectory, reward=0.0 if failed else total, reward_components=scores)
 
 
-def require(config: RewardConfig) -> None:
-    """Raise `ConfigError` if the custom reward cannot be loaded; tried in a worker process, as in a run."""
-    if config._target_ is not None:
-        Scorer(replace(config, workers=1), log=Path(os.devnull)).close()
+def components_of(config: RewardConfig) -> list[RewardComponent]:
+    """Return the components of the weighted sum."""
+    components = []
+    for name, term in config.terms().items():
+        if term.target is None:
+            components.append(built_in(name, term.weight))
+        elif config._target_ is not None:
+            components.append(custom(term.target, term.args))
+        else:
+            key = f"reward.components.{name}._target_"
+            components.append(custom(term.target, term.args, name=name, weight=term.weight, key=key))
+    return components
 
 
-def _components_of(config: RewardConfig) -> list[RewardComponent]:
-    if config._target_ is not None:
-        return [custom(config._target_, config.args)]
-    return [built_in(name, weight) for name, weight in config.components.items()]
+def not_accepted(component: RewardComponent, error: Exception) -> ConfigError:
+    """Return the error of a custom reward that cannot be loaded."""
+    accepted = "a function or class that can be called with trajectories"
+    return ConfigError(f"{component.key}={component.target} is not accepted: give {accepted}; {error}.")
 
 
 def _chunks(trajectories: Sequence[Trajectory], *, per_trajectory: bool) -> Iterator[slice]:

@@ -1,7 +1,7 @@
 """The reward worker process: `python -m app.reward.worker <pipe descriptor> <parent pid>`.
 
-    parent ── list[RewardComponent] ────→ worker loads them ── None, or the load error ─→ parent
-           ── (component, trajectories) → worker calls it ──── Outcome ─────────────────→ parent, repeatedly
+    parent ── RewardComponent ───→ worker loads it ── None, or the load error ─→ parent
+           ── trajectories ──────→ worker calls it ── Outcome ─────────────────→ parent, repeatedly
 
 Invariants:
 - The worker dies with its parent, even if the parent is killed or a reward hangs: the kernel sends SIGKILL. On other
@@ -18,11 +18,13 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from app.reward.component import LoadError, RewardComponent
-from app.reward.outcome import Failure, evaluate
+from app.reward.component import RewardComponent
+from app.reward.outcome import Outcome, evaluate, failures
+from app.types import Trajectory
+from app.utils.dotted_path import LoadError
 from app.utils.process import die_with_parent
 
-BUILT_IN_MEMORY = 4 << 30  # bytes of address space for built-in components: 9^{9^{9^9}} must not exhaust the machine
+BUILT_IN_MEMORY = 4 << 30  # bytes of address space for a built-in component: 9^{9^{9^9}} must not exhaust the machine
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -38,23 +40,29 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _serve(pipe: Connection, runner: asyncio.Runner) -> None:
-    components: Sequence[RewardComponent] = pipe.recv()
+    component: RewardComponent = pipe.recv()
     try:
-        rewards = {component.name: component.load() for component in components}
+        reward = component.load()
     except LoadError as error:
         pipe.send(str(error))
         return
 
-    if all(component.target.startswith(f"{__spec__.parent}.") for component in components):
+    if component.key is None:
         _limit_memory()
     pipe.send(None)
 
     while True:
-        name, trajectories = pipe.recv()
-        outcome = evaluate(rewards[name], trajectories, runner)
-        if isinstance(outcome, Failure):
-            sys.stderr.write(f"{name} failed on {len(trajectories)} trajectories: {outcome}\n")
+        trajectories: Sequence[Trajectory] = pipe.recv()
+        outcome = evaluate(reward, trajectories, runner)
+        _log(component.name, trajectories, outcome)
         pipe.send(outcome)
+
+
+def _log(name: str, trajectories: Sequence[Trajectory], outcome: Outcome) -> None:
+    """Write the failures of a call, each kind of message once, to the log, which is stderr."""
+    prompts = ", ".join(dict.fromkeys(trajectory.prompt.id for trajectory in trajectories))
+    for failure in dict.fromkeys(failures(outcome)):
+        sys.stderr.write(f"{name} failed on {prompts}, {len(trajectories)} trajectories: {failure}\n")
 
 
 def _limit_memory() -> None:

@@ -1,13 +1,13 @@
 """Driver side of one reward worker: start it, call it, and replace it when it times out or dies.
 
 Invariants:
-- `call` returns within its limit (seconds per trajectory × trajectories), plus one worker startup if the process had to
-  be replaced.
+- `call` returns within its deadline, plus one worker startup if the process had to be replaced.
 - A worker is used by one thread at a time.
 - The thread that starts a worker outlives it: the kernel kills the worker when that thread ends (`die_with_parent`).
 """
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -15,14 +15,15 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from app.errors import RunError
-from app.reward.component import LoadError, RewardComponent
+from app.reward.component import RewardComponent
 from app.reward.outcome import Failure, FailureKind, Outcome
 from app.types import Trajectory
+from app.utils.dotted_path import LoadError
 from app.utils.process import module_command
 
 START_LIMIT_S = 60.0  # includes the imports of custom rewards
@@ -30,25 +31,22 @@ SEND_LIMIT_S = 30.0  # until the worker, which is between two calls, reads the t
 EXIT_LIMIT_S = 1.0  # between the end of a worker's pipe and its exit
 KILL_LIMIT_S = 10.0  # a killed process ends at once, unless it is stuck in a driver or a network file system
 STDERR = 2
+NO_LOG = Path(os.devnull)
 
 
 class WorkerProcess:
-    """One worker process that has loaded `components`. Its output goes to `log` (None: stderr).
+    """One worker process that has loaded a component. Its output goes to `log` (None: stderr).
 
     Lifecycle: start → call* → close, then kill. `call` starts a missing process and kills a hanging one.
-
-    Attributes:
-        retried: Trajectories that were scored again, alone, after the call for several of them failed.
     """
 
-    def __init__(self, components: Sequence[RewardComponent], log: Path | None) -> None:
-        self._components = list(components)
+    def __init__(self, component: RewardComponent, log: Path | None) -> None:
+        self._component = component
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
-        self._ready = False  # the process has loaded its components
+        self._ready = False  # the process has loaded its component
         self._closed = False
-        self.retried = 0
 
     @property
     def pid(self) -> int | None:
@@ -56,10 +54,10 @@ class WorkerProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process and load its components, unless that is done.
+        """Start the process and load its component, unless that is done.
 
         Raises:
-            LoadError: A component cannot be loaded.
+            LoadError: The component cannot be loaded.
             RunError: The process died or timed out while loading.
         """
         if self._closed:
@@ -68,27 +66,51 @@ class WorkerProcess:
         if self._pipe is not None and not self._ready:
             self._await_ready(self._pipe)
 
-    def call(self, component: str, trajectories: Sequence[Trajectory], limit_s: float) -> Outcome:
-        """Score these trajectories with one component, within `limit_s` seconds each: the call has their sum."""
+    def call(
+        self,
+        trajectories: Sequence[Trajectory],
+        deadline_s: float,
+        *,
+        slow_after_s: float = math.inf,
+        on_slow: Callable[[], None] = lambda: None,
+    ) -> Outcome:
+        """Score these trajectories within `deadline_s` seconds; call `on_slow` when it takes `slow_after_s` of them."""
         self.start()
         if self._pipe is None:
             return Failure(FailureKind.died, "the scorer was closed")
 
         try:
-            self._pipe.send((component, trajectories))
-            if self._pipe.poll(limit_s * len(trajectories)):
+            self._pipe.send(trajectories)
+            if self._answers(self._pipe, deadline_s, slow_after_s, on_slow):
                 return self._pipe.recv()
-            counted = f" for each of {len(trajectories)} trajectories" if len(trajectories) > 1 else ""
-            failure = Failure(FailureKind.timeout, f"no result within reward.timeout_s={limit_s:g}{counted}")
+            late = f"no result for {len(trajectories)} completion(s) within {deadline_s:g} s, see reward.timeout_s"
+            failure = Failure(FailureKind.timeout, late)
         except BlockingIOError:
             failure = Failure(FailureKind.timeout, f"the worker read no trajectories for {SEND_LIMIT_S:g} s")
         except (EOFError, ConnectionError):
             failure = Failure(FailureKind.died, f"the worker process died{self._exit_status}{self._see_log}")
 
+        self._write_to_log(failure)
         self.kill()
         if not self._closed:
             self._launch()  # imports run in the background; the next `call` waits for them
         return failure
+
+    @staticmethod
+    def _answers(pipe: Connection, deadline_s: float, slow_after_s: float, on_slow: Callable[[], None]) -> bool:
+        """Whether the worker answers before the deadline."""
+        if slow_after_s >= deadline_s:
+            return pipe.poll(deadline_s)
+        if pipe.poll(slow_after_s):
+            return True
+        on_slow()
+        return pipe.poll(deadline_s - slow_after_s)
+
+    def _write_to_log(self, failure: Failure) -> None:
+        """Add a failure that the worker itself could not report to its log."""
+        if self._log is not None and not self._closed:
+            with self._log.open("a", encoding="utf-8") as log:
+                log.write(f"{self._component.name} failed: {failure}\n")
 
     def kill(self) -> None:
         """Kill the process and its children; the next `call` starts another."""
@@ -111,25 +133,25 @@ class WorkerProcess:
             _kill_group(process)
 
     def _launch(self) -> None:
-        """Start the process, unless one is running, and send it its components, without waiting."""
+        """Start the process, unless one is running, and send it its component, without waiting."""
         if self._pipe is None:
             pipe, worker_end = multiprocessing.Pipe()
             _limit_sends(pipe, SEND_LIMIT_S)
             with worker_end:
                 self._process = self._spawn(worker_end)
             self._pipe = pipe
-            self._pipe.send(self._components)
+            self._pipe.send(self._component)
             if self._closed:
                 self.kill()  # `close`, in another thread, may have looked for a process before this one
 
     def _await_ready(self, pipe: Connection) -> None:
-        names = ", ".join(component.name for component in self._components)
+        name = self._component.name
         try:
             if not pipe.poll(START_LIMIT_S):
-                raise RunError(f"A reward worker did not load {names} within {START_LIMIT_S:g} s{self._see_log}.")
+                raise RunError(f"A reward worker did not load {name} within {START_LIMIT_S:g} s{self._see_log}.")
             load_error = pipe.recv()
         except (EOFError, ConnectionError) as error:
-            raise RunError(f"A reward worker died while loading {names}{self._see_log}.") from error
+            raise RunError(f"A reward worker died while loading {name}{self._see_log}.") from error
 
         if load_error is not None:
             raise LoadError(load_error)
@@ -170,7 +192,7 @@ class WorkerProcess:
 
     @property
     def _see_log(self) -> str:
-        return "" if self._log is None else f"; log: {self._log}"
+        return "" if self._log in (None, NO_LOG) else f"; log: {self._log}"
 
 
 def _limit_sends(pipe: Connection, seconds: float) -> None:

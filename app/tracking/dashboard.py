@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from app.utils.files import replace_file
 
 @dataclass(frozen=True, slots=True)
 class DashboardOptions:
-    """What a dashboard needs to open a run."""
+    """What a dashboard needs to open a run: the first argument of a tracker of the user's own."""
 
     config: Mapping[str, Any]  # the resolved configuration, without OmegaConf types
     folder: Path  # the dashboard's folder in the run folder; may not exist yet
@@ -21,7 +21,8 @@ class DashboardOptions:
     run_name: str
     offline: bool
     resumed_at: int | None  # the step that the run resumes after; None: a new run
-    warn: Callable[[str], None]
+    warn: Callable[[str], None]  # shows a warning and adds it to the report
+    args: Mapping[str, Any] = field(default_factory=dict)  # of a tracker of the user's own
 
 
 class Dashboard(Protocol):

@@ -1,12 +1,13 @@
-"""TensorBoard, Weights & Biases and ClearML, in addition to the run's own files.
+"""TensorBoard, Weights & Biases, ClearML and trackers of the user's own, in addition to the run's own files.
 
 Each dashboard runs on its own thread behind a bounded queue. Its package is imported on that thread, and only if
 `tracking.use` names it. Keys come from the environment or the package's own login, never from the configuration.
 
 Invariants:
-- A dashboard never blocks training or raises into it. Each failure is reported once.
+- A dashboard never blocks training or raises into it. Its first failed message is a warning; all are in the log.
 - Metrics that do not fit the queue are dropped and counted.
-- At the end of a run each dashboard has a deadline to send what is queued. Its helper processes live until then.
+- At the end of a run all dashboards are closed concurrently, and each has the whole deadline to send what is queued.
+  Their helper processes live until then.
 - A resumed run continues the same dashboard run. TensorBoard and ClearML replace the steps after the resume point; W&B
   cannot, and keeps those of the earlier attempt, with a warning.
 
@@ -16,12 +17,15 @@ Metrics without a prefix in `metrics.jsonl` are sent as `train/<name>`, so that 
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from app.config.tracking import TRACKERS
 from app.errors import one_line
 from app.tracking.dashboard import Dashboard, DashboardOptions, grouped
+from app.utils.dotted_path import error_text
 
 log = logging.getLogger("app.run")
 
@@ -34,7 +38,7 @@ def open_dashboard(name: str, options: DashboardOptions) -> Dashboard:
     """Import the package of a dashboard and open a run in it.
 
     Raises:
-        ValueError: There is no dashboard of this name.
+        LoadError: There is no such tracker.
         Exception: Whatever the package raises.
     """
     if name == "tensorboard":
@@ -49,7 +53,9 @@ def open_dashboard(name: str, options: DashboardOptions) -> Dashboard:
         from app.tracking.clearml import ClearML
 
         return ClearML(options)
-    raise ValueError(f"{name} is not a dashboard")
+    from app.tracking.own_tracker import OwnTracker
+
+    return OwnTracker(name, options)
 
 
 def abandon_dashboard(name: str) -> None:
@@ -63,7 +69,7 @@ def abandon_dashboard(name: str) -> None:
 class DashboardWorker:
     """One dashboard's thread and queue.
 
-    The thread opens the dashboard, sends the queued messages, and closes the dashboard after `close` was called. If the
+    The thread opens the dashboard, sends the queued messages, and closes the dashboard after `begin_close`. If the
     dashboard cannot be opened, all messages are discarded.
     """
 
@@ -75,7 +81,10 @@ class DashboardWorker:
         self._closing = threading.Event()
         self._open_failed = False
         self._abandoned = False
+        self._reported: set[str] = set()  # what has failed
         self._status = "running"
+        self._timeout_s = 0.0
+        self._deadline = 0.0  # monotonic
         self._thread = threading.Thread(target=self._work, name=f"tracking-{name}", daemon=True)
         self._thread.start()
 
@@ -92,14 +101,19 @@ class DashboardWorker:
         """Queue a table of trajectories. Returns at once and never raises."""
         self._put(lambda dashboard: dashboard.samples(step, name, rows))
 
-    def close(self, status: str, timeout_s: float) -> None:
-        """Send the queued messages and close the dashboard; abandon it after `timeout_s`."""
+    def begin_close(self, status: str, timeout_s: float) -> None:
+        """Ask the thread to send the queued messages and to close the dashboard within `timeout_s`. Returns at once."""
         self._status = status
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
         self._closing.set()
-        self._thread.join(timeout_s)
+
+    def end_close(self) -> None:
+        """Wait until the dashboard is closed; abandon it at its deadline."""
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
 
         if self._thread.is_alive():
-            self._options.warn(f"{self.name} did not finish within {timeout_s:.0f} s; the run ends without it.")
+            self._options.warn(f"{self.name} did not finish within {self._timeout_s:g} s; the run ends without it.")
             # Errors from here on follow from the timeout, which was reported.
             self._abandoned = True
             self._guarded("could not be abandoned", lambda: abandon_dashboard(self.name))
@@ -131,11 +145,21 @@ class DashboardWorker:
         self._guarded("could not be closed", lambda: dashboard.close(self._status))
 
     def _guarded(self, what: str, call: Callable[[], T]) -> T | None:
-        """Return the call's result; report its error and return None if it fails."""
+        """Return the call's result; return None if it fails, and report the first error of a kind."""
         try:
             return call()
         except (Exception, SystemExit) as error:  # third-party code may raise anything
             log.info("%s %s", self.name, what, exc_info=True)
-            if not self._abandoned:
-                self._options.warn(f"{self.name} {what}; the run continues without it: {one_line(error)}")
+            if not self._abandoned and what not in self._reported:
+                self._reported.add(what)
+                cause = one_line(error) if self.name in TRACKERS else error_text(error)
+                self._options.warn(f"{self.name} {what}; the run continues without it: {cause}")
             return None
+
+
+def close_all(workers: Sequence[DashboardWorker], status: str, timeout_s: float) -> None:
+    """Close all dashboards concurrently; each has all of `timeout_s`."""
+    for worker in workers:
+        worker.begin_close(status, timeout_s)
+    for worker in workers:
+        worker.end_close()

@@ -74,8 +74,7 @@ class RunFolderRecorder:
 
     def resume(self, step: int) -> None:
         """Continue after `step`: set the records of later steps aside, of an earlier attempt or of this one."""
-        for dashboard in self._dashboards or ():
-            dashboard.close(Status.interrupted.value, DASHBOARD_DEADLINE_S[Status.failed])
+        dashboards.close_all(self._dashboards or (), Status.interrupted.value, DASHBOARD_DEADLINE_S[Status.failed])
         self._dashboards = None
         self._resumed_at = step
         with self._warning_lock:  # the warnings of later steps are set aside: the same problem is to be reported again
@@ -190,9 +189,7 @@ class RunFolderRecorder:
         unsaved = self._end_summary()
         self._try(timeline.NAME, partial(self.timeline.write, self.folder))
 
-        deadline = time.monotonic() + DASHBOARD_DEADLINE_S[status]
-        for dashboard in self._dashboards or ():
-            dashboard.close(status.value, max(0.1, deadline - time.monotonic()))
+        dashboards.close_all(self._dashboards or (), status.value, DASHBOARD_DEADLINE_S[status])
 
         files = self._write_report()
         totals = {**self._summary.values, "total/seconds": self._summary.seconds}
@@ -279,6 +276,7 @@ class RunFolderRecorder:
             offline=tracking.offline,
             resumed_at=self._resumed_at,
             warn=self.warn,
+            args=tracking.args,
         )
 
     def _write_report(self) -> dict[str, Path]:

@@ -243,7 +243,7 @@ RULES = {
     "reward failures": Rule(
         "reward/failed_fraction",
         at_least(0.05, "{:.0%} of the rewards failed or timed out; their trajectories score 0."),
-        "Try a larger reward.timeout_s or more reward.workers. The first error is in logs/.",
+        "Try a larger reward.timeout_s or more reward.workers. Every error is in logs/reward.log.",
     ),
     "gradient not finite": Rule(
         "updates/skipped",

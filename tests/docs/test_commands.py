@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -130,21 +129,3 @@ def test_a_script_or_benchmark_exists_and_its_settings_compose(command: Command,
 def test_there_are_commands() -> None:
     assert len(APP) > 50
     assert len(OTHERS) > 15
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if any("my_rewards" in text for _, text in code_blocks(page))])
-def test_a_reward_of_the_pages_scores(page: Path) -> None:
-    right, wrong = (
-        SimpleNamespace(text=text, prompt=SimpleNamespace(answer="46"), completion=SimpleNamespace(token_ids=[1, 2, 3]))
-        for text in (" 46", "47")
-    )
-    blocks = [text for language, text in code_blocks(page) if language == "python" and "# my_rewards.py" in text]
-    for text in blocks:
-        module: dict[str, object] = {}
-        exec(text, module)
-        if "Regex" in module:
-            reward = module["Regex"](r"^\s*{answer}\s*$")
-            assert reward([right, wrong]) == [1.0, 0.0]
-        else:
-            rewards = module["brief_and_right"]([right, wrong], per_token=0.01)
-            assert rewards == pytest.approx([0.97, -0.03])

@@ -29,6 +29,7 @@ FREE_FORM = (
     "reward.components",
     "data.args",
     "data.eval_sets",
+    "tracking.args",
 )
 
 PREFIXES = (

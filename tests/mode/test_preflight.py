@@ -80,6 +80,32 @@ def test_a_step_larger_than_the_training_set_is_a_warning_of_the_run(tiny_model:
     assert take_inputs(evaluation, lambda _: None).warnings == ()
 
 
+def test_a_reward_is_tried_on_a_training_row_and_one_of_each_evaluation_set(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_levels.py").write_text(
+        "def level(trajectories):\n"
+        "    open('seen', 'a').write(f'{trajectories[0].prompt.row[\"level\"]} {trajectories[0].text}\\n')\n"
+        "    return [1.0] * len(trajectories)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for name, level in (("train", 1), ("easy", 2), ("hard", 3)):
+        row = json.dumps({"question": f"{level}+1=", "answer": str(level + 1), "level": level})
+        (tmp_path / f"{name}.jsonl").write_text(row + "\n")
+    overrides = (
+        f"data.path={tmp_path}/train.jsonl",
+        f"++data.eval_sets={{easy: {{path: {tmp_path}/easy.jsonl}}, hard: {{path: {tmp_path}/hard.jsonl}}}}",
+        "reward._target_=my_levels.level",
+    )
+    inputs = take_inputs(composed(*overrides), lambda _: None)
+    assert (tmp_path / "seen").read_text().splitlines() == ["1 2", "2 3", "3 4"]
+    assert next(inputs.prompts.train).id == "arithmetic/0@0"  # the stream is where it was
+
+    (tmp_path / "seen").unlink()
+    take_inputs(composed("mode=eval", *overrides), lambda _: None)
+    assert (tmp_path / "seen").read_text().splitlines() == ["2 3", "3 4"]
+
+
 def test_dropped_prompts_are_a_warning_of_the_run(tiny_model: Path) -> None:
     inputs = take_inputs(composed("rollout.max_prompt_tokens=4"), lambda _: None)
     assert inputs.prompts.dropped > 0

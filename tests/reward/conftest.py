@@ -15,8 +15,8 @@ TOKENS = 8
 def trajectory() -> Callable[..., Trajectory]:
     """Return a factory of completions with a given text, for a prompt with a given answer."""
 
-    def make(text: str, answer: str = "42", prompt_id: str = "set/0@0") -> Trajectory:
-        prompt = Prompt(prompt_id, np.zeros(4, np.int32), answer, "set")
+    def make(text: str, answer: str = "42", prompt_id: str = "set/0@0", **columns: object) -> Trajectory:
+        prompt = Prompt(prompt_id, np.zeros(4, np.int32), answer, "set", question="what is it?", row=columns)
         completion = Completion(
             token_ids=np.zeros(TOKENS, np.int32),
             logprobs=np.zeros(TOKENS, np.float32),

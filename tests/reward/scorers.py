@@ -11,8 +11,9 @@ TOWER = "\\boxed{9^{9^{9^{9}}}}"
 
 
 @contextlib.contextmanager
-def running_scorer(step_trajectories: int = 1000, log=None, **settings) -> Iterator[Scorer]:
-    scorer = Scorer(RewardConfig(**settings), step_trajectories=step_trajectories, log=log)
+def running_scorer(step_trajectories: int = 1000, log=None, warned=None, **settings) -> Iterator[Scorer]:
+    warn = [].append if warned is None else warned.append
+    scorer = Scorer(RewardConfig(**settings), step_trajectories=step_trajectories, log=log, warn=warn)
     try:
         yield scorer
     finally:
@@ -21,6 +22,10 @@ def running_scorer(step_trajectories: int = 1000, log=None, **settings) -> Itera
 
 def score(scorer: Scorer, trajectories) -> list[float]:
     return [scored.reward for scored in asyncio.run(scorer.score(trajectories))]
+
+
+def pids(scorer: Scorer) -> list[int]:
+    return [pid for pool in scorer.pools for pid in pool.pids]
 
 
 def failed(scorer: Scorer) -> dict[str, int]:

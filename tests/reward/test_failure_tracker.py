@@ -1,6 +1,7 @@
 import pytest
 
 from app.errors import RunError
+from app.reward import worker_pool
 from app.reward.outcome import FailureKind
 from tests.reward.scorers import running_scorer, score
 
@@ -17,6 +18,58 @@ def test_too_many_failures_in_a_step_end_the_run_and_the_error_shows_the_last(cu
         "last failure: component broken, exception: KeyError: 'score' at "
     )
     assert message.endswith(f"{module}.py:2.")
+
+
+def test_the_first_failure_of_a_component_is_a_warning_and_then_the_10th_and_100th(custom_reward, trajectory):
+    module = custom_reward(
+        "def touchy(trajectory):\n    if trajectory.text == 'x':\n        raise KeyError('score')\n    return 1\n"
+    )
+    warned: list[str] = []
+    with running_scorer(_target_=f"{module}.touchy", step_trajectories=1000, warned=warned) as scorer:
+        score(scorer, [trajectory(text) for text in "axxa"])
+        (first,) = warned
+        assert first.startswith("reward component touchy failed: exception: KeyError: 'score' at ")
+        assert first.endswith(
+            f"{module}.py:3. A failed trajectory scores 0; above reward.max_failed_fraction=0.2 of a step the run "
+            "stops. All failures are in logs/reward.log."
+        )
+        score(scorer, [trajectory(text) for text in "x" * 98 + "a" * 898])
+    assert [text.partition(", which")[0] for text in warned[1:]] == [
+        "reward component touchy failed on 10 of 12 trajectories (83.3%)",
+        "reward component touchy failed on 100 of 102 trajectories (98.0%)",
+    ]
+
+
+def test_each_component_has_a_first_warning(custom_reward, trajectory):
+    module = custom_reward("def one(trajectory):\n    return None\ndef two(trajectory):\n    return 'x'\n")
+    components = {name: {"_target_": f"{module}.{name}"} for name in ("one", "two")}
+    warned: list[str] = []
+    with running_scorer(components=components, max_failed_fraction=1.0, warned=warned) as scorer:
+        score(scorer, [trajectory("a")] * 3)
+    assert sorted(text.partition(". ")[0] for text in warned) == [
+        "reward component one failed: value: returned 'None', a NoneType, not a number",
+        "reward component two failed: value: returned 'x', a str, not a number",
+    ]
+
+
+def test_a_call_that_is_slow_or_repeated_is_a_warning_before_anything_has_failed_for_good(
+    custom_reward, trajectory, monkeypatch
+):
+    monkeypatch.setattr(worker_pool, "SLOW_AFTER_S", 0.1)
+    module = custom_reward("import time\ndef sleepy(trajectories):\n    time.sleep(1000)\n")
+    warned: list[str] = []
+    with running_scorer(_target_=f"{module}.sleepy", timeout_s=0.25, max_failed_fraction=1.0, warned=warned) as scorer:
+        score(scorer, [trajectory("a")] * 2)
+    assert warned[0] == (
+        "reward component sleepy has no result for 2 trajectories after 0.1 s; it has 0.5 s (reward.timeout_s). "
+        "reward.workers processes score as many groups at a time."
+    )
+    assert warned[1].startswith(
+        "reward component sleepy failed on a call for 2 trajectories (timeout: no result for 2 "
+    )
+    assert warned[1].endswith("see reward.timeout_s); each of them is scored again, alone.")
+    assert warned[2].startswith("reward component sleepy failed: timeout: no result for 1 completion(s) within 0.25 s")
+    assert len(warned) == 3
 
 
 def test_the_allowed_number_of_failures_in_every_step_never_ends_the_run(custom_reward, trajectory):

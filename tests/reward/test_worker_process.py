@@ -13,7 +13,7 @@ from app.reward import worker_process
 from app.reward.component import custom
 from app.reward.scorer import Scorer
 from app.reward.worker_process import WorkerProcess
-from tests.reward.scorers import TOWER, failed, running_scorer, score
+from tests.reward.scorers import TOWER, failed, pids, running_scorer, score
 
 
 def test_workers_import_no_torch_and_no_hydra(custom_reward, trajectory):
@@ -31,7 +31,7 @@ def test_workers_import_no_torch_and_no_hydra(custom_reward, trajectory):
 def worker(custom_reward, tmp_path) -> Iterator[WorkerProcess]:
     """A worker whose reward runs the text of the first completion."""
     module = custom_reward("import os\ndef run(trajectories):\n    exec(trajectories[0].text)\n    return [1.0]\n")
-    process = WorkerProcess([custom(f"{module}.run", {})], tmp_path / "reward.log")
+    process = WorkerProcess(custom(f"{module}.run", {}), tmp_path / "reward.log")
     try:
         yield process
     finally:
@@ -43,17 +43,20 @@ def test_a_worker_that_dies_is_reported_with_its_exit_status_and_log(worker, tra
     log = tmp_path / "reward.log"
     ends = {"os._exit(3)": "exit code 3", "os.kill(os.getpid(), 9)": "signal 9"}
     for code, status in ends.items():
-        outcome = worker.call("run", [trajectory(code)], 60.0)
+        outcome = worker.call([trajectory(code)], 60.0)
         assert str(outcome) == f"died: the worker process died ({status}); log: {log}"
-    assert worker.call("run", [trajectory("pass")], 60.0) == [1.0]
+    assert worker.call([trajectory("pass")], 60.0) == [1.0]
 
 
-def test_a_deadline_that_passes_names_its_setting_and_the_trajectories(worker, trajectory):
+def test_a_deadline_that_passes_names_its_setting_and_the_trajectories_and_is_in_the_log(worker, trajectory, tmp_path):
     hang = "import threading; threading.Event().wait()"
-    outcome = worker.call("run", [trajectory(hang)], 0.5)
-    assert str(outcome) == "timeout: no result within reward.timeout_s=0.5"
-    outcome = worker.call("run", [trajectory(hang)] * 2, 0.25)
-    assert str(outcome) == "timeout: no result within reward.timeout_s=0.25 for each of 2 trajectories"
+    outcome = worker.call([trajectory(hang)], 0.5)
+    assert str(outcome) == "timeout: no result for 1 completion(s) within 0.5 s, see reward.timeout_s"
+    said = []
+    outcome = worker.call([trajectory(hang)] * 2, 0.5, slow_after_s=0.1, on_slow=lambda: said.append("slow"))
+    assert str(outcome) == "timeout: no result for 2 completion(s) within 0.5 s, see reward.timeout_s"
+    assert said == ["slow"]
+    assert (tmp_path / "reward.log").read_text().count("run failed: timeout: no result for") == 2
 
 
 def test_a_frozen_worker_that_reads_nothing_is_given_up(worker, trajectory, monkeypatch):
@@ -61,16 +64,17 @@ def test_a_frozen_worker_that_reads_nothing_is_given_up(worker, trajectory, monk
     worker.start()
     frozen = worker.pid
     os.kill(frozen, signal.SIGSTOP)
-    outcome = worker.call("run", [trajectory("a" * 2**23)], 1000.0)  # more than the pipe holds
+    outcome = worker.call([trajectory("a" * 2**23)], 1000.0)  # more than the pipe holds
     assert str(outcome) == "timeout: the worker read no trajectories for 1 s"
     assert not os.path.exists(f"/proc/{frozen}")
-    assert worker.call("run", [trajectory("pass")], 60.0) == [1.0]
+    assert worker.call([trajectory("pass")], 60.0) == [1.0]
 
 
 def test_a_failed_call_is_written_to_the_log(worker, trajectory, tmp_path):
-    worker.call("run", [trajectory("raise KeyError('score')")] * 2, 60.0)
+    worker.call([trajectory("raise KeyError('score')")] * 2, 60.0)
     log = (tmp_path / "reward.log").read_text()
-    assert log == "run failed on 2 trajectories: exception: KeyError: 'score' at <string>:1\n"
+    assert "Traceback (most recent call last)" in log
+    assert log.endswith("run failed on set/0@0, 2 trajectories: exception: KeyError: 'score' at <string>:1\n")
 
 
 def test_a_process_that_starts_while_its_worker_is_closed_is_killed(worker, trajectory, monkeypatch):
@@ -83,7 +87,7 @@ def test_a_process_that_starts_while_its_worker_is_closed_is_killed(worker, traj
         return spawned[0]
 
     monkeypatch.setattr(worker, "_spawn", close_meanwhile)
-    outcome = worker.call("run", [trajectory("pass")], 1000.0)
+    outcome = worker.call([trajectory("pass")], 1000.0)
     assert str(outcome) == "died: the scorer was closed"
     assert [process.returncode for process in spawned] == [-signal.SIGKILL]
 
@@ -98,11 +102,11 @@ def test_closing_stops_every_worker_and_every_call_in_flight(custom_reward, traj
         return [scored.reward for scored in await scoring]
 
     scorer = Scorer(RewardConfig(_target_=f"{module}.hang", timeout_s=100.0, workers=2), step_trajectories=1000)
-    pids = [worker.pid for worker in scorer._workers]
+    workers = pids(scorer)
     begin = time.perf_counter()
     assert asyncio.run(close_while_scoring(scorer)) == [0]
     assert time.perf_counter() - begin < 50  # the reward would hang until its timeout of 100 s
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)
     scorer.close()
 
 
@@ -122,7 +126,7 @@ def test_workers_die_with_a_parent_that_is_killed_even_while_they_hang(trajector
         "async def main():\n"
         "    scorer = Scorer(RewardConfig(components={'math': 1.0}, workers=2, timeout_s=1000.0))\n"
         "    await scorer.score([trajectory('42')] * 8)\n"
-        "    print(*(worker.pid for worker in scorer._workers), flush=True)\n"
+        "    print(*scorer.pools[0].pids, flush=True)\n"
         f"    await scorer.score([trajectory({TOWER!r})])\n"
         "asyncio.run(main())\n"
     )

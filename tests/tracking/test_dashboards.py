@@ -8,7 +8,7 @@ import pytest
 from app.config import RunConfig
 from app.tracking import dashboards
 from app.tracking.dashboard import DashboardOptions, Progress, grouped
-from app.tracking.dashboards import DashboardWorker
+from app.tracking.dashboards import DashboardWorker, close_all
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.run_folder.summary import Status
 
@@ -162,7 +162,7 @@ def test_a_slow_dashboard_drops_and_counts_what_its_queue_cannot_hold(tmp_path, 
         time.sleep(0.001)
     assert time.monotonic() - start < 5
     slow.go.set()
-    worker.close("finished", 10)
+    close_all([worker], "finished", 10)
     assert worker.dropped >= 94
     assert slow.received[-1] == "finished"
     assert warned[0] == "slow is too slow: messages that do not fit its queue are dropped."
@@ -178,9 +178,12 @@ def test_a_failed_message_is_reported_and_the_next_ones_are_sent(tmp_path, monke
     for step in (2, 3, 4):
         worker.log(step, {"lr": 1.0})
     worker.alert(4, "mismatch", "it grew")
-    worker.close("failed", 10)
+    close_all([worker], "failed", 10)
     assert slow.received == [2, 4, "mismatch", "failed"]
-    assert warned == ["slow failed on a message; the run continues without it: gone for a moment"]
+    (warning,) = warned
+    assert warning.startswith(
+        "slow failed on a message; the run continues without it: ConnectionError: gone for a moment at "
+    )
 
 
 def test_a_dashboard_that_hangs_is_abandoned_at_the_deadline(tmp_path, monkeypatch):
@@ -190,9 +193,46 @@ def test_a_dashboard_that_hangs_is_abandoned_at_the_deadline(tmp_path, monkeypat
     worker = DashboardWorker("slow", make_options(tmp_path, warned))
     worker.log(1, {"lr": 1.0})
     start = time.monotonic()
-    worker.close("finished", 0.2)
+    close_all([worker], "finished", 0.2)
     assert time.monotonic() - start < 2
-    assert warned == ["slow did not finish within 0 s; the run ends without it."]
+    assert warned == ["slow did not finish within 0.2 s; the run ends without it."]
+    slow.go.set()
+
+
+class Waiting:
+    """A dashboard whose `close` waits for another's."""
+
+    def __init__(self, closed, other):
+        self.closed = closed
+        self.other = other
+
+    def close(self, status):
+        self.closed.set()
+        assert self.other.wait(20)
+
+
+def test_dashboards_are_closed_concurrently_so_that_one_takes_no_time_from_another(tmp_path, monkeypatch):
+    warned = []
+    events = threading.Event(), threading.Event()
+    waiting = {"one": Waiting(*events), "two": Waiting(*reversed(events))}
+    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, options: waiting[name])
+    workers = [DashboardWorker(name, make_options(tmp_path, warned)) for name in waiting]
+    close_all(workers, "finished", 30)
+    assert warned == []
+
+
+def test_each_dashboard_has_the_whole_deadline_beside_one_that_hangs(tmp_path, metrics, monkeypatch):
+    slow = Slow()
+    quick = Slow()
+    quick.go.set()
+    slow.close = lambda status: slow.go.wait(20)
+    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, options: {"wandb": slow, "clearml": quick}[name])
+    monkeypatch.setattr("app.tracking.recorder.DASHBOARD_DEADLINE_S", dict.fromkeys(Status, 1.5))
+    quick.close = lambda status: (time.sleep(0.5), quick.received.append(status))
+    with RunFolderRecorder(make_config("wandb", "clearml"), tmp_path) as recorder:
+        recorder.log(1, metrics(1))
+    assert quick.received == [1, "finished"]
+    assert warnings(tmp_path) == ["wandb did not finish within 1.5 s; the run ends without it."]
     slow.go.set()
 
 

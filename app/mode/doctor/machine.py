@@ -48,13 +48,15 @@ def machine(config: RunConfig) -> Iterator[Check]:
 
 
 def reachable(config: RunConfig) -> Iterator[Check]:
-    """Check model, data and reward as a run does, and access to hub, cluster and servers."""
+    """Check model, data, rewards and trackers as a run does, and access to hub, cluster and servers."""
     refused = problems(config)
     yield _refused("model", refused) or _model(config)
     yield _refused("data", refused) or _data(config)
-    if config.reward._target_ is not None:
-        accepted = Check("reward", CheckStatus.ok, f"{config.reward._target_} can be loaded")
-        yield _refused("reward", refused) or accepted
+    rewards = [term.target for term in config.reward.terms().values() if term.target is not None]
+    for subject, targets in (("reward", rewards), ("tracker", config.tracking.own)):
+        if targets:
+            accepted = Check(subject, CheckStatus.ok, f"{', '.join(targets)} can be loaded")
+            yield _refused(subject, refused) or accepted
     if not refused and _is_local(config):
         yield _prompts(config)
     if config.cluster.address not in (None, "auto", "local"):

@@ -1,0 +1,134 @@
+"""Try custom rewards before anything starts: on made-up completions of a few real rows, in a worker as in a run.
+
+For each prompt the reward scores a group of two: its answer as the completion, and an empty text. A reward that fails
+on all of them would fail on everything, and is refused.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from app.config.reward import RewardConfig
+from app.errors import ConfigError, RunError, say
+from app.reward.component import RewardComponent
+from app.reward.outcome import Failure, FailureKind, Value
+from app.reward.scorer import components_of, not_accepted
+from app.reward.worker_process import NO_LOG, WorkerProcess
+from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
+from app.utils.dotted_path import LoadError
+
+MOST_PROMPTS = 3
+ENOUGH_S = 10.0  # of trying one component: no further prompt after that
+SLOW_S = 5.0  # for the two completions of a prompt: longer is a warning
+
+Tokenize = Callable[[str], Sequence[int]]
+
+
+def try_out(config: RewardConfig, prompts: Sequence[Prompt], tokenize: Tokenize) -> list[str]:
+    """Load every custom reward and try it on made-up completions.
+
+    Args:
+        config: The `reward` section. With `tryout` off, rewards are only loaded.
+        prompts: Some of the run's prompts.
+        tokenize: From a text to token ids.
+
+    Returns:
+        Warnings about rewards that fail on some of the completions, or are slow.
+
+    Raises:
+        ConfigError: A reward cannot be loaded, does not answer within `reward.timeout_s`, or fails on everything.
+    """
+    warnings: list[str] = []
+    for component in components_of(config):
+        if component.key is None:
+            continue
+
+        worker = WorkerProcess(component, NO_LOG)
+        try:
+            worker.start()
+            if config.tryout:
+                warnings += _try_component(worker, component, prompts[:MOST_PROMPTS], tokenize, config.timeout_s)
+        except (LoadError, RunError) as error:
+            raise not_accepted(component, error) from error
+        finally:
+            worker.close()
+            worker.kill()
+    return warnings
+
+
+def made_up(prompt: Prompt, text: str, tokenize: Tokenize) -> Trajectory:
+    """Return a trajectory with this completion, which has at least one token."""
+    token_ids = np.asarray([*tokenize(text)] or [0], np.int32)
+    spans = (VersionSpan(0, 0, len(token_ids)),)
+    logprobs = np.zeros(len(token_ids), np.float32)
+    return Trajectory(prompt, Completion(token_ids, logprobs, FinishReason.stop, spans, text), text)
+
+
+def _try_component(
+    worker: WorkerProcess, component: RewardComponent, prompts: Sequence[Prompt], tokenize: Tokenize, timeout_s: float
+) -> list[str]:
+    values: list[Value] = []
+    slowest_s = 0.0
+    begin = time.monotonic()
+    for prompt in prompts:
+        call_begin = time.monotonic()
+        group = [made_up(prompt, text, tokenize) for text in (prompt.answer, "")]
+        values += _score(worker, component, group, timeout_s)
+
+        slowest_s = max(slowest_s, time.monotonic() - call_begin)
+        if time.monotonic() - begin > ENOUGH_S:
+            break
+
+    failures = [value for value in values if isinstance(value, Failure)]
+    if failures and len(failures) == len(values):
+        raise ConfigError(_refusal(component, f"each of {len(values)} made-up completions ended as {failures[0]}"))
+    return _warnings(component, failures, len(values), slowest_s)
+
+
+def _score(worker: WorkerProcess, component: RewardComponent, group: list[Trajectory], timeout_s: float) -> list[Value]:
+    """Score one group, its members alone if that fails. The first deadline that passes ends the tryout."""
+
+    def waiting() -> None:
+        say(f"trying reward component {component.name}: no result after {SLOW_S:g} s; reward.timeout_s={timeout_s:g}")
+
+    outcome = worker.call(group, timeout_s, slow_after_s=SLOW_S, on_slow=waiting)
+    if not isinstance(outcome, Failure):
+        return outcome
+    if outcome.kind is FailureKind.timeout:
+        raise ConfigError(_refusal(component, f"it gave {outcome}={timeout_s:g}"))
+
+    values: list[Value] = []
+    for trajectory in group:
+        single = worker.call([trajectory], timeout_s)
+        values += [single] if isinstance(single, Failure) else single
+    return values
+
+
+def _refusal(component: RewardComponent, what: str) -> str:
+    return (
+        f"{component.key}={component.target} is not accepted: give a reward that returns one finite number per "
+        f"trajectory; {what}. (reward.tryout=false skips this try.)"
+    )
+
+
+def _warnings(component: RewardComponent, failures: list[Failure], tried: int, slowest_s: float) -> list[str]:
+    warnings = []
+    if failures:
+        warnings.append(
+            f"reward component {component.name} failed on {len(failures)} of {tried} made-up completions (answers and "
+            f"empty texts): {failures[0]}. Where that happens in the run, the trajectory scores 0."
+        )
+    if slowest_s > SLOW_S:
+        warnings.append(
+            f"reward component {component.name} took {slowest_s:.0f} s for the two completions of a prompt; "
+            "reward.workers processes score as many groups at a time."
+        )
+    return warnings
+
+
+def tokenizer_of(tokenizer: Any) -> Tokenize:
+    """Return the token ids of a completion under a Hugging Face tokenizer, its end of sequence included."""
+    end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    return lambda text: [*(tokenizer(text, add_special_tokens=False)["input_ids"] if text else []), *end]

@@ -1,0 +1,107 @@
+"""The rewards and the tracker that the pages show, written to modules and used as in a run."""
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.config.tracking import TrackingConfig
+from app.tracking.own_tracker import require_trackers
+from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
+from tests.compose import composed
+from tests.docs.markdown import PAGES, ROOT, code_blocks
+from tests.reward.scorers import failed, running_scorer, score
+from tests.tracking.conftest import make_metrics
+from tests.tracking.test_dashboards import make_config, record, warnings
+
+MODULES = ("my_rewards", "my_judge", "my_tracker")
+EXTENDING = ROOT / "docs" / "extending.md"
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a reader who copied every block of the page into the file that it names."""
+    for language, text in code_blocks(EXTENDING):
+        title = text.partition("\n")[0].removeprefix("# ")
+        if language == "python" and title.removesuffix(".py") in MODULES:
+            with (tmp_path / title).open("a") as file:
+                file.write(text)
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    return tmp_path
+
+
+def trajectory(text: str, answer: str = "46", **row: object) -> Trajectory:
+    prompt = Prompt("rows/0@0", np.zeros(2, np.int32), answer, "rows", question="12+34=", row=row)
+    completion = Completion(
+        np.zeros(3, np.int32), np.zeros(3, np.float32), FinishReason.stop, (VersionSpan(0, 0, 3),), text
+    )
+    return Trajectory(prompt, completion, text)
+
+
+def test_every_page_shows_the_same_first_reward() -> None:
+    shown = {text for page in PAGES for _, text in code_blocks(page) if "def brief_and_right" in text}
+    assert len(shown) == 1
+
+
+def test_the_rewards_of_the_page_score(modules: Path) -> None:
+    batch = [trajectory(" 46"), trajectory("47")]
+    with running_scorer(_target_="my_rewards.brief_and_right", args={"per_token": 0.01}) as scorer:
+        assert score(scorer, batch) == pytest.approx([0.97, -0.03])
+    with running_scorer(_target_="my_rewards.Regex", args={"pattern": r"^\s*{answer}\s*$"}) as scorer:
+        assert score(scorer, batch) == [1, 0]
+    with running_scorer(_target_="my_rewards.keywords") as scorer:
+        assert score(scorer, [trajectory("red and blue", keywords=["red", "green"])]) == [0.5]
+
+
+def test_the_weighted_sum_of_the_page_is_that_of_its_command(modules: Path) -> None:
+    page = EXTENDING.read_text().splitlines()
+    (line,) = [each.strip() for each in page if "+reward.components.brief._target_" in each]
+    config = composed(*line.removeprefix("python -m app ").split()).reward
+    with running_scorer(components=config.components) as scorer:
+        assert score(scorer, [trajectory("\\boxed{46}")]) == pytest.approx([1.0 + 0.2 * -0.03])
+
+
+class Server(BaseHTTPRequestHandler):
+    """An OpenAI-compatible server that grades 8, and fails on an empty completion."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
+        self.send_response(500 if asked.endswith("\n") else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": [{"message": {"content": "8"}}]}).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Keep quiet."""
+
+
+@pytest.fixture
+def judge_url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1/chat/completions"
+        server.shutdown()
+
+
+def test_the_judge_of_the_page_asks_a_server(modules: Path, judge_url: str) -> None:
+    with running_scorer(_target_="my_judge.Judge", args={"url": judge_url, "model": "judge"}) as scorer:
+        assert score(scorer, [trajectory(text) for text in ("46", "", "47")]) == [0.8, 0, 0.8]
+        assert failed(scorer) == {"exception": 1}
+
+
+def test_the_tracker_of_the_page_records_a_run(modules: Path) -> None:
+    config = make_config("my_tracker.JsonLines")
+    config.tracking.args = {"name": "mine"}
+    require_trackers(TrackingConfig(use=config.tracking.use, args=config.tracking.args))
+    record(config, modules / "run", make_metrics, (1, 2))
+    lines = (modules / "run/tracking/my_tracker.JsonLines/mine.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("step") for line in lines] == [None, 0, 1, 2, None]
+    assert json.loads(lines[-1]) == {"status": "finished"}
+    assert warnings(modules / "run") == []

@@ -1,0 +1,125 @@
+"""The three signatures of a custom reward, and what it sees of a row."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from tests.reward.scorers import failed, running_scorer, score
+
+
+def test_a_reward_sees_the_question_and_every_column_of_the_row(custom_reward, trajectory):
+    module = custom_reward(
+        "def rubric(trajectories):\n"
+        "    return [one.prompt.row['points'][one.text] + len(one.prompt.question) for one in trajectories]\n"
+    )
+    with running_scorer(_target_=f"{module}.rubric") as scorer:
+        assert score(scorer, [trajectory(text, points={"a": 1, "b": 2.5}) for text in "ab"]) == [12, 13.5]
+
+
+def test_keywords_are_lists_of_texts_and_of_every_column(custom_reward, trajectory):
+    module = custom_reward(
+        "def judged(prompts, completions, tests, bonus, **columns):\n"
+        "    assert prompts == ['what is it?'] * 2\n"
+        "    assert sorted(columns) == ['answer', 'completion_ids', 'level']\n"
+        "    assert columns['answer'] == ['42', '42'] and columns['completion_ids'] == [[0] * 8] * 2\n"
+        "    assert columns['level'] == ['hard', 'hard']\n"
+        "    return [bonus + (text in each) for text, each in zip(completions, tests)]\n"
+    )
+    batch = [trajectory(text, tests=["x", "y"], level="hard") for text in "xz"]
+    with running_scorer(_target_=f"{module}.judged", args={"bonus": 0.5}) as scorer:
+        assert score(scorer, batch) == [1.5, 0.5]
+        assert failed(scorer) == {}
+
+
+def test_a_column_named_answer_comes_before_the_reference_answer(custom_reward, trajectory):
+    module = custom_reward("def same(completions, answer):\n    return [float(answer == ['#### 7', '#### 7'])] * 2\n")
+    row = {"answer": "#### 7"}
+    bare = trajectory("7", answer="7")
+    batch = [replace(bare, prompt=replace(bare.prompt, row=row))] * 2
+    with running_scorer(_target_=f"{module}.same") as scorer:
+        assert score(scorer, batch) == [1.0, 1.0]
+
+
+def test_a_column_that_rows_lack_is_named(custom_reward, trajectory):
+    module = custom_reward("def needy(completions, solution, rubric):\n    return [1.0]\n")
+    warned: list[str] = []
+    with running_scorer(_target_=f"{module}.needy", max_failed_fraction=1, warned=warned) as scorer:
+        assert score(scorer, [trajectory("a", level=3)]) == [0]
+        assert failed(scorer) == {"value": 1}
+    expected = "it takes solution, rubric; there are answer, level, prompts, completions, completion_ids."
+    assert expected in warned[0]
+
+
+def test_a_reward_of_one_trajectory_fails_alone_without_a_second_call(custom_reward, trajectory, tmp_path):
+    module = custom_reward(
+        "def one(trajectory):\n"
+        "    if trajectory.text == 'bad':\n"
+        "        raise ValueError('unreadable')\n"
+        "    return len(trajectory.text)\n"
+    )
+    log = tmp_path / "reward.log"
+    with running_scorer(_target_=f"{module}.one", log=log) as scorer:
+        assert score(scorer, [trajectory(text) for text in ("a", "bad", "abc")]) == [1, 0, 3]
+        assert failed(scorer) == {"exception": 1}
+        assert scorer.metrics["reward/retried"] == 0
+    assert "ValueError: unreadable" in log.read_text()
+    assert "one failed on set/0@0, 3 trajectories: exception: ValueError: unreadable at " in log.read_text()
+
+
+def test_an_async_reward_of_one_trajectory_scores_the_group_concurrently(custom_reward, trajectory):
+    module = custom_reward(
+        "import asyncio\n"
+        "arrived = 0\n"
+        "class Judge:\n"
+        "    def __init__(self, size):\n"
+        "        self.size, self.arrived, self.all = size, 0, asyncio.Event()\n"
+        "    async def __call__(self, trajectory):\n"
+        "        self.arrived += 1\n"
+        "        if self.arrived == self.size:\n"
+        "            self.all.set()\n"
+        "        await self.all.wait()\n"  # a sequential caller would wait for ever
+        "        if trajectory.text == 'bad':\n"
+        "            raise ConnectionError('refused')\n"
+        "        return 0.5\n"
+    )
+    with running_scorer(_target_=f"{module}.Judge", args={"size": 8}, timeout_s=60.0) as scorer:
+        batch = [trajectory("bad" if index == 3 else "fine") for index in range(8)]
+        assert score(scorer, batch) == [0.5, 0.5, 0.5, 0, 0.5, 0.5, 0.5, 0.5]
+        assert failed(scorer) == {"exception": 1}
+
+
+@pytest.mark.parametrize("sync", ["def", "async def"])
+def test_columns_can_be_scored_by_sync_and_async_functions(custom_reward, trajectory, sync):
+    module = custom_reward(f"{sync} lengths(completions, **_):\n    return [len(each) for each in completions]\n")
+    with running_scorer(_target_=f"{module}.lengths") as scorer:
+        assert score(scorer, [trajectory("a"), trajectory("ab")]) == [1, 2]
+
+
+def test_own_and_built_in_components_are_summed_with_weights(custom_reward, trajectory):
+    module = custom_reward(
+        "def brief(trajectories, limit):\n    return [float(len(one.text) <= limit) for one in trajectories]\n"
+        "async def polite(trajectory):\n    return float('please' in trajectory.text)\n"
+    )
+    components = {
+        "math": {"weight": 1},
+        "format": 0.25,
+        "brief": {"_target_": f"{module}.brief", "args": {"limit": 12}, "weight": 0.5},
+        "polite": {"_target_": f"{module}.polite", "weight": 0},
+    }
+    batch = [trajectory("\\boxed{42}"), trajectory("please, \\boxed{42}"), trajectory("7")]
+    with running_scorer(components=components, workers=2) as scorer:
+        scored = asyncio.run(scorer.score(batch))
+        assert failed(scorer) == {}
+    assert [one.reward for one in scored] == [1.75, 1.25, 0.5]
+    assert scored[1].reward_components == {"math": 1, "format": 1, "brief": 0, "polite": 1}
+    assert list(scored[1].reward_components) == ["math", "format", "brief", "polite"]
+
+
+def test_a_component_that_hangs_does_not_keep_the_others_from_their_values(custom_reward, trajectory):
+    module = custom_reward("import time\ndef stuck(trajectories):\n    time.sleep(1000)\n")
+    components = {"math": 1.0, "stuck": {"_target_": f"{module}.stuck"}}
+    with running_scorer(components=components, timeout_s=1.0) as scorer:
+        (scored,) = asyncio.run(scorer.score([trajectory("\\boxed{42}")]))
+    assert scored.reward == 0
+    assert scored.reward_components == {"math": 1, "stuck": 0}

@@ -1,0 +1,139 @@
+"""Custom rewards are tried on made-up completions before anything starts."""
+
+import pytest
+
+from app.config.reward import RewardConfig
+from app.errors import ConfigError
+from app.reward import tryout
+from app.reward.tryout import made_up, tokenizer_of, try_out
+
+END = 7
+
+
+def tokens(text: str) -> list[int]:
+    return [*text.encode(), END]
+
+
+@pytest.fixture
+def prompts(trajectory):
+    return [trajectory("", answer=str(index), prompt_id=f"set/{index}@0", level=index).prompt for index in range(5)]
+
+
+def tried(prompts, **settings) -> list[str]:
+    return try_out(RewardConfig(**settings), prompts, tokens)
+
+
+def refusal(prompts, **settings) -> str:
+    with pytest.raises(ConfigError) as refused:
+        tried(prompts, **settings)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("raise KeyError('score')", "ended as exception: KeyError: 'score' at "),
+        ("return None", "ended as value: returned a NoneType, not a list of 2 numbers."),
+        ("return [float('nan')] * len(trajectories)", "ended as value: returned nan, not a finite number."),
+        ("return [1.0]", "ended as value: returned 1 values for 2 trajectories."),
+        ("import os; os._exit(3)", "ended as died: the worker process died (exit code 3)"),
+    ],
+)
+def test_a_reward_that_fails_on_everything_is_refused(custom_reward, prompts, body, reason):
+    module = custom_reward(f"def broken(trajectories):\n    {body}\n")
+    sentence = refusal(prompts[:1], _target_=f"{module}.broken")
+    assert sentence.startswith(
+        f"reward._target_={module}.broken is not accepted: give a reward that returns one finite number per "
+        f"trajectory; each of 2 made-up completions {reason}"
+    )
+    assert sentence.endswith("(reward.tryout=false skips this try.)")
+
+
+def test_a_reward_that_hangs_is_refused_at_its_deadline_and_named_before(custom_reward, prompts, monkeypatch, capsys):
+    monkeypatch.setattr(tryout, "SLOW_S", 0.2)
+    module = custom_reward("import time\ndef stuck(trajectories):\n    time.sleep(1000)\n")
+    components = {"exact": 1.0, "slow": {"_target_": f"{module}.stuck"}}
+    assert refusal(prompts, components=components, timeout_s=1.0) == (
+        f"reward.components.slow._target_={module}.stuck is not accepted: give a reward that returns one finite number "
+        "per trajectory; it gave timeout: no result for 2 completion(s) within 1 s, see reward.timeout_s=1. "
+        "(reward.tryout=false skips this try.)"
+    )
+    said = capsys.readouterr().err
+    assert said == "trying reward component slow: no result after 0.2 s; reward.timeout_s=1\n"
+
+
+def test_a_reward_that_fails_on_some_completions_is_a_warning(custom_reward, prompts):
+    module = custom_reward("def first(trajectory):\n    return float(trajectory.text.split()[0] == '1')\n")
+    (warning,) = tried(prompts, _target_=f"{module}.first")
+    assert warning.startswith(
+        "reward component first failed on 3 of 6 made-up completions (answers and empty texts): exception: IndexError: "
+    )
+    assert warning.endswith(f"{module}.py:2. Where that happens in the run, the trajectory scores 0.")
+
+
+def test_a_slow_reward_is_a_warning_and_is_tried_on_one_prompt(custom_reward, prompts, monkeypatch, tmp_path):
+    monkeypatch.setattr(tryout, "SLOW_S", 0.1)
+    monkeypatch.setattr(tryout, "ENOUGH_S", 0.2)
+    calls = tmp_path / "calls"
+    module = custom_reward(
+        "import time\n"
+        "def judge(trajectories, calls):\n"
+        "    open(calls, 'a').write('x')\n"
+        "    time.sleep(0.5)\n"
+        "    return [1.0] * len(trajectories)\n"
+    )
+    (warning,) = tried(prompts, _target_=f"{module}.judge", args={"calls": str(calls)})
+    assert warning.startswith("reward component judge took ")
+    assert warning.endswith(
+        "for the two completions of a prompt; reward.workers processes score as many groups at a time."
+    )
+    assert calls.read_text() == "x"
+
+
+def test_a_good_reward_sees_real_rows_with_the_answer_and_an_empty_text(custom_reward, prompts, tmp_path):
+    seen = tmp_path / "seen"
+    module = custom_reward(
+        "def see(trajectories, seen):\n"
+        "    with open(seen, 'a') as file:\n"
+        "        for one in trajectories:\n"
+        "            print(one.prompt.row['level'], one.text, one.completion.token_ids.tolist(), sep='|', file=file)\n"
+        "    return [0.0] * len(trajectories)\n"
+    )
+    assert tried(prompts, _target_=f"{module}.see", args={"seen": str(seen)}) == []
+    assert seen.read_text().split() == [
+        "0|0|[48,",
+        "7]",
+        "0||[7]",
+        "1|1|[49,",
+        "7]",
+        "1||[7]",
+        "2|2|[50,",
+        "7]",
+        "2||[7]",
+    ]
+
+
+def test_without_the_tryout_a_reward_is_only_loaded(custom_reward, prompts):
+    module = custom_reward("def broken(trajectories):\n    1 / 0\n")
+    assert tried(prompts, _target_=f"{module}.broken", tryout=False) == []
+    assert "module os has no no_such" in refusal(prompts, _target_="os.no_such", tryout=False)
+
+
+def test_built_in_components_are_not_tried(prompts, monkeypatch):
+    monkeypatch.setattr(tryout, "WorkerProcess", None)
+    assert tried(prompts, components={"math": 1.0, "exact": 0.5}) == []
+
+
+def test_made_up_completions_have_a_token(prompts):
+    trajectory = made_up(prompts[0], "", lambda _: [])
+    assert trajectory.completion.token_ids.tolist() == [0]
+    assert trajectory.completion.spans[0].end == 1
+
+
+def test_a_completion_ends_as_the_tokenizer_ends_a_sequence(tiny_model):
+    from app.model.hf_directory import load_tokenizer
+
+    tokenizer = load_tokenizer(tiny_model, trust_remote_code=False)
+    encode = tokenizer_of(tokenizer)
+    assert encode("") == [tokenizer.eos_token_id]
+    assert tokenizer.decode(encode("46"), skip_special_tokens=True) == "46"
