@@ -34,14 +34,23 @@ def run(*overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_own_rewards_and_trackers_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = [*reachable(composed("reward._target_=tests.reward.broken.raises", "tracking.use=[no_such.Tracker]"))]
+    checks = [
+        *doctor_machine.reachable(
+            composed("reward._target_=tests.reward.broken.raises", "tracking.use=[no_such.Tracker]")
+        )
+    ]
     assert of(checks, "reward") == Check("reward", CheckStatus.ok, "tests.reward.broken.raises can be loaded")
     assert of(checks, "tracker").status is CheckStatus.fail
     assert "there is no module no_such" in of(checks, "tracker").message
 
-    reward = of([*reachable(composed("+reward.components.style._target_=tests.reward.broken.missing"))], "reward")
+    reward = of(
+        [*doctor_machine.reachable(composed("+reward.components.style._target_=tests.reward.broken.missing"))], "reward"
+    )
     assert (reward.status, "has no missing" in reward.message) == (CheckStatus.fail, True)
-    assert {each.subject for each in reachable(composed("tracking=wandb"))} & {"reward", "tracker"} == set()
+    assert {each.subject for each in doctor_machine.reachable(composed("tracking=wandb"))} & {
+        "reward",
+        "tracker",
+    } == set()
 
 
 def test_the_cpu_passes_on_this_machine() -> None:
