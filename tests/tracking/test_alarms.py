@@ -87,7 +87,7 @@ def test_staleness_at_a_bound_of_1_is_normal():
 
 def test_all_settings_named_in_advice_exist():
     advice = " ".join([*(rule.advice for rule in RULES.values()), *(remedy for _, remedy in PHASES.values())])
-    files = {"timeline.json", "ui.perfetto.dev"}
+    files = {"timeline.json", "ui.perfetto.dev", "reward.log"}
     named = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", advice)) - files
     assert len(named) > 15
     assert named <= set(setting_names())
