@@ -232,7 +232,7 @@ def test_what_a_run_refuses_fails_with_the_same_sentence(tmp_path: Path) -> None
 def test_the_prompts_of_local_files_are_tokenized(tmp_path: Path, tiny_model: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"question": "1+{number}=", "answer": "{1 + number}"}}\n' for number in range(20)))
-    line = [f"model.path={tiny_model}", f"data.path={rows}", "data.eval_fraction=0.5"]
+    line = [f"model.path={tiny_model}", f"data.path={rows}", "data.eval_fraction=0.5", "algorithm.prompts_per_step=8"]
     assert of(list(doctor_machine.reachable(composed(*line))), "prompts").message == "10 to train on, 10 to evaluate on"
 
     short = of(list(doctor_machine.reachable(composed(*line, "rollout.max_prompt_tokens=4"))), "prompts")

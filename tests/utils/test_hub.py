@@ -47,7 +47,7 @@ def test_a_data_set_is_asked_for_once_and_quietly(
     connections: list[None], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.DEBUG), pytest.raises(ConfigError) as refused:
-        list(sources.read("nobody/nothing-at-all", subset="main", split="test", columns=["question"], key="data"))
+        list(sources.read("nobody/nothing-at-all", subset="main", split="test", key="data.path"))
     assert str(refused.value) == (
         "data.path=nobody/nothing-at-all is not accepted: give a local file: the hub cannot be reached from here, and "
         "its cache has no split test of subset main."
