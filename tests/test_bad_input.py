@@ -19,7 +19,7 @@ REFUSED = [  # overrides, fragments of the sentence
     (["+stepz=3"], ["stepz", "did you mean steps"]),
     (["+rollout.temprature=1"], ["rollout.temprature", "rollout.temperature"]),
     (["reward.args.bonus=0.5"], ["reward.args={'bonus': 0.5}", "{} without reward._target_"]),
-    (["reward.components.exactly=0.1"], ["reward.components=exactly", "exact, format, math"]),
+    (["reward.components.exactly=0.1"], ["reward.components.exactly=0.1", "weights of exact, format, math"]),
     (["data.eval_sets=x"], ["data.eval_sets=x", "+data.eval_sets.mine.path=FILE"]),
     (["data.eval_sets=[x]"], ["data.eval_sets=[x]", "+data.eval_sets.mine.path=FILE"]),
     (["data.eval_sets.aime=x"], ["data.eval_sets.aime=x is not accepted: write data.eval_sets.aime.path=x."]),
