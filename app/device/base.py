@@ -4,9 +4,9 @@ import importlib
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.config.device import DeviceKind
 from app.errors import ConfigError
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     import torch
 
 QUERY_SECONDS = 10
+
+
+def abort_backend(backend: Any) -> None:
+    """End everything in flight in a torch.distributed backend."""
+    backend.abort()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,8 @@ class Device:
     resource: str  # Ray resource name
     visibility: str | None  # environment variable that selects devices
     attention: str  # attention implementation of the trainer, see app/model/attention.py
+    has_gather: bool = True  # whether `collective` can gather on one rank alone
+    abort_backend: Callable[[Any], None] = abort_backend
     # SGLang server flags. The setting `device.engine_args` overrides them in app/rollout/server_args.py.
     engine_flags: Mapping[str, object] = field(default_factory=dict)
     engine_env: Mapping[str, str] = field(default_factory=dict)

@@ -1,5 +1,7 @@
 """Ascend NPUs. Not yet run on hardware: taken from the documentation of torch_npu, SGLang and CANN."""
 
+from typing import Any
+
 from app.config.device import DeviceKind
 from app.device.base import Device
 
@@ -11,6 +13,12 @@ HCCL = {
     "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
 }
 
+
+def abort_backend(backend: Any) -> None:
+    """End everything in flight. The `abort` that every torch backend has does nothing in HCCL's."""
+    backend.abort_hccl_comm("weight sync failed")
+
+
 DEVICE = Device(
     kind=DeviceKind.npu,
     torch_type="npu",
@@ -18,11 +26,12 @@ DEVICE = Device(
     resource="NPU",
     visibility="ASCEND_RT_VISIBLE_DEVICES",
     attention="flash_attention_2",  # transformers routes it to the fused NPU kernel
+    has_gather=False,
+    abort_backend=abort_backend,
     engine_flags={"device": "npu"},
     engine_env={
         "POSTTRAIN_ENGINE_DEVICE": "npu",
         **HCCL,
-        "SGLANG_SET_CPU_AFFINITY": "1",
         "ASCEND_COREDUMP_SIGNAL": "none",
     },
     trainer_env={**HCCL, "ASCEND_COREDUMP_SIGNAL": "none"},
@@ -41,6 +50,6 @@ DEVICE = Device(
     card_memory_gib=64.0,
     peak_tflops=376.0,
     trainer_runtime_gib=2.0,
-    engine_runtime_gib=2.0,
+    engine_runtime_gib=4.0,  # with the decode graphs, which no release frees
     push_seconds_per_gb=0.19,
 )

@@ -38,7 +38,7 @@ from app.utils.net import Listener
 from app.utils.process import log_to, memory_use
 
 # Ray's concurrency groups: calls that run in their own thread, concurrently with the step.
-CONCURRENCY_GROUPS = {"status": 1, "checkpoint": 1}
+CONCURRENCY_GROUPS = {"status": 1, "checkpoint": 1, "interrupt": 1}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -289,6 +289,11 @@ class TrainerRank:
     def call(self, name: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a method of an extension."""
         return getattr(self.extensions[name], method)(*args, **kwargs)
+
+    @runs_concurrently("interrupt")
+    def interrupt(self, name: str, method: str) -> None:
+        """Call a method of an extension concurrently with any other call, to end its waiting."""
+        getattr(self.extensions[name], method)()
 
     # --- status, also during a step
 

@@ -103,13 +103,14 @@ async def make_synchronizer(
     tensor_parallel: int = 1,
     mode: SyncMode = SyncMode.full,
     full_every: int = 0,
+    backend: str = "gloo",
 ) -> BucketedWeightSynchronizer:
     """Create and prepare a synchronizer."""
     implementation: Transport
     if transport == "ipc":
         implementation = IpcTransport(tensor_parallel=tensor_parallel)
     else:
-        implementation = CollectiveTransport(backend="gloo", tensor_parallel=tensor_parallel)
+        implementation = CollectiveTransport(backend=backend, tensor_parallel=tensor_parallel)
     config = WeightSyncConfig(
         bucket_mib=bucket_mib, verify=verify, timeout_s=timeout_s, mode=mode, full_every=full_every
     )
