@@ -46,6 +46,8 @@ DEVICE = Device(
     allocator_variables=("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
     machine_env={"RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1"},
     driver_paths=("/usr/local/Ascend/driver", "/etc/ascend_install.info"),
+    # Published for these chips; others have more or fewer cores.
+    peaks={r"910B2": 376.0, r"910B3": 313.0, r"910B4": 280.0, r"910_939[12]$": 376.0},
     card="a 64 GB Atlas A2 card or A3 die",
     card_memory_gib=64.0,
     peak_tflops=376.0,

@@ -111,9 +111,11 @@ class RemoteTrainer:
         """Call a method of an extension on every rank. Returns the results in rank order."""
         return await self._each(TrainerRank.call, extension, method.__name__, args, kwargs)
 
-    async def interrupt(self, extension: str, method: Callable[[Any], None]) -> None:
+    async def interrupt(
+        self, extension: str, method: Callable[Concatenate[Any, P], None], /, *args: P.args, **kwargs: P.kwargs
+    ) -> None:
         """Call a method of an extension on every rank, concurrently with a call in progress, to end its waiting."""
-        await self._each(TrainerRank.interrupt, extension, method.__name__)
+        await self._each(TrainerRank.interrupt, extension, method.__name__, args, kwargs)
 
     async def stacks(self) -> str:
         """Return the stacks of all ranks that still answer."""
