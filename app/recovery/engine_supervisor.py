@@ -118,13 +118,16 @@ class EngineSupervisor:
             self.pool.mark_ready(index)
 
     async def diagnose(self, engines: Engines) -> None:
-        """Check these engines and mark the lost ones."""
-        for index, engine in engines.items():
+        """Check these engines, all at the same time, and mark the lost ones."""
+
+        async def check(index: int, engine: RolloutEngine) -> None:
             try:
                 await engine.check()
             except EngineError as error:  # of any kind: the engine could not be asked
                 self.unsynced.discard(index)
                 self.pool.mark_lost(engine, as_lost(error))
+
+        await gather_or_raise(*(check(index, engine) for index, engine in engines.items()))
 
     async def _abort_requests(self, engine: RolloutEngine) -> None:
         try:

@@ -16,7 +16,7 @@ from app.config.weight_sync import Verify
 from app.device import device_of
 from app.errors import SyncError
 from app.weight_sync.deadlines import Deadline
-from app.weight_sync.transport.collective import CollectiveTransport, naming
+from app.weight_sync.transport.collective import BroadcastSender, CollectiveTransport, naming
 from app.weight_sync.transport.process_group import SyncProcessGroup
 from tests.weight_sync.doubles import Doubles, EngineDouble, NcclDouble
 from tests.weight_sync.support import make_synchronizer, make_trainer, started
@@ -116,6 +116,18 @@ def test_two_members_on_one_device_are_reported() -> None:
     with pytest.raises(RuntimeError, match="Duplicate GPU detected"):
         group.wait(5.0)
     group.abort()
+
+
+def test_a_late_abort_leaves_the_next_process_group_alone() -> None:
+    """It runs beside the other calls of a rank, in no order with them."""
+    sender = BroadcastSender.__new__(BroadcastSender)
+    sender._process_group = group = process_group("prompt_double")
+    sender.leave("an earlier one")
+    group.broadcast(torch.zeros(8))
+    group.wait(5.0)
+    sender.leave(group.name)
+    assert sender._process_group is None
+    assert NcclDouble.made[-1].calls == ["abort"]
 
 
 class SilentTrainer:

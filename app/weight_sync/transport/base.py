@@ -27,7 +27,9 @@ class TrainerGroup(Protocol):
         """Call a method of an extension on every rank; return the results in rank order."""
         ...
 
-    async def interrupt(self, extension: str, method: Callable[[Any], None]) -> None:
+    async def interrupt(
+        self, extension: str, method: Callable[Concatenate[Any, P], None], /, *args: P.args, **kwargs: P.kwargs
+    ) -> None:
         """Call a method of an extension on every rank, concurrently with a call in progress, to end its waiting."""
         ...
 

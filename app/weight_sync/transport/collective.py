@@ -81,11 +81,14 @@ class BroadcastSender(Sender):
             with naming("the broadcast failed"):
                 process_group.wait(timeout_s)
 
-    def abort(self) -> None:
-        """Leave the process group. Runs concurrently with the other calls, any of which may wait for a broadcast."""
+    def leave(self, name: str) -> None:
+        """Leave the process group of this name; a later one is left alone.
+
+        Runs concurrently with the other calls, any of which may wait for a broadcast.
+        """
         process_group = self._process_group
-        self._process_group = None
-        if process_group is not None:
+        if process_group is not None and process_group.name == name:
+            self._process_group = None
             process_group.abort()
 
 
@@ -163,10 +166,12 @@ class CollectiveTransport:
         self._name = None
         if name is None:
             return
-        await best_effort({TRAINER_RANKS: trainer.interrupt(SENDER_EXTENSION, Sender.abort)}, ABORT_TIMEOUT_S)
+        leaving = trainer.interrupt(SENDER_EXTENSION, BroadcastSender.leave, name)
+        await best_effort({TRAINER_RANKS: leaving}, ABORT_TIMEOUT_S)
+
         body = {"group_name": name}
-        leaving = {engine.name: engine.update("destroy_weights_update_group", body) for engine in self._members}
-        await best_effort(leaving, ABORT_TIMEOUT_S)
+        destroying = {engine.name: engine.update("destroy_weights_update_group", body) for engine in self._members}
+        await best_effort(destroying, ABORT_TIMEOUT_S)
 
     async def _wait_until_joined(self, trainer: TrainerGroup) -> None:
         while not all(await trainer.call(SENDER_EXTENSION, BroadcastSender.joined)):  # noqa: ASYNC110 (another process)
