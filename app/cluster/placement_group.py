@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
-from app.errors import RunError, TrainerLost
+from app.errors import RunError, TrainerLost, one_line
 
 POLL_SECONDS = 0.25
 
@@ -59,6 +60,8 @@ class DevicePlacement:
             raise TrainerLost(
                 f"the devices of the trainer were not reserved again within trainer.timeout_s={timeout_s:.0f} s"
             ) from None
+        except RayError as error:
+            raise TrainerLost(f"the devices of the trainer could not be asked for: {one_line(error)}") from error
 
     def rank_options(self, rank: int) -> dict[str, Any]:
         """Return the Ray actor options of a trainer rank."""

@@ -137,7 +137,7 @@ class PolicyOptimizer:
 def grad_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return the 2-norm [] float64 over all parameters and ranks: local squares, then one all-reduce."""
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    squared = torch.stack(torch._foreach_norm(local)).cpu().double().square().sum()  # an NPU has no float64
+    squared = torch.stack(torch._foreach_norm(local)).double().square().sum().cpu()
     if any(isinstance(gradient, DTensor) for gradient in gradients):
         dist.all_reduce(squared)
     return squared.sqrt()
