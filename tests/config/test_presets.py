@@ -164,7 +164,7 @@ def test_an_engine_captures_graphs_for_all_requests_that_it_runs(name: str) -> N
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_engine_takes_more_of_a_device_of_its_own(name: str) -> None:
-    config = composed(f"experiment={name}")
+    config = composed(f"experiment={name}", "rollout.memory_fraction=null")
     expected = {PlacementKind.colocate: 0.7, PlacementKind.fully_async: 0.8}[config.placement.kind]
     assert engine_flags(config, device_of(config.device.kind))["mem-fraction-static"] == expected
     given = composed(f"experiment={name}", "rollout.memory_fraction=0.5")
