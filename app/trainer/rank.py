@@ -190,10 +190,10 @@ class TrainerRank:
         self.reference = load_policy().requires_grad_(False) if self.spec.reference else None
 
     def _make_step(self) -> None:
+        peak_flops = self._peak_flops()
+
         self.optimizer = PolicyOptimizer(self.model.parameters(), self.spec.trainer)
-        self.step = TrainStep(
-            self.model, self.optimizer, self.spec.step, self.torch_device, self.reference, self._peak_flops()
-        )
+        self.step = TrainStep(self.model, self.optimizer, self.spec.step, self.torch_device, self.reference, peak_flops)
         self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=self.spec.trainer.timeout_s)
 
     def _peak_flops(self) -> float | None:
