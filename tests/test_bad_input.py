@@ -109,6 +109,10 @@ REFUSED = [  # overrides, fragments of the sentence
     (["mode=export"], ["hydra.run.dir=", "the folder of a run that has checkpoints", "resume=<path>"]),
     (["mode=export", "resume=/no/such/run"], ["resume=/no/such/run", "the folder of a run that has checkpoints"]),
     (["device=npu"], ["device=npu", "device=cpu"]),
+    (
+        ["experiment=cuda4_colocate_4b", "weight_sync.transport=collective"],
+        ["weight_sync.transport=collective", "give auto or ipc with placement=colocate and device=cuda", "same device"],
+    ),
 ]
 
 

@@ -13,7 +13,9 @@ from app.cluster.placement_group import DevicePlacement
 from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
+from app.config.weight_sync import TransportKind, transport_of
 from app.device import Device
+from app.device.allocator import expandable_segments_off
 from app.rollout.host import EngineHost, HostSpec
 from app.rollout.remote import RemoteEngine
 from app.rollout.server import ServerSpec
@@ -84,6 +86,7 @@ def _make_engine(
         releases_memory=device.shares_memory and config.offload.engine,
         log=logs / f"engine_host_{index}.log",
         server=server,
+        devices=(device.resource, device.visibility) if device.visibility is not None else None,
         url=url,
         key=key,
     )
@@ -122,6 +125,17 @@ def _threads(config: RunConfig, processes: int) -> int:
     return max(1, cores // processes)
 
 
+def allocator_environment(config: RunConfig, device: Device) -> dict[str, str]:
+    """Return the environment that keeps a rank's buffers out of expandable segments, where engines map them.
+
+    Such memory is passed on as a file descriptor, which most containers forbid between unrelated processes.
+    """
+    transport = transport_of(config.weight_sync, shared_devices=config.shared_devices, device=device.kind)
+    if transport is not TransportKind.ipc:
+        return {}
+    return {variable: expandable_segments_off(os.environ.get(variable, "")) for variable in device.allocator_variables}
+
+
 def make_trainer(
     config: RunConfig, device: Device, model_path: Path, run_folder: Path, placement: DevicePlacement
 ) -> "RemoteTrainer":
@@ -155,7 +169,8 @@ def make_trainer(
     )
 
     make = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainerRank)  # type: ignore[call-overload]  # missing in Ray's stubs
-    environment = {"env_vars": dict(device.trainer_env)} if device.trainer_env else None
+    variables = {**device.trainer_env, **allocator_environment(config, device)}
+    environment = {"env_vars": variables} if variables else None
     actors = [
         make.options(runtime_env=environment, **placement.rank_options(rank)).remote(spec, rank)
         for rank in range(ranks)

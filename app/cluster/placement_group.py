@@ -3,6 +3,10 @@
     colocate      one bundle per device, shared by a trainer rank and the engine rank on the same device
     fully_async   one bundle per trainer rank, then one bundle per engine of `rollout.tensor_parallel` devices
 
+Ray moves the bundles of a lost node to another one, where devices may have other numbers. So ranks, and engines with a
+bundle of their own, ask Ray for their devices when they start. Where engines share those of the ranks, `locate_ranks`
+asks for them.
+
 Invariants:
     - Trainer ranks are numbered by node, then by device: in colocate the ranks of an engine are neighbors.
     - All devices of an engine are on one node.
@@ -14,13 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
-from app.errors import RunError
+from app.errors import RunError, TrainerLost, one_line
 
 POLL_SECONDS = 0.25
 
@@ -33,14 +38,30 @@ class BundleLocation:
     devices: tuple[str, ...]  # device numbers on the node; empty on CPU
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DevicePlacement:
     """The reserved bundles. The trainer's come first; in fully_async the engines' follow."""
 
     group: PlacementGroup
     config: RunConfig
     device: Device
-    locations: tuple[BundleLocation, ...]  # by bundle index
+    locations: tuple[BundleLocation, ...]  # of the trainer's bundles, by bundle index
+
+    async def locate_ranks(self) -> None:
+        """Ask for the locations of the trainer's bundles again, while no rank holds them.
+
+        Raises:
+            TrainerLost: Ray did not reserve the bundles of a lost node again within `trainer.timeout_s`.
+        """
+        timeout_s = self.config.trainer.timeout_s
+        try:
+            self.locations = await _locate_bundles(self.group, self.config, self.device, timeout_s)
+        except TimeoutError:
+            raise TrainerLost(
+                f"the devices of the trainer were not reserved again within trainer.timeout_s={timeout_s:.0f} s"
+            ) from None
+        except RayError as error:
+            raise TrainerLost(f"the devices of the trainer could not be asked for: {one_line(error)}") from error
 
     def rank_options(self, rank: int) -> dict[str, Any]:
         """Return the Ray actor options of a trainer rank."""
@@ -54,12 +75,12 @@ class DevicePlacement:
         return {**resources(self.device, self.config.rollout.tensor_parallel), **bundle}
 
     def engine_environment(self, engine: int) -> dict[str, str]:
-        """Return the environment that limits an engine to its own devices; empty on CPU.
+        """Return the environment that limits an engine to the devices of its ranks; empty without shared devices.
 
         Raises:
             RunError: The devices are on several nodes.
         """
-        if self.device.visibility is None:
+        if self.device.visibility is None or not self.config.shared_devices:
             return {}
 
         locations = [self.locations[bundle] for bundle in self._bundles_of_engine(engine)]
@@ -127,7 +148,14 @@ async def reserve(config: RunConfig, device: Device) -> DevicePlacement:
             f"the run needs {needed:g} {device.resource} (placement={config.placement.kind.name}), the cluster has "
             f"{total:g}, {free:g} free; waited cluster.timeout_s={config.cluster.timeout_s:.0f} s."
         )
-    locations = await _locate_bundles(group, wanted, config.cluster.timeout_s, device)
+    try:
+        locations = await _locate_bundles(group, config, device, config.cluster.timeout_s)
+    except TimeoutError:
+        remove_placement_group(group)
+        raise RunError(
+            "the reserved bundles did not report their nodes and devices within "
+            f"cluster.timeout_s={config.cluster.timeout_s:.0f} s"
+        ) from None
     return DevicePlacement(group, config, device, locations)
 
 
@@ -143,29 +171,26 @@ async def _reserved(group: PlacementGroup, timeout_s: float) -> bool:
 
 
 async def _locate_bundles(
-    group: PlacementGroup, wanted: list[dict[str, float]], timeout_s: float, device: Device
+    group: PlacementGroup, config: RunConfig, device: Device, timeout_s: float
 ) -> tuple[BundleLocation, ...]:
-    """Run a task in every bundle that reports its location. Ray never changes the devices of a bundle."""
+    """Run a task in each of the trainer's bundles that reports its location. Raises `TimeoutError`."""
+    ranks = range(config.placement.trainer_ranks)
     if device.resource == "CPU":
-        return tuple(BundleLocation("", ()) for _ in wanted)
+        return tuple(BundleLocation("", ()) for _ in ranks)
 
     locations = [
         ray.remote(_own_location)
-        .options(
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
-            **resources(device, int(bundle[device.resource])),
-        )
+        .options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank), **resources(device, 1))
         .remote(device.resource)
-        for index, bundle in enumerate(wanted)
+        for rank in ranks
     ]
     try:
         async with asyncio.timeout(timeout_s):
             return tuple([await location for location in locations])
     except TimeoutError:
-        remove_placement_group(group)
-        raise RunError(
-            f"the reserved bundles did not report their nodes and devices within cluster.timeout_s={timeout_s:.0f} s"
-        ) from None
+        for location in locations:
+            ray.cancel(location)
+        raise
 
 
 def _own_location(resource: str) -> BundleLocation:

@@ -45,8 +45,12 @@ class RolloutConfig:
         above=0,
         noun=SECONDS,
     )
-    memory_fraction: float = setting(
-        0.7, "Share of a device's memory for the engine's weights and KV cache.", above=0, below=1
+    memory_fraction: float | None = setting(
+        None,
+        "Share of a device's memory for the engine's weights and KV cache; null is 0.8 on devices of its own, and 0.7 "
+        "where it shares them with the trainer.",
+        above=0,
+        below=1,
     )
     engine_args: dict[str, Any] = setting(
         {},

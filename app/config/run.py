@@ -1,5 +1,6 @@
 """The configuration of a run: one dataclass per section, and the rules across sections."""
 
+import math
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 
@@ -86,6 +87,20 @@ class RunConfig:
         return self.placement.kind is PlacementKind.colocate and not self.rollout.urls
 
     @property
+    def memory_fraction(self) -> float:
+        """The engines' share of a device's memory: null resolved."""
+        if self.rollout.memory_fraction is not None:
+            return self.rollout.memory_fraction
+        return 0.7 if self.shared_devices else 0.8
+
+    @property
+    def requests_per_engine(self) -> int:
+        """The most completions in flight on each engine while training, spread evenly."""
+        admitted = (self.placement.max_staleness + 1) * self.algorithm.prompts_per_step
+        groups = min(self.rollout.max_inflight_groups, admitted)
+        return math.ceil(groups * self.algorithm.group_size / self.engines)
+
+    @property
     def stream(self) -> bool:
         """Whether groups are trained on as they arrive."""
         asynchronous = self.placement.kind is PlacementKind.fully_async
@@ -124,7 +139,7 @@ class RunConfig:
             starts_engines=not self.rollout.urls,
             engines_keep_weights=self.engines_keep_weights,
         )
-        transport_of(self.weight_sync, shared_devices=self.shared_devices)
+        transport_of(self.weight_sync, shared_devices=self.shared_devices, device=self.device.kind)
 
         self._validate_devices()
         self._validate_stream()

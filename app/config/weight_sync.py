@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from app.config.device import DeviceKind
 from app.config.setting import SECONDS, setting
 from app.errors import expect
 
@@ -103,11 +104,12 @@ class WeightSyncConfig:
         )
 
 
-def transport_of(config: WeightSyncConfig, *, shared_devices: bool) -> TransportKind:
+def transport_of(config: WeightSyncConfig, *, shared_devices: bool, device: DeviceKind) -> TransportKind:
     """Resolve the transport; `shared_devices` says whether each engine rank shares a device with a trainer rank.
 
     Raises:
-        ConfigError: `ipc` without shared devices.
+        ConfigError: `ipc` without shared devices, or `collective` with them: on accelerators a process group has at
+            most one member on a device.
     """
     if config.transport is TransportKind.auto:
         return TransportKind.ipc if shared_devices else TransportKind.collective
@@ -118,5 +120,12 @@ def transport_of(config: WeightSyncConfig, *, shared_devices: bool) -> Transport
         config.transport,
         "auto or collective: ipc needs trainer and engine on the same devices, as in placement=colocate without "
         "rollout.urls",
+    )
+    expect(
+        config.transport is TransportKind.ipc or not shared_devices or device is DeviceKind.cpu,
+        "weight_sync.transport",
+        config.transport,
+        f"auto or ipc with placement=colocate and device={device.name}: trainer and engine ranks on the same device "
+        "cannot join one process group",
     )
     return config.transport

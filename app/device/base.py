@@ -2,11 +2,12 @@
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.config.device import DeviceKind
 from app.errors import ConfigError
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
     import torch
 
 QUERY_SECONDS = 10
+
+
+def abort_backend(backend: Any) -> None:
+    """End everything in flight in a torch.distributed backend."""
+    backend.abort()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,8 @@ class Device:
     resource: str  # Ray resource name
     visibility: str | None  # environment variable that selects devices
     attention: str  # attention implementation of the trainer, see app/model/attention.py
+    has_gather: bool = True  # whether `collective` can gather on one rank alone
+    abort_backend: Callable[[Any], None] = abort_backend
     # SGLang server flags. The setting `device.engine_args` overrides them in app/rollout/server_args.py.
     engine_flags: Mapping[str, object] = field(default_factory=dict)
     engine_env: Mapping[str, str] = field(default_factory=dict)
@@ -40,11 +48,13 @@ class Device:
     allocator_variables: tuple[str, ...] = ()  # variables that can enable expandable segments
     machine_env: Mapping[str, str] = field(default_factory=dict)  # environment of cluster nodes
     memory_query: tuple[str, ...] | None = None  # command that prints a device's memory in MiB on its first line
+    # Pattern of a device's name → peak TFLOP/s, dense bfloat16. The first match counts.
+    peaks: Mapping[str, float] = field(default_factory=dict)
 
     # Estimates for `mode=plan`, where the device cannot be queried.
     card: str = ""  # the card that the numbers below describe
     card_memory_gib: float | None = None  # None: a share of this machine's memory
-    peak_tflops: float | None = None  # dense bfloat16; None: no estimate
+    peak_tflops: float | None = None  # of that card, dense bfloat16; None: no estimate
     trainer_runtime_gib: float = 0.0  # per rank, not offloadable: context, kernels, collective buffers
     engine_runtime_gib: float = 0.0  # per engine rank
     push_seconds_per_gb: float = 0.0  # weight sync over `collective`
@@ -64,6 +74,10 @@ class Device:
 
         module = getattr(torch, self.torch_type, None)
         return module.device_count() if module is not None and module.is_available() else 0
+
+    def peak_tflops_of(self, name: str) -> float | None:
+        """Return the peak of a device by the name that torch reports; None if it is not known."""
+        return next((peak for pattern, peak in self.peaks.items() if re.search(pattern, name)), None)
 
     def memory_gib(self) -> float | None:
         """Query the memory of one device in GiB without torch; for the CPU, that of this machine.

@@ -15,6 +15,7 @@ DEVICE = Device(
         "attention-backend": "torch_batched",  # app/rollout/sglang_plugin/cpu_attention.py
         "sampling-backend": "pytorch",
         "disable-cuda-graph": True,
+        "cuda-graph-max-bs-decode": None,
         "max-total-tokens": 65536,
         "max-running-requests": 256,
         "mem-fraction-static": 0.3,

@@ -1,5 +1,7 @@
 """Ascend NPUs. Not yet run on hardware: taken from the documentation of torch_npu, SGLang and CANN."""
 
+from typing import Any
+
 from app.config.device import DeviceKind
 from app.device.base import Device
 
@@ -11,6 +13,12 @@ HCCL = {
     "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
 }
 
+
+def abort_backend(backend: Any) -> None:
+    """End everything in flight. The `abort` that every torch backend has does nothing in HCCL's."""
+    backend.abort_hccl_comm("weight sync failed")
+
+
 DEVICE = Device(
     kind=DeviceKind.npu,
     torch_type="npu",
@@ -18,11 +26,12 @@ DEVICE = Device(
     resource="NPU",
     visibility="ASCEND_RT_VISIBLE_DEVICES",
     attention="flash_attention_2",  # transformers routes it to the fused NPU kernel
+    has_gather=False,
+    abort_backend=abort_backend,
     engine_flags={"device": "npu"},
     engine_env={
         "POSTTRAIN_ENGINE_DEVICE": "npu",
         **HCCL,
-        "SGLANG_SET_CPU_AFFINITY": "1",
         "ASCEND_COREDUMP_SIGNAL": "none",
     },
     trainer_env={**HCCL, "ASCEND_COREDUMP_SIGNAL": "none"},
@@ -37,10 +46,12 @@ DEVICE = Device(
     allocator_variables=("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
     machine_env={"RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1"},
     driver_paths=("/usr/local/Ascend/driver", "/etc/ascend_install.info"),
+    # Published for these chips; others have more or fewer cores.
+    peaks={r"910B2": 376.0, r"910B3": 313.0, r"910B4": 280.0, r"910_939[12]$": 376.0},
     card="a 64 GB Atlas A2 card or A3 die",
     card_memory_gib=64.0,
     peak_tflops=376.0,
     trainer_runtime_gib=2.0,
-    engine_runtime_gib=2.0,
+    engine_runtime_gib=4.0,  # with the decode graphs, which no release frees
     push_seconds_per_gb=0.19,
 )

@@ -133,6 +133,8 @@ async def start_trainer_workers(
     from app.weight_sync.factory import make_synchronizer
 
     async with AsyncExitStack() as stack:
+        if not first:
+            await workers.device_placement.locate_ranks()
         trainer = make_trainer(config, device, workers.inputs.model_path, folder, workers.device_placement)
         stack.callback(_kill_ranks, trainer)
 

@@ -16,7 +16,8 @@ from app.model.lm_head import token_logprobs
 from app.model.packing import Packing
 
 LINEAR_ATTENTION = "linear_attention"
-# Decays of linear attention, in float32 in trainer and engine: their exponential amplifies bf16 rounding.
+# Decays of linear attention, in float32 in the trainer: their exponential amplifies bf16 rounding. They are synced in
+# float32; an engine keeps A_log so, and rounds dt_bias to its own dtype.
 FLOAT32_PARAMETERS = ("A_log", "dt_bias")
 
 

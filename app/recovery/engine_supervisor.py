@@ -118,11 +118,10 @@ class EngineSupervisor:
             self.pool.mark_ready(index)
 
     async def diagnose(self, engines: Engines) -> None:
-        """Check these engines and mark the lost ones."""
-        for index, engine in engines.items():
-            try:
-                await engine.check()
-            except EngineError as error:  # of any kind: the engine could not be asked
+        """Check these engines, all at the same time, and mark the lost ones."""
+        errors = await asyncio.gather(*(failure_of(engine) for engine in engines.values()))
+        for (index, engine), error in zip(engines.items(), errors, strict=True):
+            if error is not None:
                 self.unsynced.discard(index)
                 self.pool.mark_lost(engine, as_lost(error))
 
@@ -180,6 +179,15 @@ class EngineSupervisor:
                 self.restarts += 1
                 self.unsynced.add(index)
                 return
+
+
+async def failure_of(engine: RolloutEngine) -> EngineError | None:
+    """Check an engine; return its error of any kind, also that it could not be asked."""
+    try:
+        await engine.check()
+    except EngineError as error:
+        return error
+    return None
 
 
 def as_lost(error: EngineError) -> EngineLost:

@@ -380,7 +380,7 @@ def _is_group_without_section(key: str, composed: DictConfig) -> bool:
 def _leaves(config: DictConfig) -> dict[str, Any]:
     """Return the settings of a configuration by their dotted names, those that it leaves to the schema included."""
     leaves: dict[str, Any] = {}
-    known = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    known: Any = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     with suppress(OmegaConfBaseException):  # a setting that this version does not know: compared as it is
         known = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.to_container(known, resolve=True))
     pending = [(str(key), known[key]) for key in known]

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from packaging.version import InvalidVersion, Version
+
 from app.errors import EngineError, EngineLost
 from app.model.hf_directory import load_tokenizer
 from app.rollout.client import Client, ConnectionLost, NoAnswer, spans_in_place
@@ -26,6 +28,7 @@ from app.utils.tasks import gather_or_raise
 HEALTH_POLL_SECONDS = 0.25
 IDLE_POLL_SECONDS = 0.02
 CHECK_SECONDS = 10.0
+OLDEST_SGLANG = "0.5.21"  # older ones fail an assertion when weights change with requests in flight
 SCHEDULER_ROUTE = "/server_info"  # answered by the scheduler; /health needs only the HTTP process
 DEATH_SECONDS = 3.0  # from a lost connection until the operating system reports the server's death
 MAX_ABORT_CALLS = 64  # at a time
@@ -45,6 +48,8 @@ class HostSpec:
     server: ServerSpec | None = None
     url: str | None = None
     key: str | None = field(default=None, repr=False)
+    # Ray resource and visibility variable: `server` gets the devices that Ray gave to this actor, if it gave any.
+    devices: tuple[str, str] | None = None
 
 
 @dataclass(slots=True)
@@ -54,6 +59,24 @@ class GroupInFlight:
     request_ids: list[str]  # SGLang's
     abort_asked: bool = False
     paused_in_place: bool = False  # a sync in place may have happened meanwhile
+
+
+def own_devices(devices: tuple[str, str] | None) -> dict[str, str]:
+    """Return the environment that limits a server to the devices of this Ray actor; empty if it has none.
+
+    Only the actor can tell: after the loss of a node, Ray may have moved it to devices of other numbers.
+
+    Args:
+        devices: Ray resource and visibility variable.
+    """
+    if devices is None:
+        return {}
+
+    import ray
+
+    resource, variable = devices
+    own = ray.get_runtime_context().get_accelerator_ids().get(resource, [])
+    return {variable: ",".join(map(str, own))} if own else {}
 
 
 class EngineHost:
@@ -68,7 +91,10 @@ class EngineHost:
     def __init__(self, spec: HostSpec):
         log_to(spec.log)
         self.spec = spec
-        self._server = Server(spec.server) if spec.server else None
+        self._server: Server | None = None
+        if spec.server is not None:
+            environment = {**spec.server.environment, **own_devices(spec.devices)}
+            self._server = Server(replace(spec.server, environment=environment))
         self._client: Client | None = None
         # Decodes completions. None for servers of `rollout.urls`: their model directory may not be on this machine.
         self._tokenizer: Any = None
@@ -107,9 +133,12 @@ class EngineHost:
         self._watchers.append(asyncio.create_task(self._watch(monitor.failure())))
 
         info = await self._race_failure(self._client.get("/server_info"))
+        version = str(info.get("version", ""))
+        if self._server is None:
+            self._require_supported(version)
         return {
             "url": self._client.url,
-            "version": str(info.get("version", "")),
+            "version": version,
             "pid": self._server and self._server.pid,
         }
 
@@ -251,6 +280,18 @@ class EngineHost:
                     f"rollout.start_timeout_s={self.spec.start_timeout_s:.0f} s{tail}"
                 )
             await asyncio.sleep(HEALTH_POLL_SECONDS)
+
+    def _require_supported(self, version: str) -> None:
+        """Raise `EngineError` if the running server is too old. A version that cannot be read is accepted."""
+        try:
+            too_old = Version(version) < Version(OLDEST_SGLANG)
+        except InvalidVersion:
+            return
+        if too_old:
+            raise EngineError(
+                f"{self.spec.name} at {self.spec.url} runs SGLang {version}: servers of rollout.urls must run SGLang "
+                f"{OLDEST_SGLANG} or newer"
+            )
 
     # --- calls
 

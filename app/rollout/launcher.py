@@ -16,11 +16,11 @@ import sys
 from collections.abc import MutableMapping
 from typing import Any
 
+from app.device.allocator import EXPANDABLE, without_expandable_segments
 from app.device.torchvision_shim import define_operators
 from app.rollout.server import KEY_VARIABLE, PARENT_VARIABLE
 from app.utils.process import die_with_parent
 
-EXPANDABLE = "expandable_segments"
 # With these dumps SGLang needs over a minute to exit after a crash. Set them to 1 to get them.
 CRASH_DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 
@@ -48,10 +48,9 @@ def forbid_expandable_segments(environment: MutableMapping[str, str]) -> None:
     """Remove `expandable_segments` from PYTORCH_…ALLOC_CONF: the memory saver does not support it."""
     for name, value in list(environment.items()):
         if name.startswith("PYTORCH_") and name.endswith("ALLOC_CONF") and EXPANDABLE in value:
-            options = [option for option in value.split(",") if not option.strip().startswith(EXPANDABLE)]
             environment.pop(name)
-            if options:
-                environment[name] = ",".join(options)
+            if options := without_expandable_segments(value):
+                environment[name] = options
 
 
 def watch_host() -> None:

@@ -8,6 +8,7 @@ from app.config.placement import PlacementKind
 from app.device import Device
 
 MAX_SEED = 2**31 - 1
+MAX_BATCH = 512  # requests; the largest decode graph that SGLang captures by default on cards below 160 GB
 
 
 def engine_flags(config: RunConfig, device: Device, *, index: int = 0, life: int = 0) -> dict[str, object]:
@@ -20,12 +21,16 @@ def engine_flags(config: RunConfig, device: Device, *, index: int = 0, life: int
         life: How many engines had this index before; they were lost.
     """
     colocate = config.placement.kind is PlacementKind.colocate
+    # Above the largest captured batch an engine would decode without graphs; further requests wait for a place.
+    batch = min(config.requests_per_engine, MAX_BATCH)
     return {
         "dtype": config.device.dtype.name,
         "tp-size": config.rollout.tensor_parallel,
         "random-seed": engine_seed(config.seed, index, life),
         "skip-tokenizer-init": True,
-        "mem-fraction-static": config.rollout.memory_fraction,
+        "mem-fraction-static": config.memory_fraction,
+        "max-running-requests": batch,
+        "cuda-graph-max-bs-decode": batch,
         "trust-remote-code": config.model.trust_remote_code,
         "log-level-http": "warning",
         "enable-memory-saver": colocate and device.shares_memory and config.offload.engine,

@@ -38,7 +38,7 @@ from app.utils.net import Listener
 from app.utils.process import log_to, memory_use
 
 # Ray's concurrency groups: calls that run in their own thread, concurrently with the step.
-CONCURRENCY_GROUPS = {"status": 1, "checkpoint": 1}
+CONCURRENCY_GROUPS = {"status": 1, "checkpoint": 1, "interrupt": 1}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -191,15 +191,20 @@ class TrainerRank:
         self.reference = load_policy().requires_grad_(False) if self.spec.reference else None
 
     def _make_step(self) -> None:
-        # The known peak is that of bfloat16.
-        peak_flops = None
-        if self.device.peak_tflops is not None and self.spec.dtype is Dtype.bfloat16:
-            peak_flops = 1e12 * self.device.peak_tflops
+        peak_flops = self._peak_flops()
 
         spec = self.spec
         self.optimizer = PolicyOptimizer(self.model.parameters(), spec.trainer, run_updates=spec.run_updates)
         self.step = TrainStep(self.model, self.optimizer, self.spec.step, self.torch_device, self.reference, peak_flops)
         self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=self.spec.trainer.timeout_s)
+
+    def _peak_flops(self) -> float | None:
+        """Return the peak FLOP/s of this rank's device; None if it is not known. Known peaks are those of bfloat16."""
+        if self.device.torch_type == "cpu" or self.spec.dtype is not Dtype.bfloat16:
+            return None
+        name = torch.get_device_module(self.device.torch_type).get_device_name(self.torch_device)
+        peak = self.device.peak_tflops_of(name)
+        return None if peak is None else 1e12 * peak
 
     # --- the step
 
@@ -291,6 +296,11 @@ class TrainerRank:
     def call(self, name: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a method of an extension."""
         return getattr(self.extensions[name], method)(*args, **kwargs)
+
+    @runs_concurrently("interrupt")
+    def interrupt(self, name: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Call a method of an extension concurrently with any other call, to end its waiting."""
+        getattr(self.extensions[name], method)(*args, **kwargs)
 
     # --- status, also during a step
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 STACKS_SECONDS = 10.0
 ROOT_CAUSE_GRACE_SECONDS = 5.0  # after a failure: a rank that does not return by then is stuck
 # These run in their own thread: their failure does not affect queued calls.
-CONCURRENT = (TrainerRank.write, TrainerRank.memory)
+CONCURRENT = (TrainerRank.write, TrainerRank.memory, TrainerRank.interrupt)
 
 
 class RemoteTrainer:
@@ -110,6 +110,12 @@ class RemoteTrainer:
     ) -> list[T]:
         """Call a method of an extension on every rank. Returns the results in rank order."""
         return await self._each(TrainerRank.call, extension, method.__name__, args, kwargs)
+
+    async def interrupt(
+        self, extension: str, method: Callable[Concatenate[Any, P], None], /, *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Call a method of an extension on every rank, concurrently with a call in progress, to end its waiting."""
+        await self._each(TrainerRank.interrupt, extension, method.__name__, args, kwargs)
 
     async def stacks(self) -> str:
         """Return the stacks of all ranks that still answer."""

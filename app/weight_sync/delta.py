@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
-from app.weight_sync.gather import gather_by_rank, gather_full
+from app.weight_sync.gather import Receivers, gather_by_rank, gather_full
 from app.weight_sync.snapshot import ShardSnapshot
 from app.wire import BLOCK_COUNTS, BLOCK_ITEMS, HEADER, LOW_BITS, VALUES, DeltaHeader, SparseTensorMeta
 
@@ -56,12 +56,12 @@ class DeltaEncoder:
         self.messages = messages
 
     @torch.no_grad()
-    def pack(self, index: int, bucket: Bucket, buffer: Tensor | None, *, on_all_ranks: bool) -> ReadyBucket:
+    def pack(self, index: int, bucket: Bucket, buffer: Tensor | None, *, receivers: Receivers) -> ReadyBucket:
         """Write message `index` into `buffer` (None on ranks that receive nothing). A collective of all ranks."""
         if self.base is None:
             for meta in bucket.tensors:
                 self._take_snapshot(meta)
-            return self._write(self._header(index), bucket.tensors, None, buffer, on_all_ranks)
+            return self._write(self._header(index), bucket.tensors, None, buffer, receivers)
 
         comparable = [meta for meta in bucket.tensors if is_comparable(meta)]
         changes = [self._changes(meta) for meta in comparable]
@@ -75,10 +75,10 @@ class DeltaEncoder:
         whole = [meta for meta in bucket.tensors if meta.name not in smaller]
 
         entries = self._gather_entries(
-            [changes[i] for i in sent], [[row[i] for i in sent] for row in counts], on_all_ranks
+            [changes[i] for i in sent], [[row[i] for i in sent] for row in counts], receivers
         )
         header = self._header(index, tuple(sparse[i] for i in sent))
-        return self._write(header, whole, entries, buffer, on_all_ranks, changed=sum(totals))
+        return self._write(header, whole, entries, buffer, receivers, changed=sum(totals))
 
     def _header(self, index: int, changed: tuple[SparseTensorMeta, ...] = ()) -> DeltaHeader:
         return DeltaHeader(self.version, self.base, index, self.messages, changed)
@@ -115,14 +115,14 @@ class DeltaEncoder:
         return local_shard(next(iter(self.tensors.values()))).device
 
     def _gather_entries(
-        self, changes: Sequence[Changes], counts: Sequence[list[int]], on_all_ranks: bool
+        self, changes: Sequence[Changes], counts: Sequence[list[int]], receivers: Receivers
     ) -> Entries | None:
         """Gather the changes of all ranks; None if there are none, or on a rank that receives nothing.
 
         Args:
             changes: Of this rank, by tensor.
             counts: Entries by rank and tensor: [R][T].
-            on_all_ranks: Whether every rank receives the entries, or rank 0 alone.
+            receivers: The ranks that receive the entries.
         """
         most = max(sum(row) for row in counts)
         if not most:
@@ -139,7 +139,7 @@ class DeltaEncoder:
         positions, values = _split_payload(payload)
         positions[: len(own_positions)] = own_positions
         values[: len(own_values)] = own_values
-        payloads = gather_by_rank(payload, self.process_group, on_all_ranks=on_all_ranks)
+        payloads = gather_by_rank(payload, self.process_group, receivers=receivers)
         if payloads is None:
             return None
 
@@ -160,7 +160,7 @@ class DeltaEncoder:
         whole: Sequence[TensorMeta],
         entries: Entries | None,
         buffer: Tensor | None,
-        on_all_ranks: bool,
+        receivers: Receivers,
         *,
         changed: int | None = None,
     ) -> ReadyBucket:
@@ -182,7 +182,7 @@ class DeltaEncoder:
             if meta.name in self.tensors:
                 dtype = getattr(torch, meta.dtype)
                 typed = out.view(dtype) if out is not None else None
-                gather_full(self.tensors[meta.name], dtype, out=typed, on_all_ranks=on_all_ranks)
+                gather_full(self.tensors[meta.name], dtype, out=typed, receivers=receivers)
             elif out is not None:
                 out.copy_(contents[meta.name])
 

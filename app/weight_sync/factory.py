@@ -20,7 +20,8 @@ def make_synchronizer(
     """Create the synchronizer of a run in `folder`, not prepared yet."""
     tensor_parallel = config.rollout.tensor_parallel
     transport: Transport
-    if transport_of(config.weight_sync, shared_devices=config.shared_devices) is TransportKind.ipc:
+    kind = transport_of(config.weight_sync, shared_devices=config.shared_devices, device=device.kind)
+    if kind is TransportKind.ipc:
         transport = IpcTransport(tensor_parallel=tensor_parallel)
     else:
         transport = CollectiveTransport(backend=device.collective, tensor_parallel=tensor_parallel)

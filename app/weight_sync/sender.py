@@ -18,7 +18,7 @@ from app.trainer.rank import TrainerRank
 from app.types import TrainerMemory
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
 from app.weight_sync.delta import DeltaEncoder, max_header_bytes
-from app.weight_sync.gather import full_tensor, gather_full
+from app.weight_sync.gather import Receivers, full_tensor, gather_full
 
 SENDER_EXTENSION: Final = "weight_sync"  # the name under which a `Sender` is attached to every trainer rank
 BUFFERS = 2
@@ -47,6 +47,11 @@ class Sender:
         self.ready: dict[int, ReadyBucket] = {}  # by buffer
         self.delta_encoder: DeltaEncoder | None = None
 
+        self.receivers = Receivers.every_rank
+        if not self.on_all_ranks:
+            has_gather = trainer_rank.device.has_gather
+            self.receivers = Receivers.rank_0 if has_gather else Receivers.rank_0_by_all_gather
+
     def describe(self) -> list[TensorMeta]:
         """Return the tensors to send, in model order."""
         return [
@@ -71,9 +76,15 @@ class Sender:
         return self._gather(0)
 
     def send_and_gather_next(self, index: int) -> ReadyBucket | None:
-        """Start sending bucket `index` and gather the next one meanwhile; None after the last."""
-        self.send(index)
-        return self._gather(index + 1) if index + 1 < len(self.buckets) else None
+        """Start sending bucket `index` and gather the next one meanwhile; None after the last.
+
+        Gathering is a collective, so a rank that fails to send takes part in it before it raises.
+        """
+        try:
+            self.send(index)
+        finally:
+            following = self._gather(index + 1) if index + 1 < len(self.buckets) else None
+        return following
 
     def release(self) -> None:
         """Free the buffers. The next sync allocates them again."""
@@ -137,7 +148,7 @@ class Sender:
         buffer = self.buffers[slot] if self._has_buffers else None
 
         if self.delta_encoder is not None:
-            self.ready[slot] = self.delta_encoder.pack(index, bucket, buffer, on_all_ranks=self.on_all_ranks)
+            self.ready[slot] = self.delta_encoder.pack(index, bucket, buffer, receivers=self.receivers)
         else:
             self.ready[slot] = ReadyBucket(bucket)
             self._gather_bucket(bucket, buffer)
@@ -151,7 +162,7 @@ class Sender:
         for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
             dtype = getattr(torch, meta.dtype)
             out = buffer[offset : offset + meta.bytes].view(dtype) if buffer is not None else None
-            gather_full(self.tensors[meta.name], dtype, out=out, on_all_ranks=self.on_all_ranks)
+            gather_full(self.tensors[meta.name], dtype, out=out, receivers=self.receivers)
 
     def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.tensors.items():

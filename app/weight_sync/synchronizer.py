@@ -14,7 +14,6 @@ broadcast and reply together.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,6 @@ from app.weight_sync.sender import SENDER_EXTENSION, Sender
 from app.weight_sync.transport.base import TRAINER_RANKS, TrainerGroup, Transport
 from app.weight_sync.verify import Verifier
 
-log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 3.0
 SESSION_OPEN = "already open"  # in the server's error about a session that a failed sync left open
 
@@ -64,7 +62,6 @@ class BucketedWeightSynchronizer:
         self.verifier = verifier
         self.in_flight = in_flight
         self._buckets: Sequence[Bucket] = ()
-        self._without_sessions: set[str] = set()  # engines of SGLang 0.5.20 and older
         self._members_changed = False  # since the transport connected
         self._synced_version: int | None = None  # that every engine is known to hold
         self._deltas = 0  # since the last full sync
@@ -83,7 +80,6 @@ class BucketedWeightSynchronizer:
         if self.engines == dict(engines):
             return
         self.engines = dict(engines)
-        self._without_sessions.clear()
         self._members_changed = True
         self._synced_version = None
 
@@ -192,29 +188,22 @@ class BucketedWeightSynchronizer:
             if not reply.startswith(expected):
                 raise SyncError(
                     f"weight sync of policy {version} failed at bucket {index}: {engine.name} replied {reply!r} "
-                    f"instead of {expected!r}: weight_sync.mode=delta needs SGLang 0.5.21 or newer with this package's "
-                    "plugin installed; weight_sync.mode=full does not"
+                    f"instead of {expected!r}: weight_sync.mode=delta needs this package's plugin installed beside "
+                    "SGLang; weight_sync.mode=full does not"
                 )
 
     async def _begin_update(self, engine: RolloutEngine) -> None:
-        """Open an update session. SGLang before 0.5.21 has no such route (404) and needs none."""
-        if engine.name in self._without_sessions:
-            return
+        """Open an update session; close one that a failed sync left open."""
         try:
             await engine.update("begin_weight_update", {})
         except EngineError as error:
-            if "HTTP 404" in str(error):
-                log.info("%s has no update sessions (SGLang before 0.5.21)", engine.name)
-                self._without_sessions.add(engine.name)
-            elif SESSION_OPEN in str(error):
-                await engine.update("end_weight_update", {})
-                await engine.update("begin_weight_update", {})
-            else:
+            if SESSION_OPEN not in str(error):
                 raise
+            await engine.update("end_weight_update", {})
+            await engine.update("begin_weight_update", {})
 
     async def _end_update(self, engine: RolloutEngine) -> None:
-        if engine.name not in self._without_sessions:
-            await engine.update("end_weight_update", {})
+        await engine.update("end_weight_update", {})
 
     # --- state of a sync
 

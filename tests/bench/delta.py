@@ -102,6 +102,9 @@ class PrefixedTrainer:
     async def call(self, extension: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         return await self.trainer.call(self.prefix + extension, method, *args, **kwargs)
 
+    async def interrupt(self, extension: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        await self.trainer.interrupt(self.prefix + extension, method, *args, **kwargs)
+
     async def source(self) -> tuple[str, int]:
         return await self.trainer.source()
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from app.config.device import Dtype
 from app.config.weight_sync import Verify
+from app.device.base import abort_backend
 from app.types import InFlight
 from app.weight_sync.sender import SENDER_EXTENSION, Sender
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
@@ -77,7 +78,13 @@ class Baselines:
 
     def meet(self) -> int:
         self._process_group = SyncProcessGroup(
-            backend="gloo", address="127.0.0.1", world_size=2, name="bare", timeout_s=120
+            backend="gloo",
+            device=torch.device("cpu"),
+            address="127.0.0.1",
+            world_size=2,
+            name="bare",
+            timeout_s=120,
+            abort_backend=abort_backend,
         )
         return self._process_group.port
 
@@ -86,10 +93,11 @@ class Baselines:
         while not self._process_group.joined():
             time.sleep(0.01)
         buffer = torch.ones(max(sizes), dtype=torch.uint8)
-        self._process_group.broadcast(buffer[:1]).wait()
+        bare = self._process_group._process_group
+        dist.broadcast(buffer[:1], src=0, group=bare)
         began = time.perf_counter()
         for size in sizes:
-            self._process_group.broadcast(buffer[:size]).wait()
+            dist.broadcast(buffer[:size], src=0, group=bare)
         return time.perf_counter() - began
 
 

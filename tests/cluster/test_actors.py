@@ -1,4 +1,4 @@
-"""The hosts of engines: their seeds."""
+"""The hosts of engines and their seeds; the environment of trainer ranks."""
 
 import asyncio
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from app.cluster.actors import EngineFactory
+from app.cluster.actors import EngineFactory, allocator_environment
 from app.cluster.placement_group import reserve
 from app.device import device_of
 from tests.compose import composed
@@ -39,3 +39,19 @@ def seed_of_next(factory: EngineFactory, index: int) -> object:
 
 def _seed(host: Any) -> object:
     return host.spec.server.flags["random-seed"]
+
+
+def test_buffers_that_engines_map_are_not_in_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+
+    def environment(*overrides: str) -> dict[str, str]:
+        config = composed("model=qwen3_4b", *overrides)
+        return allocator_environment(config, device_of(config.device.kind))
+
+    assert environment("device=cuda") == {
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:False",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:False",
+    }
+    assert environment("device=cuda", "placement=fully_async") == {}
+    assert environment("device=cpu") == {}

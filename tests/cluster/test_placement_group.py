@@ -17,6 +17,7 @@ from app.device import device_of
 from app.errors import RunError
 from app.cluster.connect import connect
 from app.cluster.placement_group import reserve
+from app.rollout.host import own_devices
 from tests.compose import composed
 
 results = {}
@@ -32,13 +33,19 @@ for name, overrides in json.loads(sys.argv[2]).items():
                 context = ray.get_runtime_context()
                 return context.get_node_id(), context.get_accelerator_ids().get(device.resource, [])
 
+            def own(self):
+                return own_devices((device.resource, device.visibility))
+
         make = lambda options: ray.remote(Actor).options(**options).remote()
         ranks = [make(placement.rank_options(rank)) for rank in range(config.placement.trainer_ranks)]
         engines = [make(placement.engine_options(engine)) for engine in range(config.engines)]
         results[name] = {
             "ranks": ray.get([actor.where.remote() for actor in ranks]),
             "engines": [
-                [ray.get(actor.where.remote())[0], placement.engine_environment(engine)]
+                [
+                    ray.get(actor.where.remote())[0],
+                    {**placement.engine_environment(engine), **ray.get(actor.own.remote())},
+                ]
                 for engine, actor in enumerate(engines)
             ],
         }
@@ -114,6 +121,66 @@ def test_devices_are_shared_out_over_two_nodes(device: str, variable: str, two_n
     assert "needs rollout.tensor_parallel=3 devices on one node" in str(found["uneven"])
     resource = "GPU" if device == "cuda" else "NPU"
     assert f"the run needs 8 {resource} (placement=colocate), the cluster has 4" in str(found["too many"])
+
+
+MOVED = """
+import asyncio, json
+import ray
+from ray.cluster_utils import Cluster
+from app.device import device_of
+from app.cluster.connect import connect
+from app.cluster.placement_group import reserve
+from app.rollout.host import own_devices
+from tests.compose import composed
+
+def node(gpus):
+    return cluster.add_node(num_cpus=4, num_gpus=gpus, object_store_memory=128 * 1024 * 1024, include_dashboard=False)
+
+class Actor:
+    def own(self):
+        return own_devices(("GPU", "CUDA_VISIBLE_DEVICES"))
+
+def devices(options):
+    actor = ray.remote(Actor).options(**options).remote()
+    return ray.get(actor.own.remote(), timeout=120), actor
+
+async def scenario():
+    config = composed(
+        "device=cuda", "model=qwen3_4b", f"cluster.address={cluster.address}", "placement=colocate",
+        "placement.devices=2", "rollout.tensor_parallel=2",
+    )
+    await connect(config, device_of(config.device.kind))
+    placement = await reserve(config, device_of(config.device.kind))
+    before = placement.engine_environment(0)
+
+    other = node(5)
+    taken = devices({"num_gpus": 3, "num_cpus": 0})  # devices 0 to 2 of the other node
+    cluster.remove_node(first)
+    await placement.locate_ranks()
+    ranks = [devices(placement.rank_options(rank)) for rank in range(2)]
+    return [before, taken[0], placement.engine_environment(0), *(own for own, _ in ranks)]
+
+cluster = Cluster()
+node(0)
+first = node(2)
+cluster.wait_for_nodes(60)
+print(json.dumps(asyncio.run(scenario())))
+"""
+
+
+@pytest.mark.slow
+def test_after_the_loss_of_a_node_engines_get_the_numbers_of_the_devices_that_ranks_have_now() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MOVED],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert done.returncode == 0, done.stderr
+    variable = "CUDA_VISIBLE_DEVICES"
+    expected = [{variable: "0,1"}, {variable: "0,1,2"}, {variable: "3,4"}, {variable: "3"}, {variable: "4"}]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
 @pytest.mark.slow

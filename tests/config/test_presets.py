@@ -16,9 +16,11 @@ from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, O
 from app.config.folder_name import run_name
 from app.config.model import TINY_PRESETS
 from app.config.placement import PlacementKind
+from app.device import device_of
 from app.main import conf_path
 from app.mode.plan.describe import describe
 from app.mode.plan.memory import devices
+from app.rollout.server_args import engine_flags
 from tests.compose import composed
 
 CONF = Path(conf_path())
@@ -156,6 +158,29 @@ def test_an_experiment_fits_its_devices(name: str) -> None:
     assert "NO ROOM" not in text
 
 
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_engine_captures_graphs_for_all_requests_that_it_runs(name: str) -> None:
+    config = composed(f"experiment={name}")
+    flags = engine_flags(config, device_of(config.device.kind))
+    requests = {"colocate_4b": 32 * 8 // 2, "colocate_9b": 32 * 8, "fully_async_9b": 96 * 8}[name.partition("_")[2]]
+    assert config.requests_per_engine == requests
+    assert flags["cuda-graph-max-bs-decode"] == flags["max-running-requests"] == min(requests, 512)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_engine_takes_more_of_a_device_of_its_own(name: str) -> None:
+    config = composed(f"experiment={name}", "rollout.memory_fraction=null")
+    expected = {PlacementKind.colocate: 0.7, PlacementKind.fully_async: 0.8}[config.placement.kind]
+    assert engine_flags(config, device_of(config.device.kind))["mem-fraction-static"] == expected
+    given = composed(f"experiment={name}", "rollout.memory_fraction=0.5")
+    assert engine_flags(given, device_of(given.device.kind))["mem-fraction-static"] == 0.5
+
+
+@pytest.mark.parametrize("model", ["qwen3_4b", "qwen35_9b"])
+def test_engines_of_real_models_have_time_to_compile_kernels_and_capture_graphs(model: str) -> None:
+    assert composed(f"model={model}").rollout.start_timeout_s == 1800
+
+
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name.startswith("npu")])
 def test_npu_and_cuda_experiments_differ_only_in_their_device(name: str) -> None:
     npu = composed(f"experiment={name}")
@@ -238,7 +263,7 @@ def test_settings_of_an_algorithm_that_a_model_replaces_are_named(tmp_path: Path
 def test_the_command_line_wins_over_an_experiment() -> None:
     config = composed("experiment=npu8_fully_async_9b", "placement.max_staleness=1", "steps=5")
     assert (config.placement.max_staleness, config.steps) == (1, 5)
-    assert config.rollout.engine_args["cuda-graph-max-bs-decode"] == 512
+    assert config.rollout.engine_args["chunked-prefill-size"] == 8192
 
 
 @pytest.mark.parametrize("name", [name for name in SWEEPS if name != "optuna"])

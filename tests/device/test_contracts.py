@@ -3,6 +3,7 @@
 Quick: the installed SGLang and Ray. Soak: wheels of the other versions, downloaded and parsed.
 """
 
+import ast
 import re
 from pathlib import Path
 
@@ -10,15 +11,18 @@ import pytest
 
 from app.config.device import DeviceKind
 from app.device import device_of
-from app.rollout.server_args import engine_flags
+from app.mode.plan.engine_memory import STATES_PER_REQUEST, TRACKING_STATES
+from app.model.policy import FLOAT32_PARAMETERS
+from app.rollout.host import OLDEST_SGLANG
+from app.rollout.server_args import MAX_BATCH, engine_flags
 from tests.compose import composed
-from tests.device import sglang_api, sglang_requests
+from tests.device import sglang_api, sglang_requests, torch_npu_api
 from tests.device.packages import Package, installed, metadata, wheel
 
-OLDEST, NEWEST = "sglang==0.5.17", "sglang==0.5.23"
-SESSIONS = {"/begin_weight_update", "/end_weight_update"}  # since 0.5.21; the sync checks once whether they exist
+OLDEST, NEWEST = "sglang==0.5.21", "sglang==0.5.23"
 PRESETS = ("device=cpu", "device=cuda model=qwen3_4b", "device=npu model=qwen35_9b placement=fully_async")
 PLATFORM = "sglang/srt/platforms"
+ROOT = Path(__file__).parents[2]
 CPU_ONLY = ("platform.py", "cpu_attention.py")
 
 
@@ -51,8 +55,8 @@ def test_every_route_exists(sglang: Package) -> None:
     used = set(sglang_requests.requests())
     assert {"/generate", "/pause_generation", "/update_weights_from_distributed", "/server_info"} <= used
     assert "/update_weights_from_tensor" in used
-    optional = SESSIONS if sglang.name == OLDEST else set()
-    assert used - optional - set(sglang_api.routes(sglang)) == set()
+    assert {"/begin_weight_update", "/end_weight_update"} <= used
+    assert used - set(sglang_api.routes(sglang)) == set()
 
 
 def test_every_field_of_every_body_exists(sglang: Package) -> None:
@@ -60,7 +64,7 @@ def test_every_field_of_every_body_exists(sglang: Package) -> None:
     checked = 0
     for route, sent in sglang_requests.requests().items():
         body = routes.get(route)
-        if not sent or (route in SESSIONS and body is None):
+        if not sent:
             continue
         assert body is not None, route
         assert sent - sglang_api.fields(sglang, body) == set(), route
@@ -109,6 +113,57 @@ def test_sglang_reads_every_environment_variable_that_we_set(sglang: Package, ki
     assert [name for name in ours if not sglang.mentions(name, "sglang/srt")] == []
 
 
+def test_weights_may_change_while_retracted_requests_wait(sglang: Package) -> None:
+    """Without this parameter the scheduler counts them as running, and fails an assertion in the update."""
+    tree = sglang.tree("sglang/srt/managers/scheduler.py")
+    (function,) = [node for node in ast.walk(tree) if getattr(node, "name", "") == "is_fully_idle"]
+    assert "ignore_waiting" in [argument.arg for argument in function.args.args]
+    assert sglang.mentions("ignore_waiting=", "sglang/srt/managers/scheduler_components/weight_updater")
+
+
+def test_the_oldest_accepted_version_is_the_one_that_is_tested() -> None:
+    (extra,) = [line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith("cuda = ")]
+    assert f'"sglang>={OLDEST_SGLANG},<0.5.24"' in extra
+    assert f"sglang=={OLDEST_SGLANG}" == OLDEST
+    assert NEWEST.startswith("sglang==0.5.23")
+
+
+def test_the_plan_counts_recurrent_states_of_a_request_as_sglang_does(sglang: Package) -> None:
+    folder = "sglang/srt/mem_cache/"
+    assert assigned(sglang, folder, "MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO") == [STATES_PER_REQUEST]
+    tracking = assigned(sglang, folder, "MAMBA_CACHE_V2_ADDITIONAL_RATIO_OVERLAP")  # a constant until 0.5.21
+    function = f"return {TRACKING_STATES} if overlap else 1"
+    assert tracking == [TRACKING_STATES] or function in sglang.read(f"{folder}allocation_sizing.py")
+
+
+def test_our_largest_batch_is_the_largest_graph_of_common_cards(sglang: Package) -> None:
+    rule = sglang.read("sglang/srt/arg_groups/memory_hook.py").split("elif gpu_mem < 160 * 1024:")[1].split("else:")
+    assert f"decode_cuda_graph_config.max_bs = {MAX_BATCH}" in rule[1]
+
+
+def test_which_decays_an_engine_keeps_in_float32(sglang: Package) -> None:
+    tree = sglang.tree("sglang/srt/models/qwen3_5.py")
+    assignments = {
+        ast.unparse(node.targets[0]).removeprefix("self."): ast.unparse(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("self.A_log", "self.dt_bias")
+    }
+    assert set(assignments) == set(FLOAT32_PARAMETERS)
+    assert "torch.float32" in assignments["A_log"]
+    assert "torch.float32" not in assignments["dt_bias"]
+
+
+def assigned(package: Package, folder: str, name: str) -> list[object]:
+    """The values of all module-level assignments of literals to a name."""
+    return [
+        ast.literal_eval(node.value)
+        for path in package.under(folder)
+        if name in package.read(path)
+        for node in package.tree(path).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+    ]
+
+
 def test_sglang_knows_our_devices_and_collectives(sglang: Package) -> None:
     for kind in DeviceKind:
         assert sglang.mentions(f'"{device_of(kind).torch_type}"', "sglang/srt"), kind
@@ -145,7 +200,7 @@ def test_supported_versions_of_ray_use_our_resource_name_and_variables_for_npus(
 
 @pytest.mark.slow
 def test_torch_npu_is_built_for_the_torch_of_the_requirements(wheels: Path) -> None:
-    pins = (Path(__file__).parents[2] / "launch" / "requirements" / "npu.txt").read_text().splitlines()
+    pins = (ROOT / "launch" / "requirements" / "npu.txt").read_text().splitlines()
     (plugin,) = [line for line in pins if line.startswith("torch_npu==")]
     (torch,) = [line for line in pins if line.startswith("torch==")]
     package = wheel(plugin, wheels)
@@ -156,6 +211,27 @@ def test_torch_npu_is_built_for_the_torch_of_the_requirements(wheels: Path) -> N
     assert package.mentions(f'"{npu.collective}"', "torch_npu/_init")
     for name in ("empty_cache", "mem_get_info", "max_memory_allocated", "device_count", "is_available"):
         assert package.mentions(f"def {name}", "torch_npu/npu"), name
+
+
+def test_our_collectives_fit_the_functions_that_torch_npu_puts_in_their_place() -> None:
+    assert {"all_gather_into_tensor", "broadcast", "all_reduce", "_new_process_group_helper"} <= set(
+        torch_npu_api.our_calls()
+    )
+    recorded = torch_npu_api.recorded()
+    assert tuple(recorded) == torch_npu_api.VERSIONS
+    for version, signatures in recorded.items():
+        assert "gather" in signatures, version
+        # an NPU never gets there: shards are all-gathered
+        assert torch_npu_api.misfits(signatures) == {"gather": ["group_dst"]}, version
+    assert not device_of(DeviceKind.npu).has_gather
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", torch_npu_api.VERSIONS)
+def test_the_recorded_functions_of_torch_npu_are_those_of_its_wheel(version: str, wheels: Path) -> None:
+    package = wheel(version, wheels)
+    assert torch_npu_api.signatures(package) == torch_npu_api.recorded()[version]
+    assert package.mentions(".abort_hccl_comm(", "torch_npu/distributed")  # with one text
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ ALLOWED = {
     "app/weight_sync/transport/ipc_payload.py": {"cuda", "CUDA_DEVICE_ARGUMENT"},
 }
 # SGLang uses these names on every device.
-SGLANG_NAMES = {"cuda_graph", "disable-cuda-graph", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"}
+SGLANG_NAMES = {"cuda_graph", "cuda-graph-max-bs-decode", "disable-cuda-graph", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"}
 
 
 def tokens(path: Path) -> Iterator[tuple[int, str]]:
@@ -110,3 +110,37 @@ def test_a_missing_device_is_rejected_in_one_sentence() -> None:
 
     with pytest.raises(ConfigError, match=r"device=npu is not available: torch_npu does not import"):
         device_of(DeviceKind.npu).require()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "peak"),
+    [
+        ("cuda", "NVIDIA H100 80GB HBM3", 989.0),
+        ("cuda", "NVIDIA H100 PCIe", 756.0),
+        ("cuda", "NVIDIA H200", 989.0),
+        ("cuda", "NVIDIA H20", 148.0),
+        ("cuda", "NVIDIA A100-SXM4-80GB", 312.0),
+        ("cuda", "NVIDIA B200", 2250.0),
+        ("cuda", "NVIDIA L40S", 362.0),
+        ("cuda", "NVIDIA L4", None),
+        ("cuda", "NVIDIA GB200", None),
+        ("npu", "Ascend910B2", 376.0),
+        ("npu", "Ascend910B4", 280.0),
+        ("npu", "Ascend910_9392", 376.0),
+        ("npu", "Ascend310P3", None),
+    ],
+)
+def test_the_peak_is_that_of_the_device_or_unknown(kind: str, name: str, peak: float | None) -> None:
+    assert device_of(DeviceKind[kind]).peak_tflops_of(name) == peak
+
+
+def test_engines_of_a_node_are_not_bound_to_the_same_cores() -> None:
+    """SGLang counts cores from the index of a device among the visible ones, which is 0 for every engine."""
+    assert "SGLANG_SET_CPU_AFFINITY" not in device_of(DeviceKind.npu).engine_env
+
+
+def test_the_plan_counts_graphs_as_long_as_no_release_frees_them() -> None:
+    for kind in (DeviceKind.cuda, DeviceKind.npu):
+        device = device_of(kind)
+        assert device.engine_env.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "0") == "0"
+        assert device.engine_runtime_gib >= 4

@@ -361,3 +361,23 @@ def test_an_engine_that_does_not_abort_is_lost_after_a_deadline_and_holds_up_no_
 def test_pauses_between_restarts_are_bounded() -> None:
     results = doctest.testmod(engine_supervisor)
     assert (results.attempted, results.failed) == (1, 0)
+
+
+def test_engines_that_do_not_answer_after_a_failed_sync_are_found_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All of them may wait in one broadcast."""
+
+    async def silent(engine: SimEngine) -> None:
+        await asyncio.sleep(10)
+        raise EngineLost("no answer")
+
+    monkeypatch.setattr(SimEngine, "check", silent)
+
+    async def story() -> tuple[float, int]:
+        context = World(config(PlacementKind.fully_async), tmp_path, engine_count=4).context()
+        began = now()
+        await context.supervisor.diagnose(dict(enumerate(context.pool.engines)))
+        return now() - began, len(context.pool.lost)
+
+    assert run_virtual(story()) == (10.0, 4)

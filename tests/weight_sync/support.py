@@ -1,6 +1,7 @@
 """Real components for weight sync tests: trainer ranks, engines behind a proxy, and the expected weights."""
 
 import asyncio
+import json
 import secrets
 import threading
 from collections.abc import Awaitable, Callable
@@ -104,13 +105,14 @@ async def make_synchronizer(
     tensor_parallel: int = 1,
     mode: SyncMode = SyncMode.full,
     full_every: int = 0,
+    backend: str = "gloo",
 ) -> BucketedWeightSynchronizer:
     """Create and prepare a synchronizer."""
     implementation: Transport
     if transport == "ipc":
         implementation = IpcTransport(tensor_parallel=tensor_parallel)
     else:
-        implementation = CollectiveTransport(backend="gloo", tensor_parallel=tensor_parallel)
+        implementation = CollectiveTransport(backend=backend, tensor_parallel=tensor_parallel)
     config = WeightSyncConfig(
         bucket_mib=bucket_mib, verify=verify, timeout_s=timeout_s, mode=mode, full_every=full_every
     )
@@ -241,8 +243,9 @@ async def refuse(incoming: web.Request, forward: Any) -> web.Response:
     return web.json_response({"success": False, "message": "refused by the test"}, status=400)
 
 
-async def no_such_route(incoming: web.Request, forward: Any) -> web.Response:
-    return web.json_response({"detail": "Not Found"}, status=404)
+async def of_version_0_5_20(incoming: web.Request, forward: Any) -> web.Response:
+    info = json.loads((await forward()).body)
+    return web.json_response({**info, "version": "0.5.20"})
 
 
 async def drop_reply(incoming: web.Request, forward: Any) -> web.Response:

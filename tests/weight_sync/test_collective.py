@@ -1,22 +1,133 @@
-"""The process group of a sync: where it listens, and a trainer that does not answer."""
+"""The process group of a sync, against libraries with the habits of NCCL and HCCL."""
 
 import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from app.config.device import DeviceKind
+from app.config.weight_sync import Verify
+from app.device import device_of
 from app.errors import SyncError
 from app.weight_sync.deadlines import Deadline
-from app.weight_sync.transport.collective import CollectiveTransport
+from app.weight_sync.transport.collective import BroadcastSender, CollectiveTransport, naming
 from app.weight_sync.transport.process_group import SyncProcessGroup
+from tests.weight_sync.doubles import Doubles, EngineDouble, NcclDouble
+from tests.weight_sync.support import make_synchronizer, make_trainer, started
+
+SOON_S = 3.0
+TIMEOUT_S = 60.0
+
+
+def process_group(backend: str, *, device: DeviceKind = DeviceKind.cuda, timeout_s: float = 5.0) -> SyncProcessGroup:
+    Doubles()
+    made = SyncProcessGroup(
+        backend=backend,
+        device=torch.device("cpu"),
+        address="127.0.0.1",
+        world_size=2,
+        name=f"sync-{len(NcclDouble.made)}",
+        timeout_s=timeout_s,
+        abort_backend=device_of(device).abort_backend,
+    )
+    if backend != "gloo":
+        made._joining.join(SOON_S)
+        assert made.joined()
+    return made
+
+
+def seconds(call: Any) -> float:
+    began = time.monotonic()
+    call()
+    return time.monotonic() - began
 
 
 def test_the_store_listens_at_the_given_address_only() -> None:
-    group = SyncProcessGroup(backend="gloo", address="127.0.0.1", world_size=2, name="sync", timeout_s=1)
+    group = process_group("gloo", timeout_s=1)
     connections = psutil.Process().net_connections("tcp")
     listening = [each.laddr for each in connections if each.status == psutil.CONN_LISTEN]
     assert [each.ip for each in listening if each.port == group.port] == ["127.0.0.1"]
-    group._joining.join(60)  # nobody else joins
+    group.abort()
+
+
+def test_the_library_waits_longer_than_we_do() -> None:
+    """NCCL's watchdog ends the process when its timeout passes. By then the sync has failed by ours."""
+    process_group("nccl_double", timeout_s=300.0).abort()
+    assert NcclDouble.made[-1].timeout.total_seconds() == 660
+
+
+def test_a_broadcast_returns_once_all_members_have_received_it() -> None:
+    group = process_group("nccl_double")
+    group.broadcast(torch.zeros(8))
+    double = NcclDouble.made[-1]
+    double.members_take_part.set()
+    threading.Timer(0.2, double.members_receive.set).start()
+    assert 0.1 < seconds(lambda: group.wait(5.0)) < SOON_S
+    group.abort()
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "expected"),
+    [("nccl_double", DeviceKind.cuda, ["abort"]), ("hccl_double", DeviceKind.npu, ["abort_hccl_comm", "abort"])],
+)
+def test_an_abort_returns_while_the_first_broadcast_waits_for_a_member(
+    backend: str, device: DeviceKind, expected: list[str]
+) -> None:
+    group = process_group(backend, device=device)
+    assert seconds(lambda: group.broadcast(torch.zeros(8))) < 1
+    assert seconds(group.abort) < SOON_S
+    with pytest.raises(RuntimeError, match="aborted"):
+        group.wait(5.0)
+    with pytest.raises(RuntimeError, match="aborted"):
+        group.broadcast(torch.zeros(8))
+    assert NcclDouble.made[-1].calls == expected
+
+
+def test_an_abort_ends_a_wait_in_another_thread() -> None:
+    group = process_group("unreceived_double")
+    group.broadcast(torch.zeros(8))
+    threading.Timer(0.2, group.abort).start()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="aborted"):
+        group.wait(TIMEOUT_S)
+    assert time.monotonic() - began < SOON_S
+
+
+def test_a_wait_ends_at_its_deadline_though_that_of_the_library_has_none() -> None:
+    group = process_group("hccl_double", device=DeviceKind.npu)
+    NcclDouble.made[-1].members_take_part.set()
+    group.broadcast(torch.zeros(8))
+    late = r"trainer rank 0: the broadcast failed: .*did not finish within weight_sync.timeout_s=0.2 s"
+    with pytest.raises(SyncError, match=late), naming("the broadcast failed"):
+        group.wait(0.2)
+    group.abort()
+
+
+def test_two_members_on_one_device_are_reported() -> None:
+    group = process_group("nccl_double")
+    NcclDouble.made[-1].devices_shared = True
+    group.broadcast(torch.zeros(8))
+    with pytest.raises(RuntimeError, match="Duplicate GPU detected"):
+        group.wait(5.0)
+    group.abort()
+
+
+def test_a_late_abort_leaves_the_next_process_group_alone() -> None:
+    """It runs beside the other calls of a rank, in no order with them."""
+    sender = BroadcastSender.__new__(BroadcastSender)
+    sender._process_group = group = process_group("prompt_double")
+    sender.leave("an earlier one")
+    group.broadcast(torch.zeros(8))
+    group.wait(5.0)
+    sender.leave(group.name)
+    assert sender._process_group is None
+    assert NcclDouble.made[-1].calls == ["abort"]
 
 
 class SilentTrainer:
@@ -36,3 +147,58 @@ def test_a_trainer_that_does_not_answer_is_named_when_the_process_group_is_built
         "weight sync of policy 3 did not finish building the process group within weight_sync.timeout_s=0.2 s: "
         "no reply from trainer ranks"
     )
+
+
+@pytest.fixture(scope="module")
+def two_ranks(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    import ray
+
+    async def with_doubles() -> Any:
+        made = await started(make_trainer(tiny_model, tmp_path_factory.mktemp("two_ranks"), ranks=2), weights=False)
+        await made.attach("doubles", Doubles)
+        return made
+
+    made = asyncio.run(with_doubles())
+    yield made
+    for rank in made.ranks:
+        ray.kill(rank)
+
+
+@pytest.mark.parametrize(
+    ("backend", "bucket"),
+    [
+        pytest.param("nccl_double", 0, id="rank 0 builds the communicator"),
+        pytest.param("unreceived_double", 1, id="rank 0 waits for its last broadcast"),
+    ],
+)
+def test_an_engine_that_refuses_a_bucket_leaves_no_rank_behind(
+    backend: str, bucket: int, two_ranks: Any, tmp_path: Path
+) -> None:
+    """The sync fails at once, the ranks answer again at once, and the next sync is complete."""
+    refusing = EngineDouble(refuses=("update_weights_from_distributed", bucket))
+
+    async def synchronizer(backend: str, engine: EngineDouble) -> Any:
+        return await make_synchronizer(
+            "collective",
+            two_ranks,
+            [engine],
+            tmp_path,
+            bucket_mib=0.05,
+            verify=Verify.never,
+            timeout_s=TIMEOUT_S,
+            backend=backend,
+        )
+
+    async def scenario() -> None:
+        failing = await synchronizer(backend, refusing)
+        began = time.monotonic()
+        with pytest.raises(SyncError, match=f"bucket {bucket} of 9: engine 0: refused by the test"):
+            await failing.sync(1)
+        assert time.monotonic() - began < 2 * SOON_S
+        assert await asyncio.wait_for(two_ranks.version(), SOON_S) == 0
+        assert "resume" not in refusing.requests
+
+        report = await (await synchronizer("prompt_double", EngineDouble())).sync(2)
+        assert report.buckets == 9
+
+    asyncio.run(scenario())

@@ -22,6 +22,7 @@ from app.rollout.sglang_plugin.delta_loader import DeltaLoader
 from app.rollout.sglang_plugin.sparse_tensor import SparseTensor
 from app.weight_sync.buckets import Bucket, TensorMeta, plan_buckets
 from app.weight_sync.delta import DeltaEncoder, max_header_bytes
+from app.weight_sync.gather import Receivers
 from app.weight_sync.snapshot import CPU_CHUNK, ShardSnapshot
 from tests.compose import composed
 from tests.trainer.ranks import processes
@@ -117,7 +118,7 @@ class Trainer:
 
     def message(self, index: int, bucket: Bucket) -> list[tuple[str, Tensor]]:
         buffer = torch.zeros(bucket.bytes + max_header_bytes(bucket), dtype=torch.uint8)
-        packed = self.encoder.pack(index, bucket, buffer, on_all_ranks=True)
+        packed = self.encoder.pack(index, bucket, buffer, receivers=Receivers.every_rank)
         self.changed = packed.changed or 0
         self.bytes = packed.bucket.bytes
         assert self.bytes <= len(buffer)
@@ -205,7 +206,7 @@ def test_positions_beyond_one_block_arrive() -> None:
     for version, base in ((0, None), (1, 0)):
         masters["long"][at] = float(version)
         encoder.begin(version, base, 1)
-        packed = encoder.pack(0, bucket, buffer, on_all_ranks=True)
+        packed = encoder.pack(0, bucket, buffer, receivers=Receivers.every_rank)
         message = [
             (meta.name, buffer[start : start + meta.bytes].view(getattr(torch, meta.dtype)).reshape(meta.shape))
             for meta, start in zip(packed.bucket.tensors, packed.bucket.offsets, strict=True)
@@ -325,11 +326,12 @@ def test_two_ranks_encode_the_same_message_as_one(tmp_path: Path) -> None:
     """Shards of even, odd and fewer rows than ranks, received by rank 0 alone and by all ranks."""
     processes(_rank, (tmp_path / "rendezvous", tmp_path), 2)
     saved = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
-    alone = _messages(SHARDED, on_all_ranks=True)
+    alone = _messages(SHARDED, Receivers.every_rank)
     assert len(alone) == ROUNDS
-    for messages in (saved[0]["all ranks"], saved[1]["all ranks"], saved[0]["rank 0"]):
+    received = [saved[0][receivers.name] for receivers in Receivers]
+    for messages in (*received, saved[1]["every_rank"]):
         assert all(torch.equal(one, other) for one, other in zip(messages, alone, strict=True))
-    assert saved[1]["rank 0"] == [None] * ROUNDS
+    assert saved[1]["rank_0"] == saved[1]["rank_0_by_all_gather"] == [None] * ROUNDS
 
 
 SHARDED = {"even": (8, 33), "odd": (7, 5), "one row": (1, 40), "vector": (301,), "blocks": (300, 701)}
@@ -340,16 +342,24 @@ def _rank(rank: int, rendezvous: Path, out: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     try:
         messages = {
-            "all ranks": _messages(SHARDED, on_all_ranks=True),
-            "rank 0": _messages(SHARDED, on_all_ranks=False),
+            receivers.name: _messages(SHARDED, receivers) for receivers in (Receivers.every_rank, Receivers.rank_0)
         }
+        dist.gather = gather_of_torch_npu
+        messages["rank_0_by_all_gather"] = _messages(SHARDED, Receivers.rank_0_by_all_gather)
         torch.save(messages, out / f"rank{rank}.pt")
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def _messages(shapes: dict[str, tuple[int, ...]], *, on_all_ranks: bool) -> list[Tensor | None]:
+def gather_of_torch_npu(
+    tensor: Any, gather_list: Any = None, dst: int = 0, group: Any = None, async_op: bool = False
+) -> None:
+    """The signature of torch_npu's replacement, which all-gathers objects and tensors on every call."""
+    raise AssertionError("HCCL has no gather")
+
+
+def _messages(shapes: dict[str, tuple[int, ...]], receivers: Receivers) -> list[Tensor | None]:
     """Return the messages of this rank, one for each sync, in one bucket; from shards if there are several ranks."""
     generator = torch.Generator().manual_seed(3)
     ranks = dist.is_initialized()
@@ -360,12 +370,12 @@ def _messages(shapes: dict[str, tuple[int, ...]], *, on_all_ranks: bool) -> list
         tensors = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     bucket = Bucket(tuple(TensorMeta(name, "bfloat16", shape) for name, shape in shapes.items()))
     encoder = DeltaEncoder(tensors, "bfloat16", on_host=False)
-    receives = on_all_ranks or not ranks or dist.get_rank() == 0
+    receives = receivers is Receivers.every_rank or not ranks or dist.get_rank() == 0
     sent: list[Tensor | None] = []
     for version in range(ROUNDS):
         encoder.begin(version, version - 1 if version else None, 1)
         buffer = torch.zeros(bucket.bytes + max_header_bytes(bucket), dtype=torch.uint8) if receives else None
-        packed = encoder.pack(0, bucket, buffer, on_all_ranks=on_all_ranks)
+        packed = encoder.pack(0, bucket, buffer, receivers=receivers)
         sent.append(buffer[: packed.bucket.bytes] if buffer is not None else None)
         for name, tensor in tensors.items():
             change = torch.randn(shapes[name], generator=generator) * (

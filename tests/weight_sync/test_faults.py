@@ -19,6 +19,7 @@ from tests.weight_sync.support import (
     drop_reply,
     engine_at,
     make_synchronizer,
+    of_version_0_5_20,
     once,
     refuse,
     request,
@@ -99,6 +100,24 @@ def test_a_wrong_key_is_reported(trainer: Any, engine: Any, tmp_path: Path) -> N
         synchronizer = await make_synchronizer("collective", trainer, [stranger], tmp_path, timeout_s=TIMEOUT_S)
         with pytest.raises(SyncError, match=r"pause: engine with a wrong key.*HTTP 401"):
             await synchronizer.sync(1)
+
+    asyncio.run(scenario())
+
+
+async def key_of(engine: Any) -> str:
+    return await engine.actor.__ray_call__.remote(lambda host: host.spec.key)
+
+
+def test_a_running_server_of_an_older_sglang_is_refused(proxied: Any, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        proxy, engine = proxied
+        proxy.rules["/server_info"] = of_version_0_5_20
+        old = engine_at(proxy.url, await key_of(engine), tmp_path, "engine 0")
+        with pytest.raises(EngineError) as refused:
+            await old.start(30)
+        assert str(refused.value) == (
+            f"engine 0 at {proxy.url} runs SGLang 0.5.20: servers of rollout.urls must run SGLang 0.5.21 or newer"
+        )
 
     asyncio.run(scenario())
 

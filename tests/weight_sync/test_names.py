@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.config.device import Dtype
+from app.config.device import DeviceKind, Dtype
+from app.device import device_of
 from app.model.hf_import import transformers
 from app.model.load import load
 from app.model.tiny.tokenizer import build_tokenizer
@@ -35,7 +36,11 @@ TEXT = {
 def described(path: Path) -> dict[str, TensorMeta]:
     model = load(path, mesh=None, device="cpu")
     trainer_rank: Any = SimpleNamespace(
-        model=model, rank=0, torch_device=torch.device("cpu"), spec=SimpleNamespace(dtype=Dtype.bfloat16)
+        model=model,
+        rank=0,
+        device=device_of(DeviceKind.cpu),
+        torch_device=torch.device("cpu"),
+        spec=SimpleNamespace(dtype=Dtype.bfloat16),
     )
     return {tensor.name: tensor for tensor in Sender(trainer_rank).describe()}
 

@@ -18,7 +18,6 @@ from tests.weight_sync.support import (
     checksum,
     logprobs_of,
     make_synchronizer,
-    no_such_route,
     noisy_model,
     request,
     set_weights,
@@ -187,29 +186,3 @@ def test_a_token_sampled_before_a_sync_in_place_does_not_count_as_sampled_after_
 def endless(tokens: int, *, version: int) -> Any:
     """A group large enough that some members are in flight at the sync, hot enough to stop at random."""
     return request(tokens=tokens, temperature=50.0, group_size=32, version=version)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_server_without_update_sessions_is_synced_to(
-    transport: str, trainer: Any, engine: Any, proxied: Any, tmp_path: Path
-) -> None:
-    """SGLang up to 0.5.20 has no such routes. The test opens the session that the real server requires."""
-
-    async def scenario() -> None:
-        proxy, old = proxied
-        for route in ("/begin_weight_update", "/end_weight_update"):
-            proxy.rules[route] = no_such_route
-        synchronizer = await make_synchronizer(transport, trainer, [old], tmp_path)
-        await set_weights(trainer, 1)
-        for version in (1, 2):
-            await engine.update("begin_weight_update", {})
-            synchronizer.verifier = type(synchronizer.verifier)(Verify.never, tmp_path)
-            await synchronizer.sync(version)
-            await engine.update("end_weight_update", {})
-        assert proxy.seen.count("/begin_weight_update") == 1  # asked once
-        assert "/end_weight_update" not in proxy.seen
-        after = await checksum(engine)
-        await (await make_synchronizer(transport, trainer, [engine], tmp_path, verify=Verify.never)).sync(3)
-        assert await checksum(engine) == after
-
-    asyncio.run(scenario())

@@ -2,18 +2,20 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from app.config import RunConfig
-from app.config.device import DeviceKind
-from app.config.placement import PlacementKind
+from app.config.device import DeviceKind, Dtype
 from app.config.weight_sync import TransportKind, WeightSyncConfig, transport_of
 from app.device import device_of
 from app.errors import ConfigError, EngineError, SyncError
 from app.types import VersionSpan
+from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
 from app.weight_sync.deadlines import Deadline
+from app.weight_sync.transport.ipc import IpcSender
 from app.weight_sync.verify import expect_equal
 
 
@@ -22,19 +24,61 @@ def test_each_device_has_its_backend(device: str, backend: str) -> None:
     assert device_of(DeviceKind[device]).collective == backend
 
 
-def test_auto_is_ipc_on_shared_devices_and_collective_elsewhere() -> None:
-    assert transport_of(WeightSyncConfig(), shared_devices=True) is TransportKind.ipc
-    assert transport_of(WeightSyncConfig(), shared_devices=False) is TransportKind.collective
-    collective = WeightSyncConfig(transport=TransportKind.collective)
-    assert transport_of(collective, shared_devices=True) is TransportKind.collective
+def transport(kind: TransportKind, device: DeviceKind, *, shared: bool) -> TransportKind:
+    return transport_of(WeightSyncConfig(transport=kind), shared_devices=shared, device=device)
 
 
-def test_ipc_between_separate_devices_is_refused() -> None:
-    config = RunConfig()
-    assert config.shared_devices
-    config.placement.kind = PlacementKind.fully_async
+@pytest.mark.parametrize("device", list(DeviceKind))
+def test_auto_is_ipc_on_shared_devices_and_collective_elsewhere(device: DeviceKind) -> None:
+    assert transport(TransportKind.auto, device, shared=True) is TransportKind.ipc
+    assert transport(TransportKind.auto, device, shared=False) is TransportKind.collective
+    assert transport(TransportKind.collective, device, shared=False) is TransportKind.collective
+
+
+@pytest.mark.parametrize("device", list(DeviceKind))
+def test_ipc_between_separate_devices_is_refused(device: DeviceKind) -> None:
     with pytest.raises(ConfigError, match=r"weight_sync.transport=ipc is not accepted: give auto or collective"):
-        transport_of(WeightSyncConfig(transport=TransportKind.ipc), shared_devices=config.shared_devices)
+        transport(TransportKind.ipc, device, shared=False)
+
+
+def test_two_members_of_a_process_group_on_one_device_are_refused_except_on_a_cpu() -> None:
+    for device in (DeviceKind.cuda, DeviceKind.npu):
+        with pytest.raises(ConfigError, match=r"weight_sync.transport=collective is not accepted: give auto or ipc"):
+            transport(TransportKind.collective, device, shared=True)
+    assert transport(TransportKind.collective, DeviceKind.cpu, shared=True) is TransportKind.collective
+
+
+def test_device_buffers_are_allocated_anew_every_100_syncs() -> None:
+    """Each handle wraps the buffer's storage once more; the chain would grow with the run."""
+
+    class CountingSender(IpcSender):
+        allocations = 0
+
+        def _allocate_buffers(self) -> None:
+            super()._allocate_buffers()
+            self.allocations += 1
+
+        def _gather(self, index: int) -> ReadyBucket:
+            return ReadyBucket(self.buckets[index])
+
+    rank = SimpleNamespace(
+        rank=0,
+        torch_device=torch.device("meta"),
+        spec=SimpleNamespace(dtype=Dtype.bfloat16),
+        model=SimpleNamespace(causal_lm=torch.nn.Module(), checkpoint_names={}),
+        device=device_of(DeviceKind.cuda),
+        require_onloaded=lambda *_: None,
+    )
+    sender = CountingSender(rank)
+    sender.prepare([Bucket((TensorMeta("weight", "bfloat16", (8,)),))], None)
+    for version in range(100):
+        sender.begin(version, None)
+    assert sender.allocations == 1
+    sender.begin(100, None)
+    assert sender.allocations == 2
+    for version in range(101, 200):
+        sender.begin(version, None)
+    assert sender.allocations == 2
 
 
 async def sleeping(seconds: float) -> None:

@@ -10,6 +10,7 @@ from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
 from app.device import Device
+from app.device.allocator import EXPANDABLE
 from app.errors import ConfigError
 from app.mode.doctor.finding import Check, CheckStatus, check
 from app.mode.doctor.nvidia import nvidia_driver
@@ -19,7 +20,6 @@ from app.rollout.server_args import engine_flags
 from app.utils.units import GIB
 
 TOOLKIT_SECONDS = 30
-EXPANDABLE = "expandable_segments"
 
 
 def hardware(config: RunConfig, device: Device) -> Iterator[Check]:
@@ -55,8 +55,8 @@ def environment(config: RunConfig, device: Device) -> Iterator[Check]:
     memory_saver = config.placement.kind is PlacementKind.colocate and config.offload.engine and device.shares_memory
     for name in device.allocator_variables:
         if memory_saver and EXPANDABLE in os.environ.get(name, ""):
-            message = f"{name} enables {EXPANDABLE}; engines start without it"
-            hint = "nothing to do: the memory saver does not support it, the trainer uses it"
+            message = f"{name} sets {EXPANDABLE}; trainer and engines start without it"
+            hint = "nothing to do: neither the memory saver nor weight_sync.transport=ipc supports it"
             yield Check("allocator", CheckStatus.warn, message, hint)
 
     if config.cluster.address is not None:

@@ -17,7 +17,8 @@ from app.utils.units import GIB
 CONV_BYTES = 2  # SGLang keeps the inputs of the convolution in bfloat16
 STATE_SHARE = 0.9 / 1.9
 DEFAULT_PREFILL = 8192  # tokens of a prefill chunk
-DEFAULT_REQUESTS = 256  # running requests, if no flag limits them
+STATES_PER_REQUEST = 3  # SGLang's MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO
+TRACKING_STATES = 2  # and what its radix cache takes of each request
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,15 @@ class EngineMemoryPlan:
     token_bytes: int  # KV cache of a token
     state_bytes: int  # linear-attention state of a request
     kv_tokens: int  # capacity of the KV cache
-    state_slots: int | None  # requests whose states fit; None: the model has no such state
+    state_slots: int | None  # states that fit; None: the model has no such state
+    states_per_request: int
     activations: float  # bytes
     resident: Items  # what no release frees
+
+    @property
+    def state_requests(self) -> int | None:
+        """Requests whose states fit."""
+        return None if self.state_slots is None else self.state_slots // self.states_per_request
 
     @property
     def caches(self) -> Items:
@@ -63,17 +70,29 @@ def plan_engine(
     cache_bytes = float(str(flags["mem-fraction-static"])) * capacity - weights
     token_bytes = model.kv_bytes_per_token(item, width)
     state_bytes = model.state_bytes_per_request(CONV_BYTES, width)
+    requests = int(str(flags["max-running-requests"]))
     state_slots = max(0, int(cache_bytes * STATE_SHARE // state_bytes)) if state_bytes else None
+    states_per_request = STATES_PER_REQUEST + TRACKING_STATES
+    if state_slots is not None and flags.get("disable-radix-cache"):
+        state_slots = min(state_slots, requests)
+        states_per_request = 1
     kv_tokens = max(0, int((cache_bytes - (state_slots or 0) * state_bytes) // token_bytes))
     kv_tokens = min(kv_tokens, int(str(flags.get("max-total-tokens") or kv_tokens)))
 
     # a prefill chunk in one layer, and the float32 logits twice (they become log-probabilities)
     chunk = int(str(flags.get("chunked-prefill-size") or DEFAULT_PREFILL))
-    requests = int(str(flags.get("max-running-requests") or DEFAULT_REQUESTS))
     layer = min(chunk, kv_tokens or chunk) * (4 * model.hidden + 3 * model.ffn / width) * item
     activations = layer + 2 * FLOAT32 * requests * model.vocabulary
 
     resident = {"engine runtime": device.engine_runtime_gib * GIB}
     return EngineMemoryPlan(
-        weights, cache_bytes, token_bytes, state_bytes, kv_tokens, state_slots, activations, resident
+        weights,
+        cache_bytes,
+        token_bytes,
+        state_bytes,
+        kv_tokens,
+        state_slots,
+        states_per_request,
+        activations,
+        resident,
     )

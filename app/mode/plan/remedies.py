@@ -70,7 +70,7 @@ def _changes(config: RunConfig, device: Device, model: Architecture) -> Iterator
                 "trainer.tokens_per_microbatch": rollout.max_prompt_tokens + shorter,
             }
         )
-    if colocated and rollout.memory_fraction > LOWER_FRACTION:
+    if colocated and config.memory_fraction > LOWER_FRACTION:
         yield Change({"rollout.memory_fraction": LOWER_FRACTION})
 
     yield _more_devices(config, device, model)

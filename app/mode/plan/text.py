@@ -55,7 +55,7 @@ def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan) ->
     if engine.cache_bytes <= 0:
         return [
             f"  caches: NO ROOM: weights take {_gib(engine.weights)} of rollout.memory_fraction="
-            f"{rollout.memory_fraction:g}; give each engine more devices (rollout.tensor_parallel)"
+            f"{config.memory_fraction:g}; give each engine more devices (rollout.tensor_parallel)"
         ]
 
     lines = [
@@ -64,16 +64,15 @@ def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan) ->
     ]
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
     fitting = engine.kv_tokens // longest
-    if engine.state_slots is not None:
-        fitting = min(fitting, engine.state_slots)
+    if engine.state_requests is not None:
+        fitting = min(fitting, engine.state_requests)
         lines.append(
-            f"  recurrent state: {engine.state_bytes / MIB:.1f} MiB per request and engine rank; "
-            f"{engine.state_slots:,} requests"
+            f"  recurrent states: {engine.states_per_request} of {engine.state_bytes / MIB:.1f} MiB per request and "
+            f"engine rank; {engine.state_requests:,} requests"
         )
-    in_flight = math.ceil(rollout.max_inflight_groups * config.algorithm.group_size / config.engines)
     lines.append(
         f"  {fitting:,} completions of {longest:,} tokens fit per engine at once; "
-        f"the run keeps up to {in_flight:,} in flight on each, shorter ones need less"
+        f"the run keeps up to {config.requests_per_engine:,} in flight on each, shorter ones need less"
     )
     return lines
 

@@ -27,6 +27,12 @@ class TrainerGroup(Protocol):
         """Call a method of an extension on every rank; return the results in rank order."""
         ...
 
+    async def interrupt(
+        self, extension: str, method: Callable[Concatenate[Any, P], None], /, *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Call a method of an extension on every rank, concurrently with a call in progress, to end its waiting."""
+        ...
+
     async def source(self) -> tuple[str, int]:
         """Return the address of rank 0 and the port of the rendezvous there."""
         ...

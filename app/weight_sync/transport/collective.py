@@ -7,16 +7,16 @@
 A server replies only after loading. So the broadcast starts before any reply can arrive, and both are awaited together:
 an error or a missing reply aborts the process group on both sides, and the next sync builds a new one. Without failures
 it is built once.
+
+An abort frees the trainer. It frees an engine that waits inside a broadcast only with Gloo: elsewhere the kernel on its
+device does not notice, the engine no longer answers, and recovery replaces it.
 """
 
 import asyncio
 import secrets
-from collections.abc import Coroutine, Sequence
-from datetime import timedelta
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from app.errors import SyncError, one_line
 from app.protocols import RolloutEngine
@@ -38,7 +38,6 @@ class BroadcastSender(Sender):
     def __init__(self, trainer_rank: TrainerRank):
         super().__init__(trainer_rank)
         self._process_group: SyncProcessGroup | None = None
-        self._work: dist.Work | None = None
 
     def connect(self, *, backend: str, address: str, world_size: int, name: str, timeout_s: float) -> int:
         """Open the process group on rank 0; return the port of its store (0 on the other ranks)."""
@@ -46,48 +45,60 @@ class BroadcastSender(Sender):
             return 0
         self._timeout_s = timeout_s
         self._process_group = SyncProcessGroup(
-            backend=backend, address=address, world_size=world_size, name=name, timeout_s=timeout_s
+            backend=backend,
+            device=self.device,
+            address=address,
+            world_size=world_size,
+            name=name,
+            timeout_s=timeout_s,
+            abort_backend=self.trainer_rank.device.abort_backend,
         )
         return self._process_group.port
 
     def joined(self) -> bool:
         """Return whether all members have joined. Raises `SyncError` if joining failed."""
-        if self._process_group is None:
+        process_group = self._process_group
+        if process_group is None:
             return True
-        try:
-            return self._process_group.joined()
-        except (RuntimeError, ValueError, OSError) as error:
-            raise SyncError(
-                f"trainer rank 0: the process group was not built: {type(error).__name__}: {one_line(error)}"
-            ) from error
+        with naming("the process group was not built"):
+            return process_group.joined()
 
     def send(self, index: int) -> None:
         if self.rank_index != 0:
             return
         self.finish(self._timeout_s)
-        assert self._process_group is not None, "connected"
+        process_group = self._process_group
+        if process_group is None:
+            raise SyncError("trainer rank 0: the weight sync was aborted")
+
         slot = index % BUFFERS
-        self._work = self._process_group.broadcast(self.buffers[slot][: self.ready[slot].bucket.bytes])
+        with naming("the broadcast failed"):
+            process_group.broadcast(self.buffers[slot][: self.ready[slot].bucket.bytes])
 
     def finish(self, timeout_s: float) -> None:
-        if self._work is None:
-            return
-        try:
-            self._work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise SyncError(
-                f"trainer rank 0: the broadcast failed: {type(error).__name__}: {one_line(error)}"
-            ) from error
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).current_stream().synchronize()
-        self._work = None
-
-    def abort(self) -> None:
         process_group = self._process_group
-        self._process_group = None
-        self._work = None
         if process_group is not None:
-            process_group.abort(self.device)
+            with naming("the broadcast failed"):
+                process_group.wait(timeout_s)
+
+    def leave(self, name: str) -> None:
+        """Leave the process group of this name; a later one is left alone.
+
+        Runs concurrently with the other calls, any of which may wait for a broadcast.
+        """
+        process_group = self._process_group
+        if process_group is not None and process_group.name == name:
+            self._process_group = None
+            process_group.abort()
+
+
+@contextmanager
+def naming(problem: str) -> Iterator[None]:
+    """Raise the errors of a process group as `SyncError`."""
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError) as error:
+        raise SyncError(f"trainer rank 0: {problem}: {type(error).__name__}: {one_line(error)}") from error
 
 
 class CollectiveTransport:
@@ -150,15 +161,17 @@ class CollectiveTransport:
         }
 
     async def abort(self, trainer: TrainerGroup) -> None:
-        """Disconnect the source first: its abort unblocks engines that wait inside a broadcast."""
+        """Disconnect the source first: with Gloo its abort unblocks engines that wait inside a broadcast."""
         name = self._name
         self._name = None
         if name is None:
             return
-        await best_effort({TRAINER_RANKS: trainer.call(SENDER_EXTENSION, Sender.abort)}, ABORT_TIMEOUT_S)
+        leaving = trainer.interrupt(SENDER_EXTENSION, BroadcastSender.leave, name)
+        await best_effort({TRAINER_RANKS: leaving}, ABORT_TIMEOUT_S)
+
         body = {"group_name": name}
-        leaving = {engine.name: engine.update("destroy_weights_update_group", body) for engine in self._members}
-        await best_effort(leaving, ABORT_TIMEOUT_S)
+        destroying = {engine.name: engine.update("destroy_weights_update_group", body) for engine in self._members}
+        await best_effort(destroying, ABORT_TIMEOUT_S)
 
     async def _wait_until_joined(self, trainer: TrainerGroup) -> None:
         while not all(await trainer.call(SENDER_EXTENSION, BroadcastSender.joined)):  # noqa: ASYNC110 (another process)
