@@ -9,7 +9,6 @@ DEVICE = Device(
     collective="gloo",
     resource="CPU",
     visibility=None,
-    attention="packed",
     engine_flags={
         "device": "cpu",
         "attention-backend": "torch_batched",  # app/rollout/sglang_plugin/cpu_attention.py

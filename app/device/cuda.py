@@ -9,11 +9,12 @@ DEVICE = Device(
     collective="nccl",
     resource="GPU",
     visibility="CUDA_VISIBLE_DEVICES",
-    attention="packed",
     engine_flags={"device": "cuda"},
     # Both sides of a process group must agree on cuMem. CUDA graphs on memory-saver memory hang.
     engine_env={"POSTTRAIN_ENGINE_DEVICE": "cuda", "NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
     trainer_env={"NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
+    fused_optimizer=True,
+    linear_attention="flash-linear-attention",
     toolkit=("nvidia-smi",),
     allocator_variables=("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
     memory_query=("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"),
@@ -23,4 +24,5 @@ DEVICE = Device(
     trainer_runtime_gib=1.5,
     engine_runtime_gib=1.5,
     push_seconds_per_gb=0.12,
+    steps_in_place=True,
 )

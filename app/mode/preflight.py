@@ -12,9 +12,9 @@ from typing import Any
 import app.data.build as data
 from app.checkpoint.run_state import read_state, require_model
 from app.config import Mode, RunConfig
-from app.device import device_of
+from app.device import Device, device_of
 from app.errors import ConfigError
-from app.model.hf_directory import identity, load_tokenizer, locate, require_window
+from app.model.hf_directory import has_linear_attention, identity, load_tokenizer, locate, require_window
 from app.placement.controller import CURSOR
 from app.reward.scorer import require
 from app.rollout.server import port_is_free
@@ -70,18 +70,32 @@ def _load(config: RunConfig, status: Callable[[str], None]) -> RunInputs:
     path = locate(config.model, seed=config.seed)
     rollout = config.rollout
     window = rollout.max_prompt_tokens + rollout.max_completion_tokens
-    require_window(path, tokens=window, attention=device.attention)
+    require_window(path, tokens=window)
     tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
 
     status("preparing the data")
     prompts = data.build(config.data, tokenizer, seed=config.seed, max_prompt_tokens=rollout.max_prompt_tokens)
-    warnings = list(prompts.warnings)
+    warnings = [*prompts.warnings, *_slow_attention(path, device)]
     if prompts.dropped:
         warnings.append(
             f"dropped {prompts.dropped} of {prompts.total} prompts: longer than "
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}"
         )
     return RunInputs(path, tokenizer, prompts, tuple(warnings))
+
+
+def _slow_attention(path: Path, device: Device) -> list[str]:
+    """Warn if an accelerator would train linear attention without kernels."""
+    if not device.shares_memory or not has_linear_attention(path) or not device.loops_linear_attention():
+        return []
+
+    remedy = f"device={device.kind.name} has no kernels for it"
+    if device.linear_attention is not None:
+        remedy = f"install {device.linear_attention}"
+    return [
+        f"the linear attention of {path.name} trains in transformers' torch loop over chunks of 64 tokens, more than "
+        f"ten times slower than kernels: {remedy}"
+    ]
 
 
 def _require_same_run(config: RunConfig, inputs: RunInputs, checkpoint: Path) -> None:

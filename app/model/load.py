@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from app.errors import ConfigError, expect, one_line
-from app.model.attention import PACKED, register_packed
+from app.model.attention import PACKED, VarlenKernel, register_packed
 from app.model.hf_checkpoint import Checkpoint, match, open_checkpoint
 from app.model.hf_import import transformers
 from app.model.parallelize import parallelize
@@ -41,7 +41,7 @@ def load(
     device: torch.device | str,
     param_dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype = torch.float32,
-    attention: str = PACKED,
+    attention_kernel: VarlenKernel | None = None,
     activation_checkpointing: bool = False,
     trust_remote_code: bool = False,
 ) -> PolicyModel:
@@ -53,7 +53,7 @@ def load(
         device: Device of the parameters.
         param_dtype: Dtype of the parameters.
         compute_dtype: Dtype of the computation; gradients are reduced in float32. Requires a mesh.
-        attention: Attention implementation, registered with transformers.
+        attention_kernel: The device's own attention over packed sequences; None: torch's.
         activation_checkpointing: Recompute activations in the backward pass.
         trust_remote_code: Allow model code from the directory.
 
@@ -64,7 +64,7 @@ def load(
     if mesh is None and compute_dtype != param_dtype:
         raise ValueError("without a mesh a model computes in param_dtype: mixed precision requires FSDP2")
 
-    causal_lm = _on_meta(path, param_dtype, attention, trust_remote_code)
+    causal_lm = _on_meta(path, param_dtype, trust_remote_code)
     _check_head(causal_lm, path)
     if activation_checkpointing:
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -72,7 +72,7 @@ def load(
 
     with open_checkpoint(path) as checkpoint:
         names = _match(causal_lm, checkpoint)
-        policy = PolicyModel(causal_lm, names).train()
+        policy = PolicyModel(causal_lm, names, attention_kernel).train()
         if mesh is not None:
             parallelize(policy, mesh, compute_dtype)
 
@@ -84,17 +84,15 @@ def load(
     return policy
 
 
-def _on_meta(path: Path, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> Any:
-    if attention == PACKED:
-        register_packed()
-
+def _on_meta(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    register_packed()
     auto = transformers()
     try:
         config = auto.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         _disable_dropout(config)
         with torch.device("meta"):
             causal_lm = auto.AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+                config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=trust_remote_code
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(

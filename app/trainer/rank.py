@@ -29,7 +29,7 @@ from app.device import device_of
 from app.device.torchvision_shim import define_operators
 from app.errors import TrainerError
 from app.model.policy import PolicyModel
-from app.trainer.checkpoint_state import RankState, host_copy
+from app.trainer.checkpoint_state import RankState
 from app.trainer.optimizer import PolicyOptimizer
 from app.trainer.profile import FOLDER, StepProfiler
 from app.trainer.step import StepSettings, TrainStep
@@ -181,7 +181,7 @@ class TrainerRank:
                 mesh=mesh,
                 device=self.torch_device,
                 compute_dtype=getattr(torch, self.spec.dtype.name),
-                attention=self.device.attention,
+                attention_kernel=self.device.attention_kernel,
                 activation_checkpointing=self.spec.trainer.activation_checkpointing,
                 trust_remote_code=self.spec.trust_remote_code,
             )
@@ -195,7 +195,7 @@ class TrainerRank:
         if self.device.peak_tflops is not None and self.spec.dtype is Dtype.bfloat16:
             peak_flops = 1e12 * self.device.peak_tflops
 
-        self.optimizer = PolicyOptimizer(self.model.parameters(), self.spec.trainer)
+        self.optimizer = PolicyOptimizer(self.model.parameters(), self.spec.trainer, fused=self.device.fused_optimizer)
         self.step = TrainStep(self.model, self.optimizer, self.spec.step, self.torch_device, self.reference, peak_flops)
         self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=self.spec.trainer.timeout_s)
 
@@ -220,7 +220,11 @@ class TrainerRank:
         return report
 
     def abort_step(self) -> None:
+        """Discard the open step. Frees first what a failed pass holds: the reset gathers parameters again."""
         self.profiler.abort()
+        gc.collect()
+        if self.device.torch_type != "cpu":
+            torch.get_device_module(self.device.torch_type).empty_cache()
         self.step.abort()
 
     def version(self) -> int | None:
@@ -233,7 +237,7 @@ class TrainerRank:
 
     def capture(self) -> int:
         self._require_closed("capture")
-        return self.state.capture(self.memory_offload.copy if self.memory_offload else host_copy)
+        return self.state.capture(self.memory_offload.copy if self.memory_offload else None)
 
     @runs_concurrently("checkpoint")
     def write(self, folder: Path) -> dict[str, int]:
@@ -325,7 +329,8 @@ class TrainerRank:
 def disable_automatic_gc() -> None:
     """Disable automatic GC.
 
-    `begin_step` collects on all ranks at the same time, so that one rank's pause cannot stall the others.
+    `begin_step`, and `TrainStep` between microbatches, collect on all ranks at the same time, so that one rank's pause
+    cannot stall the others.
     """
     gc.collect()
     gc.freeze()  # exempts today's objects from later collections
