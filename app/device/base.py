@@ -43,6 +43,10 @@ class Device:
     attention_kernel: "Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Tensor] | None" = None
     shares_memory: bool = True  # trainer and engine share device memory, so that offloading frees some
     fused_optimizer: bool = False  # torch has a fused AdamW for this device; its step counters are on the device
+    compiles: bool = False  # whether `trainer.compile=auto` compiles
+    head_chunk: int = 2**26  # logits that the trainer's LM head computes at once
+    # Switches torch's varlen attention to faster kernels for heads of this width, and returns their name.
+    activate_attention: Callable[[int], str | None] | None = None
     # Distribution with kernels that train linear attention. None: transformers computes it in a loop over chunks.
     linear_attention: str | None = None
     plugin: str | None = None  # module that registers the device type with torch

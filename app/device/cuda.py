@@ -2,6 +2,7 @@
 
 from app.config.device import DeviceKind
 from app.device.base import Device
+from app.device.cuda_attention import activate_flash_attention
 
 DEVICE = Device(
     kind=DeviceKind.cuda,
@@ -14,6 +15,9 @@ DEVICE = Device(
     engine_env={"POSTTRAIN_ENGINE_DEVICE": "cuda", "NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
     trainer_env={"NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
     fused_optimizer=True,
+    compiles=True,
+    head_chunk=2**27,
+    activate_attention=activate_flash_attention,
     linear_attention="flash-linear-attention",
     toolkit=("nvidia-smi",),
     allocator_variables=("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from app.config.trainer import Checkpointing
 from app.errors import ConfigError, expect, one_line
-from app.model.attention import PACKED, VarlenKernel, register_packed
+from app.model.attention import PACKED, register_packed
 from app.model.hf_checkpoint import Checkpoint, match, open_checkpoint
 from app.model.hf_import import transformers
+from app.model.kernels import CPU_KERNELS, Kernels
 from app.model.parallelize import parallelize
 from app.model.policy import PolicyModel
 
@@ -41,8 +43,8 @@ def load(
     device: torch.device | str,
     param_dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype = torch.float32,
-    attention_kernel: VarlenKernel | None = None,
-    activation_checkpointing: bool = False,
+    kernels: Kernels = CPU_KERNELS,
+    activation_checkpointing: Checkpointing = Checkpointing.none,
     trust_remote_code: bool = False,
 ) -> PolicyModel:
     """Load the policy of a model directory in training mode.
@@ -53,8 +55,8 @@ def load(
         device: Device of the parameters.
         param_dtype: Dtype of the parameters.
         compute_dtype: Dtype of the computation; gradients are reduced in float32. Requires a mesh.
-        attention_kernel: The device's own attention over packed sequences; None: torch's.
-        activation_checkpointing: Recompute activations in the backward pass.
+        kernels: How the policy computes on its device.
+        activation_checkpointing: Layers whose activations are recomputed in the backward pass.
         trust_remote_code: Allow model code from the directory.
 
     Raises:
@@ -66,13 +68,12 @@ def load(
 
     causal_lm = _on_meta(path, param_dtype, trust_remote_code)
     _check_head(causal_lm, path)
-    if activation_checkpointing:
-        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    _checkpoint_activations(causal_lm, activation_checkpointing)
     owners = _owners(causal_lm)
 
     with open_checkpoint(path) as checkpoint:
         names = _match(causal_lm, checkpoint)
-        policy = PolicyModel(causal_lm, names, attention_kernel).train()
+        policy = PolicyModel(causal_lm, names, kernels).train()
         if mesh is not None:
             parallelize(policy, mesh, compute_dtype)
 
@@ -105,6 +106,16 @@ def _on_meta(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         if isinstance(module, DROPOUT_MODULES):
             module.p = 0.0
     return causal_lm
+
+
+def _checkpoint_activations(causal_lm: Any, layers: Checkpointing) -> None:
+    if layers is Checkpointing.none:
+        return
+
+    causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if layers is Checkpointing.some:
+        for layer in causal_lm.get_decoder().layers[1::2]:
+            layer.gradient_checkpointing = False
 
 
 def _disable_dropout(config: Any) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from app.model.attention import VarlenKernel, isolate_sequences
+from app.model.attention import isolate_sequences
+from app.model.kernels import CPU_KERNELS, Kernels, compile_elementwise
 from app.model.lm_head import token_logprobs
 from app.model.packing import Packing
 
@@ -23,14 +24,14 @@ FLOAT32_PARAMETERS = ("A_log", "dt_bias")
 class PolicyModel(nn.Module):
     """A Hugging Face causal LM with the tensor names of its checkpoint. Built by `app.model.load.load`."""
 
-    def __init__(
-        self, causal_lm: Any, checkpoint_names: Mapping[str, str], attention_kernel: VarlenKernel | None = None
-    ) -> None:
+    def __init__(self, causal_lm: Any, checkpoint_names: Mapping[str, str], kernels: Kernels = CPU_KERNELS) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         # Name of a `causal_lm` parameter → name in the checkpoint.
         self.checkpoint_names = dict(checkpoint_names)
-        self.attention_kernel = attention_kernel
+        self.kernels = kernels
+        if kernels.compiled:
+            compile_elementwise(causal_lm.get_decoder())
         for layer in self.layers:
             mixer = getattr(layer, "linear_attn", None)
             if isinstance(mixer, nn.Module):
@@ -45,6 +46,11 @@ class PolicyModel(nn.Module):
     def layers(self) -> nn.ModuleList:
         """Decoder layers."""
         return self.causal_lm.get_decoder().layers
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
 
     def forward(
         self,
@@ -68,23 +74,25 @@ class PolicyModel(nn.Module):
             targets: [N] int64.
             temperature: Sampling temperature.
             entropy_gradient: Whether the entropy carries a gradient; without, it is only a metric.
-            chunk_tokens: Tokens per chunk of the LM head; by default as many as its memory bound allows.
+            chunk_tokens: Tokens per chunk of the LM head; by default `Kernels.head_chunk` / vocabulary.
         """
         hidden = self.causal_lm.get_decoder()(
             input_ids=input_ids,
             position_ids=position_ids,
             use_cache=False,
             packing=packing,
-            attention_kernel=self.attention_kernel,
+            attention_kernel=self.kernels.attention,
         ).last_hidden_state
 
+        head = self.causal_lm.lm_head.weight
         return token_logprobs(
             hidden.squeeze(0).index_select(0, logit_positions),
-            self.causal_lm.lm_head.weight,
+            head,
             targets,
             temperature,
             entropy_gradient=entropy_gradient,
-            chunk_tokens=chunk_tokens,
+            chunk_tokens=chunk_tokens or max(1, self.kernels.head_chunk // head.shape[0]),
+            compiled=self.kernels.compiled,
         )
 
 

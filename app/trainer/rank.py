@@ -6,6 +6,7 @@ attached by their owners; this module does not import them.
 
 import gc
 import importlib
+import logging
 import os
 import random
 import sys
@@ -28,6 +29,7 @@ from app.config.trainer import TrainerConfig
 from app.device import device_of
 from app.device.torchvision_shim import define_operators
 from app.errors import TrainerError
+from app.model.kernels import kernels_of
 from app.model.policy import PolicyModel
 from app.trainer.checkpoint_state import RankState
 from app.trainer.optimizer import PolicyOptimizer
@@ -37,6 +39,7 @@ from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
 from app.utils.net import Listener
 from app.utils.process import log_to, memory_use
 
+log = logging.getLogger(__name__)
 # Ray's concurrency groups: calls that run in their own thread, concurrently with the step.
 CONCURRENCY_GROUPS = {"status": 1, "checkpoint": 1, "interrupt": 1}
 F = TypeVar("F", bound=Callable[..., Any])
@@ -181,13 +184,20 @@ class TrainerRank:
                 mesh=mesh,
                 device=self.torch_device,
                 compute_dtype=getattr(torch, self.spec.dtype.name),
-                attention_kernel=self.device.attention_kernel,
+                kernels=kernels_of(self.device, self.spec.trainer.compile),
                 activation_checkpointing=self.spec.trainer.activation_checkpointing,
                 trust_remote_code=self.spec.trust_remote_code,
             )
 
         self.model = load_policy()
+        self._activate_attention()
         self.reference = load_policy().requires_grad_(False) if self.spec.reference else None
+
+    def _activate_attention(self) -> None:
+        """Switch to the device's fastest attention for this model's heads."""
+        activate = self.device.activate_attention
+        if activate is not None and self.spec.dtype is Dtype.bfloat16:
+            log.info("attention kernels: %s", activate(self.model.head_dim) or "torch's default")
 
     def _make_step(self) -> None:
         # The known peak is that of bfloat16.

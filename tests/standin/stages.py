@@ -11,7 +11,8 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 CAPACITY = 16_384  # bytes of a bucket
-SPARE = (15_000, 60_000, 110_000, 160_000)  # bytes of device memory that a step is left with
+SPARE = (20_000, 60_000, 110_000, 160_000)  # bytes of device memory that a step is left with
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class RankUnderTest:
     def __init__(self, scenario: Scenario, rank: int, ranks: int, folder: Path):
         from app.config.algorithm import AlgorithmConfig, Correction, Kl
         from app.config.device import DeviceKind, Dtype
-        from app.config.trainer import TrainerConfig
+        from app.config.trainer import Checkpointing, TrainerConfig
         from app.trainer.rank import RankSpec, TrainerRank
         from app.trainer.step import StepSettings
         from tests.trainer.support import LIMIT, scored_groups
@@ -87,7 +88,9 @@ class RankUnderTest:
             dtype=Dtype[scenario.dtype],
             model_path=folder.parent / scenario.family,
             trust_remote_code=False,
-            trainer=TrainerConfig(lr=1e-3, activation_checkpointing=scenario.extras),
+            trainer=TrainerConfig(
+                lr=1e-3, activation_checkpointing=Checkpointing.all if scenario.extras else Checkpointing.none
+            ),
             step=StepSettings(algorithm, Correction.none, 0.7, LIMIT, 40),
             reference=scenario.extras,
             ranks=ranks,
@@ -127,41 +130,63 @@ class RankUnderTest:
         self.host.capture()
         assert self.allocated() == before, "a capture keeps nothing on the device"
 
+    def staged(self) -> None:
+        """Copy a tensor of several pieces of the pinned buffers, the last one shorter."""
+        import torch
+
+        from app.trainer.host_copy import HostCopier
+
+        copier = HostCopier(self.host.torch_device, staging_bytes=90_000)
+        values = torch.arange(100_000, dtype=torch.float32).view(100, 1000)
+        tensor = values.to(self.host.torch_device)
+        copy = copier(tensor)
+        tensor.zero_()
+        assert torch.equal(copy, values)
+        assert torch.equal(copier(tensor[1:, ::2]), torch.zeros(99, 500)), "not contiguous"
+
     def starved(self) -> list[str]:
         """Run out of device memory at several places of a step, and abort each time. Returns the places."""
         import torch
-        import torch_npu
 
         places = []
         for spare in SPARE:
-            torch_npu.refuse(memory=self.allocated() + spare)
-            try:
-                self.step(3)
-            except torch.OutOfMemoryError as error:
-                own = [frame for frame in traceback.extract_tb(error.__traceback__) if "/app/" in frame.filename][-1]
-                places.append(Path(own.filename).name)
-                # Holds the frames of the pass, and with them its activations, until garbage is collected.
-                cycle: list[Any] = [error]
-                cycle.append(cycle)
-                del cycle
-            self.host.abort_step()
-            torch_npu.refuse(memory=2**40)
+            with self.memory_of(spare):
+                try:
+                    self.step(3)
+                except torch.OutOfMemoryError as error:
+                    own = [frame for frame in traceback.extract_tb(error.__traceback__) if "/app/" in frame.filename]
+                    places.append(Path(own[-1].filename).name)
+                    # Holds the frames of the pass, and with them its activations, until garbage is collected.
+                    cycle: list[Any] = [error]
+                    cycle.append(cycle)
+                    del cycle
+                self.host.abort_step()
         return places
 
     def starved_while_held(self) -> str:
         """Abort while somebody holds the error: there is no memory for the reset, but the step is closed."""
         import torch
+
+        with self.memory_of(SPARE[0]):
+            try:
+                self.step(3)
+            except torch.OutOfMemoryError:
+                try:
+                    self.host.abort_step()
+                except torch.OutOfMemoryError:
+                    return f"out of memory, the step is {'open' if self.host.step.open else 'closed'}"
+        return "aborted"
+
+    @contextmanager
+    def memory_of(self, spare: int) -> Iterator[None]:
+        """Leave the device only this many bytes."""
         import torch_npu
 
-        torch_npu.refuse(memory=self.allocated() + SPARE[0])
+        torch_npu.refuse(memory=self.allocated() + spare)
         try:
-            self.step(3)
-        except torch.OutOfMemoryError:
-            try:
-                self.host.abort_step()
-            except torch.OutOfMemoryError:
-                return f"out of memory, the step is {'open' if self.host.step.open else 'closed'}"
-        return "aborted"
+            yield
+        finally:
+            torch_npu.refuse(memory=2**40)
 
     def offload(self) -> dict[str, int]:
         from app.types import TrainerMemory
@@ -261,6 +286,7 @@ def play(scenario: Scenario, rank: int, ranks: int, folder: Path, port: int) -> 
     stages.run("old log-probabilities", under_test.old_logprobs)
     stages.run("memory", lambda: host.memory() and None)
     stages.run("capture", under_test.capture)
+    stages.run("staged copy", under_test.staged)
     stages.run("write", lambda: host.write(folder / "step_2") and None)
     stages.run("step 3", lambda: under_test.step(3))
     stages.run("restore", lambda: host.restore(folder / "step_2", 2))

@@ -25,8 +25,8 @@ from app.config import RunConfig
 from app.config.device import Dtype
 from app.device import device_of
 from app.mode.parity.engine import Sampled, sample
-from app.model.attention import VarlenKernel
 from app.model.hf_directory import locate
+from app.model.kernels import CPU_KERNELS, Kernels, kernels_of
 from app.model.load import load
 from app.model.policy import PolicyModel, named_checkpoint_tensors
 from app.trainer.microbatch import MicroBatch, Sample, pack
@@ -91,8 +91,8 @@ def compare(config: RunConfig, folder: Path) -> tuple[str, float, bool]:
 
     # the engine first: later this process holds device memory
     engine_lines = engine_comparisons(config, path, folder)
-    reference = compute(path, CPU, Dtype.float32, None, trust)
-    outcome = compute(path, device.torch_device(), dtype, device.attention_kernel, trust)
+    reference = compute(path, CPU, Dtype.float32, CPU_KERNELS, trust)
+    outcome = compute(path, device.torch_device(), dtype, kernels_of(device, config.trainer.compile), trust)
 
     lines = [*comparisons(outcome, reference, BOUNDS[dtype]), *engine_lines]
     worst = max(line.error / line.bound if math.isfinite(line.error) else math.inf for line in lines)
@@ -130,9 +130,7 @@ def mean_difference(path: Path, sampled: Sampled, *, trust_remote_code: bool) ->
         return (logprobs_of(model, batch) - batch.rollout_logprobs).abs().mean().item()
 
 
-def compute(
-    path: Path, device: torch.device, dtype: Dtype, attention_kernel: VarlenKernel | None, trust_remote_code: bool
-) -> Outcome:
+def compute(path: Path, device: torch.device, dtype: Dtype, kernels: Kernels, trust_remote_code: bool) -> Outcome:
     """Run forward and backward on the fixed batch."""
     torch_dtype = getattr(torch, dtype.name)
     model = load(
@@ -141,7 +139,7 @@ def compute(
         device=device,
         param_dtype=torch_dtype,
         compute_dtype=torch_dtype,
-        attention_kernel=attention_kernel,
+        kernels=kernels,
         trust_remote_code=trust_remote_code,
     )
     batch = fixed_batch(model.config.vocab_size, device)

@@ -8,8 +8,7 @@ Activations are estimated, to within about a third.
 from dataclasses import dataclass
 
 from app.config import RunConfig
-from app.config.device import DeviceKind
-from app.config.trainer import Optimizer
+from app.config.trainer import Checkpointing, Optimizer
 from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
 from app.model.architecture import Architecture
@@ -18,8 +17,6 @@ from app.utils.units import GIB, MIB
 Items = dict[str, float]  # label → bytes
 
 FLOAT32 = 4  # bytes
-HEAD_CHUNK_BYTES = 2**26 * FLOAT32  # logits of a chunk of the head (app/model/lm_head.py: CHUNK_ELEMENTS)
-HEAD_CHUNK_BYTES_CPU = 2**24 * FLOAT32
 LAYERS_GATHERED = 3
 REDUCTIONS_IN_FLIGHT = 2
 BACKWARD_OVER_FORWARD = 1.5  # a layer's activations with the gradients that flow through them
@@ -73,15 +70,12 @@ def _forward_backward(config: RunConfig, device: Device, model: Architecture) ->
     # a trajectory above the token budget has its own microbatch
     longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
     tokens = max(config.trainer.tokens_per_microbatch, longest)
-    logits = min(
-        HEAD_CHUNK_BYTES_CPU if device.kind is DeviceKind.cpu else HEAD_CHUNK_BYTES,
-        tokens * model.vocabulary * FLOAT32,
-    )
+    logits = min(device.head_chunk, tokens * model.vocabulary) * FLOAT32
 
-    # with activation checkpointing, the forward pass keeps only the input of each layer
+    # of a checkpointed layer, the forward pass keeps only the input
     activations = tokens * _layer_activations(model, item)
-    checkpointed = config.trainer.activation_checkpointing
-    saved = model.layers * (tokens * model.hidden * item if checkpointed else activations)
+    kept = uncheckpointed_layers(model, config.trainer.activation_checkpointing)
+    saved = kept * activations + (model.layers - kept) * tokens * model.hidden * item
 
     return {
         "loss and head": {
@@ -95,11 +89,23 @@ def _forward_backward(config: RunConfig, device: Device, model: Architecture) ->
             "activations": saved + BACKWARD_OVER_FORWARD * activations,
             "unreduced gradients": (head + layer) * item + REDUCTIONS_IN_FLIGHT * layer * FLOAT32,
         },
+        # The last layer's gradients are still being reduced. FSDP2 has freed a head that is not the embedding.
         "backward of the embedding": {
-            "gathered": root,
-            "unreduced gradients": model.root_parameters * (item + FLOAT32),
+            "gathered": root if model.tied else 0.0,
+            "unreduced gradients": model.root_parameters * (item + FLOAT32) + layer * FLOAT32,
         },
     }
+
+
+def uncheckpointed_layers(model: Architecture, checkpointing: Checkpointing) -> int:
+    """Return how many layers keep their activations for the backward pass."""
+    match checkpointing:
+        case Checkpointing.none:
+            return model.layers
+        case Checkpointing.some:
+            return model.layers // 2
+        case Checkpointing.all:
+            return 0
 
 
 def _layer_activations(model: Architecture, item: int) -> float:

@@ -8,7 +8,6 @@ The device is C++ (standin.cpp), compiled once per torch and source. Tests turn 
 import contextlib
 import importlib.util
 import itertools
-import os
 import time
 from typing import Any
 
@@ -157,28 +156,9 @@ def _gather(tensor: Any, gather_list: Any = None, dst: int = 0, group: Any = Non
 dist.gather = _gather
 
 
-class _Communicator:
-    """As NCCL and HCCL make theirs: at the first collective, blocking until all ranks are there, a card for each."""
-
-    def __init__(self, options: Any):
-        self.store, self.rank, self.ranks = options.store, options.group_rank, options.group_size
-        self.there, self.timeout = False, options.timeout
-
-    def __call__(self) -> None:
-        if self.there:
-            return
-        card = f"{os.environ.get('STANDIN_CARD', os.getpid())}:{native.current_device()}"
-        self.store.set(f"communicator/{self.rank}", card)
-        keys = [f"communicator/{rank}" for rank in range(self.ranks)]
-        self.store.wait(keys, self.timeout)
-        if len({self.store.get(key) for key in keys}) < self.ranks:
-            raise RuntimeError("ncclInvalidUsage: Duplicate GPU detected: two ranks of a communicator on one device")
-        self.there = True
-
-
 def _hccl(options: Any, backend_options: Any) -> Any:
     inner = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
-    return native.collective(inner, _Communicator(options), False)
+    return native.collective(inner)
 
 
 dist.Backend.register_backend("hccl", _hccl, extended_api=True, devices=["npu"])

@@ -13,13 +13,14 @@ import torch
 from torch.utils import cpp_extension
 
 NAME = "npu_standin"
-SOURCE = Path(__file__).parent / "standin.cpp"
+FOLDER = Path(__file__).parent
 SECONDS = 240
 
 
 def built() -> Path:
     """Return the library, compiled if it is not there. Ranks that start together compile once."""
-    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode() + sys.version.encode()).hexdigest()[:12]
+    sources = b"".join(path.read_bytes() for path in sorted([*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp")]))
+    key = hashlib.sha256(sources + torch.__version__.encode() + sys.version.encode()).hexdigest()[:12]
     cache = Path(tempfile.gettempdir()) / NAME
     library = cache / f"{key}.so"
 
@@ -34,7 +35,15 @@ def built() -> Path:
 def _compile(library: Path) -> None:
     unfinished = library.with_suffix(f".{os.getpid()}")
     headers = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
-    command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", f"-DTORCH_EXTENSION_NAME={NAME}", str(SOURCE)]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O0",
+        "-shared",
+        "-fPIC",
+        f"-DTORCH_EXTENSION_NAME={NAME}",
+        str(FOLDER / "standin.cpp"),
+    ]
     command += [f"-I{folder}" for folder in headers] + [f"-L{folder}" for folder in cpp_extension.library_paths()]
     command += ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", "-o", str(unfinished)]
     subprocess.run(command, check=True, timeout=SECONDS)
