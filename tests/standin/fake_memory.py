@@ -33,7 +33,7 @@ from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import _disable_current_modes
 
 TYPE = "npu"
-DEVICE = torch.device(TYPE, 0)
+INDEX = 0
 QWEN3_4B = {
     "vocab_size": 151_936,
     "hidden_size": 2560,
@@ -147,7 +147,7 @@ def build(case: Case, mesh: Any) -> Any:
         return load.load(
             Path(),
             mesh=mesh,
-            device=DEVICE,
+            device=torch.device(TYPE, INDEX),
             compute_dtype=torch.bfloat16,
             kernels=kernels,
             activation_checkpointing=Checkpointing[case.checkpointing],
@@ -272,7 +272,7 @@ def measure(case: Case) -> dict[str, dict[str, int]]:
         fused = device_of(DeviceKind[case.device]).fused_optimizer
         optimizer = PolicyOptimizer(policy.parameters(), TrainerConfig(), fused=fused)
         settings = StepSettings(AlgorithmConfig(updates_per_step=1), Correction.none, 1.0, 8192, case.tokens)
-        step = TrainStep(policy, optimizer, settings, DEVICE)
+        step = TrainStep(policy, optimizer, settings, torch.device(TYPE, INDEX))
         tracker = PhaseTracker(policy, optimizer.torch_optimizer)
         with phases_marked(tracker, policy, optimizer), tracker:
             for version in range(1, STEPS + 1):
