@@ -57,7 +57,7 @@ def test_the_plan_shows_the_real_command_line_of_an_engine() -> None:
 
 def test_the_plan_reports_too_little_memory() -> None:
     text = describe(composed(*MISSION, "device.memory_gib=32"))
-    assert "DOES NOT FIT: 24.56 GiB too much" in text
+    assert "DOES NOT FIT: 26.79 GiB too much" in text
 
 
 def test_the_plan_reports_an_engine_whose_weights_do_not_fit() -> None:
