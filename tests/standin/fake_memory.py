@@ -165,6 +165,7 @@ def _unchanged(sums: Any) -> Any:
 @contextmanager
 def without_values() -> Iterator[None]:
     """What would read a value gets one, or none is read."""
+    from app.algorithm.metrics import TABLE
     from app.model import packing
     from app.model.packing import Packing
     from app.trainer import microbatch, optimizer
@@ -190,7 +191,7 @@ def without_values() -> Iterator[None]:
         mock.patch.object(microbatch, "to_device", empty_on),
         mock.patch.object(optimizer, "grad_norm", known_norm),
         mock.patch.object(RawSums, "all_reduce", _unchanged),
-        mock.patch.object(UnreadSums, "read", return_value=RawSums()),
+        mock.patch.object(UnreadSums, "read", return_value=RawSums(sums=dict.fromkeys(TABLE, 1.0))),
     ):
         yield
 
