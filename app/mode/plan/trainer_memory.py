@@ -83,6 +83,9 @@ def _forward_backward(config: RunConfig, device: Device, model: Architecture) ->
     kept = uncheckpointed_layers(model, config.trainer.activation_checkpointing)
     saved = kept / model.layers * every_layer + (model.layers - kept) * tokens * model.hidden * item
 
+    # a layer that kept its activations only adds gradients to them; a checkpointed one computes both
+    computing = (BACKWARD_OVER_FORWARD - (1 if kept else 0)) * max(full, linear)
+
     return {
         "loss and head": {
             "gathered": root,
@@ -92,7 +95,7 @@ def _forward_backward(config: RunConfig, device: Device, model: Architecture) ->
         },
         "backward of a layer": {
             "gathered": root + LAYERS_GATHERED * layer * item,
-            "activations": saved + BACKWARD_OVER_FORWARD * max(full, linear),
+            "activations": saved + computing,
             "unreduced gradients": (head + layer) * item + REDUCTIONS_IN_FLIGHT * layer * FLOAT32,
         },
         # The last layer's gradients are still being reduced. FSDP2 has freed a head that is not the embedding.
