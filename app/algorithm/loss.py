@@ -46,9 +46,9 @@ class LossSums:
     loss: Tensor  # [] carries the gradient; divide by `denominator`
     sums: dict[str, Tensor]  # [] each, detached; names and divisors as in `metrics.TABLE`
 
-    def floats(self) -> dict[str, float]:
-        """Copy the sums to the host in one transfer, as input of `metrics.merge`."""
-        return dict(zip(self.sums, torch.stack(list(self.sums.values())).tolist(), strict=True))
+    def stack(self) -> Tensor:
+        """Return the sums as one tensor [sums], still on the device."""
+        return torch.stack(list(self.sums.values()))
 
 
 def denominator(config: AlgorithmConfig, *, tokens: float, sequences: float, max_completion_tokens: int) -> float:

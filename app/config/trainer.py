@@ -21,6 +21,22 @@ class Schedule(Enum):
     cosine = "cosine"
 
 
+class Checkpointing(Enum):
+    """Decoder layers whose activations are recomputed in the backward pass."""
+
+    none = "none"
+    some = "some"
+    all = "all"
+
+
+class Compile(Enum):
+    """Whether torch compiles the elementwise parts of the model."""
+
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
 @dataclass
 class TrainerConfig:
     """Optimizer, microbatches and deadlines of the FSDP2 trainer."""
@@ -45,7 +61,14 @@ class TrainerConfig:
         "Prompt and completion tokens per rank in one forward-backward pass; a longer trajectory gets its own.",
         at_least=1,
     )
-    activation_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
+    activation_checkpointing: Checkpointing = setting(
+        Checkpointing.none,
+        "Layers whose activations are recomputed in the backward pass to save memory; some is every other one.",
+    )
+    compile: Compile = setting(
+        Compile.auto,
+        "torch.compile of norms, MLPs and the loss of the LM head; auto compiles where a device gains by it.",
+    )
     max_skipped_updates: int = setting(
         3, "Updates in a row that may be skipped for non-finite gradients; then the run stops.", at_least=1
     )

@@ -5,8 +5,9 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from app.config.device import DeviceKind
@@ -14,6 +15,7 @@ from app.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 QUERY_SECONDS = 10
 
@@ -32,14 +34,22 @@ class Device:
     collective: str  # torch.distributed backend
     resource: str  # Ray resource name
     visibility: str | None  # environment variable that selects devices
-    attention: str  # attention implementation of the trainer, see app/model/attention.py
     has_gather: bool = True  # whether `collective` can gather on one rank alone
     abort_backend: Callable[[Any], None] = abort_backend
     # SGLang server flags. The setting `device.engine_args` overrides them in app/rollout/server_args.py.
     engine_flags: Mapping[str, object] = field(default_factory=dict)
     engine_env: Mapping[str, str] = field(default_factory=dict)
     trainer_env: Mapping[str, str] = field(default_factory=dict)
+    # The trainer's 16-bit attention over packed sequences, see app/model/attention.py. None: torch's.
+    attention_kernel: "Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Tensor] | None" = None
     shares_memory: bool = True  # trainer and engine share device memory, so that offloading frees some
+    fused_optimizer: bool = False  # torch has a fused AdamW for this device; its step counters are on the device
+    compiles: bool = False  # whether `trainer.compile=auto` compiles
+    head_chunk: int = 2**26  # logits that the trainer's LM head computes at once
+    # Switches torch's varlen attention to faster kernels for heads of this width, and returns their name.
+    activate_attention: Callable[[int], str | None] | None = None
+    # Distribution with kernels that train linear attention. None: transformers computes it in a loop over chunks.
+    linear_attention: str | None = None
     plugin: str | None = None  # module that registers the device type with torch
     packages: Mapping[str, str] = field(default_factory=dict)  # further required packages → purpose
     toolkit: tuple[str, ...] | None = None  # command that prints driver and devices
@@ -78,6 +88,16 @@ class Device:
     def peak_tflops_of(self, name: str) -> float | None:
         """Return the peak of a device by the name that torch reports; None if it is not known."""
         return next((peak for pattern, peak in self.peaks.items() if re.search(pattern, name)), None)
+
+    def loops_linear_attention(self) -> bool:
+        """Whether linear attention trains in a torch loop: there are no kernels for this device, or none installed."""
+        if self.linear_attention is None:
+            return True
+        try:
+            version(self.linear_attention)
+        except PackageNotFoundError:
+            return True
+        return False
 
     def memory_gib(self) -> float | None:
         """Query the memory of one device in GiB without torch; for the CPU, that of this machine.

@@ -9,7 +9,6 @@ DEVICE = Device(
     collective="gloo",
     resource="CPU",
     visibility=None,
-    attention="packed",
     engine_flags={
         "device": "cpu",
         "attention-backend": "torch_batched",  # app/rollout/sglang_plugin/cpu_attention.py
@@ -29,6 +28,7 @@ DEVICE = Device(
         "SGLANG_MAMBA_CONV_DTYPE": "float32",
     },
     shares_memory=False,
+    head_chunk=2**24,  # for its caches
     card="this machine's memory",
     trainer_runtime_gib=0.7,
     engine_runtime_gib=1.8,  # three processes

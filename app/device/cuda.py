@@ -2,6 +2,7 @@
 
 from app.config.device import DeviceKind
 from app.device.base import Device
+from app.device.cuda_attention import activate_flash_attention
 
 DEVICE = Device(
     kind=DeviceKind.cuda,
@@ -9,12 +10,16 @@ DEVICE = Device(
     collective="nccl",
     resource="GPU",
     visibility="CUDA_VISIBLE_DEVICES",
-    attention="packed",
     engine_flags={"device": "cuda"},
     # Both sides of a process group must agree on cuMem. Graphs stay out of the memory saver's pool
     # (SGLANG_MEMORY_SAVER_CUDA_GRAPH is not set): with NCCL's registered buffers they hang there.
     engine_env={"POSTTRAIN_ENGINE_DEVICE": "cuda", "NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
     trainer_env={"NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"},
+    fused_optimizer=True,
+    compiles=True,
+    head_chunk=2**27,
+    activate_attention=activate_flash_attention,
+    linear_attention="flash-linear-attention",
     toolkit=("nvidia-smi",),
     allocator_variables=("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
     memory_query=("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"),

@@ -4,6 +4,7 @@ from typing import Any
 
 from app.config.device import DeviceKind
 from app.device.base import Device
+from app.device.npu_attention import fusion_attention
 
 HCCL = {
     "HCCL_CONNECT_TIMEOUT": "1500",
@@ -25,7 +26,7 @@ DEVICE = Device(
     collective="hccl",
     resource="NPU",
     visibility="ASCEND_RT_VISIBLE_DEVICES",
-    attention="flash_attention_2",  # transformers routes it to the fused NPU kernel
+    attention_kernel=fusion_attention,
     has_gather=False,
     abort_backend=abort_backend,
     engine_flags={"device": "npu"},

@@ -12,11 +12,11 @@ from typing import Any
 import app.data.build as data
 from app.checkpoint.run_state import read_state, require_model
 from app.config import Mode, RunConfig
-from app.device import device_of
+from app.device import Device, device_of
 from app.errors import ConfigError
 from app.mode.inputs import check_sizes
 from app.model.architecture import checkpoint_config, require_context
-from app.model.hf_directory import identity, load_tokenizer, locate, require_window
+from app.model.hf_directory import has_linear_attention, identity, load_tokenizer, locate, require_window
 from app.placement.controller import CURSOR
 from app.reward.tryout import tokenizer_of, try_out
 from app.rollout.server import port_is_free
@@ -80,12 +80,12 @@ def load_from(path: Path, config: RunConfig, status: Callable[[str], None]) -> R
         fields = checkpoint_config(replace(config.model, path=str(path), revision=None))
         require_context(rollout, fields, config.model.path)
     window = rollout.max_prompt_tokens + rollout.max_completion_tokens
-    require_window(path, tokens=window, attention=device_of(config.device.kind).attention)
+    require_window(path, tokens=window)
     tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
 
     status("preparing the data")
     prompts = data.build(config.data, tokenizer, seed=config.seed, max_prompt_tokens=rollout.max_prompt_tokens)
-    warnings = list(prompts.warnings)
+    warnings = [*prompts.warnings, *_slow_attention(path, device_of(config.device.kind))]
     if config.mode is Mode.train:
         warnings += prompts.counts.repeated(config.algorithm.prompts_per_step)
     if prompts.dropped:
@@ -110,6 +110,20 @@ def _some_prompts(config: RunConfig, prompts: data.PromptData) -> list[Prompt]:
     (trained,) = prompts.train.take(1)
     prompts.train.restore(start)
     return [trained, *evaluated]
+
+
+def _slow_attention(path: Path, device: Device) -> list[str]:
+    """Warn if an accelerator would train linear attention without kernels."""
+    if not device.shares_memory or not has_linear_attention(path) or not device.loops_linear_attention():
+        return []
+
+    remedy = f"device={device.kind.name} has no kernels for it"
+    if device.linear_attention is not None:
+        remedy = f"install {device.linear_attention}"
+    return [
+        f"the linear attention of {path.name} trains in transformers' torch loop over chunks of 64 tokens, more than "
+        f"ten times slower than kernels: {remedy}"
+    ]
 
 
 def _require_same_run(config: RunConfig, inputs: RunInputs, checkpoint: Path) -> None:

@@ -1,15 +1,15 @@
 """Attention over packed sequences, registered as `packed` in transformers' `AttentionInterface`.
 
-Full attention: torch's varlen kernel if available (16-bit, newer torch, not on a CPU), which takes the sequence
-boundaries directly. Otherwise torch's causal scaled-dot-product attention on padded buckets of similar length, which is
-exact on every device and dtype, and the fastest on a CPU.
+Full attention, in 16 bits on an accelerator: a kernel that takes the sequence boundaries directly, the device's own
+(`Device.attention_kernel`) or torch's varlen kernel. Otherwise torch's causal scaled-dot-product attention on padded
+buckets of similar length, which is exact on every device and dtype, and the fastest on a CPU.
 
 Linear attention (Qwen3.5's gated delta-net) must not carry state across a boundary either. `isolate_sequences` runs
 such a mixer on the same buckets, which is correct with any kernel, including torch's reference.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import sqrt
 from typing import Any
@@ -23,13 +23,18 @@ from app.model.packing import Packing
 
 PACKED = "packed"
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+# query [T, H, D], key and value [T, K, D], sequence boundaries, scale → [T, H, D]
+VarlenKernel = Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Tensor]
 
 
 @cache
 def register_packed() -> None:
-    """Register `packed` with transformers, without a mask: the sequence boundaries replace it."""
+    """Register `packed` with transformers.
+
+    It has no mask function: the sequence boundaries replace the mask, and transformers would read the positions from
+    the device to look for sequences.
+    """
     transformers().AttentionInterface.register(PACKED, packed)
-    transformers().AttentionMaskInterface.register(PACKED, _no_mask)
 
 
 def packed(
@@ -40,6 +45,7 @@ def packed(
     attention_mask: Tensor | None,
     *,
     packing: Packing,
+    attention_kernel: VarlenKernel | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -60,9 +66,13 @@ def packed(
             f"the longest sequence {packing.longest}"
         )
 
-    kernel = varlen_kernel()
-    if kernel is not None and query.device.type != "cpu" and query.dtype in VARLEN_DTYPES:
-        return varlen(kernel, query, key, value, packing, scaling).unsqueeze(0), None
+    if query.device.type != "cpu" and query.dtype in VARLEN_DTYPES:
+        if attention_kernel is not None:
+            q, k, v = (_by_token(tensor) for tensor in (query, key, value))
+            scale = query.shape[3] ** -0.5 if scaling is None else scaling
+            return attention_kernel(q, k, v, packing.boundaries, scale).unsqueeze(0), None
+        if (kernel := varlen_kernel()) is not None:
+            return varlen(kernel, query, key, value, packing, scaling).unsqueeze(0), None
 
     heads = query.shape[1]
     mixed = []
@@ -115,7 +125,7 @@ def varlen(
         key = _repeat(key, heads)
         value = _repeat(value, heads)
 
-    q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
+    q, k, v = (_by_token(tensor) for tensor in (query, key, value))
     boundaries = packing.cu_seqlens
     return kernel(q, k, v, boundaries, boundaries, packing.longest, packing.longest, **options)
 
@@ -143,5 +153,6 @@ def _repeat(grouped: Tensor, heads: int) -> Tensor:
     return repeated.reshape(batch, heads, length, width)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
+def _by_token(tensor: Tensor) -> Tensor:
+    """[1, H, T, D] → contiguous [T, H, D]."""
+    return tensor.squeeze(0).transpose(0, 1).contiguous()

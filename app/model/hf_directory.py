@@ -74,18 +74,23 @@ def identity(path: Path) -> dict[str, Any]:
     return {**shapes, "source": str(path.absolute())}
 
 
-def require_window(path: Path, *, tokens: int, attention: str) -> None:
-    """Raise `ConfigError` if the model has a sliding window below `tokens` that `attention` does not support."""
+def require_window(path: Path, *, tokens: int) -> None:
+    """Raise `ConfigError` if the model has a sliding window below `tokens`, which packed attention does not support."""
     config = _text_config(path)
     window = config.get("sliding_window")
     layer_types = config.get("layer_types")
     slides = "sliding_attention" in layer_types if layer_types else config.get("use_sliding_window", True)
 
-    if attention == "packed" and window is not None and slides and tokens > window:
+    if window is not None and slides and tokens > window:
         raise ConfigError(
-            f"model.path={path} is not accepted: its sliding window of {window} tokens is not supported on this "
-            f"device; give rollout.max_prompt_tokens and rollout.max_completion_tokens of at most {window} together."
+            f"model.path={path} is not accepted: its sliding window of {window} tokens is not "
+            f"supported; give rollout.max_prompt_tokens and rollout.max_completion_tokens of at most {window} together."
         )
+
+
+def has_linear_attention(path: Path) -> bool:
+    """Whether some layers of the model have linear attention."""
+    return "linear_attention" in (_text_config(path).get("layer_types") or ())
 
 
 def _text_config(path: Path) -> dict[str, Any]:

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Logits per chunk: 256 MiB in float32. Smaller on a CPU, for its caches.
-CHUNK_ELEMENTS = 2**26
-CHUNK_ELEMENTS_CPU = 2**24
+from app.model.kernels import compiled_once
 
 
 def token_logprobs(
@@ -30,7 +28,8 @@ def token_logprobs(
     temperature: float,
     *,
     entropy_gradient: bool = False,
-    chunk_tokens: int | None = None,
+    chunk_tokens: int,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of each target and the entropy of each distribution, both [N] float32.
 
@@ -40,35 +39,38 @@ def token_logprobs(
         targets: [N] int64.
         temperature: Sampling temperature.
         entropy_gradient: Whether the entropy carries a gradient.
-        chunk_tokens: Tokens per chunk; by default `CHUNK_ELEMENTS` (on a CPU `CHUNK_ELEMENTS_CPU`) / V.
+        chunk_tokens: Tokens per chunk.
+        compiled: Whether torch compiles what is computed from a chunk's logits.
     """
-    elements = CHUNK_ELEMENTS_CPU if weight.device.type == "cpu" else CHUNK_ELEMENTS
-    tokens = chunk_tokens or max(1, elements // weight.shape[0])
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, temperature, tokens)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk_tokens, compiled)
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_tokens: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        compiled: bool,
     ) -> tuple[Tensor, Tensor]:
         wide = _wide(hidden)
+        statistics = compiled_once(_statistics) if compiled else _statistics
         logprobs = hidden.new_empty(len(targets), dtype=wide)
         normalizer = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs)
 
         for chunk in _chunks(len(targets), chunk_tokens):
-            logits = _logits(hidden[chunk], weight, temperature)
-            target_logits = logits.gather(1, targets[chunk, None]).squeeze(1)
-            normalizer[chunk] = torch.logsumexp(logits, dim=1)
-            logprobs[chunk] = target_logits - normalizer[chunk]
-            probabilities = torch.exp(logits - normalizer[chunk, None])
-            entropy[chunk] = normalizer[chunk] - torch.linalg.vecdot(probabilities, logits)
+            found = statistics(hidden[chunk] @ weight.T, targets[chunk], temperature)
+            logprobs[chunk], normalizer[chunk], entropy[chunk] = found
 
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
         ctx.temperature = temperature
         ctx.chunk_tokens = chunk_tokens
+        ctx.compiled = compiled
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -83,16 +85,18 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=_wide(hidden)) if needs_weight else None
 
+        logits_gradient = compiled_once(_logits_gradient) if ctx.compiled else _logits_gradient
+
         for chunk in _chunks(len(targets), ctx.chunk_tokens):
-            grad_logits = _logits_gradient(
-                _logits(hidden[chunk], weight, ctx.temperature),
+            grad_logits = logits_gradient(
+                hidden[chunk] @ weight.T,
                 targets[chunk],
                 normalizer[chunk],
                 entropy[chunk],
                 grad_logprobs[chunk],
                 None if grad_entropy is None else grad_entropy[chunk],
+                ctx.temperature,
             )
-            grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
 
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
@@ -101,25 +105,40 @@ class _TokenLogprobs(torch.autograd.Function):
 
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _statistics(
+    products: Tensor,  # [C, V] in the dtype of the head
+    targets: Tensor,  # [C]
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the target, logarithm of the normalizer, and entropy, of each token: [C] each."""
+    logits = products.to(_wide(products)).div_(temperature)
+    normalizer = torch.logsumexp(logits, dim=1)
+    logprobs = logits.gather(1, targets[:, None]).squeeze(1) - normalizer
+    probabilities = torch.exp(logits - normalizer[:, None])
+    return logprobs, normalizer, normalizer - torch.linalg.vecdot(probabilities, logits)
 
 
 def _logits_gradient(
-    logits: Tensor,  # [C, V]; overwritten
+    products: Tensor,  # [C, V] in the dtype of the head
     targets: Tensor,  # [C]
     normalizer: Tensor,  # [C]
     entropy: Tensor,  # [C]
     grad_logprobs: Tensor,  # [C]
     grad_entropy: Tensor | None,  # [C]
+    temperature: float,
 ) -> Tensor:
-    """Gradient with respect to the temperature-scaled logits: [C, V]."""
-    logs = logits.sub_(normalizer[:, None])
+    """Gradient with respect to the products of hidden states and head: [C, V] in their dtype."""
+    logs = products.to(_wide(products)).div_(temperature).sub_(normalizer[:, None])
     probabilities = logs.exp()
 
     factor = grad_logprobs[:, None]
     if grad_entropy is not None:
         factor = logs.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(factor)
-    return probabilities.mul_(factor).neg_().scatter_add_(1, targets[:, None], grad_logprobs[:, None])
+    gradient = probabilities.mul_(factor).neg_().scatter_add_(1, targets[:, None], grad_logprobs[:, None])
+    return gradient.div_(temperature).to(products.dtype)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -128,10 +147,6 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total += left @ right
-
-
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return (hidden @ weight.T).to(_wide(hidden)).div_(temperature)
 
 
 def _wide(hidden: Tensor) -> torch.dtype:

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from app.config.trainer import Checkpointing
 from app.errors import ConfigError, expect, one_line
 from app.model.attention import PACKED, register_packed
 from app.model.hf_checkpoint import Checkpoint, match, open_checkpoint
 from app.model.hf_import import transformers
+from app.model.kernels import CPU_KERNELS, Kernels
 from app.model.parallelize import parallelize
 from app.model.policy import PolicyModel
 
@@ -41,8 +43,8 @@ def load(
     device: torch.device | str,
     param_dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype = torch.float32,
-    attention: str = PACKED,
-    activation_checkpointing: bool = False,
+    kernels: Kernels = CPU_KERNELS,
+    activation_checkpointing: Checkpointing = Checkpointing.none,
     trust_remote_code: bool = False,
 ) -> PolicyModel:
     """Load the policy of a model directory in training mode.
@@ -53,8 +55,8 @@ def load(
         device: Device of the parameters.
         param_dtype: Dtype of the parameters.
         compute_dtype: Dtype of the computation; gradients are reduced in float32. Requires a mesh.
-        attention: Attention implementation, registered with transformers.
-        activation_checkpointing: Recompute activations in the backward pass.
+        kernels: How the policy computes on its device.
+        activation_checkpointing: Layers whose activations are recomputed in the backward pass.
         trust_remote_code: Allow model code from the directory.
 
     Raises:
@@ -64,15 +66,14 @@ def load(
     if mesh is None and compute_dtype != param_dtype:
         raise ValueError("without a mesh a model computes in param_dtype: mixed precision requires FSDP2")
 
-    causal_lm = _on_meta(path, param_dtype, attention, trust_remote_code)
+    causal_lm = _on_meta(path, param_dtype, trust_remote_code)
     _check_head(causal_lm, path)
-    if activation_checkpointing:
-        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    _checkpoint_activations(causal_lm, activation_checkpointing)
     owners = _owners(causal_lm)
 
     with open_checkpoint(path) as checkpoint:
         names = _match(causal_lm, checkpoint)
-        policy = PolicyModel(causal_lm, names).train()
+        policy = PolicyModel(causal_lm, names, kernels).train()
         if mesh is not None:
             parallelize(policy, mesh, compute_dtype)
 
@@ -84,17 +85,15 @@ def load(
     return policy
 
 
-def _on_meta(path: Path, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> Any:
-    if attention == PACKED:
-        register_packed()
-
+def _on_meta(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    register_packed()
     auto = transformers()
     try:
         config = auto.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         _disable_dropout(config)
         with torch.device("meta"):
             causal_lm = auto.AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+                config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=trust_remote_code
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(
@@ -107,6 +106,16 @@ def _on_meta(path: Path, dtype: torch.dtype, attention: str, trust_remote_code: 
         if isinstance(module, DROPOUT_MODULES):
             module.p = 0.0
     return causal_lm
+
+
+def _checkpoint_activations(causal_lm: Any, layers: Checkpointing) -> None:
+    if layers is Checkpointing.none:
+        return
+
+    causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if layers is Checkpointing.some:
+        for layer in causal_lm.get_decoder().layers[1::2]:
+            layer.gradient_checkpointing = False
 
 
 def _disable_dropout(config: Any) -> None:

@@ -10,6 +10,7 @@ Invariants:
   result for real tokens in a padded batch as for the sequence alone, because padding is on the right.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -24,7 +25,8 @@ from app.utils.lengths import length_buckets
 class Packing:
     """Boundaries of `S` packed sequences of `T` tokens, and their layout in buckets of `P` padded positions."""
 
-    cu_seqlens: Tensor  # [S + 1] int32: 0, then the end of each sequence
+    boundaries: tuple[int, ...]  # S + 1: 0, then the end of each sequence
+    cu_seqlens: Tensor  # [S + 1] int32: the same on the device
     longest: int  # tokens
     shapes: tuple[tuple[int, int], ...]  # (sequences, padded length) of each bucket
     source: Tensor  # [P] int64: token index at each padded position; padding repeats a token of its sequence
@@ -32,16 +34,15 @@ class Packing:
     position: Tensor  # [T] int64: padded position of each token
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor) -> "Packing":
-        """Lay out the sequences with boundaries `cu_seqlens` [S + 1].
+    def of(cls, boundaries: Sequence[int], device: torch.device | str = "cpu") -> "Packing":
+        """Lay out the sequences with these S + 1 boundaries. Nothing waits for the device.
 
         Raises:
             ValueError: If the boundaries do not start at 0, or a sequence is empty.
         """
-        boundaries = cu_seqlens.tolist()
         lengths = [end - start for start, end in pairwise(boundaries)]
         if not lengths or boundaries[0] != 0 or min(lengths) < 1:
-            raise ValueError(f"cu_seqlens must rise from 0, without empty sequences: {boundaries}")
+            raise ValueError(f"boundaries must rise from 0, without empty sequences: {list(boundaries)}")
 
         buckets = length_buckets(lengths)
         starts = torch.tensor(boundaries)
@@ -58,14 +59,14 @@ class Packing:
         position = torch.empty(boundaries[-1], dtype=torch.int64)
         position[source[real]] = real.nonzero().squeeze(1)
 
-        device = cu_seqlens.device
         return cls(
-            cu_seqlens=cu_seqlens.to(torch.int32),
+            boundaries=tuple(boundaries),
+            cu_seqlens=to_device(starts.to(torch.int32), device),
             longest=max(lengths),
             shapes=tuple((len(bucket), lengths[bucket[0]]) for bucket in buckets),
-            source=source.to(device),
-            real=real.to(device),
-            position=position.to(device),
+            source=to_device(source, device),
+            real=to_device(real, device),
+            position=to_device(position, device),
         )
 
     def pad(self, packed: Tensor) -> list[Tensor]:
@@ -78,6 +79,13 @@ class Packing:
         """One [B, L, …] per bucket → [T, …]."""
         padded = torch.cat([bucket.flatten(0, 1) for bucket in buckets])
         return _Gather.apply(padded, self.position, self.source, self.real)
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a host tensor to a device. The copy is queued, from pinned memory, so that the host does not wait for it."""
+    if torch.device(device).type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class _Gather(torch.autograd.Function):

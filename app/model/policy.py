@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from app.model.attention import PACKED, isolate_sequences
+from app.model.attention import isolate_sequences
+from app.model.kernels import CPU_KERNELS, Kernels, compile_elementwise
 from app.model.lm_head import token_logprobs
 from app.model.packing import Packing
 
@@ -24,17 +25,18 @@ FLOAT32_PARAMETERS = ("A_log", "dt_bias")
 class PolicyModel(nn.Module):
     """A Hugging Face causal LM with the tensor names of its checkpoint. Built by `app.model.load.load`."""
 
-    def __init__(self, causal_lm: Any, checkpoint_names: Mapping[str, str]) -> None:
+    def __init__(self, causal_lm: Any, checkpoint_names: Mapping[str, str], kernels: Kernels = CPU_KERNELS) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         # Name of a `causal_lm` parameter → name in the checkpoint.
         self.checkpoint_names = dict(checkpoint_names)
-        self.attention: str = causal_lm.config._attn_implementation
-        if self.attention == PACKED:
-            for layer in self.layers:
-                mixer = getattr(layer, "linear_attn", None)
-                if isinstance(mixer, nn.Module):
-                    isolate_sequences(mixer)
+        self.kernels = kernels
+        if kernels.compiled:
+            compile_elementwise(causal_lm.get_decoder())
+        for layer in self.layers:
+            mixer = getattr(layer, "linear_attn", None)
+            if isinstance(mixer, nn.Module):
+                isolate_sequences(mixer)
 
     @property
     def config(self) -> Any:
@@ -46,11 +48,16 @@ class PolicyModel(nn.Module):
         """Decoder layers."""
         return self.causal_lm.get_decoder().layers
 
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+
     def forward(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        cu_seqlens: Tensor,
+        packing: Packing,
         logit_positions: Tensor,
         targets: Tensor,
         temperature: float,
@@ -63,47 +70,31 @@ class PolicyModel(nn.Module):
         Args:
             input_ids: [1, T] int64, S sequences packed end to end.
             position_ids: [1, T] int64, starting at 0 in each sequence.
-            cu_seqlens: [S + 1] sequence boundaries.
+            packing: Boundaries of the sequences.
             logit_positions: [N] int64, positions in 0..T whose hidden states predict the targets (their predecessors).
             targets: [N] int64.
             temperature: Sampling temperature.
             entropy_gradient: Whether the entropy carries a gradient; without, it is only a metric.
-            chunk_tokens: Tokens per chunk of the LM head; by default as many as its memory bound allows.
+            chunk_tokens: Tokens per chunk of the LM head; by default `Kernels.head_chunk` / vocabulary.
         """
-        packing = Packing.of(cu_seqlens)
         hidden = self.causal_lm.get_decoder()(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, **self._attention_kwargs(packing)
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            packing=packing,
+            attention_kernel=self.kernels.attention,
         ).last_hidden_state
 
+        head = self.causal_lm.lm_head.weight
         return token_logprobs(
             hidden.squeeze(0).index_select(0, logit_positions),
-            self.causal_lm.lm_head.weight,
+            head,
             targets,
             temperature,
             entropy_gradient=entropy_gradient,
-            chunk_tokens=chunk_tokens,
+            chunk_tokens=chunk_tokens or max(1, self.kernels.head_chunk // head.shape[0]),
+            compiled=self.kernels.compiled,
         )
-
-    def _attention_kwargs(self, packing: Packing) -> dict[str, Any]:
-        """Sequence boundaries as keyword arguments of the attention implementation."""
-        if self.attention == PACKED:
-            return {"packing": packing}
-        return {
-            "cu_seq_lens_q": packing.cu_seqlens,
-            "cu_seq_lens_k": packing.cu_seqlens,
-            "max_length_q": packing.longest,
-            "max_length_k": packing.longest,
-        }
-
-
-def packs_sequences(config: Any, attention: str = PACKED) -> bool:
-    """Whether a `PolicyModel` of this configuration supports packed sequences.
-
-    Full attention always does. Linear attention does with `isolate_sequences` only: its varlen kernels (fla,
-    causal-conv1d) are optional, and without them boundaries would be ignored silently.
-    """
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    return attention == PACKED or LINEAR_ATTENTION not in kinds
 
 
 def named_checkpoint_tensors(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from app.errors import TrainerError
-from app.trainer.checkpoint_state import host_copy, reshard
+from app.trainer.checkpoint_state import reshard
 from app.types import TrainerMemory
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Offload:
         for region in self.rank.offloaded & self._copies.keys():
             if self._copies[region].contains(tensor):
                 return self._copies[region].read(tensor)
-        return host_copy(tensor)
+        return self.rank.state.host_copy(tensor)
 
     # --- inside
 

@@ -50,6 +50,7 @@ RESUMABLE = (
     "rollout.urls",
     "tracking",
     "trainer.activation_checkpointing",
+    "trainer.compile",
     "trainer.timeout_s",
     "trainer.tokens_per_microbatch",
     "weight_sync",

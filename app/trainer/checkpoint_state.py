@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from app.errors import CheckpointError, one_line
 from app.model.policy import PolicyModel, named_checkpoint_tensors
 from app.trainer import rng_state
+from app.trainer.host_copy import HostCopier
 from app.trainer.optimizer import PolicyOptimizer
 from app.utils.checksums import ChecksumWriter
 
@@ -45,11 +46,6 @@ MODEL, OPTIMIZER, RANDOM, SCHEDULE = "model.", "optimizer.", "random.", "schedul
 UNREADABLE = (OSError, EOFError, UnpicklingError, ValueError, KeyError, AttributeError, ImportError, IndexError)
 READ_BYTES = 2**30  # of tensors that an export holds at once
 MAX_NAMES = 3  # tensor names in an error
-
-
-def host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy of a local tensor in host memory."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 def reshard(model: nn.Module) -> None:
@@ -77,6 +73,7 @@ class RankState:
         self.model = model
         self.optimizer = optimizer
         self.device = device
+        self.host_copy = HostCopier(device)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._captured: dict[str, Tensor] | None = None
         self._process_group: dist.ProcessGroup | None = None
@@ -91,11 +88,12 @@ class RankState:
         copies = 1 + sum(slot != "step" for slot in self.optimizer.slots)
         return copies * sum(_local(tensor).nbytes for tensor in self._parameters().values())
 
-    def capture(self, copy: Callable[[Tensor], Tensor] = host_copy) -> int:
+    def capture(self, copy: Callable[[Tensor], Tensor] | None = None) -> int:
         """Copy this rank's share to host memory.
 
         Args:
             copy: Copies a local tensor to host memory. Memory offload passes one that can read offloaded tensors.
+                None: `host_copy`.
 
         Returns:
             Bytes copied.
@@ -107,7 +105,7 @@ class RankState:
         for parameter, slot, value in self.optimizer.state():
             tensors[f"{OPTIMIZER}{slot}.{names[parameter]}"] = value
 
-        captured = {key: self._on_host(tensor, copy) for key, tensor in tensors.items()}
+        captured = {key: self._on_host(tensor, copy or self.host_copy) for key, tensor in tensors.items()}
         captured[self._schedule_key] = torch.tensor([self.optimizer.updates, self.optimizer.skipped_in_a_row])
         captured[f"{RANDOM}{self.rank}"] = rng_state.read(self.device)
         self._captured = captured

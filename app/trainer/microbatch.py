@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from app.algorithm.advantage import contributes_gradient
+from app.model.packing import Packing, to_device
 from app.types import ScoredGroup, Trajectory
 
 QUADRATIC_TOKENS = 16384  # length at which attention costs as much as everything linear in length
@@ -46,7 +47,7 @@ class MicroBatch:
 
     input_ids: Tensor  # [1, T] int64
     position_ids: Tensor  # [1, T] int64, from 0 in each sequence
-    cu_seqlens: Tensor  # [S + 1] int32, sequence boundaries in 0..T
+    packing: Packing  # sequence boundaries in 0..T
     logit_positions: Tensor  # [N] int64, position in 0..T whose hidden state predicts the completion token
     targets: Tensor  # [N] int64, completion tokens
     sequence: Tensor  # [N] int64, index in 0..S of the token's sequence
@@ -81,16 +82,13 @@ def cost(tokens: int) -> float:
     return tokens + tokens * tokens / QUADRATIC_TOKENS
 
 
-def plan_microbatches(
-    lengths: Sequence[int], *, ranks: int, budget: int, packing: bool = True
-) -> list[list[list[int]]]:
+def plan_microbatches(lengths: Sequence[int], *, ranks: int, budget: int) -> list[list[list[int]]]:
     """Assign sequences to microbatches.
 
     Args:
         lengths: Tokens of each sequence.
         ranks: Microbatches per pass.
         budget: Maximum tokens of a microbatch; a longer sequence gets its own.
-        packing: Whether a microbatch may hold several sequences. False for models that cannot isolate them.
 
     Returns:
         Indices into `lengths` as `[pass][rank][i]`. Every index occurs once. A rank's list may be empty.
@@ -99,10 +97,7 @@ def plan_microbatches(
         return []
 
     longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    if packing:
-        bins = _fill_bins(longest_first, lengths, ranks=ranks, budget=budget)
-    else:
-        bins = [[index] for index in longest_first]
+    bins = _fill_bins(longest_first, lengths, ranks=ranks, budget=budget)
 
     # Every rank takes part in every pass.
     bins += [[] for _ in range(-len(bins) % ranks)]
@@ -170,12 +165,12 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
     ]
 
     def tensor(values: ArrayLike, dtype: torch.dtype) -> Tensor:
-        return torch.as_tensor(np.ascontiguousarray(values), dtype=dtype, device=device)
+        return to_device(torch.as_tensor(np.ascontiguousarray(values), dtype=dtype), device)
 
     return MicroBatch(
         input_ids=tensor(np.concatenate(tokens), torch.int64)[None],
         position_ids=tensor(np.concatenate([np.arange(total) for total in totals]), torch.int64)[None],
-        cu_seqlens=tensor(boundaries, torch.int32),
+        packing=Packing.of(boundaries.tolist(), device),
         logit_positions=tensor(np.concatenate(logit_positions), torch.int64),
         targets=tensor(np.concatenate([completion.token_ids for completion in completions]), torch.int64),
         sequence=tensor(np.repeat(np.arange(len(samples)), lengths), torch.int64),
@@ -192,7 +187,7 @@ def _dummy(device: torch.device) -> MicroBatch:
     return MicroBatch(
         input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device),
         position_ids=torch.arange(2, device=device)[None],
-        cu_seqlens=torch.tensor([0, 2], dtype=torch.int32, device=device),
+        packing=Packing.of([0, 2], device),
         logit_positions=zero,
         targets=zero,
         sequence=zero,

@@ -69,13 +69,21 @@ class PolicyOptimizer:
         parameters: Of the policy; frozen ones are left alone.
         config: Settings of `trainer`.
         run_updates: Updates of the whole run, over which the learning rate decays.
+        fused: Whether AdamW updates in one kernel, which needs no temporaries.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], config: TrainerConfig, *, run_updates: int = 0):
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        config: TrainerConfig,
+        *,
+        run_updates: int = 0,
+        fused: bool = False,
+    ):
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.config = config
         self.run_updates = run_updates
-        self.torch_optimizer = _make(self.parameters, config)
+        self.torch_optimizer = _make(self.parameters, config, fused=fused)
         self.updates = 0  # applied updates: the position in the learning-rate schedule
         self.skipped_in_a_row = 0
 
@@ -167,13 +175,14 @@ class PolicyOptimizer:
 def grad_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return the 2-norm [] float64 over all parameters and ranks: local squares, then one all-reduce."""
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    squared = torch.stack(torch._foreach_norm(local)).double().square().sum().cpu()
+    # In float64 on the host: not every device has it.
+    squared = torch.stack(torch._foreach_norm(local)).cpu().double().square().sum()
     if any(isinstance(gradient, DTensor) for gradient in gradients):
         dist.all_reduce(squared)
     return squared.sqrt()
 
 
-def _make(parameters: list[torch.nn.Parameter], config: TrainerConfig) -> torch.optim.Optimizer:
+def _make(parameters: list[torch.nn.Parameter], config: TrainerConfig, *, fused: bool) -> torch.optim.Optimizer:
     # Norms and biases are not decayed.
     matrices = [parameter for parameter in parameters if parameter.dim() > 1]
     vectors = [parameter for parameter in parameters if parameter.dim() <= 1]
@@ -183,4 +192,4 @@ def _make(parameters: list[torch.nn.Parameter], config: TrainerConfig) -> torch.
     ]
     if config.optimizer is Optimizer.sgd:
         return torch.optim.SGD(param_groups, lr=config.lr)
-    return torch.optim.AdamW(param_groups, lr=config.lr, betas=(config.beta1, config.beta2))
+    return torch.optim.AdamW(param_groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=fused or None)

@@ -6,6 +6,7 @@ attached by their owners; this module does not import them.
 
 import gc
 import importlib
+import logging
 import os
 import random
 import sys
@@ -28,8 +29,9 @@ from app.config.trainer import TrainerConfig
 from app.device import device_of
 from app.device.torchvision_shim import define_operators
 from app.errors import TrainerError
+from app.model.kernels import kernels_of
 from app.model.policy import PolicyModel
-from app.trainer.checkpoint_state import RankState, host_copy
+from app.trainer.checkpoint_state import RankState
 from app.trainer.optimizer import PolicyOptimizer
 from app.trainer.profile import FOLDER, StepProfiler
 from app.trainer.step import StepSettings, TrainStep
@@ -37,6 +39,7 @@ from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
 from app.utils.net import Listener
 from app.utils.process import log_to, memory_use
 
+log = logging.getLogger(__name__)
 # Ray's concurrency groups: calls that run in their own thread, concurrently with the step.
 CONCURRENCY_GROUPS = {"status": 1, "checkpoint": 1, "interrupt": 1}
 F = TypeVar("F", bound=Callable[..., Any])
@@ -182,19 +185,28 @@ class TrainerRank:
                 mesh=mesh,
                 device=self.torch_device,
                 compute_dtype=getattr(torch, self.spec.dtype.name),
-                attention=self.device.attention,
+                kernels=kernels_of(self.device, self.spec.trainer.compile),
                 activation_checkpointing=self.spec.trainer.activation_checkpointing,
                 trust_remote_code=self.spec.trust_remote_code,
             )
 
         self.model = load_policy()
+        self._activate_attention()
         self.reference = load_policy().requires_grad_(False) if self.spec.reference else None
+
+    def _activate_attention(self) -> None:
+        """Switch to the device's fastest attention for this model's heads."""
+        activate = self.device.activate_attention
+        if activate is not None and self.spec.dtype is Dtype.bfloat16:
+            log.info("attention kernels: %s", activate(self.model.head_dim) or "torch's default")
 
     def _make_step(self) -> None:
         peak_flops = self._peak_flops()
 
         spec = self.spec
-        self.optimizer = PolicyOptimizer(self.model.parameters(), spec.trainer, run_updates=spec.run_updates)
+        self.optimizer = PolicyOptimizer(
+            self.model.parameters(), spec.trainer, run_updates=spec.run_updates, fused=self.device.fused_optimizer
+        )
         self.step = TrainStep(self.model, self.optimizer, self.spec.step, self.torch_device, self.reference, peak_flops)
         self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=self.spec.trainer.timeout_s)
 
@@ -227,7 +239,11 @@ class TrainerRank:
         return report
 
     def abort_step(self) -> None:
+        """Discard the open step. Frees first what a failed pass holds: the reset gathers parameters again."""
         self.profiler.abort()
+        gc.collect()
+        if self.device.torch_type != "cpu":
+            torch.get_device_module(self.device.torch_type).empty_cache()
         self.step.abort()
 
     def version(self) -> int | None:
@@ -240,7 +256,7 @@ class TrainerRank:
 
     def capture(self) -> int:
         self._require_closed("capture")
-        return self.state.capture(self.memory_offload.copy if self.memory_offload else host_copy)
+        return self.state.capture(self.memory_offload.copy if self.memory_offload else None)
 
     @runs_concurrently("checkpoint")
     def write(self, folder: Path) -> dict[str, int]:
@@ -332,7 +348,8 @@ class TrainerRank:
 def disable_automatic_gc() -> None:
     """Disable automatic GC.
 
-    `begin_step` collects on all ranks at the same time, so that one rank's pause cannot stall the others.
+    `begin_step`, and `TrainStep` between microbatches, collect on all ranks at the same time, so that one rank's pause
+    cannot stall the others.
     """
     gc.collect()
     gc.freeze()  # exempts today's objects from later collections

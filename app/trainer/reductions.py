@@ -28,12 +28,12 @@ class RawSums:
     sums: Mapping[str, float] = field(default_factory=dict)  # by name, see `algorithm.metrics.TABLE`
 
     @classmethod
-    def of(cls, micro: MicroBatch, loss_sums: LossSums) -> "RawSums":
-        """Return the counts and sums of one microbatch. A dummy's tokens are padding and in no denominator."""
+    def counts(cls, micro: MicroBatch) -> "RawSums":
+        """Return the counts of one microbatch. A dummy's tokens are padding and in no denominator."""
         size = float(micro.input_ids.numel())
         if micro.dummy:
             return cls(padding_tokens=size)
-        return cls(float(len(micro.targets)), float(len(micro.keys)), size, sums=loss_sums.floats())
+        return cls(float(len(micro.targets)), float(len(micro.keys)), size)
 
     def __add__(self, other: "RawSums") -> "RawSums":
         return RawSums(
@@ -69,6 +69,27 @@ class RawSums:
             if on_ranks
         }
         return RawSums(counts[0], counts[1], counts[2], counts[3], sums)
+
+
+class UnreadSums:
+    """Metric sums of an update's microbatches, left on the device so that the host can run ahead of it."""
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
+        self._values: list[Tensor] = []  # [sums] each
+
+    def add(self, loss_sums: LossSums) -> None:
+        """Keep the sums of a microbatch, a few numbers. All microbatches of an update have the same ones."""
+        self._names = tuple(loss_sums.sums)
+        self._values.append(loss_sums.stack())
+
+    def read(self) -> RawSums:
+        """Return the merged sums and forget them. The host waits for the device, once."""
+        sums: Mapping[str, float] = {}
+        for values in torch.stack(self._values).tolist() if self._values else []:
+            sums = merge(sums, dict(zip(self._names, values, strict=True)))
+        self._values.clear()
+        return RawSums(sums=sums)
 
 
 def all_gather_logprobs(own: Mapping[SampleKey, Tensor], samples: Sequence[Sample]) -> dict[SampleKey, Tensor]:

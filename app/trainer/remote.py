@@ -192,7 +192,9 @@ class RemoteTrainer:
         errors = [(rank, call.exception()) for call, rank in (*probes.items(), *calls.items()) if call.done()]
         died = sorted({rank for rank, error in errors if isinstance(error, RayActorError)})
         culprit = died[0] if died else calls[first]
-        if died or (stuck and method not in CONCURRENT):
+        # A step that could not be aborted leaves FSDP2 in the middle of a pass: later gradients would be wrong.
+        unusable = method is TrainerRank.abort_step or (stuck and method not in CONCURRENT)
+        if died or unusable:
             self._broken = f"since trainer rank {culprit} {'died' if died else 'failed'} during {method.__name__}"
 
         # A call's own error replaces its probe's.

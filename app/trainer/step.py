@@ -18,6 +18,7 @@ The split follows NeMo-RL (2026), which has it for Megatron. In this FSDP2 form,
 linear, so dividing at the end is exact.
 """
 
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,17 +26,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.algorithm.loss import TokenBatch, denominator, policy_loss
+from app.algorithm.loss import LossSums, TokenBatch, denominator, policy_loss
 from app.algorithm.metrics import TABLE, finalize
 from app.config.algorithm import AlgorithmConfig, Correction
 from app.errors import TrainerError
-from app.model.policy import PolicyModel, packs_sequences
+from app.model.packing import to_device
+from app.model.policy import PolicyModel
 from app.trainer.fsdp_reset import reset_fsdp_state
 from app.trainer.microbatch import MicroBatch, Sample, SampleKey, count_ready, make_samples, pack, plan_microbatches
 from app.trainer.optimizer import PolicyOptimizer, UpdateResult, update_metrics
-from app.trainer.reductions import RawSums, all_gather_logprobs
+from app.trainer.reductions import RawSums, UnreadSums, all_gather_logprobs
 from app.trainer.throughput import ModelFlops, PhaseTimer, throughput_metrics
 from app.types import ScoredGroup, StepReport
+
+COLLECT_PASSES = 16  # between collections of garbage
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,6 @@ class TrainStep:
         self.reference = reference
         self.peak_flops = peak_flops
         self.model_flops = ModelFlops.of(model)
-        self.packing = packs_sequences(model.config, model.attention)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.version: int | None = 0  # policy version of the parameters; None between the updates of a step
@@ -155,11 +158,13 @@ class TrainStep:
 
     def abort(self) -> None:
         """Discard the open step. Idempotent. After a failed pass, also reset FSDP2's state."""
-        if self._in_pass:
-            for model in (self.model, self.reference):
-                if model is not None:
-                    reset_fsdp_state(model)
-        self._close()
+        try:
+            if self._in_pass:
+                for model in (self.model, self.reference):
+                    if model is not None:
+                        reset_fsdp_state(model)
+        finally:
+            self._close()
 
     def _require_open(self, call: str) -> None:
         if not self.open:
@@ -175,11 +180,13 @@ class TrainStep:
         self._pending: list[Sample] = []
         self._old_logprobs: dict[SampleKey, Tensor] = {}  # [T] each
         self._sums = RawSums()  # this rank, current update
+        self._unread = UnreadSums()  # the metrics of the same, on the device
         self._totals = RawSums()  # all ranks, finished updates
         self._results: list[UpdateResult] = []  # one per update
         self._flops = 0.0  # all ranks
         self._timer = PhaseTimer(self.device)
         self._in_pass = False  # stays True if a pass raises
+        self._passes = 0
 
     # --- microbatches
 
@@ -189,19 +196,26 @@ class TrainStep:
             [sample.tokens for sample in samples],
             ranks=self.ranks,
             budget=self.settings.tokens_per_microbatch,
-            packing=self.packing,
         )
         for by_rank in passes:
             self._in_pass = True
             yield pack([samples[index] for index in by_rank[self.rank]], self.device)
             self._in_pass = False
 
+            # Automatic GC is off, and a cycle may hold tensors. All ranks collect after the same pass.
+            self._passes += 1
+            if self._passes % COLLECT_PASSES == 0:
+                gc.collect(0)
+
     def _accumulate(self, samples: Sequence[Sample]) -> None:
         """Add the gradients, counts and metrics of these samples to the current update."""
         for micro in self._microbatches(samples):
-            self._sums += self._forward_backward(micro)
+            loss_sums = self._forward_backward(micro)
+            self._sums += RawSums.counts(micro)
+            if not micro.dummy:
+                self._unread.add(loss_sums)
 
-    def _forward_backward(self, micro: MicroBatch) -> RawSums:
+    def _forward_backward(self, micro: MicroBatch) -> LossSums:
         algorithm = self.settings.algorithm
 
         with self._timer.phase("forward"):
@@ -222,7 +236,7 @@ class TrainStep:
         with self._timer.phase("backward"):
             loss_sums = policy_loss(batch, algorithm, self.settings.correction)
             loss_sums.loss.backward()
-        return RawSums.of(micro, loss_sums)
+        return loss_sums
 
     def _forward(
         self, model: PolicyModel, micro: MicroBatch, *, entropy_gradient: bool = False
@@ -231,7 +245,7 @@ class TrainStep:
         return model(
             input_ids=micro.input_ids,
             position_ids=micro.position_ids,
-            cu_seqlens=micro.cu_seqlens,
+            packing=micro.packing,
             logit_positions=micro.logit_positions,
             targets=micro.targets,
             temperature=self.settings.temperature,
@@ -249,7 +263,7 @@ class TrainStep:
         """Return π_old of the completion tokens [N]; None for the current log-probabilities."""
         if not self._old_logprobs or micro.dummy:
             return None
-        return torch.cat([self._old_logprobs[key] for key in micro.keys]).to(self.device)
+        return to_device(torch.cat([self._old_logprobs[key] for key in micro.keys]), self.device)
 
     # --- updates
 
@@ -266,7 +280,7 @@ class TrainStep:
     def _update(self) -> None:
         """Update the parameters from the accumulated gradients, with the denominator of all ranks."""
         with self._timer.phase("optimizer"):
-            totals = self._sums.all_reduce()
+            totals = (self._sums + self._unread.read()).all_reduce()
 
             # The parameters belong to no policy version until the last update of the step.
             self.version = None
@@ -313,5 +327,5 @@ def _by_sample(logprobs: Tensor, micro: MicroBatch) -> dict[SampleKey, Tensor]:
     """Split log-probabilities [N] by sample, on the host. A dummy has none."""
     if micro.dummy:
         return {}
-    by_sequence = logprobs.split([int(length) for length in micro.lengths.tolist()])
-    return {key: piece.cpu() for key, piece in zip(micro.keys, by_sequence, strict=True)}
+    by_sequence = logprobs.cpu().split([int(length) for length in micro.lengths.tolist()])
+    return dict(zip(micro.keys, by_sequence, strict=True))

@@ -76,8 +76,7 @@ class ModelFlops:
         matrices = sum(parameter.numel() for parameter in model.layers.parameters() if parameter.dim() == 2)
         layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         full_layers = sum(layer_type != LINEAR_ATTENTION for layer_type in layer_types)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        width = config.num_attention_heads * head_dim
+        width = config.num_attention_heads * model.head_dim
         return cls(
             per_token=2.0 * FORWARD_AND_BACKWARD * matrices,
             per_completion_token=2.0 * FORWARD_AND_BACKWARD * model.causal_lm.lm_head.weight.numel(),

@@ -86,7 +86,7 @@ def update(
         assert batch.logprobs.grad is not None
         total += result.loss.item()
         gradient += batch.logprobs.grad.tolist()
-        sums = metrics.merge(sums, result.floats())
+        sums = metrics.merge(sums, dict(zip(result.sums, result.stack().tolist(), strict=True)))
 
     sequences = [sequence for case in microbatches for sequence in case]
     tokens = sum(map(len, sequences))

@@ -55,6 +55,7 @@ def measure(way: str, path: Path, length: int) -> float:
     import torch
 
     from app.model.load import load
+    from app.model.packing import Packing
 
     torch.set_num_threads(2)
     policy = load(path, mesh=None, device="cpu")
@@ -65,7 +66,7 @@ def measure(way: str, path: Path, length: int) -> float:
         inputs = {
             "input_ids": ids[None],
             "position_ids": torch.arange(tokens)[None],
-            "cu_seqlens": torch.tensor([0, tokens], dtype=torch.int32),
+            "packing": Packing.of([0, tokens]),
             "logit_positions": torch.arange(tokens - 1),
             "targets": ids[1:],
         }
@@ -86,11 +87,8 @@ def measure(way: str, path: Path, length: int) -> float:
 
 def hidden_states(policy: Any, inputs: dict[str, Any]) -> Any:
     """Return the hidden states of all tokens but the last, [T - 1, D]."""
-    from app.model.packing import Packing
-
-    packing = Packing.of(inputs["cu_seqlens"])
     decoder = policy.causal_lm.get_decoder()
-    out = decoder(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False, packing=packing)
+    out = decoder(**{name: inputs[name] for name in ("input_ids", "position_ids", "packing")}, use_cache=False)
     return out.last_hidden_state[0, :-1]
 
 

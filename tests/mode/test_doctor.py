@@ -170,6 +170,16 @@ def test_the_memory_saver_is_required_in_colocate_only() -> None:
     assert "torch_memory_saver" not in subjects("offload.engine=false")
 
 
+def test_kernels_of_linear_attention_are_required_where_the_model_has_it() -> None:
+    def subjects(*overrides: str) -> set[str]:
+        config = composed(*overrides)
+        return {one.subject for one in doctor_software.software(config, device_of(config.device.kind))}
+
+    assert "flash-linear-attention" in subjects("device=cuda", "model=qwen35_9b")
+    assert "flash-linear-attention" not in subjects("device=cuda", "model=qwen3_4b")
+    assert "flash-linear-attention" not in subjects("device=npu", "model=qwen35_9b")
+
+
 def test_a_taken_port_fails() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -278,7 +288,7 @@ def test_a_plan_that_does_not_fit_warns() -> None:
     config = composed(*MISSION, "device.memory_gib=32")
     result = of(list(doctor_device.hardware(config, device_of(config.device.kind))), "memory")
     assert result.status is CheckStatus.warn
-    assert "56.6 of 32.0 GiB" in result.message
+    assert "58.8 of 32.0 GiB" in result.message
 
 
 def test_the_table_counts_its_lines() -> None:

@@ -25,7 +25,8 @@ from app.mode.parity.compare import (
     mean_difference,
 )
 from app.mode.parity.engine import Sampled
-from app.model.attention import PACKED
+from app.model.kernels import CPU_KERNELS
+from app.model.packing import Packing
 from app.types import Completion, FinishReason
 from tests.compose import composed
 from tests.runs import Run
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path) -> Outcome:
-    return compute(tiny_model, CPU, Dtype.float32, PACKED, False)
+    return compute(tiny_model, CPU, Dtype.float32, CPU_KERNELS, False)
 
 
 def failing(outcome: Outcome, reference: Outcome, dtype: Dtype) -> list[str]:
@@ -107,7 +108,7 @@ def test_the_engine_difference_is_the_mean_over_completion_tokens(tiny_model: Pa
 
 
 def test_bfloat16_stays_within_its_bounds(tiny_model: Path, reference: Outcome) -> None:
-    outcome = compute(tiny_model, CPU, Dtype.bfloat16, PACKED, False)
+    outcome = compute(tiny_model, CPU, Dtype.bfloat16, CPU_KERNELS, False)
     assert failing(outcome, reference, Dtype.bfloat16) == []
     assert "gradient of layer 0" in failing(outcome, reference, Dtype.float32)  # rules out that float32 was used
 
@@ -116,9 +117,9 @@ def test_attention_across_sequence_boundaries_is_detected_even_within_bfloat16_b
     tiny_model: Path, reference: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = fixed_batch(100, CPU)
-    boundless = replace(batch, cu_seqlens=torch.tensor([0, sum(LENGTHS)], dtype=torch.int32))
+    boundless = replace(batch, packing=Packing.of([0, sum(LENGTHS)]))
     monkeypatch.setattr(parity, "fixed_batch", lambda *_: boundless)
-    outcome = compute(tiny_model, CPU, Dtype.float32, PACKED, False)
+    outcome = compute(tiny_model, CPU, Dtype.float32, CPU_KERNELS, False)
     assert {"log-probabilities", "gradient of layer 0"} <= set(failing(outcome, reference, Dtype.bfloat16))
 
 

@@ -5,7 +5,6 @@ import pytest
 from app.config import RunConfig
 from app.device import device_of
 from app.mode.plan.memory import MemoryPlan, Phase, capacity, devices, plan_memory
-from app.mode.plan.trainer_memory import HEAD_CHUNK_BYTES
 from app.model.architecture import QWEN3_4B, QWEN35_9B, Architecture
 from app.rollout.server_args import engine_flags
 from app.utils.units import GIB
@@ -56,18 +55,35 @@ def test_gathered_parameters_and_unreduced_gradients_of_a_layer(mission: dict[tu
 def test_activation_checkpointing_keeps_only_layer_inputs(mission: dict[tuple[str, str], Phase]) -> None:
     saved = mission["trainer device", "loss and head"].items["activations"]
     assert saved == 32 * 10_240 * 4096 * 2
-    without = planned(QWEN35_9B, "device=npu", "model=qwen35_9b", "trainer.activation_checkpointing=false")
+    without = planned(QWEN35_9B, "device=npu", "model=qwen35_9b", "trainer.activation_checkpointing=none")
     assert without["shared device", "loss and head"].items["activations"] > 10 * saved
 
 
 def test_logits_take_three_head_chunks(mission: dict[tuple[str, str], Phase]) -> None:
-    assert mission["trainer device", "loss and head"].items["logits"] == 3 * HEAD_CHUNK_BYTES
+    assert mission["trainer device", "loss and head"].items["logits"] == 3 * 2**26 * 4
 
 
-def test_the_head_chunk_equals_that_of_the_lm_head() -> None:
-    from app.model.lm_head import CHUNK_ELEMENTS
+def test_every_other_checkpointed_layer_halves_the_activations() -> None:
+    def saved(checkpointing: str) -> float:
+        overrides = ("device=npu", "model=qwen35_9b", f"trainer.activation_checkpointing={checkpointing}")
+        return planned(QWEN35_9B, *overrides)["shared device", "loss and head"].items["activations"]
 
-    assert HEAD_CHUNK_BYTES == CHUNK_ELEMENTS * 4
+    assert saved("some") == (saved("none") + saved("all")) / 2
+
+
+def test_qwen3_4b_fits_on_one_80_gb_card() -> None:
+    """AdamW updates in one kernel on CUDA. The 14.98 GiB of temporaries of the other kernels would not fit."""
+    plan = memory_plan(
+        QWEN3_4B,
+        "device=cuda",
+        "model=qwen3_4b",
+        "placement.devices=1",
+        "rollout.tensor_parallel=1",
+        "device.memory_gib=80",
+    )
+    training = [phase.bytes for phase in plan.phases if phase.name not in ("generate", "sync")]
+    assert max(training) <= 0.9 * plan.capacity.bytes
+    assert max(training) + QWEN3_4B.parameters * 4 > plan.capacity.bytes
 
 
 def test_the_engine_of_the_mission(mission: dict[tuple[str, str], Phase]) -> None:
@@ -124,7 +140,7 @@ def test_colocate_without_offload_keeps_both_sides() -> None:
     )
     phases = {phase.name: phase.items for phase in plan.phases}
     assert "Adam" in phases["generate"]
-    assert "KV cache" in phases["loss and head"]
+    assert "KV cache" in phases["backward of a layer"]
     assert plan.peak_phase.bytes > 80 * GIB  # the reason for offloading
 
 

@@ -3,15 +3,18 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 import app.data.build as data
+from app.config.device import DeviceKind
+from app.device import base, device_of
 from app.errors import ConfigError
-from app.mode.preflight import preflight, take_inputs
+from app.mode.preflight import _slow_attention, preflight, take_inputs
 from tests.compose import composed
-from tests.model.support import save_qwen3
+from tests.model.support import save_qwen3, save_qwen35
 
 OWN_MODEL = ("model=hf", "data=arithmetic", "rollout.max_prompt_tokens=64", "rollout.max_completion_tokens=64")
 OWN = """
@@ -112,6 +115,29 @@ def test_dropped_prompts_are_a_warning_of_the_run(tiny_model: Path) -> None:
     expected = f"dropped {inputs.prompts.dropped} of 2200 prompts: longer than rollout.max_prompt_tokens=4"
     assert inputs.warnings == (expected,)
     assert take_inputs(composed(), lambda _: None).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "installed", "remedy"),
+    [
+        (DeviceKind.cpu, False, None),  # a CPU computes the loop as fast as anything
+        (DeviceKind.cuda, False, "install flash-linear-attention"),
+        (DeviceKind.cuda, True, None),
+        (DeviceKind.npu, True, "device=npu has no kernels for it"),
+    ],
+)
+def test_linear_attention_without_kernels_is_a_warning(
+    kind: DeviceKind, installed: bool, remedy: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        if not installed:
+            raise PackageNotFoundError(package)
+        return "0.6.0"
+
+    monkeypatch.setattr(base, "version", version)
+    assert _slow_attention(save_qwen3(tmp_path / "qwen3"), device_of(kind)) == []
+    warnings = _slow_attention(save_qwen35(tmp_path / "qwen35"), device_of(kind))
+    assert [each.rpartition(": ")[2] for each in warnings] == ([] if remedy is None else [remedy])
 
 
 def test_the_inputs_of_the_tiny_model_are_loaded_without_torch(tiny_model: Path) -> None:

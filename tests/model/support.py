@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.model.hf_import import transformers
+from app.model.packing import Packing
 from app.model.tiny.tokenizer import build_tokenizer
 
 LENGTHS = (5, 17, 3, 16, 9, 1)  # the last one has no completion token
@@ -21,13 +22,13 @@ class Batch:
     sequences: list[Tensor]  # each [L]
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
-    cu_seqlens: Tensor  # [S + 1]
+    packing: Packing
     logit_positions: Tensor  # [N]
     targets: Tensor  # [N]
 
     @property
-    def inputs(self) -> dict[str, Tensor]:
-        names = ("input_ids", "position_ids", "cu_seqlens", "logit_positions", "targets")
+    def inputs(self) -> dict[str, Any]:
+        names = ("input_ids", "position_ids", "packing", "logit_positions", "targets")
         return {name: getattr(self, name) for name in names}
 
 
@@ -53,7 +54,7 @@ def pack(sequences: list[Tensor], prompt: int = 2) -> Batch:
         sequences=sequences,
         input_ids=packed[None],
         position_ids=torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None],
-        cu_seqlens=torch.tensor(starts, dtype=torch.int32),
+        packing=Packing.of(starts),
         logit_positions=positions,
         targets=packed[positions + 1],
     )

@@ -104,7 +104,7 @@ def test_the_kernel_equals_the_buckets_on_a_device(width: int) -> None:
     torch.manual_seed(0)
     kernel = varlen_kernel()
     assert kernel is not None
-    layout = Packing.of(packing([700, 33, 1, 290]).cu_seqlens.cuda())
+    layout = Packing.of(packing([700, 33, 1, 290]).boundaries, "cuda")
     random = [torch.randn(1, heads, 1024, width, device="cuda") for heads in (8, 2, 2)]
     inputs = [each.bfloat16().requires_grad_() for each in random]
     exact = [each.detach().float().requires_grad_() for each in inputs]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.config.trainer import Checkpointing
 from app.model.load import load
 from app.model.policy import named_checkpoint_tensors
 from tests.model import sharded
@@ -20,7 +21,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def all_runs(paths: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[int, sharded.Runs]:
-    options = [{}, {"compute_dtype": torch.bfloat16, "activation_checkpointing": True}]
+    options = [{}, {"compute_dtype": torch.bfloat16, "activation_checkpointing": Checkpointing.all}]
     return sharded.run(paths, tmp_path_factory.mktemp("runs") / "runs.pt", options)
 
 

@@ -1,10 +1,12 @@
 """A packed pass equals transformers on each sequence alone."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from app.config.trainer import Checkpointing
 from app.model.load import load
 from app.model.policy import PolicyModel
 from tests.model.support import SAVE, batch, pack, reference, relative, weights
@@ -17,7 +19,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return SAVE[request.param](tmp_path_factory.mktemp(request.param))
 
 
-def plain(path: Path, **options: bool) -> PolicyModel:
+def plain(path: Path, **options: Any) -> PolicyModel:
     return load(path, mesh=None, device="cpu", **options)
 
 
@@ -31,8 +33,8 @@ def test_packed_logprobs_and_entropies_equal_those_of_each_sequence_alone(path: 
     assert not our_entropies.requires_grad
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_packed_gradients_equal_the_sum_over_sequences_alone(path: Path, checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", Checkpointing)
+def test_packed_gradients_equal_the_sum_over_sequences_alone(path: Path, checkpointing: Checkpointing) -> None:
     packed = batch(101)
     model, logprobs, _ = reference(path, packed, TEMPERATURE)
     (logprobs * weights(packed)).sum().backward()
@@ -42,6 +44,21 @@ def test_packed_gradients_equal_the_sum_over_sequences_alone(path: Path, checkpo
     theirs = dict(model.named_parameters())
     for name, parameter in policy.causal_lm.named_parameters():
         assert relative(parameter.grad, theirs[name].grad) < 1e-5, name
+
+
+@pytest.mark.parametrize(("checkpointing", "recomputed"), [("none", 0), ("some", 2), ("all", 3)])
+def test_checkpointing_recomputes_none_every_other_or_all_layers(
+    checkpointing: str, recomputed: int, tmp_path: Path
+) -> None:
+    policy = plain(SAVE["tied"](tmp_path), activation_checkpointing=Checkpointing[checkpointing])
+    calls: list[int] = []
+    for index, layer in enumerate(policy.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
+    logprobs, _ = policy(**batch(101).inputs, temperature=1.0)
+    logprobs.sum().backward()
+    assert len(policy.layers) == 3
+    assert len(calls) == 3 + recomputed
+    assert set(calls[3:]) == set([0, 2] if recomputed == 2 else range(recomputed))
 
 
 def test_no_token_attends_to_another_sequence(path: Path) -> None:

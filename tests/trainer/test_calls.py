@@ -63,6 +63,15 @@ def test_a_step_on_which_a_rank_is_stuck_breaks_the_trainer(tmp_path: Path, monk
     assert trainer.broken
 
 
+def test_a_step_that_cannot_be_aborted_breaks_the_trainer(tmp_path: Path) -> None:
+    """Its ranks may be in the middle of a pass, with gradients that would add to those of the next step."""
+    ranks = [rank(abort_step=full_disk, ready=done), rank(abort_step=done, ready=done)]
+    trainer = RemoteTrainer(ranks, timeout_s=60, logs=tmp_path)
+    with pytest.raises(TrainerError, match="trainer rank 0 failed during abort_step: OSError"):
+        asyncio.run(trainer.abort_step())
+    assert trainer.broken
+
+
 def test_stacks_that_cannot_be_written_do_not_hide_the_rank_that_is_late(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     logs.write_text("a file in the place of the folder")

@@ -12,9 +12,9 @@ RANKS, BUDGET = st.integers(1, 5), st.integers(1, 200)
 CPU = torch.device("cpu")
 
 
-@given(LENGTHS, RANKS, BUDGET, st.booleans())
-def test_every_index_is_in_one_microbatch(lengths: list[int], ranks: int, budget: int, packing: bool) -> None:
-    passes = plan_microbatches(lengths, ranks=ranks, budget=budget, packing=packing)
+@given(LENGTHS, RANKS, BUDGET)
+def test_every_index_is_in_one_microbatch(lengths: list[int], ranks: int, budget: int) -> None:
+    passes = plan_microbatches(lengths, ranks=ranks, budget=budget)
     indices = [index for by_rank in passes for members in by_rank for index in members]
     assert sorted(indices) == list(range(len(lengths)))
 
@@ -33,13 +33,6 @@ def test_every_rank_has_a_microbatch_in_every_pass_and_no_pass_is_empty(
     passes = plan_microbatches(lengths, ranks=ranks, budget=budget)
     assert all(len(by_rank) == ranks for by_rank in passes)
     assert all(any(by_rank) for by_rank in passes)
-
-
-@given(LENGTHS, RANKS, BUDGET)
-def test_without_packing_every_trajectory_gets_its_own_microbatch(lengths: list[int], ranks: int, budget: int) -> None:
-    passes = plan_microbatches(lengths, ranks=ranks, budget=budget, packing=False)
-    assert len(passes) == -(-len(lengths) // ranks)
-    assert all(len(members) <= 1 for by_rank in passes for members in by_rank)
 
 
 def test_oversized_trajectories_take_one_rank_of_a_pass_each() -> None:
@@ -84,7 +77,7 @@ def test_packing_matches_a_loop_over_the_tokens() -> None:
     micro = pack(samples, CPU)
     assert micro.input_ids.tolist() == [ids]
     assert micro.position_ids.tolist() == [positions]
-    assert micro.cu_seqlens.tolist() == boundaries
+    assert micro.packing.cu_seqlens.tolist() == boundaries
     assert micro.logit_positions.tolist() == logit_positions
     assert micro.targets.tolist() == targets == micro.input_ids[0, micro.logit_positions + 1].tolist()
     assert micro.sequence.tolist() == sequence

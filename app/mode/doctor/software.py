@@ -12,6 +12,7 @@ from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
 from app.mode.doctor.finding import Check, CheckStatus, check
+from app.model.architecture import architecture_of
 
 PYTHON = SpecifierSet(">=3.11,<3.13")
 DISTRIBUTION = "hydra-posttrain"
@@ -37,6 +38,10 @@ def software(config: RunConfig, device: Device) -> Iterator[Check]:
 
     for package, purpose in device.packages.items():
         yield _installed(package, purpose)
+    model = architecture_of(config.model)
+    if model is not None and model.linear is not None and device.linear_attention is not None:
+        purpose = "kernels of linear attention; without them it trains in a torch loop, more than ten times slower"
+        yield _installed(device.linear_attention, purpose)
     if device.plugin is not None:
         yield _built_for_torch(device.plugin)
     colocate = config.placement.kind is PlacementKind.colocate and device.shares_memory

@@ -25,8 +25,8 @@ from app.config import RunConfig
 from app.config.device import Dtype
 from app.device import device_of
 from app.mode.parity.engine import Sampled, sample
-from app.model.attention import PACKED
 from app.model.hf_directory import locate
+from app.model.kernels import CPU_KERNELS, Kernels, kernels_of
 from app.model.load import load
 from app.model.policy import PolicyModel, named_checkpoint_tensors
 from app.trainer.microbatch import MicroBatch, Sample, pack
@@ -91,8 +91,8 @@ def compare(config: RunConfig, folder: Path) -> tuple[str, float, bool]:
 
     # the engine first: later this process holds device memory
     engine_lines = engine_comparisons(config, path, folder)
-    reference = compute(path, CPU, Dtype.float32, PACKED, trust)
-    outcome = compute(path, device.torch_device(), dtype, device.attention, trust)
+    reference = compute(path, CPU, Dtype.float32, CPU_KERNELS, trust)
+    outcome = compute(path, device.torch_device(), dtype, kernels_of(device, config.trainer.compile), trust)
 
     lines = [*comparisons(outcome, reference, BOUNDS[dtype]), *engine_lines]
     worst = max(line.error / line.bound if math.isfinite(line.error) else math.inf for line in lines)
@@ -100,7 +100,6 @@ def compare(config: RunConfig, folder: Path) -> tuple[str, float, bool]:
     result = {
         "device": device.kind.name,
         "dtype": dtype.name,
-        "attention": device.attention,
         "model": config.model.path or config.model.name,
         "torch": torch.__version__,
         "passed": passed,
@@ -131,7 +130,7 @@ def mean_difference(path: Path, sampled: Sampled, *, trust_remote_code: bool) ->
         return (logprobs_of(model, batch) - batch.rollout_logprobs).abs().mean().item()
 
 
-def compute(path: Path, device: torch.device, dtype: Dtype, attention: str, trust_remote_code: bool) -> Outcome:
+def compute(path: Path, device: torch.device, dtype: Dtype, kernels: Kernels, trust_remote_code: bool) -> Outcome:
     """Run forward and backward on the fixed batch."""
     torch_dtype = getattr(torch, dtype.name)
     model = load(
@@ -140,7 +139,7 @@ def compute(path: Path, device: torch.device, dtype: Dtype, attention: str, trus
         device=device,
         param_dtype=torch_dtype,
         compute_dtype=torch_dtype,
-        attention=attention,
+        kernels=kernels,
         trust_remote_code=trust_remote_code,
     )
     batch = fixed_batch(model.config.vocab_size, device)
@@ -187,7 +186,7 @@ def logprobs_of(model: PolicyModel, batch: MicroBatch) -> Tensor:
     logprobs, _ = model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
-        cu_seqlens=batch.cu_seqlens,
+        packing=batch.packing,
         logit_positions=batch.logit_positions,
         targets=batch.targets,
         temperature=1.0,

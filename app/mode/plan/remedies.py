@@ -54,8 +54,8 @@ def _changes(config: RunConfig, device: Device, model: Architecture) -> Iterator
     rollout = config.rollout
     colocated = placement.kind is PlacementKind.colocate
 
-    if not config.trainer.activation_checkpointing:
-        yield Change({"trainer.activation_checkpointing": True})
+    if config.trainer.activation_checkpointing is not Checkpointing.all:
+        yield Change({"trainer.activation_checkpointing": Checkpointing.all})
     if colocated and device.shares_memory and not (config.offload.engine and config.offload.trainer):
         yield Change({"offload.engine": True, "offload.trainer": True})
 

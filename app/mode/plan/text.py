@@ -11,14 +11,15 @@ from app.device import Device
 from app.mode.disk import CHECKPOINT_BYTES, plan_disk
 from app.mode.plan.engine_memory import EngineMemoryPlan
 from app.mode.plan.memory import Phase, plan_memory
+from app.mode.plan.trainer_memory import uncheckpointed_layers
 from app.model.architecture import Architecture
 from app.rollout.server_args import render_flags
 from app.utils.units import GIB, MIB, size
 
 LARGEST_ITEMS = 4  # items shown per phase
 SMALLEST_SHOWN = 0.005 * GIB
-BACKWARD_FLOPS = 6  # per parameter and token, forward pass included
-RECOMPUTED_FLOPS = 8  # with activation checkpointing
+FORWARD_FLOPS = 2  # per parameter and token
+FORWARD_BACKWARD_FLOPS = 6
 SHORTEST_SYNC = 1.0  # seconds; below, latency outweighs bandwidth
 UTILIZATION = 0.4  # of peak FLOP/s, for a well-fed trainer
 
@@ -132,7 +133,8 @@ def sync(config: RunConfig, device: Device, model: Architecture) -> list[str]:
         )
 
     if device.peak_tflops is not None:
-        flops = RECOMPUTED_FLOPS if config.trainer.activation_checkpointing else BACKWARD_FLOPS
+        recomputed = 1 - uncheckpointed_layers(model, config.trainer.activation_checkpointing) / model.layers
+        flops = FORWARD_BACKWARD_FLOPS + recomputed * FORWARD_FLOPS
         longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
         tokens = config.algorithm.trajectories_per_step * longest
         training = flops * model.parameters * tokens / (device.peak_tflops * 1e12 * ranks * UTILIZATION)

@@ -1,0 +1,53 @@
+"""How a policy computes on its device: its own attention, the size of the LM head's chunks, compiled parts.
+
+Compiled are the parts that eager torch computes in many passes over memory: the norms, the MLPs with their activation,
+and what the LM head computes from a chunk's logits. Each of them takes tensors only, so that packed sequences of any
+lengths share one graph per shape of the model. FSDP2's hooks stay outside: they run around `forward`, which is what is
+compiled.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from app.config.trainer import Compile
+from app.device import Device
+from app.model.attention import VarlenKernel
+
+NORM = "RMSNorm"
+MLP = "MLP"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """How a policy computes."""
+
+    attention: VarlenKernel | None = None  # the device's own over packed sequences; None: torch's
+    head_chunk: int = 2**24  # logits that the LM head computes at once
+    compiled: bool = False  # whether torch compiles the norms, the MLPs and the head's loss
+
+
+CPU_KERNELS = Kernels()
+
+
+def kernels_of(device: Device, compiled: Compile) -> Kernels:
+    """Return a device's kernels, with `trainer.compile`."""
+    compiles = device.compiles if compiled is Compile.auto else compiled is Compile.on
+    return Kernels(device.attention_kernel, device.head_chunk, compiles)
+
+
+def compile_elementwise(decoder: nn.Module) -> None:
+    """Compile the norms and MLPs of a decoder. Modules of one class share their graphs."""
+    for module in decoder.modules():
+        if type(module).__name__.endswith((NORM, MLP)):
+            module.forward = torch.compile(module.forward, dynamic=True)
+
+
+@cache
+def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the compiled function, for any number of rows."""
+    return torch.compile(function, dynamic=True)

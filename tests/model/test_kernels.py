@@ -1,0 +1,84 @@
+"""A compiled policy computes what the eager one does, with few graphs; a device's kernels follow `trainer.compile`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from app.config.device import DeviceKind
+from app.config.trainer import Checkpointing, Compile
+from app.device import device_of
+from app.model.kernels import Kernels, kernels_of
+from app.model.load import load
+from tests.model.support import batch, relative, save_qwen3, weights
+from tests.trainer.ranks import run_on
+from tests.trainer.support import full
+
+EAGER, COMPILED = Kernels(), Kernels(compiled=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "compiled"),
+    [
+        (DeviceKind.cpu, Compile.auto, False),
+        (DeviceKind.cpu, Compile.on, True),
+        (DeviceKind.cuda, Compile.auto, True),
+        (DeviceKind.cuda, Compile.off, False),
+        (DeviceKind.npu, Compile.auto, False),
+    ],
+)
+def test_auto_compiles_on_cuda_only(kind: DeviceKind, setting: Compile, compiled: bool) -> None:
+    assert kernels_of(device_of(kind), setting).compiled == compiled
+
+
+def test_chunks_of_the_head_are_larger_where_a_device_has_room() -> None:
+    chunks = [kernels_of(device_of(kind), Compile.auto).head_chunk for kind in DeviceKind]
+    assert chunks == [2**24, 2**27, 2**26]
+
+
+def outcome(
+    path: Path, kernels: Kernels, *, lengths: tuple[int, ...], mesh: DeviceMesh | None = None, **options: Any
+) -> dict[str, torch.Tensor]:
+    """Log-probabilities, entropies and gradients of a batch, with a gradient of the entropy too."""
+    policy = load(path, mesh=mesh, device="cpu", kernels=kernels, **options)
+    packed = batch(101, lengths)
+    logprobs, entropies = policy(**packed.inputs, temperature=0.7, entropy_gradient=True, chunk_tokens=7)
+    ((logprobs + 0.1 * entropies) * weights(packed)).sum().backward()
+    gradients = {name: full(parameter.grad) for name, parameter in policy.named_parameters()}
+    return {"logprobs": logprobs.detach(), "entropies": entropies.detach(), **gradients}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.mark.slow
+def test_compiled_equals_eager_for_batches_of_any_lengths(path: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    graphs = []
+    for lengths in ((5, 17, 3), (16, 9, 40, 2), (30, 30)):
+        eager, compiled = (outcome(path, kernels, lengths=lengths) for kernels in (EAGER, COMPILED))
+        for name, expected in eager.items():
+            assert relative(compiled[name], expected) < 1e-5, name
+        graphs.append(counters["stats"]["unique_graphs"])
+    # Norms of hidden states and of heads, the MLP, the head's forward and backward; no graph for each batch or layer.
+    assert graphs[0] <= 6
+    assert graphs[-1] == graphs[0]
+
+
+def _sharded(mesh: DeviceMesh, path: Path) -> tuple[dict[str, torch.Tensor], ...]:
+    options = {"compute_dtype": torch.bfloat16, "activation_checkpointing": Checkpointing.some}
+    return tuple(outcome(path, each, lengths=(5, 17, 3), mesh=mesh, **options) for each in (EAGER, COMPILED))
+
+
+@pytest.mark.slow
+def test_compiled_equals_eager_on_two_ranks_in_bfloat16(path: Path, tmp_path: Path) -> None:
+    eager, compiled = run_on(2, _sharded, tmp_path / "results.pt", path)
+    for name, expected in eager.items():
+        # Compiled norms round once where eager ones round after each operation.
+        assert relative(compiled[name].float(), expected.float()) < 0.1, name

@@ -1,0 +1,362 @@
+"""The trainer's memory at real size, without weights or devices: the trainer's code on fake tensors, counted by torch.
+
+    python -m tests.standin.fake_memory out.json '[{"model": "qwen3_4b", "ranks": 4, "checkpointing": "all"}, …]'
+
+Sharding, the train step, the LM head, attention and the optimizer are the application's. Replaced is only what would
+read a value: the checkpoint's rows, the layout of sequences, the gradient norm, metric sums. torch's FSDPMemTracker
+keeps the peak of every phase that `mode=plan` names. Workspaces of kernels and the allocator's fragmentation are not
+seen.
+
+A fake tensor of type `cuda` aborts torch without CUDA, so the device's type is `npu` in every case; `device` decides
+what the trainer does on it.
+"""
+
+import gc
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed import fake_pg
+from torch.utils._python_dispatch import _disable_current_modes
+
+TYPE = "npu"
+INDEX = 0
+QWEN3_4B = {
+    "vocab_size": 151_936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40_960,
+}
+STEPS, MICROBATCHES = 2, 2  # from the second on there are Adam's moments, and gradients
+NOT_FOUND = ("sync buffers", "runtime")  # items of the plan that the trainer's tensors do not have
+PHASES = {
+    "loss and head": ("head, forward", "head, backward"),
+    "backward of a layer": ("backward of a layer",),
+    "backward of the embedding": ("backward of the embedding",),
+    "optimizer update": ("optimizer update",),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str  # a preset
+    ranks: int
+    checkpointing: str = "all"
+    device: str = "cuda"
+    tokens: int = 10_240
+    layers: int | None = None  # None: all
+    loop: bool = False  # linear attention in transformers' torch loop
+
+
+class KnownNorm(float):
+    """A norm with a value, also for `torch.isfinite`."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> bool:
+        return True
+
+
+class PhaseTracker(FSDPMemTracker):
+    """FSDPMemTracker that keeps the peak of each phase, in bytes by category."""
+
+    phase = "before"
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.phases: dict[str, dict[str, int]] = defaultdict(dict)
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        for device, now in self._curr_mem_snap.items():
+            if device.type == TYPE and now["Total"] > self.phases[self.phase].get("Total", 0):
+                self.phases[self.phase] = {getattr(key, "value", key): size for key, size in now.items() if size}
+
+
+def config_of(case: Case) -> Any:
+    from app.model.hf_import import transformers
+
+    auto = transformers()
+    config = auto.Qwen3Config(**QWEN3_4B) if case.model == "qwen3_4b" else auto.Qwen3_5TextConfig()
+    if case.layers is not None:
+        config.num_hidden_layers = case.layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: case.layers]
+    return config
+
+
+def groups(tokens: int) -> list[Any]:
+    """One sequence of this many tokens, a fifth of them the prompt."""
+    from app.types import Completion, FinishReason, Group, Prompt, ScoredGroup, Trajectory, VersionSpan
+
+    length = tokens - tokens // 5
+    prompt = Prompt("p@0", np.zeros(tokens // 5, np.int32), "", "fake")
+    spans = (VersionSpan(0, 0, length),)
+    completion = Completion(np.zeros(length, np.int32), np.zeros(length, np.float32), FinishReason.stop, spans)
+    return [ScoredGroup(Group(prompt, (Trajectory(prompt, completion, "", reward=0.0),)), np.ones(1, np.float32))]
+
+
+@contextmanager
+def fake_ranks(ranks: int) -> Iterator[Any]:
+    dist.init_process_group(f"cpu:fake,{TYPE}:fake", rank=0, world_size=ranks, store=fake_pg.FakeStore())
+    try:
+        yield init_device_mesh(TYPE, (ranks,))
+    finally:
+        dist.destroy_process_group()
+
+
+def build(case: Case, mesh: Any) -> Any:
+    """`load`, in its own order, without a checkpoint."""
+    from app.config.device import DeviceKind
+    from app.config.trainer import Checkpointing, Compile
+    from app.device import device_of
+    from app.model import load
+    from app.model.attention import PACKED, register_packed
+    from app.model.hf_import import transformers
+    from app.model.kernels import kernels_of
+
+    register_packed()
+    with torch.device("meta"):
+        causal_lm = transformers().AutoModelForCausalLM.from_config(
+            config_of(case), dtype=torch.float32, attn_implementation=PACKED
+        )
+    kernels = replace(kernels_of(device_of(DeviceKind[case.device]), Compile.off), attention=None)
+
+    def names(lm: Any, *_: Any) -> dict[str, str]:
+        return {name: name for name, _ in lm.named_parameters()}
+
+    without = {name: mock.Mock() for name in ("_check_head", "open_checkpoint", "_fill", "_compute_buffers")}
+    without["open_checkpoint"] = mock.MagicMock()
+    with mock.patch.multiple(load, _on_meta=lambda *_: causal_lm, _match=names, **without):
+        return load.load(
+            Path(),
+            mesh=mesh,
+            device=torch.device(TYPE, INDEX),
+            compute_dtype=torch.bfloat16,
+            kernels=kernels,
+            activation_checkpointing=Checkpointing[case.checkpointing],
+        )
+
+
+def empty_on(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _unchanged(sums: Any) -> Any:
+    return sums
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """What would read a value gets one, or none is read."""
+    from app.algorithm.metrics import TABLE
+    from app.model import packing
+    from app.model.packing import Packing
+    from app.trainer import microbatch, optimizer
+    from app.trainer.reductions import RawSums, UnreadSums
+
+    lay_out, norm = Packing.of.__func__, optimizer.grad_norm
+
+    def layout(cls: Any, boundaries: Any, device: Any = "cpu") -> Packing:
+        with _disable_current_modes():
+            real = lay_out(cls, boundaries)
+        tensors = {name: empty_on(getattr(real, name), device) for name in ("cu_seqlens", "source", "real", "position")}
+        return replace(real, **tensors)
+
+    def known_norm(gradients: list[torch.Tensor]) -> KnownNorm:
+        norm(gradients)
+        return KnownNorm(0.5)
+
+    with (
+        mock.patch("torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT", 0),  # no scalars with values
+        mock.patch("torch.optim.adam._get_value", return_value=1.0),
+        mock.patch.object(Packing, "of", classmethod(layout)),
+        mock.patch.object(packing, "to_device", empty_on),
+        mock.patch.object(microbatch, "to_device", empty_on),
+        mock.patch.object(optimizer, "grad_norm", known_norm),
+        mock.patch.object(RawSums, "all_reduce", _unchanged),
+        mock.patch.object(UnreadSums, "read", return_value=RawSums(sums=dict.fromkeys(TABLE, 1.0))),
+    ):
+        yield
+
+
+class KernelDelta(torch.autograd.Function):
+    """What flash-linear-attention's chunked gated delta rule allocates and keeps, read from its source; no values."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, g: Any, beta: Any) -> torch.Tensor:
+        tokens, heads = q.shape[1], q.shape[2]
+        rstd = [torch.empty(1, tokens, heads, device=q.device) for _ in range(2)]
+        normed = [torch.empty_like(q), torch.empty_like(k)]
+        a = q.new_empty(1, tokens, heads, 64)
+        w, u, new, out = (torch.empty_like(v) for _ in range(4))
+        h = q.new_empty(1, -(-tokens // 64), heads, q.shape[3], v.shape[3])
+        ctx.save_for_backward(*normed, *rstd, v, torch.empty_like(g), beta, a)
+        del w, u, new, h
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        q, k, _, _, v, g, beta, a = ctx.saved_tensors
+        w, u, new, dv = (torch.empty_like(v) for _ in range(4))
+        h, dh = (q.new_empty(1, -(-q.shape[1] // 64), q.shape[2], q.shape[3], v.shape[3]) for _ in range(2))
+        dq, dk, dw, dk2, dv2 = (torch.empty_like(each) for each in (q, k, v, k, v))
+        da, dg, db = torch.empty_like(a), torch.empty_like(g), torch.empty_like(beta)
+        del w, u, new, dv, h, dh, dw, dk2, da
+        return dq, dk, dv2, dg, db
+
+
+def kernel_delta(q: Any, k: Any, v: Any, *, g: Any, beta: Any, **_: Any) -> tuple[torch.Tensor, None]:
+    return KernelDelta.apply(q, k, v, g, beta), None
+
+
+@contextmanager
+def phases_marked(tracker: PhaseTracker, policy: Any, optimizer: Any) -> Iterator[None]:
+    """The tracker gets the name of each phase from who is at work."""
+    from app.model import lm_head
+
+    kind = lm_head._TokenLogprobs
+    forward, backward = kind.forward, kind.backward
+
+    def enter(name: str) -> Any:
+        def hook(*_: Any) -> None:
+            tracker.phase = name
+
+        return hook
+
+    def head_forward(*given: Any) -> Any:
+        tracker.phase = "head, forward"
+        return forward(*given)
+
+    def head_backward(*given: Any) -> Any:
+        tracker.phase = "head, backward"
+        out = backward(*given)
+        tracker.phase = "backward of a layer"
+        return out
+
+    policy.register_forward_pre_hook(enter("forward"))
+    policy.causal_lm.get_decoder().embed_tokens.register_forward_hook(
+        lambda _m, _i, out: out.register_hook(enter("backward of the embedding")) and None
+    )
+    optimizer.torch_optimizer.register_step_pre_hook(enter("optimizer update"))
+    with mock.patch.multiple(kind, forward=staticmethod(head_forward), backward=staticmethod(head_backward)):
+        yield
+
+
+def measure(case: Case) -> dict[str, dict[str, int]]:
+    """Return the peak of each phase, in bytes by category."""
+    from app.config.algorithm import AlgorithmConfig, Correction
+    from app.config.device import DeviceKind
+    from app.config.trainer import TrainerConfig
+    from app.device import device_of
+    from app.trainer.optimizer import PolicyOptimizer
+    from app.trainer.step import StepSettings, TrainStep
+
+    with fake_ranks(case.ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True), without_values():
+        policy = build(case, mesh)
+        fused = device_of(DeviceKind[case.device]).fused_optimizer
+        optimizer = PolicyOptimizer(policy.parameters(), TrainerConfig(), fused=fused)
+        settings = StepSettings(AlgorithmConfig(updates_per_step=1), Correction.none, 1.0, 8192, case.tokens)
+        step = TrainStep(policy, optimizer, settings, torch.device(TYPE, INDEX))
+        tracker = PhaseTracker(policy, optimizer.torch_optimizer)
+        with phases_marked(tracker, policy, optimizer), tracker:
+            for version in range(1, STEPS + 1):
+                tracker.phases.clear()
+                step.begin(version)
+                for _ in range(MICROBATCHES):
+                    tracker.reset_mod_stats()
+                    step.add_groups(groups(case.tokens) * case.ranks)
+                tracker.phase = "optimizer update"
+                step.finish()
+                gc.collect()
+        return {phase: dict(peak) for phase, peak in tracker.phases.items()}
+
+
+def planned(case: Case) -> dict[str, dict[str, float]]:
+    """Return the trainer's phases of `mode=plan`, without what is no tensor of the trainer's."""
+    from app.device import device_of
+    from app.mode.plan.memory import plan_memory
+    from app.model.architecture import QWEN3_4B as FOUR
+    from app.model.architecture import QWEN35_9B as NINE
+    from app.rollout.server_args import engine_flags
+    from tests.compose import composed
+
+    config = composed(
+        f"device={case.device}",
+        "placement=fully_async",
+        f"model={case.model}",
+        f"placement.trainer_devices={case.ranks}",
+        f"trainer.activation_checkpointing={case.checkpointing}",
+        f"trainer.tokens_per_microbatch={case.tokens}",
+        "rollout.max_prompt_tokens=2048",
+        f"rollout.max_completion_tokens={case.tokens - 2048}",
+    )
+    device = device_of(config.device.kind)
+    if case.loop:
+        device = replace(device, linear_attention=None)
+    model = FOUR if case.model == "qwen3_4b" else NINE
+    if case.layers is not None:
+        full = case.layers if model.linear is None else case.layers // 4
+        model = replace(model, layers=case.layers, full_layers=full)
+
+    phases = plan_memory(config, device, model, engine_flags(config, device)).phases
+    return {
+        phase.name: {item: size for item, size in phase.items.items() if item not in NOT_FOUND}
+        for phase in phases
+        if phase.device == "trainer device"
+    }
+
+
+def compared(case: Case) -> dict[str, Any]:
+    """Return plan and measurement by phase, in bytes, and the categories of the latter."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    began = time.perf_counter()
+    loop = modeling_qwen3_5.torch_chunk_gated_delta_rule
+    with mock.patch.object(modeling_qwen3_5, "torch_chunk_gated_delta_rule", loop if case.loop else kernel_delta):
+        found = measure(case)
+
+    plan = planned(case)
+    rows = {}
+    for name, parts in PHASES.items():
+        best = max((found.get(part, {}) for part in parts), key=lambda peak: peak.get("Total", 0))
+        items = plan.get(name)
+        rows[name] = {
+            "plan": None if items is None else sum(items.values()),
+            "found": best.get("Total", 0),
+            "items": items,
+            "categories": best,
+        }
+    return {"case": asdict(case), "seconds": time.perf_counter() - began, "phases": rows}
+
+
+def main() -> None:
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    from app.device.torchvision_shim import define_operators
+    from tests.standin.still_device import StillDevice
+
+    _setup_privateuseone_for_python_backend(TYPE, backend_module=StillDevice())
+    define_operators()
+    results = [compared(Case(**case)) for case in json.loads(sys.argv[2])]
+    Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""`mode=plan` against the trainer's own code at real size, on fake tensors."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 0.10
+FULL_SIZE = [
+    {"model": model, "ranks": ranks, "checkpointing": checkpointing}
+    for model in ("qwen3_4b", "qwen35_9b")
+    for checkpointing in ("all", "some", "none")
+    for ranks in (1, 4, 8)
+]
+
+
+def compared(cases: list[dict[str, Any]], folder: Path, *, seconds: float) -> list[dict[str, Any]]:
+    out = folder / "results.json"
+    command = [sys.executable, "-m", "tests.standin.fake_memory", str(out), json.dumps(cases)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def assert_planned(result: dict[str, Any]) -> None:
+    """The plan's largest phase is within the tolerance of the largest phase found, and no phase is far too small."""
+    phases = {name: phase for name, phase in result["phases"].items() if phase["plan"] is not None}
+    plan = max(phase["plan"] for phase in phases.values())
+    found = max(phase["found"] for phase in result["phases"].values())
+    assert plan == pytest.approx(found, rel=TOLERANCE), result["case"]
+    for name, phase in phases.items():
+        assert phase["plan"] > (1 - TOLERANCE) * phase["found"], (result["case"], name)
+
+
+def test_the_plan_is_the_memory_of_the_train_step_of_qwen3_4b(tmp_path: Path) -> None:
+    (result,) = compared([{"model": "qwen3_4b", "ranks": 4}], tmp_path, seconds=250)
+    assert_planned(result)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize("case", FULL_SIZE, ids=lambda case: "-".join(map(str, case.values())))
+def test_the_plan_is_the_memory_of_the_train_step_at_full_size(case: dict[str, Any], tmp_path: Path) -> None:
+    (result,) = compared([case], tmp_path, seconds=1800)
+    assert_planned(result)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
+def test_the_plan_is_the_memory_of_linear_attention_in_a_loop(tmp_path: Path) -> None:
+    case = {"model": "qwen35_9b", "ranks": 4, "layers": 4, "checkpointing": "none", "device": "npu", "loop": True}
+    (result,) = compared([case], tmp_path, seconds=1800)
+    del result["phases"]["optimizer update"]  # of four layers only; at full size the other tests compare it
+    assert_planned(result)
