@@ -16,6 +16,7 @@ from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, O
 from app.config.folder_name import run_name
 from app.config.model import TINY_PRESETS
 from app.config.placement import PlacementKind
+from app.config.trainer import Checkpointing
 from app.device import device_of
 from app.main import conf_path
 from app.mode.plan.describe import describe
@@ -203,7 +204,11 @@ def test_a_preset_begins_with_the_command_that_runs_it(path: Path) -> None:
 
 def test_any_model_gets_sizes_of_a_full_fine_tuning_and_its_own_name() -> None:
     config = composed("model=hf", "model.path=Qwen/Qwen3-1.7B", "device=cuda")
-    assert (config.model.name, config.trainer.lr, config.trainer.activation_checkpointing) == ("Qwen3-1.7B", 1e-6, Checkpointing.all)
+    assert (config.model.name, config.trainer.lr, config.trainer.activation_checkpointing) == (
+        "Qwen3-1.7B",
+        1e-6,
+        Checkpointing.all,
+    )
     assert (config.algorithm.prompts_per_step, config.algorithm.group_size) == (32, 8)
     assert (config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens) == (1024, 2048)
     assert (config.placement.devices, config.rollout.tensor_parallel) == (1, 1)

@@ -92,6 +92,7 @@ class RankUnderTest:
                 lr=1e-3, activation_checkpointing=Checkpointing.all if scenario.extras else Checkpointing.none
             ),
             step=StepSettings(algorithm, Correction.none, 0.7, LIMIT, 40),
+            run_updates=1,
             reference=scenario.extras,
             ranks=ranks,
             threads=1,

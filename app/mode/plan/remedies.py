@@ -3,9 +3,11 @@
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from app.config import RunConfig
 from app.config.placement import PlacementKind
+from app.config.trainer import Checkpointing
 from app.device import Device
 from app.mode.plan.memory import MemoryPlan, plan_memory
 from app.model.architecture import QWEN3_06B, QWEN3_17B, Architecture
@@ -29,7 +31,11 @@ class Change:
     def __str__(self) -> str:
         if self.model is not None:
             return f"model=hf model.path={self.model}"
-        return " ".join(f"{key}={str(value).lower()}" for key, value in self.settings.items())
+        return " ".join(f"{key}={_written(value)}" for key, value in self.settings.items())
+
+
+def _written(value: object) -> str:
+    return value.name if isinstance(value, Enum) else str(value).lower()
 
 
 def remedies_of(config: RunConfig, device: Device, model: Architecture) -> list[list[str]]:
