@@ -68,10 +68,14 @@ class Validate(Callback):
         checkpoint = _apply_resume(composed, config)
         config = compose.resolve(composed)
 
+        from app.mode.disk import require_space
         from app.mode.preflight import preflight
 
-        require_writable("hydra.run.dir", Path(str(composed.hydra.run.dir)))
+        folder = Path(str(composed.hydra.run.dir))
+        require_writable("hydra.run.dir", folder)
         preflight(config, checkpoint)
+        if checkpoint is None:  # a resume replaces checkpoints of its own
+            require_space(config, folder)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Refuse the folder of an earlier sweep, whose jobs would be refused one by one."""

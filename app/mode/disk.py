@@ -1,8 +1,15 @@
 """Disk space for the checkpoints and the export of a run."""
 
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
+from app.config import Mode, RunConfig
 from app.config.checkpoint import CheckpointConfig
+from app.config.trainer import Optimizer
+from app.errors import ConfigError
+from app.model.architecture import architecture_of
+from app.utils.units import size
 
 CHECKPOINT_BYTES = 12  # per parameter: float32 master weight and Adam moments
 EXPORT_BYTES = 4  # per parameter, at most
@@ -26,3 +33,24 @@ def plan_disk(checkpoint: CheckpointConfig, parameters: int) -> DiskPlan:
     """Plan the disk space of a run that trains this number of parameters."""
     export = EXPORT_BYTES * parameters if checkpoint.export else 0
     return DiskPlan(CHECKPOINT_BYTES * parameters, checkpoint.most_on_disk, export)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes of a folder's disk; the folder may not exist yet."""
+    existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+    return shutil.disk_usage(existing).free
+
+
+def require_space(config: RunConfig, folder: Path) -> None:
+    """Raise `ConfigError` if what a new training run will write does not fit. The run checks again with exact sizes."""
+    model = architecture_of(config.model)
+    if config.mode is not Mode.train or model is None or config.trainer.optimizer is not Optimizer.adamw:
+        return
+
+    needed = plan_disk(config.checkpoint, model.parameters).bytes
+    free = free_bytes(folder)
+    if free < needed:
+        raise ConfigError(
+            f"hydra.run.dir={folder} is not accepted: give a folder with {size(needed)} for checkpoints and the "
+            f"exported model, or lower checkpoint.keep; it has {size(free)}."
+        )

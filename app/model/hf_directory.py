@@ -115,15 +115,20 @@ def _download(hub_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    try:
-        with hub_client():
+    with hub_client() as online:
+        try:
             return Path(snapshot_download(hub_id, revision=revision, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        pinned = f" with model.revision={revision}" if revision is not None else ""
-        raise ConfigError(
-            f"model.path={hub_id}{pinned} is not accepted: give a directory that exists or the id of a hub "
-            f"model that can be reached from here ({_brief(error)})."
-        ) from error
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            pinned = f" with model.revision={revision}" if revision is not None else ""
+            accepted = (
+                f"a directory that exists or the id of a hub model that can be reached from here ({_brief(error)})"
+            )
+            if not online:
+                accepted = (
+                    "a directory that exists: the hub cannot be reached from here, and its cache does not hold "
+                    "this model; download it where there is a network"
+                )
+            raise ConfigError(f"model.path={hub_id}{pinned} is not accepted: give {accepted}.") from error
 
 
 def require_complete(folder: Path, given: str) -> None:

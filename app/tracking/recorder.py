@@ -188,12 +188,13 @@ class RunFolderRecorder:
         self._summary.end(status, error)
         unsaved = self._end_summary()
         self._try(timeline.NAME, partial(self.timeline.write, self.folder))
+        written = {"timeline": self.folder / timeline.NAME} if (self.folder / timeline.NAME).exists() else {}
 
         dashboards.close_all(self._dashboards or (), status.value, DASHBOARD_DEADLINE_S[status])
 
         files = self._write_report()
         totals = {**self._summary.values, "total/seconds": self._summary.seconds}
-        records = {**files, "timeline": self.folder / timeline.NAME}
+        records = {**files, **written}
         self._console.end(status.value, totals, error, {**records, **self._kept})
         if unsaved is not None and status is Status.finished:
             raise unsaved

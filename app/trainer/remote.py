@@ -165,7 +165,7 @@ class RemoteTrainer:
     ) -> dict["asyncio.Future[T]", int]:
         """Start a call on every rank. Returns call → rank."""
         references = [getattr(rank, method.__name__).remote(*args, **kwargs) for rank in self.ranks]
-        return {asyncio.ensure_future(_awaitable(reference)): rank for rank, reference in enumerate(references)}
+        return {_task(reference): rank for rank, reference in enumerate(references)}
 
     def _not_started(self, ranks: Sequence[int]) -> TrainerError:
         late = ", ".join(str(rank) for rank in ranks)
@@ -211,6 +211,13 @@ def _shared(groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
         raise TrainerError(
             f"{len(groups)} groups could not be put into Ray's object store: {type(error).__name__}: {one_line(error)}"
         ) from error
+
+
+def _task(reference: Any) -> asyncio.Future[Any]:
+    """Return a task whose failure asyncio does not report when its caller was cancelled meanwhile."""
+    task = asyncio.ensure_future(_awaitable(reference))
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
 
 
 async def _awaitable(reference: Any) -> Any:

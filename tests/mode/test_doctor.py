@@ -201,7 +201,7 @@ def test_a_disk_too_small_for_the_checkpoints_fails(monkeypatch: pytest.MonkeyPa
     none = list(doctor_machine.machine(composed(*MISSION, "checkpoint.keep=0")))
     assert of(newest_two, "disk").status is CheckStatus.fail
     needed = 2 + (4 * 12 + 4) * 8_953_803_264 / 2**30  # with the best and the one being written, and the export
-    assert f"the run may write {needed:.0f}" in of(newest_two, "disk").message
+    assert f"the run may write {needed:.1f} GiB" in of(newest_two, "disk").message
     assert of(none, "disk").status is CheckStatus.ok
 
 

@@ -138,10 +138,19 @@ def test_a_file_is_replaced_in_place_where_nothing_else_fits(mounted: Mount) -> 
 def test_a_disk_without_room_for_the_folder_gets_one_sentence(mounted: Mount, tmp_path: Path, tiny_model: Path) -> None:
     disk = mounted("64k")
     fill(disk)
-    code, text = run_app(f"hydra.run.dir={disk / 'run'}", cwd=tmp_path)
+    code, text = run_app(f"hydra.run.dir={disk / 'run'}", "checkpoint.keep=0", "checkpoint.export=false", cwd=tmp_path)
     assert code == 1
     assert "No space left on device" in text
     assert len(text.splitlines()) == 1
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_refused(mounted: Mount, tmp_path: Path, tiny_model: Path) -> None:
+    disk = mounted("2m")
+    code, text = run_app(f"hydra.run.dir={disk / 'run'}", cwd=tmp_path)
+    assert code == 2
+    assert "is not accepted: give a folder with" in text
+    assert len(text.splitlines()) == 1
+    assert os.listdir(disk) == []
 
 
 @pytest.mark.slow

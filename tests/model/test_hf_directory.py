@@ -39,7 +39,9 @@ def test_a_missing_directory_is_rejected_without_querying_the_hub(path: str) -> 
 
 def test_a_hub_model_that_cannot_be_downloaded_is_rejected_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"^model\.path=nobody/nothing is not accepted: .*hub model.*\.$"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.path=nobody/nothing is not accepted: .*the hub cannot be reached.*\.$"
+    ):
         locate(ModelConfig(path="nobody/nothing"), seed=0)
 
 

@@ -8,8 +8,8 @@ from app.mode import ModeResult
 from app.mode.doctor.check import report
 
 
-def run(config: RunConfig, _folder: Path) -> ModeResult:
+def run(config: RunConfig, folder: Path) -> ModeResult:
     """Print the checks. The metric is the exit code."""
-    text, code = report(config)
+    text, code = report(config, folder)
     sys.stdout.write(text + "\n")
     return ModeResult(float(code), code)

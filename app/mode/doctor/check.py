@@ -6,30 +6,32 @@ Invariants:
 - The exit code is 1 if a check fails.
 """
 
+from pathlib import Path
+
 from app.config import RunConfig
 from app.device import device_of
 from app.mode.doctor.device import environment, hardware
 from app.mode.doctor.finding import Check, CheckStatus, table
-from app.mode.doctor.machine import machine, reachable
+from app.mode.doctor.machine import OUTPUTS, machine, reachable
 from app.mode.doctor.software import software
 
 FAILED = 1
 
 
-def examine(config: RunConfig) -> list[Check]:
+def examine(config: RunConfig, folder: Path = Path(OUTPUTS)) -> list[Check]:
     """Run every check, in the order in which problems should be fixed."""
     device = device_of(config.device.kind)
     return [
         *software(config, device),
         *hardware(config, device),
         *environment(config, device),
-        *machine(config),
+        *machine(config, folder),
         *reachable(config),
     ]
 
 
-def report(config: RunConfig) -> tuple[str, int]:
+def report(config: RunConfig, folder: Path = Path(OUTPUTS)) -> tuple[str, int]:
     """Return the table and the exit code."""
-    checks = examine(config)
+    checks = examine(config, folder)
     failed = any(one.status is CheckStatus.fail for one in checks)
     return table(checks), FAILED if failed else 0

@@ -1,6 +1,5 @@
 """Checks of the machine: shared memory, files, disk, ports, and access to model, data, cluster and servers."""
 
-import os
 import resource
 import shutil
 import socket
@@ -14,14 +13,15 @@ from app.config import RunConfig
 from app.data import rows, sources
 from app.data.counts import describe_rows
 from app.errors import ConfigError
-from app.mode.disk import plan_disk
+from app.mode.disk import free_bytes, plan_disk
 from app.mode.doctor.finding import Check, CheckStatus, check
 from app.mode.inputs import problems
 from app.mode.preflight import load_from
 from app.model.architecture import architecture_of
 from app.model.tiny.create import DEFAULT_CACHE
+from app.utils.files import not_writable
 from app.utils.net import port_is_free
-from app.utils.units import GIB
+from app.utils.units import GIB, size
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_GIB_FAIL = 0.25  # Ray's object store and tensors between processes live there
@@ -33,7 +33,7 @@ REACH_SECONDS = 10.0
 OUTPUTS = "outputs"
 
 
-def machine(config: RunConfig) -> Iterator[Check]:
+def machine(config: RunConfig, folder: Path = Path(OUTPUTS)) -> Iterator[Check]:
     """Check shared memory, open files, disk, temporary files and ports."""
     if SHARED_MEMORY.is_dir():
         yield _shared_memory()
@@ -42,7 +42,7 @@ def machine(config: RunConfig) -> Iterator[Check]:
     hint = f"ulimit -n {hard} (the hard limit), or raise it in the container or unit settings"
     yield check("open files", soft >= OPEN_FILES_WARN, f"limit {soft:,}", hint, otherwise=CheckStatus.warn)
 
-    yield _disk(config)
+    yield _disk(config, folder)
     yield _temporary()
     yield from _ports(config)
 
@@ -72,18 +72,18 @@ def _shared_memory() -> Check:
     return check("shared memory", free >= SHARED_GIB_WARN, f"{free:.1f} GiB free", hint, otherwise=status)
 
 
-def _disk(config: RunConfig) -> Check:
+def _disk(config: RunConfig, folder: Path) -> Check:
     """Check the space for the kept checkpoints, the one being written, and an export."""
     model = architecture_of(config.model)
     parameters = 0 if model is None else model.parameters
     needed = FREE_GIB * GIB + plan_disk(config.checkpoint, parameters).bytes
 
-    folder = Path(OUTPUTS) if Path(OUTPUTS).is_dir() else Path()
-    if not os.access(folder, os.W_OK):
-        return Check("disk", CheckStatus.fail, f"{folder} is not writable", "write elsewhere with hydra.run.dir=...")
-    free = shutil.disk_usage(folder).free
-    message = f"{free / GIB:.0f} GiB free under {folder.absolute()}, the run may write {needed / GIB:.0f}"
     hint = "free some space, lower checkpoint.keep, or write elsewhere with hydra.run.dir=..."
+    reason = not_writable(folder)
+    if reason is not None:
+        return Check("disk", CheckStatus.fail, f"{folder.absolute()} cannot be written: {reason}", hint)
+    free = free_bytes(folder)
+    message = f"{size(free)} free for {folder.absolute()}, the run may write {size(needed)}"
     return check("disk", free >= needed, message, hint)
 
 
