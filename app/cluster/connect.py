@@ -59,6 +59,8 @@ async def connect(config: RunConfig, device: Device) -> None:
             _start_local(config, device)
         else:
             await _join(config.cluster.address, config.cluster.timeout_s)
+    except SystemExit as error:  # Ray's handler, while it starts
+        raise asyncio.CancelledError from error
     finally:
         signal.signal(signal.SIGTERM, handler)
 

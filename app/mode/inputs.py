@@ -4,7 +4,7 @@
 |---------|------------------------------------------------------------------|------------------------------------|
 | model   | preset, directory, context; of a hub model what its cache has    | a hub model that cannot be reached |
 | data    | files that are missing or malformed, missing fields              | hub data sets                      |
-| reward  | a custom one that cannot be loaded, in a worker process as ever  | what it answers                    |
+| reward  | a custom one that cannot be loaded, or fails on local rows       | failures on other rows             |
 | tracker | a custom one that cannot be loaded                               | what it does                       |
 
 `mode=plan` prints the sentences, `mode=doctor` has a line for each subject, and a run raises them before it starts.
@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from app.config import RunConfig
 from app.data import rows
 from app.errors import ConfigError
@@ -21,6 +23,9 @@ from app.model.architecture import checkpoint_config, require_context, require_o
 from app.model.hf_directory import require_complete
 from app.reward.tryout import try_out
 from app.tracking.own_tracker import require_trackers
+from app.types import Prompt
+
+NO_TOKENS = np.zeros(1, np.int32)
 
 
 def check_sizes(config: RunConfig) -> None:
@@ -43,8 +48,25 @@ def check_data(config: RunConfig) -> None:
 
 
 def check_reward(config: RunConfig) -> None:
-    """Raise `ConfigError` if a custom reward cannot be loaded."""
-    try_out(replace(config.reward, tryout=False), [], lambda _: [])
+    """Raise `ConfigError` if a custom reward cannot be loaded, or fails on rows of local data as `try_out` says."""
+    prompts = _some_prompts(config)
+    reward = replace(config.reward, tryout=config.reward.tryout and bool(prompts))
+    try_out(reward, prompts, lambda text: list(text.encode()))
+
+
+def _some_prompts(config: RunConfig) -> list[Prompt]:
+    """Return a training prompt and one of each evaluation set, without the model's tokens. None of unreadable data."""
+    if not rows.is_local(config.data):
+        return []
+    try:
+        loaded = rows.load(config.data, seed=config.seed)
+    except ConfigError:
+        return []
+    first = [loaded.train[0], *(each[0] for each in loaded.evals.values())]
+    return [
+        Prompt(f"{row.source}/{row.index}", NO_TOKENS, row.answer, row.source, row.question, row.columns)
+        for row in first
+    ]
 
 
 def check_tracker(config: RunConfig) -> None:

@@ -21,6 +21,7 @@ from app.utils.dotted_path import LoadError
 
 MOST_PROMPTS = 3
 ENOUGH_S = 10.0  # of trying one component: no further prompt after that
+MOST_S = 20.0  # for one call, even if `reward.timeout_s` allows more
 SLOW_S = 5.0  # for the two completions of a prompt: longer is a warning
 
 Tokenize = Callable[[str], Sequence[int]]
@@ -38,7 +39,8 @@ def try_out(config: RewardConfig, prompts: Sequence[Prompt], tokenize: Tokenize)
         Warnings about rewards that fail on some of the completions, or are slow.
 
     Raises:
-        ConfigError: A reward cannot be loaded, does not answer within `reward.timeout_s`, or fails on everything.
+        ConfigError: A reward cannot be loaded, fails on everything, or does not answer within `reward.timeout_s` and
+            20 s.
     """
     warnings: list[str] = []
     for component in components_of(config):
@@ -89,19 +91,21 @@ def _try_component(
 
 def _score(worker: WorkerProcess, component: RewardComponent, group: list[Trajectory], timeout_s: float) -> list[Value]:
     """Score one group, its members alone if that fails. The first deadline that passes ends the tryout."""
+    limit_s = min(timeout_s, MOST_S)
 
     def waiting() -> None:
-        say(f"trying reward component {component.name}: no result after {SLOW_S:g} s; reward.timeout_s={timeout_s:g}")
+        say(f"trying reward component {component.name}: no result after {SLOW_S:g} s; it has {limit_s:g} s")
 
-    outcome = worker.call(group, timeout_s, slow_after_s=SLOW_S, on_slow=waiting)
+    outcome = worker.call(group, limit_s, slow_after_s=SLOW_S, on_slow=waiting)
     if not isinstance(outcome, Failure):
         return outcome
     if outcome.kind is FailureKind.timeout:
-        raise ConfigError(_refusal(component, f"it gave {outcome}={timeout_s:g}"))
+        late = f"no result for {len(group)} completions within {limit_s:g} s"
+        raise ConfigError(_refusal(component, late if limit_s < timeout_s else f"it gave {outcome}={timeout_s:g}"))
 
     values: list[Value] = []
     for trajectory in group:
-        single = worker.call([trajectory], timeout_s)
+        single = worker.call([trajectory], limit_s)
         values += [single] if isinstance(single, Failure) else single
     return values
 

@@ -242,8 +242,8 @@ RULES = {
     ),
     "reward failures": Rule(
         "reward/failed_fraction",
-        at_least(0.05, "{:.0%} of the rewards failed or timed out; their trajectories score 0."),
-        "Try a larger reward.timeout_s or more reward.workers. Every error is in logs/reward.log.",
+        at_least(0.05, "{:.0%} of the rewards so far, evaluations included, failed; their trajectories score 0."),
+        "Every error is in logs/reward.log. If they timed out, try a larger reward.timeout_s or more reward.workers.",
     ),
     "gradient not finite": Rule(
         "updates/skipped",

@@ -39,9 +39,19 @@ def test_own_rewards_and_trackers_are_loaded(monkeypatch: pytest.MonkeyPatch) ->
             composed("reward._target_=tests.reward.broken.raises", "tracking.use=[no_such.Tracker]")
         )
     ]
-    assert of(checks, "reward") == Check("reward", CheckStatus.ok, "tests.reward.broken.raises can be loaded")
+    assert (of(checks, "reward").status, "KeyError: 'score'" in of(checks, "reward").message) == (
+        CheckStatus.fail,
+        True,
+    )
     assert of(checks, "tracker").status is CheckStatus.fail
     assert "there is no module no_such" in of(checks, "tracker").message
+
+    (right,) = [
+        each
+        for each in doctor_machine.reachable(composed("reward._target_=tests.reward.broken.works"))
+        if each.subject == "reward"
+    ]
+    assert right == Check("reward", CheckStatus.ok, "tests.reward.broken.works can be loaded")
 
     reward = of(
         [*doctor_machine.reachable(composed("+reward.components.style._target_=tests.reward.broken.missing"))], "reward"

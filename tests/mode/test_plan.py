@@ -192,7 +192,8 @@ def test_a_plan_that_does_not_fit_shows_what_would() -> None:
 
 
 def test_what_a_plan_advises_has_the_peak_that_it_says() -> None:
-    line = ["experiment=cuda1_colocate_4b", "device.memory_gib=64"]
+    longer = ["rollout.max_completion_tokens=16384", "trainer.tokens_per_microbatch=18432"]
+    line = ["experiment=cuda1_colocate_4b", "device.memory_gib=64", *longer]
     advice = describe(composed(*line)).partition("To make it fit")[2]
     shown = re.findall(r"^  (placement\S+|rollout\S+ trainer\S+): peak ([\d.]+) GiB, (.*)$", advice, re.M)
     assert len(shown) == 2

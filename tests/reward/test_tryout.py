@@ -59,7 +59,7 @@ def test_a_reward_that_hangs_is_refused_at_its_deadline_and_named_before(custom_
         "(reward.tryout=false skips this try.)"
     )
     said = capsys.readouterr().err
-    assert said == "trying reward component slow: no result after 0.2 s; reward.timeout_s=1\n"
+    assert said == "trying reward component slow: no result after 0.2 s; it has 1 s\n"
 
 
 def test_a_reward_that_fails_on_some_completions_is_a_warning(custom_reward, prompts):
