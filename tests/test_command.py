@@ -49,7 +49,7 @@ def test_it_runs_inside_a_running_event_loop_and_finds_the_folder(tmp_path: Path
     folder = a_run(tmp_path / "run", status="finished", reached=2)
     result = asyncio.run(cell())
     assert (result.folder, result.exit_code) == (folder, 0)
-    assert result.summary == {"status": "finished", "steps": 2}
+    assert result.summary == {"status": "finished", "steps": 2, "eval/accuracy_last": 0.5}
     assert (folder / "report.html").is_file()
 
 

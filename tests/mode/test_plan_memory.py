@@ -75,10 +75,7 @@ def test_qwen3_4b_fits_on_one_80_gb_card() -> None:
     """AdamW updates in one kernel on CUDA. The 14.98 GiB of temporaries of the other kernels would not fit."""
     plan = memory_plan(
         QWEN3_4B,
-        "device=cuda",
-        "model=qwen3_4b",
-        "placement.devices=1",
-        "rollout.tensor_parallel=1",
+        "experiment=cuda1_colocate_4b",
         "device.memory_gib=80",
     )
     training = [phase.bytes for phase in plan.phases if phase.name not in ("generate", "sync")]

@@ -109,6 +109,9 @@ class _Module:
 
     def empty_cache(self) -> None: ...
 
+    def get_device_name(self, device: Any = None) -> str:
+        return "stand-in"
+
     def memory_allocated(self, device: Any = None) -> int:
         return native.used(_index(device))
 
