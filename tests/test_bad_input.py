@@ -76,6 +76,8 @@ REFUSED = [  # overrides, fragments of the sentence
     (["data.answer_after=####"], ["write 'data.answer_after=\"####\"'."]),
     (["steps=${oc.env:NOPE}"], ["steps is not accepted: there is no environment variable NOPE."]),
     (["tracking.use=wandb,tensorboard"], ["write 'tracking.use=[wandb,tensorboard]', or add -m for a sweep."]),
+    (["data.path=a.jsonl,b.jsonl"], ["write 'data.path=[a.jsonl,b.jsonl]', or add -m for a sweep."]),
+    (["data.system=Hi,you"], ["write 'data.system=\"Hi,you\"', or add -m for a sweep."]),
     (["algorithm=grpo,dapo"], ["algorithm=grpo,dapo is not accepted: give one value, or add -m for a sweep."]),
     (["tracking.project="], ["tracking.project= is not accepted: give a name; the value is empty."]),
     (["learning_rate=1e-5"], ["learning_rate is not a setting or group: write trainer.lr=1e-5."]),

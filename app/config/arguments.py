@@ -42,7 +42,7 @@ def check_arguments(arguments: Sequence[str]) -> list[str]:
     words = deque(arguments)
     while words:
         word = words.popleft()
-        if not word.strip("-"):
+        if not word.strip("-+~"):
             raise ConfigError(f"{word or 'an empty argument'} is not accepted: leave it out.")
 
         option = _option(word, known)
@@ -168,6 +168,9 @@ def _how_to_write(word: str, problem: str) -> str:
         return f"{word} is not accepted: {problem.splitlines()[0]}."
 
     key, _, value = word.partition("=")
+    if "\n" in word:
+        return f"{key}=… is not accepted: quote its lines for the shell and for Hydra, '{key}=\"…\"'."
+
     for text in _corrections(value):
         if _is_readable(f"{key}={text}"):
             return f"{word} is not accepted: write {shlex.quote(f'{key}={text}')}."

@@ -208,12 +208,12 @@ def _unknown_key(key: str, override: str = "") -> str:
 def _several_values(override: str) -> str:
     """Say how to write values with commas between them: as a list, as text, or as a sweep."""
     key, _, value = override.partition("=")
-    default = next((each.default for each in settings(RunConfig) if each.key == key), None)
+    accepted = _accepted(key) or ""  # empty: a group
 
     sweep = "add -m for a sweep"
-    if isinstance(default, list):
+    if "a list of" in accepted:
         return f"{override} is not accepted: write '{key}=[{value}]', or {sweep}."
-    if isinstance(default, str):
+    if accepted.endswith("text"):
         return f"{override} is not accepted: write {quoted(key, value)}, or {sweep}."
     return f"{override} is not accepted: give one value, or {sweep}."
 

@@ -73,6 +73,7 @@ def test_options_stand_behind_the_settings(line: str, arranged: str) -> None:
         ("--help=1", "--help=1 is not accepted: write --help."),
         ("--co x", "--co is not accepted: give one of --config-path, --config-name, --config-dir."),
         ("-- steps=3", "-- is not accepted: leave it out."),
+        ("~ steps=3", "~ is not accepted: leave it out."),
         ("train", "train is not accepted: write mode=train."),
         ("plan seed=1", "plan is not accepted: write mode=plan."),
         ("help", "help is not accepted: write --help."),
@@ -95,6 +96,15 @@ def test_another_style_is_answered_with_what_to_write(line: str, sentence: str) 
         check_arguments(line.split())
     assert "\n" not in str(refused.value)
     assert str(refused.value).startswith(sentence)
+
+
+def test_a_value_of_several_lines_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_arguments(["data.prefix=one\ntwo"])
+    quoted = "'data.prefix=\"…\"'"
+    assert (
+        str(refused.value) == f"data.prefix=… is not accepted: quote its lines for the shell and for Hydra, {quoted}."
+    )
 
 
 def test_names_of_other_programs_are_answered_with_settings_that_exist() -> None:
