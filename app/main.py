@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from app.config import Mode, RunConfig, compose
 from app.config.arguments import check_arguments, named_values
-from app.config.command_line import command, override
+from app.config.command_line import command, override, versions
 from app.errors import CONFIG_EXIT, FAILED_EXIT, ConfigError, Interrupted, RunError, exit_code, expect, say
 from app.mode import MODES, NOT_GIVEN, ModeResult
 from app.recovery.run_lock import FolderInUse
@@ -50,16 +50,20 @@ class Validate(Callback):
             self._start(config)
         except (ConfigError, RunError) as error:
             raise _ended_by(error, exit_code(error)) from None
+        except OmegaConfBaseException as error:  # hydra.run.dir=${oc.env:UNSET}
+            raise _ended_by(compose.one_sentence(error), CONFIG_EXIT) from None
         except Exception as error:  # a bug: Hydra would only warn and start the run
             traceback.print_exception(error)
             raise SystemExit(FAILED_EXIT) from None
 
     def _start(self, composed: DictConfig) -> None:
         config = compose.resolve(composed)
+        given = _given_folder(composed)
+        require_text("hydra.run.dir", given, "a folder")
+        require_text("tracking.project", config.tracking.project, "a name")
         if config.mode is Mode.plan and (sentence := compose.replaced_settings(composed)):
             say(sentence)
         if not MODES[config.mode].writes:
-            given = _given_folder(composed)
             result = MODES[config.mode].run(config, Path(given))
             _report(result, None if given == NOT_GIVEN else given)
             raise SystemExit(result.exit_code)
@@ -71,11 +75,10 @@ class Validate(Callback):
         from app.mode.disk import require_space
         from app.mode.preflight import preflight
 
-        folder = Path(str(composed.hydra.run.dir))
-        require_writable("hydra.run.dir", folder)
+        require_writable("hydra.run.dir", composed.hydra.run.dir)
         preflight(config, checkpoint)
         if checkpoint is None:  # a resume replaces checkpoints of its own
-            require_space(config, folder)
+            require_space(config, Path(str(composed.hydra.run.dir)))
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Refuse the folder of an earlier sweep, whose jobs would be refused one by one."""
@@ -84,11 +87,14 @@ class Validate(Callback):
         if reports():
             raise _ended_by("app.run runs one job: start a sweep from the command line.", CONFIG_EXIT)
 
-        folder = Path(str(config.hydra.sweep.dir))
         try:
-            require_writable("hydra.sweep.dir", folder)
+            require_writable("hydra.sweep.dir", config.hydra.sweep.dir)
+            require_text("tracking.project", config.tracking.project, "a name")
         except ConfigError as error:
             raise _ended_by(error, CONFIG_EXIT) from None
+        except OmegaConfBaseException as error:
+            raise _ended_by(compose.one_sentence(error), CONFIG_EXIT) from None
+        folder = Path(str(config.hydra.sweep.dir))
         if folder.is_dir() and any(holds_run(each) for each in folder.iterdir() if each.is_dir()):
             say(f"hydra.sweep.dir={folder} is not accepted: it already holds the runs of a sweep; give another folder.")
             raise SystemExit(CONFIG_EXIT)
@@ -138,7 +144,10 @@ def cli() -> None:
 
     os.environ.setdefault(FULL_ERROR, "1")  # Hydra then raises composition errors instead of printing them
     try:
-        check_arguments(sys.argv[1:])
+        sys.argv[1:] = check_arguments(sys.argv[1:])
+        if "--version" in sys.argv:
+            sys.stdout.write(f"{versions()}\n")
+            return
         with disk_errors():
             main()
     except RunError as error:  # Hydra could not make the folder
@@ -206,14 +215,20 @@ def _say_how_to_resume(folder: Path) -> None:
         say(f"resume with: {command(override('resume', folder))}")
 
 
-def require_writable(key: str, folder: Path) -> None:
+def require_writable(key: str, folder: str | None) -> None:
     """Raise `ConfigError` unless a folder, which may not exist yet, can be written."""
-    reason = not_writable(folder)
+    require_text(key, folder, "a folder")
+    reason = not_writable(Path(str(folder)))
     expect(reason is None, key, folder, f"a folder that can be written; {reason}")
+
+
+def require_text(key: str, value: str | None, accepted: str) -> None:
+    """Raise `ConfigError` for an empty value, which a shell makes of an unset variable: `hydra.run.dir=$DIR`."""
+    expect(bool(str(value or "").strip()), key, value, f"{accepted}; the value is empty")
 
 
 def _given_folder(composed: DictConfig) -> str:
     """Return `hydra.run.dir` as given. The default names the folder of a new run, so it counts as not given."""
     run: Any = OmegaConf.to_container(composed.hydra.run, resolve=False)
-    given: str = run["dir"]
+    given = str(run["dir"] or "")
     return NOT_GIVEN if "${" in given else given

@@ -1,41 +1,59 @@
-"""Command-line arguments: those in another program's style, and the completion of settings with named values.
+"""Command-line arguments: their order, those in another program's style, and completion of settings with named values.
 
-Hydra's parser would answer `--steps=5`, `--model x` and `steps 5` with its usage, or with the position of a missing
-equals sign, and its completion plugins offer `mode=Mode.train` alone.
+Hydra's parser would answer `--steps=5`, `--model x` and an option between two settings with its usage, a missing
+bracket with its grammar, and its completion plugins offer `mode=Mode.train` alone.
 """
 
-from collections.abc import Sequence
+import shlex
+from argparse import Action
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
-from app.config.run import RunConfig
+from app.config import foreign_names
+from app.config.command_line import override
+from app.config.run import Mode, RunConfig
 from app.config.setting import settings
 from app.errors import ConfigError
 
+CLOSING = {"[": "]", "{": "}", "(": ")"}
 
-def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise `ConfigError` for the first argument that is neither an option of Hydra nor `key=value`.
 
+def check_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with the options of Hydra behind the settings: its parser refuses them in between.
+
+    Raises:
+        ConfigError: An argument is neither an option of Hydra nor `key=value`, or not written as Hydra reads it.
+
+    >>> check_arguments(["steps=3", "--cfg", "job", "seed=1"])
+    ['steps=3', 'seed=1', '--cfg', 'job']
     >>> check_arguments(["--steps=5"])
     Traceback (most recent call last):
     app.errors.ConfigError: --steps=5 is not accepted: write steps=5.
     """
-    parser = get_args_parser()
-    options = parser._option_string_actions
-    takes_value = {name for name, action in options.items() if action.nargs != 0}
+    known = get_args_parser()._option_string_actions
+    overrides: list[str] = []
+    options: list[str] = []
 
-    words = iter(enumerate(arguments))
-    for index, word in words:
-        following = arguments[index + 1] if index + 1 < len(arguments) else None
+    words = deque(arguments)
+    while words:
+        word = words.popleft()
+        if not word.strip("-+~"):
+            raise ConfigError(f"{word or 'an empty argument'} is not accepted: leave it out.")
 
-        if word in takes_value:
-            next(words, None)
-        elif word.startswith("-"):
-            if not _is_option(word, list(options)):
-                raise ConfigError(_advice(word, following))
-        elif "=" not in word and not word.startswith("~"):
-            raise ConfigError(_advice(word, following))
+        option = _option(word, known)
+        if option is not None:
+            options += _with_value(word, option, words)
+        elif word.startswith("-") or ("=" not in word and not word.startswith("~")):
+            raise ConfigError(_advice(word, words[0] if words else None, known))
+        else:
+            _check_override(word)
+            overrides.append(word)
+    return [*overrides, *options]
 
 
 def named_values(line: str) -> list[str]:
@@ -52,20 +70,137 @@ def named_values(line: str) -> list[str]:
     return [choice for name in type(default).__members__ if (choice := f"{key}={name}").startswith(word)]
 
 
-def _is_option(word: str, options: Sequence[str]) -> bool:
-    """Whether argparse takes this word as an option: `--multirun`, a beginning of it, `--cfg=job`, `-cjob`."""
+def _option(word: str, known: Mapping[str, Action]) -> Action | None:
+    """The option that this word is: `--multirun`, an unambiguous beginning of it, `--cfg=job`, `-cjob`."""
     name = word.partition("=")[0]
+    if name in known:
+        return known[name]
+
     if word.startswith("--"):
-        return any(option.startswith(name) for option in options)
-    return name in options or (len(word) > 2 and word[:2] in options and "=" not in word)
+        found = [each for each in known if each.startswith(name)]
+        if len(found) > 1:
+            raise ConfigError(f"{word} is not accepted: give one of {', '.join(found)}.")
+        return known[found[0]] if found else None
+
+    attached = known.get(word[:2])
+    return attached if attached and word[2:] in (attached.choices or ()) else None
 
 
-def _advice(word: str, following: str | None) -> str:
-    key, equals, value = word.lstrip("-").partition("=")
-    if equals:
-        return f"{word} is not accepted: write {key}={value}."
+def _with_value(word: str, option: Action, words: deque[str]) -> list[str]:
+    """The option's name and its value, which is taken from the words that follow if it is not in this one."""
+    name = option.option_strings[0]
+    _, equals, value = word.partition("=")
+    if option.nargs == 0:
+        if equals:
+            raise ConfigError(f"{word} is not accepted: write {name}.")
+        return [name]
 
-    if following is None or following.startswith("-") or "=" in following:
-        return f"{word} is not accepted: write {key}=<value>."
+    choices = [str(choice) for choice in option.choices or ()]
+    accepted = f"one of {', '.join(choices)}" if choices else "a value"
 
-    return f"{word} {following} is not accepted: write {key}={following}."
+    if word[2:] in choices:  # -cjob
+        value = word[2:]
+    elif not equals and option.nargs == "?":
+        return [name, words.popleft()] if words and words[0] in choices else [name]
+    elif not equals:
+        if not words or words[0].startswith("-"):
+            raise ConfigError(f"{word} is not accepted: give it {accepted}.")
+        value = words.popleft()
+
+    if choices and value not in choices:
+        raise ConfigError(f"{name} {value} is not accepted: give {accepted}.")
+    return [name, value]
+
+
+def _advice(word: str, following: str | None, known: Mapping[str, Action]) -> str:
+    """Say what to write instead of a word that is neither an option nor an override."""
+    if following is not None and (following.startswith("-") or "=" in following):
+        following = None
+
+    bare = word.lstrip("-")
+    if f"--{bare}" in known:
+        option = known[f"--{bare}"]
+        value = following if option.nargs != 0 else None
+        shown, written = (f"{each} {value}" if value else each for each in (word, f"--{bare}"))
+        return f"{shown} is not accepted: write {written}."
+
+    if word in Mode.__members__ and (following is None or following in Mode.__members__):
+        return f"{word} is not accepted: write mode={word}."
+
+    key, equals, value = bare.partition("=")
+    if not equals and ":" in key:
+        key, equals, value = key.partition(":")
+    if equals and value:
+        return f"{word} is not accepted: write {_written(key, value)}."
+
+    if following is None:
+        return f"{word} is not accepted: write {_written(key)}."
+
+    return f"{word} {following} is not accepted: write {_written(key, following)}."
+
+
+def _written(key: str, value: str = foreign_names.VALUE) -> str:
+    """The override to write, of the setting that another program calls `key` where it is not one of this one."""
+    names = {each.key for each in settings(RunConfig)}
+    other = None if key in names else foreign_names.here(key, value)
+    return other or f"{key}={value}"
+
+
+def _check_override(word: str) -> None:
+    """Raise `ConfigError` for an override that Hydra cannot read, or that deletes a setting of the schema."""
+    key, _, value = word.lstrip("+~").partition("=")
+    if not key:
+        raise ConfigError(f"{word} is not accepted: write <key>={value}.")
+
+    plain = [each.key for each in settings(RunConfig) if not isinstance(each.default, dict)]
+    if word.startswith("~") and key in plain:
+        raise ConfigError(f"{word} is not accepted: a setting cannot be deleted; write {key}=<value>.")
+
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        raise ConfigError(_how_to_write(word, str(error))) from None
+
+
+def _how_to_write(word: str, problem: str) -> str:
+    """Say how to write an override that Hydra cannot read; `problem` is Hydra's message."""
+    if "while evaluating" in problem:  # a function: choice(1,2), range(1,3), int(x)
+        return f"{word} is not accepted: {problem.splitlines()[0]}."
+
+    key, _, value = word.partition("=")
+    if "\n" in word:
+        return f"{key}=… is not accepted: quote its lines for the shell and for Hydra, '{key}=\"…\"'."
+
+    for text in _corrections(value):
+        if _is_readable(f"{key}={text}"):
+            return f"{word} is not accepted: write {shlex.quote(f'{key}={text}')}."
+
+    quoted = override(key, value)
+    if _is_readable(shlex.split(quoted)[0]):
+        return f"{word} is not accepted: write {quoted}."
+    return f"{word} is not accepted: write key=value; {key} cannot be the name of a setting."
+
+
+def _corrections(value: str) -> Iterator[str]:
+    """Values that may have been meant, without a second equals sign or a last comma, or with their last brackets."""
+    if value.startswith("="):
+        yield value.lstrip("=")
+    if value.endswith(","):
+        yield value.rstrip(",")
+
+    open_brackets: list[str] = []
+    for character in value:
+        if character in CLOSING:
+            open_brackets.append(CLOSING[character])
+        elif open_brackets and character == open_brackets[-1]:
+            open_brackets.pop()
+    if open_brackets:
+        yield value + "".join(reversed(open_brackets))
+
+
+def _is_readable(word: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException:
+        return False
+    return True

@@ -3,8 +3,10 @@
 import re
 import shlex
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+DISTRIBUTION = "hydra-posttrain"
 CONSOLE_SCRIPT = "posttrain"
 
 
@@ -28,3 +30,12 @@ def command(*overrides: str) -> str:
 def command_name() -> str:
     """Return the command as it was typed; the OmegaConf resolver behind `${command_name:}` in `conf/config.yaml`."""
     return CONSOLE_SCRIPT if Path(sys.argv[0]).name == CONSOLE_SCRIPT else "python -m app"
+
+
+def versions() -> str:
+    """Return the versions of the application and of Hydra; the answer to `--version`."""
+    try:
+        own = version(DISTRIBUTION)
+    except PackageNotFoundError:
+        own = "(not installed)"
+    return f"{DISTRIBUTION} {own}, Hydra {version('hydra-core')}"

@@ -11,8 +11,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from app.config import folder_name
+from app.config import folder_name, foreign_names
 from app.config.command_line import command_name
+from app.config.command_line import override as quoted
 from app.config.help import settings_help
 from app.config.run import RunConfig
 from app.config.setting import Setting, settings
@@ -157,6 +158,12 @@ def one_sentence(error: Exception) -> str:
     if override := re.match(r"Error merging override (.*)", first):
         return _wrong_type(override[1], error)
 
+    if ambiguous := re.match(r"Ambiguous value for argument '(.*)'$", first):
+        return _several_values(ambiguous[1])
+
+    if variable := re.search(r"Environment variable '(.+)' not found", first):
+        return f"{key or 'a setting'} is not accepted: there is no environment variable {variable[1]}."
+
     if entry := _wrong_entry(key, first):
         return entry
 
@@ -182,6 +189,10 @@ def _unknown_key(key: str, override: str = "") -> str:
     if accepted := _accepted(key):
         return f"{key} is not accepted: give {accepted}."
 
+    value = override.partition("=")[2] or foreign_names.VALUE
+    if other := foreign_names.here(key, value):
+        return f"{key} is not a setting or group: write {other}."
+
     names = setting_names()
     near = difflib.get_close_matches(key, names, n=3)
     if not near:
@@ -192,6 +203,19 @@ def _unknown_key(key: str, override: str = "") -> str:
     if section in OWN and not difflib.get_close_matches(key, names, cutoff=CLOSE):
         hint += f" Your own is {OWN[section]}."
     return f"{key} is not a setting or group: {hint}"
+
+
+def _several_values(override: str) -> str:
+    """Say how to write values with commas between them: as a list, as text, or as a sweep."""
+    key, _, value = override.partition("=")
+    accepted = _accepted(key) or ""  # empty: a group
+
+    sweep = "add -m for a sweep"
+    if "a list of" in accepted:
+        return f"{override} is not accepted: write '{key}=[{value}]', or {sweep}."
+    if accepted.endswith("text"):
+        return f"{override} is not accepted: write {quoted(key, value)}, or {sweep}."
+    return f"{override} is not accepted: give one value, or {sweep}."
 
 
 def _wrong_type(override: str, error: Exception) -> str:

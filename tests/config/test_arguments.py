@@ -3,11 +3,17 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
+import hydra
 import pytest
+from hydra._internal.utils import get_args_parser
 
 from app.config.arguments import check_arguments, named_values
+from app.config.foreign_names import NAMES, VALUE
+from app.config.run import RunConfig
+from app.config.setting import settings
 from app.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +38,23 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_options_of_hydra_and_overrides_are_accepted(line: str) -> None:
-    check_arguments(line.split())
+    arranged = check_arguments(line.split())
+    parsed = get_args_parser().parse_args(arranged)
+    assert parsed.overrides == [word for word in arranged if not word.startswith("-") and ("=" in word or "~" in word)]
+
+
+@pytest.mark.parametrize(
+    ("line", "arranged"),
+    [
+        ("steps=3 --config-dir X experiment=mine", "steps=3 experiment=mine --config-dir X"),
+        ("steps=3 mode=plan -m seed=0,1", "steps=3 mode=plan seed=0,1 --multirun"),
+        ("algorithm=grpo --cfg job algorithm.kl=k3", "algorithm=grpo algorithm.kl=k3 --cfg job"),
+        ("-cjob steps=3 -cp=conf", "steps=3 --cfg job --config-path conf"),
+        ("--info steps=3", "steps=3 --info"),
+    ],
+)
+def test_options_stand_behind_the_settings(line: str, arranged: str) -> None:
+    assert check_arguments(line.split()) == arranged.split()
 
 
 @pytest.mark.parametrize(
@@ -42,13 +64,70 @@ def test_options_of_hydra_and_overrides_are_accepted(line: str) -> None:
         ("seed=1 --model x", "--model x is not accepted: write model=x."),
         ("steps 5", "steps 5 is not accepted: write steps=5."),
         ("--cfg job --trainer.lr 1e-5", "--trainer.lr 1e-5 is not accepted: write trainer.lr=1e-5."),
-        ("--wandb steps=5", "--wandb is not accepted: write wandb=<value>."),
+        ("--wandb steps=5", "--wandb is not accepted: write tracking=wandb."),
+        ("--learning_rate 1e-5", "--learning_rate 1e-5 is not accepted: write trainer.lr=1e-5."),
+        ("--num_train_epochs=3", "--num_train_epochs=3 is not accepted: write steps=<value>."),
+        ("--cfg jobs", "--cfg jobs is not accepted: give one of job, hydra, all."),
+        ("--cfg", "--cfg is not accepted: give it one of job, hydra, all."),
+        ("--config-dir -m", "--config-dir is not accepted: give it a value."),
+        ("--help=1", "--help=1 is not accepted: write --help."),
+        ("--co x", "--co is not accepted: give one of --config-path, --config-name, --config-dir."),
+        ("-- steps=3", "-- is not accepted: leave it out."),
+        ("~ steps=3", "~ is not accepted: leave it out."),
+        ("train", "train is not accepted: write mode=train."),
+        ("plan seed=1", "plan is not accepted: write mode=plan."),
+        ("help", "help is not accepted: write --help."),
+        ("-help", "-help is not accepted: write --help."),
+        ("-cfg job", "-cfg job is not accepted: write --cfg job."),
+        ("steps:3", "steps:3 is not accepted: write steps=3."),
+        ("steps: 3", "steps: 3 is not accepted: write steps=3."),
+        ("steps==3", "steps==3 is not accepted: write steps=3."),
+        ("=3", "=3 is not accepted: write <key>=3."),
+        ("tracking.use=[wandb", "tracking.use=[wandb is not accepted: write 'tracking.use=[wandb]'."),
+        ("trainer.lr=1e-5,", "trainer.lr=1e-5, is not accepted: write trainer.lr=1e-5."),
+        ("data.answer_after=####", "data.answer_after=#### is not accepted: write 'data.answer_after=\"####\"'."),
+        ("st#ps=3", "st#ps=3 is not accepted: write key=value; st#ps cannot be the name of a setting."),
+        ("steps=int(x)", "steps=int(x) is not accepted: ValueError while evaluating 'int(x)': invalid literal"),
+        ("~steps", "~steps is not accepted: a setting cannot be deleted; write steps=<value>."),
     ],
 )
 def test_another_style_is_answered_with_what_to_write(line: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check_arguments(line.split())
-    assert str(refused.value) == sentence
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).startswith(sentence)
+
+
+def test_a_value_of_several_lines_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_arguments(["data.prefix=one\ntwo"])
+    quoted = "'data.prefix=\"…\"'"
+    assert (
+        str(refused.value) == f"data.prefix=… is not accepted: quote its lines for the shell and for Hydra, {quoted}."
+    )
+
+
+def test_names_of_other_programs_are_answered_with_settings_that_exist() -> None:
+    names = {each.key for each in settings(RunConfig)} | {"hydra.run.dir"}
+    groups = {each.name for each in (ROOT / "conf").iterdir()}
+    for written in NAMES.values():
+        for word in written.split():
+            key, equals, choice = word.partition("=")
+            assert equals
+            assert key in names or (
+                key in groups and (choice == VALUE or (ROOT / f"conf/{key}/{choice}.yaml").exists())
+            )
+    assert not names & set(NAMES)
+
+
+def test_the_version_is_that_of_the_application() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "app", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.stderr) == (
+        f"hydra-posttrain {version('hydra-posttrain')}, Hydra {hydra.__version__}\n",
+        "",
+    )
 
 
 def test_named_values_complete() -> None:

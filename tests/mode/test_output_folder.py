@@ -226,3 +226,37 @@ def test_a_run_that_finished_without_checkpoints_is_left_alone_by_the_same_line(
     assert text.splitlines()[-1] == (
         f"the run in {tmp_path / 'run'} finished at step 1: give a larger steps=… to continue it."
     )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["hydra.run.dir="], ["hydra.run.dir= "], ["hydra.run.dir=${oc.env:UNSET,''}"], ["mode=plan", "hydra.run.dir="]],
+    ids=" ".join,
+)
+def test_an_empty_folder_is_refused(arguments: list[str], tmp_path: Path) -> None:
+    code, text = run_app(*arguments, cwd=tmp_path)
+    assert (code, text) == (2, "hydra.run.dir= is not accepted: give a folder; the value is empty.\n")
+    assert content(tmp_path) == {}
+
+
+def test_an_empty_folder_of_a_sweep_is_refused(tmp_path: Path) -> None:
+    code, text = run_app("-m", "hydra.sweep.dir=", "seed=0,1", cwd=tmp_path)
+    assert (code, text) == (2, "hydra.sweep.dir= is not accepted: give a folder; the value is empty.\n")
+    assert content(tmp_path) == {}
+
+
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
+def test_a_folder_named_by_an_unset_variable_is_refused(key: str, tmp_path: Path) -> None:
+    sweep = ["-m", "seed=0,1"] if key == "hydra.sweep.dir" else []
+    code, text = run_app(f"{key}=${{oc.env:NOPE}}", *sweep, cwd=tmp_path)
+    assert (code, text) == (2, f"{key} is not accepted: there is no environment variable NOPE.\n")
+    assert content(tmp_path) == {}
+
+
+def test_a_folder_that_cannot_be_written_is_named_as_given(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for key, arguments in (("hydra.run.dir", []), ("hydra.sweep.dir", ["-m", "seed=0,1"])):
+        code, text = run_app(f"{key}={file / 'run'}", *arguments, cwd=tmp_path)
+        wanted = f"{key}={file / 'run'} is not accepted: give a folder that can be written; {file} is a file.\n"
+        assert (code, text) == (2, wanted)
