@@ -25,8 +25,9 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
         def cut() -> None:
             with contextlib.suppress(OSError):  # closed
                 while True:
-                    server.accept()[0].close()
-                    made.append(None)
+                    connection, _ = server.accept()
+                    made.append(None)  # first: the client may look as soon as it is cut off
+                    connection.close()
 
         threading.Thread(target=cut, daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
