@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,9 @@ class Recorder:
 
     def status(self, text: str) -> None:
         sys.stderr.write(f"{text} …\n")
+
+    def note(self, text: str, _facts: Mapping[str, float]) -> None:
+        self.status(text)
 
     def warn(self, text: str) -> None:
         sys.stderr.write(f"warning: {text}\n")
