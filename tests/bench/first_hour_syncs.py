@@ -53,7 +53,7 @@ class Recorder:
     def status(self, text: str) -> None:
         sys.stderr.write(f"{text} …\n")
 
-    def note(self, text: str, _facts: Mapping[str, float]) -> None:
+    def note(self, text: str, facts: Mapping[str, str | int] | None = None) -> None:
         self.status(text)
 
     def warn(self, text: str) -> None:
