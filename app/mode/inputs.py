@@ -55,8 +55,12 @@ def check_reward(config: RunConfig) -> None:
 
 
 def _some_prompts(config: RunConfig) -> list[Prompt]:
-    """Return a training prompt and one of each evaluation set, without the model's tokens. None of unreadable data."""
-    if not rows.is_local(config.data):
+    """Return what custom rewards are tried on: a training prompt and one of each evaluation set, without tokens.
+
+    None if there is no custom reward, or the data is not local or cannot be read.
+    """
+    custom = any(term.target is not None for term in config.reward.terms().values())
+    if not custom or not rows.is_local(config.data):
         return []
     try:
         loaded = rows.load(config.data, seed=config.seed)

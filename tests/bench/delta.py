@@ -25,7 +25,8 @@ from app.weight_sync.sender import SENDER_EXTENSION
 from app.weight_sync.snapshot import ShardSnapshot
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from tests.bench.machine import machine, print_result, spread
-from tests.bench.weight_sync import SHAPES, make_model, ratio
+from tests.bench.random_model import QWEN3_06B, save_random_qwen3
+from tests.bench.weight_sync import ratio
 
 BETAS, EPSILON, SIGNAL = (0.9, 0.999), 1e-8, 0.1
 RATES = (1e-6, 3e-6, 1e-5)
@@ -114,7 +115,7 @@ async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> 
     from tests.conftest import make_engine
     from tests.weight_sync.support import checksum, make_trainer, started
 
-    model = make_model(folder / "model")
+    model = save_random_qwen3(folder / "model", QWEN3_06B)
     engine = make_engine(model, folder, dtype="bfloat16", max_total_tokens=2048, log_level="warning")
     info = await engine.start(600)
     trainer = await started(make_trainer(model, folder, dtype=Dtype.bfloat16), weights=False)
@@ -149,7 +150,7 @@ async def measure(rounds: int, rate: float, bucket_mib: float, folder: Path) -> 
     return {
         "what": "delta",
         "parameters": parameters,
-        "shapes": SHAPES,
+        "shapes": QWEN3_06B,
         "lr": rate,
         "bucket_mib": bucket_mib,
         "bit_equal_to_a_full_push": all(equal),

@@ -50,17 +50,6 @@ LEAST_MFU = 0.2
 POLL_SECONDS = 0.5
 PASSED, DIFFERS, FAILED, SKIPPED = "ok", "differs", "failed", "not run"
 PACKAGES = ("torch", "sglang", "ray", "transformers")
-SHAPES_4B = {
-    "vocab_size": 151936,
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,32 +353,15 @@ def hardware(kind: str) -> str:
     return str(torch.get_device_module(device.torch_type).get_device_name(0))
 
 
-def random_weights(folder: Path) -> Path:
-    """Save a checkpoint of Qwen3-4B's shapes with random weights in bfloat16, and a tokenizer."""
-    import torch
-
-    from app.model.hf_import import transformers
-    from app.model.tiny.tokenizer import build_tokenizer
-
-    config = transformers().Qwen3Config(**SHAPES_4B, dtype="bfloat16")
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = transformers().Qwen3ForCausalLM(config)
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.02)
-    model.tie_weights()
-    model.save_pretrained(folder)
-    build_tokenizer(4096).save_pretrained(folder)
-    return folder
-
-
 def model_settings(options: argparse.Namespace, folder: Path) -> list[str]:
     """Return the settings of the model, and of short completions so that the hour suffices."""
     if options.tiny:
         return []
-    path = options.model or (random_weights(folder / "model") if options.random_weights else None)
+    path = options.model
+    if options.random_weights:
+        from tests.bench.random_model import QWEN3_4B, save_random_qwen3  # imports torch
+
+        path = save_random_qwen3(folder / "model", QWEN3_4B)
     settings = ["model=qwen3_4b", "rollout.max_completion_tokens=1024", "rollout.max_prompt_tokens=512"]
     if path is not None:
         settings += [f"model.path={path}"]

@@ -15,6 +15,7 @@ from app.rollout.server_args import engine_flags
 from app.utils.units import MIB
 from tests.bench import first_hour
 from tests.bench.first_hour import DIFFERS, FAILED, PASSED, SKIPPED, Check, Outcome
+from tests.bench.random_model import QWEN3_4B, save_random_qwen3
 from tests.compose import composed
 from tests.folders import ROOT
 
@@ -84,7 +85,7 @@ def test_memory_is_compared_with_the_plan(tmp_path: Path, qwen3_4b: str) -> None
 @pytest.fixture
 def qwen3_4b(tmp_path: Path) -> str:
     """A folder with Qwen3-4B's config.json."""
-    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **first_hour.SHAPES_4B}
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **QWEN3_4B}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     return str(tmp_path / "model")
@@ -131,6 +132,15 @@ def test_the_table_marks_what_differs() -> None:
     )
     assert "  ! trainer/mfu: 0.1 (expected: at least 0.2)" in text.splitlines()
     assert text.splitlines()[-1] == "1 ok, 1 differs, 1 not run"
+
+
+def test_random_weights_are_a_checkpoint_of_their_shapes(tmp_path: Path) -> None:
+    small = {**QWEN3_4B, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 4096}
+    folder = save_random_qwen3(tmp_path / "model", small)
+    built = architecture_of(composed("model=hf", f"model.path={folder}").model)
+    assert built is not None
+    assert (built.layers, built.hidden, built.vocabulary) == (2, 64, 4096)
+    assert next(folder.glob("*.safetensors")).stat().st_size == pytest.approx(2 * built.parameters, rel=0.02)
 
 
 @pytest.mark.slow

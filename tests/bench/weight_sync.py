@@ -28,39 +28,9 @@ from app.weight_sync.sender import SENDER_EXTENSION, Sender
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from app.weight_sync.transport.process_group import SyncProcessGroup
 from tests.bench.machine import machine, print_result, spread
-
-SHAPES = {  # Qwen3-0.6B
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
-
+from tests.bench.random_model import QWEN3_06B, save_random_qwen3
 
 TOKENS_IN_FLIGHT = 20
-
-
-def make_model(folder: Path) -> Path:
-    from app.model.hf_import import transformers
-    from app.model.tiny.tokenizer import build_tokenizer
-
-    config = transformers().Qwen3Config(**SHAPES, dtype="bfloat16")
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = transformers().Qwen3ForCausalLM(config)
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.02)
-    model.tie_weights()
-    model.save_pretrained(folder)
-    build_tokenizer(4096).save_pretrained(folder)
-    return folder
 
 
 class Baselines:
@@ -157,7 +127,7 @@ async def measure(rounds: int, pauses_of_each: int, bucket_mib: float, folder: P
     from tests.conftest import make_engine
     from tests.weight_sync.support import make_trainer, started
 
-    model = make_model(folder / "model")
+    model = save_random_qwen3(folder / "model", QWEN3_06B)
     engine = make_engine(model, folder, dtype="bfloat16", max_total_tokens=2048, log_level="warning")
     info = await engine.start(600)
     trainer = await started(make_trainer(model, folder, dtype=Dtype.bfloat16), weights=False)

@@ -32,19 +32,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tests.bench.random_model import QWEN3_4B
+
 TYPE = "npu"
 INDEX = 0
-QWEN3_4B = {
-    "vocab_size": 151_936,
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40_960,
-}
 STEPS, MICROBATCHES = 2, 2  # from the second on there are Adam's moments, and gradients
 NOT_FOUND = ("sync buffers", "runtime")  # items of the plan that the trainer's tensors do not have
 PHASES = {
