@@ -17,6 +17,10 @@ from tests.rollout.support import HOT, in_flight, largest_difference, request
 from tests.rollout.test_cpu_attention import ragged, staggered
 from tests.weight_sync.support import TRANSPORTS, make_synchronizer, make_trainer, set_weights, started
 
+# transformers' own float32 log-probabilities of this model are up to 3e-5 from its float64 ones: its linear attention
+# amplifies rounding ten times as much as Qwen3's attention does. Weights of another version differ by 0.1 and more.
+ROUNDING = 5e-5
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -56,7 +60,7 @@ def engine(engine_and_trainer: tuple[Any, Any]) -> RemoteEngine:
 def test_requests_that_come_and_go_have_the_logprobs_of_transformers(engine: RemoteEngine, model: Path) -> None:
     requests = ragged(8)
     groups = asyncio.run(staggered(engine, requests))
-    assert largest_difference(model, requests, groups) < 1e-5
+    assert largest_difference(model, requests, groups) < ROUNDING
 
 
 def test_a_group_that_was_retracted_has_the_logprobs_of_transformers(engine: RemoteEngine, model: Path) -> None:
@@ -68,7 +72,7 @@ def test_a_group_that_was_retracted_has_the_logprobs_of_transformers(engine: Rem
         await engine.resume()
         return await asyncio.wait_for(task, 120)
 
-    assert largest_difference(model, [given], [asyncio.run(run())]) < 1e-5
+    assert largest_difference(model, [given], [asyncio.run(run())]) < ROUNDING
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -89,4 +93,5 @@ def test_a_push_equals_the_export_and_logprobs_are_those_of_the_pushed_weights(
 
     completions = asyncio.run(scenario())
     assert {span.version for completion in completions for span in completion.spans} == {4}
-    assert largest_difference(model, [given], [completions], seed=2) < 1e-5
+    assert largest_difference(model, [given], [completions], seed=2) < ROUNDING
+    assert largest_difference(model, [given], [completions], seed=1) > 0.1
