@@ -97,9 +97,9 @@ class GroupRequest:
     turn: str = ""  # of an episode: tells apart the requests of one prompt that are in flight together
 
     @property
-    def key(self) -> tuple[str, str]:
-        """What no other request in flight has."""
-        return self.prompt_id, self.turn
+    def name(self) -> str:
+        """What no other request in flight is called."""
+        return f"{self.prompt_id} turn {self.turn}" if self.turn else self.prompt_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,7 @@ class Completion:
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]  # cover 0:T without gaps
     text: str | None = None  # decoded by the engine's host, without special tokens; None: not decoded
+    cached_tokens: int = 0  # of the prompt, that the engine had in its KV cache
 
     @property
     def oldest_version(self) -> int:

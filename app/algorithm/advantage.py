@@ -11,6 +11,7 @@ from app.config.algorithm import AlgorithmConfig
 from app.types import Group, ScoredGroup, Trajectory
 
 STD_EPSILON = 1e-6
+SMALLEST_GROUP = 2  # an advantage compares at least two trajectories
 
 
 def score(group: Group, config: AlgorithmConfig, *, max_completion_tokens: int) -> ScoredGroup:
