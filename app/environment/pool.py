@@ -13,9 +13,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from app.environment.episode_session import EpisodeSession
 from app.environment.protocol import Task
 from app.environment.remote import EnvironmentWorker, State, WorkerSpec
-from app.environment.session import EpisodeSession
 from app.errors import ConfigError, RunError
 from app.utils.tasks import in_thread
 

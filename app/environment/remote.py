@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import app
+from app.environment.episode_session import EpisodeSession
 from app.environment.protocol import Task
-from app.environment.session import EpisodeSession
 from app.environment.wire import (
     Ask,
     Begin,

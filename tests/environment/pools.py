@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 
+from app.environment.episode_session import EpisodeSession
 from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
 from app.environment.remote import WorkerSpec
-from app.environment.session import EpisodeSession
 from app.environment.wire import Ask, End, Failed, Limits, RendererChoice
 from tests.environment.characters import text_of, tokens
 
@@ -89,7 +89,7 @@ def script(*replies: str) -> Says:
     return say
 
 
-async def play(session: EpisodeSession, say: Says = script()) -> Played:
+async def play(session: EpisodeSession, say: Says) -> Played:
     """Answer all requests of an episode until it ends."""
     asks = []
     while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), Ask):
