@@ -1,0 +1,1 @@
+"""Environments: episodes of several turns, run in worker processes beside the driver."""
