@@ -22,8 +22,12 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 MOST_FILES = 12  # of a package; `config/` has one for each section
 SHARED_NAMES = {  # base names that several packages may use
     "base": "the interface beside its implementations",
+    "episode": "the driver's half and the worker's half of an episode",
     "export": "`mode=export` and the exporter of `checkpoint.export`",
-    "remote": "the driver's proxies of an engine and of the trainer",
+    "policy": "the model, and what an environment calls to ask it",
+    "pool": "the driver's engines and its environment workers",
+    "remote": "the driver's proxies of an engine, of the trainer and of an environment worker",
+    "wire": "the format of a delta sync and the messages of an environment worker",
 }
 
 

@@ -1,93 +1,162 @@
-"""What users of `environment=` see: the task, the policy's replies, and the two ends of an episode.
+"""What an environment sees: the task, the policy, its replies.
 
-Standard library only: a worker process imports this module in any interpreter.
+An environment is an object with `run`, or one with `begin` and `step` (`app/environment/own.py`). A new one is made for
+every episode.
+
+    class Solver:
+        async def run(self, task, policy):
+            draft = await policy([{"role": "user", "content": task.question}])
+            review = await policy([{"role": "user", "content": "Check: " + draft.text}])
+            return float(review.text.strip() == task.answer)
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-Message = Mapping[str, Any]  # {"role": "user" | "assistant" | "system" | "tool", "content": str, …}
+Message = Mapping[str, Any]  # {"role": "system"|"user"|"assistant"|"tool", "content": str, …}
+Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
+Scores = float | Mapping[str, float] | None
 
 
 class EpisodeOver(Exception):
-    """The policy cannot speak again in this episode."""
+    """The policy does not speak again: a limit of the episode was reached. Raised by a call of the policy.
+
+    Where it leaves `run`, the episode ends with this `ending`, and with the score of the environment's `score()`, or 0.
+    """
+
+    ending = "stop"
 
 
 class OutOfTokens(EpisodeOver):
-    """No token is left for a further reply."""
+    """No room for another token is left in `rollout.max_completion_tokens` or in the context."""
+
+    ending = "length"
 
 
 class OutOfTurns(EpisodeOver):
-    """The episode has used its `max_turns`."""
+    """The policy has been asked `environment.max_turns` times."""
+
+    ending = "turns"
 
 
 class OutOfTime(EpisodeOver):
-    """The episode has used its `episode_s`."""
+    """The environment has used its `environment.episode_s`."""
+
+    ending = "time"
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One row of the data, as an episode gets it."""
+    """One row of the data set."""
 
-    id: str
+    id: str  # of the prompt, "<source>/<row>@<epoch>"
     question: str
     answer: str
-    source: str
-    row: Mapping[str, Any]
-    seed: int  # the same for all members of a group
-    training: bool  # False in an evaluation
+    source: str  # name of the data set
+    row: Mapping[str, Any] = field(default_factory=dict)  # every column of the row, as JSON values
+    seed: int = 0  # the same for all members of a group
+    training: bool = True  # False in an evaluation
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One tool call of a reply. `status` is "ok" or the parser's problem in words ("the call was not closed")."""
+    """A call that the policy made, as far as it could be read."""
 
     name: str
     arguments: Mapping[str, Any]
-    status: str
+    status: str  # "ok", or what is wrong with it in words: "the call was not closed"
     id: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One reply of the policy. `text` is what was said, without reasoning and tool calls."""
+    """What the policy said in one turn."""
 
-    text: str
-    reasoning: str
-    tool_calls: tuple[ToolCall, ...]
-    truncated: bool  # ended by the token limit
-    token_ids: tuple[int, ...]
+    text: str  # without reasoning and tool calls
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    truncated: bool = False  # ended by the token limit
+    token_ids: tuple[int, ...] = ()  # as sampled
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The reply as a message, for the conversation of the next call."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+                for call in self.tool_calls
+            ]
+        return message
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Sampled tokens and, if asked for, their log-probabilities: [N] each."""
+    """The tokens of one turn, for adapters that render on their own."""
 
     token_ids: tuple[int, ...]
-    finish: str  # stop or length
-    logprobs: tuple[float, ...] | None = None
+    finish: str  # "stop" or "length"
+    logprobs: tuple[float, ...] | None = None  # of the engine, one for each token, where asked for
+    text: str = ""  # parsed, without reasoning and tool calls
 
 
 class Policy(Protocol):
-    """The policy as an episode meets it."""
-
-    url: str  # OpenAI-compatible base URL of this episode
+    """The model that is trained, within one episode."""
 
     async def __call__(
         self,
         messages: Sequence[Message] | None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Tool] | None = None,
         max_tokens: int | None = None,
-    ) -> Reply: ...
+    ) -> Reply:
+        """Return the policy's reply to a conversation.
+
+        If the conversation extends an earlier one of this episode (the same messages, the replies as they were given:
+        `reply.message`), only the tokens of the new messages are appended to what the policy said, token for token.
+        Else, or where the chat template rewrites the history, a new strand begins.
+
+        Args:
+            messages: The whole conversation. None: the prompt of the data set, as `data.template` renders it; the
+                conversation then continues with `[reply.message, …]`.
+            tools: Schemas of the tools that the policy may call.
+            max_tokens: Of this reply; at most `environment.max_turn_tokens`.
+
+        Raises:
+            EpisodeOver: A limit of the episode was reached, and nothing was sampled.
+        """
+        ...
 
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, logprobs: bool = False
-    ) -> Sampled: ...
+    ) -> Sampled:
+        """Sample after these tokens. The longest strand that is a prefix of them is extended.
+
+        Raises:
+            EpisodeOver: As above.
+        """
+        ...
+
+    @property
+    def url(self) -> str:
+        """Base URL for OpenAI clients, `http://127.0.0.1:<port>/<episode>/v1`. The first use starts the server."""
+        ...
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        """Add to a metric of the episode, such as `tool_failures`. Logged as `environment/<name>`."""
+        ...
 
 
 class Environment(Protocol):
-    """An environment that drives itself. `close()` is optional."""
+    """The general form. `close()` and `score()`, plain or async, are optional."""
 
-    async def run(self, task: Task, policy: Policy) -> float | Mapping[str, float] | None: ...
+    async def run(self, task: Task, policy: Policy) -> Scores:
+        """Play the episode; return its score, several by name (the first is the score), or None."""
+        ...
