@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from app.environment.episode_session import EpisodeSession
 from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
-from app.environment.session import EpisodeSession
 from app.environment.wire import Ask, End, Failed
 from app.rollout.episode_failures import EpisodeFailures
 from app.rollout.pool import EnginePool, Seat
@@ -299,7 +299,7 @@ class _Attempt:
         if not strands:  # the policy was never asked, or there was no room for a token
             strands = self.strands[:1] or [StrandBuilder()]
             if not strands[0].tokens:
-                strands[0].append(play.prompt.token_ids)
+                strands[0].append(play.prompt.token_ids.tolist())
             strands[0].add(nothing)
 
         episode = Episode(

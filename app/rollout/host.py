@@ -378,5 +378,5 @@ class EngineHost:
         self._fail(await failure)
 
     def _sampling(self) -> dict[str, list[str]]:
-        """Return the SGLang ids of the requests that the server should be sampling, by name; none while it is paused."""
+        """Return SGLang's ids of the requests that the server should be sampling, by name; none while it is paused."""
         return {} if self._paused else {name: group.request_ids for name, group in self._in_flight.items()}
