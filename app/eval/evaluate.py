@@ -61,7 +61,7 @@ def measure(groups: Sequence[Group]) -> dict[str, float]:
     """Measure the groups of an evaluation set.
 
     Returns:
-        Over the trajectories that ended well: accuracy, mean reward and length, and truncated fraction over completions; pass@k for k of at least 2; the
+        Accuracy, mean reward and length, and truncated fraction over completions; pass@k for k of at least 2; the
         number of prompts; and the accuracy's standard error over prompts, since the completions of one prompt are not
         independent. A single prompt has no standard error.
     """
