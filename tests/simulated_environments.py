@@ -24,12 +24,12 @@ class Script:
 
 
 def scripts(seed: int, *, turns: int = 4, seconds: float = 3.0, failing: float = 0.0) -> Callable[[Task, int], Script]:
-    """Random episodes; the attempts of the members of a group differ."""
+    """Random episodes; the attempts of the members of a group differ. Evaluations never fail."""
 
     def script(task: Task, number: int) -> Script:
         rolls = random.Random(f"{seed}/{task.id}/{number}")
         count = rolls.randint(1, turns)
-        fails = rolls.random() < failing
+        fails = task.training and rolls.random() < failing
         return Script(
             count,
             rolls.uniform(0, seconds),
