@@ -82,6 +82,7 @@ class Reply:
     tool_calls: tuple[ToolCall, ...] = ()
     truncated: bool = False  # ended by the token limit
     token_ids: tuple[int, ...] = ()  # as sampled
+    prompt_tokens: int = 0  # that the policy read before it, this time and earlier
 
     @property
     def message(self) -> dict[str, Any]:
