@@ -89,13 +89,6 @@ class RunConfig:
         return self.placement.kind is PlacementKind.colocate and not self.rollout.urls
 
     @property
-    def memory_fraction(self) -> float:
-        """The engines' share of a device's memory: null resolved."""
-        if self.rollout.memory_fraction is not None:
-            return self.rollout.memory_fraction
-        return 0.7 if self.shared_devices else 0.8
-
-    @property
     def requests_per_engine(self) -> int:
         """The most completions in flight on each engine while training, spread evenly."""
         admitted = (self.placement.max_staleness + 1) * self.algorithm.prompts_per_step

@@ -1,11 +1,11 @@
 """The interface of all renderers."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
-from app.environment.protocol import Message, Reply
+from app.environment.protocol import Message, Reply, Tool
 
-Tools = Sequence[Mapping[str, Any]]  # JSON schemas as in OpenAI's `tools`
+Tools = Sequence[Tool]
 
 
 class Renderer(Protocol):
@@ -44,8 +44,4 @@ class Renderer(Protocol):
             prompt_ids: [L] The strand before them: it may have opened the reasoning.
             tools: The declared tools: their schemas say which XML arguments are strings.
         """
-        ...
-
-    def shorten(self, text: str, max_tokens: int) -> str:
-        """Return `text` in at most `max_tokens` tokens: cut in the middle, with a note that says so."""
         ...
