@@ -5,6 +5,7 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -203,20 +204,21 @@ def test_a_group_whose_engine_refuses_a_turn_closes_its_environments(own: Any, t
     play(own(DIARY, args={"folder": str(tmp_path)}), Scripted(before=refuse), tmp_path, story)
 
 
+@dataclass
 class Mortal(Scripted):
     """Dies when the second turns of all members are in flight."""
 
-    dead = False
-    waiting = 0
+    waiting: int = 0
+    dead: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
-        if self.dead:
+        if self.dead.is_set():
             raise EngineLost("engine 0 was killed")
         if request.turn.startswith("2 of"):
             self.waiting += 1
-            while self.waiting < 4:
-                await asyncio.sleep(0.01)
-            self.dead = True
+            if self.waiting == 4:
+                self.dead.set()
+            await self.dead.wait()
             raise EngineLost("engine 0 was killed")
         return await super().generate(request)
 
