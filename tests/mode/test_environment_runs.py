@@ -97,6 +97,7 @@ def test_a_run_with_slow_tools_survives_a_killed_engine_and_an_interrupt(
     """Some steps take two pushes, more than the staleness bound: their groups are aborted and sampled again."""
     overrides = [*LONG, *talk(tmp_path, stays_every=30)]
     overrides += ["placement=fully_async", "placement.max_staleness=1", "placement.in_flight=retract"]
+    overrides += ["environment.timeout_s=600"]  # of a step that waits for steps of the run
     run = start("steps=500", *overrides)
     run.wait_for_step(2)
     hold_second_turns(run, tmp_path, 8)
