@@ -39,6 +39,9 @@ def worker_spec(config: RunConfig, model_path: Path) -> WorkerSpec:
         "tools": list(settings.tools),
         "id": settings.id,
         "url": settings.url,
+        "system": config.data.system,
+        "prefix": config.data.prefix,
+        "suffix": config.data.suffix,
     }
     return WorkerSpec(environment, _renderer(config, model_path), limits, settings.memory_gib, settings.python)
 
