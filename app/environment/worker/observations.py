@@ -15,7 +15,7 @@ def shorten(text: str, max_tokens: int, count: Callable[[str], int]) -> str:
         count: Returns the tokens of a text.
 
     >>> shorten("a" * 1000, 50, len)
-    'aaaaa\n[... 990 characters left out ...]\naaaaa'
+    'aaaaaaaa\n[... 985 characters left out ...]\naaaaaaa'
     """
     if len(text.encode(errors="replace")) <= max_tokens:
         return text  # a token has at least one byte
