@@ -153,14 +153,15 @@ def test_equal_conversations_at_once_get_strands_of_their_own():
     assert same_strands(policy, engine)
 
 
-def test_a_strand_with_a_request_in_flight_is_not_extended():
+@pytest.mark.parametrize(("one", "other"), [("x", "y"), ("", "")])
+def test_a_strand_with_a_request_in_flight_is_not_extended(one, other):
     engine = Engine("ab", "cd", "ef")
 
     async def run():
         policy = policy_of(engine)
         await policy.generate(tokens("q"))
         engine.held = []
-        asks = [asyncio.ensure_future(policy.generate(tokens("qab" + text))) for text in ("x", "y")]
+        asks = [asyncio.ensure_future(policy.generate(tokens("qab" + text))) for text in (one, other)]
         await asyncio.sleep(0)
         for turn in engine.held:
             turn.set_result(None)
@@ -168,7 +169,7 @@ def test_a_strand_with_a_request_in_flight_is_not_extended():
         return policy
 
     policy = asyncio.run(run())
-    assert engine.requests == [(0, "q"), (0, "x"), (1, "qaby")]
+    assert engine.requests == [(0, "q"), (0, one), (1, "qab" + other)]
     assert same_strands(policy, engine)
 
 
