@@ -12,6 +12,7 @@ import pytest
 from app.environment.wire import Ask, End, Failed
 from tests.environment.characters import tokens
 from tests.environment.pools import PATIENCE_S, a_task, play, play_one, running_pool, script
+from tests.waiting import until
 
 ENV = """
 import os, signal, subprocess, sys, threading, time, re, asyncio
@@ -326,6 +327,33 @@ def test_a_child_that_an_environment_forks_is_gone_with_the_worker(own, tmp_path
     assert not asyncio.run(children(run))
 
 
+def test_a_child_of_a_worker_that_died_is_gone_and_one_that_was_forked_cannot_write_to_the_pipe(own, tmp_path):
+    spec = own(ENV, args={"closed": str(tmp_path / "closed")})
+    pid = str(tmp_path / "pid")
+    start = f"open({pid!r}, 'w').write(str(subprocess.Popen(['sleep', '1000']).pid)) and os._exit(3)"
+    fork = "write_to_sockets(b'junk\\n') if os.fork() == 0 else time.sleep(1)"
+
+    async def run():
+        async with running_pool(spec) as pool:
+            died = (await play_one(pool, task=a_task(row={"do": start, "at": "begin"}))).end
+            await asyncio.to_thread(until, lambda: not runs(int(Path(pid).read_text())), PATIENCE_S)
+            forked = (await play_one(pool, "a", task=a_task(row={"do": fork, "at": "begin"}))).end
+            return died.kind, forked, pool.restarts
+
+    kind, forked, restarts = asyncio.run(run())
+    assert kind == "died"
+    assert isinstance(forked, End)
+    assert restarts == 1
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_a_worker_that_dies_with_a_child_at_its_pipe_is_noticed(own, tmp_path):
     spec = own(ENV, args={"closed": str(tmp_path / "closed")})
     # a child of a C library runs no hooks of Python, so it keeps the worker's pipe
@@ -339,14 +367,25 @@ def test_a_worker_that_dies_with_a_child_at_its_pipe_is_noticed(own, tmp_path):
     assert (end.kind, end.text) == ("died", "the worker process died (exit code 5)")
 
 
-def test_ctrl_c_leaves_the_worker_to_the_driver(own):
-    spec = own("class Env:\n    def begin(self, task): ...\n    def step(self, reply): ...")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_the_worker_to_the_driver_and_ends_what_an_environment_started(own, number):
+    spec = own(
+        """
+        import os, subprocess
+        class Env:
+            def begin(self, task):
+                self.child = subprocess.Popen(["sleep", "1000"])
+                self.child.send_signal(task.row["signal"])
+                self.child.wait()
+            def step(self, reply): ...
+        """
+    )
 
     async def run():
         async with running_pool(spec) as pool:
             (worker,) = pool.pids
-            os.kill(worker, signal.SIGINT)
-            end = (await play_one(pool, "a")).end
+            os.kill(worker, number)
+            end = (await play_one(pool, "a", task=a_task(row={"signal": int(number)}))).end
             return end, pool.pids == [worker]
 
     end, same = asyncio.run(run())
@@ -366,3 +405,66 @@ def test_task_data_arrives_as_it_is(own):
     assert played.texts[0][1].startswith(
         "Task(id='set/0@0', question='6*7=', answer='42', source='set', row={'text': '\\ud800é"
     )
+
+
+def test_an_environment_that_breaks_stderr_still_fails_with_its_sentence(misbehave):
+    ends, counts, _ = misbehave(("step", "setattr(sys, 'stderr', None) or self.fail()"), ("never", "1"))
+    assert ends[0].kind == "raised"
+    assert isinstance(ends[1], End)
+    assert counts == {"raised": 1, "restarts": 0}
+
+
+def test_an_environment_that_drives_itself_fails_like_any_other(own):
+    spec = own(
+        """
+        import asyncio, os, sys, time
+        class Env:
+            async def run(self, task, policy):
+                if task.row["do"] == "exit": sys.exit(3)
+                if task.row["do"] == "cancel": asyncio.current_task().cancel()
+                if task.row["do"] == "hang": await asyncio.sleep(1e6)
+                if task.row["do"] == "nothing": await policy([])
+                await policy(None)
+                return set()
+        """,
+        timeout_s=0.5,
+    )
+
+    async def run():
+        async with running_pool(spec) as pool:
+            acts = ["exit", "cancel", "hang", "nothing", "value"]
+            ends = [(await play_one(pool, "a", task=a_task(row={"do": do}))).end for do in acts]
+            return [(end.kind, end.text.split(" at /")[0]) for end in ends], pool.counts
+
+    ends, counts = asyncio.run(run())
+    assert ends == [
+        ("raised", "run raised Exited: SystemExit: 3"),
+        ("raised", "run raised CancelledError"),
+        ("late", "run took longer than 0.5 s, see environment.timeout_s"),
+        (
+            "raised",
+            "run raised ValueError: a conversation has at least one message; None stands for the data set's prompt",
+        ),
+        ("value", "the score is a set (set()); give a number, numbers by name, or None"),
+    ]
+    assert counts == {"raised": 3, "late": 1, "value": 1, "restarts": 0}
+
+
+def test_an_environment_that_limits_itself_may_take_longer_than_a_step(own):
+    spec = own(
+        """
+        import asyncio
+        class Env:
+            limits_itself = True
+            async def run(self, task, policy):
+                await asyncio.sleep(1.5)
+                return 1
+        """,
+        timeout_s=0.2,
+    )
+
+    async def run():
+        async with running_pool(spec) as pool:
+            return (await play_one(pool)).end
+
+    assert asyncio.run(run()).scores == {"score": 1.0}

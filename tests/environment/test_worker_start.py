@@ -183,7 +183,9 @@ def test_a_replaced_worker_that_cannot_load_the_environment_ends_every_wait(own,
 
 
 def test_a_worker_dies_with_its_parent_and_ignores_its_ctrl_c(own, tmp_path):
-    spec = own(PLAIN.replace("begin(self, task): ...", "begin(self, task): __import__('threading').Event().wait()"))
+    spec = own(
+        PLAIN.replace("def begin(self, task): ...", "async def begin(self, task): __import__('time').sleep(1e6)")
+    )
     driver = f"""
         import asyncio
         from app.environment.pool import EnvironmentPool
