@@ -11,6 +11,8 @@ from app.errors import expect
 
 FILES = "a file, a pattern such as 'rows/*.jsonl', a list of both, or the id of a Hugging Face data set"
 SET_NAME = re.compile(r"[\w.-]+")  # a part of prompt ids and of metric names
+FACTORS = range(10, 100)  # of generated products
+DIGITS = range(2, 10)  # second factors of generated chains
 
 
 class Template(Enum):
@@ -20,6 +22,14 @@ class Template(Enum):
     chat = "chat"
 
 
+class Generator(Enum):
+    """Problems that are generated."""
+
+    arithmetic = "arithmetic"
+    products = "products"
+    chain = "chain"
+
+
 @dataclass
 class ArithmeticConfig:
     """Generated additions such as `12+34=`, used where `data.path` is null."""
@@ -27,6 +37,37 @@ class ArithmeticConfig:
     problems: int = setting(2000, "Training rows.", at_least=1)
     eval_problems: int = setting(200, "Held-out rows, disjoint from the training rows.", at_least=1)
     max_operand: int = setting(50, "Largest operand.", at_least=1)
+
+    @property
+    def distinct(self) -> int:
+        """How many different problems there are."""
+        return (self.max_operand + 1) ** 2
+
+
+@dataclass
+class ProductsConfig:
+    """Generated products such as `37*84=`."""
+
+    problems: int = setting(2000, "Training rows.", at_least=1)
+    eval_problems: int = setting(200, "Held-out rows, disjoint from the training rows.", at_least=1)
+
+    @property
+    def distinct(self) -> int:
+        """How many different problems there are."""
+        return len(FACTORS) ** 2
+
+
+@dataclass
+class ChainConfig:
+    """Generated chains of a product and a sum such as `12*7+30=`."""
+
+    problems: int = setting(2000, "Training rows.", at_least=1)
+    eval_problems: int = setting(200, "Held-out rows, disjoint from the training rows.", at_least=1)
+
+    @property
+    def distinct(self) -> int:
+        """How many different problems there are."""
+        return len(FACTORS) * len(DIGITS) * len(FACTORS)
 
 
 @dataclass
@@ -72,7 +113,7 @@ class DataConfig:
     name: str = setting("arithmetic", "Name of the data set; the prompt ids begin with it.")
     path: Any = setting(
         None,
-        "Training rows as JSON lines, JSON list, CSV (each also .gz) or Parquet; null generates arithmetic problems.",
+        "Training rows as JSON lines, JSON list, CSV (each also .gz) or Parquet; null generates problems.",
         noun=f"null, {FILES}",
     )
     subset: str | None = setting(None, "Configuration name of a Hugging Face data set; null is its default.")
@@ -126,7 +167,14 @@ class DataConfig:
         "Evaluation sets by name; {} evaluates on held-out training rows, named eval.",
         noun="entries as in +data.eval_sets.mine.path=FILE",
     )
+    generator: Generator = setting(
+        Generator.arithmetic,
+        "Problems that are generated where data.path is null: sums (12+34=), products (37*84=), or chains of both "
+        "(12*7+30=).",
+    )
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
+    products: ProductsConfig = field(default_factory=ProductsConfig)
+    chain: ChainConfig = field(default_factory=ChainConfig)
 
     def validate(self) -> None:
         """Raise `ConfigError` for settings that contradict each other."""
@@ -136,6 +184,9 @@ class DataConfig:
 
         self._validate_sources()
         self._validate_arithmetic()
+        if self.path is None:
+            _expect_distinct("data.products", self.products)
+            _expect_distinct("data.chain", self.chain)
 
         expect(
             self.system is None or self.template is Template.chat,
@@ -168,15 +219,23 @@ class DataConfig:
 
     def _validate_arithmetic(self) -> None:
         arithmetic = self.arithmetic
-        distinct_problems = (arithmetic.max_operand + 1) ** 2
         expect(
-            self.path is not None or arithmetic.problems + arithmetic.eval_problems <= distinct_problems,
+            self.path is not None or arithmetic.problems + arithmetic.eval_problems <= arithmetic.distinct,
             "data.arithmetic.problems",
             arithmetic.problems,
-            f"at most {distinct_problems} problems together with "
+            f"at most {arithmetic.distinct} problems together with "
             f"data.arithmetic.eval_problems={arithmetic.eval_problems}, all that "
             f"data.arithmetic.max_operand={arithmetic.max_operand} allows",
         )
+
+
+def _expect_distinct(key: str, config: ProductsConfig | ChainConfig) -> None:
+    expect(
+        config.problems + config.eval_problems <= config.distinct,
+        f"{key}.problems",
+        config.problems,
+        f"at most {config.distinct} problems together with {key}.eval_problems={config.eval_problems}",
+    )
 
 
 def _expect_path(key: str, path: object) -> None:

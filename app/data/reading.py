@@ -7,7 +7,7 @@ Invariants:
 from collections.abc import Iterable, Iterator
 
 from app.data.fields import FieldMap, Row
-from app.data.formats import Records
+from app.data.records.formats import Records
 from app.errors import ConfigError
 
 

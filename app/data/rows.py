@@ -1,7 +1,7 @@
 """Load all rows of a run, training sets and evaluation sets, before templating and tokenization.
 
     data.path, data.train_sets, data._target_ ──→ field map ──→ distinct ──→ training rows
-                                       (null) ──→ generated arithmetic ────→ training rows + held-out rows
+                                       (null) ──→ generated problems ──────→ training rows + held-out rows
 
     evaluation ── data.eval_path, or data.eval_sets.<name>.path ───→ rows of its own
                ── data.path is a hub data set ─────────────────────→ its other splits
@@ -17,11 +17,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.config.data import DataConfig, EvalSetConfig, TrainSetConfig
-from app.data import arithmetic, sources, user_rows
+from app.config.data import DataConfig, EvalSetConfig, Generator, TrainSetConfig
+from app.data import arithmetic, chain, products, user_rows
 from app.data.fields import FieldMap, Row
-from app.data.formats import Records
 from app.data.reading import BrokenRows, read_rows
+from app.data.records import sources
+from app.data.records.formats import Records
 from app.errors import ConfigError
 
 DEFAULT_EVAL_SET = "eval"
@@ -74,7 +75,7 @@ def is_local(config: DataConfig) -> bool:
 
 
 def is_generated(config: DataConfig) -> bool:
-    """Whether the training rows are generated arithmetic problems."""
+    """Whether the training rows are generated problems."""
     return config.path is None and config._target_ is None and not config.train_sets
 
 
@@ -101,7 +102,7 @@ def _is_held_out(config: DataConfig, evaluation: EvalSetConfig) -> bool:
 def _training(config: DataConfig, seed: int, with_held_out: bool, broken: BrokenRows) -> tuple[list[Row], list[Row]]:
     """Return the rows of all training sets, and those held out of each."""
     if is_generated(config):
-        return arithmetic.problems(config.arithmetic, seed)
+        return _generated(config, seed)
 
     train: list[Row] = []
     held_out: list[Row] = []
@@ -110,6 +111,16 @@ def _training(config: DataConfig, seed: int, with_held_out: bool, broken: Broken
         train += kept
         held_out += held
     return train, held_out
+
+
+def _generated(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
+    match config.generator:
+        case Generator.arithmetic:
+            return arithmetic.problems(config.arithmetic, seed)
+        case Generator.products:
+            return products.problems(config.products, seed)
+        case Generator.chain:
+            return chain.problems(config.chain, seed)
 
 
 def _read_training(config: DataConfig, broken: BrokenRows) -> dict[str, list[Row]]:

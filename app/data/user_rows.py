@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-from app.data.formats import Record, Records
+from app.data.records.formats import Record, Records
 from app.errors import ConfigError
 from app.utils.dotted_path import LoadError, error_text, resolve
 

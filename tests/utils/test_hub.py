@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 
 from app.config.model import ModelConfig
-from app.data import sources
+from app.data.records import sources
 from app.errors import ConfigError
 from app.model.hf_directory import locate
 from app.utils.hub import hub_client

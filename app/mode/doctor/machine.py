@@ -10,8 +10,9 @@ from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 from app.config import RunConfig
-from app.data import rows, sources
+from app.data import rows
 from app.data.counts import describe_rows
+from app.data.records import sources
 from app.errors import ConfigError
 from app.mode.disk import free_bytes, plan_disk
 from app.mode.doctor.finding import Check, CheckStatus, check

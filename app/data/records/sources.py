@@ -17,8 +17,8 @@ import re
 from contextlib import nullcontext
 from pathlib import Path
 
-from app.data import formats
-from app.data.formats import Records, brief, path_error
+from app.data.records import formats
+from app.data.records.formats import Records, brief, path_error
 from app.utils.hub import hub_client
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")

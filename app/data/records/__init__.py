@@ -1,0 +1,1 @@
+"""Raw records: where they come from (files, the hub) and how files store them."""

@@ -1,0 +1,56 @@
+"""Generated products and chains: their answers, their splits, and the presets that select them."""
+
+import re
+from types import ModuleType
+
+import pytest
+
+from app.config.data import ChainConfig, ProductsConfig
+from app.data import chain, products, rows
+from app.errors import ConfigError
+from tests.compose import composed
+
+
+def test_the_answer_is_the_product_of_two_factors_with_two_digits() -> None:
+    train, held_out = products.problems(ProductsConfig(problems=8000, eval_problems=100), seed=3)
+    assert (len(train), len(held_out)) == (8000, 100)
+    for row in train + held_out:
+        left, right = re.fullmatch(r"([1-9]\d)\*([1-9]\d)=", row.question).groups()
+        assert row.answer == str(int(left) * int(right))
+    assert len({row.question for row in train + held_out}) == 8100
+
+
+def test_the_answer_of_a_chain_is_the_product_plus_the_last_number() -> None:
+    train, held_out = chain.problems(ChainConfig(problems=900, eval_problems=100), seed=3)
+    for row in train + held_out:
+        left, right, addend = map(int, re.fullmatch(r"([1-9]\d)\*([2-9])\+([1-9]\d)=", row.question).groups())
+        assert row.answer == str(left * right + addend)
+    assert len({row.question for row in train + held_out}) == 1000
+    assert len({row.index for row in train + held_out}) == 1000
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "first"),
+    [(products, ProductsConfig(), "86*87="), (chain, ChainConfig(), "86*8+90=")],
+    ids=["products", "chain"],
+)
+def test_the_seed_determines_the_problems(module: ModuleType, config: object, first: str) -> None:
+    assert module.problems(config, seed=1) == module.problems(config, seed=1)
+    assert module.problems(config, seed=1) != module.problems(config, seed=2)
+    assert module.problems(config, seed=0)[0][0].question == first
+
+
+@pytest.mark.parametrize(("name", "symbols"), [("arithmetic", "+"), ("products", "*"), ("chain", "*+")])
+def test_a_preset_selects_its_problems_and_their_name(name: str, symbols: str) -> None:
+    config = composed(f"data={name}", f"data.{name}.problems=7", f"data.{name}.eval_problems=2")
+    loaded = rows.load(config.data, seed=0)
+    assert (len(loaded.train), len(loaded.evals["eval"])) == (7, 2)
+    assert {row.source for row in loaded.train} == {config.data.name} == {name}
+    assert {re.sub(r"\d", "", row.question) for row in loaded.train} == {f"{symbols}="}
+    assert config.reward.components == {"exact": 1.0}
+
+
+def test_more_problems_than_there_are_get_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"data\.products\.problems=8000 is not accepted: give at most 8100 problems"):
+        composed("data=products", "data.products.problems=8000")
+    composed("data=products", "data.products.problems=8000", "data.products.eval_problems=100")

@@ -1,0 +1,109 @@
+"""The calculator: what it answers, what it refuses in words, and when an episode ends."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from app.environment.calculator import ERROR, Calculator, answer, make
+from app.environment.protocol import Message, OutOfTurns, Reply, Task
+
+TASK = Task("products/0@0", "37*84=", "3108", "products")
+
+
+class ScriptedPolicy:
+    """Gives these replies in turn, then has no turns left."""
+
+    def __init__(self, *replies: str) -> None:
+        self._replies = list(replies)
+        self.read: list[Sequence[Message] | None] = []
+        self.counts: dict[str, float] = {}
+
+    async def __call__(self, messages: Sequence[Message] | None, **_: object) -> Reply:
+        if not self._replies:
+            raise OutOfTurns
+        self.read.append(None if messages is None else list(messages))
+        return Reply(self._replies.pop(0))
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        self.counts[name] = self.counts.get(name, 0.0) + amount
+
+
+def played(*replies: str) -> ScriptedPolicy:
+    policy = ScriptedPolicy(*replies)
+    assert asyncio.run(make({})().run(TASK, policy)) is None
+    return policy
+
+
+def last_read(policy: ScriptedPolicy) -> list[str]:
+    return [str(message["content"]) for message in policy.read[-1] or ()]
+
+
+@pytest.mark.parametrize(
+    ("question", "result"),
+    [
+        ("37*84", "3108"),
+        ("84+30", "114"),
+        ("30-84", "-54"),
+        ("-3*-4", "12"),
+        ("5--4", "9"),
+        (" 007 * 2 ", "14"),
+        ("0*0", "0"),
+        ("999999999999999999*999999999999999999", "999999999999999998000000000000000001"),
+    ],
+)
+def test_one_operation_on_two_whole_numbers_is_answered(question: str, result: str) -> None:
+    assert answer(question) == f"{result}\n"
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        *["", "37", "37*", "*84", "37*84+1", "37/84", "37**84", "1.5*2", "3 7*84", "?37*84", "37*84=", "(1)*2"],
+        *["٣*٤", "1_0*2", "__import__('os')", "3*4\n5*6", "\x00", "9999999999999999999*1"],
+    ],
+)
+def test_any_other_question_is_answered_with_what_can_be_asked(question: str) -> None:
+    assert answer(question) == ERROR == "error: ask a*b, a+b or a-b\n"
+
+
+def test_a_reply_without_a_question_ends_the_episode() -> None:
+    policy = played("3700", "?1+1")
+    assert policy.read == [None]  # the prompt of the data set
+    assert policy.counts == {}
+    assert played("").read == played(" ?37*84").read == played("37?").read == [None]
+
+
+def test_each_question_gets_its_answer_as_the_next_message() -> None:
+    policy = played("?12*7", "?84+30", "114")
+    assert policy.read[1] == [{"role": "assistant", "content": "?12*7"}, {"role": "user", "content": "84\n"}]
+    assert last_read(policy) == ["?12*7", "84\n", "?84+30", "114\n"]
+    assert policy.counts == {"tool_calls": 2.0, "tool_failures": 0.0}
+
+
+def test_a_malformed_question_is_counted_and_the_episode_goes_on() -> None:
+    policy = played("?12*7+30", "?12*7", "84")
+    assert last_read(policy) == ["?12*7+30", ERROR, "?12*7", "84\n"]
+    assert policy.counts == {"tool_calls": 2.0, "tool_failures": 1.0}
+
+
+def test_a_policy_that_only_asks_ends_at_its_limit_without_an_error() -> None:
+    policy = played(*["?1+1"] * 8)
+    assert len(policy.read) == 8
+    assert policy.counts["tool_calls"] == 8
+
+
+def test_it_needs_only_the_standard_library() -> None:
+    code = (
+        "import sys, app.environment.calculator; "
+        "sys.exit(len({'torch', 'numpy', 'transformers', 'ray', 'omegaconf'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_environment_is_made_for_every_episode() -> None:
+    make_one = make({"kind": "calculator", "target": None, "args": {}})
+    assert isinstance(make_one(), Calculator)
+    assert make_one() is not make_one()
