@@ -139,6 +139,7 @@ def test_an_aborted_episode_whose_step_hangs_is_closed_and_its_worker_replaced(o
     async def run():
         async with running_pool(spec) as pool:
             session = await pool.begin(a_task(row={"wait": True}), tokens("q"))
+            await asyncio.to_thread(until, lambda: bool(notes(tmp_path)), PATIENCE_S)
             await asyncio.wait_for(session.close(), PATIENCE_S)
             return (await play_one(pool, "end")).end, pool.restarts
 
@@ -148,13 +149,27 @@ def test_an_aborted_episode_whose_step_hangs_is_closed_and_its_worker_replaced(o
     assert notes(tmp_path)[:2] == ["began set/0@0", "closed set/0@0"]
 
 
-def test_a_worker_that_does_not_close_an_aborted_episode_is_killed(own, monkeypatch):
+def test_a_worker_that_does_not_close_an_aborted_episode_is_killed(own, tmp_path, monkeypatch):
     monkeypatch.setattr("app.environment.remote.ABORT_LIMIT_S", 0.0)
-    spec = own("import time\nclass Env:\n    async def run(self, task, policy): time.sleep(1e6)", timeout_s=0.5)
+    spec = own(
+        """
+        import time
+        class Env:
+            async def run(self, task, policy):
+                await policy(None)
+                open(task.row["file"], "w")
+                time.sleep(1e6)
+        """,
+        timeout_s=0.5,
+    )
+    blocked = tmp_path / "blocked"
 
     async def run():
         async with running_pool(spec) as pool:
-            session = await pool.begin(a_task(), tokens("q"))
+            session = await pool.begin(a_task(row={"file": str(blocked)}), tokens("q"))
+            ask = await asyncio.wait_for(session.next(), PATIENCE_S)
+            session.answer(ask, tokens("x"), "stop")
+            await asyncio.to_thread(until, blocked.exists, PATIENCE_S)
             await asyncio.wait_for(session.close(), PATIENCE_S)
             return await session.next(), pool.counts
 
@@ -309,3 +324,34 @@ def test_several_requests_of_one_episode_are_in_flight_at_once(own):
     strands, end = asyncio.run(run())
     assert strands == [0, 1, 2]
     assert list(end.scores) == ["r0>", "r1>", "r2>"]
+
+
+def test_an_environment_whose_constructor_ran_while_its_episode_was_aborted_is_closed(own, tmp_path):
+    spec = own(
+        """
+        import os, time
+        class Env:
+            def __init__(self, folder):
+                self.folder = folder
+                open(f"{folder}/constructing", "w")
+                while not os.path.exists(f"{folder}/go"): time.sleep(0.01)
+            def begin(self, task): ...
+            def step(self, reply): ...
+            def close(self):
+                with open(f"{self.folder}/notes", "a") as file: print("closed", file=file)
+        """,
+        args={"folder": str(tmp_path)},
+    )
+
+    async def run():
+        async with running_pool(spec) as pool:
+            session = await pool.begin(a_task(), tokens("q"))
+            await asyncio.to_thread(until, (tmp_path / "constructing").exists, PATIENCE_S)
+            closing = asyncio.ensure_future(session.close())
+            await asyncio.sleep(0.05)
+            (tmp_path / "go").touch()
+            await asyncio.wait_for(closing, PATIENCE_S)
+            return pool.counts
+
+    assert asyncio.run(run()) == {"restarts": 0}
+    assert notes(tmp_path) == ["closed"]

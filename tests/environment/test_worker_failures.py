@@ -339,14 +339,25 @@ def test_a_worker_that_dies_with_a_child_at_its_pipe_is_noticed(own, tmp_path):
     assert (end.kind, end.text) == ("died", "the worker process died (exit code 5)")
 
 
-def test_ctrl_c_leaves_the_worker_to_the_driver(own):
-    spec = own("class Env:\n    def begin(self, task): ...\n    def step(self, reply): ...")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_the_worker_to_the_driver_and_ends_what_an_environment_started(own, number):
+    spec = own(
+        """
+        import os, subprocess
+        class Env:
+            def begin(self, task):
+                self.child = subprocess.Popen(["sleep", "1000"])
+                self.child.send_signal(task.row["signal"])
+                self.child.wait()
+            def step(self, reply): ...
+        """
+    )
 
     async def run():
         async with running_pool(spec) as pool:
             (worker,) = pool.pids
-            os.kill(worker, signal.SIGINT)
-            end = (await play_one(pool, "a")).end
+            os.kill(worker, number)
+            end = (await play_one(pool, "a", task=a_task(row={"signal": int(number)}))).end
             return end, pool.pids == [worker]
 
     end, same = asyncio.run(run())
@@ -366,3 +377,10 @@ def test_task_data_arrives_as_it_is(own):
     assert played.texts[0][1].startswith(
         "Task(id='set/0@0', question='6*7=', answer='42', source='set', row={'text': '\\ud800é"
     )
+
+
+def test_an_environment_that_breaks_stderr_still_fails_with_its_sentence(misbehave):
+    ends, counts, _ = misbehave(("step", "setattr(sys, 'stderr', None) or self.fail()"), ("never", "1"))
+    assert ends[0].kind == "raised"
+    assert isinstance(ends[1], End)
+    assert counts == {"raised": 1, "restarts": 0}

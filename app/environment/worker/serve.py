@@ -2,7 +2,7 @@
 
 Invariants:
 - The worker dies with its parent, even if the parent is killed: the kernel sends SIGKILL (Linux).
-- Ctrl-C is handled by the driver; the worker ignores SIGINT.
+- Ctrl-C and SIGTERM are handled by the driver, so that environments can be closed; the worker ignores them.
 - Only the event loop writes to the pipe. What an environment prints goes to the log.
 """
 
@@ -15,6 +15,7 @@ import resource
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,9 @@ from app.environment.wire import (
     Beat,
     Begin,
     Close,
+    Closed,
+    End,
+    Failed,
     Limits,
     Lines,
     Ready,
@@ -33,6 +37,7 @@ from app.environment.wire import (
     WireError,
 )
 from app.environment.worker.episode import Episode, Make
+from app.environment.worker.log import STDERR, log
 from app.environment.worker.policy import EpisodePolicy, Renderer
 from app.utils.child_process import die_with_parent
 from app.utils.dotted_path import LoadError, error_text
@@ -44,22 +49,25 @@ ENDPOINT = "app.environment.worker.endpoint"  # imported by its first use
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Serve the driver until it closes the pipe. Does not return: threads of environments may hang."""
+    """Serve the driver until it closes the pipe. Does not return."""
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave_to_the_driver)
     os.set_inheritable(descriptor, False)
     os.register_at_fork(after_in_child=lambda: os.close(descriptor))  # a child of an environment has no part in it
     sys.path.insert(0, os.getcwd())
 
     asyncio.run(_serve(socket.socket(fileno=descriptor)))
-    sys.stdout.flush()
-    os._exit(0)
+
+
+def _leave_to_the_driver(number: int, frame: Any) -> None:
+    """Do nothing. Unlike an ignored signal, this is not inherited by what an environment starts."""
 
 
 async def _serve(pipe: socket.socket) -> None:
     worker = Worker()
-    await asyncio.get_running_loop().create_connection(lambda: worker.lines, sock=pipe)
-    await worker.ended.wait()
+    await worker.loop.create_connection(lambda: worker.lines, sock=pipe)
+    await worker.loop.create_future()  # never done: `_ended` ends the process
 
 
 class Worker:
@@ -67,11 +75,11 @@ class Worker:
 
     Attributes:
         lines: The worker's end of the pipe.
-        ended: Set when the driver has closed its end.
+        loop: The event loop.
     """
 
     def __init__(self) -> None:
-        self.ended = asyncio.Event()
+        self.loop = asyncio.get_running_loop()
         self.lines = Lines(self._receive, self._ended)
         self._make: Make = _not_loaded
         self._renderer: Renderer | None = None
@@ -81,7 +89,6 @@ class Worker:
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._beating: asyncio.Task[None] | None = None
-        self._loop = asyncio.get_running_loop()
         self._server: Any = None  # the endpoint, once an episode uses it
 
     def _receive(self, message: Any) -> None:
@@ -101,7 +108,8 @@ class Worker:
                     self._episodes[message.episode].abort()
 
     def _ended(self, error: WireError | None) -> None:
-        self.ended.set()
+        """Exit, without waiting for threads and tasks of environments, which may hang."""
+        os._exit(0)
 
     def _start(self, settings: Mapping[str, Any]) -> None:
         try:
@@ -129,7 +137,7 @@ class Worker:
 
         def ask(strand: int, append: Sequence[int], max_tokens: int | None, logprobs: bool) -> "asyncio.Future[Answer]":
             request = Ask(next(self._numbers), number, strand, append, max_tokens, logprobs)
-            future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+            future: asyncio.Future[Answer] = self.loop.create_future()
             self._asks[request.number] = future
             asks.add(request.number)
             self.lines.send(request)
@@ -140,7 +148,14 @@ class Worker:
         if self._beating is None:
             self._beating = asyncio.ensure_future(self._beat())
 
-        outcome = await episode.play()
+        outcome: End | Failed | Closed
+        try:
+            outcome = await episode.play()
+        except Exception as error:  # ours: the episode still ends
+            log("".join(traceback.format_exception(error)))
+            kind = "memory" if isinstance(error, MemoryError) else "raised"
+            outcome = Failed(number, kind, f"the worker raised {error_text(error)}", stuck=True)
+
         del self._episodes[number]
         for each in asks:
             self._asks.pop(each, None)
@@ -151,7 +166,7 @@ class Worker:
     def _endpoint(self) -> Any:
         """Return the HTTP server of this worker's episodes."""
         if self._server is None:
-            self._server = importlib.import_module(ENDPOINT).Endpoint(self._loop, _log)
+            self._server = importlib.import_module(ENDPOINT).Endpoint(self.loop, log)
         return self._server
 
     async def _beat(self) -> None:
@@ -160,14 +175,10 @@ class Worker:
             if not self._episodes:
                 break
             self.lines.send(Beat(number))
-            faulthandler.dump_traceback_later(SILENT_S, exit=False)
+            faulthandler.dump_traceback_later(SILENT_S, exit=False, file=STDERR)
             await asyncio.sleep(BEAT_S)
         faulthandler.cancel_dump_traceback_later()
         self._beating = None
-
-
-def _log(sentence: str) -> None:
-    sys.stderr.write(f"{sentence}\n")
 
 
 def _not_loaded() -> Any:
