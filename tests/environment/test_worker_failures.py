@@ -384,3 +384,59 @@ def test_an_environment_that_breaks_stderr_still_fails_with_its_sentence(misbeha
     assert ends[0].kind == "raised"
     assert isinstance(ends[1], End)
     assert counts == {"raised": 1, "restarts": 0}
+
+
+def test_an_environment_that_drives_itself_fails_like_any_other(own):
+    spec = own(
+        """
+        import asyncio, os, sys, time
+        class Env:
+            async def run(self, task, policy):
+                if task.row["do"] == "exit": sys.exit(3)
+                if task.row["do"] == "cancel": asyncio.current_task().cancel()
+                if task.row["do"] == "hang": await asyncio.sleep(1e6)
+                if task.row["do"] == "nothing": await policy([])
+                await policy(None)
+                return set()
+        """,
+        timeout_s=0.5,
+    )
+
+    async def run():
+        async with running_pool(spec) as pool:
+            acts = ["exit", "cancel", "hang", "nothing", "value"]
+            ends = [(await play_one(pool, "a", task=a_task(row={"do": do}))).end for do in acts]
+            return [(end.kind, end.text.split(" at /")[0]) for end in ends], pool.counts
+
+    ends, counts = asyncio.run(run())
+    assert ends == [
+        ("raised", "run raised Exited: SystemExit: 3"),
+        ("raised", "run raised CancelledError"),
+        ("late", "run took longer than 0.5 s, see environment.timeout_s"),
+        (
+            "raised",
+            "run raised ValueError: a conversation has at least one message; None stands for the data set's prompt",
+        ),
+        ("value", "the score is a set (set()); give a number, numbers by name, or None"),
+    ]
+    assert counts == {"raised": 3, "late": 1, "value": 1, "restarts": 0}
+
+
+def test_an_environment_that_limits_itself_may_take_longer_than_a_step(own):
+    spec = own(
+        """
+        import asyncio
+        class Env:
+            limits_itself = True
+            async def run(self, task, policy):
+                await asyncio.sleep(1.5)
+                return 1
+        """,
+        timeout_s=0.2,
+    )
+
+    async def run():
+        async with running_pool(spec) as pool:
+            return (await play_one(pool)).end
+
+    assert asyncio.run(run()).scores == {"score": 1.0}

@@ -111,6 +111,8 @@ def test_an_unknown_history_and_one_that_the_template_rewrites_begin_new_strands
     policy = asyncio.run(run())
     assert engine.requests == [(0, "q>"), (1, "other|ab|x>"), (2, "q|ab|forget>")]
     assert same_strands(policy, engine)
+    said = ["q", "ab", "other", "ab", "x", "cd", "forget", "ef"]  # a history that was rewritten is not said again
+    assert [turn["text"] for turn in policy.turns] == said
 
 
 def test_a_fork_keeps_the_tokens_that_were_sampled_as_context():
@@ -366,3 +368,17 @@ def test_turns_say_who_spent_how_many_tokens_and_seconds(monkeypatch):
         ("user", "x", 3, 3.0),
         ("assistant", "cd", 2, 0.0),
     ]
+
+
+def test_a_request_for_nothing_is_refused():
+    engine = Engine("ab")
+
+    async def run():
+        policy = policy_of(engine)
+        with pytest.raises(ValueError, match="max_tokens=0 is not accepted"):
+            await policy([user("q")], max_tokens=0)
+        with pytest.raises(ValueError, match="at least one token"):
+            await policy.generate([])
+
+    asyncio.run(run())
+    assert engine.asked == []

@@ -10,7 +10,7 @@ Invariants:
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from app.environment.own import Stepwise, check_methods, score_of
@@ -136,8 +136,7 @@ class Episode:
 
         self._clock.begin("run")
         try:
-            result = run(self._task, self.policy)
-            value = await result if isinstance(result, Awaitable) else result
+            value = await self._calls(run, self._task, self.policy)
         except EpisodeOver:
             value = await score_of(self._environment, self._call)
             value = 0.0 if value is None else value
