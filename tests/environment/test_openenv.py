@@ -5,6 +5,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from app.environment import openenv
 from app.environment.openenv import ws_session
 from app.environment.protocol import OutOfTurns, Reply, Task, ToolCall
 from app.utils.dotted_path import LoadError
+from tests.environment.openenv_server import EchoServer, echo_server
 from tests.environment.scripted_policy import ScriptedPolicy
 
 SCHEMA = {
@@ -255,3 +257,32 @@ def test_what_is_no_server_is_refused_in_one_sentence() -> None:
 
     answers: list[Any] = [[], {"action": 3}, {"observation": {}}]
     asyncio.run(other_server())
+
+
+@pytest.mark.slow
+def test_the_echo_environment_of_the_real_package_plays_two_episodes_in_its_one_session(tmp_path: Path) -> None:
+    says = [json.dumps({"message": text}) for text in ("hi", "hello")]
+
+    async def run(server: EchoServer) -> None:
+        make = await asyncio.to_thread(openenv.make, settings(server.url, timeout_s=50))
+        policies = [ScriptedPolicy([Reply(says[0]), Reply('{"massage": "x"}'), Reply(says[1])]) for _ in range(2)]
+        scores = await asyncio.gather(*(make().run(TASK, policy) for policy in policies))
+
+        assert [each["reward"] for each in scores] == pytest.approx([0.7, 0.7]), "0.1 a character"
+        for policy in policies:
+            heard = [message["content"] for message in policy.asked[-1]["messages"]]
+            assert '{"echoed_message": "Echo environment ready!", "message_length": 0}' in heard[0]
+            assert json.loads(heard[2])["echoed_message"] == "hi"
+            assert heard[4] == "error: the argument message is missing; it takes message (string)"
+
+        class Killing(ScriptedPolicy):
+            async def __call__(self, *args: Any, **kwargs: Any) -> Reply:
+                server.process.kill()
+                server.process.wait()
+                return await super().__call__(*args, **kwargs)
+
+        with pytest.raises(ws_session.EnvironmentFailed, match=r"ended the session during step"):
+            await make().run(TASK, Killing([Reply(says[0])]))
+
+    with echo_server(tmp_path, sessions=1) as server:
+        asyncio.run(asyncio.wait_for(run(server), 200))
