@@ -91,9 +91,13 @@ class RunConfig:
     @property
     def requests_per_engine(self) -> int:
         """The most completions in flight on each engine while training, spread evenly."""
+        return math.ceil(self.groups_in_flight * self.algorithm.group_size / self.engines)
+
+    @property
+    def groups_in_flight(self) -> int:
+        """The most groups being sampled at a time while training."""
         admitted = (self.placement.max_staleness + 1) * self.algorithm.prompts_per_step
-        groups = min(self.rollout.max_inflight_groups, admitted)
-        return math.ceil(groups * self.algorithm.group_size / self.engines)
+        return min(self.rollout.max_inflight_groups, admitted)
 
     @property
     def stream(self) -> bool:

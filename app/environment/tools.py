@@ -7,16 +7,14 @@ an episode, made without arguments; its `close` is called when the episode ends.
 
 Invariants:
 - What the policy gets wrong is an observation that begins with "error: ": an unknown tool, a call that cannot be
-  read, wrong arguments. So are an exception of a tool, and a tool that is late: all calls of a reply together have
-  nearly `environment.timeout_s`.
+  read, wrong arguments. So are an exception of a tool, and a tool that takes longer than `environment.timeout_s`.
 - Synchronous tools of an episode run in one thread, one after the other; asynchronous ones are awaited.
-- What cannot begin, the constructor of a class, fails the episode.
+- A constructor that raises or is late fails the episode.
 """
 
 import asyncio
 import inspect
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +25,6 @@ from app.environment.tool_schema import SchemaError, checked, schema_of
 from app.environment.worker.calls import Calls, Exited
 from app.utils.dotted_path import LoadError, resolve
 
-OF_A_STEP = 0.9  # of `timeout_s` for all calls of a reply: at `timeout_s` the worker fails the episode
 ERROR_CHARACTERS = 500  # of an exception's message
 
 
@@ -44,35 +41,37 @@ def make(settings: Mapping[str, Any]) -> Callable[[], "ToolLoop"]:
     """Load the tools; return what makes the environment of one episode.
 
     Args:
-        settings: `tools`, a list of dotted paths; `timeout_s`; and `system`, the data's system message, if any.
+        settings: `tools`, a list of dotted paths; `limits`, of which `timeout_s` is that of a call; and of the data
+            its `system` message, if there is one, and the `prefix` and `suffix` of its questions.
 
     Raises:
-        LoadError: A tool cannot be used; the message names it.
+        ValueError: One sentence that names the tool that cannot be used.
     """
     tools = load_tools(settings.get("tools") or [])
-    timeout_s, system = float(settings["timeout_s"]), settings.get("system")
-    return lambda: ToolLoop(tools, timeout_s, system)
+    framing = Framing(settings.get("system"), settings.get("prefix", ""), settings.get("suffix", ""))
+    timeout_s = float(settings["limits"]["timeout_s"])
+    return lambda: ToolLoop(tools, timeout_s, framing)
 
 
 def load_tools(paths: Sequence[str]) -> dict[str, ToolFunction]:
     """Import functions and classes; return their tools by name.
 
     Raises:
-        LoadError: One of them cannot be used; the message names it and says why.
+        ValueError: One sentence that names the one that cannot be used.
     """
     if not paths:
-        raise LoadError("environment.tools=[] names no tool: give dotted paths, such as [my_module.my_tool]")
+        raise ValueError("environment.tools=[] is not accepted: give dotted paths, such as [my_module.my_tool].")
 
     tools: dict[str, ToolFunction] = {}
     for path in paths:
         try:
             found = _tools_at(resolve(path))
         except (LoadError, SchemaError) as error:
-            raise LoadError(f"environment.tools={path} is not accepted: {error}") from error
+            raise ValueError(f"environment.tools={path} is not accepted: {error}.") from error
 
         for name, tool in found.items():
             if name in tools:
-                raise LoadError(f"environment.tools={path} is not accepted: there is already a tool {name}")
+                raise ValueError(f"environment.tools={path} is not accepted: there is already a tool {name}.")
             tools[name] = tool
     return tools
 
@@ -112,6 +111,20 @@ def _method(owner: type, name: str) -> ToolFunction:
         raise SchemaError(f"the tool {name} cannot be used: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """What the data puts around a question."""
+
+    system: str | None
+    prefix: str
+    suffix: str
+
+    def messages(self, question: str) -> list[Message]:
+        """Return the conversation that an episode opens with."""
+        user = {"role": "user", "content": self.prefix + question + self.suffix}
+        return [user] if self.system is None else [{"role": "system", "content": self.system}, user]
+
+
 class CallFailed(Exception):
     """A call without a result. The message is for the policy."""
 
@@ -119,18 +132,18 @@ class CallFailed(Exception):
 class ToolLoop:
     """One episode with tools."""
 
-    def __init__(self, tools: Mapping[str, ToolFunction], timeout_s: float, system: str | None) -> None:
+    limits_itself = True  # each call has `timeout_s`, not the whole run
+
+    def __init__(self, tools: Mapping[str, ToolFunction], timeout_s: float, framing: Framing) -> None:
         self._tools = tools
-        self._step_s = timeout_s * OF_A_STEP
-        self._system = system
+        self._timeout_s = timeout_s
+        self._framing = framing
         self._instances: dict[type, Any] = {}
         self._calls = Calls()
 
     async def run(self, task: Task, policy: Policy) -> None:
         """Let the policy speak and call tools until it calls none or has reached a limit. There is no score."""
-        messages: list[Message] = [{"role": "user", "content": task.question}]
-        if self._system is not None:
-            messages.insert(0, {"role": "system", "content": self._system})
+        messages = self._framing.messages(task.question)
         schemas = [tool.schema for tool in self._tools.values()]
 
         try:
@@ -143,11 +156,10 @@ class ToolLoop:
 
     async def _answers(self, reply: Reply, policy: Policy) -> list[Message]:
         """Make the calls of a reply, one after the other; return a message for each."""
-        deadline = time.monotonic() + self._step_s
         answers: list[Message] = []
         for call in reply.tool_calls:
             try:
-                observation = _text(await self._result(call, deadline))
+                observation = _text(await self._result(call))
             except CallFailed as error:
                 observation = f"error: {error}"
                 # the policy itself counts calls, and as failures those that could not be read
@@ -155,7 +167,7 @@ class ToolLoop:
             answers.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": observation})
         return answers
 
-    async def _result(self, call: ToolCall, deadline: float) -> Any:
+    async def _result(self, call: ToolCall) -> Any:
         if not call.ok:
             raise CallFailed(call.status)
         if call.name not in self._tools:
@@ -170,20 +182,27 @@ class ToolLoop:
         function = tool.function
         if tool.owner is not None:
             if tool.owner not in self._instances:
-                await self._calls(self._create, tool.owner)  # what it raises fails the episode
+                await self._create(tool.owner)
             function = getattr(self._instances[tool.owner], call.name)
-        return await self._call(call.name, partial(function, **arguments), deadline)
+        return await self._call(call.name, partial(function, **arguments))
 
-    def _create(self, owner: type) -> None:
-        self._instances[owner] = owner()
-
-    async def _call(self, name: str, function: Callable[[], Any], deadline: float) -> Any:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise CallFailed(f"{name} was not called: the calls before it took {self._step_s:g} s")
+    async def _create(self, owner: type) -> None:
+        def create() -> None:
+            self._instances[owner] = owner()
 
         try:
-            async with asyncio.timeout(left) as limit:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                await self._calls(create)
+        except TimeoutError as error:
+            if limit.expired():
+                self._leave_thread()
+                message = f"{owner.__name__}() took longer than environment.timeout_s={self._timeout_s:g}"
+                raise TimeoutError(message) from error
+            raise
+
+    async def _call(self, name: str, function: Callable[[], Any]) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
                 return await self._calls(function)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
@@ -193,9 +212,13 @@ class ToolLoop:
         except Exception as error:  # a tool raises anything
             if not limit.expired():
                 raise CallFailed(_shown(error)) from error
-            if self._calls.busy:
-                self._calls.abandon()
-            raise CallFailed(f"{name} took longer than {left:.3g} s") from error
+            self._leave_thread()
+            raise CallFailed(f"{name} took longer than {self._timeout_s:g} s") from error
+
+    def _leave_thread(self) -> None:
+        """Let the next call have a thread of its own if a late one still runs."""
+        if self._calls.busy:
+            self._calls.abandon()
 
     async def close(self) -> None:
         """Call the `close` of each instance.

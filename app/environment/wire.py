@@ -28,6 +28,7 @@ class RendererChoice:
     name: str
     model_path: str
     thinking: str
+    enable_thinking: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
 """What training would refuse of a run's inputs, as far as it can be found without a device, a download or a start.
 
-| subject | found here                                                       | found by a run only                |
-|---------|------------------------------------------------------------------|------------------------------------|
-| model   | preset, directory, context; of a hub model what its cache has    | a hub model that cannot be reached |
-| data    | files that are missing or malformed, missing fields              | hub data sets                      |
-| reward  | a custom one that cannot be loaded, or fails on local rows       | failures on other rows             |
-| tracker | a custom one that cannot be loaded                               | what it does                       |
+| subject     | found here                                                       | found by a run only                |
+|-------------|------------------------------------------------------------------|------------------------------------|
+| model       | preset, directory, context; of a hub model what its cache has    | a hub model that cannot be reached |
+| data        | files that are missing or malformed, missing fields              | hub data sets                      |
+| reward      | a custom one that cannot be loaded, or fails on local rows       | failures on other rows             |
+| environment | one that cannot be loaded, if the model is on this machine       | what it does in an episode         |
+| tracker     | a custom one that cannot be loaded                               | what it does                       |
 
 `mode=plan` prints the sentences, `mode=doctor` has a line for each subject, and a run raises them before it starts.
 """
@@ -17,10 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from app.config import RunConfig
+from app.config.reward import RewardConfig
 from app.data import rows
 from app.errors import ConfigError
+from app.mode.environments import require_environment
 from app.model.architecture import checkpoint_config, require_context, require_own_preset
-from app.model.hf_directory import require_complete
+from app.model.hf_directory import local_folder, require_complete
 from app.reward.tryout import try_out
 from app.tracking.own_tracker import require_trackers
 from app.types import Prompt
@@ -50,8 +53,13 @@ def check_data(config: RunConfig) -> None:
 def check_reward(config: RunConfig) -> None:
     """Raise `ConfigError` if a custom reward cannot be loaded, or fails on rows of local data as `try_out` says."""
     prompts = _some_prompts(config)
-    reward = replace(config.reward, tryout=config.reward.tryout and bool(prompts))
-    try_out(reward, prompts, lambda text: list(text.encode()))
+    reward = tried_reward(config)
+    try_out(replace(reward, tryout=reward.tryout and bool(prompts)), prompts, lambda text: list(text.encode()))
+
+
+def tried_reward(config: RunConfig) -> RewardConfig:
+    """Return the rewards to try. Those that read turns or scores would fail on completions made up without them."""
+    return replace(config.reward, tryout=config.reward.tryout and not config.environment.multi_turn)
 
 
 def _some_prompts(config: RunConfig) -> list[Prompt]:
@@ -73,6 +81,13 @@ def _some_prompts(config: RunConfig) -> list[Prompt]:
     ]
 
 
+def check_environment(config: RunConfig) -> None:
+    """Raise `ConfigError` if an environment cannot be loaded; its renderer needs the model's files."""
+    folder = local_folder(config.model, seed=config.seed) if config.environment.multi_turn else None
+    if folder is not None:
+        require_environment(config, folder)
+
+
 def check_tracker(config: RunConfig) -> None:
     """Raise `ConfigError` if a tracker of the user cannot be loaded."""
     require_trackers(config.tracking)
@@ -82,6 +97,7 @@ CHECKS: Mapping[str, Callable[[RunConfig], None]] = {
     "model": check_model,
     "data": check_data,
     "reward": check_reward,
+    "environment": check_environment,
     "tracker": check_tracker,
 }
 

@@ -1,4 +1,4 @@
-"""The inputs of a run: a usable device, model directory, tokenizer, prompts, reward and ports.
+"""The inputs of a run: a usable device, model directory, tokenizer, data, environment, reward, ports.
 
 `preflight` checks them before the output folder exists, so that an invalid run leaves nothing behind. The tokenizer and
 the prompts are loaded once: the run gets them from `take_inputs`.
@@ -14,7 +14,8 @@ from app.checkpoint.run_state import read_state, require_model
 from app.config import Mode, RunConfig
 from app.device import Device, device_of
 from app.errors import ConfigError
-from app.mode.inputs import check_sizes
+from app.mode.environments import require_environment
+from app.mode.inputs import check_sizes, tried_reward
 from app.model.architecture import checkpoint_config, require_context
 from app.model.hf_directory import has_linear_attention, identity, load_tokenizer, locate, require_window
 from app.placement.controller import CURSOR
@@ -94,9 +95,13 @@ def load_from(path: Path, config: RunConfig, status: Callable[[str], None]) -> R
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}"
         )
 
+    if config.environment.multi_turn:
+        status("trying the environment")
+        require_environment(config, path)
+
     status("trying the reward")
     require_trackers(config.tracking)
-    warnings += try_out(config.reward, _some_prompts(config, prompts), tokenizer_of(tokenizer))
+    warnings += try_out(tried_reward(config), _some_prompts(config, prompts), tokenizer_of(tokenizer))
     return RunInputs(path, tokenizer, prompts, tuple(warnings))
 
 

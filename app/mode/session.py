@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from app.config import Mode, RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
-from app.mode.environment import worker_spec
+from app.mode.environments import worker_spec
 from app.mode.preflight import RunInputs, take_inputs
 from app.placement.time_sharing import TimeSharing
 from app.protocols import StatusRecorder

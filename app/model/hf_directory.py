@@ -53,6 +53,30 @@ def locate(config: ModelConfig, *, seed: int) -> Path:
     return folder
 
 
+def local_folder(config: ModelConfig, *, seed: int) -> Path | None:
+    """Return the directory of a model that needs neither be downloaded nor created; else None."""
+    if config.path is None:
+        from app.model.tiny.create import folder_of
+
+        folder = folder_of(config, seed=seed)
+        return folder if folder.is_dir() else None
+
+    local = Path(config.path).expanduser()
+    if local.is_dir():
+        return local.absolute()
+    if _is_path(config.path):
+        return None
+
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(config.path, TOKENIZERS[0], revision=config.revision)
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a model directory. Raises `ConfigError` if its files cannot be read."""
     try:

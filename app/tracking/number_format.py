@@ -44,13 +44,13 @@ def duration(value: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def plural(number: int, noun: str) -> str:
+def plural(number: int, noun: str, many: str | None = None) -> str:
     """Format a number of things.
 
-    >>> plural(1, "step"), plural(2, "step")
-    ('1 step', '2 steps')
+    >>> plural(1, "step"), plural(2, "step"), plural(2, "process", "processes")
+    ('1 step', '2 steps', '2 processes')
     """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number} {noun if number == 1 else many or f'{noun}s'}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

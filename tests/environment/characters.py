@@ -37,7 +37,7 @@ class Characters:
         return text if len(text) <= max_tokens else text[: max_tokens - 1] + "…"
 
 
-def renderer_for(name: str, model_path: str, thinking: str) -> Characters:
+def renderer_for(name: str, model_path: str, thinking: str, enable_thinking: bool = False) -> Characters:
     if name != "characters":
         raise ValueError(f"{name} is not a renderer: give characters.")
     return Characters()

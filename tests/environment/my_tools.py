@@ -134,6 +134,14 @@ class Broken:
         return ""
 
 
+class Hanging:
+    def __init__(self) -> None:
+        RELEASE.wait(60)
+
+    def open(self) -> str:
+        return ""
+
+
 class Nothing:
     def _hidden(self) -> None: ...
 

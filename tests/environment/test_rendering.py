@@ -386,6 +386,29 @@ def test_a_plain_opening_has_the_tokens_of_the_drivers_prompt(tiny_model: Path) 
     assert opening == driver([question], add_special_tokens=True)["input_ids"][0]
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=400), st.integers(30, 80))
+def test_a_shortened_text_fits_keeps_both_ends_and_says_so(models: dict[str, Path], text: str, max_tokens: int) -> None:
+    renderer = renderer_for("qwen3", str(models["qwen3"]))
+    cut = renderer.shorten(text, max_tokens)
+    whole = len(ids(text.encode("utf-8", "replace").decode()))
+
+    assert len(ids(cut.encode("utf-8", "replace").decode())) <= max(max_tokens, 0)
+    assert renderer.shorten(cut, max_tokens) == cut
+    assert (cut == text) == (whole <= max_tokens)
+    if cut != text:
+        assert "characters were cut here" in cut
+
+
+def test_a_text_of_many_megabytes_is_shortened_without_reading_it_all(models: dict[str, Path]) -> None:
+    renderer = renderer_for("qwen3", str(models["qwen3"]))
+    cut = renderer.shorten("begin" + "x y " * 2_000_000 + "end", 100)
+    assert cut.startswith("begin")
+    assert cut.endswith("end")
+    removed = int(cut.partition("[… ")[2].partition(" ")[0])
+    assert removed == 8_000_008 - (len(cut) - len(f"\n[… {removed} characters were cut here …]\n"))
+
+
 def test_a_lone_surrogate_is_no_failure(models: dict[str, Path], tiny_model: Path) -> None:
     assert renderer_for("plain", str(tiny_model)).opening([{"role": "user", "content": "a\ud800"}])
     assert renderer_for("qwen3", str(models["qwen3"])).opening([{"role": "user", "content": "a\ud800"}])

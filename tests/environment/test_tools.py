@@ -12,7 +12,6 @@ from app.environment.protocol import Message, OutOfTokens, OutOfTurns, Reply, Sa
 from app.environment.rendering import Renderer, renderer_for
 from app.environment.tool_schema import checked, schema_of
 from app.environment.tools import load_tools, make
-from app.utils.dotted_path import LoadError
 from tests.environment import my_tools
 from tests.environment.qwen import tokenizer, write_model
 
@@ -83,11 +82,9 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def play(
-    renderer: Renderer, tools: Sequence[str], *script: str, timeout_s: float = 60.0, system: Any = None
-) -> Scripted:
+def play(renderer: Renderer, tools: Sequence[str], *script: str, timeout_s: float = 60.0, **data: str) -> Scripted:
     policy = Scripted(renderer, *script)
-    factory = make({"tools": [f"{HERE}.{name}" for name in tools], "timeout_s": timeout_s, "system": system})
+    factory = make({"tools": [f"{HERE}.{name}" for name in tools], "limits": {"timeout_s": timeout_s}, **data})
 
     async def episode() -> None:
         environment = factory()
@@ -102,10 +99,12 @@ def play(
 
 def test_results_are_read_in_one_strand_until_a_reply_calls_nothing(renderer: Renderer) -> None:
     both = f"I look.\n{call('search', query='it', limit=2)}\n{call('fetch', address='a.b')}{END}"
-    policy = play(renderer, ["search", "fetch"], both, f"It was me.{END}", "never said", system="Be brief.")
+    policy = play(
+        renderer, ["search", "fetch"], both, f"It was me.{END}", "never said", system="Be brief.", suffix=" Think."
+    )
 
     text = tokenizer().decode(policy.strand, skip_special_tokens=False)
-    opening, _, rest = text.partition("Who wrote it?<|im_end|>\n")
+    opening, _, rest = text.partition("Who wrote it? Think.<|im_end|>\n")
     assert opening.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
     assert '{"type": "function", "function": {"name": "search"' in opening
     wrapper = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -176,18 +175,18 @@ def test_a_late_tool_is_an_observation_and_the_next_one_has_a_thread(renderer: R
     for name in ("hang", "sleep"):
         policy = play(
             renderer, [name, "search"], call(name) + call("search", query="x") + END, call("search", query="y") + END,
-            f"So.{END}", timeout_s=1.0,
+            f"So.{END}", timeout_s=0.5,
         )  # fmt: skip
-        late, skipped, after = policy.observations
-        assert late.startswith(f"error: {name} took longer than 0.")
-        assert skipped == "error: search was not called: the calls before it took 0.9 s"
+        late, next_one, after = policy.observations
+        assert late == f"error: {name} took longer than 0.5 s"
+        assert next_one == "3 pages on x, new, None"
         assert after == "3 pages on y, new, None"
-        assert policy.metrics == {"tool_failures": 2.0}
+        assert policy.metrics == {"tool_failures": 1.0}
 
 
 def test_an_aborted_episode_ends_its_tool_and_closes_its_instances(renderer: Renderer) -> None:
     async def episode() -> None:
-        environment = make({"tools": [f"{HERE}.Notes", f"{HERE}.sleep"], "timeout_s": 600.0})()
+        environment = make({"tools": [f"{HERE}.Notes", f"{HERE}.sleep"], "limits": {"timeout_s": 600.0}})()
         policy = Scripted(renderer, call("write", text="a") + call("sleep") + END)
         running = asyncio.ensure_future(environment.run(TASK, policy))
         assert await asyncio.to_thread(my_tools.ASLEEP.wait, 60)
@@ -208,7 +207,7 @@ def test_limits_of_the_episode_end_it_without_an_error(renderer: Renderer) -> No
             raise OutOfTokens("full")
 
     async def episode() -> None:
-        await make({"tools": [f"{HERE}.search"], "timeout_s": 1})().run(TASK, Full(renderer))
+        await make({"tools": [f"{HERE}.search"], "limits": {"timeout_s": 1}})().run(TASK, Full(renderer))
 
     asyncio.run(episode())
 
@@ -222,6 +221,11 @@ def test_all_instances_are_closed_although_one_raises(renderer: Renderer) -> Non
 def test_a_constructor_that_raises_fails_the_episode(renderer: Renderer) -> None:
     with pytest.raises(OSError, match="no sandbox"):
         play(renderer, ["Broken"], call("open") + END, f"So.{END}")
+
+
+def test_a_constructor_that_hangs_fails_the_episode(renderer: Renderer) -> None:
+    with pytest.raises(TimeoutError, match=r"Hanging\(\) took longer than environment.timeout_s=0.5"):
+        play(renderer, ["Hanging"], call("open") + END, f"So.{END}", timeout_s=0.5)
 
 
 def test_a_schema_says_what_hints_and_docstring_say() -> None:
@@ -265,7 +269,7 @@ def test_a_whole_number_is_a_number_and_a_null_is_none() -> None:
 @pytest.mark.parametrize(
     ("names", "problem"),
     [
-        ([], "environment.tools=[] names no tool"),
+        ([], "environment.tools=[] is not accepted: give dotted paths"),
         (["nothing_there"], "module tests.environment.my_tools has no nothing_there"),
         (["EVENTS"], "it is not a function or class"),
         (["untyped"], "its parameter query has no type hint"),
@@ -279,16 +283,15 @@ def test_a_whole_number_is_a_number_and_a_null_is_none() -> None:
     ],
 )
 def test_what_cannot_be_a_tool_is_refused_by_name(names: list[str], problem: str) -> None:
-    with pytest.raises(LoadError) as refused:
-        make({"tools": [f"{HERE}.{name}" for name in names], "timeout_s": 60})
+    with pytest.raises(ValueError, match=r"^environment\.tools=.* is not accepted: [^\n]*\.$") as refused:
+        make({"tools": [f"{HERE}.{name}" for name in names], "limits": {"timeout_s": 60}})
     assert problem in str(refused.value)
-    assert "\n" not in str(refused.value)
     if names:
         assert str(refused.value).startswith(f"environment.tools={HERE}.{names[-1]} is not accepted: ")
 
 
 def test_a_missing_module_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        LoadError, match=r"environment\.tools=no_such\.tool is not accepted: there is no module no_such"
+        ValueError, match=r"environment\.tools=no_such\.tool is not accepted: there is no module no_such"
     ):
-        make({"tools": ["no_such.tool"], "timeout_s": 60})
+        make({"tools": ["no_such.tool"], "limits": {"timeout_s": 60}})

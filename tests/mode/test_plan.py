@@ -245,3 +245,33 @@ def test_a_sweep_of_plans_starts_no_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("A step\n") == 2
     assert list(tmp_path.rglob("summary.json")) == []
+
+
+def test_a_plan_of_episodes_says_what_is_played_at_once_and_what_the_limits_cover() -> None:
+    own = "environment._target_=my_envs.Guess"
+    line = (own, "placement=fully_async", "algorithm.prompts_per_step=16", "algorithm.group_size=8")
+    shown = describe(composed(*line, "environment.workers=2", "environment.episodes=32", "environment.max_turns=5"))
+    first = shown.splitlines().index("Episodes of my_envs.Guess")
+    assert shown.splitlines()[first + 1 : first + 6] == [
+        "  2 worker processes, which may allocate 8 GiB each, beside the driver",
+        "  64 episodes at once (2 × environment.episodes=32); the run keeps up to 48 groups × 8 = 384 in flight; the "
+        "others wait: raise environment.episodes or environment.workers",
+        "  an episode: up to 5 turns; rollout.max_completion_tokens=64 is the limit of all of them together, "
+        "observations included",
+        "  its longest sequence: 128 tokens",
+        "",
+    ]
+    assert "the others wait" not in describe(composed(*line, "environment.episodes=256"))
+    assert "Episodes of" not in describe(composed(*line[1:]))
+
+
+def test_a_plan_of_episodes_imports_no_heavy_library(tiny_model: Path) -> None:
+    """Although it starts a worker, which loads the environment."""
+    code = (
+        "import sys; from app.mode.plan import run; from tests.compose import composed; "
+        "run(composed('environment._target_=tests.mode.own_environments.Missing'), None); "
+        f"loaded = [name for name in {HEAVY!r} if name in sys.modules]; sys.exit(str(loaded) if loaded else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "has no Missing" in done.stdout

@@ -45,3 +45,7 @@ class Renderer(Protocol):
             tools: The declared tools: their schemas say which XML arguments are strings.
         """
         ...
+
+    def shorten(self, text: str, max_tokens: int) -> str:
+        """Return `text` in at most `max_tokens` tokens: cut in the middle, with a note that says so."""
+        ...

@@ -106,6 +106,9 @@ class ChatRenderer:
         reasoning = (parsed.reasoning_content or "").strip()
         return Reply(parsed.content, reasoning, calls, truncated=False, token_ids=tuple(sampled))
 
+    def shorten(self, text: str, max_tokens: int) -> str:
+        return self._tokenizer.shorten(text, max_tokens)
+
 
 def _opening(renderer: Any, messages: Sequence[Message], tools: Tools | None) -> list[int]:
     rendered: list[int] = renderer.render_ids(

@@ -43,6 +43,9 @@ class PlainRenderer:
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return Reply(text, "", (), truncated=False, token_ids=tuple(token_ids))
 
+    def shorten(self, text: str, max_tokens: int) -> str:
+        return self._tokenizer.shorten(text, max_tokens)
+
 
 def _text(messages: Sequence[Message]) -> str:
     return "".join(str(message["content"]) for message in messages)

@@ -7,6 +7,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+NOTE = "\n[… {count} characters were cut here …]\n"
+TOKEN_CHARACTERS = 64  # more of them a token are not read: a text of gigabytes is cut before it is encoded
+NOT_A_CHARACTER = "\ufffd"  # a character that was cut into bytes
+
 
 def import_package(name: str) -> Any:
     """Import a package of the worker's interpreter.
@@ -70,6 +74,29 @@ class TokenizerFile:
         """Return a token's id, or None if the vocabulary lacks it."""
         index: int | None = self._backend.token_to_id(token)
         return index
+
+    def shorten(self, text: str, max_tokens: int) -> str:
+        """Return `text` in at most `max_tokens` tokens, cut in the middle with a note of how much."""
+        most = max_tokens * TOKEN_CHARACTERS
+        if len(text) <= most:
+            head_ids = tail_ids = self.encode(text)
+            if len(head_ids) <= max_tokens:
+                return text
+        else:
+            head_ids, tail_ids = self.encode(text[: most // 2]), self.encode(text[-(most // 2) :])
+
+        room = max_tokens - len(self.encode(NOTE.format(count=len(text))))
+        while room > 1:
+            start = self.decode(head_ids[: room - room // 2]).rstrip(NOT_A_CHARACTER)
+            end = self.decode(tail_ids[-(room // 2) :]).lstrip(NOT_A_CHARACTER)
+            cut = start + NOTE.format(count=len(text) - len(start) - len(end)) + end
+            # pieces may take more tokens than they took in the whole
+            excess = len(self.encode(cut)) - max_tokens
+            if excess <= 0:
+                return cut
+            room -= excess
+
+        return self.decode(head_ids[:max_tokens]).rstrip(NOT_A_CHARACTER)
 
 
 def read_json(path: Path) -> dict[str, Any]:

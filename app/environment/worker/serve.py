@@ -214,7 +214,7 @@ def _load_renderer(choice: RendererChoice) -> Renderer:
     from app.environment.rendering import renderer_for
 
     try:
-        renderer: Renderer = renderer_for(choice.name, choice.model_path, choice.thinking)
+        renderer: Renderer = renderer_for(choice.name, choice.model_path, choice.thinking, choice.enable_thinking)
     except Exception as error:  # a missing package, or what a tokenizer's files hold
         problem = str(error) if isinstance(error, ValueError) else error_text(error)
         raise LoadError(

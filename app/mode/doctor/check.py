@@ -1,7 +1,7 @@
 """All checks of `mode=doctor`: can this configuration run on this machine?
 
 Invariants:
-- Nothing is downloaded or written, and nothing is started but a process that tries your own reward.
+- Nothing is downloaded or written, and nothing is started but processes that try your own reward and the environment.
 - Every check that is not ok has a hint.
 - The exit code is 1 if a check fails.
 """

@@ -16,9 +16,11 @@ from app.data.records import sources
 from app.errors import ConfigError
 from app.mode.disk import free_bytes, plan_disk
 from app.mode.doctor.finding import Check, CheckStatus, check
+from app.mode.doctor.scripted_episode import SUBJECT, play_episode
 from app.mode.inputs import problems
 from app.mode.preflight import load_from
 from app.model.architecture import architecture_of
+from app.model.hf_directory import local_folder
 from app.model.tiny.create import DEFAULT_CACHE
 from app.utils.files import not_writable
 from app.utils.net import port_is_free
@@ -49,7 +51,7 @@ def machine(config: RunConfig, folder: Path = Path(OUTPUTS)) -> Iterator[Check]:
 
 
 def reachable(config: RunConfig) -> Iterator[Check]:
-    """Check model, data, rewards and trackers as a run does, and access to hub, cluster and servers."""
+    """Check model, data, environment, rewards and trackers as a run does, and access to hub, cluster and servers."""
     refused = problems(config)
     yield _refused("model", refused) or _model(config)
     yield _refused("data", refused) or _data(config)
@@ -58,6 +60,8 @@ def reachable(config: RunConfig) -> Iterator[Check]:
         if targets:
             accepted = Check(subject, CheckStatus.ok, f"{', '.join(targets)} can be loaded")
             yield _refused(subject, refused) or accepted
+    if config.environment.multi_turn:
+        yield _refused("environment", refused) or _episodes(config, usable="data" not in refused)
     if not refused and _is_local(config):
         yield _prompts(config)
     if config.cluster.address not in (None, "auto", "local"):
@@ -111,7 +115,21 @@ def _refused(subject: str, refused: Mapping[str, str]) -> Check | None:
     """Return the failed check of an input that a run refuses; None if it does not."""
     if subject not in refused:
         return None
-    return Check(subject, CheckStatus.fail, refused[subject], "correct the setting; mode=train ends with this sentence")
+    return Check(
+        SUBJECT if subject == "environment" else subject,
+        CheckStatus.fail,
+        refused[subject],
+        "correct the setting; mode=train ends with this sentence",
+    )
+
+
+def _episodes(config: RunConfig, *, usable: bool) -> Check:
+    """Check an environment that can be loaded by an episode with made-up replies. `usable`: its data can be read."""
+    folder = local_folder(config.model, seed=config.seed)
+    if folder is None or not usable:
+        missing = "the model is on this machine" if folder is None else "the data can be read"
+        return Check(SUBJECT, CheckStatus.warn, "no environment was loaded", f"examine it again when {missing}")
+    return play_episode(config, folder)
 
 
 def _is_local(config: RunConfig) -> bool:

@@ -16,6 +16,7 @@ from app.mode.plan.memory import devices
 from app.mode.plan.remedies import remedies_of
 from app.model.architecture import architecture_of, checkpoint_config
 from app.rollout.server_args import engine_flags
+from app.tracking.number_format import plural
 
 
 def describe(config: RunConfig) -> str:
@@ -25,6 +26,8 @@ def describe(config: RunConfig) -> str:
     flags = engine_flags(config, device)
 
     sections = [_devices(config), _batch(config), _rows(config)]
+    if config.environment.multi_turn:
+        sections.append(_episodes(config))
     if model is None:
         sections.append(_unknown(config.model))
     else:
@@ -94,6 +97,29 @@ def _batch(config: RunConfig) -> list[str]:
         *(f"  {sentence}" for sentence in algorithm.warnings()),
         f"  {_deadline(config)}",
         f"  {config.steps} steps = {config.steps * trajectories:,} trajectories, one weight sync each",
+    ]
+
+
+def _episodes(config: RunConfig) -> list[str]:
+    """What the environment's workers play at once, and how long an episode may be."""
+    settings = config.environment
+    rollout = config.rollout
+    groups, size = config.groups_in_flight, config.algorithm.group_size
+    places = settings.workers * settings.episodes
+    waiting = ""
+    if places < groups * size:
+        waiting = "; the others wait: raise environment.episodes or environment.workers"
+
+    where = "" if settings.python is None else f" of {settings.python}"
+    return [
+        f"Episodes of {settings._target_ or settings.kind.name}",
+        f"  {plural(settings.workers, 'worker process', 'worker processes')}{where}, which may allocate "
+        f"{settings.memory_gib:g} GiB each, beside the driver",
+        f"  {places} episodes at once ({settings.workers} × environment.episodes={settings.episodes}); the run keeps "
+        f"up to {groups} groups × {size} = {groups * size} in flight{waiting}",
+        f"  an episode: up to {plural(settings.max_turns, 'turn')}; rollout.max_completion_tokens="
+        f"{rollout.max_completion_tokens} is the limit of all of them together, observations included",
+        f"  its longest sequence: {rollout.max_prompt_tokens + rollout.max_completion_tokens} tokens",
     ]
 
 

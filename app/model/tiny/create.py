@@ -43,9 +43,8 @@ def ensure(config: ModelConfig, *, seed: int) -> Path:
         ConfigError: If the warm-up misses the configured accuracies.
     """
     tiny = config.tiny
-    cache = Path(tiny.cache) if tiny.cache else DEFAULT_CACHE
-    cache = cache.expanduser().absolute()
-    folder = cache / f"tiny-{_content_hash(tiny, seed)}"
+    folder = folder_of(config, seed=seed)
+    cache = folder.parent
     if folder.is_dir():
         return folder
 
@@ -64,6 +63,12 @@ def ensure(config: ModelConfig, *, seed: int) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def folder_of(config: ModelConfig, *, seed: int) -> Path:
+    """Return the directory that the tiny model has, or will have once it was created."""
+    cache = Path(config.tiny.cache) if config.tiny.cache else DEFAULT_CACHE
+    return cache.expanduser().absolute() / f"tiny-{_content_hash(config.tiny, seed)}"
 
 
 def _content_hash(tiny: TinyConfig, seed: int) -> str:

@@ -1,0 +1,121 @@
+"""A check of `mode=doctor`: one episode of the environment, whose replies are made up instead of sampled.
+
+    first question ─→ begin ─→ reply: the answer ─→ step … ─→ no room for a further reply ─→ score ─→ close
+
+No engine is needed. Before it, the renderer makes a round trip: render → reply → render what follows → parse.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.config import RunConfig
+from app.data import rows
+from app.environment.pool import EnvironmentPool
+from app.environment.protocol import Task
+from app.environment.rendering import renderer_for
+from app.environment.wire import Ask, End, Failed, RendererChoice
+from app.errors import ConfigError
+from app.mode.doctor.finding import Check, CheckStatus
+from app.mode.environments import tried_pool, without_log, worker_spec
+from app.model.hf_directory import load_tokenizer
+from app.reward.tryout import Tokenize, tokenizer_of
+from app.tracking.number_format import plural
+
+SUBJECT = "episodes"  # the environment is that of the variables
+MOST_REPLIES = 3
+MOST_TOKENS = 32  # of a reply
+CLOSING_S = 15.0  # for the end of an episode that is aborted
+QUESTION = "1+1="  # where the rows are not on this machine
+ANSWER = "2"
+
+
+@dataclass(slots=True)
+class Played:
+    """How the episode ended."""
+
+    replies: int = 0
+    end: End | Failed | None = None  # None: it was late
+
+
+def play_episode(config: RunConfig, folder: Path) -> Check:
+    """Return whether the environment plays an episode.
+
+    Args:
+        config: Of a run whose inputs are not refused.
+        folder: The model's directory.
+    """
+    task = _task(config)
+    limit_s = config.environment.timeout_s * (MOST_REPLIES + 2)
+    try:
+        tokenize = tokenizer_of(load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code))
+        spec = worker_spec(config, folder)
+        if config.environment.python is None:
+            _round_trip(spec.renderer, task, tokenize)
+        played = asyncio.run(_play(config, folder, task, tokenize, limit_s))
+    except ConfigError as error:
+        return Check(SUBJECT, CheckStatus.fail, str(error), "correct the setting; mode=train ends with this sentence")
+
+    name = config.environment._target_ or config.environment.kind.name
+    if isinstance(played.end, End):
+        scores = ", ".join(f"{key} {value:g}" for key, value in played.end.scores.items()) or "no score of its own"
+        turns = plural(played.replies, "made-up turn")
+        return Check(SUBJECT, CheckStatus.ok, f"{name}, an episode of {turns}: {scores}")
+    why = without_log(played.end.text).rstrip(".") if played.end is not None else f"no end within {limit_s:g} s"
+    message = f"{name}, an episode of made-up turns failed: {why}"
+    return Check(SUBJECT, CheckStatus.fail, message, "correct the environment: what a policy says must not fail it")
+
+
+def _task(config: RunConfig) -> Task:
+    """Return the task of a training row, as an evaluation; a made-up one if the rows are not on this machine."""
+    if not rows.is_local(config.data):
+        return Task("doctor/0@0", QUESTION, ANSWER, "doctor", training=False)
+    row = rows.load(config.data, seed=config.seed).train[0]
+    return Task(
+        f"{row.source}/{row.index}@0", row.question, row.answer, row.source, dict(row.columns), config.seed, False
+    )
+
+
+def _round_trip(choice: RendererChoice, task: Task, tokenize: Tokenize) -> None:
+    """Raise `ConfigError` if what is rendered, replied and read differs."""
+    question = [{"role": "user", "content": task.question or QUESTION}]
+    try:
+        renderer = renderer_for(choice.name, choice.model_path, choice.thinking, choice.enable_thinking)
+        opening = renderer.opening(question)
+        reply = [*tokenize(ANSWER)]
+        following = renderer.following([*opening, *reply], question)
+        text = renderer.parse(reply, opening).text
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+    if not opening or following == [] or text.strip() != ANSWER:
+        raise ConfigError(
+            f"The renderer {choice.name} of {choice.model_path} reads the reply {ANSWER!r} as {text!r}: its tokenizer "
+            "does not fit it."
+        )
+
+
+async def _play(config: RunConfig, folder: Path, task: Task, tokenize: Tokenize, limit_s: float) -> Played:
+    async with tried_pool(config, folder) as pool:
+        played = Played()
+        try:
+            async with asyncio.timeout(limit_s):
+                await _episode(pool, task, tokenize, played)
+        except TimeoutError:
+            pass  # `end` is None
+        return played
+
+
+async def _episode(pool: EnvironmentPool, task: Task, tokenize: Tokenize, played: Played) -> None:
+    """Reply with the task's answer, then with nothing, because nothing has room."""
+    reply = [*tokenize(task.answer or ANSWER)][:MOST_TOKENS]
+    session = await pool.begin(task, [*tokenize(task.question or QUESTION)])
+    try:
+        while isinstance(event := await session.next(), Ask):
+            room = played.replies < MOST_REPLIES
+            played.replies += room
+            logprobs = [-1.0] * len(reply) if event.logprobs and room else None
+            session.answer(event, reply if room else [], "stop" if room else "full", logprobs)
+        played.end = event
+    finally:
+        await asyncio.wait([asyncio.ensure_future(session.close())], timeout=CLOSING_S)

@@ -1,0 +1,46 @@
+"""Environments of tests, which a worker imports from the working directory."""
+
+import os
+import time
+from typing import Any
+
+
+class Guess:
+    """The secret is the answer of the row; hints lead to it."""
+
+    def __init__(self, hint: str = "wrong") -> None:
+        self.hint = hint
+
+    def begin(self, task: Any) -> None:
+        self.secret = task.answer
+        self.found = False
+
+    def step(self, reply: Any) -> str | None:
+        self.found = reply.text == self.secret
+        return None if self.found else self.hint
+
+    def score(self) -> dict[str, float]:
+        return {"found": float(self.found), "polite": 0.5}
+
+
+class Raises(Guess):
+    def step(self, reply: Any) -> str | None:
+        raise KeyError("board")
+
+
+class Dies(Guess):
+    def step(self, reply: Any) -> str | None:
+        os._exit(3)
+
+
+class Hangs(Guess):
+    def step(self, reply: Any) -> str | None:
+        time.sleep(1000)
+        return None
+
+
+class Speaks(Guess):
+    """Never ends by itself."""
+
+    def step(self, reply: Any) -> str | None:
+        return "again"

@@ -1,0 +1,132 @@
+"""An environment that cannot be loaded is refused before a run's folder exists; the doctor also plays an episode."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from app.errors import ConfigError
+from app.mode.doctor import machine
+from app.mode.doctor.finding import Check, CheckStatus
+from app.mode.environments import require_environment, worker_spec
+from app.mode.inputs import problems
+from app.mode.preflight import take_inputs
+from tests.compose import composed
+from tests.environment.qwen import write_model
+
+OWN = "tests.mode.own_environments"
+
+
+def own(name: str, *overrides: str) -> list[str]:
+    return [f"environment._target_={OWN}.{name}", "reward=environment", *overrides]
+
+
+def workers() -> list[str]:
+    """Command lines of the workers that this process has."""
+    lines = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    return [line for line in lines if "environment/worker" in line]
+
+
+def episodes(*overrides: str) -> Check:
+    (check,) = [each for each in machine.reachable(composed(*overrides)) if each.subject == "episodes"]
+    return check
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (own("Missing"), f"environment._target_={OWN}.Missing cannot be used: module {OWN} has no Missing"),
+        (own("Guess", "environment.args.hint=colder"), None),
+        (own("Guess", "environment.args.colour=1"), "it does not take environment.args={'colour': 1}"),
+        (own("os"), "it is not a function or class"),
+        (own("Guess", "environment.python=/no/such/python"), "environment.python=/no/such/python cannot be run"),
+        (["environment._target_=tests.mode.dying_environment.Guess"], "(exit code 4); its last line: no license was f"),
+        (["environment=tools", "environment.tools=[no_such.tool]"], "no_such.tool"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_sentence_and_leaves_no_process(
+    settings: list[str], sentence: str | None, tiny_model: Path
+) -> None:
+    config = composed(*settings)
+    if sentence is None:
+        require_environment(config, tiny_model)
+        assert "environment" not in problems(config)
+    else:
+        with pytest.raises(ConfigError) as refused:
+            require_environment(config, tiny_model)
+        assert sentence in str(refused.value)
+        assert "\n" not in str(refused.value)
+        assert str(refused.value).count("its last line") <= 1
+        assert problems(config)["environment"] == str(refused.value)
+    assert workers() == []
+
+
+def test_another_interpreter_loads_it_from_the_working_directory(tiny_model: Path) -> None:
+    require_environment(composed(*own("Guess", f"environment.python={sys.executable}")), tiny_model)
+    assert workers() == []
+
+
+def test_a_model_without_a_renderer_is_refused_by_its_family(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "qwen3")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match="the family llama has no renderer"):
+        worker_spec(composed(*own("Guess"), "data.template=chat"), folder)
+
+
+def test_the_renderer_opens_replies_as_the_data_does(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "qwen3")
+    for thinking in (False, True):
+        config = composed(*own("Guess"), "data.template=chat", f"data.thinking={str(thinking).lower()}")
+        assert worker_spec(config, folder).renderer.enable_thinking is thinking
+
+
+def test_a_run_loads_the_environment_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "app", *own("Missing"), f"hydra.run.dir={tmp_path / 'run'}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"environment._target_={OWN}.Missing cannot be used" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_rewards_are_not_tried_on_completions_without_turns(tiny_model: Path) -> None:
+    """`raises` fails on every completion, so without an environment it is refused."""
+    reward = "reward._target_=tests.reward.broken.raises"
+    with pytest.raises(ConfigError, match="KeyError"):
+        take_inputs(composed(reward), lambda _: None)
+    take_inputs(composed(f"environment._target_={OWN}.Guess", reward), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Guess", "an episode of 1 made-up turn: found 1, polite 0.5"),
+        ("Speaks", "an episode of 3 made-up turns: found 0, polite 0.5"),
+        ("Raises", "an episode of made-up turns failed: step raised KeyError: 'board' at"),
+        ("Dies", "an episode of made-up turns failed: the worker process died (exit code 3)"),
+        ("Hangs", "an episode of made-up turns failed: step took longer than 2 s"),
+    ],
+)
+def test_the_doctor_plays_an_episode(name: str, message: str, tiny_model: Path) -> None:
+    check = episodes(*own(name, "environment.timeout_s=2"))
+    assert check.message.startswith(f"{OWN}.{name}, {message}")
+    assert check.status is (CheckStatus.ok if name in ("Guess", "Speaks") else CheckStatus.fail)
+    assert bool(check.hint) == (check.status is not CheckStatus.ok)
+    assert "; log:" not in check.message
+    assert workers() == []
+
+
+def test_the_doctor_says_what_a_run_would_refuse(tiny_model: Path) -> None:
+    check = episodes(*own("Missing"))
+    assert (check.status, "has no Missing" in check.message) == (CheckStatus.fail, True)
+
+
+def test_without_the_model_the_doctor_cannot_render(tmp_path: Path) -> None:
+    check = episodes(*own("Guess"), f"model.tiny.cache={tmp_path}")
+    assert (check.status, check.hint) == (CheckStatus.warn, "examine it again when the model is on this machine")
+    assert not [each for each in machine.reachable(composed()) if each.subject == "episodes"]
