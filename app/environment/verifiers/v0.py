@@ -77,7 +77,7 @@ class HostV0:
 
         error = output.get("error")
         if error and error["error"] not in OF_THE_POLICY:
-            raise seat.over or EnvironmentFailed(f"{error['error']}: {error['message']}".splitlines()[0])
+            raise seat.over or EnvironmentFailed(str(error["error_chain_repr"]).splitlines()[0])
         return _scores(output)
 
     async def _start(self) -> tuple[Endpoint, Any, Any]:
