@@ -105,7 +105,7 @@ def chat_message(reply: Reply, number: int) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = [
             {
-                "id": call.id or f"call_{number}_{index}",
+                "id": f"call_{number}_{index}",  # unique in the episode, as agents expect
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
             }
