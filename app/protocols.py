@@ -67,8 +67,8 @@ class RolloutEngine(Protocol):
     async def generate(self, request: GroupRequest) -> list[Completion]:
         """Sample `request.group_size` completions of one prompt.
 
-        Waits while the engine is paused. A prompt id must not be in flight already. The deadline is by progress: while
-        the engine is not paused, the prompt must advance, or wait its turn, within `rollout.stall_timeout_s`.
+        Waits while the engine is paused. `request.name` must not be in flight already. The deadline is by progress:
+        while the engine is not paused, the prompt must advance, or wait its turn, within `rollout.stall_timeout_s`.
 
         Returns:
             One completion for each member. Those that `abort` ended are partial, with `FinishReason.abort`.
@@ -94,7 +94,10 @@ class RolloutEngine(Protocol):
         ...
 
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
-        """Abort the requests of these prompts, or all requests (None). Their `generate` returns what was sampled."""
+        """Abort the requests of these prompts, their turns included, or all (None).
+
+        Their `generate` returns what was sampled.
+        """
         ...
 
     async def release(self, region: EngineMemory) -> None:

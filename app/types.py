@@ -1,7 +1,8 @@
 """What flows through a run: prompt → completion → trajectory → group → scored group → step report.
 
 All types are immutable and hold numpy arrays, so they cross process borders without torch and without copies. In shape
-comments `T` is the number of completion tokens, `P` of prompt tokens and `G` the group size.
+comments `T` is the number of completion tokens, `P` of prompt tokens, `G` the group size, `L` the number of tokens of a
+strand and `N` of those that an engine sampled.
 """
 
 import math
@@ -75,20 +76,35 @@ class Sampling:
     max_tokens: int  # completion tokens
 
 
+class Ending(Enum):
+    """Why an episode ended."""
+
+    stop = "stop"  # the environment ended it
+    length = "length"  # no token was left for another turn
+    turns = "turns"  # environment.max_turns
+    time = "time"  # environment.episode_s
+
+
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """A request for `group_size` completions of one prompt."""
+    """A request for `group_size` completions of one prompt; of an episode's turn, for one."""
 
     prompt_id: str
     token_ids: np.ndarray  # [P] int32
     group_size: int
     sampling: Sampling
     version: int  # policy version synced last when the request was made
+    turn: str = ""  # of an episode: tells apart the requests of one prompt that are in flight together
+
+    @property
+    def name(self) -> str:
+        """What no other request in flight is called."""
+        return f"{self.prompt_id} turn {self.turn}" if self.turn else self.prompt_id
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens `start:end` of a completion, sampled by policy `version`."""
+    """Sampled tokens `start:end` of a completion or strand, sampled by policy `version`."""
 
     version: int
     start: int
@@ -104,6 +120,7 @@ class Completion:
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]  # cover 0:T without gaps
     text: str | None = None  # decoded by the engine's host, without special tokens; None: not decoded
+    cached_tokens: int = 0  # of the prompt, that the engine had in its KV cache
 
     @property
     def oldest_version(self) -> int:
@@ -115,31 +132,128 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Strand:
+    """One sequence of an episode: every request for its sampled tokens began with all tokens before them.
+
+    Only sampled tokens are trained on. A strand is built by appending and never rendered again, so its tokens are
+    those that the engine saw.
+    """
+
+    token_ids: np.ndarray  # [L] int32
+    sampled: np.ndarray  # [L] bool; False: prompt, observation, template
+    logprobs: np.ndarray  # [N] float32, of the sampled tokens, as the engine reported them
+    spans: tuple[VersionSpan, ...]  # cover 0:N without gaps
+
+    @classmethod
+    def of(cls, prompt: Prompt, completion: Completion) -> "Strand":
+        """Return the strand of a single turn."""
+        sampled = np.zeros(len(prompt.token_ids) + len(completion.token_ids), dtype=bool)
+        sampled[len(prompt.token_ids) :] = True
+        token_ids = np.concatenate([prompt.token_ids, completion.token_ids])
+        return cls(token_ids, sampled, completion.logprobs, completion.spans)
+
+    @property
+    def opening_tokens(self) -> int:
+        """Tokens before the first sampled one."""
+        return int(self.sampled.argmax()) if len(self.logprobs) else len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of an episode, for people."""
+
+    role: str  # user, assistant, tool or system
+    text: str
+    tokens: int  # sampled, or rendered for the policy
+    seconds: float  # waited for it
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What happened between the policy and an environment in one trajectory."""
+
+    strands: tuple[Strand, ...]  # more than one if a history was rewritten, or an agent had several conversations
+    turns: tuple[Turn, ...]
+    ending: Ending
+    scores: Mapping[str, float]  # by the environment; the first one is the score
+    metrics: Mapping[str, float]  # measured by the environment and its worker
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A completion of a prompt and its reward, which is NaN until it is scored."""
+    """What the policy sampled from a prompt, and its reward, which is NaN until it is scored."""
 
     prompt: Prompt
-    completion: Completion
-    text: str  # the decoded completion, without special tokens
+    completion: Completion  # of an episode: the last one
+    text: str  # the decoded completion, without special tokens; of an episode: the last reply
     reward: float = math.nan
     reward_components: Mapping[str, float] = field(default_factory=dict)  # unweighted, by component
+    episode: Episode | None = None  # None: a single turn
+
+    @property
+    def strands(self) -> tuple[Strand, ...]:
+        """The sequences that are trained on."""
+        return self.episode.strands if self.episode else (Strand.of(self.prompt, self.completion),)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The messages of an episode; none of a single turn."""
+        return self.episode.turns if self.episode else ()
+
+    @property
+    def scores(self) -> Mapping[str, float]:
+        """What the environment scored; nothing without one."""
+        return self.episode.scores if self.episode else {}
 
     @property
     def tokens(self) -> int:
-        """Number of prompt and completion tokens."""
-        return len(self.prompt.token_ids) + len(self.completion.token_ids)
+        """Number of tokens of all sequences."""
+        if self.episode is None:
+            return len(self.prompt.token_ids) + len(self.completion.token_ids)
+        return sum(len(strand.token_ids) for strand in self.episode.strands)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens before the first sampled one."""
+        return self.episode.strands[0].opening_tokens if self.episode else len(self.prompt.token_ids)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens that an engine sampled."""
+        if self.episode is None:
+            return len(self.completion.token_ids)
+        return sum(len(strand.logprobs) for strand in self.episode.strands)
+
+    @property
+    def response_tokens(self) -> int:
+        """Number of tokens after the opening of each sequence, observations included."""
+        if self.episode is None:
+            return len(self.completion.token_ids)
+        return sum(len(strand.token_ids) - strand.opening_tokens for strand in self.episode.strands)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that sampled a token."""
+        if self.episode is None:
+            return self.completion.oldest_version
+        return min(span.version for strand in self.episode.strands for span in strand.spans)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a token limit ended it."""
+        return self.completion.truncated if self.episode is None else self.episode.ending is Ending.length
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trajectories of one prompt."""
+    """The trajectories of one prompt. Those whose environment failed are missing."""
 
     prompt: Prompt
-    trajectories: tuple[Trajectory, ...]  # G
+    trajectories: tuple[Trajectory, ...]  # G, or at least 2
 
     @property
     def oldest_version(self) -> int:
-        return min(trajectory.completion.oldest_version for trajectory in self.trajectories)
+        return min(trajectory.oldest_version for trajectory in self.trajectories)
 
     @property
     def rewards(self) -> np.ndarray:  # [G] float64
@@ -147,7 +261,7 @@ class Group:
 
     @property
     def completion_tokens(self) -> int:
-        return sum(len(trajectory.completion.token_ids) for trajectory in self.trajectories)
+        return sum(trajectory.sampled_tokens for trajectory in self.trajectories)
 
 
 @dataclass(frozen=True, slots=True)

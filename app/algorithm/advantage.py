@@ -8,13 +8,14 @@ Invariants:
 import numpy as np
 
 from app.config.algorithm import AlgorithmConfig
-from app.types import Completion, Group, ScoredGroup
+from app.types import Group, ScoredGroup, Trajectory
 
 STD_EPSILON = 1e-6
+SMALLEST_GROUP = 2  # an advantage compares at least two trajectories
 
 
 def score(group: Group, config: AlgorithmConfig, *, max_completion_tokens: int) -> ScoredGroup:
-    """Compute the advantages [G] of a group, each shared by all tokens of its completion.
+    """Compute the advantages [G] of a group, each shared by all tokens that were sampled for it.
 
     Â = (r − mean) / (std + 1e-6) of the shaped rewards (DeepSeekMath, arXiv 2402.03300, section 4.1.2), or r − mean
     without `normalize_by_std` (Dr. GRPO). The paper does not define the std. This is the sample std (divided by
@@ -38,10 +39,10 @@ def score(group: Group, config: AlgorithmConfig, *, max_completion_tokens: int) 
 
 
 def shaped_rewards(group: Group, config: AlgorithmConfig, *, max_completion_tokens: int) -> np.ndarray:
-    """Return raw rewards plus the overlong punishment of each completion: [G] float64, a new array."""
+    """Return raw rewards plus the overlong punishment of each trajectory: [G] float64, a new array."""
     buffer = config.overlong_buffer_tokens(max_completion_tokens)
     punishments = [
-        overlong_punishment(len(trajectory.completion.token_ids), limit=max_completion_tokens, buffer=buffer)
+        overlong_punishment(trajectory.response_tokens, limit=max_completion_tokens, buffer=buffer)
         for trajectory in group.trajectories
     ]
     return group.rewards + config.overlong_penalty * np.array(punishments, dtype=np.float64)
@@ -64,6 +65,6 @@ def has_reward_variance(group: Group) -> bool:
     return bool(group.rewards.min() != group.rewards.max())
 
 
-def contributes_gradient(completion: Completion, *, mask_truncated: bool) -> bool:
-    """False for a truncated completion under `mask_truncated` (DAPO's overlong filtering, section 3.4)."""
-    return not (mask_truncated and completion.truncated)
+def contributes_gradient(trajectory: Trajectory, *, mask_truncated: bool) -> bool:
+    """False for a truncated trajectory under `mask_truncated` (DAPO's overlong filtering, section 3.4)."""
+    return not (mask_truncated and trajectory.truncated)

@@ -6,7 +6,8 @@ Invariants:
 - The loss is a raw sum, divided once by the `denominator` of the whole update. Gradients and metrics therefore do not
   depend on how an update is split into microbatches.
 - Denominators count the unmasked batch: the term of a masked token is zero, but the token is still counted.
-- Tensors over tokens have shape [N], tensors over sequences [S]. A sequence is never split across microbatches.
+- Tensors over tokens have shape [N], tensors over sequences [S]. A sequence is never split across microbatches. The
+  strands of a trajectory may be: each knows the tokens of the whole, which is counted once in every denominator.
 
 Sources: DeepSeekMath (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), dual clip
 (1912.09729). Truncated importance sampling (TIS) and IcePop (a masked band) correct the mismatch between rollout and
@@ -26,7 +27,7 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenBatch:
-    """N completion tokens of S whole sequences, without prompt tokens."""
+    """N sampled tokens of S whole sequences, without prompts and observations."""
 
     logprobs: Tensor  # [N] current policy at the sampling temperature; carries the gradient
     old_logprobs: Tensor | None  # [N] trainer at the start of the step; None: current ones, detached (ratio 1)
@@ -35,7 +36,8 @@ class TokenBatch:
     entropy: Tensor  # [N] nats; carries a gradient if `entropy_coefficient` is above 0
     sequence: Tensor  # [N] int64, index in 0..S of the token's sequence
     advantages: Tensor  # [S]
-    lengths: Tensor  # [S] completion tokens per sequence; 0 is allowed
+    lengths: Tensor  # [S] sampled tokens per sequence; 0 is allowed
+    trajectory_tokens: Tensor  # [S] sampled tokens of the sequence's trajectory; of a single strand, its length
     weight_mask: Tensor  # [S] 0 for sequences without gradient (masked truncations, dummy passes), else 1
 
 
@@ -120,10 +122,10 @@ def clipped_objective(ratio: Tensor, advantage: Tensor, config: AlgorithmConfig)
 
 
 def aggregation_weight(batch: TokenBatch, aggregation: Aggregation) -> Tensor:
-    """Weight of each token [N] in the raw sum: 0 if masked, 1/length for a mean over the sequence, else 1."""
+    """Weight of each token [N] in the raw sum: 0 if masked, 1/tokens for a mean over the trajectory, else 1."""
     weight = batch.weight_mask
     if aggregation is Aggregation.seq_mean_token_mean:
-        weight = weight / batch.lengths.clamp(min=1)
+        weight = weight / batch.trajectory_tokens.clamp(min=1)
     return weight[batch.sequence].to(batch.logprobs.dtype)
 
 
@@ -185,6 +187,12 @@ def sequence_mean(values: Tensor, batch: TokenBatch) -> Tensor:
     return totals / batch.lengths.clamp(min=1)
 
 
+def strand_share(batch: TokenBatch) -> Tensor:
+    """Share of each sequence [S] in the sampled tokens of its trajectory; 1 for a trajectory of one strand."""
+    share = batch.lengths / batch.trajectory_tokens.clamp(min=1)
+    return torch.where(batch.trajectory_tokens > 0, share, 1.0)
+
+
 def _policy_sums(batch: TokenBatch, old: Tensor, ratio: Tensor, config: AlgorithmConfig) -> dict[str, Tensor]:
     """Policy movement from π_old and clip fractions."""
     advantage = batch.advantages[batch.sequence]
@@ -192,7 +200,7 @@ def _policy_sums(batch: TokenBatch, old: Tensor, ratio: Tensor, config: Algorith
     sums = {
         "entropy": batch.entropy.sum(),
         "ratio/mean": ratio.sum(),
-        "ratio/sequence_mean": bounded_exp(sequence_mean(log_ratio, batch)).sum(),
+        "ratio/sequence_mean": (strand_share(batch) * bounded_exp(sequence_mean(log_ratio, batch))).sum(),
         "ratio/max": _maximum(ratio),
         "ratio/min": -_maximum(-ratio),
         "clip/low_fraction": ((advantage < 0) & (ratio < 1 - config.clip_low)).sum(),

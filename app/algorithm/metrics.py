@@ -20,7 +20,7 @@ class Over(Enum):
     """Divisor of a raw value at the end of an update."""
 
     tokens = "tokens"
-    sequences = "sequences"
+    sequences = "sequences"  # trajectories
     loss = "loss"  # `loss.denominator`
     max = "max"  # merged by max, never divided
     min = "min"  # merged by min, never divided
@@ -35,7 +35,7 @@ TABLE: Mapping[str, Over] = {
     "loss/entropy": Over.loss,
     "entropy": Over.tokens,
     "ratio/mean": Over.tokens,
-    "ratio/sequence_mean": Over.sequences,  # geometric mean over each sequence: GSPO's ratio
+    "ratio/sequence_mean": Over.sequences,  # geometric mean over each sequence: GSPO's ratio; strands by their tokens
     "ratio/max": Over.max,
     "ratio/min": Over.min,
     "clip/low_fraction": Over.tokens,
@@ -75,8 +75,8 @@ def finalize(sums: Mapping[str, float], *, tokens: float, sequences: float, loss
 
     Args:
         sums: Raw sums, merged over all microbatches and ranks.
-        tokens: Completion tokens of the unmasked batch. Without any token every metric is 0.
-        sequences: Sequences of the unmasked batch.
+        tokens: Sampled tokens of the unmasked batch. Without any token every metric is 0.
+        sequences: Trajectories of the unmasked batch.
         loss: The update's `loss.denominator`.
     """
     reported = {name: value for name, value in sums.items() if TABLE[name] is not Over.intermediate}
@@ -97,8 +97,8 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Measure raw rewards, correctness and lengths of a step's groups (at least one)."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = np.concatenate([group.rewards for group in groups])
-    lengths = np.array([len(trajectory.completion.token_ids) for trajectory in trajectories], dtype=np.float64)
-    prompt_tokens = sum(len(group.prompt.token_ids) for group in groups)
+    lengths = np.array([trajectory.sampled_tokens for trajectory in trajectories], dtype=np.float64)
+    prompt_tokens = sum(group.trajectories[0].prompt_tokens for group in groups)
 
     return {
         # First, so that a component called "accuracy" or "mean" does not replace the metric of that name.
@@ -110,7 +110,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/zero_std_fraction": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
         "completion/length_mean": float(lengths.mean()),
         "completion/length_p95": float(np.percentile(lengths, 95)),
-        "completion/truncated_fraction": float(np.mean([t.completion.truncated for t in trajectories])),
+        "completion/truncated_fraction": float(np.mean([trajectory.truncated for trajectory in trajectories])),
         "tokens/completion": float(lengths.sum()),
         "tokens/prompt": float(prompt_tokens),
     }
@@ -170,7 +170,7 @@ def advantage_metrics(scored: Sequence[ScoredGroup]) -> dict[str, float]:
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """Staleness of trajectories in weight syncs: trained `version` − oldest version that sampled one of the tokens."""
-    staleness = [version - t.completion.oldest_version for group in groups for t in group.trajectories]
+    staleness = [version - t.oldest_version for group in groups for t in group.trajectories]
     return {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(max(staleness))}
 
 

@@ -22,6 +22,7 @@ from app.errors import ConfigError
 # Groups whose choices can be replaced by code of the user's own.
 OWN = {
     "reward": "reward._target_=my_module.my_reward",
+    "environment": "environment._target_=my_module.MyEnvironment",
     "tracking": "tracking.use=[my_module.MyTracker]",
 }
 CLOSE = 0.85  # similarity of a misspelled key

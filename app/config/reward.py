@@ -8,7 +8,7 @@ from typing import Any
 from app.config.setting import SECONDS, is_dotted_path, setting
 from app.errors import expect
 
-BUILT_IN = ("exact", "format", "math")  # each is a module of `app.reward`
+BUILT_IN = ("exact", "format", "math", "environment")  # each is a module of `app.reward`
 TARGET = "the dotted path of a function or class, such as my_package.my_module.my_reward"
 ENTRY_KEYS = ("weight", "_target_", "args")
 

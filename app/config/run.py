@@ -9,6 +9,7 @@ from app.config.checkpoint import CheckpointConfig
 from app.config.cluster import ClusterConfig
 from app.config.data import DataConfig
 from app.config.device import DeviceConfig, DeviceKind
+from app.config.environment import EnvironmentConfig
 from app.config.eval import EvalConfig
 from app.config.model import ModelConfig
 from app.config.offload import OffloadConfig
@@ -59,6 +60,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -85,13 +87,6 @@ class RunConfig:
     def shared_devices(self) -> bool:
         """Whether each engine rank shares a device with a trainer rank."""
         return self.placement.kind is PlacementKind.colocate and not self.rollout.urls
-
-    @property
-    def memory_fraction(self) -> float:
-        """The engines' share of a device's memory: null resolved."""
-        if self.rollout.memory_fraction is not None:
-            return self.rollout.memory_fraction
-        return 0.7 if self.shared_devices else 0.8
 
     @property
     def requests_per_engine(self) -> int:
@@ -129,6 +124,7 @@ class RunConfig:
         self.model.validate()
         self.data.validate()
         self.reward.validate()
+        self.environment.validate()
         self.algorithm.validate()
         self.placement.validate()
         self.rollout.validate()
@@ -143,6 +139,8 @@ class RunConfig:
 
         self._validate_devices()
         self._validate_stream()
+        scored = self.environment.multi_turn or "environment" not in self.reward.components
+        expect(scored, "reward", "environment", "another reward with environment=single_turn")
 
     def _validate_devices(self) -> None:
         colocated = self.placement.kind is PlacementKind.colocate

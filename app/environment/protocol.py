@@ -82,6 +82,7 @@ class Reply:
     tool_calls: tuple[ToolCall, ...] = ()
     truncated: bool = False  # ended by the token limit
     token_ids: tuple[int, ...] = ()  # as sampled
+    prompt_tokens: int = 0  # that the policy read before it, this time and earlier
 
     @property
     def message(self) -> dict[str, Any]:
@@ -155,7 +156,11 @@ class Policy(Protocol):
 
 
 class Environment(Protocol):
-    """The general form. `close()` and `score()`, plain or async, are optional."""
+    """The general form.
+
+    Optional: `score()`, where a limit ends `run` early, and `close()`, each plain or async; `metrics`, numbers by name;
+    `limits_itself = True`, if `run` limits its own steps and may take longer than `environment.timeout_s`.
+    """
 
     async def run(self, task: Task, policy: Policy) -> Scores:
         """Play the episode; return its score, several by name (the first is the score), or None."""

@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 from app.algorithm.metrics import correct, group_metrics
 from app.config import RunConfig
 from app.config.eval import EvalConfig
+from app.errors import RunError
 from app.rollout.rollouter import Rollouter
 from app.types import Group, Prompt, Sampling
 
@@ -45,8 +46,12 @@ async def evaluate(
     metrics: dict[str, dict[str, float]] = {}
     all_groups: list[Group] = []
     for name, prompts in sets.items():
-        stream = rollouter.groups(prompts, size=settings.samples, sampling=sampling, version=version, limit=limit)
-        groups = [group async for group in stream]
+        stream = rollouter.groups(
+            prompts, size=settings.samples, sampling=sampling, version=version, limit=limit, training=False
+        )
+        groups = [group async for group in stream if group.trajectories]
+        if not groups:
+            raise RunError(f"every episode of evaluation set {name} failed: see logs/environment.log")
         metrics[name] = measure(groups)
         all_groups += groups
     return metrics, all_groups

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 from app.config import Mode, RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
+from app.mode.environment import worker_spec
 from app.mode.preflight import RunInputs, take_inputs
 from app.placement.time_sharing import TimeSharing
 from app.protocols import StatusRecorder
 from app.recovery.engine_supervisor import EngineSupervisor
+from app.rollout.episodes import EpisodeLimits, Episodes
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.tracking.number_format import plural
@@ -100,6 +102,11 @@ async def start_rollout_workers(
         for warning in inputs.warnings:
             recorder.warn(warning)
 
+        episodes = None
+        if config.environment.multi_turn:
+            recorder.status("starting the environment")
+            episodes = await _start_environments(config, inputs, folder, recorder, stack)
+
         scorer = Scorer(
             config.reward,
             step_trajectories=config.algorithm.trajectories_per_step,
@@ -120,8 +127,31 @@ async def start_rollout_workers(
         stack.push_async_callback(_end_engines, pool)
 
         supervisor = EngineSupervisor(config, pool, make, recorder.warn)
-        rollouter = Rollouter(pool, scorer, inputs.tokenizer, recorder.timeline, config.recovery)
+        rollouter = Rollouter(pool, scorer, inputs.tokenizer, recorder.timeline, config.recovery, episodes)
         yield RolloutWorkers(config, inputs, device_placement, pool, supervisor, rollouter, recorder.status)
+
+
+async def _start_environments(
+    config: RunConfig, inputs: RunInputs, folder: Path, recorder: StatusRecorder, stack: AsyncExitStack
+) -> Episodes:
+    """Start the workers of the environment, which end with `stack`."""
+    from app.environment.pool import EnvironmentPool
+    from app.rollout.episode_failures import EpisodeFailures
+
+    settings = config.environment
+    pool = EnvironmentPool(
+        worker_spec(config, inputs.model_path),
+        workers=settings.workers,
+        episodes=settings.episodes,
+        log=folder / "logs" / "environment.log",
+        warn=recorder.warn,
+    )
+    stack.callback(pool.close)
+    await pool.start()
+
+    limits = EpisodeLimits(config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens, settings.retries)
+    failures = EpisodeFailures(settings.max_failed_fraction, config.algorithm.trajectories_per_step, recorder.warn)
+    return Episodes(pool, limits, failures, config.seed)
 
 
 @asynccontextmanager

@@ -133,12 +133,13 @@ class PlacementController(ABC):
         metrics = step_metrics(scored, counts, report, sync, seconds, trained_version=self.version)
         metrics |= extra or {}
         metrics |= scorer.metrics
+        metrics |= context.rollouter.failure_metrics
         metrics |= await context.memory.sample()
         metrics["recovery/engine_restarts"] = float(context.supervisor.restarts)
         metrics |= context.checkpoints.metrics
 
         trained = [group.prompt.id for group in groups]
-        filtered = [group.prompt.id for group in counts.filtered]
+        filtered = [group.prompt.id for group in counts.filtered] + counts.unplayable
         recorder.log_samples(step, groups, context.rollouter.tokenizer.decode)
         with _recording(f"step {step}"):
             recorder.log(step, metrics)

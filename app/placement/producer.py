@@ -16,13 +16,12 @@ import itertools
 from collections.abc import Iterable
 from functools import partial
 
-from app.algorithm.advantage import has_reward_variance
+from app.algorithm.advantage import SMALLEST_GROUP, has_reward_variance
 from app.placement.buffer import GroupBuffer
 from app.placement.context import RunContext
 from app.placement.staleness import StalenessManager
 from app.placement.step_metrics import RolloutCounts
-from app.protocols import RolloutEngine
-from app.rollout.rollouter import Aborted
+from app.rollout.requests import Aborted
 from app.types import Group, Prompt, ScoredGroup
 
 WARN_ABORTS = 3  # of one prompt
@@ -108,7 +107,7 @@ class Producer:
         limit = version - self.staleness.max_staleness
         stale = [prompt_id for prompt_id, sent_at in self.running.items() if sent_at < limit]
         if stale:
-            await self.context.pool.each(RolloutEngine.abort, stale)
+            await self.context.rollouter.abort(stale)
 
     def on_weights_synced(self, version: int, trained: Iterable[Group]) -> None:
         """Record that `version` was synced and that these groups were trained on."""
@@ -146,7 +145,11 @@ class Producer:
         size = self.context.config.algorithm.group_size
         try:
             group = await self.context.rollouter.group(
-                prompt, size=size, sampling=self.context.sampling, version=partial(self._on_sent, prompt)
+                prompt,
+                size=size,
+                sampling=self.context.sampling,
+                version=lambda: self.staleness.version,
+                on_sent=partial(self._on_sent, prompt),
             )
         except Aborted as error:
             self.counts.aborted += 1
@@ -159,10 +162,9 @@ class Producer:
         finally:
             self._changed.set()
 
-    def _on_sent(self, prompt: Prompt) -> int:
-        """Record and return the version of a prompt that is sent, also again: nothing of an earlier attempt is kept."""
+    def _on_sent(self, prompt: Prompt) -> None:
+        """Record the version of a prompt whose sampling begins, also again: nothing of an earlier attempt is kept."""
         self.running[prompt.id] = self.staleness.version
-        return self.staleness.version
 
     def _count_abort(self, prompt: Prompt, tokens: int) -> None:
         """Warn, once, about a prompt that is sampled and aborted over and over."""
@@ -184,6 +186,12 @@ class Producer:
 
     def _on_sampled(self, prompt: Prompt, group: Group) -> None:
         self._aborts.pop(prompt.id, None)
+        if len(group.trajectories) < SMALLEST_GROUP:
+            self.counts.unplayable.append(prompt.id)
+            self.counts.discarded_tokens += group.completion_tokens
+            self._release(prompt)
+            return
+
         if self.context.config.algorithm.dynamic_sampling and not has_reward_variance(group):
             self.counts.filtered.append(group)
             self._release(prompt)

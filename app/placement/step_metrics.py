@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from app.algorithm.metrics import advantage_metrics, group_metrics, source_metrics, staleness_metrics
+from app.environment.metrics import environment_metrics
 from app.types import Group, ScoredGroup, StepReport, SyncReport
 
 
@@ -15,7 +16,8 @@ class RolloutCounts:
     dropped: int = 0  # too stale when taken
     aborted: int = 0  # too stale while in flight
     failed: int = 0  # lost to an engine and sent again
-    discarded_tokens: int = 0  # completion tokens of dropped and aborted groups
+    unplayable: list[str] = field(default_factory=list)  # ids of prompts whose environments left too few members
+    discarded_tokens: int = 0  # completion tokens of dropped, aborted and unplayable groups
 
 
 def step_metrics(
@@ -44,7 +46,7 @@ def step_metrics(
 
     metrics = {"policy_version": float(report.version), "tokens/completion": 0.0}
     if sampled:
-        metrics |= group_metrics(sampled) | source_metrics(sampled)
+        metrics |= group_metrics(sampled) | source_metrics(sampled) | environment_metrics(sampled)
     if groups:
         metrics |= staleness_metrics(groups, trained_version)
         metrics |= advantage_metrics(scored)
@@ -54,6 +56,7 @@ def step_metrics(
     metrics["rollout/dropped_groups"] = float(counts.dropped)
     metrics["rollout/aborted_groups"] = float(counts.aborted)
     metrics["rollout/failed_groups"] = float(counts.failed)
+    metrics["rollout/unplayable_groups"] = float(len(counts.unplayable))
     metrics["rollout/discarded_tokens"] = float(counts.discarded_tokens)
     completion_tokens = metrics["tokens/completion"] + counts.discarded_tokens
     metrics["rollout/discarded_fraction"] = counts.discarded_tokens / max(1.0, completion_tokens)

@@ -22,7 +22,8 @@ from app.utils.dotted_path import LoadError, error_text, resolve
 
 Scores = Sequence[Any]  # numbers; in place of one, the exception that its trajectory raised
 RewardFunction = Callable[[Sequence[Trajectory]], Scores | Awaitable[Scores]]
-IN_PROCESS = ("exact", "format")  # string operations linear in the text: they cannot hang, so they need no worker
+# Copies, and string operations linear in the text: they cannot hang, so they need no worker.
+IN_PROCESS = ("exact", "format", "environment")
 BUILT_IN_LIMIT_S = 5.0  # per trajectory; a judge needs more, a comparison of two answers does not
 COLUMN_PARAMETERS = ("prompts", "completions", "completion_ids")
 

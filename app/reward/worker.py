@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 from app.reward.component import RewardComponent
 from app.reward.outcome import Outcome, evaluate, failures
 from app.types import Trajectory
+from app.utils.child_process import die_with_parent
 from app.utils.dotted_path import LoadError
-from app.utils.process import die_with_parent
 
 BUILT_IN_MEMORY = 4 << 30  # bytes of address space for a built-in component: 9^{9^{9^9}} must not exhaust the machine
 

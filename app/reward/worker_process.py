@@ -10,7 +10,6 @@ import contextlib
 import math
 import multiprocessing
 import os
-import signal
 import socket
 import struct
 import subprocess
@@ -23,6 +22,7 @@ from app.errors import RunError
 from app.reward.component import RewardComponent
 from app.reward.outcome import Failure, FailureKind, Outcome
 from app.types import Trajectory
+from app.utils.child_process import exit_text, kill_group, start_group
 from app.utils.dotted_path import LoadError
 from app.utils.process import module_command
 
@@ -30,7 +30,6 @@ START_LIMIT_S = 60.0  # includes the imports of custom rewards
 SEND_LIMIT_S = 30.0  # until the worker, which is between two calls, reads the trajectories; whole seconds
 EXIT_LIMIT_S = 1.0  # between the end of a worker's pipe and its exit
 KILL_LIMIT_S = 10.0  # a killed process ends at once, unless it is stuck in a driver or a network file system
-STDERR = 2
 NO_LOG = Path(os.devnull)
 
 
@@ -115,7 +114,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kill the process and its children; the next `call` starts another."""
         if self._process is not None:
-            _kill_group(self._process)
+            kill_group(self._process)
             with contextlib.suppress(subprocess.TimeoutExpired):  # another process takes its place
                 self._process.wait(KILL_LIMIT_S)
         if self._pipe is not None:
@@ -130,7 +129,7 @@ class WorkerProcess:
         self._closed = True
         process = self._process  # the calling thread may be replacing it; `kill` runs after that thread has ended
         if process is not None:
-            _kill_group(process)
+            kill_group(process)
 
     def _launch(self) -> None:
         """Start the process, unless one is running, and send it its component, without waiting."""
@@ -162,33 +161,15 @@ class WorkerProcess:
         # the worker can import whatever the driver can, custom modules included
         search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": search_path}
-
-        if self._log is not None:
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-        log = STDERR if self._log is None else os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        try:
-            return subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[worker_end.fileno()],
-                process_group=0,  # a kill also reaches the children of a reward
-            )
-        finally:
-            if log != STDERR:
-                os.close(log)
+        return start_group(command, environment, self._log, worker_end.fileno())
 
     @property
     def _exit_status(self) -> str:
         """` (exit code 3)` or ` (signal 9)` of the process, which has closed its pipe."""
         assert self._process is not None
-        try:
-            code = self._process.wait(EXIT_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return ""
-        return f" (signal {-code})" if code < 0 else f" (exit code {code})"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_LIMIT_S)
+        return exit_text(self._process.returncode)
 
     @property
     def _see_log(self) -> str:
@@ -199,10 +180,3 @@ def _limit_sends(pipe: Connection, seconds: float) -> None:
     """Let a send on this pipe raise `BlockingIOError` when the other end has read nothing for so long."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), 0))
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGKILL to a process and its children. Skip a reaped group, whose id may have been reused."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):  # it exited in the meantime
-            os.killpg(process.pid, signal.SIGKILL)

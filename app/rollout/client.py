@@ -155,7 +155,13 @@ async def parse(reply: Mapping[str, Any], version: int) -> Reply:
 
     finish = meta.get("finish_reason") or {"type": "abort", "message": "no finish reason"}
     reason = FinishReason(finish["type"])
-    completion = Completion(token_ids, logprobs, reason, spans(meta, len(pairs), version))
+    completion = Completion(
+        token_ids,
+        logprobs,
+        reason,
+        spans(meta, len(pairs), version),
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+    )
     return Reply(completion, str(finish.get("message")) if reason is FinishReason.abort else None)
 
 

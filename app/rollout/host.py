@@ -54,8 +54,9 @@ class HostSpec:
 
 @dataclass(slots=True)
 class GroupInFlight:
-    """The requests of one prompt that the server has."""
+    """The requests of one prompt, or of one turn of an episode, that the server has."""
 
+    prompt_id: str
     request_ids: list[str]  # SGLang's
     abort_asked: bool = False
     paused_in_place: bool = False  # a sync in place may have happened meanwhile
@@ -99,7 +100,7 @@ class EngineHost:
         # Decodes completions. None for servers of `rollout.urls`: their model directory may not be on this machine.
         self._tokenizer: Any = None
 
-        self._in_flight: dict[str, GroupInFlight] = {}  # by prompt id
+        self._in_flight: dict[str, GroupInFlight] = {}  # by name of the request
         self._completion_tokens = 0  # sampled so far, by requests that ended
         self._progress = ProgressClock()
         self._host_id = secrets.token_hex(4)  # several hosts may share a server
@@ -162,19 +163,19 @@ class EngineHost:
         await self._race_failure(self._admitting.wait())
         if self._abort_alls != abort_alls:
             # Whoever asked for it may be gone, and ask again for the same prompt.
-            raise EngineError(f"{self.spec.name}: prompt {request.prompt_id} was aborted before it was admitted")
-        if request.prompt_id in self._in_flight:
-            raise EngineError(f"{self.spec.name}: prompt {request.prompt_id} is in flight already")
+            raise EngineError(f"{self.spec.name}: prompt {request.name} was aborted before it was admitted")
+        if request.name in self._in_flight:
+            raise EngineError(f"{self.spec.name}: prompt {request.name} is in flight already")
 
-        group = GroupInFlight(self._request_ids(request))
-        self._in_flight[request.prompt_id] = group
+        group = GroupInFlight(request.prompt_id, self._request_ids(request))
+        self._in_flight[request.name] = group
         try:
             completions = await self._race_failure(self._sample(client, request, group))
         except BaseException:
             self._completion_tokens += self._progress.tokens(group.request_ids)
             raise
         finally:
-            del self._in_flight[request.prompt_id]
+            del self._in_flight[request.name]
 
         self._completion_tokens += sum(len(completion.token_ids) for completion in completions)
         if self._tokenizer is None:
@@ -207,8 +208,8 @@ class EngineHost:
 
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
         """Abort the requests of these prompts, or all requests (None)."""
-        named = self._in_flight.keys() if prompt_ids is None else self._in_flight.keys() & set(prompt_ids)
-        groups = [self._in_flight[prompt_id] for prompt_id in named]
+        named = None if prompt_ids is None else set(prompt_ids)
+        groups = [group for group in self._in_flight.values() if named is None or group.prompt_id in named]
         for group in groups:
             group.abort_asked = True
         if prompt_ids is None:
@@ -321,7 +322,7 @@ class EngineHost:
     def _request_ids(self, request: GroupRequest) -> list[str]:
         """Return one id per member, never used before: a server refuses ids of requests that were cancelled."""
         call = f"{self._host_id}-{next(self._calls)}"
-        return [f"{call}/{request.prompt_id}#{member}" for member in range(request.group_size)]
+        return [f"{call}/{request.name}#{member}" for member in range(request.group_size)]
 
     async def _sample(self, client: Client, request: GroupRequest, group: GroupInFlight) -> list[Completion]:
         """Sample a group. Raises `EngineError` if the server aborted a request by itself."""
@@ -330,7 +331,7 @@ class EngineHost:
         reasons = [reply.abort_reason for reply in replies if reply.abort_reason is not None]
         if reasons and not group.abort_asked:
             raise EngineError(
-                f"{self.spec.name} aborted {len(reasons)} of {len(replies)} completions of prompt {request.prompt_id} "
+                f"{self.spec.name} aborted {len(reasons)} of {len(replies)} completions of prompt {request.name} "
                 f"by itself: {reasons[0]}"
             )
         completions = [reply.completion for reply in replies]
@@ -377,5 +378,5 @@ class EngineHost:
         self._fail(await failure)
 
     def _sampling(self) -> dict[str, list[str]]:
-        """Return the request ids by prompt id that the server should be sampling; none while it is paused."""
-        return {} if self._paused else {prompt_id: group.request_ids for prompt_id, group in self._in_flight.items()}
+        """Return SGLang's ids of the requests that the server should be sampling, by name; none while it is paused."""
+        return {} if self._paused else {name: group.request_ids for name, group in self._in_flight.items()}

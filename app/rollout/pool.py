@@ -1,5 +1,7 @@
 """Balances groups over engines, by outstanding completions, and records which engines are lost.
 
+A group of episodes has a seat: the engine of its first turn serves all turns of all its members, which share prefixes.
+
 Invariants:
     - A lost engine gets no request until `mark_ready`. While all engines are lost, groups wait.
     - If the owner of the pool cannot replace engines, it must end the run, so that no group waits forever.
@@ -8,8 +10,8 @@ Invariants:
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from app.errors import EngineLost, one_line
@@ -23,7 +25,7 @@ class EnginePool:
     """The engines of a run.
 
     Lifecycle of an engine:
-        1. Ready: `least_busy` and `each` use it.
+        1. Ready: `least_busy`, seats and `each` use it.
         2. Lost: by an `EngineLost` in a call, or by `mark_lost`. `engine_lost` is set.
         3. Replaced: the owner puts a new engine at the same index with `replace`, then calls `mark_ready`.
 
@@ -39,6 +41,7 @@ class EnginePool:
 
         self._engine_ready = asyncio.Event()
         self._outstanding = [0] * len(self.engines)  # completions in flight, by engine index
+        self._seated = [0] * len(self.engines)  # episodes that have their seat there, by engine index
         self._busy_seconds = 0.0  # summed over engines, until `_counted_until`
         self._counted_until = time.perf_counter()
 
@@ -78,10 +81,25 @@ class EnginePool:
         An `EngineLost` raised in the block marks the engine lost.
         """
         await self.wait_for_any()
-        ready = [index for index in range(len(self.engines)) if index not in self.lost]
-        index = min(ready, key=self._outstanding.__getitem__)
-        engine = self.engines[index]
+        async with self._request(self._least_loaded(), completions) as named_engine:
+            yield named_engine
 
+    @contextmanager
+    def seat(self, episodes: int) -> Iterator["Seat"]:
+        """Give the turns of `episodes` episodes of one prompt an engine of their own choice, which they keep."""
+        seat = Seat(self, episodes)
+        try:
+            yield seat
+        finally:
+            seat.leave()
+
+    def _least_loaded(self) -> int:
+        ready = [index for index in range(len(self.engines)) if index not in self.lost]
+        return min(ready, key=lambda index: self._outstanding[index] + self._seated[index])
+
+    @asynccontextmanager
+    async def _request(self, index: int, completions: int) -> AsyncIterator[tuple[str, RolloutEngine]]:
+        engine = self.engines[index]
         self._count(index, completions)
         try:
             yield f"engine {index}", engine
@@ -139,3 +157,30 @@ class EnginePool:
         busy_engines = sum(1 for outstanding in self._outstanding if outstanding)
         self._busy_seconds += (now - self._counted_until) * busy_engines
         self._counted_until = now
+
+
+class Seat:
+    """The engine of a group of episodes. It changes only when that engine is lost."""
+
+    def __init__(self, pool: EnginePool, episodes: int):
+        self._pool = pool
+        self._episodes = episodes
+        self._index: int | None = None
+
+    @asynccontextmanager
+    async def engine(self) -> AsyncIterator[tuple[str, RolloutEngine]]:
+        """Yield the name and the engine, for one completion. As `EnginePool.least_busy` otherwise."""
+        await self._pool.wait_for_any()
+        if self._index is None or self._index in self._pool.lost:
+            self.leave()
+            self._index = self._pool._least_loaded()
+            self._pool._seated[self._index] += self._episodes
+
+        async with self._pool._request(self._index, 1) as named_engine:
+            yield named_engine
+
+    def leave(self) -> None:
+        """Give the seat up. Idempotent."""
+        if self._index is not None:
+            self._pool._seated[self._index] -= self._episodes
+            self._index = None

@@ -3,86 +3,102 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from app.config.recovery import RecoveryConfig
-from app.errors import EngineError, EngineLost
-from app.protocols import Timeline
+from app.protocols import RolloutEngine, Timeline
 from app.reward.scorer import Scorer
-from app.rollout.client import ConnectionLost
+from app.rollout.episodes import Episodes, Play
 from app.rollout.pool import EnginePool
-from app.types import Completion, FinishReason, Group, GroupRequest, Prompt, Sampling, Trajectory
+from app.rollout.requests import Requests
+from app.types import Completion, Group, GroupRequest, Prompt, Sampling, Trajectory
 
-RETRY_SECONDS = 0.25  # before a prompt is sent again; doubled each time
-MOST_DOUBLINGS = 7
 SHOWN_PROMPTS = 5  # in messages
-
-
-class Aborted(EngineError):
-    """Completions of a prompt were aborted on request. They are partial and never trained on.
-
-    Attributes:
-        tokens: Completion tokens of the group that were sampled.
-    """
-
-    def __init__(self, prompt_id: str, tokens: int):
-        super().__init__(f"the completions of prompt {prompt_id} were aborted after {tokens} tokens")
-        self.tokens = tokens
 
 
 class Rollouter:
     """Turns prompts into groups with rewards.
 
-    A prompt whose engine is lost, or that an engine refuses or aborts by itself, is sent again with exponential
-    backoff, up to `recovery.max_engine_failures` and `recovery.max_prompt_retries` times.
+    Args:
+        pool: The engines.
+        scorer: Computes the rewards.
+        tokenizer: Decodes completions of servers that we did not start.
+        timeline: Records spans.
+        recovery: How often a request is sent again.
+        episodes: Plays the episodes of an environment; None: every trajectory is a single turn.
 
     Attributes:
         finished: Groups finished so far.
-        lost: Groups that were sent again after their engine was lost, since `take_lost`.
-        in_flight: Prompt id → where its group is ("on engine 0"), oldest first.
     """
 
-    def __init__(self, pool: EnginePool, scorer: Scorer, tokenizer: Any, timeline: Timeline, recovery: RecoveryConfig):
+    def __init__(
+        self,
+        pool: EnginePool,
+        scorer: Scorer,
+        tokenizer: Any,
+        timeline: Timeline,
+        recovery: RecoveryConfig,
+        episodes: Episodes | None = None,
+    ):
         self.pool = pool
         self.scorer = scorer
         self.tokenizer = tokenizer
         self.timeline = timeline
-        self.recovery = recovery
+        self.requests = Requests(timeline, recovery)
+        self.episodes = episodes
         self.finished = 0
-        self.lost = 0
-        self.in_flight: dict[str, str] = {}
 
-    async def group(self, prompt: Prompt, *, size: int, sampling: Sampling, version: Callable[[], int]) -> Group:
-        """Return `size` scored trajectories of one prompt.
+    async def group(
+        self,
+        prompt: Prompt,
+        *,
+        size: int,
+        sampling: Sampling,
+        version: Callable[[], int],
+        on_sent: Callable[[], None] = lambda: None,
+        training: bool = True,
+    ) -> Group:
+        """Return `size` scored trajectories of one prompt, without those whose environment failed.
 
         Args:
             prompt: The prompt.
-            size: Completions.
-            sampling: Their sampling parameters.
-            version: Called each time the prompt is sent to an engine; returns the policy version synced last.
+            size: Trajectories.
+            sampling: Sampling parameters of completions, or of the turns of episodes.
+            version: Returns the policy version synced last.
+            on_sent: Called when sampling begins, also again: nothing that was sampled before is kept.
+            training: False in an evaluation.
 
         Raises:
-            Aborted: At least one completion was aborted on request.
-            EngineError: The prompt failed too often.
+            Aborted: The group was aborted on request.
+            EngineError: A request failed too often.
+            RunError: Environments failed too often.
         """
         try:
-            request = GroupRequest(prompt.id, prompt.token_ids, size, sampling, version())
-            completions = await self._completions(request, version)
-            if any(completion.finish_reason is FinishReason.abort for completion in completions):
-                raise Aborted(prompt.id, sum(len(completion.token_ids) for completion in completions))
+            if self.episodes is None:
+                unscored = await self._single_turns(prompt, size, sampling, version, on_sent)
+            else:
+                on_sent()
+                play = Play(prompt, size, sampling, version, training)
+                unscored = await self.episodes.play(play, self.pool, self.requests)
 
-            self.in_flight[prompt.id] = "being scored"
-            trajectories = [Trajectory(prompt, completion, self._text(completion)) for completion in completions]
+            self.requests.in_flight[prompt.id] = "being scored"
             with self.timeline.span("score", prompt.id):
-                group = Group(prompt, tuple(await self.scorer.score(trajectories)))
+                group = Group(prompt, tuple(await self.scorer.score(unscored)))
         finally:
-            self.in_flight.pop(prompt.id, None)
+            self.requests.in_flight.pop(prompt.id, None)
         self.finished += 1
         return group
 
     async def groups(
-        self, prompts: Sequence[Prompt], *, size: int, sampling: Sampling, version: int, limit: int
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        size: int,
+        sampling: Sampling,
+        version: int,
+        limit: int,
+        training: bool = True,
     ) -> AsyncIterator[Group]:
         """Yield the groups of these prompts as they finish, with at most `limit` in flight.
 
@@ -93,7 +109,9 @@ class Rollouter:
         try:
             while pending or running:
                 while pending and len(running) < limit:
-                    sample = self.group(pending.pop(), size=size, sampling=sampling, version=lambda: version)
+                    sample = self.group(
+                        pending.pop(), size=size, sampling=sampling, version=lambda: version, training=training
+                    )
                     running.add(asyncio.create_task(sample))
 
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -107,58 +125,50 @@ class Rollouter:
             # Also retrieves the errors of groups that failed together with the one that is raised.
             await asyncio.gather(*running, return_exceptions=True)
 
+    async def abort(self, prompt_ids: Sequence[str]) -> None:
+        """Abort the groups of these prompts, also where an environment computes: their `group` raises `Aborted`."""
+        if self.episodes is not None:
+            self.episodes.abort(prompt_ids)
+        await self.pool.each(RolloutEngine.abort, prompt_ids)
+
     def take_lost(self) -> int:
-        """Return `lost` and reset it to 0."""
-        lost = self.lost
-        self.lost = 0
+        """Return the number of groups that were sent again after their engine was lost, since the last call."""
+        lost = len(self.requests.lost)
+        self.requests.lost.clear()
         return lost
 
     @property
+    def failure_metrics(self) -> dict[str, float]:
+        """Failed episodes so far; nothing without an environment."""
+        return self.episodes.failures.metrics if self.episodes else {}
+
+    @property
     def progress(self) -> tuple[object, ...]:
-        """A value that changes when a group finishes or a call of an engine returns."""
-        return self.finished, self.pool.progress
+        """A value that changes when a group finishes, a call of an engine returns, or an environment answers."""
+        return self.finished, self.pool.progress, self.episodes.progress if self.episodes else 0
 
     def situation(self) -> str:
         """Describe what is in flight and which engines are ready, in one line."""
-        places = [
-            f"{prompt_id} {place}" for prompt_id, place in itertools.islice(self.in_flight.items(), SHOWN_PROMPTS)
-        ]
-        shown = f" ({', '.join(places)}{', …' if len(self.in_flight) > SHOWN_PROMPTS else ''})" if places else ""
-        return f"{len(self.in_flight)} groups in flight{shown}, {self.pool.situation()}"
+        in_flight = self.requests.in_flight
+        places = [f"{prompt_id} {place}" for prompt_id, place in itertools.islice(in_flight.items(), SHOWN_PROMPTS)]
+        shown = f" ({', '.join(places)}{', …' if len(in_flight) > SHOWN_PROMPTS else ''})" if places else ""
+        return f"{len(in_flight)} groups in flight{shown}, {self.pool.situation()}"
 
-    async def _completions(self, request: GroupRequest, version: Callable[[], int]) -> list[Completion]:
-        lost = 0
-        failed = 0
-        while True:
-            self.in_flight[request.prompt_id] = "waiting for an engine"
-            try:
-                return await self._sample(request, version)
-            except (EngineLost, ConnectionLost) as error:
-                lost += 1
-                self.lost += 1
-                limit = self.recovery.max_engine_failures
-                if lost > limit:
-                    raise EngineError(
-                        f"prompt {request.prompt_id} was lost to engines {lost} times "
-                        f"(recovery.max_engine_failures={limit}); last error: {error}"
-                    ) from error
-            except EngineError as error:
-                failed += 1
-                limit = self.recovery.max_prompt_retries
-                if failed > limit:
-                    raise EngineError(
-                        f"engines refused or aborted prompt {request.prompt_id} {failed} times "
-                        f"(recovery.max_prompt_retries={limit}); last error: {error}"
-                    ) from error
+    async def _single_turns(
+        self,
+        prompt: Prompt,
+        size: int,
+        sampling: Sampling,
+        version: Callable[[], int],
+        on_sent: Callable[[], None],
+    ) -> list[Trajectory]:
+        def send_version() -> int:
+            on_sent()
+            return version()
 
-            self.in_flight[request.prompt_id] = "waiting to be sent again"
-            await asyncio.sleep(RETRY_SECONDS * 2 ** min(lost + failed - 1, MOST_DOUBLINGS))
-
-    async def _sample(self, request: GroupRequest, version: Callable[[], int]) -> list[Completion]:
-        async with self.pool.least_busy(request.group_size) as (name, engine):
-            self.in_flight[request.prompt_id] = f"on {name}"
-            with self.timeline.span(f"generate {name}", request.prompt_id):
-                return await engine.generate(replace(request, version=version()))
+        request = GroupRequest(prompt.id, prompt.token_ids, size, sampling, version())
+        completions = await self.requests.send(request, send_version, partial(self.pool.least_busy, size))
+        return [Trajectory(prompt, completion, self._text(completion)) for completion in completions]
 
     def _text(self, completion: Completion) -> str:
         """Return the decoded text. Hosts of servers that we did not start leave decoding to the driver."""

@@ -1,12 +1,12 @@
-"""Which rank computes which trajectory in which pass, and the packed tensors of one microbatch.
+"""Which rank computes which sequence in which pass, and the packed tensors of one microbatch.
 
 A pass is one forward and backward that all ranks run together, each on a microbatch. Every rank plans for all ranks
 from the same lengths, so the plans agree without communication. A microbatch holds up to `budget` tokens without
-padding; a longer trajectory gets its own. Microbatches are balanced by cost: linear plus quadratic in length.
+padding; a longer sequence gets its own. Microbatches are balanced by cost: linear plus quadratic in length.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,46 +16,54 @@ from torch import Tensor
 
 from app.algorithm.advantage import contributes_gradient
 from app.model.packing import Packing, to_device
-from app.types import ScoredGroup, Trajectory
+from app.types import ScoredGroup, Strand, Trajectory
 
 QUADRATIC_TOKENS = 16384  # length at which attention costs as much as everything linear in length
-SampleKey = tuple[str, int]  # prompt id, member of its group
+SampleKey = tuple[str, int, int]  # prompt id, member of its group, strand of its trajectory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One trajectory with its advantage."""
+    """One strand of a trajectory, with the trajectory's advantage."""
 
-    trajectory: Trajectory
+    strand: Strand
     advantage: float
     weight: float  # 0: no gradient, but counted in every denominator
     key: SampleKey
+    trajectory_tokens: int  # sampled tokens of all strands of the trajectory
 
     @property
     def tokens(self) -> int:
-        """Prompt and completion tokens."""
-        return self.trajectory.tokens
+        """Tokens of the sequence, those that were not sampled included."""
+        return len(self.strand.token_ids)
 
     @property
-    def completion_tokens(self) -> int:
-        return len(self.trajectory.completion.token_ids)
+    def sampled_tokens(self) -> int:
+        return len(self.strand.logprobs)
+
+    @property
+    def first(self) -> bool:
+        """Whether it is the strand with which its trajectory is counted."""
+        return self.key[2] == 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """One rank's input of one pass: S sequences packed to T tokens, N of them completion tokens."""
+    """One rank's input of one pass: S sequences packed to T tokens, N of them sampled."""
 
     input_ids: Tensor  # [1, T] int64
     position_ids: Tensor  # [1, T] int64, from 0 in each sequence
     packing: Packing  # sequence boundaries in 0..T
-    logit_positions: Tensor  # [N] int64, position in 0..T whose hidden state predicts the completion token
-    targets: Tensor  # [N] int64, completion tokens
+    logit_positions: Tensor  # [N] int64, position in 0..T whose hidden state predicts the sampled token
+    targets: Tensor  # [N] int64, sampled tokens
     sequence: Tensor  # [N] int64, index in 0..S of the token's sequence
-    lengths: Tensor  # [S] float32, completion tokens per sequence
+    lengths: Tensor  # [S] float32, sampled tokens per sequence
+    trajectory_tokens: Tensor  # [S] float32, sampled tokens of the sequence's trajectory
     advantages: Tensor  # [S] float32
     weight_mask: Tensor  # [S] float32
     rollout_logprobs: Tensor  # [N] float32
     keys: tuple[SampleKey, ...]  # S keys; empty for a dummy
+    trajectories: int  # of which the first strand is here
 
     @property
     def dummy(self) -> bool:
@@ -64,17 +72,22 @@ class MicroBatch:
 
 
 def make_samples(groups: Sequence[ScoredGroup], *, mask_truncated: bool) -> list[Sample]:
-    """Flatten groups into samples, in order. Empty completions stay: they count as sequences."""
-    return [
-        Sample(
-            trajectory,
-            float(advantage),
-            float(contributes_gradient(trajectory.completion, mask_truncated=mask_truncated)),
-            (scored.group.prompt.id, member),
-        )
-        for scored in groups
-        for member, (trajectory, advantage) in enumerate(zip(scored.group.trajectories, scored.advantages, strict=True))
-    ]
+    """Flatten groups into samples, in order. Empty completions stay: they count as trajectories."""
+    samples: list[Sample] = []
+    for scored in groups:
+        members = zip(scored.group.trajectories, scored.advantages, strict=True)
+        for member, (trajectory, advantage) in enumerate(members):
+            weight = float(contributes_gradient(trajectory, mask_truncated=mask_truncated))
+            samples += _samples_of(trajectory, float(advantage), weight, scored.group.prompt.id, member)
+    return samples
+
+
+def _samples_of(
+    trajectory: Trajectory, advantage: float, weight: float, prompt_id: str, member: int
+) -> Iterator[Sample]:
+    total = trajectory.sampled_tokens
+    for index, strand in enumerate(trajectory.strands):
+        yield Sample(strand, advantage, weight, (prompt_id, member, index), total)
 
 
 def cost(tokens: int) -> float:
@@ -149,36 +162,31 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
     if not samples:
         return _dummy(device)
 
-    completions = [sample.trajectory.completion for sample in samples]
+    strands = [sample.strand for sample in samples]
     totals = np.array([sample.tokens for sample in samples])
-    lengths = np.array([sample.completion_tokens for sample in samples])
+    lengths = np.array([sample.sampled_tokens for sample in samples])
     boundaries = np.concatenate([[0], totals.cumsum()])
-    tokens = [
-        token_ids
-        for sample in samples
-        for token_ids in (sample.trajectory.prompt.token_ids, sample.trajectory.completion.token_ids)
-    ]
-
-    # The hidden state at position p - 1 predicts the token at position p.
-    logit_positions = [
-        np.arange(end - length - 1, end - 1) for end, length in zip(boundaries[1:], lengths, strict=True)
-    ]
+    tokens = np.concatenate([strand.token_ids for strand in strands])
+    sampled = np.flatnonzero(np.concatenate([strand.sampled for strand in strands]))
 
     def tensor(values: ArrayLike, dtype: torch.dtype) -> Tensor:
         return to_device(torch.as_tensor(np.ascontiguousarray(values), dtype=dtype), device)
 
     return MicroBatch(
-        input_ids=tensor(np.concatenate(tokens), torch.int64)[None],
+        input_ids=tensor(tokens, torch.int64)[None],
         position_ids=tensor(np.concatenate([np.arange(total) for total in totals]), torch.int64)[None],
         packing=Packing.of(boundaries.tolist(), device),
-        logit_positions=tensor(np.concatenate(logit_positions), torch.int64),
-        targets=tensor(np.concatenate([completion.token_ids for completion in completions]), torch.int64),
+        # The hidden state at position p - 1 predicts the token at position p. No sequence begins with a sampled token.
+        logit_positions=tensor(sampled - 1, torch.int64),
+        targets=tensor(tokens[sampled], torch.int64),
         sequence=tensor(np.repeat(np.arange(len(samples)), lengths), torch.int64),
         lengths=tensor(lengths, torch.float32),
+        trajectory_tokens=tensor([sample.trajectory_tokens for sample in samples], torch.float32),
         advantages=tensor([sample.advantage for sample in samples], torch.float32),
         weight_mask=tensor([sample.weight for sample in samples], torch.float32),
-        rollout_logprobs=tensor(np.concatenate([completion.logprobs for completion in completions]), torch.float32),
+        rollout_logprobs=tensor(np.concatenate([strand.logprobs for strand in strands]), torch.float32),
         keys=tuple(sample.key for sample in samples),
+        trajectories=sum(sample.first for sample in samples),
     )
 
 
@@ -192,8 +200,10 @@ def _dummy(device: torch.device) -> MicroBatch:
         targets=zero,
         sequence=zero,
         lengths=torch.ones(1, device=device),
+        trajectory_tokens=torch.ones(1, device=device),
         advantages=torch.zeros(1, device=device),
         weight_mask=torch.zeros(1, device=device),
         rollout_logprobs=torch.zeros(1, device=device),
         keys=(),
+        trajectories=0,
     )

@@ -21,9 +21,9 @@ EXTREMES = (Over.max, Over.min)
 class RawSums:
     """Counts and raw metric sums of some microbatches, to be divided once all are known."""
 
-    tokens: float = 0.0  # completion tokens, masked ones included
-    sequences: float = 0.0
-    input_tokens: float = 0.0  # prompt and completion
+    tokens: float = 0.0  # sampled tokens, masked ones included
+    sequences: float = 0.0  # trajectories, however many strands they have
+    input_tokens: float = 0.0  # sampled or not
     padding_tokens: float = 0.0  # of dummies
     sums: Mapping[str, float] = field(default_factory=dict)  # by name, see `algorithm.metrics.TABLE`
 
@@ -33,7 +33,7 @@ class RawSums:
         size = float(micro.input_ids.numel())
         if micro.dummy:
             return cls(padding_tokens=size)
-        return cls(float(len(micro.targets)), float(len(micro.keys)), size)
+        return cls(float(len(micro.targets)), float(micro.trajectories), size)
 
     def __add__(self, other: "RawSums") -> "RawSums":
         return RawSums(
@@ -98,7 +98,7 @@ def all_gather_logprobs(own: Mapping[SampleKey, Tensor], samples: Sequence[Sampl
         return dict(own)
 
     # Each sample was computed by one rank; the others add zeros.
-    lengths = [sample.completion_tokens for sample in samples]
+    lengths = [sample.sampled_tokens for sample in samples]
     flat = torch.cat([own.get(sample.key, torch.zeros(n)) for sample, n in zip(samples, lengths, strict=True)])
     dist.all_reduce(flat)
     return {sample.key: logprobs for sample, logprobs in zip(samples, flat.split(lengths), strict=True)}

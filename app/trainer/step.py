@@ -21,6 +21,7 @@ linear, so dividing at the end is exact.
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -114,7 +115,7 @@ class TrainStep:
         """Compute π_old of these groups at the current parameters, for all updates of the step."""
         self._require_open("old_logprobs")
         samples = make_samples(groups, mask_truncated=False)
-        self._flops += sum(self.model_flops.forward(each.tokens, each.completion_tokens) for each in samples)
+        self._flops += sum(self.model_flops.forward(each.tokens, each.sampled_tokens) for each in samples)
 
         own: dict[SampleKey, Tensor] = {}
         with self._timer.phase("old_logprobs"), torch.no_grad():
@@ -131,9 +132,9 @@ class TrainStep:
         algorithm = self.settings.algorithm
         samples = make_samples(groups, mask_truncated=algorithm.mask_truncated)
         self._pending += samples
-        self._flops += sum(self.model_flops.sequence(each.tokens, each.completion_tokens) for each in samples)
+        self._flops += sum(self.model_flops.sequence(each.tokens, each.sampled_tokens) for each in samples)
         if self.reference is not None:
-            self._flops += sum(self.model_flops.forward(each.tokens, each.completion_tokens) for each in samples)
+            self._flops += sum(self.model_flops.forward(each.tokens, each.sampled_tokens) for each in samples)
 
         if algorithm.updates_per_step == 1:
             lengths = [sample.tokens for sample in self._pending]
@@ -231,6 +232,7 @@ class TrainStep:
             sequence=micro.sequence,
             advantages=micro.advantages,
             lengths=micro.lengths,
+            trajectory_tokens=micro.trajectory_tokens,
             weight_mask=micro.weight_mask,
         )
         with self._timer.phase("backward"):
@@ -241,7 +243,7 @@ class TrainStep:
     def _forward(
         self, model: PolicyModel, micro: MicroBatch, *, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies of the completion tokens, both [N]."""
+        """Return log-probabilities and entropies of the sampled tokens, both [N]."""
         return model(
             input_ids=micro.input_ids,
             position_ids=micro.position_ids,
@@ -260,7 +262,7 @@ class TrainStep:
         return logprobs
 
     def _old_logprobs_of(self, micro: MicroBatch) -> Tensor | None:
-        """Return π_old of the completion tokens [N]; None for the current log-probabilities."""
+        """Return π_old of the sampled tokens [N]; None for the current log-probabilities."""
         if not self._old_logprobs or micro.dummy:
             return None
         return to_device(torch.cat([self._old_logprobs[key] for key in micro.keys]), self.device)
@@ -268,14 +270,15 @@ class TrainStep:
     # --- updates
 
     def _split_by_update(self) -> Iterator[Sequence[Sample]]:
-        """Yield the pending samples of each update. Without samples, yield one empty update."""
+        """Yield the pending samples of each update: those of whole groups. Without samples, yield one empty update."""
         algorithm = self.settings.algorithm
-        size = max(len(self._pending), 1)
-        if algorithm.updates_per_step > 1:
-            size = algorithm.prompts_per_update * algorithm.group_size
+        if algorithm.updates_per_step == 1 or not self._pending:
+            yield self._pending
+            return
 
-        for start in range(0, max(len(self._pending), 1), size):
-            yield self._pending[start : start + size]
+        groups = [list(samples) for _, samples in groupby(self._pending, key=lambda sample: sample.key[0])]
+        for start in range(0, len(groups), algorithm.prompts_per_update):
+            yield [sample for group in groups[start : start + algorithm.prompts_per_update] for sample in group]
 
     def _update(self) -> None:
         """Update the parameters from the accumulated gradients, with the denominator of all ranks."""

@@ -1,9 +1,7 @@
-"""Helpers for our own processes: log redirection, death with the parent, memory use."""
+"""Helpers for our own processes: log redirection, commands, memory use."""
 
-import ctypes
 import logging
 import os
-import signal
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -14,7 +12,6 @@ import psutil
 
 from app.types import MemoryUse
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -52,21 +49,6 @@ def package_path(path: str | None) -> str:
     root = str(Path(__file__).resolve().parents[2])
     first = [] if root == sysconfig.get_path("purelib") else [root]
     return os.pathsep.join([*first, *filter(None, [path])])
-
-
-def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when the thread that started it ends (Linux only).
-
-    Args:
-        parent: The parent's process id, read before this process was started.
-
-    Raises:
-        SystemExit: The parent has ended already.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise SystemExit(1)
 
 
 def process_group_members(leader: int) -> list[int]:

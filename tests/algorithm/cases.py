@@ -59,6 +59,7 @@ def batch_of(case: Case, config: AlgorithmConfig, *, recompute_old: bool = True)
         sequence=torch.repeat_interleave(torch.arange(len(case)), lengths),
         advantages=torch.tensor([sequence.advantage for sequence in case], dtype=torch.float64),
         lengths=lengths,
+        trajectory_tokens=lengths,
         weight_mask=torch.tensor([float(sequence.unmasked) for sequence in case], dtype=torch.float64),
     )
 

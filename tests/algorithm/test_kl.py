@@ -54,6 +54,7 @@ def expected_gradient(kind: Kl, logits: np.ndarray, reference: np.ndarray) -> np
         sequence=torch.arange(len(COMPLETIONS)).repeat_interleave(LENGTH),
         advantages=torch.zeros(len(COMPLETIONS), dtype=torch.float64),
         lengths=torch.full((len(COMPLETIONS),), LENGTH),
+        trajectory_tokens=torch.full((len(COMPLETIONS),), LENGTH),
         weight_mask=logprobs.detach().view(-1, LENGTH).sum(dim=1).exp(),
     )
     config = AlgorithmConfig(kl=kind, kl_coefficient=BETA, aggregation=Aggregation.seq_mean_token_sum)

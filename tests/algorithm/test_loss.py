@@ -223,6 +223,7 @@ def test_single_precision_is_close_to_double():
         sequence=double.sequence,
         advantages=double.advantages.float(),
         lengths=double.lengths,
+        trajectory_tokens=double.trajectory_tokens,
         weight_mask=double.weight_mask.float(),
     )
     result = policy_loss(single, GRPO, Correction.tis)

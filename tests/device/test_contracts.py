@@ -72,6 +72,13 @@ def test_every_field_of_every_body_exists(sglang: Package) -> None:
     assert checked >= 15
 
 
+def test_no_request_has_images() -> None:
+    """An engine of colocate releases its vision tower and no weight sync sends it again."""
+    sent = sglang_requests.requests()["/generate"]
+    assert "input_ids" in sent
+    assert {field for field in sent if field.endswith("_data")} == set()
+
+
 def test_every_sampling_parameter_exists(sglang: Package) -> None:
     sent = sglang_requests.sampling_fields()
     assert {"temperature", "max_new_tokens"} <= sent
@@ -214,9 +221,13 @@ def test_torch_npu_is_built_for_the_torch_of_the_requirements(wheels: Path) -> N
 
 
 def test_our_collectives_fit_the_functions_that_torch_npu_puts_in_their_place() -> None:
-    assert {"all_gather_into_tensor", "broadcast", "all_reduce", "_new_process_group_helper"} <= set(
-        torch_npu_api.our_calls()
-    )
+    assert {
+        "all_gather_into_tensor",
+        "all_gather_single",
+        "broadcast",
+        "all_reduce",
+        "_new_process_group_helper",
+    } <= set(torch_npu_api.our_calls())
     recorded = torch_npu_api.recorded()
     assert tuple(recorded) == torch_npu_api.VERSIONS
     for version, signatures in recorded.items():

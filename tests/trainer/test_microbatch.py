@@ -61,10 +61,12 @@ def test_ready_trajectories_fit_into_whole_passes_and_leave_less_than_a_pass_and
 
 
 def test_packing_matches_a_loop_over_the_tokens() -> None:
-    samples = make_samples(scored_groups(5, seed=3), mask_truncated=True)
+    groups = scored_groups(5, seed=3)
+    samples = make_samples(groups, mask_truncated=True)
+    trajectories = [trajectory for scored in groups for trajectory in scored.group.trajectories]
     ids, positions, logit_positions, targets, sequence, logprobs, boundaries = [], [], [], [], [], [], [0]
-    for index, sample in enumerate(samples):
-        prompt, completion = sample.trajectory.prompt.token_ids, sample.trajectory.completion
+    for index, trajectory in enumerate(trajectories):
+        prompt, completion = trajectory.prompt.token_ids, trajectory.completion
         for position, token in enumerate([*prompt, *completion.token_ids]):
             if position >= len(prompt):
                 logit_positions.append(len(ids) - 1)  # the token before this one
@@ -83,9 +85,11 @@ def test_packing_matches_a_loop_over_the_tokens() -> None:
     assert micro.sequence.tolist() == sequence
     assert micro.rollout_logprobs.tolist() == logprobs
     assert micro.lengths.tolist() == [sequence.count(index) for index in range(len(samples))]
+    assert micro.trajectory_tokens.tolist() == micro.lengths.tolist()
+    assert micro.trajectories == len(samples)
     assert 0 in micro.lengths.tolist()  # an empty completion counts as a sequence
-    assert micro.keys == tuple((f"random/{group}@0", member) for group in range(5) for member in range(4))
-    truncated = [sample.trajectory.completion.truncated for sample in samples]
+    assert micro.keys == tuple((f"random/{group}@0", member, 0) for group in range(5) for member in range(4))
+    truncated = [trajectory.completion.truncated for trajectory in trajectories]
     assert True in truncated
     assert micro.weight_mask.tolist() == [0.0 if each else 1.0 for each in truncated]
     assert not micro.dummy

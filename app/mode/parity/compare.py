@@ -30,7 +30,7 @@ from app.model.kernels import CPU_KERNELS, Kernels, kernels_of
 from app.model.load import load
 from app.model.policy import PolicyModel, named_checkpoint_tensors
 from app.trainer.microbatch import MicroBatch, Sample, pack
-from app.types import Completion, FinishReason, Prompt, Trajectory
+from app.types import Completion, FinishReason, Prompt, Strand
 
 LENGTHS = (37, 5, 64, 18)  # tokens of the packed sequences: no boundary is aligned with a kernel's block size
 FILE = "parity.json"
@@ -176,8 +176,8 @@ def packed(
     weights = np.ones(len(pairs)) if advantages is None else advantages
     samples = []
     for index, (prompt, completion) in enumerate(pairs):
-        trajectory = Trajectory(Prompt("parity/0@0", prompt, answer="", source="parity"), completion, text="")
-        samples.append(Sample(trajectory, float(weights[index]), 1.0, (trajectory.prompt.id, index)))
+        strand = Strand.of(Prompt("parity/0@0", prompt, answer="", source="parity"), completion)
+        samples.append(Sample(strand, float(weights[index]), 1.0, ("parity/0@0", index, 0), len(completion.token_ids)))
     return pack(samples, device)
 
 

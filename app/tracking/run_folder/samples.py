@@ -7,12 +7,13 @@ one trajectory before any contributes a second. They show what the policy does, 
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
 
-from app.types import Group, Trajectory
+from app.types import Episode, Group, Trajectory
 
 FOLDER = "samples"
 Decode = Callable[[Sequence[int]], str]  # token ids → text
@@ -59,6 +60,7 @@ def choose(groups: Sequence[Group], count: int) -> list[Trajectory]:
 def row(trajectory: Trajectory, decode: Decode | None) -> dict[str, object]:
     """Return one line of the file."""
     prompt, completion = trajectory.prompt, trajectory.completion
+    episode = {} if trajectory.episode is None else _episode(trajectory.episode)
     return {
         "prompt": prompt.id,
         "source": prompt.source,
@@ -72,6 +74,25 @@ def row(trajectory: Trajectory, decode: Decode | None) -> dict[str, object]:
         "prompt_tokens": prompt.token_ids.tolist(),
         "tokens": completion.token_ids.tolist(),
         "logprobs": np.round(completion.logprobs.astype(np.float64), 6).tolist(),
+        **episode,
+    }
+
+
+def _episode(episode: Episode) -> dict[str, object]:
+    """Return what the line of a multi-turn trajectory has in addition: its completion is the last one."""
+    return {
+        "turns": [asdict(turn) for turn in episode.turns],
+        "ending": episode.ending.value,
+        "scores": {name: _finite(value) for name, value in episode.scores.items()},
+        "strands": [
+            {
+                "tokens": strand.token_ids.tolist(),
+                "sampled": strand.sampled.astype(int).tolist(),
+                "logprobs": np.round(strand.logprobs.astype(np.float64), 6).tolist(),
+                "versions": [[span.version, span.start, span.end] for span in strand.spans],
+            }
+            for strand in episode.strands
+        ],
     }
 
 

@@ -1,0 +1,157 @@
+"""`environment._target_`: your own environment, a class with `run`, or one with `begin` and `step`.
+
+    class Guess:                                   # python -m app environment._target_=my_envs.Guess reward=environment
+        def begin(self, task):                     # what the policy reads first; None: the data's own question
+            self.secret, self.found = int(task.answer), False
+        def step(self, reply):                     # a str or messages: the talk goes on; None: it ends
+            if not reply.text.strip().isdigit():
+                return "a number, please"          # what a policy says is never a failure
+            guess = int(reply.text)
+            self.found = guess == self.secret
+            return None if self.found else "higher" if guess < self.secret else "lower"
+        def score(self):                           # optional: a number, or numbers by name (the first is the score)
+            return float(self.found)
+        def close(self): ...                       # optional, called once in any case
+
+Any method may be async. One instance serves one episode, and its plain methods run in one thread.
+"""
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from app.environment.protocol import EpisodeOver, Message, Policy, Task
+from app.utils.dotted_path import LoadError, resolve
+
+Call = Callable[..., Awaitable[Any]]  # a method and its arguments → what it returns
+METHODS = {"run": (None, None), "begin": (None,), "step": (None,), "score": (), "close": ()}  # and their arguments
+SHAPE = "give it `run(self, task, policy)`, or `begin(self, task)` and `step(self, reply)`"
+
+
+class WrongValue(Exception):
+    """A method of an environment returned something that it must not. The message is a sentence without its period."""
+
+
+def make(settings: Mapping[str, Any]) -> Callable[[], Any]:
+    """Return what makes a new environment for each episode.
+
+    Args:
+        settings: `target`, a dotted path, and `args`, its keyword arguments.
+
+    Raises:
+        LoadError: There is no such class, it does not take the arguments, or it has not the methods of an environment.
+    """
+    target = resolve(settings["target"])
+    args = dict(settings.get("args") or {})
+    try:
+        inspect.signature(target).bind(**args)
+    except ValueError:
+        pass  # of C, without a signature
+    except TypeError as error:
+        raise LoadError(f"it does not take environment.args={args} ({error})") from error
+
+    if inspect.isclass(target):
+        check_methods(target)
+    return functools.partial(target, **args)
+
+
+def check_methods(environment: Any) -> None:
+    """Check an environment, or its class.
+
+    Raises:
+        LoadError: Methods are missing or take other arguments.
+    """
+    if not (hasattr(environment, "run") or (hasattr(environment, "begin") and hasattr(environment, "step"))):
+        raise LoadError(f"it is no environment: {SHAPE}")
+
+    of_class = (None,) if inspect.isclass(environment) else ()  # self
+    for name, arguments in METHODS.items():
+        method = getattr(environment, name, None)
+        if method is None:
+            continue
+        if not callable(method):
+            raise LoadError(f"its {name} is not a method: {SHAPE}")
+        static = isinstance(inspect.getattr_static(environment, name), staticmethod | classmethod)
+        try:
+            inspect.signature(method).bind(*(() if static else of_class), *arguments)
+        except TypeError as error:
+            raise LoadError(f"its {name}{inspect.signature(method)} cannot be called ({error}): {SHAPE}") from error
+
+
+class Stepped(Protocol):
+    """An environment with `begin` and `step`."""
+
+    def begin(self, task: Task) -> Any: ...
+
+    def step(self, reply: Any) -> Any: ...
+
+
+class Stepwise:
+    """`run` of an environment that has `begin` and `step`.
+
+    Args:
+        environment: The object.
+        call: Calls its methods, plain or async.
+    """
+
+    def __init__(self, environment: Stepped, call: Call) -> None:
+        self._environment = environment
+        self._call = call
+
+    async def run(self, task: Task, policy: Policy) -> Any:
+        """Let policy and environment speak in turns until `step` returns None; return the score, if there is one."""
+        conversation = messages_of(await self._call(self._environment.begin, task), "begin")
+        try:
+            reply = await policy(conversation)
+            while (observation := await self._step(reply)) is not None:
+                conversation = [*(conversation or ()), reply.message, *observation]
+                reply = await policy(conversation)
+        except EpisodeOver:
+            pass  # the policy has noted which limit it was
+        return await score_of(self._environment, self._call)
+
+    async def _step(self, reply: Any) -> list[Message] | None:
+        return messages_of(await self._call(self._environment.step, reply), "step")
+
+
+async def score_of(environment: Any, call: Call) -> Any:
+    """Return what the environment's `score` returns, None without one."""
+    score = getattr(environment, "score", None)
+    return None if score is None else await call(score)
+
+
+def messages_of(value: Any, method: str) -> list[Message] | None:
+    """Return what `begin` or `step` returned as messages; None stays None.
+
+    Raises:
+        WrongValue: It is something else.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if isinstance(value, Sequence) and value and all(_is_message(each) for each in value):
+        return list(value)
+    if _is_message(value):
+        return [value]
+    raise WrongValue(f"{method} returned {short(value)}; give a str, a list of messages with role and content, or None")
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and "content" in value
+
+
+def short(value: Any) -> str:
+    """Return a value for a sentence: its type, and its beginning.
+
+    >>> short({1})
+    'a set ({1})'
+    """
+    try:
+        text = repr(value)
+    except Exception:  # it may be anything
+        text = "..."
+    shown = text if len(text) <= 60 else f"{text[:57]}..."
+    article = "an" if type(value).__name__[0] in "aeiouAEIOU" else "a"
+    return f"{article} {type(value).__name__} ({shown})"

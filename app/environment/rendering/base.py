@@ -1,0 +1,47 @@
+"""The interface of all renderers."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from app.environment.protocol import Message, Reply, Tool
+
+Tools = Sequence[Tool]
+
+
+class Renderer(Protocol):
+    """Messages as the tokens of one family's chat template, and replies as text."""
+
+    def opening(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
+        """Return the tokens of a conversation, up to where the policy speaks.
+
+        Raises:
+            ValueError: The template has no place for such messages or tools.
+        """
+        ...
+
+    def following(
+        self, token_ids: Sequence[int], messages: Sequence[Message], tools: Tools | None = None
+    ) -> list[int] | None:
+        """Return the tokens to append to a strand so that `messages` follow and the policy speaks next.
+
+        Args:
+            token_ids: [L] The strand; it ends with a reply, whose last token may or may not be a stop token. A reply
+                without one is closed here.
+            messages: The new messages alone.
+            tools: The tools that the strand was opened with.
+
+        Returns:
+            None if the template would rewrite the strand: an assistant message among the new ones, or earlier
+            reasoning that a new user message strips.
+        """
+        ...
+
+    def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Tools | None = None) -> Reply:
+        """Return what a reply says; never fails on what was sampled. The caller sets `truncated`.
+
+        Args:
+            token_ids: [N] The sampled tokens.
+            prompt_ids: [L] The strand before them: it may have opened the reasoning.
+            tools: The declared tools: their schemas say which XML arguments are strings.
+        """
+        ...

@@ -1,0 +1,97 @@
+"""A model directory's `tokenizer.json` through the `tokenizers` package, without transformers."""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def import_package(name: str) -> Any:
+    """Import a package of the worker's interpreter.
+
+    Raises:
+        ValueError: It is missing; the sentence names the interpreter.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.partition(".")[0]
+        raise ValueError(
+            f"{sys.executable} has no package {error.name}, which environments need: "
+            f"install {package} there, or give another environment.python."
+        ) from error
+
+
+class TokenizerFile:
+    """A tokenizer with the methods that the `renderers` package asks for.
+
+    Attributes:
+        stop_ids: Tokens that end a reply, those of the model's configuration.
+    """
+
+    unk_token_id: int | None = None  # `convert_tokens_to_ids` returns None for what is missing
+
+    def __init__(self, folder: Path) -> None:
+        """Load a tokenizer.
+
+        Raises:
+            ValueError: There is no readable `tokenizer.json`, or `tokenizers` is missing.
+        """
+        tokenizers = import_package("tokenizers")
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"{folder} has no tokenizer.json, which environments need.")
+
+        try:
+            self._backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises no narrower type
+            raise ValueError(f"{path} cannot be read as a tokenizer ({error}).") from error
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+        self.name_or_path = str(folder)
+        self.stop_ids = frozenset(_stop_ids(folder, self))
+        self.eos_token_id = _end_of_text(folder, self)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Return the ids of `text`: [N]. A lone surrogate, which has no bytes, becomes a question mark."""
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of `token_ids`."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        """Return a token's id, or None if the vocabulary lacks it."""
+        index: int | None = self._backend.token_to_id(token)
+        return index
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object of a model directory, empty where there is no such file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON.") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _end_of_text(folder: Path, tokenizer: TokenizerFile) -> int | None:
+    named = read_json(folder / "tokenizer_config.json").get("eos_token")
+    token = named.get("content") if isinstance(named, dict) else named
+    return tokenizer.convert_tokens_to_ids(token) if isinstance(token, str) else None
+
+
+def _stop_ids(folder: Path, tokenizer: TokenizerFile) -> Sequence[int]:
+    found: list[Any] = []
+    for name in ("generation_config.json", "config.json"):
+        stops = read_json(folder / name).get("eos_token_id")
+        found += stops if isinstance(stops, list) else [stops]
+    return [stop for stop in (*found, _end_of_text(folder, tokenizer)) if isinstance(stop, int)]

@@ -1,0 +1,238 @@
+"""`environment=tools environment.tools=[my_tools.search,my_tools.Python]`: a loop over functions that the policy calls.
+
+    question ─→ reply with calls ─→ results ─→ reply with calls ─→ … ─→ reply without a call: the episode ends
+
+A dotted path names a function, which is a tool, or a class, whose public methods are tools. A class has one instance
+an episode, made without arguments; its `close` is called when the episode ends.
+
+Invariants:
+- What the policy gets wrong is an observation that begins with "error: ": an unknown tool, a call that cannot be
+  read, wrong arguments. So are an exception of a tool, and a tool that is late: all calls of a reply together have
+  nearly `environment.timeout_s`.
+- Synchronous tools of an episode run in one thread, one after the other; asynchronous ones are awaited.
+- What cannot begin, the constructor of a class, fails the episode.
+"""
+
+import asyncio
+import inspect
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from app.environment.protocol import EpisodeOver, Message, Policy, Reply, Task, ToolCall
+from app.environment.tool_schema import SchemaError, checked, schema_of
+from app.environment.worker.calls import Calls, Exited
+from app.utils.dotted_path import LoadError, resolve
+
+OF_A_STEP = 0.9  # of `timeout_s` for all calls of a reply: at `timeout_s` the worker fails the episode
+ERROR_CHARACTERS = 500  # of an exception's message
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFunction:
+    """A function, or a method of the class `owner`."""
+
+    schema: Mapping[str, Any]  # as in OpenAI's `tools`
+    function: Callable[..., Any]
+    owner: type | None = None
+
+
+def make(settings: Mapping[str, Any]) -> Callable[[], "ToolLoop"]:
+    """Load the tools; return what makes the environment of one episode.
+
+    Args:
+        settings: `tools`, a list of dotted paths; `timeout_s`; and `system`, the data's system message, if any.
+
+    Raises:
+        LoadError: A tool cannot be used; the message names it.
+    """
+    tools = load_tools(settings.get("tools") or [])
+    timeout_s, system = float(settings["timeout_s"]), settings.get("system")
+    return lambda: ToolLoop(tools, timeout_s, system)
+
+
+def load_tools(paths: Sequence[str]) -> dict[str, ToolFunction]:
+    """Import functions and classes; return their tools by name.
+
+    Raises:
+        LoadError: One of them cannot be used; the message names it and says why.
+    """
+    if not paths:
+        raise LoadError("environment.tools=[] names no tool: give dotted paths, such as [my_module.my_tool]")
+
+    tools: dict[str, ToolFunction] = {}
+    for path in paths:
+        try:
+            found = _tools_at(resolve(path))
+        except (LoadError, SchemaError) as error:
+            raise LoadError(f"environment.tools={path} is not accepted: {error}") from error
+
+        for name, tool in found.items():
+            if name in tools:
+                raise LoadError(f"environment.tools={path} is not accepted: there is already a tool {name}")
+            tools[name] = tool
+    return tools
+
+
+def _tools_at(loaded: Callable[..., Any]) -> dict[str, ToolFunction]:
+    if not isinstance(loaded, type):
+        name = getattr(loaded, "__name__", "")
+        if not name.isidentifier():
+            raise SchemaError("it has no name")
+        return {name: ToolFunction(schema_of(name, loaded), loaded)}
+
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(loaded).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind.name not in ("VAR_POSITIONAL", "VAR_KEYWORD")
+    ]
+    if needed:
+        raise SchemaError(f"an instance needs the argument {needed[0]}; give a class that is made without arguments")
+
+    names = [
+        name
+        for name, _ in inspect.getmembers(loaded, inspect.isroutine)
+        if not name.startswith("_") and name != "close"
+    ]
+    if not names:
+        raise SchemaError("the class has no public method")
+    return {name: _method(loaded, name) for name in names}
+
+
+def _method(owner: type, name: str) -> ToolFunction:
+    # bound to nothing in particular: `self` must not be in the schema
+    static = inspect.getattr_static(owner, name)
+    function = getattr(owner, name) if isinstance(static, staticmethod | classmethod) else static.__get__(object())
+    try:
+        return ToolFunction(schema_of(name, function), function, owner)
+    except SchemaError as error:
+        raise SchemaError(f"the tool {name} cannot be used: {error}") from error
+
+
+class CallFailed(Exception):
+    """A call without a result. The message is for the policy."""
+
+
+class ToolLoop:
+    """One episode with tools."""
+
+    def __init__(self, tools: Mapping[str, ToolFunction], timeout_s: float, system: str | None) -> None:
+        self._tools = tools
+        self._step_s = timeout_s * OF_A_STEP
+        self._system = system
+        self._instances: dict[type, Any] = {}
+        self._calls = Calls()
+
+    async def run(self, task: Task, policy: Policy) -> None:
+        """Let the policy speak and call tools until it calls none or has reached a limit. There is no score."""
+        messages: list[Message] = [{"role": "user", "content": task.question}]
+        if self._system is not None:
+            messages.insert(0, {"role": "system", "content": self._system})
+        schemas = [tool.schema for tool in self._tools.values()]
+
+        try:
+            reply = await policy(messages, tools=schemas)
+            while reply.tool_calls:
+                messages = [*messages, reply.message, *await self._answers(reply, policy)]
+                reply = await policy(messages, tools=schemas)
+        except EpisodeOver:
+            return  # the policy has noted which limit it was
+
+    async def _answers(self, reply: Reply, policy: Policy) -> list[Message]:
+        """Make the calls of a reply, one after the other; return a message for each."""
+        deadline = time.monotonic() + self._step_s
+        answers: list[Message] = []
+        for call in reply.tool_calls:
+            try:
+                observation = _text(await self._result(call, deadline))
+            except CallFailed as error:
+                observation = f"error: {error}"
+                # the policy itself counts calls, and as failures those that could not be read
+                policy.count("tool_failures", float(call.ok))
+            answers.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": observation})
+        return answers
+
+    async def _result(self, call: ToolCall, deadline: float) -> Any:
+        if not call.ok:
+            raise CallFailed(call.status)
+        if call.name not in self._tools:
+            raise CallFailed(f"there is no tool {call.name}; the tools are {', '.join(self._tools)}")
+
+        tool = self._tools[call.name]
+        try:
+            arguments = checked(tool.schema, call.arguments)
+        except ValueError as error:
+            raise CallFailed(f"{call.name}: {error}") from error
+
+        function = tool.function
+        if tool.owner is not None:
+            if tool.owner not in self._instances:
+                await self._calls(self._create, tool.owner)  # what it raises fails the episode
+            function = getattr(self._instances[tool.owner], call.name)
+        return await self._call(call.name, partial(function, **arguments), deadline)
+
+    def _create(self, owner: type) -> None:
+        self._instances[owner] = owner()
+
+    async def _call(self, name: str, function: Callable[[], Any], deadline: float) -> Any:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise CallFailed(f"{name} was not called: the calls before it took {self._step_s:g} s")
+
+        try:
+            async with asyncio.timeout(left) as limit:
+                return await self._calls(function)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # the episode is aborted
+            raise CallFailed(f"{name} was cancelled") from error
+        except Exception as error:  # a tool raises anything
+            if not limit.expired():
+                raise CallFailed(_shown(error)) from error
+            if self._calls.busy:
+                self._calls.abandon()
+            raise CallFailed(f"{name} took longer than {left:.3g} s") from error
+
+    async def close(self) -> None:
+        """Call the `close` of each instance.
+
+        Raises:
+            Exception: What the first of them raised, after all were called.
+        """
+        await self._calls(_nothing)  # after an instance that is being made
+        errors: list[Exception] = []
+        for instance in self._instances.values():
+            if not callable(getattr(instance, "close", None)):
+                continue
+            try:
+                await self._calls(instance.close)
+            except Exception as error:  # of the user's code; the other instances are closed first
+                errors.append(error)
+
+        self._instances.clear()
+        self._calls.end()
+        if errors:
+            raise errors[0]
+
+
+def _nothing() -> None:
+    """Occupy the thread for no time."""
+
+
+def _text(result: Any) -> str:
+    """Return a tool's result as an observation: text as it stands, anything else as JSON."""
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False, default=str)
+    except Exception as error:  # of a `__str__`, or of values that JSON cannot hold
+        raise CallFailed(f"the result is no text: {_shown(error)}") from error
+
+
+def _shown(error: Exception) -> str:
+    text = str(error) if isinstance(error, Exited) else f"{type(error).__name__}: {error}"
+    return text[:ERROR_CHARACTERS].rstrip(": ")

@@ -1,0 +1,1 @@
+"""What runs in a worker process: the loop that serves the driver, episodes, and the policy that they ask."""

@@ -1,0 +1,103 @@
+"""Calls of an environment's methods: async ones on the loop, the others in a thread of the episode's own."""
+
+import asyncio
+import contextlib
+import inspect
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class Exited(Exception):
+    """Code of an environment raised `SystemExit`, or another exception that would end the process."""
+
+
+class Calls:
+    """Runs the methods of one environment.
+
+    All its synchronous methods run in the same thread, since many libraries bind an object to its thread. The thread is
+    a daemon: nothing waits for one that hangs.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a synchronous method runs."""
+        return not self._idle.is_set()
+
+    async def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return what a plain or async function returns.
+
+        Raises:
+            Exited: It raised something that is not an `Exception`.
+        """
+        try:
+            if inspect.iscoroutinefunction(function):
+                return await function(*args)
+            result = await self._in_thread(function, *args)
+            return await result if inspect.isawaitable(result) else result
+        except (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration) as error:
+            raise Exited(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+
+    async def until_idle(self, seconds: float) -> bool:
+        """Wait for the method that still runs in the thread. Returns whether it ended."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        return not self.busy
+
+    def abandon(self) -> None:
+        """Leave a thread that hangs behind; the next call gets a new one."""
+        self.end()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def end(self) -> None:
+        """Let the thread end after what it runs."""
+        if self._jobs is not None:
+            self._jobs.put(None)
+            self._jobs = None
+
+    async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        idle = self._idle
+
+        def deliver(result: Any, error: BaseException | None) -> None:
+            idle.set()
+            if future.done():
+                return  # nobody waits any more
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        def job() -> None:
+            result, failure = None, None
+            try:
+                result = function(*args)
+            except Exception as error:
+                failure = Exited("StopIteration") if isinstance(error, StopIteration) else error
+            except BaseException as error:
+                failure = Exited(f"{type(error).__name__}: {error}".rstrip(": "))
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(deliver, result, failure)
+
+        idle.clear()
+        self._thread_jobs().put(job)
+        return await future
+
+    def _thread_jobs(self) -> "queue.SimpleQueue[Callable[[], None] | None]":
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(self._jobs,), name="environment", daemon=True).start()
+        return self._jobs
+
+
+def _work(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job()

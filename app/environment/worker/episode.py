@@ -1,0 +1,216 @@
+"""One episode in a worker: make the environment, run it, close it, and say how it ended.
+
+    make → run (begin, step*, score) → close
+             ↑ late, aborted: cancelled
+
+Invariants:
+- `play` returns exactly one End, Failed or Closed.
+- `close` of an environment that was made is called exactly once, whatever happened before.
+"""
+
+import asyncio
+import math
+import numbers
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from app.environment.own import Stepwise, WrongValue, check_methods, score_of, short
+from app.environment.protocol import EpisodeOver, Task
+from app.environment.wire import Begin, Closed, End, Failed, Limits
+from app.environment.worker.calls import Calls
+from app.environment.worker.clock import Clock
+from app.environment.worker.policy import AskEngine, EpisodePolicy, Renderer
+from app.utils.dotted_path import LoadError, error_text
+
+CANCEL_LIMIT_S = 5.0  # for code that was cancelled to end
+LONGEST_WAIT_S = 1.0  # between two looks at the clock, which stops while an engine is awaited
+
+Make = Callable[[], Any]
+
+
+class Episode:
+    """Plays one episode.
+
+    Args:
+        begin: Its task and prompt.
+        make: Makes the environment.
+        ask: Has an engine extend a strand.
+        renderer: Of the model.
+        limits: Of the episode.
+        url: Returns the base URL of an episode's policy.
+    """
+
+    def __init__(
+        self,
+        begin: Begin,
+        make: Make,
+        ask: AskEngine,
+        renderer: Renderer,
+        limits: Limits,
+        url: Callable[[EpisodePolicy], str],
+    ) -> None:
+        self.number = begin.episode
+        self._task = Task(**begin.task)
+        self._make = make
+        self._limits = limits
+        self._clock = Clock(limits.timeout_s)
+        self._calls = Calls()
+        self.policy = EpisodePolicy(ask, renderer, limits, self._task.question, begin.prompt, self._clock, url)
+        self._environment: Any = None
+        self._aborted = asyncio.Event()
+        self._stuck = False
+
+    def abort(self) -> None:
+        """End the episode without a score."""
+        self._aborted.set()
+
+    async def play(self) -> End | Failed | Closed:
+        """Run the episode to its end."""
+        running = asyncio.ensure_future(self._run())
+        outcome = await self._outcome(running)
+        self.policy.close()
+
+        failure = await self._close()
+        if failure is not None and not isinstance(outcome, Closed):
+            outcome = outcome if isinstance(outcome, Failed) else failure
+        self._calls.end()
+        return _stuck(outcome) if self._stuck else outcome
+
+    async def _outcome(self, running: "asyncio.Future[End]") -> End | Failed | Closed:
+        """Return how the run ended, after it has."""
+        late: asyncio.Future[Any] = asyncio.ensure_future(self._late())
+        aborted: asyncio.Future[Any] = asyncio.ensure_future(self._aborted.wait())
+        await asyncio.wait([running, late, aborted], return_when=asyncio.FIRST_COMPLETED)
+        aborted.cancel()
+        late.cancel()
+
+        if running.done():
+            return self._result(running)
+        if self._aborted.is_set():
+            await self._cancel(running, self._limits.timeout_s)
+            return Closed(self.number)
+        step = self._clock.step
+        await self._cancel(running, 0.0)
+        return Failed(
+            self.number, "late", f"{step} took longer than {self._limits.timeout_s:g} s, see environment.timeout_s"
+        )
+
+    async def _late(self) -> None:
+        """Return when a stretch of the environment's own code has taken too long."""
+        left = self._clock.left
+        while left > 0:
+            await asyncio.sleep(min(left, LONGEST_WAIT_S))
+            left = LONGEST_WAIT_S if self._limits_itself else self._clock.left
+
+    @property
+    def _limits_itself(self) -> bool:
+        """Whether the environment has time limits of its own, such as that each tool of a turn may take `timeout_s`."""
+        return self._clock.step == "run" and getattr(self._environment, "limits_itself", False)
+
+    async def _cancel(self, running: "asyncio.Future[Any]", thread_s: float) -> None:
+        """Cancel a run, and give a call in its thread so much time to end."""
+        running.cancel()
+        await asyncio.wait({running}, timeout=CANCEL_LIMIT_S)
+        if not running.done():
+            self._stuck = True
+        elif not running.cancelled():
+            running.exception()  # retrieved: the run has an outcome already
+
+        if not await self._calls.until_idle(thread_s):
+            self._stuck = True
+            self._calls.abandon()
+
+    def _result(self, running: "asyncio.Future[End]") -> End | Failed:
+        if running.cancelled():
+            return Failed(self.number, "raised", f"{self._clock.step} raised CancelledError")
+        error = running.exception()
+        return running.result() if error is None else self._failed(error, self._clock.step)
+
+    async def _run(self) -> End:
+        self._environment = await self._call(self._make)
+        run = getattr(self._environment, "run", None)
+        if run is None:
+            self._check()
+            run = Stepwise(self._environment, self._call).run
+
+        self._clock.begin("run")
+        try:
+            result = run(self._task, self.policy)
+            value = await result if isinstance(result, Awaitable) else result
+        except EpisodeOver:
+            value = await score_of(self._environment, self._call)
+            value = 0.0 if value is None else value
+
+        ending = self.policy.ending or ("length" if self.policy.truncated else "stop")
+        own_metrics = getattr(self._environment, "metrics", None) or {}
+        metrics = {**self.policy.metrics, **scores_of(own_metrics), "seconds": self._clock.seconds}
+        return End(self.number, scores_of(value), ending, self.policy.turns, self.policy.text, metrics)
+
+    def _check(self) -> None:
+        try:
+            check_methods(self._environment)
+        except LoadError as error:
+            raise WrongValue(f"the environment that was made is {short(self._environment)}: {error}") from error
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        name = "the constructor" if function is self._make else getattr(function, "__name__", "run")
+        self._clock.begin(name)
+        return await self._calls(function, *args)
+
+    async def _close(self) -> Failed | None:
+        """Call the environment's `close`, if there is one; return how that failed."""
+        close = getattr(self._environment, "close", None)
+        if close is None:
+            return None
+
+        closing = asyncio.ensure_future(self._calls(close))
+        await asyncio.wait({closing}, timeout=self._limits.timeout_s)
+        if not closing.done():
+            await self._cancel(closing, 0.0)
+            return Failed(
+                self.number, "late", f"close took longer than {self._limits.timeout_s:g} s, see environment.timeout_s"
+            )
+        if closing.cancelled():
+            return Failed(self.number, "raised", "close raised CancelledError")
+        error = closing.exception()
+        return None if error is None else self._failed(error, "close")
+
+    def _failed(self, error: BaseException, step: str) -> Failed:
+        """Return a failure for what user code raised; its traceback goes to the log, which is stderr."""
+        if isinstance(error, WrongValue):
+            return Failed(self.number, "value", str(error))
+        trace = "".join(traceback.format_exception(error))
+        sys.stderr.write(f"episode {self.number} of {self._task.id}: {step} raised\n{trace}")
+        kind = "memory" if isinstance(error, MemoryError) else "raised"
+        return Failed(self.number, kind, f"{step} raised {error_text(error)}")
+
+
+def _stuck(outcome: End | Failed | Closed) -> Failed | Closed:
+    if isinstance(outcome, Closed):
+        return Closed(outcome.episode, stuck=True)
+    assert isinstance(outcome, Failed)
+    return Failed(outcome.episode, outcome.kind, outcome.text, stuck=True)
+
+
+def scores_of(value: Any) -> dict[str, float]:
+    """Return what `run` or `score` returned as numbers by name; None gives none.
+
+    Raises:
+        WrongValue: It is something else, or a number is not finite.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return {name: _number(each, f"the score {name} is") for name, each in value.items()}
+    return {"score": _number(value, "the score is")}
+
+
+def _number(value: Any, subject: str) -> float:
+    number = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value  # numpy, torch
+    if not isinstance(number, numbers.Real):
+        raise WrongValue(f"{subject} {short(value)}; give a number, numbers by name, or None")
+    if not math.isfinite(number):
+        raise WrongValue(f"{subject} {float(number)}; give a finite number")
+    return float(number)

@@ -1,0 +1,96 @@
+"""Sends requests to engines until they are answered.
+
+A request whose engine is lost, or that an engine refuses or aborts by itself, is sent again with exponential backoff,
+up to `recovery.max_engine_failures` and `recovery.max_prompt_retries` times.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+
+from app.config.recovery import RecoveryConfig
+from app.errors import EngineError, EngineLost
+from app.protocols import RolloutEngine, Timeline
+from app.rollout.client import ConnectionLost
+from app.types import Completion, FinishReason, GroupRequest
+
+RETRY_SECONDS = 0.25  # before a request is sent again; doubled each time
+MOST_DOUBLINGS = 7
+Engine = Callable[[], AbstractAsyncContextManager[tuple[str, RolloutEngine]]]  # name and engine, for one call
+
+
+class Aborted(EngineError):
+    """Completions of a prompt were aborted on request. They are partial and never trained on.
+
+    Attributes:
+        tokens: Completion tokens of the group that were sampled.
+    """
+
+    def __init__(self, prompt_id: str, tokens: int):
+        super().__init__(f"the completions of prompt {prompt_id} were aborted after {tokens} tokens")
+        self.tokens = tokens
+
+
+class Requests:
+    """The requests of a run.
+
+    Attributes:
+        lost: Prompts of which a request was sent again after its engine was lost, since `take_lost`.
+        in_flight: Prompt id → where its group is ("on engine 0"), oldest first.
+    """
+
+    def __init__(self, timeline: Timeline, recovery: RecoveryConfig):
+        self.timeline = timeline
+        self.recovery = recovery
+        self.lost: set[str] = set()
+        self.in_flight: dict[str, str] = {}
+
+    async def send(self, request: GroupRequest, version: Callable[[], int], engine: Engine) -> list[Completion]:
+        """Return whole completions.
+
+        Args:
+            request: The request.
+            version: Called each time the request is sent; returns the policy version synced last.
+            engine: Called each time the request is sent; gives the engine.
+
+        Raises:
+            Aborted: At least one completion was aborted on request.
+            EngineError: The request failed too often.
+        """
+        lost = 0
+        failed = 0
+        while True:
+            self.in_flight[request.prompt_id] = "waiting for an engine"
+            try:
+                completions = await self._send_once(request, version, engine)
+            except (EngineLost, ConnectionLost) as error:
+                lost += 1
+                self.lost.add(request.prompt_id)
+                limit = self.recovery.max_engine_failures
+                if lost > limit:
+                    raise EngineError(
+                        f"prompt {request.name} was lost to engines {lost} times "
+                        f"(recovery.max_engine_failures={limit}); last error: {error}"
+                    ) from error
+            except EngineError as error:
+                failed += 1
+                limit = self.recovery.max_prompt_retries
+                if failed > limit:
+                    raise EngineError(
+                        f"engines refused or aborted prompt {request.name} {failed} times "
+                        f"(recovery.max_prompt_retries={limit}); last error: {error}"
+                    ) from error
+            else:
+                if any(completion.finish_reason is FinishReason.abort for completion in completions):
+                    raise Aborted(request.prompt_id, sum(len(completion.token_ids) for completion in completions))
+                return completions
+
+            self.in_flight[request.prompt_id] = "waiting to be sent again"
+            await asyncio.sleep(RETRY_SECONDS * 2 ** min(lost + failed - 1, MOST_DOUBLINGS))
+
+    async def _send_once(self, request: GroupRequest, version: Callable[[], int], engine: Engine) -> list[Completion]:
+        async with engine() as (name, ready):
+            self.in_flight[request.prompt_id] = f"on {name}"
+            with self.timeline.span(f"generate {name}", request.name):
+                return await ready.generate(replace(request, version=version()))

@@ -1,0 +1,130 @@
+"""Pools whose workers run an environment written in a test."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import shutil
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from app.environment.episode_session import EpisodeSession
+from app.environment.pool import EnvironmentPool
+from app.environment.protocol import Task
+from app.environment.remote import WorkerSpec
+from app.environment.wire import Ask, End, Failed, Limits, RendererChoice
+from tests.environment.characters import text_of, tokens
+
+PATIENCE_S = 60.0  # for anything that should happen
+_modules = itertools.count()
+
+
+def environment_module(folder: Path, source: str) -> str:
+    """Write a module with a renderer of characters; returns its name, unique in this session."""
+    name = f"environment_of_a_test_{os.getpid()}_{next(_modules)}"
+    shutil.copy(Path(__file__).with_name("characters.py"), folder / "characters.py")
+    text = "import characters\ncharacters.install()\n" + textwrap.dedent(source)
+    (folder / f"{name}.py").write_text(text)
+    return name
+
+
+@dataclass
+class Maker:
+    """Makes specs of environments that a test writes."""
+
+    folder: Path
+
+    def __call__(
+        self,
+        source: str,
+        *,
+        name: str = "Env",
+        args: dict | None = None,
+        python: str | None = None,
+        memory_gib: float = 8.0,
+        **limits,
+    ) -> WorkerSpec:
+        module = environment_module(self.folder, source)
+        chosen = {
+            "max_turns": 8,
+            "max_turn_tokens": None,
+            "max_observation_tokens": 100,
+            "timeout_s": 30.0,
+            "episode_s": 100.0,
+            **limits,
+        }
+        environment = {"kind": "own", "target": f"{module}.{name}", "args": args or {}}
+        renderer = RendererChoice("characters", "", "template")
+        return WorkerSpec(environment, renderer, Limits(**chosen), memory_gib, python)
+
+
+@dataclass
+class Played:
+    """What an episode asked for, and how it ended."""
+
+    end: End | Failed
+    asks: list[Ask] = field(default_factory=list)
+
+    @property
+    def texts(self) -> list[tuple[int, str]]:
+        """Strand and appended text of each request."""
+        return [(ask.strand, text_of(ask.append)) for ask in self.asks]
+
+
+Says = Callable[[Ask], tuple[str, str]]  # text and finish of the reply to a request
+
+
+def script(*replies: str) -> Says:
+    """Reply with these, in order; then with nothing, because nothing has room."""
+    left = iter(replies)
+
+    def say(ask: Ask) -> tuple[str, str]:
+        reply = next(left, None)
+        return ("", "full") if reply is None else (reply, "stop")
+
+    return say
+
+
+async def play(session: EpisodeSession, say: Says) -> Played:
+    """Answer all requests of an episode until it ends."""
+    asks = []
+    while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), Ask):
+        asks.append(event)
+        text, finish = say(event)
+        session.answer(event, tokens(text), finish, [-0.5] * len(text) if event.logprobs else None)
+    return Played(event, asks)
+
+
+async def play_one(pool: EnvironmentPool, *replies: str, task: Task | None = None) -> Played:
+    """Begin an episode whose prompt is `6*7=`, and play it."""
+    session = await asyncio.wait_for(pool.begin(task or a_task(), tokens("6*7=")), PATIENCE_S)
+    return await play(session, script(*replies))
+
+
+def a_task(**changes) -> Task:
+    fields = {"id": "set/0@0", "question": "6*7=", "answer": "42", "source": "set", "row": {"n": 1}, "seed": 3}
+    return Task(**{**fields, "training": True, **changes})
+
+
+@contextlib.asynccontextmanager
+async def running_pool(
+    spec: WorkerSpec, *, workers: int = 1, episodes: int = 4, log: Path | None = None, warn=None
+) -> AsyncIterator[EnvironmentPool]:
+    """A pool that has started; afterwards no process and no descriptor of it is left."""
+    before = set(os.listdir("/proc/self/fd"))
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    pool = EnvironmentPool(spec, workers=workers, episodes=episodes, log=log, warn=warn or (lambda sentence: None))
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        pool.close()
+        await asyncio.sleep(0)  # transports close their sockets in the next round of the loop
+        await asyncio.sleep(0)
+    left = [each for each in psutil.Process().children(recursive=True) if each.pid not in children]
+    assert left == []
+    assert set(os.listdir("/proc/self/fd")) - before == set()

@@ -1,0 +1,55 @@
+"""Model directories with Qwen's markers and templates, and a small vocabulary of byte pairs.
+
+The templates in `templates/` are those of the checkpoints (Qwen3-8B, Qwen3.5-9B, Qwen3.5-0.8B; Apache-2.0), in the
+copies that TRL 1.16.0 ships as `trl/chat_templates/{qwen3,qwen3_5_think,qwen3_5_nothink}.jinja`.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATE = {"qwen3": "qwen3.jinja", "qwen3.5": "qwen3_5_think.jinja"}
+MODEL_TYPE = {"qwen3": "qwen3", "qwen3.5": "qwen3_5"}
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
+SPECIAL_PADS = ("<|image_pad|>", "<|video_pad|>")
+MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")  # not special
+PATTERN = (  # Qwen's pre-tokenizer
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@cache
+def tokenizer() -> Any:
+    """A byte-level BPE whose merges span newlines and punctuation, as Qwen's do; trained on the templates' own text."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1200, initial_alphabet=alphabet, show_progress=False)
+    texts = [path.read_text() for path in sorted(TEMPLATES.glob("*.jinja"))]
+    backend.train_from_iterator([*texts, "assistant\n user\n system\n .\n\n .\n !\n\n\n \n\n"] * 3, trainer)
+
+    backend.add_special_tokens([AddedToken(token, special=True) for token in (*SPECIAL, *SPECIAL_PADS)])
+    backend.add_tokens([AddedToken(token, special=False) for token in MARKERS])
+    return backend
+
+
+def write_model(folder: Path, name: str, template: str | None = None) -> Path:
+    """Write the files of a model directory that rendering reads; `template` is another text than the family's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"model_type": MODEL_TYPE[name]}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    text = (TEMPLATES / TEMPLATE[name]).read_text() if template is None else template
+    (folder / "chat_template.jinja").write_text(text)
+    return folder

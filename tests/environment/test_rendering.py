@@ -1,0 +1,420 @@
+"""Rendering: strands continue token for token, the templates' own text is the reference, and parsing never fails."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.environment.protocol import Reply
+from app.environment.rendering import family_of, renderer_for
+from tests.environment.qwen import MODEL_TYPE, TEMPLATES, tokenizer, write_model
+from tests.folders import ROOT
+
+FAMILIES = ["qwen3", "qwen3.5"]
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds – exactly.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "note": {"type": "string"}},
+                "required": ["a"],
+            },
+        },
+    }
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+QUESTION = {"role": "user", "content": "How much is 1+2? Use add.\n"}
+RESULT = {"role": "tool", "content": 'It is {"sum": 3}\n\n— 完.'}
+NEXT = {"role": "user", "content": "And 4?"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "note": "first  try"}}}
+CALLS = {
+    "qwen3": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "note": "first  try"}}\n</tool_call>',
+    "qwen3.5": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+    "<parameter=note>\nfirst  try\n</parameter>\n</function>\n</tool_call>",
+}
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: write_model(folder / name, name) for name in FAMILIES}
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = tokenizer().encode(text, add_special_tokens=False).ids
+    return found
+
+
+def by_transformers(
+    folder: Path, messages: Sequence[dict[str, Any]], tools: Any = None, thinking: bool = True
+) -> list[int]:
+    """The reference: the template as transformers renders it, with the generation prompt."""
+    from transformers import PreTrainedTokenizerFast
+
+    template = (folder / "chat_template.jinja").read_text()
+    reference = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), chat_template=template)
+    found: list[int] = reference.apply_chat_template(
+        list(messages), tools=tools, add_generation_prompt=True, enable_thinking=thinking, return_dict=False
+    )
+    return found
+
+
+def sampled(family: str, thought: str = "", said: str = "", call: str = "", closed: bool = True) -> list[int]:
+    """A reply as a model samples it after the generation prompt with the thinking mode on."""
+    opened = "" if family == "qwen3.5" or not thought else "<think>\n"
+    reasoning = f"{opened}{thought}\n</think>\n\n" if thought or family == "qwen3.5" else ""
+    separator = ("\n" if family == "qwen3" else "\n\n") if said and call else ""
+    return ids(reasoning + said + separator + call + (END if closed else ""))
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("messages", [[QUESTION], [SYSTEM, QUESTION]])
+def test_an_opening_has_the_tokens_of_the_models_own_template(
+    family: str, models: dict[str, Path], messages: list[dict[str, Any]], tools: Any, thinking: bool
+) -> None:
+    renderer = renderer_for(family, str(models[family]), "template", thinking)
+    assert renderer.opening(messages, tools) == by_transformers(models[family], messages, tools, thinking)
+
+
+def test_a_history_has_the_tokens_of_the_models_own_template(family: str, models: dict[str, Path]) -> None:
+    renderer = renderer_for(family, str(models[family]), "template", True)
+    calling = {"role": "assistant", "reasoning_content": "Hm.", "content": "I ask.", "tool_calls": [CALL]}
+    answer = {"role": "assistant", "reasoning_content": "So.", "content": "3"}
+    for messages in ([QUESTION, calling, RESULT, RESULT], [SYSTEM, QUESTION, calling, RESULT, answer, NEXT]):
+        assert renderer.opening(messages, TOOLS) == by_transformers(models[family], messages, TOOLS)
+
+
+@pytest.mark.parametrize("thinking", ["template", "keep"])
+def test_a_strand_through_a_tool_call_is_the_templates_own_conversation(
+    family: str, models: dict[str, Path], thinking: str
+) -> None:
+    renderer = renderer_for(family, str(models[family]), thinking, True)
+    strand = renderer.opening([SYSTEM, QUESTION], TOOLS) + sampled(family, "Hm.", "I ask.", CALLS[family])
+    appended = renderer.following(strand, [RESULT, RESULT], TOOLS)
+
+    calling = {"role": "assistant", "reasoning_content": "Hm.", "content": "I ask.", "tool_calls": [CALL]}
+    whole = by_transformers(models[family], [SYSTEM, QUESTION, calling, RESULT, RESULT], TOOLS)
+    assert appended is not None
+    assert strand + appended == whole
+
+
+def test_without_the_thinking_mode_strands_go_on_with_the_end_of_the_templates_conversation(
+    family: str, models: dict[str, Path]
+) -> None:
+    renderer = renderer_for(family, str(models[family]), "template", False)
+    strand = renderer.opening([QUESTION]) + ids(f"It is 3.{END}")
+    appended = renderer.following(strand, [NEXT])
+
+    whole = by_transformers(
+        models[family], [QUESTION, {"role": "assistant", "content": "It is 3."}, NEXT], thinking=False
+    )
+    assert appended is not None
+    assert whole[-len(appended) :] == appended
+    assert whole[-len(appended) - 1] == ids(END)[0]
+
+
+def test_a_new_user_message_strips_reasoning_by_the_template_and_keeps_it_on_demand(
+    family: str, models: dict[str, Path]
+) -> None:
+    by_template = renderer_for(family, str(models[family]), "template", True)
+    keeping = renderer_for(family, str(models[family]), "keep", True)
+    strand = by_template.opening([QUESTION]) + sampled(family, "Hm.", "It is 3.")
+    answer = {"role": "assistant", "reasoning_content": "Hm.", "content": "It is 3."}
+    whole = by_transformers(models[family], [QUESTION, answer, NEXT])
+
+    assert by_template.following(strand, [NEXT]) is None
+    assert by_template.opening([QUESTION, answer, NEXT]) == whole  # the new strand
+    appended = keeping.following(strand, [NEXT])
+    assert appended is not None
+    assert whole[-len(appended) :] == appended
+    assert whole != strand + appended
+
+
+def test_where_there_is_no_reasoning_to_strip_a_new_user_message_continues_the_strand(models: dict[str, Path]) -> None:
+    renderer = renderer_for("qwen3", str(models["qwen3"]), "template", True)
+    strand = renderer.opening([QUESTION]) + sampled("qwen3", said="It is 3.")
+    appended = renderer.following(strand, [NEXT])
+    assert appended is not None
+    answer = {"role": "assistant", "content": "It is 3."}
+    assert strand + appended == by_transformers(models["qwen3"], [QUESTION, answer, NEXT])
+
+
+def test_odd_blanks_of_a_call_survive_although_the_template_would_remove_them(models: dict[str, Path]) -> None:
+    renderer = renderer_for("qwen3", str(models["qwen3"]), "template", True)
+    odd = '<tool_call>\n{"name":  "add" ,\t"arguments":{"a":1}}\n\n</tool_call>'
+    reply = sampled("qwen3", call=odd)
+    strand = renderer.opening([QUESTION], TOOLS) + reply
+    appended = renderer.following(strand, [RESULT], TOOLS)
+
+    parsed = renderer.parse(reply, renderer.opening([QUESTION], TOOLS), TOOLS)
+    function = {"name": "add", "arguments": dict(parsed.tool_calls[0].arguments)}
+    again = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    assert appended is not None
+    assert dict(parsed.tool_calls[0].arguments) == {"a": 1}
+    assert strand + appended != by_transformers(models["qwen3"], [QUESTION, again, RESULT], TOOLS)
+
+
+def test_a_truncated_reply_is_closed_by_tokens_that_were_not_sampled(family: str, models: dict[str, Path]) -> None:
+    renderer = renderer_for(family, str(models[family]), "template", True)
+    opening = renderer.opening([QUESTION], TOOLS)
+    whole = opening + sampled(family, "Hm.", call=CALLS[family])
+    cut = whole[:-1]
+    after_whole, after_cut = renderer.following(whole, [RESULT], TOOLS), renderer.following(cut, [RESULT], TOOLS)
+    assert after_whole is not None
+    assert after_cut == [*ids(END), *after_whole]
+
+    in_thought = opening + ids("Hm. So" if family == "qwen3.5" else "<think>\nHm. So")
+    assert renderer.following(in_thought, [RESULT], TOOLS) == [*ids(f"</think>{END}"), *after_whole]
+
+
+def test_an_assistant_message_among_the_new_ones_begins_a_new_strand(family: str, models: dict[str, Path]) -> None:
+    renderer = renderer_for(family, str(models[family]), "keep", False)
+    strand = renderer.opening([QUESTION]) + ids(f"3{END}")
+    assert renderer.following(strand, [{"role": "assistant", "content": "4"}, NEXT]) is None
+    assert renderer.following(ids("no template at all"), [NEXT]) is None
+
+
+def parse(models: dict[str, Path], family: str, text: str, tools: Any = TOOLS) -> Reply:
+    renderer = renderer_for(family, str(models[family]), "template", False)
+    return renderer.parse(ids(text), renderer.opening([QUESTION], tools), tools)
+
+
+def test_a_reply_has_text_reasoning_and_calls(family: str, models: dict[str, Path]) -> None:
+    renderer = renderer_for(family, str(models[family]), "template", True)
+    tokens = sampled(family, "Hm.\nSo.", "I ask.", f"{CALLS[family]}\n{CALLS[family]}")
+    reply = renderer.parse(tokens, renderer.opening([QUESTION], TOOLS), TOOLS)
+
+    assert (reply.text, reply.reasoning, reply.truncated) == ("I ask.", "Hm.\nSo.", False)
+    assert reply.token_ids == tuple(tokens)
+    assert [(call.name, dict(call.arguments), call.status, call.id) for call in reply.tool_calls] == [
+        ("add", {"a": 1, "note": "first  try"}, "ok", "call_0"),
+        ("add", {"a": 1, "note": "first  try"}, "ok", "call_1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "name", "status"),
+    [
+        ("qwen3", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}', "", "the call was not closed"),
+        ("qwen3", "<tool_call>\n{'name': 'add'}\n</tool_call>", "", "the arguments of the call are not valid JSON"),
+        ("qwen3", '<tool_call>\n{"arguments": {"a": 1}}\n</tool_call>', "", "the call has no name"),
+        ("qwen3", '<tool_call>\n{"name": 5}\n</tool_call>', "", "the call has no name"),
+        ("qwen3", "<tool_call>\n[1]\n</tool_call>", "", "the call has no name"),
+        (
+            "qwen3",
+            '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>',
+            "add",
+            "the arguments of the call are not a JSON object",
+        ),
+        ("qwen3", f'<tool_call>\n{{"name": {"9" * 5000}}}\n</tool_call>', "", "the call cannot be read"),
+        ("qwen3", "<tool_call>" + "[" * 20_000 + "</tool_call>", "", "the call cannot be read"),
+        ("qwen3", '<tool_call>\n{"name": "add"}\n</tool_call>', "add", "ok"),
+        ("qwen3.5", "<tool_call>\n<function=add>", "", "the call was not closed"),
+        ("qwen3.5", "<tool_call>\nadd\n</tool_call>", "", "the call does not have the form of a tool call"),
+        (
+            "qwen3.5",
+            "<tool_call>\n<function=add>\n<parameter=a>\nno number\n</parameter>\n</function>\n</tool_call>",
+            "add",
+            "the arguments of the call are not valid JSON",
+        ),
+        (
+            "qwen3.5",
+            "<tool_call><function=add><parameter=a>" + "[" * 20_000 + "</parameter></function></tool_call>",
+            "",
+            "the call cannot be read",
+        ),
+    ],
+)
+def test_the_status_of_a_call_says_what_is_wrong(
+    models: dict[str, Path], family: str, text: str, name: str, status: str
+) -> None:
+    (call,) = parse(models, family, text + END).tool_calls
+    assert (call.name, call.status) == (name, status)
+
+
+def test_xml_arguments_are_read_by_the_tools_schema(models: dict[str, Path]) -> None:
+    text = (
+        "<tool_call>\n<function=add>\n<parameter=a>\n7\n</parameter>\n<parameter=note>\n7\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    assert dict(parse(models, "qwen3.5", text).tool_calls[0].arguments) == {"a": 7, "note": "7"}
+
+    without = parse(models, "qwen3.5", text.replace("\n7\n</parameter>\n</f", "\nseven\n</parameter>\n</f"), tools=None)
+    assert dict(without.tool_calls[0].arguments) == {"a": 7, "note": "seven"}
+    assert without.tool_calls[0].status == "ok"
+
+
+def test_a_call_inside_the_reasoning_is_a_draft(family: str, models: dict[str, Path]) -> None:
+    renderer = renderer_for(family, str(models[family]), "template", True)
+    opening = renderer.opening([QUESTION], TOOLS)
+    draft = sampled(family, f"Shall I {CALLS[family]}?", "No: 3.")
+    reply = renderer.parse(draft, opening, TOOLS)
+    assert (reply.text, reply.tool_calls) == ("No: 3.", ())
+    assert CALLS[family] in reply.reasoning
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_whatever_is_sampled_can_be_parsed_and_continued(models: dict[str, Path], data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(FAMILIES))
+    renderer = renderer_for(
+        name, str(models[name]), data.draw(st.sampled_from(["template", "keep"])), data.draw(st.booleans())
+    )
+    markers = ["<|im_start|>", END, "<think>", "</think>", "<tool_call>", "</tool_call>", "{", "\n", "<function=add>"]
+    tokens = st.one_of(st.sampled_from([ids(marker)[0] for marker in markers]), st.integers(0, 1200))
+    reply = data.draw(st.lists(tokens, max_size=12))
+
+    opening = renderer.opening([QUESTION], TOOLS)
+    assert renderer.parse(reply, opening, TOOLS).token_ids == tuple(reply)
+    appended = renderer.following(opening + reply, [data.draw(st.sampled_from([RESULT, NEXT]))], TOOLS)
+    assert appended is None or appended[-len(opening) :][-1] == opening[-1]
+
+
+def test_a_model_whose_template_differs_from_its_familys_is_refused(tmp_path: Path) -> None:
+    source = (TEMPLATES / "qwen3.jinja").read_text()
+    for found, given_instead, situation in (
+        (
+            "'<|im_start|>assistant\\n' }}\n    {%- if e",
+            "'<|im_start|>assistant\\n<think>\\n' }}\n    {%- if e",
+            "question",
+        ),
+        ("# Tools", "# My tools", "a question with tools"),
+        ("loop.index0 > ns.last_query_index", "true", "a question after an answer"),
+        ("\\n</tool_response>", "</tool_response>", "results of tools"),
+    ):
+        changed = source.replace(found, given_instead)
+        assert changed != source, found
+        folder = write_model(tmp_path / situation, "qwen3", changed)
+        with pytest.raises(ValueError, match=f"template differs from that of qwen3 for .*{situation}"):
+            renderer_for("qwen3", str(folder), "template", True)
+
+
+def test_a_template_without_a_thinking_mode_is_followed_whatever_the_data_asks_for(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "qwen3", (TEMPLATES / "qwen3_instruct_2507.jinja").read_text())
+    for thinking in (False, True):
+        renderer = renderer_for("qwen3", str(folder), "template", thinking)
+        strand = renderer.opening([QUESTION]) + ids(f"3{END}")
+        answer = {"role": "assistant", "content": "3"}
+        appended = renderer.following(strand, [NEXT])
+        assert appended is not None
+        assert strand + appended == by_transformers(folder, [QUESTION, answer, NEXT], thinking=thinking)
+
+
+def test_both_polarities_of_qwen35_are_rendered(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "qwen3.5", (TEMPLATES / "qwen3_5_nothink.jinja").read_text())
+    for thinking in (False, True):
+        renderer = renderer_for("qwen3.5", str(folder), "template", thinking)
+        assert renderer.opening([QUESTION]) == by_transformers(folder, [QUESTION], thinking=thinking)
+
+
+def test_a_family_is_chosen_by_model_type_and_unknown_ones_are_refused_by_name(tmp_path: Path) -> None:
+    for name in FAMILIES:
+        assert family_of(write_model(tmp_path / name, name), chat_template=True) == name
+    assert family_of(tmp_path / "anything", chat_template=False) == "plain"
+
+    config = tmp_path / "config.json"
+    for content, fragment in (
+        ('{"model_type": "gemma3"}', "the family gemma3 has no renderer"),
+        ("{}", "the family None has no renderer"),
+        ("[]", "config.json cannot be read"),
+        ("{", "config.json cannot be read"),
+    ):
+        config.write_text(content)
+        with pytest.raises(ValueError, match=fragment):
+            family_of(tmp_path, chat_template=True)
+    config.write_text(json.dumps({"model_type": MODEL_TYPE["qwen3.5"] + "_moe"}))
+    assert family_of(tmp_path, chat_template=True) == "qwen3.5"
+
+
+def test_what_cannot_be_loaded_is_refused_in_one_sentence(tmp_path: Path, tiny_model: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "tokenizer.json").write_text("{}")
+    for name, folder, thinking, fragment in (
+        ("gemma3", tmp_path, "template", "there is no renderer gemma3: give one of plain, qwen3, qwen3.5"),
+        ("qwen3", tmp_path, "drop", "environment.thinking=drop"),
+        ("plain", tmp_path, "template", "has no tokenizer.json"),
+        ("plain", broken, "template", "cannot be read as a tokenizer"),
+        ("qwen3.5", tiny_model, "template", "has not the tokenizer of qwen3.5"),
+    ):
+        with pytest.raises(ValueError, match=fragment) as refused:
+            renderer_for(name, str(folder), thinking)
+        assert "\n" not in str(refused.value)
+
+
+def test_plain_strands_are_the_text_of_all_messages(tiny_model: Path) -> None:
+    renderer = renderer_for("plain", str(tiny_model))
+    opening = renderer.opening([{"role": "user", "content": "37*84="}])
+    end = renderer._tokenizer.eos_token_id  # type: ignore[attr-defined]
+    reply = renderer.parse([*opening, end])
+    appended = renderer.following([*opening, end], [{"role": "user", "content": "3108"}])
+
+    assert len(opening) == 6
+    assert (reply.text, reply.reasoning, reply.tool_calls) == ("37*84=", "", ())
+    assert appended is not None
+    assert renderer.parse(appended).text == "3108"
+    assert len(appended) == 4
+    assert renderer.following(opening, [{"role": "user", "content": "3108"}]) == [end, *appended]  # truncated
+    assert renderer.following(opening, [{"role": "assistant", "content": "1"}]) is None
+    with pytest.raises(ValueError, match="plain text has no tool calls"):
+        renderer.opening([QUESTION], TOOLS)
+
+
+def test_a_plain_opening_has_the_tokens_of_the_drivers_prompt(tiny_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    driver = AutoTokenizer.from_pretrained(tiny_model)
+    question = "What is 3 + 4?\n~"
+    opening = renderer_for("plain", str(tiny_model)).opening([{"role": "user", "content": question}])
+    assert opening == driver([question], add_special_tokens=True)["input_ids"][0]
+
+
+def test_a_lone_surrogate_is_no_failure(models: dict[str, Path], tiny_model: Path) -> None:
+    assert renderer_for("plain", str(tiny_model)).opening([{"role": "user", "content": "a\ud800"}])
+    assert renderer_for("qwen3", str(models["qwen3"])).opening([{"role": "user", "content": "a\ud800"}])
+
+
+RENDER = """
+import sys
+sys.path.insert(0, {root!r})
+from app.environment.rendering import renderer_for
+import app.environment.tools
+try:
+    renderer = renderer_for({name!r}, {folder!r})
+    print(len(renderer.opening([{{"role": "user", "content": "hi"}}])) > 0)
+except ValueError as error:
+    print(error)
+print("torch" in sys.modules, "transformers" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", *FAMILIES])
+def test_a_worker_imports_neither_torch_nor_transformers(name: str, models: dict[str, Path]) -> None:
+    code = RENDER.format(root=str(ROOT), name=name, folder=str(models.get(name, models["qwen3"])))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split("\n")[:2] == ["True", "False False"]
+
+
+def test_an_interpreter_without_packages_is_named(models: dict[str, Path]) -> None:
+    code = RENDER.format(root=str(ROOT), name="qwen3", folder=str(models["qwen3"]))
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.startswith(f"{sys.executable} has no package tokenizers, which environments need")

@@ -1,0 +1,260 @@
+"""Trajectories of several strands: their gradients are those of their turns, and a trajectory counts once."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from app.algorithm.advantage import score
+from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, OldPolicy, RatioLevel
+from app.trainer.microbatch import Sample, make_samples, pack
+from app.types import (
+    Completion,
+    Ending,
+    Episode,
+    FinishReason,
+    Group,
+    Prompt,
+    ScoredGroup,
+    Strand,
+    Trajectory,
+    VersionSpan,
+)
+from tests.model.support import relative, save_qwen3
+from tests.trainer import plain
+from tests.trainer.ranks import play_on
+from tests.trainer.support import LIMIT, TEMPERATURE, VOCABULARY, Scenario, play, scored_groups
+from tests.trainer.test_ranks import assert_same
+
+GRPO = AlgorithmConfig(prompts_per_step=6, group_size=4)
+ALGORITHMS = {
+    "grpo": GRPO,
+    "dapo": replace(GRPO, aggregation=Aggregation.token_mean, clip_high=0.28, old_policy=OldPolicy.rollout),
+    "dr_grpo": replace(GRPO, aggregation=Aggregation.seq_mean_token_sum_norm),
+    "sums": replace(GRPO, aggregation=Aggregation.seq_mean_token_sum, old_policy=OldPolicy.rollout),
+    "gspo": replace(GRPO, ratio=RatioLevel.sequence, old_policy=OldPolicy.rollout, clip_low=0.02),
+}
+CPU = torch.device("cpu")
+
+
+def episodes(count: int, *, seed: int = 0) -> list[ScoredGroup]:
+    """Groups of trajectories with one to three strands, of one to three turns each."""
+    random = np.random.default_rng(seed)
+    groups = []
+    for index in range(count):
+        prompt = Prompt(f"episodes/{index}@0", tokens(random, 4), "", "episodes")
+        trajectories = [trajectory(prompt, random, strands=1 + (index + member) % 3) for member in range(4)]
+        groups.append(ScoredGroup(Group(prompt, tuple(trajectories)), random.normal(size=4).astype(np.float32)))
+    return groups
+
+
+def trajectory(prompt: Prompt, random: np.random.Generator, *, strands: int) -> Trajectory:
+    return of_strands(prompt, [strand(prompt, random, turns=int(random.integers(1, 4))) for _ in range(strands)])
+
+
+def of_strands(prompt: Prompt, strands: Sequence[Strand]) -> Trajectory:
+    last = strands[-1]
+    completion = Completion(last.token_ids[last.sampled], last.logprobs, FinishReason.stop, last.spans)
+    return Trajectory(prompt, completion, "", episode=Episode(tuple(strands), (), Ending.stop, {}, {}))
+
+
+def strand(prompt: Prompt, random: np.random.Generator, *, turns: int) -> Strand:
+    pieces = [prompt.token_ids]
+    sampled = [np.zeros(len(prompt.token_ids), dtype=bool)]
+    for turn in range(turns):
+        if turn:
+            observation = tokens(random, int(random.integers(1, 4)))
+            pieces.append(observation)
+            sampled.append(np.zeros(len(observation), dtype=bool))
+        reply = tokens(random, int(random.integers(1, 5)))
+        pieces.append(reply)
+        sampled.append(np.ones(len(reply), dtype=bool))
+
+    mask = np.concatenate(sampled)
+    count = int(mask.sum())
+    logprobs = random.normal(-4.6, 0.1, count).astype(np.float32)
+    return Strand(np.concatenate(pieces), mask, logprobs, (VersionSpan(0, 0, count),))
+
+
+def tokens(random: np.random.Generator, count: int) -> np.ndarray:
+    return random.integers(0, VOCABULARY, count).astype(np.int32)
+
+
+def turns_alone(strand: Strand) -> Iterator[Trajectory]:
+    """Each turn of a strand as a trajectory of its own, whose prompt is everything before it."""
+    edges = np.flatnonzero(np.diff(strand.sampled.astype(int), prepend=0, append=0))
+    taken = 0
+    for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        prompt = Prompt("alone/0@0", strand.token_ids[:start], "", "alone")
+        logprobs = strand.logprobs[taken : taken + end - start]
+        taken += end - start
+        yield Trajectory(prompt, Completion(strand.token_ids[start:end], logprobs, FinishReason.stop, ()), "")
+
+
+def loss_of_turns(model: Any, groups: Sequence[ScoredGroup], config: AlgorithmConfig) -> Tensor:
+    """The loss of an update from its turns alone, in float64."""
+    terms = []
+    counted = 0
+    for scored in groups:
+        for each, advantage in zip(scored.group.trajectories, scored.advantages, strict=True):
+            total = sum(int(strand.sampled.sum()) for strand in each.strands)
+            counted += total
+            objectives = [objective(model, strand, float(advantage), config) for strand in each.strands]
+            divisor = total if config.aggregation is Aggregation.seq_mean_token_mean else 1
+            terms.append(-torch.cat(objectives).sum() / divisor)
+
+    denominator = {
+        Aggregation.token_mean: counted,
+        Aggregation.seq_mean_token_mean: len(terms),
+        Aggregation.seq_mean_token_sum: len(terms),
+        Aggregation.seq_mean_token_sum_norm: len(terms) * LIMIT,
+    }[config.aggregation]
+    return torch.stack(terms).sum() / denominator
+
+
+def objective(model: Any, strand: Strand, advantage: float, config: AlgorithmConfig) -> Tensor:
+    """The objective of each sampled token of a strand, [N]."""
+    logprobs = torch.cat([plain.token_logprobs(model, turn, TEMPERATURE)[0] for turn in turns_alone(strand)])
+    whole = Trajectory(
+        Prompt("", np.zeros(1), "", ""), Completion(np.zeros(1), strand.logprobs, FinishReason.stop, ()), ""
+    )
+    return plain.surrogate(logprobs, logprobs.detach(), whole, advantage, config, Correction.none)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_gradients_are_the_sum_over_the_turns_with_everything_before_them_as_prompt(name: str, path: Path) -> None:
+    groups = episodes(6)
+    ours = play(path, Scenario(ALGORITHMS[name], groups))
+
+    model = plain.transformers_model(path)
+    loss = loss_of_turns(model, groups, ALGORITHMS[name])
+    loss.backward()
+    assert ours.metrics["loss/total"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+    for parameter, tensor in model.named_parameters():
+        assert relative(ours.gradients[0][parameter], tensor.grad) < 1e-5, parameter
+
+
+def test_a_mask_that_is_off_by_one_has_other_gradients(path: Path) -> None:
+    groups = episodes(6)
+    ours = play(path, Scenario(GRPO, [shifted(scored) for scored in groups]))
+
+    model = plain.transformers_model(path)
+    loss_of_turns(model, groups, GRPO).backward()
+    differences = [relative(ours.gradients[0][name], tensor.grad) for name, tensor in model.named_parameters()]
+    assert max(differences) > 0.1
+
+
+def shifted(scored: ScoredGroup) -> ScoredGroup:
+    moved = [
+        of_strands(each.prompt, [replace(strand, sampled=np.roll(strand.sampled, -1)) for strand in each.strands])
+        for each in scored.group.trajectories
+    ]
+    return ScoredGroup(Group(scored.group.prompt, tuple(moved)), scored.advantages)
+
+
+def test_two_ranks_compute_the_step_of_one(path: Path, tmp_path: Path) -> None:
+    scenarios = {name: Scenario(ALGORITHMS[name], episodes(6)) for name in ("grpo", "dapo", "gspo")}
+    scenarios["two updates"] = Scenario(replace(GRPO, updates_per_step=2), episodes(6))
+    on_two_ranks = play_on(2, path, scenarios, tmp_path / "results.pt")
+    for name, scenario in scenarios.items():
+        assert_same(on_two_ranks[name], play(path, scenario))
+
+
+def test_an_update_has_whole_groups_however_many_strands_they_have(path: Path) -> None:
+    groups = episodes(6)
+    ours = play(path, Scenario(replace(GRPO, updates_per_step=3), groups))
+    first = play(path, Scenario(replace(GRPO, prompts_per_step=2), groups[:2]))
+    assert ours.updates == 3
+    for name, gradient in first.gradients[0].items():
+        assert relative(ours.gradients[0][name], gradient) < 1e-6, name
+
+
+def test_a_cut_trajectory_counts_once_in_every_denominator(path: Path) -> None:
+    random = np.random.default_rng(1)
+    prompt = Prompt("episodes/0@0", tokens(random, 4), "", "episodes")
+    whole = [of_strands(prompt, [strand(prompt, random, turns=2)]) for _ in range(3)]
+    cut = of_strands(prompt, list(whole[0].strands) * 2)
+    advantages = np.array([1.0, -0.5, -0.5], dtype=np.float32)
+
+    micro = pack(make_samples([ScoredGroup(Group(prompt, (cut, *whole[1:])), advantages)], mask_truncated=False), CPU)
+    sampled = whole[0].sampled_tokens
+    assert micro.trajectories == 3
+    assert len(micro.keys) == 4
+    assert micro.trajectory_tokens.tolist()[:2] == [2 * sampled, 2 * sampled]
+    assert micro.lengths.tolist()[:2] == [sampled, sampled]
+    assert micro.advantages.tolist() == [1.0, 1.0, -0.5, -0.5]
+
+    # The same tokens twice, each at half the weight: the step of the uncut trajectory, if means are over trajectories.
+    groups = [ScoredGroup(Group(prompt, (first, *whole[1:])), advantages) for first in (cut, whole[0])]
+    twice, once = (play(path, Scenario(GRPO, [each])) for each in groups)
+    for name, gradient in once.gradients[0].items():
+        assert relative(twice.gradients[0][name], gradient) < 1e-5, name
+    assert twice.metrics["ratio/sequence_mean"] == pytest.approx(once.metrics["ratio/sequence_mean"])
+
+
+def test_a_single_turn_packs_as_an_episode_of_one_turn_does() -> None:
+    groups = scored_groups(5, seed=3)
+    as_episodes = [
+        replace(
+            scored,
+            group=replace(
+                scored.group,
+                trajectories=tuple(
+                    replace(
+                        each,
+                        episode=Episode(
+                            each.strands, (), Ending.length if each.truncated else Ending.stop, {}, {"turns": 1.0}
+                        ),
+                    )
+                    for each in scored.group.trajectories
+                ),
+            ),
+        )
+        for scored in groups
+    ]
+    one, other = (pack(make_samples(each, mask_truncated=True), CPU) for each in (groups, as_episodes))
+    for name in ("input_ids", "position_ids", "logit_positions", "targets", "sequence", "lengths", "trajectory_tokens"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    for name in ("advantages", "weight_mask", "rollout_logprobs"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert (one.keys, one.trajectories) == (other.keys, other.trajectories)
+
+
+def test_lengths_of_an_episode_count_what_their_names_say() -> None:
+    prompt = Prompt("episodes/0@0", np.arange(3, dtype=np.int32), "", "episodes")
+    mask = np.array([False, False, False, True, True, False, True])
+    spans = (VersionSpan(4, 0, 2), VersionSpan(5, 2, 3))
+    first = Strand(np.arange(7, dtype=np.int32), mask, np.zeros(3, dtype=np.float32), spans)
+    second = Strand(np.arange(5, dtype=np.int32), mask[:5], np.zeros(2, dtype=np.float32), (VersionSpan(6, 0, 2),))
+    each = of_strands(prompt, [first, second])
+    assert (each.tokens, each.prompt_tokens, each.sampled_tokens, each.response_tokens) == (12, 3, 5, 6)
+    assert each.oldest_version == 4
+    assert not each.truncated
+    assert [sample.sampled_tokens for sample in samples_of(each)] == [3, 2]
+
+
+def samples_of(trajectory: Trajectory) -> list[Sample]:
+    scored = ScoredGroup(Group(trajectory.prompt, (trajectory,)), np.zeros(1, dtype=np.float32))
+    return make_samples([scored], mask_truncated=False)
+
+
+def test_a_group_that_lost_a_member_has_the_advantages_of_the_others() -> None:
+    prompt = Prompt("episodes/0@0", np.arange(3, dtype=np.int32), "", "episodes")
+    random = np.random.default_rng(0)
+    members = tuple(replace(trajectory(prompt, random, strands=1), reward=reward) for reward in (1.0, 0.0, 0.0))
+    scored = score(Group(prompt, members), GRPO, max_completion_tokens=LIMIT)
+    deviation = math.sqrt(((2 / 3) ** 2 + 2 * (1 / 3) ** 2) / 2)
+    assert scored.advantages.tolist() == pytest.approx(
+        [2 / 3 / deviation, -1 / 3 / deviation, -1 / 3 / deviation], 1e-5
+    )
