@@ -261,7 +261,7 @@ def test_a_plan_of_episodes_says_what_is_played_at_once_and_what_the_limits_cove
         "  its longest sequence: 128 tokens",
         "",
     ]
-    assert "the others wait" not in describe(composed(*line, "environment.episodes=256"))
+    assert "the others wait" not in describe(composed(*line, "environment.episodes=384"))
     assert "Episodes of" not in describe(composed(*line[1:]))
 
 
