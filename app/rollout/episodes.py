@@ -102,7 +102,7 @@ class Episodes:
             group = _Group(play, seat, requests)
             self._groups[play.prompt.id] = group
             try:
-                await group.run([self._member(group, number) for number in range(play.size)])
+                await group.run(self._member)
             finally:
                 del self._groups[play.prompt.id]
         return [group.trajectories[number] for number in sorted(group.trajectories)]
@@ -161,8 +161,11 @@ class _Group:
         self._aborted = False
         self._playing: asyncio.Future[None] | None = None
 
-    async def run(self, members: list[Coroutine[Any, Any, None]]) -> None:
-        self._playing = asyncio.ensure_future(gather_or_raise(*members))
+    async def run(self, member: Callable[["_Group", int], Coroutine[Any, Any, None]]) -> None:
+        async def members() -> None:
+            await gather_or_raise(*(member(self, number) for number in range(self.play.size)))
+
+        self._playing = asyncio.ensure_future(members())
         try:
             await self._playing
         except Aborted:

@@ -67,6 +67,8 @@ class Episode:
 
     async def play(self) -> End | Failed | Closed:
         """Run the episode to its end."""
+        if self._aborted.is_set():
+            return Closed(self.number)
         running = asyncio.ensure_future(self._run())
         outcome = await self._outcome(running)
         self.policy.close()

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from app.environment.wire import (
@@ -96,9 +96,7 @@ class Worker:
             case Start():
                 self._start(message.settings)
             case Begin():
-                task = asyncio.ensure_future(self._play(message))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._begin(message)
             case Answer():
                 future = self._asks.pop(message.ask, None)
                 if future is not None and not future.done():
@@ -123,7 +121,8 @@ class Worker:
         _limit_memory(settings["memory_gib"])
         self.lines.send(Ready(dict(getattr(self._make, "info", {}))))
 
-    async def _play(self, begin: Begin) -> None:
+    def _begin(self, begin: Begin) -> None:
+        """Begin an episode. It is known at once: the next message may already close it."""
         assert self._renderer is not None
         assert self._limits is not None
         number = begin.episode
@@ -148,6 +147,12 @@ class Worker:
         if self._beating is None:
             self._beating = asyncio.ensure_future(self._beat())
 
+        task = asyncio.ensure_future(self._play(episode, asks, seats))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _play(self, episode: Episode, asks: Iterable[int], seats: Iterable[Any]) -> None:
+        number = episode.number
         outcome: End | Failed | Closed
         try:
             outcome = await episode.play()
