@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from app.config.weight_sync import Verify
-from app.types import Group, GroupRequest, InFlight, Strand, VersionSpan
-from tests.rollout.episodes import Recording, group, largest_difference_of_strands, pieces, rollouter_of, tiny_prompt
-from tests.rollout.support import HOT, in_flight
+from app.types import Group, InFlight, Strand, VersionSpan
+from tests.rollout.episodes import group, largest_difference_of_strands, pieces, rollouter_of, tiny_prompt
+from tests.rollout.support import HOT
 from tests.waiting import until
 from tests.weight_sync.support import make_synchronizer, noisy_model, set_weights
 
@@ -60,16 +60,12 @@ def test_two_pushes_during_a_tool_call_wait_for_no_episode_and_the_next_turn_is_
 
     async def scenario() -> Group:
         await set_weights(trainer, 0)
-        synchronizer = await make_synchronizer(
-            "ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=mode
-        )
+        synchronizer = await make_synchronizer("ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=mode)
         await synchronizer.sync(40)
         spec = own(SLOW_TOOL, args={"folder": str(tmp_path)}, model=tiny_model, max_turn_tokens=12)
         async with rollouter_of(spec, [engine]) as rollouter:
             prompt = tiny_prompt(3, tiny_model)
-            playing = asyncio.create_task(
-                group(rollouter, prompt, size=3, temperature=HOT, version=lambda: version[0])
-            )
+            playing = asyncio.create_task(group(rollouter, prompt, size=3, temperature=HOT, version=lambda: version[0]))
             await asyncio.to_thread(until, lambda: len(list(tmp_path.glob("in *"))) == 3, 60)
             for number, seed in SYNCS:
                 await set_weights(trainer, seed)
