@@ -194,6 +194,27 @@ def test_a_taskset_of_verifiers_0_4_is_played_and_listed(runner: Runner) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trained", "sentence"),
+    [
+        (
+            False,
+            "its agent judge is not trained, but would be played by the policy: give it a model by environment.args",
+        ),
+        (True, "it trains the agents judge, solver, but an episode has one reward"),
+    ],
+)
+def test_what_several_agents_say_is_trained_on_only_with_one_reward(
+    runner: Runner, trained: bool, sentence: str
+) -> None:
+    args = {"solver": NO_TOOLS, "judge": NO_TOOLS, "trained": trained}
+    (played,) = runner(interpreter(*V1), "vf-judged", args, (1, ["2" + STOP, "2" + STOP]))
+    assert isinstance(played.end, Failed)
+    assert sentence in played.end.text
+    assert len(played.engine.said) == (2 if trained else 1)
+
+
+@pytest.mark.slow
 def test_the_openenv_taskset_that_verifiers_0_4_ships_extends_one_strand(runner: Runner, tmp_path: Path) -> None:
     with echo_server(tmp_path / "server", sessions=4) as server:
         args = {
