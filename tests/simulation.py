@@ -371,7 +371,9 @@ class Lines:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.lines.append({"step": step, **metrics})
 
-    def log_prompts(self, step: int, *, trained: Sequence[str], filtered: Sequence[str]) -> None:
+    def log_prompts(
+        self, step: int, *, trained: Sequence[str], filtered: Sequence[str], unplayable: Sequence[str] = ()
+    ) -> None:
         self.ledger.append((step, [*trained], [*filtered]))
 
     def flush(self) -> None: ...

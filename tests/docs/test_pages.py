@@ -29,13 +29,14 @@ FREE_FORM = (
     "reward.args",
     "reward.components",
     "data.args",
+    "environment.args",
     "data.eval_sets",
     "tracking.args",
 )
 
 PREFIXES = (
-    "advantage checkpoint clip completion eval idle kl loss memory mismatch ratio recovery reward rollout staleness "
-    "sync throughput time tokens total trainer updates"
+    "advantage checkpoint clip completion environment eval idle kl loss memory mismatch ratio recovery reward rollout "
+    "staleness sync throughput time tokens total trainer updates"
 )
 METRIC = re.compile(rf"({'|'.join(PREFIXES.split())})/[\w@]*\w")
 NO_METRICS = {"mismatch/weight", "mismatch/weight_square", "tokens/s"}  # sums that metrics are made of; a unit
