@@ -149,6 +149,9 @@ def test_an_experiment_has_a_page_with_its_layout(preset: Path) -> None:
     assert layout
     assert re.findall(rf"^ +({kind} \d+: .*)$", text, re.M) == layout
 
+    if kind == "cpu":
+        return  # its memory is this machine's
+
     peak, room = re.search(r": ([\d.]+) GiB of ([\d.]+) GiB, ", plan).groups()
     shown, shown_room = re.search(r"memory peak: .*?, ([\d.]+) of (\d+) GiB", text).groups()
     assert float(shown) == pytest.approx(float(peak), rel=0.02)
