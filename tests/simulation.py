@@ -33,8 +33,8 @@ from app.placement.time_sharing import TimeSharing
 from app.recovery.engine_supervisor import EngineSupervisor
 from app.recovery.retrying_sync import RetryingWeightSync
 from app.reward.scorer import Scorer
-from app.rollout.episode_failures import EpisodeFailures
 from app.rollout.episodes import EpisodeLimits, Episodes
+from app.rollout.episodes.episode_failures import EpisodeFailures
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.tracking.run_folder.timeline import Timeline

@@ -23,10 +23,10 @@ from app.environment.episode_session import EpisodeSession
 from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
 from app.environment.wire import Ask, End, Failed
-from app.rollout.episode_failures import EpisodeFailures
+from app.rollout.episodes.episode_failures import EpisodeFailures
+from app.rollout.episodes.strand_builder import StrandBuilder
 from app.rollout.pool import EnginePool, Seat
 from app.rollout.requests import Aborted, Requests
-from app.rollout.strand_builder import StrandBuilder
 from app.types import (
     Completion,
     Ending,
@@ -339,6 +339,3 @@ class _Attempt:
             "prompt_tokens": float(self.prompt_tokens),
             "cached_tokens": float(self.cached_tokens),
         }
-
-
-__all__ = ["EpisodeLimits", "Episodes", "Play"]
