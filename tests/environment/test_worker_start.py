@@ -80,6 +80,7 @@ def test_an_environment_of_a_bare_interpreter_has_the_working_directory_and_our_
         + (
             "\n    def score(self):"
             "\n        ours = [name for name in sys.modules if name.split('.')[0] in ('numpy', 'tests', 'hydra')]"
+            f"\n        ours += [path for path in sys.path if path == {str(ROOT)!r}]"
             "\n        return {'folders': sys.path.count(os.getcwd()), 'ours': len(ours)}"
         )
     )

@@ -14,8 +14,8 @@ from app.environment.protocol import Task
 from app.errors import EngineLost, RunError
 from app.model.tiny.tokenizer import build_tokenizer
 from app.reward.scorer import Scorer
-from app.rollout.episode_failures import EpisodeFailures
 from app.rollout.episodes import EpisodeLimits, Episodes
+from app.rollout.episodes.episode_failures import EpisodeFailures
 from app.rollout.pool import EnginePool
 from app.rollout.requests import Aborted
 from app.rollout.rollouter import Rollouter

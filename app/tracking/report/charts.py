@@ -82,8 +82,9 @@ CHARTS = (
 
 
 def charts(runs: Sequence[RunData]) -> list[Chart]:
-    """Return a chart for every measured metric: those of `CHARTS`, the families below, and one each for the rest,
-    among which are those that an environment counts itself.
+    """Return a chart for every measured metric.
+
+    Those of `CHARTS`, the families below, and one each for the rest, such as what an environment counts itself.
     """
     measured = sorted({name for run in runs for name in run.series if run.values(name)})
     shown = [chart for chart in CHARTS if any(name in measured for name in chart.metrics)]

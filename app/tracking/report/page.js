@@ -243,7 +243,7 @@ function sampleCard(row) {
   const reward = make("span", { class: `reward ${level}` }, row.reward === null ? "reward failed" : `reward ${FORMS.number(row.reward)}`);
   const top = make("div", { class: "top" }, reward);
   Object.entries(row.components).forEach(([name, value]) => top.append(make("span", { class: "component" }, `${name} ${value === null ? "failed" : FORMS.number(value)}`)));
-  Object.entries(row.scores || {}).forEach(([name, value]) => top.append(make("span", { class: "component" }, `score ${name} ${value === null ? "–" : FORMS.number(value)}`)));
+  Object.entries(row.scores || {}).forEach(([name, value]) => top.append(make("span", { class: "component" }, `${name === "score" ? name : `score ${name}`} ${value === null ? "–" : FORMS.number(value)}`)));
   top.append(make("span", {}, row.turns ? `${row.tokens} sampled tokens, ending: ${row.ending}` : `${row.tokens} tokens, finish reason: ${row.finish}`));
   if (row.strands > 1) top.append(make("span", {}, `${row.strands} sequences`));
   if (row.versions.length) top.append(make("span", {}, `policy version ${[...new Set(row.versions)].join(", ")}`));
