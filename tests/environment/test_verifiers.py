@@ -21,7 +21,7 @@ from app.utils.dotted_path import LoadError
 from tests.environment.interpreters import interpreter
 from tests.environment.openenv_server import echo_server
 from tests.environment.pools import PATIENCE_S, running_pool
-from tests.environment.qwen import tokenizer, write_model
+from tests.environment.qwen import TEMPLATES, tokenizer, write_model
 
 V1 = ("verifiers[openenv]==0.4.0", "uv")
 V0 = ("verifiers==0.2.1", "renderers==0.1.8", "sophistry-bench-sprint==0.1.6")
@@ -263,6 +263,15 @@ def test_a_tool_environment_of_verifiers_0_2_1_extends_one_strand_by_exact_prefi
     assert "<tool_response>\n2\n</tool_response>" in played.engine.text(0)
     assert scores(endless)["reward"] == 0.0
     assert len(endless.engine.said) == 3
+
+
+@pytest.mark.slow
+def test_a_template_without_a_thinking_mode_is_rendered_without_one(runner: Runner, tmp_path: Path) -> None:
+    template = (TEMPLATES / "qwen3_instruct_2507.jinja").read_text()
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    (played,) = runner(interpreter(*V0), "vf-tools", {}, (1, ["2" + STOP]))
+    assert scores(played)["reward"] == 1.0
+    assert played.engine.text(0).endswith("<|im_start|>assistant\n2<|im_end|>")
 
 
 @pytest.mark.slow

@@ -35,7 +35,11 @@ NOT_AN_OBJECT = "the arguments of the call are not a JSON object"
 
 
 class ChatRenderer:
-    """Messages by a Qwen chat template."""
+    """Messages by a Qwen chat template.
+
+    Attributes:
+        thinking_mode: `enable_thinking` of the `renderers` package that agrees with the model's own template.
+    """
 
     def __init__(self, name: str, folder: Path, keep_thinking: bool, enable_thinking: bool) -> None:
         """Load the tokenizer and check that the model's own template agrees.
@@ -51,6 +55,7 @@ class ChatRenderer:
             return _opening(modes[mode], messages, tools)
 
         mode = thinking_of(rendering, name, self._tokenizer, enable_thinking)
+        self.thinking_mode = mode
         self._by_template = modes[mode]
         self._keeping = self._create(mode, "all")
         self._keep_thinking = keep_thinking

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from app.environment.protocol import Policy
+from app.environment.rendering import renderer_for
+from app.environment.rendering.chat import ChatRenderer
 from app.environment.worker.endpoint import Endpoint
 
 MODEL = "policy"
@@ -31,9 +33,11 @@ class Settings:
         """Return the model's configuration in the `renderers` package, as the worker's own renderer has it."""
         from renderers import config_from_name
 
-        return type(config_from_name(self.renderer["name"]))(
-            enable_thinking=bool(self.renderer.get("enable_thinking", False)),
-            thinking_retention="all" if self.renderer["thinking"] == "keep" else None,
+        name, thinking = self.renderer["name"], self.renderer["thinking"]
+        ours = renderer_for(name, self.renderer["model_path"], thinking, self.renderer.get("enable_thinking", False))
+        assert isinstance(ours, ChatRenderer)
+        return type(config_from_name(name))(
+            enable_thinking=ours.thinking_mode, thinking_retention="all" if thinking == "keep" else None
         )
 
 
