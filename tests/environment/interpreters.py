@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 CACHE = "POSTTRAIN_TEST_INTERPRETERS"  # an environment variable: where they are kept
+BUILD_S = 2400  # limit of a test that builds its interpreters first
 
 
 def interpreter(*requirements: str) -> Path:

@@ -15,6 +15,7 @@ from app.environment import openenv
 from app.environment.openenv import ws_session
 from app.environment.protocol import OutOfTurns, Reply, Task, ToolCall
 from app.utils.dotted_path import LoadError
+from tests.environment.interpreters import BUILD_S
 from tests.environment.openenv_server import EchoServer, echo_server
 from tests.environment.scripted_policy import ScriptedPolicy
 
@@ -260,6 +261,7 @@ def test_what_is_no_server_is_refused_in_one_sentence() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(BUILD_S)
 def test_the_echo_environment_of_the_real_package_plays_two_episodes_in_its_one_session(tmp_path: Path) -> None:
     says = [json.dumps({"message": text}) for text in ("hi", "hello")]
 

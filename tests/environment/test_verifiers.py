@@ -18,7 +18,7 @@ from app.environment.remote import WorkerSpec
 from app.environment.wire import Ask, End, Failed, Limits, RendererChoice
 from app.errors import ConfigError
 from app.utils.dotted_path import LoadError
-from tests.environment.interpreters import interpreter
+from tests.environment.interpreters import BUILD_S, interpreter
 from tests.environment.openenv_server import echo_server
 from tests.environment.pools import PATIENCE_S, running_pool
 from tests.environment.qwen import TEMPLATES, tokenizer, write_model
@@ -178,6 +178,7 @@ def scores(played: Played) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(BUILD_S)
 def test_a_taskset_of_verifiers_0_4_is_played_and_listed(runner: Runner) -> None:
     right, wrong, full = runner(
         interpreter(*V1), "vf-sums", {"agent": NO_TOOLS}, (1, ["2" + STOP]), (2, ["five" + STOP]), (2, [])
@@ -194,6 +195,7 @@ def test_a_taskset_of_verifiers_0_4_is_played_and_listed(runner: Runner) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(BUILD_S)
 @pytest.mark.parametrize(
     ("trained", "sentence"),
     [
@@ -215,6 +217,7 @@ def test_what_several_agents_say_is_trained_on_only_with_one_reward(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(BUILD_S)
 def test_the_openenv_taskset_that_verifiers_0_4_ships_extends_one_strand(runner: Runner, tmp_path: Path) -> None:
     with echo_server(tmp_path / "server", sessions=4) as server:
         args = {
@@ -233,6 +236,7 @@ def test_the_openenv_taskset_that_verifiers_0_4_ships_extends_one_strand(runner:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(BUILD_S)
 def test_a_community_package_of_verifiers_0_2_1_is_played_unchanged(runner: Runner) -> None:
     python = interpreter(*V0)
     claim = "<claim>He was alone.</claim>" + STOP
@@ -252,6 +256,7 @@ def test_a_community_package_of_verifiers_0_2_1_is_played_unchanged(runner: Runn
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(BUILD_S)
 def test_a_tool_environment_of_verifiers_0_2_1_extends_one_strand_by_exact_prefix(runner: Runner) -> None:
     call = '<tool_call>\n{"name": "add",  "arguments": {"a": 1,  "b": 1}}\n</tool_call>' + STOP
     python = interpreter(*V0)
@@ -266,6 +271,7 @@ def test_a_tool_environment_of_verifiers_0_2_1_extends_one_strand_by_exact_prefi
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(BUILD_S)
 def test_a_template_without_a_thinking_mode_is_rendered_without_one(runner: Runner, tmp_path: Path) -> None:
     template = (TEMPLATES / "qwen3_instruct_2507.jinja").read_text()
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
@@ -275,6 +281,7 @@ def test_a_template_without_a_thinking_mode_is_rendered_without_one(runner: Runn
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(BUILD_S)
 @pytest.mark.parametrize(
     ("requirements", "package", "args", "sentence"),
     [
