@@ -51,7 +51,6 @@ class Case:
 CASES = [
     Case(("sglang==0.5.22",), ENGINE, options=("--no-deps",)),  # it requires the accelerator stack
     Case(("ray==2.50.0",), CLUSTER),
-    Case(("torch==2.9.0", "torchvision"), TRAINER),
     Case(("torch==2.10.0", "torchvision"), TRAINER),  # of launch/requirements/npu.txt
     Case(("torch==2.14.1", "torchvision"), TRAINER),
     Case(("transformers==5.12.0",), MODEL),
