@@ -265,8 +265,8 @@ RULES = {
     "tool calls": Rule(
         "environment/tool_failed_fraction",
         at_least(0.95, "{:.0%} of the tool calls failed.", steps=3),
-        "Read samples/: the policy reads the errors after its calls. Check environment.tools, and that the model writes "
-        "calls as its chat template says (data.template=chat).",
+        "Read samples/: the policy reads the errors after its calls. Check environment.tools, and that the model "
+        "writes calls as its chat template says (data.template=chat).",
     ),
     "sequences of an episode": Rule(
         "environment/strands_mean",
