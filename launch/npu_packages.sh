@@ -20,14 +20,23 @@ if [ ! -e "$folder/sglang" ]; then
   run mv "$folder/sglang.tmp/python/pyproject_npu.toml" "$folder/sglang.tmp/python/pyproject.toml"
   run mv "$folder/sglang.tmp" "$folder/sglang"
 fi
+if ! $dry_run; then
+  needed=$(sed -n 's/^ *"transformers==\([^"]*\)".*/\1/p' "$folder/sglang/python/pyproject.toml")
+  [ "${needed:-$TRANSFORMERS_VERSION}" = "$TRANSFORMERS_VERSION" ] ||
+    fail "SGLang $SGLANG_TAG needs transformers $needed on NPUs: set TRANSFORMERS_VERSION=$needed"
+fi
+
+# Download a file of a release: download FILE URL
+download() {
+  run curl --fail --silent --show-error --location --retry 3 -o "$1" "$2" ||
+    fail "$2 cannot be downloaded: look up the names of that release, and set the versions"
+}
 
 # The release also holds deep_ep and attention kernels, which a dense model does not use.
 kernels=sgl-kernel-npu-$KERNELS_TAG-torch$TORCH_VERSION-py$py-cann$CANN_VERSION-$CHIP-$machine.zip
-run curl --fail --silent --show-error --location --retry 3 -o "$folder/kernels.zip" \
-  "$KERNELS_SOURCE/releases/download/$KERNELS_TAG/$kernels"
+download "$folder/kernels.zip" "$KERNELS_SOURCE/releases/download/$KERNELS_TAG/$kernels"
 run unzip -o -q -j "$folder/kernels.zip" '*sgl_kernel_npu*.whl' '*torch_memory_saver*.whl' -d "$folder/wheels"
 run rm "$folder/kernels.zip"
 
 triton=triton_ascend-$TRITON_VERSION-cp$py-cp$py-manylinux_2_27_$machine.manylinux_2_28_$machine.whl
-run curl --fail --silent --show-error --location --retry 3 -o "$folder/wheels/$triton" \
-  "$TRITON_SOURCE/releases/download/v$TRITON_VERSION/$triton"
+download "$folder/wheels/$triton" "$TRITON_SOURCE/releases/download/v$TRITON_VERSION/$triton"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.environment.pools import Maker
 from tests.runs import Run
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private cluster of the tests
@@ -43,6 +44,13 @@ def tiny_model() -> Path:
     from app.model.hf_directory import locate
 
     return locate(ModelConfig(), seed=0)
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
+    """Makes the spec of an environment from its source; the module is on the driver's search path."""
+    monkeypatch.syspath_prepend(tmp_path)
+    return Maker(tmp_path)
 
 
 @pytest.fixture(scope="module")

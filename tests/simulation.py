@@ -33,6 +33,8 @@ from app.placement.time_sharing import TimeSharing
 from app.recovery.engine_supervisor import EngineSupervisor
 from app.recovery.retrying_sync import RetryingWeightSync
 from app.reward.scorer import Scorer
+from app.rollout.episodes import EpisodeLimits, Episodes
+from app.rollout.episodes.episode_failures import EpisodeFailures
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.tracking.run_folder.timeline import Timeline
@@ -115,7 +117,8 @@ class SimEngine:
     name: str = "engine 0"
 
     def __post_init__(self) -> None:
-        self._since: dict[str, float] = {}  # prompt id → when the group that is being sampled went on
+        # By name of the request: its prompt id, or a turn of it.
+        self._since: dict[str, float] = {}  # when the request that is being sampled went on
         self._running: dict[str, asyncio.Event] = {}  # set: aborted
         self._changed: dict[str, asyncio.Event] = {}
         self._go = asyncio.Event()
@@ -126,13 +129,14 @@ class SimEngine:
     async def generate(self, request: GroupRequest) -> list[Completion]:
         if self.fail is not None:
             raise type(self.fail)(*self.fail.args)  # a new one each time: tracebacks grow
-        assert request.prompt_id not in self._running, "one prompt twice in flight"
+        name = request.name
+        assert name not in self._running, "one request twice in flight"
         total = left = self.seconds(request.prompt_id)
         self.begun.append((now(), self.version, request.prompt_id))
         self.calls[request.prompt_id] += 1
         self._idle.clear()
-        aborted = self._running[request.prompt_id] = asyncio.Event()
-        changed = self._changed[request.prompt_id] = asyncio.Event()
+        aborted = self._running[name] = asyncio.Event()
+        changed = self._changed[name] = asyncio.Event()
         shares: list[tuple[int, float]] = []  # version, seconds
         try:
             while left > 1e-9 and not aborted.is_set():
@@ -142,17 +146,17 @@ class SimEngine:
                 if math.isinf(left):
                     await changed.wait()
                 else:
-                    self._since[request.prompt_id] = started
+                    self._since[name] = started
                     await _within(changed, left)
-                    del self._since[request.prompt_id]
+                    del self._since[name]
                 if self.fail is not None:
                     raise type(self.fail)(*self.fail.args)
                 left -= now() - started
                 self.busy += now() - started
                 shares.append((version, now() - started))
         finally:
-            self._since.pop(request.prompt_id, None)
-            del self._running[request.prompt_id], self._changed[request.prompt_id]
+            self._since.pop(name, None)
+            del self._running[name], self._changed[name]
             if not self._running:
                 self._idle.set()
         if aborted.is_set():
@@ -180,15 +184,16 @@ class SimEngine:
         self._go.set()
 
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
-        for prompt_id in list(self._running) if prompt_ids is None else prompt_ids:
-            if prompt_id in self._running:
+        for name in list(self._running):
+            prompt_id = name.partition(" turn ")[0]
+            if prompt_ids is None or prompt_id in prompt_ids:
                 self.aborted.append(prompt_id)
-                self._running[prompt_id].set()
-                self._interrupt([prompt_id])
+                self._running[name].set()
+                self._interrupt([name])
 
-    def _interrupt(self, prompt_ids: Sequence[str]) -> None:
-        for prompt_id in prompt_ids:
-            self._changed[prompt_id].set()
+    def _interrupt(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._changed[name].set()
 
     async def release(self, part: EngineMemory) -> None: ...
 
@@ -426,12 +431,13 @@ class World:
     eval_rows: int = 2
     start_seconds: float = 5.0  # of an engine that replaces another
     tokens: int = 4  # of a completion
+    environments: Any = None  # a `SimEnvironments`; None: single turns
     trainer: SimTrainer = field(default_factory=lambda: SimTrainer(seconds=0.1, finish=0.2))
 
     def __post_init__(self) -> None:
         self.cursor = PromptCursor(prompts(self.rows), seed=0, shuffle=True)
         self.recorder = Lines(self.folder)
-        self.scorer = Scorer(RewardConfig(components={"exact": 1.0}))
+        self.scorer = Scorer(RewardConfig(components={"environment" if self.environments else "exact": 1.0}))
 
     def context(self) -> RunContext:
         """Made inside the loop that they live in."""
@@ -459,7 +465,9 @@ class World:
             supervisor=supervisor,
             weight_sync=weight_sync,
             time_sharing=time_sharing,
-            rollouter=Rollouter(pool, self.scorer, build_tokenizer(256), self.recorder.timeline, self.config.recovery),
+            rollouter=Rollouter(
+                pool, self.scorer, build_tokenizer(256), self.recorder.timeline, self.config.recovery, self._episodes()
+            ),
             cursor=self.cursor,
             evals={"eval": prompts(self.eval_rows, "eval")},
             recorder=self.recorder,
@@ -469,6 +477,15 @@ class World:
             memory=MemoryMonitor(self.trainer, pool, self.recorder.warn),
             model={},
         )
+
+    def _episodes(self) -> Episodes | None:
+        if self.environments is None:
+            return None
+        rollout, settings = self.config.rollout, self.config.environment
+        limits = EpisodeLimits(rollout.max_prompt_tokens, rollout.max_completion_tokens, settings.retries)
+        window = self.config.algorithm.trajectories_per_step
+        failures = EpisodeFailures(settings.max_failed_fraction, window, self.recorder.warn)
+        return Episodes(self.environments, limits, failures, self.config.seed)
 
     def replace(self, place: int) -> SimEngine:
         """An engine that takes the place of a lost one; it knows no pushed policy yet."""

@@ -8,7 +8,7 @@ from app.config.setting import setting
 from app.errors import expect
 
 HF_PRESET = "hf"  # the preset for any model, and its name while there is no path
-TINY_PRESETS = ("tiny", "tiny_qwen35")  # names of the presets with a toy's sizes
+TINY_PRESETS = ("tiny", "tiny_qwen35", "tiny_tools")  # names of the presets with a toy's sizes
 
 
 class Family(Enum):
@@ -18,6 +18,13 @@ class Family(Enum):
     qwen35 = "qwen35"
 
 
+class Skill(Enum):
+    """What the tiny model can do after its warm-up."""
+
+    sums = "sums"
+    tools = "tools"
+
+
 @dataclass
 class TinyConfig:
     """The tiny model, created on first use where `model.path` is null."""
@@ -25,15 +32,18 @@ class TinyConfig:
     family: Family = setting(
         Family.qwen3, "Architecture; in qwen35 layers with linear attention and with full attention alternate."
     )
+    skill: Skill = setting(
+        Skill.sums, "What the warm-up teaches: to add, or to ask a calculator (environment=calculator) now and then."
+    )
     hidden: int = setting(64, "Hidden size; must be a multiple of model.tiny.heads.", at_least=1)
     layers: int = setting(2, "Number of layers.", at_least=1)
     heads: int = setting(4, "Number of attention heads; must be even.", at_least=2)
     cache: str | None = setting(None, "Folder for created models; null is the user's cache folder.")
     accuracy_low: float = setting(
-        0.20, "Lower end of the held-out greedy accuracy at which the warm-up stops.", above=0, below=1
+        0.20, "Lower end of the held-out greedy accuracy at which the warm-up of sums stops.", above=0, below=1
     )
     accuracy_high: float = setting(
-        0.45, "Upper end of the held-out greedy accuracy at which the warm-up stops.", above=0, below=1
+        0.45, "Upper end of the held-out greedy accuracy at which the warm-up of sums stops.", above=0, below=1
     )
 
 

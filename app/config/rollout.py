@@ -47,8 +47,8 @@ class RolloutConfig:
     )
     memory_fraction: float | None = setting(
         None,
-        "Share of a device's memory for the engine's weights and KV cache; null is 0.8 on devices of its own, and 0.7 "
-        "where it shares them with the trainer.",
+        "Share of a device's memory for the engine's weights and KV cache; null is 0.7 on devices shared with the "
+        "trainer, 0.8 on devices of its own, and 0.75 on NPUs of its own.",
         above=0,
         below=1,
     )

@@ -9,7 +9,7 @@ from app.config.checkpoint import CheckpointConfig
 from app.config.cluster import ClusterConfig
 from app.config.data import DataConfig
 from app.config.device import DeviceConfig, DeviceKind
-from app.config.environment import EnvironmentConfig
+from app.config.environment import EnvironmentConfig, EnvironmentKind
 from app.config.eval import EvalConfig
 from app.config.model import ModelConfig
 from app.config.offload import OffloadConfig
@@ -89,13 +89,6 @@ class RunConfig:
         return self.placement.kind is PlacementKind.colocate and not self.rollout.urls
 
     @property
-    def memory_fraction(self) -> float:
-        """The engines' share of a device's memory: null resolved."""
-        if self.rollout.memory_fraction is not None:
-            return self.rollout.memory_fraction
-        return 0.7 if self.shared_devices else 0.8
-
-    @property
     def requests_per_engine(self) -> int:
         """The most completions in flight on each engine while training, spread evenly."""
         return math.ceil(self.groups_in_flight * self.algorithm.group_size / self.engines)
@@ -150,6 +143,12 @@ class RunConfig:
 
         self._validate_devices()
         self._validate_stream()
+        expect(
+            not self.data.from_environment or self.environment.kind is EnvironmentKind.verifiers,
+            "data.from_environment",
+            self.data.from_environment,
+            f"false with environment={self.environment.module}, which has no tasks of its own",
+        )
         scored = self.environment.scores or "environment" not in self.reward.components
         why = f"another reward with {self.environment.choice}, which has no score of its own"
         expect(scored, "reward", "environment", why)

@@ -42,6 +42,9 @@ class Device:
     trainer_env: Mapping[str, str] = field(default_factory=dict)
     # The trainer's 16-bit attention over packed sequences, see app/model/attention.py. None: torch's.
     attention_kernel: "Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Tensor] | None" = None
+    # Default of rollout.memory_fraction on devices of an engine's own. The rest has to hold its activations and graphs,
+    # and during a weight sync the largest bucket twice.
+    engine_fraction: float = 0.8
     shares_memory: bool = True  # trainer and engine share device memory, so that offloading frees some
     fused_optimizer: bool = False  # torch has a fused AdamW for this device; its step counters are on the device
     compiles: bool = False  # whether `trainer.compile=auto` compiles

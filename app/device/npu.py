@@ -28,6 +28,7 @@ DEVICE = Device(
     visibility="ASCEND_RT_VISIBLE_DEVICES",
     attention_kernel=fusion_attention,
     has_gather=False,
+    engine_fraction=0.75,
     abort_backend=abort_backend,
     engine_flags={"device": "npu"},
     engine_env={

@@ -18,19 +18,16 @@ Any method may be async. One instance serves one episode, and its plain methods 
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from app.environment.protocol import EpisodeOver, Message, Policy, Task
+from app.environment.values import messages_of
 from app.utils.dotted_path import LoadError, resolve
 
 Call = Callable[..., Awaitable[Any]]  # a method and its arguments → what it returns
 METHODS = {"run": (None, None), "begin": (None,), "step": (None,), "score": (), "close": ()}  # and their arguments
 SHAPE = "give it `run(self, task, policy)`, or `begin(self, task)` and `step(self, reply)`"
-
-
-class WrongValue(Exception):
-    """A method of an environment returned something that it must not. The message is a sentence without its period."""
 
 
 def make(settings: Mapping[str, Any]) -> Callable[[], Any]:
@@ -119,39 +116,3 @@ async def score_of(environment: Any, call: Call) -> Any:
     """Return what the environment's `score` returns, None without one."""
     score = getattr(environment, "score", None)
     return None if score is None else await call(score)
-
-
-def messages_of(value: Any, method: str) -> list[Message] | None:
-    """Return what `begin` or `step` returned as messages; None stays None.
-
-    Raises:
-        WrongValue: It is something else.
-    """
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if isinstance(value, Sequence) and value and all(_is_message(each) for each in value):
-        return list(value)
-    if _is_message(value):
-        return [value]
-    raise WrongValue(f"{method} returned {short(value)}; give a str, a list of messages with role and content, or None")
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and "content" in value
-
-
-def short(value: Any) -> str:
-    """Return a value for a sentence: its type, and its beginning.
-
-    >>> short({1})
-    'a set ({1})'
-    """
-    try:
-        text = repr(value)
-    except Exception:  # it may be anything
-        text = "..."
-    shown = text if len(text) <= 60 else f"{text[:57]}..."
-    article = "an" if type(value).__name__[0] in "aeiouAEIOU" else "a"
-    return f"{article} {type(value).__name__} ({shown})"

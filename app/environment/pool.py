@@ -17,7 +17,7 @@ from app.environment.episode_session import EpisodeSession
 from app.environment.protocol import Task
 from app.environment.remote import EnvironmentWorker, State, WorkerSpec
 from app.errors import ConfigError, RunError
-from app.utils.tasks import in_thread
+from app.utils.tasks import gather_or_raise, in_thread
 
 CHECK_S = 0.5  # between two looks at the workers
 
@@ -64,11 +64,11 @@ class EnvironmentPool:
             RunError: A worker died or took too long.
         """
         self._workers = [self._new_worker() for _ in range(self._size)]
-        results = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                self.close()
-                raise result
+        try:
+            await gather_or_raise(*(worker.start() for worker in self._workers))
+        except BaseException:
+            self.close()
+            raise
         self._spawn(self._watch())
 
     @property

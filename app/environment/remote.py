@@ -142,7 +142,7 @@ class EnvironmentWorker:
         try:
             await asyncio.wait_for(asyncio.shield(self._answer), START_LIMIT_S)
         except TimeoutError:
-            self.end("late", f"it did not load the environment within {START_LIMIT_S:g} s")
+            self.end("late", f"it did not load the environment within {START_LIMIT_S:g} s{self._see_log}")
             await self._answer  # raises
 
     def begin(self, number: int, task: Task, prompt_ids: Sequence[int]) -> EpisodeSession:
@@ -195,7 +195,7 @@ class EnvironmentWorker:
             kill_group(self._process)
         self._lines.close()
         if not self._answer.done():
-            self._answer.set_exception(RunError(f"An environment worker could not start: {text}{self._see_log}."))
+            self._answer.set_exception(RunError(f"An environment worker could not start: {text}."))
             self._answer.exception()  # retrieved: `start` may have been cancelled
 
         for session in list(self.sessions.values()):

@@ -7,8 +7,9 @@ an episode, made without arguments; its `close` is called when the episode ends.
 
 Invariants:
 - What the policy gets wrong is an observation that begins with "error: ": an unknown tool, a call that cannot be
-  read, wrong arguments. So are an exception of a tool, and a tool that takes longer than `timeout_s`.
-- Synchronous tools run in threads of their own, which die with the process; asynchronous ones are awaited.
+  read, wrong arguments. So are an exception of a tool, and a tool that takes longer than `environment.timeout_s`.
+- Synchronous tools of an episode run in one thread, one after the other; asynchronous ones are awaited.
+- A constructor that raises or is late fails the episode.
 """
 
 import asyncio
@@ -20,61 +21,48 @@ from functools import partial
 from typing import Any
 
 from app.environment.protocol import EpisodeOver, Message, Policy, Reply, Task, ToolCall
-from app.environment.rendering import Renderer, renderer_for
-from app.environment.threads import Late, in_thread
 from app.environment.tool_schema import SchemaError, checked, schema_of
+from app.environment.worker.calls import Calls, Exited
 from app.utils.dotted_path import LoadError, resolve
 
 ERROR_CHARACTERS = 500  # of an exception's message
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
-    """A function, or the method `attribute` of the class `owner`."""
+class ToolFunction:
+    """A function, or a method of the class `owner`."""
 
     schema: Mapping[str, Any]  # as in OpenAI's `tools`
     function: Callable[..., Any]
     owner: type | None = None
-    attribute: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of a tool's call."""
-
-    observation_tokens: int
-    timeout_s: float
 
 
 def make(settings: Mapping[str, Any]) -> Callable[[], "ToolLoop"]:
     """Load the tools; return what makes the environment of one episode.
 
     Args:
-        settings: The worker's `start` message: its `environment` has `tools`, and `system` if there is a system
-            message; its `limits` and `renderer` are those of all environments.
+        settings: `tools`, a list of dotted paths; `limits`, of which `timeout_s` is that of a call; and of the data
+            its `system` message, if there is one, and the `prefix` and `suffix` of its questions.
 
     Raises:
         ValueError: One sentence that names the tool that cannot be used.
     """
-    environment, limits = settings["environment"], settings["limits"]
-    tools = load_tools(environment.get("tools") or [])
-    bounds = Limits(limits["max_observation_tokens"], limits["timeout_s"])
-    renderer = renderer_for(**settings["renderer"])
-    system = environment.get("system")
-
-    return lambda: ToolLoop(tools, renderer, bounds, system)
+    tools = load_tools(settings.get("tools") or [])
+    framing = Framing(settings.get("system"), settings.get("prefix", ""), settings.get("suffix", ""))
+    timeout_s = float(settings["limits"]["timeout_s"])
+    return lambda: ToolLoop(tools, timeout_s, framing)
 
 
-def load_tools(paths: Sequence[str]) -> dict[str, Tool]:
+def load_tools(paths: Sequence[str]) -> dict[str, ToolFunction]:
     """Import functions and classes; return their tools by name.
 
     Raises:
-        ValueError: One sentence: `environment.tools=… is not accepted: …`.
+        ValueError: One sentence that names the one that cannot be used.
     """
     if not paths:
         raise ValueError("environment.tools=[] is not accepted: give dotted paths, such as [my_module.my_tool].")
 
-    tools: dict[str, Tool] = {}
+    tools: dict[str, ToolFunction] = {}
     for path in paths:
         try:
             found = _tools_at(resolve(path))
@@ -88,12 +76,12 @@ def load_tools(paths: Sequence[str]) -> dict[str, Tool]:
     return tools
 
 
-def _tools_at(loaded: Callable[..., Any]) -> dict[str, Tool]:
+def _tools_at(loaded: Callable[..., Any]) -> dict[str, ToolFunction]:
     if not isinstance(loaded, type):
         name = getattr(loaded, "__name__", "")
         if not name.isidentifier():
             raise SchemaError("it has no name")
-        return {name: Tool(schema_of(name, loaded), loaded)}
+        return {name: ToolFunction(schema_of(name, loaded), loaded)}
 
     needed = [
         parameter.name
@@ -113,14 +101,28 @@ def _tools_at(loaded: Callable[..., Any]) -> dict[str, Tool]:
     return {name: _method(loaded, name) for name in names}
 
 
-def _method(owner: type, name: str) -> Tool:
+def _method(owner: type, name: str) -> ToolFunction:
     # bound to nothing in particular: `self` must not be in the schema
     static = inspect.getattr_static(owner, name)
     function = getattr(owner, name) if isinstance(static, staticmethod | classmethod) else static.__get__(object())
     try:
-        return Tool(schema_of(name, function), function, owner, name)
+        return ToolFunction(schema_of(name, function), function, owner)
     except SchemaError as error:
         raise SchemaError(f"the tool {name} cannot be used: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """What the data puts around a question."""
+
+    system: str | None
+    prefix: str
+    suffix: str
+
+    def messages(self, question: str) -> list[Message]:
+        """Return the conversation that an episode opens with."""
+        user = {"role": "user", "content": self.prefix + question + self.suffix}
+        return [user] if self.system is None else [{"role": "system", "content": self.system}, user]
 
 
 class CallFailed(Exception):
@@ -128,53 +130,45 @@ class CallFailed(Exception):
 
 
 class ToolLoop:
-    """One episode with tools.
+    """One episode with tools."""
 
-    Attributes:
-        metrics: `tool_calls`, and `tool_failures` of them whose observation is an error.
-    """
+    limits_itself = True  # each call has `timeout_s`, not the whole run
 
-    def __init__(self, tools: Mapping[str, Tool], renderer: Renderer, limits: Limits, system: str | None) -> None:
-        self.metrics = {"tool_calls": 0, "tool_failures": 0}
+    def __init__(self, tools: Mapping[str, ToolFunction], timeout_s: float, framing: Framing) -> None:
         self._tools = tools
-        self._renderer = renderer
-        self._limits = limits
-        self._system = system
+        self._timeout_s = timeout_s
+        self._framing = framing
         self._instances: dict[type, Any] = {}
-        self._making: asyncio.Future[None] | None = None
+        self._calls = Calls()
 
     async def run(self, task: Task, policy: Policy) -> None:
-        """Let the policy speak and call tools until it calls none or has reached a limit."""
-        messages: list[Message] = [{"role": "user", "content": task.question}]
-        if self._system is not None:
-            messages.insert(0, {"role": "system", "content": self._system})
+        """Let the policy speak and call tools until it calls none or has reached a limit. There is no score."""
+        messages = self._framing.messages(task.question)
         schemas = [tool.schema for tool in self._tools.values()]
 
         try:
-            while True:
+            reply = await policy(messages, tools=schemas)
+            while reply.tool_calls:
+                messages = [*messages, reply.message, *await self._answers(reply, policy)]
                 reply = await policy(messages, tools=schemas)
-                if not reply.tool_calls:
-                    return
-                messages = [*messages, assistant_message(reply)]
-                for call in reply.tool_calls:
-                    messages.append(await self._answer(call))
         except EpisodeOver:
-            return
+            return  # the policy has noted which limit it was
 
-    async def _answer(self, call: ToolCall) -> Message:
-        """Make one call; return the tool's message."""
-        self.metrics["tool_calls"] += 1
-        try:
-            observation = _text(await self._result(call))
-        except CallFailed as error:
-            self.metrics["tool_failures"] += 1
-            observation = f"error: {error}"
-
-        cut = self._renderer.shorten(observation, self._limits.observation_tokens)
-        return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": cut}
+    async def _answers(self, reply: Reply, policy: Policy) -> list[Message]:
+        """Make the calls of a reply, one after the other; return a message for each."""
+        answers: list[Message] = []
+        for call in reply.tool_calls:
+            try:
+                observation = _text(await self._result(call))
+            except CallFailed as error:
+                observation = f"error: {error}"
+                # the policy itself counts calls, and as failures those that could not be read
+                policy.count("tool_failures", float(call.ok))
+            answers.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": observation})
+        return answers
 
     async def _result(self, call: ToolCall) -> Any:
-        if call.status != "ok":
+        if not call.ok:
             raise CallFailed(call.status)
         if call.name not in self._tools:
             raise CallFailed(f"there is no tool {call.name}; the tools are {', '.join(self._tools)}")
@@ -187,31 +181,44 @@ class ToolLoop:
 
         function = tool.function
         if tool.owner is not None:
-            function = getattr(await self._instance(tool.owner), tool.attribute)
-        return await self._call(call.name, function, arguments)
+            if tool.owner not in self._instances:
+                await self._create(tool.owner)
+            function = getattr(self._instances[tool.owner], call.name)
+        return await self._call(call.name, partial(function, **arguments))
 
-    async def _call(self, name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        late = f"{name} took longer than {self._limits.timeout_s:g} s"
+    async def _create(self, owner: type) -> None:
+        def create() -> None:
+            self._instances[owner] = owner()
+
         try:
-            return await _awaited(partial(function, **arguments), self._limits.timeout_s)
-        except Late as error:
-            raise CallFailed(late) from error
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # a tool raises anything
-            raise CallFailed(f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS].rstrip(": ")) from error
+            async with asyncio.timeout(self._timeout_s) as limit:
+                await self._calls(create)
+        except TimeoutError as error:
+            if limit.expired():
+                self._leave_thread()
+                message = f"{owner.__name__}() took longer than environment.timeout_s={self._timeout_s:g}"
+                raise TimeoutError(message) from error
+            raise
 
-    async def _instance(self, owner: type) -> Any:
-        """Return the episode's instance of a class, made at its first call.
+    async def _call(self, name: str, function: Callable[[], Any]) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return await self._calls(function)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # the episode is aborted
+            raise CallFailed(f"{name} was cancelled") from error
+        except Exception as error:  # a tool raises anything
+            if not limit.expired():
+                raise CallFailed(_shown(error)) from error
+            self._leave_thread()
+            raise CallFailed(f"{name} took longer than {self._timeout_s:g} s") from error
 
-        Raises:
-            Late: It took longer than `timeout_s`; this and whatever the class raises fail the episode.
-        """
-        if owner not in self._instances:
-            self._making = asyncio.ensure_future(in_thread(partial(self._make, owner), self._limits.timeout_s))
-            await asyncio.shield(self._making)
-        return self._instances[owner]
-
-    def _make(self, owner: type) -> None:
-        self._instances[owner] = owner()
+    def _leave_thread(self) -> None:
+        """Let the next call have a thread of its own if a late one still runs."""
+        if self._calls.busy:
+            self._calls.abandon()
 
     async def close(self) -> None:
         """Call the `close` of each instance.
@@ -219,62 +226,24 @@ class ToolLoop:
         Raises:
             Exception: What the first of them raised, after all were called.
         """
-        # an instance that is in the making when the episode is aborted is closed, too
-        if self._making is not None:
-            await asyncio.gather(self._making, return_exceptions=True)
-
+        await self._calls(_nothing)  # after an instance that is being made
         errors: list[Exception] = []
         for instance in self._instances.values():
             if not callable(getattr(instance, "close", None)):
                 continue
             try:
-                await _awaited(instance.close, self._limits.timeout_s)
+                await self._calls(instance.close)
             except Exception as error:  # of the user's code; the other instances are closed first
                 errors.append(error)
 
         self._instances.clear()
+        self._calls.end()
         if errors:
             raise errors[0]
 
 
-def assistant_message(reply: Reply) -> Message:
-    """Return a reply as a message of the conversation, in OpenAI's form."""
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-        for call in reply.tool_calls
-    ]
-    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
-    if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-async def _awaited(call: Callable[[], Any], timeout_s: float) -> Any:
-    """Return what `call` returns, or what its coroutine returns.
-
-    Raises:
-        Late: There is no result after `timeout_s`.
-        Exception: Whatever the call raised.
-    """
-    function = call.func if isinstance(call, partial) else call
-    result = call() if inspect.iscoroutinefunction(function) else await in_thread(call, timeout_s)
-    if not inspect.isawaitable(result):
-        return result
-
-    try:
-        async with asyncio.timeout(timeout_s) as limit:
-            return await result
-    except TimeoutError as error:
-        if limit.expired():
-            raise Late from error
-        raise
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise  # the episode is aborted
-        raise RuntimeError("it was cancelled") from error
+def _nothing() -> None:
+    """Occupy the thread for no time."""
 
 
 def _text(result: Any) -> str:
@@ -283,5 +252,10 @@ def _text(result: Any) -> str:
         return result
     try:
         return json.dumps(result, ensure_ascii=False, default=str)
-    except (TypeError, ValueError, RecursionError):
-        return str(result)
+    except Exception as error:  # of a `__str__`, or of values that JSON cannot hold
+        raise CallFailed(f"the result is no text: {_shown(error)}") from error
+
+
+def _shown(error: Exception) -> str:
+    text = str(error) if isinstance(error, Exited) else f"{type(error).__name__}: {error}"
+    return text[:ERROR_CHARACTERS].rstrip(": ")

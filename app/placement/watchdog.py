@@ -21,7 +21,7 @@ from app.environment import remote as environment
 from app.errors import EngineError, RunError
 from app.protocols import RolloutEngine
 from app.recovery.engine_supervisor import LONGEST_BACKOFF_SECONDS
-from app.reward.worker_process import START_LIMIT_S
+from app.reward.workers.worker_process import START_LIMIT_S
 from app.rollout.pool import EnginePool
 from app.rollout.remote import CALL_SECONDS, END_SECONDS, START_GRACE_SECONDS
 from app.utils.tasks import root_cause, task_stacks

@@ -8,6 +8,7 @@ from app.config.placement import PlacementKind
 from app.device import Device
 
 MAX_SEED = 2**31 - 1
+SHARED_FRACTION = 0.7  # of a device's memory, where the trainer's runtime stays on it
 MAX_BATCH = 512  # requests; the largest decode graph that SGLang captures by default on cards below 160 GB
 
 
@@ -28,7 +29,7 @@ def engine_flags(config: RunConfig, device: Device, *, index: int = 0, life: int
         "tp-size": config.rollout.tensor_parallel,
         "random-seed": engine_seed(config.seed, index, life),
         "skip-tokenizer-init": True,
-        "mem-fraction-static": config.memory_fraction,
+        "mem-fraction-static": memory_fraction(config, device),
         "max-running-requests": batch,
         "cuda-graph-max-bs-decode": batch,
         "trust-remote-code": config.model.trust_remote_code,
@@ -38,6 +39,13 @@ def engine_flags(config: RunConfig, device: Device, *, index: int = 0, life: int
         **config.device.engine_args,
         **config.rollout.engine_args,
     }
+
+
+def memory_fraction(config: RunConfig, device: Device) -> float:
+    """Return the engines' share of a device's memory: `rollout.memory_fraction` with null resolved."""
+    if config.rollout.memory_fraction is not None:
+        return config.rollout.memory_fraction
+    return SHARED_FRACTION if config.shared_devices else device.engine_fraction
 
 
 def engine_seed(seed: int, index: int, life: int) -> int:

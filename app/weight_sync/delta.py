@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
-from app.weight_sync.gather import Receivers, gather_by_rank, gather_full
+from app.weight_sync.gather import Receivers, all_gather, gather_by_rank, gather_full
 from app.weight_sync.snapshot import ShardSnapshot
 from app.wire import BLOCK_COUNTS, BLOCK_ITEMS, HEADER, LOW_BITS, VALUES, DeltaHeader, SparseTensorMeta
 
@@ -107,7 +107,7 @@ class DeltaEncoder:
             return [list(own)]
         local = torch.tensor(own, dtype=torch.int64, device=self._device)
         out = torch.empty(self.ranks * len(own), dtype=torch.int64, device=self._device)
-        dist.all_gather_into_tensor(out, local, group=self.process_group)
+        all_gather(out, local, self.process_group)
         return out.view(self.ranks, -1).tolist()
 
     @property

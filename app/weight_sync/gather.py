@@ -57,6 +57,14 @@ def gather_by_rank(
     return None if out is None else out.chunk(size)
 
 
+def all_gather(out: Tensor, own: Tensor, process_group: dist.ProcessGroup) -> None:
+    """Gather the contiguous tensors of all ranks into `out`, in rank order."""
+    if hasattr(dist, "all_gather_single"):  # from torch 2.13 on, where the other name is deprecated
+        dist.all_gather_single(out, own, group=process_group)
+    else:
+        dist.all_gather_into_tensor(out, own, group=process_group)
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor on every rank. A collective for a `DTensor`."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -75,4 +83,4 @@ def _gather_rows(rows: Tensor, process_group: dist.ProcessGroup, out: Tensor | N
         dist.gather(rows.contiguous(), slices, group_dst=0, group=process_group)
     else:
         scratch = rows.new_empty(ranks * rows.numel()) if out is None else out
-        dist.all_gather_into_tensor(scratch, rows.contiguous(), group=process_group)
+        all_gather(scratch, rows.contiguous(), process_group)

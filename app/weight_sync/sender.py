@@ -1,7 +1,9 @@
 """The weight sync's extension of a trainer rank: gathers shards into buckets and sends them.
 
-Gathering is a collective, so all ranks do it for every bucket. Two buffers are allocated once, outside of the memory
-saver's regions: bucket k + 1 is gathered while bucket k is sent and loaded.
+Gathering is a collective, so all ranks do it for every bucket. There are two buffers, outside of the memory saver's
+regions: bucket k + 1 is gathered while bucket k is sent and loaded. On a device they exist during a sync only, since
+training needs their memory; and each handle of transport `ipc` wraps a buffer's storage once more, which would grow
+with the run. On a CPU they are kept.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,11 +62,13 @@ class Sender:
         ]
 
     def prepare(self, buckets: Sequence[Bucket], snapshot: SnapshotPlace | None) -> None:
-        """Set the bucket plan and allocate the buffers. `snapshot`: where a delta sync keeps its snapshot."""
+        """Set the bucket plan. `snapshot`: where a delta sync keeps its snapshot."""
         self.buckets = buckets
         if snapshot is not None:
             self.delta_encoder = DeltaEncoder(self.tensors, self.dtype, on_host=snapshot is SnapshotPlace.host)
-        self._allocate_buffers()
+        self.buffers = []
+        if self._keeps_buffers:
+            self._allocate_buffers()
 
     def begin(self, version: int, base: int | None) -> ReadyBucket:
         """Gather bucket 0 of the sync of policy `version`, as a delta onto policy `base`; None: a full sync."""
@@ -85,6 +89,12 @@ class Sender:
         finally:
             following = self._gather(index + 1) if index + 1 < len(self.buckets) else None
         return following
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until the last bucket is sent, then free buffers of a device. All engines have loaded all buckets."""
+        self.wait(timeout_s)
+        if not self._keeps_buffers:
+            self.release()
 
     def release(self) -> None:
         """Free the buffers. The next sync allocates them again."""
@@ -114,8 +124,8 @@ class Sender:
     def send(self, index: int) -> None:
         """Start sending bucket `index`, while the engines receive it."""
 
-    def finish(self, timeout_s: float) -> None:
-        """Wait until the last bucket is sent."""
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the bucket that is being sent is sent."""
 
     def abort(self) -> None:
         """Stop the current sync. The next one starts from scratch."""
@@ -136,6 +146,10 @@ class Sender:
 
     def _buffer_bytes(self, bucket: Bucket) -> int:
         return bucket.bytes + (max_header_bytes(bucket) if self.delta_encoder is not None else 0)
+
+    @property
+    def _keeps_buffers(self) -> bool:
+        return self.device.type == "cpu"
 
     @property
     def _has_buffers(self) -> bool:

@@ -4,7 +4,7 @@
 """
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,22 +13,27 @@ from omegaconf import DictConfig, OmegaConf
 
 from app.config import compose as configuration
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
+from app.config.data import Generator
+from app.config.device import DeviceKind
 from app.config.folder_name import run_name
-from app.config.model import TINY_PRESETS
+from app.config.model import TINY_PRESETS, Skill
 from app.config.placement import PlacementKind
 from app.config.trainer import Checkpointing
 from app.device import device_of
 from app.main import conf_path
 from app.mode.plan.describe import describe
-from app.mode.plan.memory import devices
+from app.mode.plan.memory import MemoryPlan, devices, plan_memory
+from app.model.architecture import architecture_of
 from app.rollout.server_args import engine_flags
+from app.utils.units import GIB
 from tests.compose import composed
 
 CONF = Path(conf_path())
-EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+TINY_EXPERIMENTS = ["tiny_tools"]
+EXPERIMENTS = sorted({path.stem for path in (CONF / "experiment").glob("*.yaml")} - set(TINY_EXPERIMENTS))
 SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
 RUNNABLE = sorted(path for group in ("experiment", "sweep", "model", "algorithm") for path in (CONF / group).glob("*"))
-MODELS = ["tiny", "tiny_qwen35", "qwen3_4b", "qwen35_9b"]
+MODELS = ["tiny", "tiny_qwen35", "tiny_tools", "qwen3_4b", "qwen35_9b"]
 PLACEMENTS = ["colocate", "fully_async"]
 
 SIZES = {"prompts_per_step", "group_size"}
@@ -94,8 +99,29 @@ CORRECTIONS = {PlacementKind.colocate: Correction.none, PlacementKind.fully_asyn
 COMPOSITIONS = [
     *([f"model={model}", f"placement={placement}"] for model in MODELS for placement in PLACEMENTS),
     *(["model=hf", "model.path=Qwen/Qwen3-1.7B", f"placement={placement}"] for placement in PLACEMENTS),
-    *([f"experiment={experiment}"] for experiment in EXPERIMENTS),
+    *([f"experiment={experiment}"] for experiment in (*EXPERIMENTS, *TINY_EXPERIMENTS)),
 ]
+
+# What is meant for hardware. `model=hf` is for models of which one device can hold the whole training state: with
+# AdamW's temporaries, one NPU cannot hold that of 4 B parameters.
+HF = {"cuda": ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"), "npu": ("Qwen3-0.6B", "Qwen3-1.7B")}
+ON_CARDS = [
+    *([f"experiment={experiment}"] for experiment in EXPERIMENTS),
+    *(
+        [f"device={device}", f"placement={placement}", *model]
+        for device, paths in HF.items()
+        for placement in PLACEMENTS
+        for model in (
+            *([f"model={model}"] for model in MODELS),
+            *(["model=hf", f"model.path=Qwen/{path}"] for path in paths),
+        )
+    ),
+]
+CARD_GIB = {DeviceKind.cuda: 80, DeviceKind.npu: 64}
+DEVICE_KINDS = {
+    PlacementKind.colocate: {"shared device"},
+    PlacementKind.fully_async: {"trainer device", "engine device"},
+}
 
 
 def sweep(name: str, *overrides: str) -> DictConfig:
@@ -152,6 +178,18 @@ def test_an_experiment_composes_to_what_its_name_says(name: str) -> None:
     assert config.data.name == "dapo_math"
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_tiny_tools_experiment_is_a_model_a_data_set_and_a_calculator(placement: str) -> None:
+    config = composed("experiment=tiny_tools", f"placement={placement}")
+    assert (config.model.name, config.model.tiny.skill) == ("tiny_tools", Skill.tools)
+    assert (config.data.name, config.data.generator) == ("products", Generator.products)
+    assert (config.device.kind.name, config.placement.kind.name) == ("cpu", placement)
+    assert (config.environment.kind.name, config.reward.components) == ("calculator", {"exact": 1.0})
+    assert (config.steps, config.algorithm.prompts_per_step, config.algorithm.group_size) == (60, 16, 8)
+    assert (config.trainer.lr, config.rollout.max_completion_tokens) == (3e-4, 64)
+    assert composed("experiment=tiny_tools", "data=chain").data.generator is Generator.chain
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_fits_its_devices(name: str) -> None:
     text = describe(composed(f"experiment={name}"))
@@ -171,7 +209,8 @@ def test_an_engine_captures_graphs_for_all_requests_that_it_runs(name: str) -> N
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_engine_takes_more_of_a_device_of_its_own(name: str) -> None:
     config = composed(f"experiment={name}", "rollout.memory_fraction=null")
-    expected = {PlacementKind.colocate: 0.7, PlacementKind.fully_async: 0.8}[config.placement.kind]
+    own = {DeviceKind.cuda: 0.8, DeviceKind.npu: 0.75}[config.device.kind]
+    expected = 0.7 if config.placement.kind is PlacementKind.colocate else own
     assert engine_flags(config, device_of(config.device.kind))["mem-fraction-static"] == expected
     given = composed(f"experiment={name}", "rollout.memory_fraction=0.5")
     assert engine_flags(given, device_of(given.device.kind))["mem-fraction-static"] == 0.5
@@ -236,10 +275,23 @@ def test_the_folder_of_any_model_is_named_after_the_last_part_of_its_path(path: 
     assert folder("model=qwen3_4b", f"model.path='{path}'") == "qwen3_4b-grpo-colocate"
 
 
-def test_the_plan_of_one_gpu_leaves_a_tenth_of_its_memory() -> None:
-    text = describe(composed("experiment=cuda1_colocate_4b"))
-    (left,) = re.findall(r"of 80\.00 GiB, ([\d.]+) GiB left", text)
-    assert float(left) >= 8
+@pytest.mark.parametrize("composition", ON_CARDS, ids=",".join)
+def test_a_preset_leaves_a_tenth_of_each_of_its_cards(composition: list[str]) -> None:
+    config = composed(*composition)
+    device = replace(device_of(config.device.kind), memory_query=None)  # the card of the plan, not of this machine
+    model = architecture_of(config.model)
+    assert model is not None
+    plan = plan_memory(config, device, model, engine_flags(config, device))
+
+    assert plan.capacity.bytes == CARD_GIB[config.device.kind] * GIB
+    assert plan.engine.cache_bytes > 0
+    peaks = {kind: max(phase.bytes for phase in plan.phases if phase.device == kind) for kind in device_kinds(plan)}
+    assert set(peaks) == DEVICE_KINDS[config.placement.kind]
+    assert {kind: round(peak / GIB, 2) for kind, peak in peaks.items() if peak > 0.9 * plan.capacity.bytes} == {}
+
+
+def device_kinds(plan: MemoryPlan) -> set[str]:
+    return {phase.device for phase in plan.phases}
 
 
 def replaced(*overrides: str) -> str | None:

@@ -23,12 +23,12 @@ PATIENCE_S = 60.0  # for anything that should happen
 _modules = itertools.count()
 
 
-def environment_module(folder: Path, source: str) -> str:
-    """Write a module with a renderer of characters; returns its name, unique in this session."""
+def environment_module(folder: Path, source: str, *, characters: bool = True) -> str:
+    """Write a module, by default with a renderer of characters; returns its name, unique in this session."""
     name = f"environment_of_a_test_{os.getpid()}_{next(_modules)}"
     shutil.copy(Path(__file__).with_name("characters.py"), folder / "characters.py")
-    text = "import characters\ncharacters.install()\n" + textwrap.dedent(source)
-    (folder / f"{name}.py").write_text(text)
+    head = "import characters\ncharacters.install()\n" if characters else ""
+    (folder / f"{name}.py").write_text(head + textwrap.dedent(source))
     return name
 
 
@@ -46,9 +46,11 @@ class Maker:
         args: dict | None = None,
         python: str | None = None,
         memory_gib: float = 8.0,
+        model: Path | None = None,
         **limits,
     ) -> WorkerSpec:
-        module = environment_module(self.folder, source)
+        """The spec; `model` has a tokenizer for plain text."""
+        module = environment_module(self.folder, source, characters=model is None)
         chosen = {
             "max_turns": 8,
             "max_turn_tokens": None,
@@ -58,7 +60,7 @@ class Maker:
             **limits,
         }
         environment = {"kind": "own", "target": f"{module}.{name}", "args": args or {}}
-        renderer = RendererChoice("characters", "", "template")
+        renderer = RendererChoice("plain" if model else "characters", str(model or ""), "template")
         return WorkerSpec(environment, renderer, Limits(**chosen), memory_gib, python)
 
 

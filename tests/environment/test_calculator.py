@@ -60,9 +60,10 @@ def test_one_operation_on_two_whole_numbers_is_answered(question: str, result: s
 
 @pytest.mark.parametrize(
     "question",
-    ["", "37", "37*", "*84", "37*84+1", "37/84", "37**84", "1.5*2", "3 7*84", "?37*84", "37*84=", "(1)*2", "1_0*2"]
-    # No digits of other scripts, no Python, no second line, no number without end.
-    + ["٣*٤", "__import__('os')", "3*4\n5*6", "\x00", "9999999999999999999*1"],
+    [
+        *["", "37", "37*", "*84", "37*84+1", "37/84", "37**84", "1.5*2", "3 7*84", "?37*84", "37*84=", "(1)*2"],
+        *["٣*٤", "1_0*2", "__import__('os')", "3*4\n5*6", "\x00", "9999999999999999999*1"],
+    ],
 )
 def test_any_other_question_is_answered_with_what_can_be_asked(question: str) -> None:
     assert answer(question) == ERROR == "error: ask a*b, a+b or a-b\n"

@@ -1,6 +1,13 @@
 import asyncio
 
-from tests.environment.pools import play_one, running_pool
+import psutil
+import pytest
+
+from app.environment.wire import Ask, End, Failed
+from app.errors import RunError
+from tests.environment.characters import text_of, tokens
+from tests.environment.pools import PATIENCE_S, a_task, play, play_one, running_pool, script
+from tests.waiting import until
 
 GUESS = """
 class Env:
@@ -34,3 +41,343 @@ def test_an_episode_asks_for_turns_and_ends_with_scores(own):
     ]
     assert played.end.metrics["observation_tokens"] == 7.0
     assert counts == {"restarts": 0}
+
+
+CLOSING = """
+import asyncio, threading, time
+class Env:
+    def __init__(self, folder):
+        self.folder = folder
+    def begin(self, task):
+        self.id = task.id
+        self.note("began")
+        if task.row.get("wait"): self.until("go")
+    def step(self, reply): return "more" if reply.text != "end" else None
+    def score(self): return 1
+    def close(self): self.note("closed")
+    def note(self, event):
+        with open(f"{self.folder}/notes", "a") as file: print(event, self.id, file=file, flush=True)
+    def until(self, name):
+        import os
+        while not os.path.exists(f"{self.folder}/{name}"): time.sleep(0.01)
+class Async(Env):
+    async def begin(self, task):
+        self.id = task.id
+        self.note("began")
+        await asyncio.sleep(1e6 if task.row.get("wait") else 0)
+"""
+
+
+def notes(folder) -> list[str]:
+    path = folder / "notes"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize("ending", ["stop", "turns", "length"])
+def test_an_episode_is_closed_once_however_it_ends_well(own, tmp_path, ending):
+    spec = own(CLOSING, args={"folder": str(tmp_path)}, max_turns=2 if ending == "turns" else 8)
+    replies = {"stop": ["a", "end"], "turns": ["a", "a"], "length": ["a"]}[ending]
+
+    async def run():
+        async with running_pool(spec) as pool:
+            return await play_one(pool, *replies)
+
+    played = asyncio.run(run())
+    assert (played.end.ending, played.end.scores) == (ending, {"score": 1.0})
+    assert notes(tmp_path) == ["began set/0@0", "closed set/0@0"]
+
+
+def test_a_truncated_last_reply_ends_the_episode_as_length(own):
+    spec = own("class Env:\n    def begin(self, task): ...\n    def step(self, reply): assert reply.truncated")
+
+    async def run():
+        async with running_pool(spec) as pool:
+            session = await pool.begin(a_task(), tokens("q"))
+            return await play(session, lambda ask: ("ab", "length"))
+
+    end = asyncio.run(run()).end
+    assert (end.ending, end.scores) == ("length", {})
+
+
+@pytest.mark.parametrize("name", ["Env", "Async"])
+def test_an_aborted_episode_is_closed_once_and_its_place_is_free(own, tmp_path, name):
+    spec = own(CLOSING, name=name, args={"folder": str(tmp_path)})
+
+    async def run():
+        async with running_pool(spec, episodes=1) as pool:
+            session = await pool.begin(a_task(id="waits for an engine"), tokens("q"))
+            assert isinstance(await session.next(), Ask)
+            await asyncio.wait_for(asyncio.gather(session.close(), session.close()), PATIENCE_S)
+            await session.close()
+            aborted = await session.next()
+
+            session = await pool.begin(a_task(id="begins", row={"wait": True}), tokens("q"))
+            await asyncio.to_thread(until, lambda: len(notes(tmp_path)) == 3, PATIENCE_S)
+            closing = asyncio.ensure_future(session.close())
+            await asyncio.sleep(0.05)
+            (tmp_path / "go").touch()
+            await asyncio.wait_for(closing, PATIENCE_S)
+
+            after = await play_one(pool, "end")
+            await session.close()  # an episode that has ended
+            return aborted, after.end, pool.counts
+
+    aborted, after, counts = asyncio.run(run())
+    assert aborted == Failed(0, "aborted", "the episode was aborted")
+    assert isinstance(after, End)
+    assert counts == {"restarts": 0}
+    assert notes(tmp_path) == [
+        *("began waits for an engine", "closed waits for an engine"),
+        *("began begins", "closed begins"),
+        *("began set/0@0", "closed set/0@0"),
+    ]
+
+
+def test_an_aborted_episode_whose_step_hangs_is_closed_and_its_worker_replaced(own, tmp_path):
+    spec = own(CLOSING, args={"folder": str(tmp_path)}, timeout_s=0.5)
+
+    async def run():
+        async with running_pool(spec) as pool:
+            session = await pool.begin(a_task(row={"wait": True}), tokens("q"))
+            await asyncio.to_thread(until, lambda: bool(notes(tmp_path)), PATIENCE_S)
+            await asyncio.wait_for(session.close(), PATIENCE_S)
+            return (await play_one(pool, "end")).end, pool.restarts
+
+    end, restarts = asyncio.run(run())
+    assert isinstance(end, End)
+    assert restarts == 1
+    assert notes(tmp_path)[:2] == ["began set/0@0", "closed set/0@0"]
+
+
+def test_a_worker_that_does_not_close_an_aborted_episode_is_killed(own, tmp_path, monkeypatch):
+    monkeypatch.setattr("app.environment.remote.ABORT_LIMIT_S", 0.0)
+    spec = own(
+        """
+        import time
+        class Env:
+            async def run(self, task, policy):
+                await policy(None)
+                open(task.row["file"], "w")
+                time.sleep(1e6)
+        """,
+        timeout_s=0.5,
+    )
+    blocked = tmp_path / "blocked"
+
+    async def run():
+        async with running_pool(spec) as pool:
+            session = await pool.begin(a_task(row={"file": str(blocked)}), tokens("q"))
+            ask = await asyncio.wait_for(session.next(), PATIENCE_S)
+            session.answer(ask, tokens("x"), "stop")
+            await asyncio.to_thread(until, blocked.exists, PATIENCE_S)
+            await asyncio.wait_for(session.close(), PATIENCE_S)
+            return await session.next(), pool.counts
+
+    failed, counts = asyncio.run(run())
+    assert (failed.kind, failed.text) == ("late", "an aborted episode did not end")
+    assert counts == {"late": 1, "restarts": 1}
+
+
+def test_episodes_wait_for_a_place_and_are_spread_over_the_workers(own):
+    spec = own(
+        "import os\nclass Env:\n    def begin(self, task): return str(os.getpid())\n    def step(self, reply): ..."
+    )
+
+    async def run():
+        async with running_pool(spec, workers=2, episodes=2) as pool:
+            sessions = [await pool.begin(a_task(), tokens("q")) for _ in range(4)]
+            asks = [await asyncio.wait_for(session.next(), PATIENCE_S) for session in sessions]
+            waiting = [asyncio.ensure_future(pool.begin(a_task(), tokens("q"))) for _ in range(3)]
+            cancelled = waiting.pop(0)
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            await asyncio.sleep(0.1)
+            assert not any(each.done() for each in waiting)
+
+            for session, ask in zip(sessions, asks, strict=True):
+                session.answer(ask, tokens("x"), "stop")
+                assert isinstance(await asyncio.wait_for(session.next(), PATIENCE_S), End)
+            for each in waiting:
+                await play(await asyncio.wait_for(each, PATIENCE_S), script("y"))
+            return [text_of(ask.append) for ask in asks], [f"{pid}>" for pid in pool.pids]
+
+    seen, pids = asyncio.run(run())
+    assert sorted(seen) == sorted(pids * 2)
+
+
+def test_one_worker_plays_sixty_four_episodes_at_once(own):
+    spec = own("import time\nclass Env:\n    def begin(self, task): time.sleep(0.2)\n    def step(self, reply): ...")
+
+    async def run():
+        async with running_pool(spec, episodes=64) as pool:
+            (pid,) = pool.pids
+            idle = psutil.Process(pid).num_threads()
+            await asyncio.gather(*(play_one(pool, "a") for _ in range(128)))
+            await asyncio.to_thread(until, lambda: psutil.Process(pid).num_threads() <= idle, PATIENCE_S)
+            return pool.counts, psutil.Process(pid).num_fds()
+
+    counts, descriptors = asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+    assert counts == {"restarts": 0}
+    assert descriptors < 20
+
+
+def test_closing_the_pool_ends_episodes_and_those_that_wait(own):
+    spec = own(GUESS)
+
+    async def run():
+        async with running_pool(spec, episodes=1) as pool:
+            session = await pool.begin(a_task(), tokens("q"))
+            waiting = asyncio.ensure_future(pool.begin(a_task(), tokens("q")))
+            await asyncio.sleep(0)
+            assert isinstance(await session.next(), Ask)
+            pool.close()
+            pool.close()
+            with pytest.raises(RunError, match="The environment pool is closed"):
+                await waiting
+            await session.close()
+            return await session.next()
+
+    assert asyncio.run(run()).kind == "lost"
+
+
+def test_an_environment_that_drives_itself_scores_each_way(own):
+    spec = own(
+        """
+        class Env:
+            def __init__(self): self.metrics = {"tool_failures": 5}
+            async def run(self, task, policy):
+                policy.count("things", 2)
+                if task.row["do"] == "limit":
+                    while True: await policy(None)
+                await policy(None)
+                return {"none": None, "float": 0.5, "bool": True, "names": {"b": 1, "a": 0}}[task.row["do"]]
+        """,
+        max_turns=2,
+    )
+
+    async def run():
+        async with running_pool(spec) as pool:
+            return [
+                (await play_one(pool, "x", "y", task=a_task(row={"do": do}))).end
+                for do in ("none", "float", "bool", "names", "limit")
+            ]
+
+    ends = asyncio.run(run())
+    assert [list(end.scores.items()) for end in ends] == [
+        [],
+        [("score", 0.5)],
+        [("score", 1.0)],
+        [("b", 1.0), ("a", 0.0)],
+        [("score", 0.0)],
+    ]
+    assert [end.ending for end in ends] == ["stop"] * 4 + ["turns"]
+    assert (ends[0].metrics["things"], ends[0].metrics["tool_failures"]) == (2.0, 5.0)
+
+
+def test_an_episode_counts_only_the_time_of_its_own_code(own):
+    spec = own(
+        """
+        import time
+        class Env:
+            def begin(self, task): time.sleep(0.1)
+            def step(self, reply):
+                time.sleep(0.4)
+                return "more"
+        """,
+        timeout_s=20.0,
+        episode_s=0.3,
+    )
+
+    async def run():
+        async with running_pool(spec) as pool:
+            session = await pool.begin(a_task(), tokens("q"))
+            ask = await asyncio.wait_for(session.next(), PATIENCE_S)
+            await asyncio.sleep(0.5)  # the engine's time
+            session.answer(ask, tokens("x"), "stop")
+            return await asyncio.wait_for(session.next(), PATIENCE_S)
+
+    end = asyncio.run(run())
+    assert (end.ending, len(end.turns)) == ("time", 2)
+    assert end.metrics["seconds"] >= 0.5
+    assert end.turns[1]["seconds"] >= 0.4  # of the engine
+
+
+def test_several_requests_of_one_episode_are_in_flight_at_once(own):
+    spec = own(
+        """
+        import asyncio
+        class Env:
+            async def run(self, task, policy):
+                replies = await asyncio.gather(*(policy([{"role": "user", "content": str(n)}]) for n in range(3)))
+                return {reply.text: 1 for reply in replies}
+        """
+    )
+
+    async def run():
+        async with running_pool(spec) as pool:
+            session = await pool.begin(a_task(), tokens("q"))
+            asks = [await asyncio.wait_for(session.next(), PATIENCE_S) for _ in range(3)]
+            for ask in reversed(asks):
+                session.answer(ask, tokens("r" + text_of(ask.append)), "stop")
+            return [ask.strand for ask in asks], await asyncio.wait_for(session.next(), PATIENCE_S)
+
+    strands, end = asyncio.run(run())
+    assert strands == [0, 1, 2]
+    assert list(end.scores) == ["r0>", "r1>", "r2>"]
+
+
+def test_an_environment_whose_constructor_ran_while_its_episode_was_aborted_is_closed(own, tmp_path):
+    spec = own(
+        """
+        import os, time
+        class Env:
+            def __init__(self, folder):
+                self.folder = folder
+                open(f"{folder}/constructing", "w")
+                while not os.path.exists(f"{folder}/go"): time.sleep(0.01)
+            def begin(self, task): ...
+            def step(self, reply): ...
+            def close(self):
+                with open(f"{self.folder}/notes", "a") as file: print("closed", file=file)
+        """,
+        args={"folder": str(tmp_path)},
+    )
+
+    async def run():
+        async with running_pool(spec) as pool:
+            session = await pool.begin(a_task(), tokens("q"))
+            await asyncio.to_thread(until, (tmp_path / "constructing").exists, PATIENCE_S)
+            closing = asyncio.ensure_future(session.close())
+            await asyncio.sleep(0.05)
+            (tmp_path / "go").touch()
+            await asyncio.wait_for(closing, PATIENCE_S)
+            return pool.counts
+
+    assert asyncio.run(run()) == {"restarts": 0}
+    assert notes(tmp_path) == ["closed"]
+
+
+def test_all_places_of_a_replaced_worker_are_taken_at_once(own):
+    spec = own(
+        """
+        import os
+        class Env:
+            def begin(self, task): task.row["die"] and os._exit(3)
+            def step(self, reply): ...
+        """
+    )
+
+    async def run():
+        async with running_pool(spec, episodes=2) as pool:
+            first = await pool.begin(a_task(row={"die": False}), tokens("q"))
+            assert isinstance(await asyncio.wait_for(first.next(), PATIENCE_S), Ask)
+            second = await pool.begin(a_task(row={"die": True}), tokens("q"))
+            waiting = [asyncio.ensure_future(pool.begin(a_task(row={"die": False}), tokens("q"))) for _ in range(3)]
+            await asyncio.sleep(0)
+            assert isinstance(await asyncio.wait_for(second.next(), PATIENCE_S), Failed)
+            sessions = [await asyncio.wait_for(each, PATIENCE_S) for each in waiting[:2]]
+            await play(sessions[0], script("x"))
+            await play(sessions[1], script("x"))
+            return (await play(await asyncio.wait_for(waiting[2], PATIENCE_S), script("x"))).end
+
+    assert isinstance(asyncio.run(run()), End)

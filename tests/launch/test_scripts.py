@@ -228,6 +228,50 @@ def test_setup_for_npus_takes_the_versions_of_the_image(tmp_path: Path) -> None:
     assert "-r launch/requirements/npu.txt" in lines
 
 
+@pytest.mark.parametrize(
+    ("pinned", "found", "sentence"),
+    [
+        ("5.12.1", True, None),
+        ("5.14.0", True, "SGLang v1 needs transformers 5.14.0 on NPUs: set TRANSFORMERS_VERSION=5.14.0"),
+        ("5.12.1", False, "kernels.example/releases/download/k1/sgl-kernel-npu-k1-torch2-py312-cann9-a3-"),
+    ],
+    ids=["as pinned", "another transformers", "no such release"],
+)
+def test_packages_for_npus_that_do_not_fit_end_with_a_sentence(
+    pinned: str, found: bool, sentence: str | None, tmp_path: Path
+) -> None:
+    commands = {
+        "git": f"""folder=${{@: -1}}/python
+            mkdir -p "$folder"
+            echo '  "transformers=={pinned}",' > "$folder/pyproject_npu.toml\"""",
+        "curl": 'while [ "$1" != -o ]; do shift; done; touch "$2"' if found else "exit 22",
+        "unzip": "true",
+    }
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    versions = {
+        "PYTHON_VERSION": "3.12",
+        "CANN_VERSION": "9",
+        "CHIP": "a3",
+        "TORCH_VERSION": "2",
+        "TRITON_VERSION": "3",
+    }
+    sources = {"SGLANG_TAG": "v1", "SGLANG_SOURCE": "s", "KERNELS_TAG": "k1", "TRITON_SOURCE": "t"}
+    done = bash(
+        "launch/npu_packages.sh",
+        str(tmp_path / "fetched"),
+        PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        KERNELS_SOURCE="https://kernels.example",
+        TRANSFORMERS_VERSION="5.12.1",
+        **versions,
+        **sources,
+    )
+    assert done.returncode == (0 if sentence is None else 2), done.stderr
+    assert len(done.stderr.splitlines()) == (sentence is not None)
+    assert (sentence or "") in done.stderr
+
+
 def test_setup_installs_once_and_again_when_the_requirements_change(tmp_path: Path) -> None:
     checkout = a_checkout(tmp_path)
     (tmp_path / "python").write_text(STAND_IN)

@@ -88,7 +88,7 @@ def test_the_mission_plan_shows_the_size_of_a_weight_sync() -> None:
 def test_the_plan_shows_the_real_command_line_of_an_engine() -> None:
     text = describe(composed(*MISSION))
     assert "python -m app.rollout.launcher --model-path Qwen/Qwen3.5-9B --dtype bfloat16 --tp-size 4" in text
-    assert "--mem-fraction-static 0.8 --max-running-requests 512 --cuda-graph-max-bs-decode 512" in text
+    assert "--mem-fraction-static 0.75 --max-running-requests 512 --cuda-graph-max-bs-decode 512" in text
     assert "--device npu --chunked-prefill-size 8192" in text
 
 
@@ -109,7 +109,7 @@ def test_the_plan_counts_the_rows_of_local_files(tmp_path: Path) -> None:
 
 def test_the_plan_reports_too_little_memory() -> None:
     text = describe(composed(*MISSION, "device.memory_gib=32"))
-    assert "DOES NOT FIT: 26.79 GiB too much" in text
+    assert "DOES NOT FIT: 20.86 GiB too much" in text
 
 
 def test_the_plan_reports_an_engine_whose_weights_do_not_fit() -> None:
@@ -225,7 +225,7 @@ def test_the_plan_names_settings_without_effect() -> None:
 def test_the_plan_shows_the_work_under_one_deadline() -> None:
     text = describe(composed(*MISSION, "placement.stream=off", "trainer.timeout_s=600"))
     assert (
-        "one call to the trainer computes up to 2,621,440 tokens in 1 update(s) within trainer.timeout_s=600 s" in text
+        "one call to the trainer computes up to 2,097,152 tokens in 1 update(s) within trainer.timeout_s=600 s" in text
     )
     streamed = describe(composed(*MISSION))
     assert "computes the groups that have arrived within trainer.timeout_s=1800 s" in streamed

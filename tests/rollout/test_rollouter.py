@@ -13,7 +13,8 @@ from app.errors import EngineError, EngineLost
 from app.model.tiny.tokenizer import build_tokenizer
 from app.reward.scorer import Scorer
 from app.rollout.pool import EnginePool
-from app.rollout.rollouter import Aborted, Rollouter
+from app.rollout.requests import Aborted
+from app.rollout.rollouter import Rollouter
 from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, Group, GroupRequest, Sampling
 from tests.simulation import SimEngine, now, prompts, run_virtual
@@ -141,4 +142,4 @@ def test_groups_that_fail_together_leave_no_error_that_nobody_read() -> None:
 
     run_virtual(story())
     assert unread == []
-    assert made.in_flight == {}
+    assert made.requests.in_flight == {}

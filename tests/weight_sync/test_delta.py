@@ -2,6 +2,7 @@
 
 import os
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -340,6 +341,7 @@ SHARDED = {"even": (8, 33), "odd": (7, 5), "one row": (1, 40), "vector": (301,),
 def _rank(rank: int, rendezvous: Path, out: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    warnings.simplefilter("error", FutureWarning)  # deprecated collectives
     try:
         messages = {
             receivers.name: _messages(SHARDED, receivers) for receivers in (Receivers.every_rank, Receivers.rank_0)

@@ -1,11 +1,11 @@
 """The interface of all renderers."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
-from app.environment.protocol import Message, Reply
+from app.environment.protocol import Message, Reply, Tool
 
-Tools = Sequence[Mapping[str, Any]]  # JSON schemas as in OpenAI's `tools`
+Tools = Sequence[Tool]
 
 
 class Renderer(Protocol):

@@ -9,18 +9,17 @@ Invariants:
 """
 
 import asyncio
-import math
-import numbers
-import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from app.environment.own import Stepwise, WrongValue, check_methods, score_of, short
+from app.environment.own import Stepwise, check_methods, score_of
 from app.environment.protocol import EpisodeOver, Task
+from app.environment.values import WrongValue, scores_of, short
 from app.environment.wire import Begin, Closed, End, Failed, Limits
 from app.environment.worker.calls import Calls
 from app.environment.worker.clock import Clock
+from app.environment.worker.log import log
 from app.environment.worker.policy import AskEngine, EpisodePolicy, Renderer
 from app.utils.dotted_path import LoadError, error_text
 
@@ -68,6 +67,8 @@ class Episode:
 
     async def play(self) -> End | Failed | Closed:
         """Run the episode to its end."""
+        if self._aborted.is_set():
+            return Closed(self.number)
         running = asyncio.ensure_future(self._run())
         outcome = await self._outcome(running)
         self.policy.close()
@@ -129,7 +130,7 @@ class Episode:
         return running.result() if error is None else self._failed(error, self._clock.step)
 
     async def _run(self) -> End:
-        self._environment = await self._call(self._make)
+        await self._call(self._construct)
         run = getattr(self._environment, "run", None)
         if run is None:
             self._check()
@@ -137,8 +138,7 @@ class Episode:
 
         self._clock.begin("run")
         try:
-            result = run(self._task, self.policy)
-            value = await result if isinstance(result, Awaitable) else result
+            value = await self._calls(run, self._task, self.policy)
         except EpisodeOver:
             value = await score_of(self._environment, self._call)
             value = 0.0 if value is None else value
@@ -154,8 +154,12 @@ class Episode:
         except LoadError as error:
             raise WrongValue(f"the environment that was made is {short(self._environment)}: {error}") from error
 
+    def _construct(self) -> None:
+        """Make the environment, in its thread: it is closed even if the episode has been aborted by then."""
+        self._environment = self._make()
+
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        name = "the constructor" if function is self._make else getattr(function, "__name__", "run")
+        name = "the constructor" if function == self._construct else getattr(function, "__name__", "run")
         self._clock.begin(name)
         return await self._calls(function, *args)
 
@@ -178,11 +182,11 @@ class Episode:
         return None if error is None else self._failed(error, "close")
 
     def _failed(self, error: BaseException, step: str) -> Failed:
-        """Return a failure for what user code raised; its traceback goes to the log, which is stderr."""
+        """Return a failure for what user code raised; its traceback goes to the log."""
         if isinstance(error, WrongValue):
             return Failed(self.number, "value", str(error))
         trace = "".join(traceback.format_exception(error))
-        sys.stderr.write(f"episode {self.number} of {self._task.id}: {step} raised\n{trace}")
+        log(f"episode {self.number} of {self._task.id}: {step} raised\n{trace}")
         kind = "memory" if isinstance(error, MemoryError) else "raised"
         return Failed(self.number, kind, f"{step} raised {error_text(error)}")
 
@@ -192,25 +196,3 @@ def _stuck(outcome: End | Failed | Closed) -> Failed | Closed:
         return Closed(outcome.episode, stuck=True)
     assert isinstance(outcome, Failed)
     return Failed(outcome.episode, outcome.kind, outcome.text, stuck=True)
-
-
-def scores_of(value: Any) -> dict[str, float]:
-    """Return what `run` or `score` returned as numbers by name; None gives none.
-
-    Raises:
-        WrongValue: It is something else, or a number is not finite.
-    """
-    if value is None:
-        return {}
-    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        return {name: _number(each, f"the score {name} is") for name, each in value.items()}
-    return {"score": _number(value, "the score is")}
-
-
-def _number(value: Any, subject: str) -> float:
-    number = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value  # numpy, torch
-    if not isinstance(number, numbers.Real):
-        raise WrongValue(f"{subject} {short(value)}; give a number, numbers by name, or None")
-    if not math.isfinite(number):
-        raise WrongValue(f"{subject} {float(number)}; give a finite number")
-    return float(number)

@@ -22,6 +22,7 @@ from app.environment.protocol import EpisodeOver, Message, OutOfTime, OutOfToken
 from app.environment.wire import Answer, Limits
 from app.environment.worker.clock import Clock
 from app.environment.worker.conversation import Conversation, conversation_key, message_key, spoken
+from app.environment.worker.observations import shorten
 
 AskEngine = Callable[[int, Sequence[int], int | None, bool], Awaitable[Answer]]  # strand, append, max_tokens, logprobs
 
@@ -38,8 +39,6 @@ class Renderer(Protocol):
     def parse(
         self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[Tool] | None = None
     ) -> Reply: ...
-
-    def shorten(self, text: str, max_tokens: int) -> str: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -113,7 +112,7 @@ class EpisodePolicy:
     async def __call__(
         self, messages: Sequence[Message] | None, *, tools: Sequence[Tool] | None = None, max_tokens: int | None = None
     ) -> Reply:
-        self._check_limits()
+        self._check_limits(max_tokens)
         conversation = conversation_key(messages, tools)
         place, new = self._place(messages, conversation, tools)
         self._note(new, place.append)
@@ -131,8 +130,10 @@ class EpisodePolicy:
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, logprobs: bool = False
     ) -> Sampled:
-        self._check_limits()
-        token_ids = list(token_ids)
+        self._check_limits(max_tokens)
+        token_ids = [int(token) for token in token_ids]
+        if not token_ids:
+            raise ValueError("generate needs at least one token")
         place = self._place_tokens(token_ids)
         self._note([], place.append)
 
@@ -157,8 +158,10 @@ class EpisodePolicy:
         for task in self._tasks:
             task.cancel()
 
-    def _check_limits(self) -> None:
+    def _check_limits(self, max_tokens: int | None) -> None:
         """Raise `EpisodeOver` where the episode has reached a limit."""
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens={max_tokens} is not accepted: give at least 1")
         if self._closed:
             raise RuntimeError("the episode is over: the policy does not speak any more")
         if self._asked >= self._limits.max_turns:
@@ -183,12 +186,13 @@ class EpisodePolicy:
             if said := self._said.get(conversation[:known]):
                 new = self._without_excess(messages[known - 1 :])
                 place = self._after(self._extendable(said), new, tools)
-                if place is not None:
-                    return place, new
-                break  # the template would rewrite the history
+                return place or self._opening(messages, tools), new
 
-        opening = self.renderer.opening(self._readable(messages), tools)
-        return Place(len(self.strands), opening, 0), messages
+        return self._opening(messages, tools), messages
+
+    def _opening(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> Place:
+        """Return the place of a conversation that continues none, or whose history the template rewrites."""
+        return Place(len(self.strands), self.renderer.opening(self._readable(messages), tools), 0)
 
     def _extendable(self, said: Sequence[Said]) -> Said:
         """Return the latest end of this conversation, if possible one that is the end of its strand."""
@@ -223,9 +227,14 @@ class EpisodePolicy:
         for message in messages:
             content = message.get("content")
             if message.get("role") != "assistant" and isinstance(content, str):
-                message = {**message, "content": self.renderer.shorten(content, most)}
+                message = {**message, "content": shorten(content, most, self._tokens)}
             cut.append(message)
         return cut
+
+    def _tokens(self, text: str) -> int:
+        """Return the tokens of a text, without those around a message."""
+        whole, empty = (self.renderer.opening([{"role": "user", "content": content}]) for content in (text, ""))
+        return len(whole) - len(empty)
 
     def _readable(self, messages: Sequence[Message]) -> list[Message]:
         """Cut what follows the first reply; the messages before it are the question."""

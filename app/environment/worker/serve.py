@@ -2,7 +2,7 @@
 
 Invariants:
 - The worker dies with its parent, even if the parent is killed: the kernel sends SIGKILL (Linux).
-- Ctrl-C is handled by the driver; the worker ignores SIGINT.
+- Ctrl-C and SIGTERM are handled by the driver, so that environments can be closed; the worker ignores them.
 - Only the event loop writes to the pipe. What an environment prints goes to the log.
 """
 
@@ -15,7 +15,8 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from app.environment.wire import (
@@ -24,6 +25,9 @@ from app.environment.wire import (
     Beat,
     Begin,
     Close,
+    Closed,
+    End,
+    Failed,
     Limits,
     Lines,
     Ready,
@@ -33,6 +37,7 @@ from app.environment.wire import (
     WireError,
 )
 from app.environment.worker.episode import Episode, Make
+from app.environment.worker.log import STDERR, log
 from app.environment.worker.policy import EpisodePolicy, Renderer
 from app.utils.child_process import die_with_parent
 from app.utils.dotted_path import LoadError, error_text
@@ -44,22 +49,25 @@ ENDPOINT = "app.environment.worker.endpoint"  # imported by its first use
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Serve the driver until it closes the pipe. Does not return: threads of environments may hang."""
+    """Serve the driver until it closes the pipe. Does not return."""
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave_to_the_driver)
     os.set_inheritable(descriptor, False)
     os.register_at_fork(after_in_child=lambda: os.close(descriptor))  # a child of an environment has no part in it
     sys.path.insert(0, os.getcwd())
 
     asyncio.run(_serve(socket.socket(fileno=descriptor)))
-    sys.stdout.flush()
-    os._exit(0)
+
+
+def _leave_to_the_driver(number: int, frame: Any) -> None:
+    """Do nothing. Unlike an ignored signal, this is not inherited by what an environment starts."""
 
 
 async def _serve(pipe: socket.socket) -> None:
     worker = Worker()
-    await asyncio.get_running_loop().create_connection(lambda: worker.lines, sock=pipe)
-    await worker.ended.wait()
+    await worker.loop.create_connection(lambda: worker.lines, sock=pipe)
+    await worker.loop.create_future()  # never done: `_ended` ends the process
 
 
 class Worker:
@@ -67,11 +75,11 @@ class Worker:
 
     Attributes:
         lines: The worker's end of the pipe.
-        ended: Set when the driver has closed its end.
+        loop: The event loop.
     """
 
     def __init__(self) -> None:
-        self.ended = asyncio.Event()
+        self.loop = asyncio.get_running_loop()
         self.lines = Lines(self._receive, self._ended)
         self._make: Make = _not_loaded
         self._renderer: Renderer | None = None
@@ -81,7 +89,6 @@ class Worker:
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._beating: asyncio.Task[None] | None = None
-        self._loop = asyncio.get_running_loop()
         self._server: Any = None  # the endpoint, once an episode uses it
 
     def _receive(self, message: Any) -> None:
@@ -89,9 +96,7 @@ class Worker:
             case Start():
                 self._start(message.settings)
             case Begin():
-                task = asyncio.ensure_future(self._play(message))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._begin(message)
             case Answer():
                 future = self._asks.pop(message.ask, None)
                 if future is not None and not future.done():
@@ -101,7 +106,8 @@ class Worker:
                     self._episodes[message.episode].abort()
 
     def _ended(self, error: WireError | None) -> None:
-        self.ended.set()
+        """Exit, without waiting for threads and tasks of environments, which may hang."""
+        os._exit(0)
 
     def _start(self, settings: Mapping[str, Any]) -> None:
         try:
@@ -115,7 +121,8 @@ class Worker:
         _limit_memory(settings["memory_gib"])
         self.lines.send(Ready(dict(getattr(self._make, "info", {}))))
 
-    async def _play(self, begin: Begin) -> None:
+    def _begin(self, begin: Begin) -> None:
+        """Begin an episode. It is known at once: the next message may already close it."""
         assert self._renderer is not None
         assert self._limits is not None
         number = begin.episode
@@ -129,7 +136,7 @@ class Worker:
 
         def ask(strand: int, append: Sequence[int], max_tokens: int | None, logprobs: bool) -> "asyncio.Future[Answer]":
             request = Ask(next(self._numbers), number, strand, append, max_tokens, logprobs)
-            future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+            future: asyncio.Future[Answer] = self.loop.create_future()
             self._asks[request.number] = future
             asks.add(request.number)
             self.lines.send(request)
@@ -140,7 +147,20 @@ class Worker:
         if self._beating is None:
             self._beating = asyncio.ensure_future(self._beat())
 
-        outcome = await episode.play()
+        task = asyncio.ensure_future(self._play(episode, asks, seats))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _play(self, episode: Episode, asks: Iterable[int], seats: Iterable[Any]) -> None:
+        number = episode.number
+        outcome: End | Failed | Closed
+        try:
+            outcome = await episode.play()
+        except Exception as error:  # ours: the episode still ends
+            log("".join(traceback.format_exception(error)))
+            kind = "memory" if isinstance(error, MemoryError) else "raised"
+            outcome = Failed(number, kind, f"the worker raised {error_text(error)}", stuck=True)
+
         del self._episodes[number]
         for each in asks:
             self._asks.pop(each, None)
@@ -151,7 +171,7 @@ class Worker:
     def _endpoint(self) -> Any:
         """Return the HTTP server of this worker's episodes."""
         if self._server is None:
-            self._server = importlib.import_module(ENDPOINT).Endpoint(self._loop, _log)
+            self._server = importlib.import_module(ENDPOINT).Endpoint(self.loop, log)
         return self._server
 
     async def _beat(self) -> None:
@@ -160,14 +180,10 @@ class Worker:
             if not self._episodes:
                 break
             self.lines.send(Beat(number))
-            faulthandler.dump_traceback_later(SILENT_S, exit=False)
+            faulthandler.dump_traceback_later(SILENT_S, exit=False, file=STDERR)
             await asyncio.sleep(BEAT_S)
         faulthandler.cancel_dump_traceback_later()
         self._beating = None
-
-
-def _log(sentence: str) -> None:
-    sys.stderr.write(f"{sentence}\n")
 
 
 def _not_loaded() -> Any:
@@ -178,8 +194,8 @@ def _load_environment(settings: Mapping[str, Any]) -> Make:
     """Return what makes an environment: what `make` of the module of this kind returns.
 
     Args:
-        settings: Of the `Start` message. `make` gets them with those of `environment` beside them. The attribute
-            `info` of what it returns, if there is one, goes to the driver.
+        settings: Of the `Start` message. `make` gets them with those of `limits` and `environment` beside them. The
+            attribute `info` of what it returns, if there is one, goes to the driver.
 
     Raises:
         LoadError: It cannot be loaded. The message is a sentence.
@@ -189,7 +205,7 @@ def _load_environment(settings: Mapping[str, Any]) -> Make:
     key = f"environment._target_={environment['target']}" if kind == "own" else f"environment={kind}"
     try:
         make: Callable[[Mapping[str, Any]], Make] = importlib.import_module(f"app.environment.{kind}").make
-        return make({**settings, **environment})
+        return make({**settings, **settings["limits"], **environment})
     except ValueError as error:
         raise LoadError(str(error)) from error  # a sentence of our own
     except LoadError as error:

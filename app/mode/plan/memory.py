@@ -88,7 +88,7 @@ def devices(config: RunConfig) -> int:
 
 def _trainer_phases(trainer: TrainerMemoryPlan) -> list[Phase]:
     base = {**trainer.offloadable, **trainer.resident}
-    added = {**trainer.peaks, "sync": trainer.gathered}
+    added = {**trainer.peaks, "sync": trainer.syncing}
     return [Phase("trainer device", name, {**base, **items}) for name, items in added.items()]
 
 
@@ -117,6 +117,6 @@ def _shared_phases(
     phases = {
         "generate": {**idle_trainer, **engine.generating},
         **{name: {**state, **items, **idle_engine} for name, items in trainer.peaks.items()},
-        "sync": {**syncing_trainer, **trainer.gathered, **syncing_engine},
+        "sync": {**syncing_trainer, **trainer.syncing, **syncing_engine},
     }
     return [Phase("shared device", name, {**trainer.resident, **items}) for name, items in phases.items()]

@@ -11,7 +11,7 @@ from app.config.trainer import Checkpointing
 from app.device import Device
 from app.mode.plan.memory import MemoryPlan, plan_memory
 from app.model.architecture import QWEN3_06B, QWEN3_17B, Architecture
-from app.rollout.server_args import engine_flags
+from app.rollout.server_args import engine_flags, memory_fraction
 from app.utils.units import GIB
 
 SMALLER = {"Qwen/Qwen3-1.7B": QWEN3_17B, "Qwen/Qwen3-0.6B": QWEN3_06B}
@@ -76,7 +76,7 @@ def _changes(config: RunConfig, device: Device, model: Architecture) -> Iterator
                 "trainer.tokens_per_microbatch": rollout.max_prompt_tokens + shorter,
             }
         )
-    if colocated and config.memory_fraction > LOWER_FRACTION:
+    if colocated and memory_fraction(config, device) > LOWER_FRACTION:
         yield Change({"rollout.memory_fraction": LOWER_FRACTION})
 
     yield _more_devices(config, device, model)

@@ -38,7 +38,7 @@ def memory(config: RunConfig, device: Device, model: Architecture, flags: Mappin
     left = total - peak.bytes
     fit = f"{_gib(left)} left" if left >= 0 else f"DOES NOT FIT: {_gib(-left)} too much"
     lines.append(f"  peak: {peak.device}, {peak.name}: {_gib(peak.bytes)} of {_gib(total)}, {fit}")
-    return [*lines, *_caches(config, model, plan.engine)]
+    return [*lines, *_caches(config, model, plan.engine, flags)]
 
 
 def _items(phase: Phase) -> str:
@@ -48,7 +48,7 @@ def _items(phase: Phase) -> str:
     return " + ".join(shown) or "negligible"
 
 
-def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan) -> list[str]:
+def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan, flags: Mapping[str, object]) -> list[str]:
     """What fits into an engine's caches, compared with what the run keeps in flight."""
     rollout = config.rollout
     if rollout.urls:
@@ -56,7 +56,7 @@ def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan) ->
     if engine.cache_bytes <= 0:
         return [
             f"  caches: NO ROOM: weights take {_gib(engine.weights)} of rollout.memory_fraction="
-            f"{config.memory_fraction:g}; give each engine more devices (rollout.tensor_parallel)"
+            f"{flags['mem-fraction-static']}; give each engine more devices (rollout.tensor_parallel)"
         ]
 
     lines = [

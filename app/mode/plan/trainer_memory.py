@@ -9,6 +9,7 @@ fake tensors at real size (tests/standin/test_fake_memory.py); workspaces of ker
 from dataclasses import dataclass
 
 from app.config import RunConfig
+from app.config.device import DeviceKind
 from app.config.trainer import Checkpointing, Optimizer
 from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
@@ -30,13 +31,13 @@ SYNC_BUFFERS = 2
 
 @dataclass(frozen=True, slots=True)
 class TrainerMemoryPlan:
-    """Memory of rank 0, the fullest: it also holds the buffers of the weight sync."""
+    """Memory of rank 0, the fullest: it also has the buffers of the weight sync."""
 
     bucket: float  # bytes of the largest bucket of a weight sync
     offloadable: Items  # what colocate offloads while the engines generate
     resident: Items  # what is never offloaded
     peaks: dict[str, Items]  # what each peak of a train step adds
-    gathered: Items  # what a weight sync adds: one full tensor in the engine's dtype
+    syncing: Items  # what a weight sync adds: one full tensor in the engine's dtype, and buffers on a device
 
 
 def plan_trainer(config: RunConfig, device: Device, model: Architecture) -> TrainerMemoryPlan:
@@ -55,14 +56,17 @@ def plan_trainer(config: RunConfig, device: Device, model: Architecture) -> Trai
     if config.algorithm.needs_reference:
         offloadable["reference"] = FLOAT32 * shard + model.root_parameters * item
 
-    resident = {"sync buffers": SYNC_BUFFERS * bucket, "runtime": device.trainer_runtime_gib * GIB}
+    resident = {"runtime": device.trainer_runtime_gib * GIB}
     if sync.mode is SyncMode.delta and sync.snapshot is SnapshotPlace.device:
         resident["last synced weights"] = item * shard
 
     peaks = _forward_backward(config, device, model)
     if config.trainer.optimizer is Optimizer.adamw and not device.steps_in_place:
         peaks["optimizer update"] = {"temporaries": FLOAT32 * shard}
-    return TrainerMemoryPlan(bucket, offloadable, resident, peaks, {"gathered": largest})
+    syncing: Items = {"gathered": largest, "sync buffers": SYNC_BUFFERS * bucket}
+    if device.kind is DeviceKind.cpu:
+        resident["sync buffers"] = syncing.pop("sync buffers")
+    return TrainerMemoryPlan(bucket, offloadable, resident, peaks, syncing)
 
 
 def _forward_backward(config: RunConfig, device: Device, model: Architecture) -> dict[str, Items]:

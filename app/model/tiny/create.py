@@ -1,7 +1,8 @@
 """Create the tiny models: small enough that RL improves them visibly within a minute, even on a CPU.
 
 `model=tiny` is a tiny Qwen3 with a character tokenizer, created on first use in about ten seconds. `model=tiny_qwen35`
-is a tiny Qwen3.5, whose warm-up takes a minute. Both are ordinary Hugging Face directories.
+is a tiny Qwen3.5, whose warm-up takes a minute. `model=tiny_tools` is a tiny Qwen3 that can ask a calculator. All are
+ordinary Hugging Face directories.
 
 Invariants:
 - The name of the folder is a hash of everything that determines its content: the same name means the same bytes on the
@@ -20,13 +21,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from app.config.data import ArithmeticConfig
-from app.config.model import Family, ModelConfig, TinyConfig
-from app.data.arithmetic import problems
+from app.config.data import ArithmeticConfig, ChainConfig, ProductsConfig
+from app.config.model import Family, ModelConfig, Skill, TinyConfig
+from app.data import arithmetic, chain, products
 from app.model.hf_import import transformers
 from app.model.tiny.tokenizer import build_tokenizer
 
-RECIPE = 4  # increment when the recipe below or in warmup.py changes
+RECIPE = 4  # increment when the recipe below, in supervised.py or in warmup.py changes
+TOOLS_RECIPE = 1  # increment when the recipe in asking.py or the answers of the calculator change
 MAX_POSITIONS = 4096  # tokens
 FULL_ATTENTION_INTERVAL = 2  # Qwen3.5 only: layers 1, 3, … have full attention
 DEFAULT_CACHE = Path("~/.cache/hydra-posttrain")
@@ -70,20 +72,19 @@ def folder_of(config: ModelConfig, *, seed: int) -> Path:
 
 
 def _content_hash(tiny: TinyConfig, seed: int) -> str:
-    inputs = {key: value for key, value in asdict(tiny).items() if key not in ("cache", "family")}
+    inputs = {key: value for key, value in asdict(tiny).items() if key not in ("cache", "family", "skill")}
     inputs |= {"family": tiny.family.name, "seed": seed, "recipe": RECIPE, "arithmetic": asdict(ArithmeticConfig())}
+    if tiny.skill is Skill.tools:
+        inputs |= {"tools": TOOLS_RECIPE, "products": asdict(ProductsConfig()), "chain": asdict(ChainConfig())}
     inputs |= {package: version(package) for package in ("torch", "transformers", "tokenizers")}
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _create(tiny: TinyConfig, seed: int, folder: Path) -> None:
-    from app.model.tiny.warmup import warm_up
-
-    train, held_out = problems(ArithmeticConfig(), seed)
     tokenizer = build_tokenizer(MAX_POSITIONS)
     with _reproducible(seed):
         model = _qwen3(tiny, tokenizer) if tiny.family is Family.qwen3 else _qwen35(tiny, tokenizer)
-        warm_up(model, tokenizer, train, held_out, tiny, seed)
+        _warm_up(model, tokenizer, tiny, seed)
 
     model.generation_config = transformers().GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
@@ -92,6 +93,19 @@ def _create(tiny: TinyConfig, seed: int, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     if tiny.family is Family.qwen35:
         _add_interval(folder / "config.json")
+
+
+def _warm_up(model: Any, tokenizer: Any, tiny: TinyConfig, seed: int) -> None:
+    from app.model.tiny import asking, warmup
+
+    if tiny.skill is Skill.sums:
+        train, held_out = arithmetic.problems(ArithmeticConfig(), seed)
+        warmup.warm_up(model, tokenizer, train, held_out, tiny, seed)
+        return
+
+    train, held_out = products.problems(ProductsConfig(), seed)
+    train_chains, held_out_chains = chain.problems(ChainConfig(), seed)
+    asking.warm_up(model, tokenizer, [*train, *train_chains], [*held_out, *held_out_chains], tiny, seed)
 
 
 def _qwen3(tiny: TinyConfig, tokenizer: Any) -> Any:

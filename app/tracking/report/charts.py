@@ -28,7 +28,6 @@ class Chart:
         return {**asdict(self), "labels": labels}
 
 
-FAILED = "environment/failed_fraction"
 CHARTS = (
     Chart("learning", "Reward", ("reward/mean",), ("mean",)),
     Chart("learning", "Accuracy", ("eval/accuracy", "reward/accuracy"), ("held-out", "training"), "percent"),
@@ -54,14 +53,9 @@ CHARTS = (
     Chart("episodes", "Tool calls", ("environment/tool_calls",), ("in an episode",)),
     Chart(
         "episodes",
-        "Failed tool calls, episodes that did not end by themselves",
-        (
-            "environment/tool_failed_fraction",
-            "environment/out_of_turns_fraction",
-            "environment/out_of_time_fraction",
-            FAILED,
-        ),
-        ("tool calls that failed", "out of turns", "out of time", "failed so far"),
+        "Failed tool calls, episodes without end",
+        ("environment/tool_failed_fraction", "environment/out_of_turns_fraction", "environment/out_of_time_fraction"),
+        ("tool calls that failed", "out of turns", "out of time"),
         "percent",
     ),
     Chart("episodes", "Sequences of an episode", ("environment/strands_mean",), ("mean",)),
@@ -88,7 +82,10 @@ CHARTS = (
 
 
 def charts(runs: Sequence[RunData]) -> list[Chart]:
-    """Return a chart for every measured metric: those of `CHARTS`, the families below, and one each for the rest."""
+    """Return a chart for every measured metric.
+
+    Those of `CHARTS`, the families below, and one each for the rest, such as what an environment counts itself.
+    """
     measured = sorted({name for run in runs for name in run.series if run.values(name)})
     shown = [chart for chart in CHARTS if any(name in measured for name in chart.metrics)]
 
@@ -98,7 +95,7 @@ def charts(runs: Sequence[RunData]) -> list[Chart]:
         shown.append(Chart("learning", "At least one of k is correct", passes, labels, "percent"))
 
     for prefix, title in (("score", "Scores of the environment"), ("failed", "Episodes that failed so far")):
-        names = tuple(name for name in measured if name.startswith(f"environment/{prefix}_") and name != FAILED)
+        names = tuple(name for name in measured if name.startswith(f"environment/{prefix}_"))
         if names:
             labels = tuple(name.removeprefix(f"environment/{prefix}_").replace("_", " ") for name in names)
             shown.append(Chart("episodes", title, names, labels))

@@ -66,7 +66,7 @@ class BroadcastSender(Sender):
     def send(self, index: int) -> None:
         if self.rank_index != 0:
             return
-        self.finish(self._timeout_s)
+        self.wait(self._timeout_s)
         process_group = self._process_group
         if process_group is None:
             raise SyncError("trainer rank 0: the weight sync was aborted")
@@ -75,7 +75,7 @@ class BroadcastSender(Sender):
         with naming("the broadcast failed"):
             process_group.broadcast(self.buffers[slot][: self.ready[slot].bucket.bytes])
 
-    def finish(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float) -> None:
         process_group = self._process_group
         if process_group is not None:
             with naming("the broadcast failed"):

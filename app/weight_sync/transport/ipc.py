@@ -23,7 +23,6 @@ from app.weight_sync.transport.ipc_payload import allocate_shared, serialize_buc
 
 ABORT_TIMEOUT_S = 3.0
 SHARED_MEMORY = Path("/dev/shm")
-BUFFER_SYNCS = 100  # after which buffers on a device are allocated anew
 
 
 class IpcSender(Sender):
@@ -34,7 +33,6 @@ class IpcSender(Sender):
     def __init__(self, trainer_rank: TrainerRank):
         super().__init__(trainer_rank)
         self._released_names: list[str] = []  # of the shared memory of released buffers
-        self._syncs = 0  # with these buffers
 
     def allocate(self, size: int) -> Tensor:
         if self.device.type == "cpu":
@@ -47,13 +45,6 @@ class IpcSender(Sender):
                 )
         return allocate_shared(size, self.device)
 
-    def begin(self, version: int, base: int | None) -> ReadyBucket:
-        """See `Sender.begin`. Each handle wraps the storage of a device buffer once more, so buffers are renewed."""
-        if self._syncs == BUFFER_SYNCS and self.device.type != "cpu":
-            self.release()
-        self._syncs += 1
-        return super().begin(version, base)
-
     def ipc_handle(self, index: int) -> str:
         slot = index % BUFFERS
         return serialize_bucket(self.buffers[slot], self.ready[slot].bucket)
@@ -65,7 +56,6 @@ class IpcSender(Sender):
     def release(self) -> None:
         if self.device.type == "cpu":
             self._released_names += [shared_memory_name(buffer) for buffer in self.buffers]
-        self._syncs = 0
         super().release()
 
     def close(self) -> None:

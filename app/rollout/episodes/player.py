@@ -23,10 +23,10 @@ from app.environment.episode_session import EpisodeSession
 from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
 from app.environment.wire import Ask, End, Failed
-from app.rollout.episode_failures import EpisodeFailures
+from app.rollout.episodes.episode_failures import EpisodeFailures
+from app.rollout.episodes.strand_builder import StrandBuilder
 from app.rollout.pool import EnginePool, Seat
 from app.rollout.requests import Aborted, Requests
-from app.rollout.strand_builder import StrandBuilder
 from app.types import (
     Completion,
     Ending,
@@ -103,7 +103,7 @@ class Episodes:
             group = _Group(play, seat, requests)
             self._groups[play.prompt.id] = group
             try:
-                await group.run([self._member(group, number) for number in range(play.size)])
+                await group.run(self._member)
             finally:
                 del self._groups[play.prompt.id]
         return [group.trajectories[number] for number in sorted(group.trajectories)]
@@ -162,8 +162,11 @@ class _Group:
         self._aborted = False
         self._playing: asyncio.Future[None] | None = None
 
-    async def run(self, members: list[Coroutine[Any, Any, None]]) -> None:
-        self._playing = asyncio.ensure_future(gather_or_raise(*members))
+    async def run(self, member: Callable[["_Group", int], Coroutine[Any, Any, None]]) -> None:
+        async def members() -> None:
+            await gather_or_raise(*(member(self, number) for number in range(self.play.size)))
+
+        self._playing = asyncio.ensure_future(members())
         try:
             await self._playing
         except Aborted:
@@ -336,6 +339,3 @@ class _Attempt:
             "prompt_tokens": float(self.prompt_tokens),
             "cached_tokens": float(self.cached_tokens),
         }
-
-
-__all__ = ["EpisodeLimits", "Episodes", "Play"]

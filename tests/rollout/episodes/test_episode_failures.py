@@ -4,7 +4,7 @@ import pytest
 
 from app.environment.wire import Failed
 from app.errors import RunError
-from app.rollout.episode_failures import EpisodeFailures
+from app.rollout.episodes.episode_failures import EpisodeFailures
 
 RAISED = Failed(0, "raised", "step raised KeyError: 'board'.")
 

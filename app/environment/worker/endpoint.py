@@ -1,0 +1,186 @@
+"""The policy as an HTTP server on the loopback interface, for agents that bring a client of their own.
+
+    http://127.0.0.1:<port>/<secret>/v1/models, …/v1/chat/completions       OpenAI's
+    http://127.0.0.1:<port>/<secret>/inference/v1/generate                  vLLM's: tokens in, tokens out
+
+The secret names an episode and cannot be guessed. All episodes of a worker share one server.
+
+Invariants:
+- An agent receives what the policy sampled: nothing is streamed, repaired or sampled a second time.
+- Sampling belongs to the run: temperature, top_p and the like of a request are ignored, with one warning.
+- A limit of the episode is status 400, which OpenAI's clients do not retry; nothing was sampled then.
+"""
+
+import asyncio
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from app.environment.protocol import EpisodeOver, Message, Policy
+from app.environment.worker import openai_api
+from app.environment.worker.http_server import HEAD_BYTES, HttpAnswer, HttpRequest, serve_connection
+from app.environment.worker.openai_api import Refusal
+
+SESSION_HEADER = "X-Session-ID"
+
+
+@dataclass(eq=False)
+class Seat:
+    """An episode at the server."""
+
+    url: str  # base URL for an OpenAI client
+    policy: Policy
+    given: dict[str, list[Message]] = field(default_factory=dict)  # the policy's replies, by what the agent was sent
+    replies: int = 0
+    running: set[asyncio.Task[Mapping[str, Any]]] = field(default_factory=set)
+    over: EpisodeOver | None = None  # the limit that a request ran into
+
+
+class Endpoint:
+    """The server of a worker. It listens from the first `open` on.
+
+    Args:
+        loop: The worker's event loop, where policies are called. `open` and `shut` may be called in other threads.
+        warn: Called once with a sentence about each setting that requests carry in vain.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, warn: Callable[[str], None]) -> None:
+        self._loop = loop
+        self._warn = warn
+        self._warned: set[str] = set()
+        self._seats: dict[tuple[str, str], Seat] = {}  # by secret and session
+        self._shared = secrets.token_urlsafe(24)
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._serving: Future[None] | None = None
+        self._closing = asyncio.Event()
+
+    def open(self, policy: Policy, session: str | None = None) -> Seat:
+        """Seat an episode.
+
+        Args:
+            policy: Called for each request.
+            session: Value of the header X-Session-ID of the episode's requests, which then all go to one URL, so that
+                one client serves all episodes. None: the episode has a secret, and so a URL, of its own.
+        """
+        origin = self._listen()
+        secret = secrets.token_urlsafe(24) if session is None else self._shared
+        seat = Seat(f"{origin}/{secret}/v1", policy)
+        self._seats[secret, session or ""] = seat
+        return seat
+
+    @property
+    def shared_url(self) -> str:
+        """Base URL of the episodes that were opened with a session."""
+        return f"{self._listen()}/{self._shared}/v1"
+
+    def shut(self, seat: Seat) -> None:
+        """End an episode: requests in flight are cancelled, later ones get 404. Idempotent."""
+        self._seats = {key: other for key, other in self._seats.items() if other is not seat}
+        for task in tuple(seat.running):
+            self._loop.call_soon_threadsafe(task.cancel)
+
+    async def close(self) -> None:
+        """Close the server and all connections. Idempotent."""
+        for seat in tuple(self._seats.values()):
+            self.shut(seat)
+        self._closing.set()
+        if self._serving is not None:
+            await asyncio.wrap_future(self._serving)
+
+    def _listen(self) -> str:
+        """Listen from now on, and return the server's origin."""
+        with self._lock:
+            if self._socket is None:
+                self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
+                self._serving = asyncio.run_coroutine_threadsafe(self._serve(self._socket), self._loop)
+            return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+
+    async def _serve(self, listening: socket.socket) -> None:
+        connections: set[asyncio.Task[None]] = set()
+
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = self._loop.create_task(serve_connection(reader, writer, self._answer))
+            connections.add(task)
+            task.add_done_callback(connections.discard)
+
+        server = await asyncio.start_server(connected, sock=listening, limit=HEAD_BYTES)
+        await self._closing.wait()
+        server.close()
+        for task in connections:
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+
+    async def _answer(self, request: HttpRequest) -> HttpAnswer:
+        """Answer a request; errors have OpenAI's shape, and no client tries them again."""
+        try:
+            return HttpAnswer(HTTPStatus.OK, await self._serve_request(request))
+        except Refusal as refusal:
+            return HttpAnswer(refusal.status, refusal.body)
+        except Exception as error:  # whatever the policy or its renderer raises ends this request only
+            failed = Refusal(f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR)
+            return HttpAnswer(failed.status, failed.body)
+
+    async def _serve_request(self, request: HttpRequest) -> Mapping[str, Any]:
+        _, secret, *rest = request.path.partition("?")[0].split("/")
+        route = f"{request.method} /{'/'.join(rest)}"
+        if route == "GET /v1/models" and secret == self._shared:
+            return openai_api.models_answer()  # asked without a session
+
+        session = request.headers.get(SESSION_HEADER.lower(), "") if secret == self._shared else ""
+        seat = self._seats.get((secret, session))
+        if seat is None:
+            raise Refusal("There is no such episode, or it is over.", HTTPStatus.NOT_FOUND)
+        if route == "GET /v1/models":
+            return openai_api.models_answer()
+
+        calls = {"POST /v1/chat/completions": self._chat, "POST /inference/v1/generate": self._generate}
+        if route not in calls:
+            served = ", ".join(["GET /v1/models", *calls])
+            raise Refusal(f"{route} is not served, only {served}.", HTTPStatus.NOT_FOUND)
+        return await self._run(seat, calls[route](seat, openai_api.read_json(request.body)))
+
+    async def _run(self, seat: Seat, call: Coroutine[Any, Any, Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Run a request of an episode, which `shut` cancels."""
+        task = self._loop.create_task(call)
+        seat.running.add(task)
+        try:
+            return await task
+        except EpisodeOver as over:
+            seat.over = over
+            raise openai_api.refusal_of(over) from None
+        except asyncio.CancelledError:
+            if task.cancelled() and seat not in self._seats.values():
+                raise Refusal("The episode is over.", HTTPStatus.NOT_FOUND) from None
+            task.cancel()
+            raise
+        finally:
+            seat.running.discard(task)
+
+    async def _chat(self, seat: Seat, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        request = openai_api.read_chat(body, seat.given)
+        self._warn_of(openai_api.ignored_keys(body))
+
+        reply = await seat.policy(request.messages, tools=request.tools, max_tokens=request.max_tokens)
+        seat.replies += 1
+        message = openai_api.chat_message(reply, seat.replies)
+        seat.given.setdefault(openai_api.key_of(openai_api.read_message(message)), []).append(reply.message)
+        return openai_api.chat_answer(message, reply, body.get("model"))
+
+    async def _generate(self, seat: Seat, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        token_ids, max_tokens = openai_api.read_generate(body)
+        self._warn_of(openai_api.ignored_keys(body.get("sampling_params") or {}))
+
+        sampled = await seat.policy.generate(token_ids, max_tokens=max_tokens, logprobs=True)
+        return openai_api.generate_answer(sampled)
+
+    def _warn_of(self, ignored: Iterable[str]) -> None:
+        for key in ignored:
+            if key not in self._warned:
+                self._warned.add(key)
+                self._warn(f"The agent's {key} has no effect: the run's rollout settings decide how is sampled.")

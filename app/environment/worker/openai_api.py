@@ -1,0 +1,273 @@
+"""Requests of OpenAI's and vLLM's clients, and the answers that they read."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from app.environment.protocol import EpisodeOver, Message, OutOfTokens, Reply, Sampled, Tool
+
+MODEL = "policy"
+# Clients know an overflow by these words or by its code, and shorten the conversation or end it.
+OUT_OF_TOKENS = "This model's maximum context length is reached: the episode has no tokens left."
+OF_THE_RUN = (  # keys of a request that the run decides
+    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
+
+
+class Refusal(Exception):
+    """A request that is not served: one sentence, in OpenAI's shape."""
+
+    def __init__(self, text: str, status: int = HTTPStatus.BAD_REQUEST, code: str | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.body = {"error": {"message": text, "type": "invalid_request_error", "param": None, "code": code}}
+
+
+def refusal_of(over: EpisodeOver) -> Refusal:
+    """What an agent gets where the episode has reached a limit."""
+    if isinstance(over, OutOfTokens):
+        return Refusal(OUT_OF_TOKENS, code="context_length_exceeded")
+    return Refusal(f"The policy does not speak again in this episode ({over.ending}).", code="episode_over")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request for one reply, with messages as the policy takes them."""
+
+    messages: list[Message]
+    tools: list[Tool] | None
+    max_tokens: int | None
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """The object that a request's body is."""
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError):
+        raise Refusal("The body is not JSON.") from None
+    if not isinstance(values, dict):
+        raise Refusal("The body is not a JSON object.")
+    return values
+
+
+def ignored_keys(values: Mapping[str, Any]) -> list[str]:
+    """The keys of a request, or of its `sampling_params`, that have no effect."""
+    return [key for key in OF_THE_RUN if values.get(key) is not None]
+
+
+def read_chat(body: Mapping[str, Any], given: Mapping[str, Sequence[Message]]) -> ChatRequest:
+    """Read a request to `chat/completions`.
+
+    Args:
+        body: The request.
+        given: The policy's replies in this episode, by `key_of` what the agent was sent for them. An agent may send
+            them back without the reasoning, or with null fields: they count as what they were.
+
+    Raises:
+        Refusal: It asks for what is not served.
+    """
+    _refuse_what_is_not_served(body)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refusal("messages must be a list of at least one message.")
+
+    seen: Counter[str] = Counter()
+    read: list[Message] = []
+    for message in map(read_message, messages):
+        key = key_of(message)
+        replies = given.get(key, ())
+        read.append(replies[min(seen[key], len(replies) - 1)] if replies else message)
+        seen[key] += 1
+    return ChatRequest(read, body.get("tools") or None, max_tokens_of(body))
+
+
+def key_of(message: Message) -> str:
+    """An assistant's message as text, without its reasoning; no other message has this key."""
+    if message["role"] != "assistant":
+        return ""
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    return json.dumps([message["content"], calls], sort_keys=True)
+
+
+def chat_message(reply: Reply, number: int) -> dict[str, Any]:
+    """A reply as an agent is sent it, as the `number`-th of the episode. Calls that could not be read are left out."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+
+    calls = [call for call in reply.tool_calls if call.ok]
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{number}_{index}",  # unique in the episode, as agents expect
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+            }
+            for index, call in enumerate(calls)
+        ]
+    return message
+
+
+def chat_answer(message: Mapping[str, Any], reply: Reply, model: object) -> dict[str, Any]:
+    """The answer to `chat/completions`."""
+    finish = "tool_calls" if "tool_calls" in message else "stop"
+    return {
+        "id": "chatcmpl-policy",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model if isinstance(model, str) else MODEL,
+        "choices": [
+            {"index": 0, "message": message, "finish_reason": "length" if reply.truncated else finish, "logprobs": None}
+        ],
+        "usage": {
+            "prompt_tokens": reply.prompt_tokens,
+            "completion_tokens": len(reply.token_ids),
+            "total_tokens": reply.prompt_tokens + len(reply.token_ids),
+        },
+    }
+
+
+def read_generate(body: Mapping[str, Any]) -> tuple[list[int], int | None]:
+    """Read a request to vLLM's `generate`: token ids [L], and the most tokens to sample.
+
+    Raises:
+        Refusal: It asks for what is not served.
+    """
+    if body.get("features") or body.get("content_parts"):
+        raise Refusal("Images, audio and video are not supported: the policy reads text only.")
+    if body.get("stream"):
+        raise Refusal("stream=true is not supported: a reply is sent as a whole.")
+
+    sampling = body.get("sampling_params") or {}
+    token_ids = body.get("token_ids")
+    if not isinstance(sampling, dict):
+        raise Refusal("sampling_params must be an object.")
+    if (
+        not isinstance(token_ids, list)
+        or not token_ids
+        or not all(type(each) is int and each >= 0 for each in token_ids)
+    ):
+        raise Refusal("token_ids must be a list of at least one token id.")
+
+    _refuse_stops_and_copies(sampling)
+    return token_ids, max_tokens_of(sampling)
+
+
+def generate_answer(sampled: Sampled) -> dict[str, Any]:
+    """The answer to vLLM's `generate`."""
+    content = [
+        {"token": f"token_id:{token}", "logprob": logprob}
+        for token, logprob in zip(sampled.token_ids, sampled.logprobs or (), strict=True)
+    ]
+    choice = {
+        "index": 0,
+        "token_ids": list(sampled.token_ids),
+        "logprobs": {"content": content},
+        "finish_reason": sampled.finish,
+    }
+    return {"request_id": "generate-policy", "choices": [choice]}
+
+
+def models_answer() -> dict[str, Any]:
+    """The answer to `models`."""
+    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}]}
+
+
+def max_tokens_of(values: Mapping[str, Any]) -> int | None:
+    """`max_completion_tokens`, or its old name `max_tokens`."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        value = values.get(name)
+        if value is None:
+            continue
+        if type(value) is not int or value < 1:
+            raise Refusal(f"{name} must be a whole number of at least 1.")
+        return value
+    return None
+
+
+def _refuse_what_is_not_served(body: Mapping[str, Any]) -> None:
+    _refuse_stops_and_copies(body)
+    if body.get("stream"):
+        raise Refusal("stream=true is not supported: a reply is sent as a whole.")
+    if body.get("logprobs"):
+        raise Refusal("logprobs are not supported here: POST token ids to /inference/v1/generate.")
+    if body.get("functions"):
+        raise Refusal("functions are not supported: give them as tools.")
+    if body.get("tool_choice") not in (None, "auto"):
+        raise Refusal("tool_choice must be auto: the policy decides by itself whether to call a tool.")
+
+    form = body.get("response_format")
+    if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
+        raise Refusal("response_format must be text: the policy samples without constraints.")
+    tools = body.get("tools")
+    if tools and not (isinstance(tools, list) and all(_is_function(tool) for tool in tools)):
+        raise Refusal('tools must be a list of {"type": "function", "function": {"name": ...}}.')
+
+
+def _refuse_stops_and_copies(values: Mapping[str, Any]) -> None:
+    if values.get("n") not in (None, 1):
+        raise Refusal("n must be 1: send a request for each reply.")
+    if values.get("stop"):
+        raise Refusal("stop is not supported: a reply ends where the policy ends it, or at max_completion_tokens.")
+
+
+def _is_function(tool: object) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def read_message(message: object) -> dict[str, Any]:
+    """A message as the policy takes it: text, no null fields, arguments of calls as objects."""
+    role = ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
+    if role is None or not isinstance(message, dict):
+        raise Refusal(f"Each message needs a role: one of {', '.join(ROLES)}.")
+
+    read: dict[str, Any] = {"role": role, "content": _text_of(message.get("content"))}
+    if role == "tool" and message.get("tool_call_id"):
+        read["tool_call_id"] = str(message["tool_call_id"])
+    if role == "assistant" and message.get("reasoning_content"):
+        read["reasoning_content"] = str(message["reasoning_content"])
+    if role == "assistant" and message.get("tool_calls"):
+        read["tool_calls"] = _read_calls(message["tool_calls"])
+    return read
+
+
+def _text_of(content: object) -> str:
+    """The text of a message's content, which may come in parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise Refusal("Images, audio and files are not supported: the content of a message must be text.")
+    return "".join(map(str, texts))
+
+
+def _read_calls(calls: object) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or not all(_is_function(call) for call in calls):
+        raise Refusal('tool_calls must be a list of {"id", "type": "function", "function": {"name", "arguments"}}.')
+    return [
+        {
+            "id": str(call.get("id") or ""),
+            "type": "function",
+            "function": {"name": call["function"]["name"], "arguments": _arguments(call["function"].get("arguments"))},
+        }
+        for call in calls
+    ]
+
+
+def _arguments(arguments: object) -> object:
+    """The arguments of a call as an object; what is not JSON stays text."""
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments

@@ -1,0 +1,411 @@
+"""Conversations become strands: which tokens are appended to which, without a worker process."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from app.environment.protocol import OutOfTime, OutOfTokens, OutOfTurns
+from app.environment.wire import Answer, Limits
+from app.environment.worker.clock import Clock
+from app.environment.worker.observations import shorten
+from app.environment.worker.policy import EpisodePolicy
+from tests.environment.characters import Characters, text_of, tokens
+
+LIMITS = Limits(max_turns=20, max_turn_tokens=None, max_observation_tokens=100, timeout_s=60.0, episode_s=60.0)
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+class Engine:
+    """Answers with the next of some replies; `…` at an end: cut by the token limit. Records what it was asked."""
+
+    def __init__(self, *replies: str) -> None:
+        self.replies = list(replies)
+        self.asked: list[tuple[int, str, int | None, bool]] = []
+        self.strands: dict[int, str] = {}  # the driver's copies
+        self.held: list[asyncio.Future[None]] | None = None  # while set, answers wait
+
+    def ask(self, strand: int, append: Sequence[int], max_tokens: int | None, logprobs: bool):
+        text = text_of(append)
+        assert strand <= len(self.strands)
+        self.asked.append((strand, text, max_tokens, logprobs))
+        self.strands[strand] = self.strands.get(strand, "") + text
+        return self._answer(strand, self.replies.pop(0) if self.replies else None, self._turn())
+
+    def _turn(self):
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(None) if self.held is None else self.held.append(future)
+        return future
+
+    async def _answer(self, strand: int, reply: str | None, turn) -> Answer:
+        await turn
+        if reply is None:
+            return Answer(0, [], "full")
+        said = reply.removesuffix("…")
+        self.strands[strand] += said
+        return Answer(0, tokens(said), "length" if reply.endswith("…") else "stop", [-1.0] * len(said))
+
+    @property
+    def requests(self) -> list[tuple[int, str]]:
+        return [(strand, text) for strand, text, _, _ in self.asked]
+
+
+def policy_of(engine: Engine, prompt: str = "6*7=", clock: Clock | None = None, **limits) -> EpisodePolicy:
+    chosen = Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__slots__}, **limits})
+    clock = clock or Clock(60.0)
+    return EpisodePolicy(engine.ask, Characters(), chosen, prompt, tokens(prompt), clock, lambda policy: "http://x/v1")
+
+
+def same_strands(policy: EpisodePolicy, engine: Engine) -> bool:
+    """Whether the worker's copies of the strands are the driver's."""
+    return [text_of(strand.token_ids) for strand in policy.strands] == list(engine.strands.values())
+
+
+def test_a_conversation_that_goes_on_appends_only_its_new_messages():
+    engine = Engine("ab", "cd", "ef")
+
+    async def run():
+        policy = policy_of(engine)
+        talk = [user("q")]
+        for number in range(3):
+            reply = await policy(talk)
+            talk += [reply.message, user(f"next{number}")]
+        return policy
+
+    policy = asyncio.run(run())
+    assert engine.requests == [(0, "q>"), (0, "|next0>"), (0, "|next1>")]
+    assert engine.strands == {0: "q>ab|next0>cd|next1>ef"}
+    assert same_strands(policy, engine)
+    assert policy.metrics["observation_tokens"] == 14.0
+    assert policy.text == "ef"
+
+
+def test_the_prompt_of_the_data_goes_on_with_the_reply_alone():
+    engine = Engine("ab", "cd", "ef")
+
+    async def run():
+        policy = policy_of(engine)
+        first = await policy(None)
+        second = await policy([first.message, user("more")])
+        assert (first.prompt_tokens, second.prompt_tokens) == (4, 12)
+        await policy(None)  # another sample of the prompt
+        return policy
+
+    policy = asyncio.run(run())
+    assert engine.requests == [(0, "6*7="), (0, "|more>"), (1, "6*7=")]
+    assert same_strands(policy, engine)
+
+
+def test_an_unknown_history_and_one_that_the_template_rewrites_begin_new_strands():
+    engine = Engine("ab", "cd", "ef")
+
+    async def run():
+        policy = policy_of(engine)
+        first = await policy([user("q")])
+        await policy([user("other"), first.message, user("x")])
+        await policy([user("q"), first.message, user("forget")])
+        return policy
+
+    policy = asyncio.run(run())
+    assert engine.requests == [(0, "q>"), (1, "other|ab|x>"), (2, "q|ab|forget>")]
+    assert same_strands(policy, engine)
+    said = ["q", "ab", "other", "ab", "x", "cd", "forget", "ef"]  # a history that was rewritten is not said again
+    assert [turn["text"] for turn in policy.turns] == said
+
+
+def test_a_fork_keeps_the_tokens_that_were_sampled_as_context():
+    engine = Engine("ab", "cd", "ef", "gh")
+
+    async def run():
+        policy = policy_of(engine)
+        first = await policy([user("q")])
+        await policy([user("q"), first.message, user("x")])
+        third = await policy([user("q"), first.message, user("y")])  # the strand has gone on with x
+        await policy([user("q"), first.message, user("y"), third.message, user("z")])
+        return policy
+
+    policy = asyncio.run(run())
+    assert engine.requests == [(0, "q>"), (0, "|x>"), (1, "q>ab|y>"), (1, "|z>")]
+    assert same_strands(policy, engine)
+    assert policy.metrics["observation_tokens"] == 9.0
+
+
+def test_equal_conversations_at_once_get_strands_of_their_own():
+    engine = Engine("ab", "c1", "c2", "c3")
+
+    async def run():
+        policy = policy_of(engine)
+        first = await policy([user("q")])
+        talk = [user("q"), first.message, user("x")]
+        engine.held = []
+        asks = [asyncio.ensure_future(policy(talk)) for _ in range(3)]
+        await asyncio.sleep(0)
+        for turn in reversed(engine.held):  # the last is answered first
+            turn.set_result(None)
+        return policy, [reply.text for reply in await asyncio.gather(*asks)]
+
+    policy, texts = asyncio.run(run())
+    assert engine.requests == [(0, "q>"), (0, "|x>"), (1, "q>ab|x>"), (2, "q>ab|x>")]
+    assert texts == ["c1", "c2", "c3"]
+    assert same_strands(policy, engine)
+
+
+@pytest.mark.parametrize(("one", "other"), [("x", "y"), ("", "")])
+def test_a_strand_with_a_request_in_flight_is_not_extended(one, other):
+    engine = Engine("ab", "cd", "ef")
+
+    async def run():
+        policy = policy_of(engine)
+        await policy.generate(tokens("q"))
+        engine.held = []
+        asks = [asyncio.ensure_future(policy.generate(tokens("qab" + text))) for text in (one, other)]
+        await asyncio.sleep(0)
+        for turn in engine.held:
+            turn.set_result(None)
+        await asyncio.gather(*asks)
+        return policy
+
+    policy = asyncio.run(run())
+    assert engine.requests == [(0, "q"), (0, one), (1, "qab" + other)]
+    assert same_strands(policy, engine)
+
+
+def test_tokens_extend_the_longest_strand_that_they_begin_with():
+    engine = Engine("ab", "cd", "ef", "gh", "ij")
+
+    async def run():
+        policy = policy_of(engine)
+        sampled = await policy.generate(tokens("q"), logprobs=True, max_tokens=9)
+        assert (sampled.token_ids, sampled.finish, sampled.logprobs) == (tuple(tokens("ab")), "stop", (-1.0, -1.0))
+        await policy.generate(tokens("qabx"))
+        await policy.generate(tokens("qab"))  # shorter than its strand is now
+        await policy.generate(tokens("qabxcd!"))
+        await policy.generate(tokens("qabef"))  # nothing to append: the reply goes on
+        return policy
+
+    policy = asyncio.run(run())
+    assert engine.requests == [(0, "q"), (0, "x"), (1, "qab"), (0, "!"), (1, "")]
+    assert engine.asked[0][2:] == (9, True)
+    assert same_strands(policy, engine)
+
+
+def test_another_client_of_the_same_conversation_is_recognized():
+    engine = Engine("!add", "cd", "ef")
+
+    async def run():
+        policy = policy_of(engine)
+        await policy([user("q")])
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}  # arguments as text
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        await policy([user("q"), said, {"role": "tool", "content": "3", "tool_call_id": "1"}])
+        call = {**call, "function": {"name": "sub", "arguments": "{}"}}
+        await policy([user("q"), {**said, "tool_calls": [call]}, user("x")])
+        return policy
+
+    policy = asyncio.run(run())
+    assert engine.requests == [(0, "q>"), (0, "|3>"), (1, "q|None|x>")]
+    assert policy.metrics["tool_calls"] == 1.0
+
+
+def test_other_tools_begin_a_new_strand():
+    engine = Engine("ab", "cd", "ef")
+    tool = {"type": "function", "function": {"name": "add"}}
+
+    async def run():
+        policy = policy_of(engine)
+        first = await policy([user("q")], tools=[tool])
+        await policy([user("q"), first.message, user("x")], tools=[tool])
+        await policy([user("q"), first.message, user("x")])
+
+    asyncio.run(run())
+    assert engine.requests == [(0, "q>"), (0, "|x>"), (1, "q|ab|x>")]
+
+
+def test_an_observation_is_cut_and_the_history_with_the_whole_one_is_recognized():
+    engine = Engine("ab", "cd", "ef", "gh")
+    long = "x" * 500 + "y" * 500
+    cut = "xxxxx\n[... 990 characters left out ...]\nyyyyy"
+
+    async def run():
+        policy = policy_of(engine, max_observation_tokens=45)
+        talk = [user(long)]  # the question is not an observation
+        first = await policy(talk)
+        talk += [first.message, user(long)]
+        second = await policy(talk)
+        talk += [second.message, user("end")]
+        await policy(talk)
+        await policy([user("other"), first.message, user(long)])
+        return policy
+
+    policy = asyncio.run(run())
+    assert engine.requests == [(0, f"{long}>"), (0, f"|{cut}>"), (0, "|end>"), (1, f"other|ab|{cut}>")]
+    assert len(cut) <= 45
+    assert policy.turns[2]["text"] == cut
+
+
+@pytest.mark.parametrize(("size", "most"), [(100, 100), (101, 100), (10_000, 100), (1_000_000, 300), (5_000, 1)])
+def test_a_shortened_text_has_at_most_its_tokens_and_keeps_both_ends(size, most):
+    text = "".join(chr(97 + place * 26 // size) for place in range(size))
+    longest = []
+
+    def count(shown: str) -> int:  # two characters a token
+        longest.append(len(shown))
+        return (len(shown) + 1) // 2
+
+    cut = shorten(text, most, count)
+    if size <= 2 * most:
+        assert cut == text
+        return
+    head, note, tail = cut.split("\n")
+    assert note == f"[... {size - len(head) - len(tail)} characters left out ...]"
+    assert text.startswith(head)
+    assert text.endswith(tail)
+    assert most == 1 or 0.5 * most < count(cut) <= most
+    assert max(longest) <= most * 64 + 50
+
+
+def test_a_reply_that_the_limit_cut_is_truncated_and_its_strand_goes_on():
+    engine = Engine("ab…", "cd")
+
+    async def run():
+        policy = policy_of(engine, max_turn_tokens=2)
+        first = await policy([user("q")], max_tokens=7)
+        second = await policy([user("q"), first.message, user("x")], max_tokens=1)
+        return first, second
+
+    first, second = asyncio.run(run())
+    assert (first.text, first.truncated, second.truncated) == ("ab", True, False)
+    assert [max_tokens for _, _, max_tokens, _ in engine.asked] == [2, 1]
+
+
+@pytest.mark.parametrize("over", [OutOfTurns, OutOfTokens, OutOfTime])
+def test_each_limit_has_its_exception_and_nothing_more_is_sampled(over):
+    clock = Clock(60.0)
+    engine = Engine("ab") if over is OutOfTokens else Engine("ab", "cd")
+    limits = {"max_turns": 1} if over is OutOfTurns else {}
+
+    async def run():
+        policy = policy_of(engine, clock=clock, **limits)
+        await policy([user("q")])
+        if over is OutOfTime:
+            clock._before = 61.0
+        with pytest.raises(over):
+            await policy([user("r")])
+        with pytest.raises(over):
+            await policy.generate(tokens("r"))
+        return policy
+
+    policy = asyncio.run(run())
+    assert policy.ending == {OutOfTurns: "turns", OutOfTokens: "length", OutOfTime: "time"}[over]
+    assert len(engine.asked) == (3 if over is OutOfTokens else 1)
+    assert engine.strands[0] == "q>ab"
+
+
+def test_an_answer_extends_its_strand_even_if_whoever_asked_was_cancelled():
+    engine = Engine("ab", "cd")
+
+    async def run():
+        policy = policy_of(engine)
+        engine.held = []
+        asking = asyncio.ensure_future(policy([user("q")]))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.sleep(0)
+        engine.held.pop().set_result(None)
+        engine.held = None
+        await asyncio.sleep(0.01)
+        await policy.generate(tokens("q>abx"))
+        return policy
+
+    policy = asyncio.run(run())
+    assert engine.requests == [(0, "q>"), (0, "x")]
+    assert same_strands(policy, engine)
+
+
+def test_a_policy_of_an_episode_that_is_over_does_not_speak():
+    engine = Engine("ab")
+
+    async def run():
+        policy = policy_of(engine)
+        policy.close()
+        with pytest.raises(RuntimeError, match="the episode is over"):
+            await policy([user("q")])
+
+    asyncio.run(run())
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [([], "at least one message"), (["q"], "'q' is not a message"), ([{"content": "q"}], "is not a message")],
+)
+def test_what_is_no_conversation_is_refused(messages, problem):
+    engine = Engine("ab")
+
+    async def run():
+        with pytest.raises((ValueError, TypeError), match=problem):
+            await policy_of(engine)(messages)
+
+    asyncio.run(run())
+    assert engine.asked == []
+
+
+def test_the_clock_stands_still_while_an_engine_is_awaited_and_turns_have_seconds(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    clock = Clock(10.0)
+    now[0] += 2.0
+    with clock.waiting():
+        now[0] += 50.0
+        assert clock.left == 10.0
+        with clock.waiting():
+            now[0] += 50.0
+        now[0] += 50.0
+        assert clock.seconds == 2.0
+    now[0] += 3.0
+    assert (clock.seconds, clock.left) == (5.0, 7.0)
+    clock.begin("step")
+    assert (clock.seconds, clock.left, clock.step) == (5.0, 10.0, "step")
+    now[0] += 11.0
+    assert (clock.seconds, clock.left) == (16.0, -1.0)
+
+
+def test_turns_say_who_spent_how_many_tokens_and_seconds(monkeypatch):
+    engine = Engine("ab", "cd")
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        now = [loop.time()]
+        monkeypatch.setattr("app.environment.worker.clock.time.monotonic", lambda: now[0])
+        policy = policy_of(engine)
+        now[0] += 2.0
+        first = await policy([{"role": "system", "content": "s"}, user("q")])
+        now[0] += 3.0
+        await policy([{"role": "system", "content": "s"}, user("q"), first.message, user("x")])
+        return policy.turns
+
+    turns = asyncio.run(run())
+    assert [(turn["role"], turn["text"], turn["tokens"], round(turn["seconds"], 1)) for turn in turns] == [
+        ("system", "s", 0, 0.0),
+        ("user", "q", 4, 2.0),
+        ("assistant", "ab", 2, 0.0),
+        ("user", "x", 3, 3.0),
+        ("assistant", "cd", 2, 0.0),
+    ]
+
+
+def test_a_request_for_nothing_is_refused():
+    engine = Engine("ab")
+
+    async def run():
+        policy = policy_of(engine)
+        with pytest.raises(ValueError, match="max_tokens=0 is not accepted"):
+            await policy([user("q")], max_tokens=0)
+        with pytest.raises(ValueError, match="at least one token"):
+            await policy.generate([])
+
+    asyncio.run(run())
+    assert engine.asked == []

@@ -1,0 +1,179 @@
+"""Both placements with episodes of random turns, delays and failures, in virtual time."""
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.config import RunConfig
+from app.config.placement import PlacementKind, Stream
+from app.errors import RunError
+from app.placement.colocate import Colocate
+from app.placement.fully_async import FullyAsync
+from app.types import InFlight
+from tests.simulated_environments import Script, SimEnvironments, SimSession, scripts
+from tests.simulation import World, config, long_tailed, now, run_virtual
+
+
+def run(world: World) -> float:
+    """The whole run; its virtual seconds."""
+
+    async def story() -> float:
+        context = world.context()
+        colocate = world.config.placement.kind is PlacementKind.colocate
+        async with context.supervisor.monitor():
+            await (Colocate if colocate else FullyAsync)(context).run()
+        return now()
+
+    return run_virtual(story())
+
+
+def training(world: World) -> list[SimSession]:
+    return [session for session in world.environments.sessions if session.task.training]
+
+
+def assert_each_group_ended_once(world: World) -> None:
+    """Every group that began was trained on or settled, or its prompt is returned to be sampled again."""
+    trained = world.trainer.ids
+    assert len(trained) == len(set(trained))
+    settled = [prompt_id for _, _, filtered in world.recorder.ledger for prompt_id in filtered]
+    returned = set(world.cursor.state()["returned"])
+    begun = {session.task.id for session in training(world)}
+    assert begun == set(trained) | set(settled) | (returned & begun)
+    assert not set(trained) & (set(settled) | returned)
+    assert not set(settled) & returned
+
+
+def assert_each_episode_ended_once(world: World) -> None:
+    assert world.environments.open == []
+    assert {session.closed for session in world.environments.sessions} == {1}
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[RunConfig, SimEnvironments]:
+    staleness = draw(st.integers(0, 2))
+    made = config(
+        draw(st.sampled_from(PlacementKind)),
+        steps=draw(st.integers(1, 5)),
+        prompts_per_step=draw(st.integers(1, 4)),
+        max_staleness=staleness,
+        in_flight=draw(st.sampled_from(InFlight)) if staleness else InFlight.drain,
+        max_inflight_groups=draw(st.integers(1, 12)),
+        stream=draw(st.sampled_from([Stream.auto, Stream.off])),
+        every=draw(st.integers(0, 2)),
+        max_completion_tokens=draw(st.sampled_from([9, 64])),
+    )
+    made.algorithm.max_refill_rounds = 20
+    made.environment.max_failed_fraction = 1.0
+    made.environment.retries = draw(st.integers(0, 1))
+    failing = draw(st.sampled_from([0.0, 0.1, 0.3]))
+    return made, SimEnvironments(scripts(draw(st.integers(0, 999)), failing=failing))
+
+
+@settings(max_examples=25, deadline=None)
+@given(schedules())
+def test_any_run_ends_within_its_bound_and_every_episode_and_group_ends_once(
+    tmp_path_factory: pytest.TempPathFactory, schedule: tuple[RunConfig, SimEnvironments]
+) -> None:
+    made, environments = schedule
+    world = World(made, tmp_path_factory.getbasetemp(), long_tailed(5), environments=environments)
+    run(world)
+    assert len(world.trainer.ids) == made.steps * made.algorithm.prompts_per_step
+    for version, groups in world.trainer.trained:
+        assert all(len(group.trajectories) == 2 for group in groups)
+        assert all(version - group.oldest_version <= made.placement.max_staleness for group in groups)
+    assert_each_episode_ended_once(world)
+    assert_each_group_ended_once(world)
+
+
+@pytest.mark.parametrize("in_flight", InFlight)
+def test_an_episode_that_outlives_pushes_has_tokens_of_several_versions(tmp_path: Path, in_flight: InFlight) -> None:
+    made = config(steps=12, max_staleness=2, in_flight=in_flight, max_inflight_groups=12)
+    environments = SimEnvironments(lambda task, number: Script(turns=4, seconds=1.0, score=float(number % 2)))
+    world = World(made, tmp_path, long_tailed(3), environments=environments)
+    run(world)
+    groups = [group for _, groups in world.trainer.trained for group in groups]
+    spans = [trajectory.strands[0].spans for group in groups for trajectory in group.trajectories]
+    assert max(map(len, spans)) > 1
+    assert all(one.version < other.version for each in spans for one, other in pairwise(each))
+    assert max(line["staleness/max"] for line in world.recorder.lines) <= 2
+    assert max(line["staleness/max"] for line in world.recorder.lines) > 0
+
+
+def test_a_push_aborts_an_episode_that_is_inside_its_environment_and_would_be_too_stale(tmp_path: Path) -> None:
+    def script(task: object, number: int) -> Script:
+        slow = str(task.id).split("@")[0] in ("sim/3", "sim/9")  # type: ignore[attr-defined]
+        return Script(turns=2, seconds=50.0 if slow else 0.1, score=float(number % 2))
+
+    made = config(steps=10, max_staleness=1, in_flight=InFlight.retract, max_inflight_groups=12)
+    world = World(made, tmp_path, lambda prompt_id: 0.5, environments=SimEnvironments(script))
+    run(world)
+    ended = Counter(session.ended for session in training(world) if session.script.seconds == 50.0)
+    assert ended["aborted"] > 0
+    assert sum(line["rollout/aborted_groups"] for line in world.recorder.lines) > 0
+    assert_each_episode_ended_once(world)
+    assert_each_group_ended_once(world)
+
+
+@pytest.mark.parametrize("kind", PlacementKind)
+def test_a_group_that_environments_left_too_small_is_settled_and_another_is_sampled(
+    tmp_path: Path, kind: PlacementKind
+) -> None:
+    broken = ("sim/3", "sim/9", "sim/20")
+
+    def script(task: object, number: int) -> Script:
+        fails = str(task.id).split("@")[0] in broken  # type: ignore[attr-defined]
+        return Script(fails_at=1 if fails else None, score=float(number % 2))
+
+    made = config(kind, steps=10, max_inflight_groups=12)
+    made.environment.max_failed_fraction = 1.0
+    world = World(made, tmp_path, long_tailed(3), environments=SimEnvironments(script))
+    run(world)
+    settled = [prompt_id.split("@")[0] for _, _, filtered in world.recorder.ledger for prompt_id in filtered]
+    assert settled
+    assert set(settled) <= set(broken)
+    assert sum(line["rollout/unplayable_groups"] for line in world.recorder.lines) == len(settled)
+    assert [line["rollout/groups"] for line in world.recorder.lines] == [4.0] * 10
+    assert world.recorder.lines[-1]["environment/failed_raised"] >= 2 * 2 * len(settled)
+    assert_each_group_ended_once(world)
+
+
+def test_an_evaluation_in_which_every_episode_failed_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    environments = SimEnvironments(lambda task, number: Script(fails_at=None if task.training else 0))
+    made = config(PlacementKind.colocate)
+    made.environment.max_failed_fraction = 1.0
+    world = World(made, tmp_path, environments=environments)
+    with pytest.raises(RunError, match="every episode of evaluation set eval failed"):
+        run(world)
+
+
+@pytest.mark.parametrize("kind", PlacementKind)
+def test_environments_that_always_fail_end_the_run_with_their_reason(tmp_path: Path, kind: PlacementKind) -> None:
+    environments = SimEnvironments(lambda task, number: Script(fails_at=0))
+    world = World(config(kind), tmp_path, environments=environments)
+    with pytest.raises(RunError, match="last: the environment failed on purpose"):
+        run(world)
+    assert environments.open == []
+
+
+def test_metrics_are_means_over_the_episodes_of_the_step(tmp_path: Path) -> None:
+    made = config(PlacementKind.colocate, steps=1)
+    turns = np.random.default_rng(0).integers(1, 4, 64)
+    environments = SimEnvironments(
+        lambda task, number: Script(turns=int(turns[number]), seconds=2.0, score=float(number % 2))
+    )
+    world = World(made, tmp_path, lambda prompt_id: 1.0, environments=environments)
+    run(world)
+    (line,) = world.recorder.lines
+    played = [len(session.asked) for session in training(world)]
+    assert line["environment/turns_mean"] == np.mean(played)
+    assert line["environment/turns_max"] == max(played)
+    assert line["environment/observation_tokens"] == np.mean([2 * (count - 1) for count in played])
+    assert line["completion/length_mean"] == np.mean([4 * count for count in played])
+    assert line["tokens/completion"] == 4 * sum(played)
+    assert line["environment/tool_calls"] == 1.0
+    assert line["environment/strands_mean"] == 1.0

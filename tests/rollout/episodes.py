@@ -1,0 +1,133 @@
+"""Groups of episodes on real or scripted engines, with the real workers, and what was asked of the engines."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from app.config.recovery import RecoveryConfig
+from app.config.reward import RewardConfig
+from app.environment.remote import WorkerSpec
+from app.model.tiny.tokenizer import build_tokenizer
+from app.reward.scorer import Scorer
+from app.rollout.episodes import EpisodeLimits, Episodes
+from app.rollout.episodes.episode_failures import EpisodeFailures
+from app.rollout.pool import EnginePool
+from app.rollout.rollouter import Rollouter
+from app.tracking.run_folder.timeline import Timeline
+from app.types import Completion, FinishReason, Group, GroupRequest, Prompt, Sampling, Strand, VersionSpan
+from tests.environment.pools import running_pool
+
+PATIENCE_S = 120.0
+ROOM = 400  # tokens of a trajectory after its opening
+
+
+@dataclass
+class Recording:
+    """An engine in front of another one: keeps what was asked, and what it said."""
+
+    engine: Any
+    requests: list[GroupRequest] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        (completion,) = await self.engine.generate(request)
+        self.requests.append(request)
+        self.completions.append(completion)
+        return [completion]
+
+    async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
+        await self.engine.abort(prompt_ids)
+
+
+@dataclass
+class Scripted:
+    """An engine that says the same in every turn, after what `before` waits for."""
+
+    text: str = "42"
+    before: Callable[[GroupRequest], Any] | None = None
+    asked: list[GroupRequest] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        self.asked.append(request)
+        if self.before is not None:
+            await self.before(request)
+        tokens = np.array([ord(character) for character in self.text], dtype=np.int32)
+        tokens = tokens[: request.sampling.max_tokens]
+        span = VersionSpan(request.version, 0, len(tokens))
+        return [Completion(tokens, np.zeros(len(tokens), dtype=np.float32), FinishReason.stop, (span,))]
+
+    async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
+        self.aborted += prompt_ids or ()
+
+
+@contextlib.asynccontextmanager
+async def rollouter_of(
+    spec: WorkerSpec,
+    engines: Sequence[Any],
+    *,
+    retries: int = 0,
+    room: int = ROOM,
+    log: Path | None = None,
+    **pool: Any,
+) -> AsyncIterator[Rollouter]:
+    """A rollouter with an environment; afterwards no process and no descriptor of its workers is left."""
+    async with running_pool(spec, episodes=64, log=log, **pool) as environments:
+        failures = EpisodeFailures(1.0, 10**6, lambda sentence: None)
+        episodes = Episodes(environments, EpisodeLimits(64, room, retries), failures, seed=0)
+        scorer = Scorer(RewardConfig(components={"environment": 1.0}))
+        yield Rollouter(EnginePool(engines), scorer, build_tokenizer(256), Timeline(), RecoveryConfig(), episodes)
+
+
+def prompt(number: int = 0, text: str = "6*7=") -> Prompt:
+    """For the renderer of characters."""
+    tokens = np.array([ord(character) for character in text], dtype=np.int32)
+    return Prompt(f"talk/{number}@0", tokens, "42", "talk", question=text, row={"n": number})
+
+
+def tiny_prompt(number: int, model: Path) -> Prompt:
+    """For the tokenizer of a tiny model."""
+    from app.model.hf_directory import load_tokenizer
+
+    text = f"{number + 10}+{7 * number % 90 + 5}="
+    tokens = np.array(load_tokenizer(model)(text)["input_ids"], dtype=np.int32)
+    return Prompt(f"talk/{number}@0", tokens, "42", "talk", question=text, row={"n": number})
+
+
+async def group(
+    rollouter: Rollouter,
+    prompt: Prompt,
+    *,
+    size: int = 4,
+    room: int = ROOM,
+    temperature: float = 1.0,
+    version: Callable[[], int] = lambda: 0,
+) -> Group:
+    sampling = Sampling(temperature, 1.0, room)
+    playing = rollouter.group(prompt, size=size, sampling=sampling, version=version)
+    return await asyncio.wait_for(playing, PATIENCE_S)
+
+
+def pieces(strand: Strand) -> list[tuple[int, int]]:
+    """First and last position of each run of sampled tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], strand.sampled.astype(np.int8), [0]])))
+    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+
+def largest_difference_of_strands(policy: Any, strands: Sequence[Strand], temperature: float = 1.0) -> float:
+    """Between the log-probabilities of sampled tokens and those of a model of transformers, over all turns."""
+    largest = 0.0
+    for strand in strands:
+        tokens = torch.as_tensor(strand.token_ids, dtype=torch.int64)
+        with torch.no_grad():
+            logits = policy(input_ids=tokens[None]).logits[0, :-1]
+        logprobs = torch.log_softmax(logits / temperature, dim=-1).gather(1, tokens[1:, None]).squeeze(1).numpy()
+        expected = logprobs[strand.sampled[1:]]
+        largest = max(largest, float(np.abs(strand.logprobs - expected).max()))
+    return largest

@@ -1,0 +1,258 @@
+"""Groups of episodes on the driver: seats, retries, failures, aborts and limits. In virtual time."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.config.environment import EnvironmentConfig
+from app.config.recovery import RecoveryConfig
+from app.config.reward import RewardConfig
+from app.environment.protocol import Task
+from app.errors import EngineLost, RunError
+from app.model.tiny.tokenizer import build_tokenizer
+from app.reward.scorer import Scorer
+from app.rollout.episodes import EpisodeLimits, Episodes
+from app.rollout.episodes.episode_failures import EpisodeFailures
+from app.rollout.pool import EnginePool
+from app.rollout.requests import Aborted
+from app.rollout.rollouter import Rollouter
+from app.tracking.run_folder.timeline import Timeline
+from app.types import Completion, Ending, Group, GroupRequest, Sampling
+from tests.simulated_environments import OBSERVATION, Script, SimEnvironments
+from tests.simulation import SimEngine, now, prompts, run_virtual
+
+SAMPLING = Sampling(1.0, 1.0, 64)
+PROMPT = [0, 1, 2]
+
+
+class RecordingEngine(SimEngine):
+    """Keeps each request; a completion takes a second."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.requests: list[GroupRequest] = []
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        self.requests.append(request)
+        return await super().generate(request)
+
+
+class Setting:
+    """A rollouter with simulated environments and engines."""
+
+    def __init__(
+        self,
+        script: Callable[[Task, int], Script] = lambda task, number: Script(score=float(number % 2)),
+        *,
+        engines: int = 1,
+        max_response_tokens: int = 64,
+        retries: int = 1,
+        max_failed_fraction: float = 0.5,
+        window: int = 8,
+    ):
+        self.engines = [RecordingEngine(lambda _: 1.0, lambda p, m: True, name=f"engine {i}") for i in range(engines)]
+        self.environments = SimEnvironments(script)
+        self.warnings: list[str] = []
+        limits = EpisodeLimits(8, max_response_tokens, retries)
+        failures = EpisodeFailures(max_failed_fraction, window, self.warnings.append)
+        environments: Any = self.environments
+        self.episodes = Episodes(environments, limits, failures, seed=0)
+        self.rollouter = Rollouter(
+            EnginePool(self.engines),
+            Scorer(RewardConfig(components={"environment": 1.0})),
+            build_tokenizer(256),
+            Timeline(),
+            RecoveryConfig(),
+            self.episodes,
+        )
+
+    async def group(self, size: int = 2, prompt: int = 0, max_tokens: int = 64) -> Group:
+        sampling = Sampling(1.0, 1.0, max_tokens)
+        return await self.rollouter.group(prompts(9)[prompt], size=size, sampling=sampling, version=lambda: 3)
+
+    @property
+    def requests(self) -> list[GroupRequest]:
+        return [request for engine in self.engines for request in engine.requests]
+
+
+def test_every_request_begins_with_all_tokens_of_the_strand_and_only_sampled_ones_are_trained_on() -> None:
+    setting = Setting(lambda task, number: Script(turns=3, score=float(number)))
+    group = run_virtual(setting.group())
+    assert group.rewards.tolist() == [0.0, 1.0]
+
+    for member, trajectory in enumerate(group.trajectories):
+        strand = trajectory.strands[0]
+        reply = trajectory.completion.token_ids.tolist()
+        assert strand.token_ids.tolist() == [*PROMPT, *reply, *OBSERVATION, *reply, *OBSERVATION, *reply]
+        assert np.flatnonzero(~strand.sampled).tolist() == [0, 1, 2, 7, 8, 13, 14]
+        sent = [r.token_ids.tolist() for r in setting.requests if r.turn.endswith(f"of member {member}")]
+        assert sent == [strand.token_ids[:end].tolist() for end in (3, 9, 15)]
+        assert [span.end - span.start for span in strand.spans] == [12]
+        assert (trajectory.prompt_tokens, trajectory.sampled_tokens, trajectory.response_tokens) == (3, 12, 16)
+        assert trajectory.episode is not None
+        assert trajectory.episode.metrics["turns"] == 3
+        assert trajectory.episode.metrics["tool_calls"] == 1
+
+
+def test_the_turns_of_a_group_stay_on_one_engine_and_groups_spread_over_engines() -> None:
+    setting = Setting(engines=2)
+
+    async def story() -> None:
+        await asyncio.gather(*(setting.group(prompt=number) for number in range(4)))
+
+    run_virtual(story())
+    served = [{request.prompt_id for request in engine.requests} for engine in setting.engines]
+    assert not served[0] & served[1]
+    assert [len(each) for each in served] == [2, 2]
+    assert setting.rollouter.pool._seated == [0, 0]
+
+
+def test_a_turn_whose_engine_dies_is_asked_again_elsewhere_and_the_environment_goes_on() -> None:
+    setting = Setting(engines=2)
+
+    async def story() -> Group:
+        playing = asyncio.create_task(setting.group())
+        await asyncio.sleep(3.5)  # in the second turn
+        (busy,) = (engine for engine in setting.engines if engine.requests)
+        busy.die(EngineLost("engine was killed"))
+        return await playing
+
+    group = run_virtual(story())
+    assert len(setting.environments.sessions) == 2  # none began again
+    assert [trajectory.sampled_tokens for trajectory in group.trajectories] == [8, 8]
+    assert setting.rollouter.take_lost() == 1
+    moved = [engine for engine in setting.engines if engine.fail is None]
+    assert [request.token_ids.tolist()[:7] for request in moved[0].requests] == [[*PROMPT, 5, 5, 5, 22]] * 2
+
+
+@pytest.mark.parametrize("kind", ["raised", "late", "died", "value"])
+def test_an_episode_whose_environment_failed_once_is_played_again(kind: str) -> None:
+    setting = Setting(lambda task, number: Script(fails_at=1 if number == 0 else None, kind=kind, score=number))
+    group = run_virtual(setting.group())
+    assert len(group.trajectories) == 2
+    assert setting.episodes.failures.metrics == {"environment/failed_episodes": 0.0, f"environment/failed_{kind}": 1.0}
+    assert setting.warnings == [
+        "an episode failed: the environment failed on purpose. It is played again, at most environment.retries times, "
+        "and then left out of its group; all failures are in logs/environment.log."
+    ]
+    assert [session.closed for session in setting.environments.sessions] == [1, 1, 1]
+
+
+def test_an_episode_that_always_fails_leaves_its_group_and_has_no_reward() -> None:
+    setting = Setting(lambda task, number: Script(fails_at=0 if number in (1, 4) else None, score=float(number)))
+    group = run_virtual(setting.group(size=4))
+    assert sorted(group.rewards.tolist()) == [0.0, 2.0, 3.0]
+    assert setting.episodes.failures.metrics["environment/failed_episodes"] == 1.0
+
+
+def test_an_episode_that_was_lost_with_its_worker_is_not_charged() -> None:
+    setting = Setting(lambda task, number: Script(fails_at=1 if number < 8 else None, kind="lost"), retries=0)
+    group = run_virtual(setting.group())
+    assert len(group.trajectories) == 2
+    assert setting.episodes.failures.by_kind == {"lost": 8}
+
+
+def test_an_episode_that_is_lost_for_ever_is_left_out() -> None:
+    setting = Setting(lambda task, number: Script(fails_at=0, kind="lost"), retries=0, max_failed_fraction=1.0)
+    assert run_virtual(setting.group()).trajectories == ()
+    assert setting.episodes.failures.by_kind == {"lost": 2 * 11}
+
+
+def test_too_many_failures_end_the_run_with_the_reason() -> None:
+    setting = Setting(lambda task, number: Script(fails_at=0), max_failed_fraction=0.25)
+    sentence = (
+        r"^3 of 3 episodes failed in every attempt, more than environment.max_failed_fraction=0.25 of a step's 8 "
+        r"allows; the last: the environment failed on purpose.$"
+    )
+    with pytest.raises(RunError, match=sentence):
+        run_virtual(setting.group(size=4))
+    assert all(session.ended for session in setting.environments.sessions)
+
+
+def test_an_abort_reaches_an_episode_inside_its_environment_and_counts_what_was_sampled() -> None:
+    setting = Setting(lambda task, number: Script(seconds=0.0 if number else 100.0))
+
+    async def story() -> tuple[float, Aborted]:
+        playing = asyncio.create_task(setting.group())
+        await asyncio.sleep(1.5)  # one is in its environment, the other in its second turn
+        await setting.rollouter.abort(["sim/0"])
+        with pytest.raises(Aborted) as aborted:
+            await playing
+        return now(), aborted.value
+
+    ended, aborted = run_virtual(story())
+    assert ended == pytest.approx(1.5)
+    assert aborted.tokens == 4
+    assert [session.ended for session in setting.environments.sessions] == ["aborted", "aborted"]
+    assert [session.closed for session in setting.environments.sessions] == [1, 1]
+    assert setting.rollouter.requests.in_flight == {}
+
+
+def test_a_cancelled_group_closes_its_environments() -> None:
+    setting = Setting()
+
+    async def story() -> None:
+        playing = asyncio.create_task(setting.group())
+        await asyncio.sleep(1.5)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    run_virtual(story())
+    assert [session.ended for session in setting.environments.sessions] == ["aborted", "aborted"]
+
+
+def test_observations_count_towards_the_tokens_of_a_trajectory() -> None:
+    setting = Setting(lambda task, number: Script(turns=9))
+    group = run_virtual(setting.group(max_tokens=11))
+    first = [request for request in setting.requests if request.turn.endswith("member 0")]
+    assert [request.sampling.max_tokens for request in first] == [11, 5]  # 11 - 4 sampled - 2 observed
+    for trajectory in group.trajectories:
+        assert trajectory.episode is not None
+        assert trajectory.episode.ending is Ending.length
+        assert trajectory.truncated
+        assert trajectory.tokens == 3 + 4 + 2 + 4  # nothing after the last sampled token
+
+
+def test_a_strand_never_outgrows_the_context() -> None:
+    setting = Setting(lambda task, number: Script(turns=9), max_response_tokens=6)
+    run_virtual(setting.group(max_tokens=1000))
+    assert max(len(r.token_ids) + r.sampling.max_tokens for r in setting.requests) == 8 + 6
+
+
+def test_an_opening_that_is_too_long_is_a_failure_with_both_numbers() -> None:
+    setting = Setting(retries=0, max_failed_fraction=1.0)
+    setting.episodes.limits = EpisodeLimits(2, 64, 0)
+    assert run_virtual(setting.group()).trajectories == ()
+    assert setting.warnings == [
+        "an episode failed: the episode opens with 3 tokens, more than rollout.max_prompt_tokens=2. It is played "
+        "again, at most environment.retries times, and then left out of its group; all failures are in "
+        "logs/environment.log."
+    ]
+
+
+def test_an_episode_in_which_the_policy_was_never_asked_has_no_sampled_token() -> None:
+    setting = Setting(lambda task, number: Script(turns=0, score=0.5))
+    for trajectory in run_virtual(setting.group()).trajectories:
+        assert (trajectory.sampled_tokens, trajectory.tokens, trajectory.oldest_version) == (0, 3, 3)
+        assert trajectory.reward == 0.5
+
+
+def test_the_members_of_a_group_have_one_seed_and_groups_have_others() -> None:
+    setting = Setting()
+
+    async def story() -> None:
+        await setting.group(prompt=0)
+        await setting.group(prompt=1)
+
+    run_virtual(story())
+    seeds = [session.task.seed for session in setting.environments.sessions]
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+
+
+def test_an_environment_without_a_name_of_its_own_is_a_single_turn() -> None:
+    assert not EnvironmentConfig().multi_turn
+    assert EnvironmentConfig(_target_="my.Own").module == "own"

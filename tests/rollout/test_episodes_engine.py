@@ -1,0 +1,177 @@
+"""Episodes on a real SGLang server: what the engine saw is what is trained on, turn after turn."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.rollout.remote import RemoteEngine
+from app.types import Completion, Group, GroupRequest, InFlight, Strand
+from tests.rollout.episodes import (
+    Recording,
+    group,
+    largest_difference_of_strands,
+    pieces,
+    rollouter_of,
+    tiny_prompt,
+)
+from tests.rollout.support import HOT, in_flight
+from tests.weight_sync.support import noisy_model
+
+# The longer the talk, the longer what the environment says; every second member has a conversation beside it.
+TALK = """
+import random
+
+class Env:
+    async def run(self, task, policy):
+        rng = random.Random(task.row["n"])
+        reply = await policy(None)
+        talk = []
+        for turn in range(3):
+            said = "".join(rng.choice("0123456789+=") for _ in range(rng.randrange(1, 30)))
+            talk += [reply.message, {"role": "user", "content": said}]
+            reply = await policy(talk, max_tokens=3 + 5 * turn)
+            if turn == 1:
+                aside = [{"role": "user", "content": "12+30="}]
+                answer = await policy(aside, max_tokens=6)
+                await policy([*aside, answer.message, {"role": "user", "content": "7+8="}])
+        return 1.0
+"""
+TURNS = 6  # of both conversations
+
+
+def played(spec: Any, engine: Recording, model: Path, *, prompts: int, temperature: float) -> list[Group]:
+    async def run() -> list[Group]:
+        async with rollouter_of(spec, [engine]) as rollouter:
+            groups = [group(rollouter, tiny_prompt(n, model), temperature=temperature) for n in range(prompts)]
+            return await asyncio.gather(*groups)
+
+    return asyncio.run(run())
+
+
+def asked(recording: Recording) -> Counter[tuple[bytes, bytes]]:
+    """What engines read and said."""
+    pairs = zip(recording.requests, recording.completions, strict=True)
+    return Counter((request.token_ids.tobytes(), completion.token_ids.tobytes()) for request, completion in pairs)
+
+
+def trained(strands: Sequence[Strand]) -> Counter[tuple[bytes, bytes]]:
+    """What stands before each sampled piece of a strand, and the piece."""
+    return Counter(
+        (strand.token_ids[:start].tobytes(), strand.token_ids[start:end].tobytes())
+        for strand in strands
+        for start, end in pieces(strand)
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, HOT])
+def test_every_request_begins_with_its_strand_and_all_turns_have_the_logprobs_of_transformers(
+    temperature: float, engine: RemoteEngine, tiny_model: Path, own: Any
+) -> None:
+    recording = Recording(engine)
+    spec = own(TALK, max_turn_tokens=24, model=tiny_model)
+    groups = played(spec, recording, tiny_model, prompts=3, temperature=temperature)
+
+    trajectories = [trajectory for each in groups for trajectory in each.trajectories]
+    assert len(trajectories) == 12
+    assert [len(trajectory.strands) for trajectory in trajectories] == [2] * 12
+    assert len(recording.requests) == 12 * TURNS
+    strands = [strand for trajectory in trajectories for strand in trajectory.strands]
+    assert asked(recording) == trained(strands)
+    policy = noisy_model(tiny_model, 0)
+    assert largest_difference_of_strands(policy, strands, temperature) < 1e-5
+    shifted = [replace(strand, sampled=np.roll(strand.sampled, -1)) for strand in strands]
+    assert largest_difference_of_strands(policy, shifted, temperature) > 0.01
+
+
+def held(recording: Recording, index: int) -> int:
+    """Tokens of the longest earlier request and its completion that this request begins with."""
+    tokens = recording.requests[index].token_ids.tolist()
+    longest = 0
+    for request, completion in zip(recording.requests[:index], recording.completions[:index], strict=True):
+        before = [*request.token_ids.tolist(), *completion.token_ids.tolist()]
+        if tokens[: len(before)] == before:
+            longest = max(longest, len(before))
+    return longest
+
+
+def test_a_turn_finds_the_turns_before_it_in_the_cache(engine: RemoteEngine, tiny_model: Path, own: Any) -> None:
+    """All but the last sampled token, which the engine has not computed yet."""
+    recording = Recording(engine)
+    spec = own(TALK, max_turn_tokens=24, model=tiny_model)
+    groups = played(spec, recording, tiny_model, prompts=2, temperature=HOT)
+
+    later = [index for index in range(len(recording.requests)) if held(recording, index)]
+    assert len(later) == 8 * (TURNS - 2)  # without the first turn of each strand
+    for index in later:
+        assert recording.completions[index].cached_tokens >= held(recording, index) - 1
+
+    metrics = [t.episode.metrics for each in groups for t in each.trajectories if t.episode]
+    assert sum(each["prompt_tokens"] for each in metrics) == sum(len(each.token_ids) for each in recording.requests)
+    assert sum(each["cached_tokens"] for each in metrics) == sum(each.cached_tokens for each in recording.completions)
+
+
+def test_a_turn_after_a_pause_finds_nothing_in_the_cache(engine: RemoteEngine, tiny_model: Path, own: Any) -> None:
+    """A push pauses: what an older policy computed is not used."""
+
+    class Pausing(Recording):
+        async def generate(self, request: GroupRequest) -> list[Completion]:
+            if request.turn.startswith("3 of"):
+                await engine.pause(InFlight.drain)
+                await engine.resume()
+            return await super().generate(request)
+
+    async def run(recording: Recording) -> Group:
+        spec = own(TALK, max_turn_tokens=24, model=tiny_model)
+        async with rollouter_of(spec, [recording]) as rollouter:
+            return await group(rollouter, tiny_prompt(1, tiny_model), size=1, temperature=HOT)
+
+    recording = Pausing(engine)
+    asyncio.run(run(recording))
+    before = [held(recording, index) for index in range(TURNS)]
+    cached = [completion.cached_tokens for completion in recording.completions]
+    assert cached[1] == before[1] - 1
+    assert (before[2] > before[1], cached[2]) == (True, 0)
+    assert cached[TURNS - 1] == before[TURNS - 1] - 1
+
+
+FAILS_ONCE = """
+import asyncio, pathlib
+
+class Env:
+    def __init__(self, folder):
+        self.path = pathlib.Path(folder) / "failed"
+    async def run(self, task, policy):
+        first = asyncio.ensure_future(policy(None))
+        if not self.path.exists():
+            while not (self.path.parent / "sampling").exists():
+                await asyncio.sleep(0.01)
+            self.path.touch()
+            raise RuntimeError("failed while the policy spoke")
+        return float(len((await first).token_ids))
+"""
+
+
+def test_an_episode_that_fails_while_an_engine_samples_for_it_is_played_again(
+    engine: RemoteEngine, tiny_model: Path, own: Any, tmp_path: Path
+) -> None:
+    """Its request is not waited for, and does not stand in the way of the next one."""
+
+    class Tells(Recording):
+        async def generate(self, request: GroupRequest) -> list[Completion]:
+            task = await in_flight(engine, request)
+            (tmp_path / "sampling").touch()
+            return await task
+
+    async def run() -> Group:
+        spec = own(FAILS_ONCE, args={"folder": str(tmp_path)}, model=tiny_model)
+        async with rollouter_of(spec, [Tells(engine)], retries=1) as rollouter:
+            return await group(rollouter, tiny_prompt(1, tiny_model), size=1, temperature=HOT)
+
+    (trajectory,) = asyncio.run(run()).trajectories
+    assert trajectory.reward == trajectory.sampled_tokens > 0

@@ -1,0 +1,110 @@
+"""Environments whose turns, delays and failures are given, in place of the worker processes. In virtual time."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from app.environment.protocol import Task
+from app.environment.wire import Ask, End, Failed
+
+OBSERVATION = [7, 8]
+
+
+@dataclass(frozen=True)
+class Script:
+    """One attempt of an episode."""
+
+    turns: int = 2
+    seconds: float = 1.0  # of the environment's own code, before each turn and at the end
+    fails_at: int | None = None  # the turn before which it fails
+    kind: str = "raised"
+    score: float = 1.0
+
+
+def scripts(seed: int, *, turns: int = 4, seconds: float = 3.0, failing: float = 0.0) -> Callable[[Task, int], Script]:
+    """Random episodes; the attempts of the members of a group differ. Evaluations never fail."""
+
+    def script(task: Task, number: int) -> Script:
+        rolls = random.Random(f"{seed}/{task.id}/{number}")
+        count = rolls.randint(1, turns)
+        fails = task.training and rolls.random() < failing
+        return Script(
+            count,
+            rolls.uniform(0, seconds),
+            rolls.randint(0, count) if fails else None,
+            rolls.choice(("raised", "late", "died", "lost")),
+            float(number % 2),
+        )
+
+    return script
+
+
+@dataclass
+class SimEnvironments:
+    """`EnvironmentPool`'s part that the driver uses."""
+
+    script: Callable[[Task, int], Script] = lambda task, number: Script(score=float(number % 2))
+    sessions: list["SimSession"] = field(default_factory=list)
+
+    async def begin(self, task: Task, prompt_ids: Sequence[int]) -> "SimSession":
+        number = len(self.sessions)
+        session = SimSession(number, task, prompt_ids, self.script(task, number))
+        self.sessions.append(session)
+        return session
+
+    @property
+    def open(self) -> list["SimSession"]:
+        return [session for session in self.sessions if session.ended is None]
+
+
+class SimSession:
+    """`EpisodeSession` of a script.
+
+    Attributes:
+        ended: end, failed or aborted; None while it runs.
+        closed: Calls of `close`.
+        asked: Each `Ask`, with the tokens that its answer had.
+    """
+
+    def __init__(self, number: int, task: Task, prompt_ids: Sequence[int], script: Script):
+        self.number = number
+        self.task = task
+        self.script = script
+        self.ended: str | None = None
+        self.closed = 0
+        self.asked: list[tuple[Ask, list[int]]] = []
+        self._prompt_ids = list(prompt_ids)
+        self._turn = 0
+        self._waiting: asyncio.Event | None = None
+        self._asks = itertools.count()
+        self._full = False
+
+    async def next(self) -> Ask | End | Failed:
+        if self._waiting is not None:
+            await self._waiting.wait()
+        await asyncio.sleep(self.script.seconds)
+        if self._turn == self.script.fails_at:
+            self.ended = "failed"
+            return Failed(self.number, self.script.kind, "the environment failed on purpose.")
+        if self._turn == self.script.turns or self._full:
+            self.ended = "end"
+            ending = "length" if self._full else "stop"
+            return End(self.number, {"score": self.script.score}, ending, [], "1", {"tool_calls": 1.0})
+
+        append = OBSERVATION if self._turn else self._prompt_ids
+        self._turn += 1
+        self._waiting = asyncio.Event()
+        return Ask(next(self._asks), self.number, 0, append, None, False)
+
+    def answer(self, ask: Ask, token_ids: Sequence[int], finish: str, logprobs: Sequence[float] | None = None) -> None:
+        assert self._waiting is not None
+        self.asked.append((ask, list(token_ids)))
+        self._full = finish == "full"
+        self._waiting.set()
+
+    async def close(self) -> None:
+        self.closed += 1
+        if self.ended is None:
+            self.ended = "aborted"
