@@ -149,8 +149,9 @@ class RunConfig:
             self.data.from_environment,
             f"false with environment={self.environment.module}, which has no tasks of its own",
         )
-        scored = self.environment.multi_turn or "environment" not in self.reward.components
-        expect(scored, "reward", "environment", "another reward with environment=single_turn")
+        scored = self.environment.scores or "environment" not in self.reward.components
+        why = f"another reward with {self.environment.choice}, which has no score of its own"
+        expect(scored, "reward", "environment", why)
 
     def _validate_devices(self) -> None:
         colocated = self.placement.kind is PlacementKind.colocate
