@@ -1,13 +1,17 @@
 """Environments whose turns, delays and failures are given, in place of the worker processes. In virtual time."""
 
 import asyncio
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from app.environment.episode_session import EpisodeSession
 from app.environment.protocol import Task
-from app.environment.wire import Ask, End, Failed
+from app.environment.wire import Answer, Ask, Begin, Close, Closed, End, Failed, FromDriver, Limits
+from app.environment.worker.episode import Episode
 
 OBSERVATION = [7, 8]
 
@@ -108,3 +112,52 @@ class SimSession:
         self.closed += 1
         if self.ended is None:
             self.ended = "aborted"
+
+
+class InProcessEnvironments:
+    """`EnvironmentPool` without the process: the worker's own episodes run on the loop of the driver.
+
+    Args:
+        make: Makes the environment of an episode; its methods are async, because threads know no virtual time.
+        renderer: Of the model.
+        limits: Of each episode.
+    """
+
+    def __init__(self, make: Callable[[], Any], renderer: Any, limits: Limits):
+        self.make = make
+        self.renderer = renderer
+        self.limits = limits
+        self.numbers = itertools.count()
+
+    async def begin(self, task: Task, prompt_ids: Sequence[int]) -> EpisodeSession:
+        worker = _InProcessWorker()
+        number = next(self.numbers)
+        fields = {each.name: getattr(task, each.name) for each in dataclasses.fields(task)}
+        session = EpisodeSession(number, task.id, worker, lambda session: None)
+
+        def ask(strand: int, append: Sequence[int], most: int | None, logprobs: bool) -> "asyncio.Future[Answer]":
+            request = Ask(next(self.numbers), number, strand, append, most, logprobs)
+            worker.asks[request.number] = asyncio.get_running_loop().create_future()
+            session.receive(request)
+            return worker.asks[request.number]
+
+        begin = Begin(number, fields, list(prompt_ids))
+        worker.episode = Episode(begin, self.make, ask, self.renderer, self.limits, lambda policy: "")
+        worker.playing = asyncio.create_task(worker.episode.play())
+        worker.playing.add_done_callback(lambda done: done.cancelled() or session.receive(done.result()))
+        return session
+
+
+class _InProcessWorker:
+    episode: Episode
+    playing: "asyncio.Task[End | Failed | Closed]"
+
+    def __init__(self) -> None:
+        self.asks: dict[int, asyncio.Future[Answer]] = {}
+
+    def send(self, message: FromDriver) -> None:
+        match message:
+            case Answer():
+                self.asks.pop(message.ask).set_result(message)
+            case Close():
+                self.episode.abort()

@@ -1,8 +1,6 @@
 """Episodes on a real SGLang server: what the engine saw is what is trained on, turn after turn."""
 
 import asyncio
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,62 +9,21 @@ import numpy as np
 import pytest
 
 from app.rollout.remote import RemoteEngine
-from app.types import Completion, Group, GroupRequest, InFlight, Strand
+from app.types import Completion, Group, GroupRequest, InFlight
 from tests.rollout.episodes import (
+    TALK,
+    TURNS,
     Recording,
+    asked,
     group,
     largest_difference_of_strands,
-    pieces,
+    played,
     rollouter_of,
     tiny_prompt,
+    trained,
 )
 from tests.rollout.support import HOT, in_flight
 from tests.weight_sync.support import noisy_model
-
-# The longer the talk, the longer what the environment says; every second member has a conversation beside it.
-TALK = """
-import random
-
-class Env:
-    async def run(self, task, policy):
-        rng = random.Random(task.row["n"])
-        reply = await policy(None)
-        talk = []
-        for turn in range(3):
-            said = "".join(rng.choice("0123456789+=") for _ in range(rng.randrange(1, 30)))
-            talk += [reply.message, {"role": "user", "content": said}]
-            reply = await policy(talk, max_tokens=3 + 5 * turn)
-            if turn == 1:
-                aside = [{"role": "user", "content": "12+30="}]
-                answer = await policy(aside, max_tokens=6)
-                await policy([*aside, answer.message, {"role": "user", "content": "7+8="}])
-        return 1.0
-"""
-TURNS = 6  # of both conversations
-
-
-def played(spec: Any, engine: Recording, model: Path, *, prompts: int, temperature: float) -> list[Group]:
-    async def run() -> list[Group]:
-        async with rollouter_of(spec, [engine]) as rollouter:
-            groups = [group(rollouter, tiny_prompt(n, model), temperature=temperature) for n in range(prompts)]
-            return await asyncio.gather(*groups)
-
-    return asyncio.run(run())
-
-
-def asked(recording: Recording) -> Counter[tuple[bytes, bytes]]:
-    """What engines read and said."""
-    pairs = zip(recording.requests, recording.completions, strict=True)
-    return Counter((request.token_ids.tobytes(), completion.token_ids.tobytes()) for request, completion in pairs)
-
-
-def trained(strands: Sequence[Strand]) -> Counter[tuple[bytes, bytes]]:
-    """What stands before each sampled piece of a strand, and the piece."""
-    return Counter(
-        (strand.token_ids[:start].tobytes(), strand.token_ids[start:end].tobytes())
-        for strand in strands
-        for start, end in pieces(strand)
-    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, HOT])

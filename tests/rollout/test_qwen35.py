@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from app.config.model import Family, ModelConfig, TinyConfig
@@ -13,9 +15,10 @@ from app.model.tiny.create import ensure
 from app.rollout.remote import RemoteEngine
 from app.types import InFlight
 from tests.conftest import make_engine
+from tests.rollout.episodes import TALK, Recording, asked, largest_difference_of_strands, played, trained
 from tests.rollout.support import HOT, in_flight, largest_difference, request
 from tests.rollout.test_cpu_attention import ragged, staggered
-from tests.weight_sync.support import TRANSPORTS, make_synchronizer, make_trainer, set_weights, started
+from tests.weight_sync.support import TRANSPORTS, make_synchronizer, make_trainer, noisy_model, set_weights, started
 
 # transformers' own float32 log-probabilities of this model are up to 3e-5 from its float64 ones: its linear attention
 # amplifies rounding ten times as much as Qwen3's attention does. Weights of another version differ by 0.1 and more.
@@ -95,3 +98,16 @@ def test_a_push_equals_the_export_and_logprobs_are_those_of_the_pushed_weights(
     assert {span.version for completion in completions for span in completion.spans} == {4}
     assert largest_difference(model, [given], [completions], seed=2) < ROUNDING
     assert largest_difference(model, [given], [completions], seed=1) > 0.1
+
+
+def test_all_turns_of_episodes_have_the_logprobs_of_transformers(engine: RemoteEngine, model: Path, own: Any) -> None:
+    """`model=tiny_qwen35` has no prefix cache, as every Qwen3.5 on a CPU: each turn computes its whole strand."""
+    recording = Recording(engine)
+    groups = played(own(TALK, max_turn_tokens=24, model=model), recording, model, prompts=2, temperature=HOT)
+    strands = [strand for each in groups for trajectory in each.trajectories for strand in trajectory.strands]
+    assert len(strands) == 2 * 4 * 2
+    assert asked(recording) == trained(strands)
+    assert {completion.cached_tokens for completion in recording.completions} == {0}
+    assert largest_difference_of_strands(noisy_model(model, 0), strands, HOT) < ROUNDING
+    shifted = [replace(strand, sampled=np.roll(strand.sampled, -1)) for strand in strands]
+    assert largest_difference_of_strands(noisy_model(model, 0), shifted, HOT) > 0.01

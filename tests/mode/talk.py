@@ -1,0 +1,100 @@
+"""An environment of whole runs, whose diary tells what became of each of its objects. Standard library only."""
+
+import asyncio
+import itertools
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+_numbers = itertools.count()
+POLL_S = 0.02
+
+
+class Talk:
+    """Two to four turns; the score is the share of right replies to the question of the task.
+
+    Args:
+        folder: Of the diary. The files `hold` and `go` are there, too: while `hold` exists, first steps stay until `go`
+            does.
+        fails_every: Of training episodes, each so-many-th raises in its second step; 0: none.
+        stays_every: Each so-many-th stays in its first step until the run has made two more steps.
+    """
+
+    def __init__(self, folder: str, fails_every: int = 0, stays_every: int = 0):
+        self.folder = Path(folder)
+        self.number = next(_numbers)
+        self.name = f"{os.getpid()}-{self.number}"
+        self.fails = fails_every and self.number % fails_every == fails_every - 1
+        self.stays = stays_every and self.number % stays_every == stays_every - 1
+
+    def begin(self, task):
+        """The data set's own prompt."""
+        self.task = task
+        self.random = random.Random(f"{task.id}/{self.number}")
+        self.turns = self.random.randint(2, 4)
+        self.said = self.right = 0
+        self._note("begin")
+
+    async def step(self, reply):
+        """Ask for another sum, after which the question of the task is right again only by accident."""
+        self.said += 1
+        self.right += reply.text.strip() == self.task.answer
+        if self.said == 1:
+            await self._stay()
+        if self.fails and self.task.training and self.said == 2:
+            raise RuntimeError("failed on purpose")
+        if self.said == self.turns:
+            return None
+        return f"{self.random.randrange(10, 50)}+{self.random.randrange(10, 50)}="
+
+    def score(self):
+        return self.right / self.turns
+
+    def close(self):
+        self._note("close")
+
+    async def _stay(self) -> None:
+        reached = self._steps
+        if self.stays and self.task.training:
+            await _until(lambda: self._steps >= reached + 2)
+        if (self.folder / "hold").exists():
+            self._note("held")
+            await _until((self.folder / "go").exists)
+
+    @property
+    def _steps(self) -> int:
+        metrics = self.folder / "run" / "metrics.jsonl"
+        return metrics.read_text().count('"time/step"') if metrics.exists() else 0
+
+    def _note(self, what: str) -> None:
+        with (self.folder / "diary").open("a") as diary:
+            diary.write(f"{what} {self.name} {self.task.id}\n")
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 (a file of another process)
+        await asyncio.sleep(POLL_S)
+
+
+class Diary:
+    """What all objects wrote."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / "diary"
+
+    def lines(self, what: str) -> list[tuple[str, str]]:
+        """Object and task of each such line."""
+        lines = [line.split() for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        return [(name, task) for kind, name, task in lines if kind == what]
+
+    def assert_closed_once(self) -> None:
+        """Each object that began was closed once."""
+        begun, closed = Counter(self.lines("begin")), Counter(self.lines("close"))
+        assert set(begun.values()) == {1}
+        assert closed == begun
+
+    def begun(self) -> Counter[str]:
+        """Objects by task."""
+        return Counter(task for _, task in self.lines("begin"))

@@ -1,0 +1,191 @@
+"""Runs with an environment of their own, end to end, as a user starts them."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mode.talk import Diary
+from tests.recovery.test_recovery_runs import PLACEMENTS, PROBLEMS, assert_ledger, saved_on_sigterm, warnings
+from tests.runs import Run
+from tests.waiting import until
+
+GROUP = 4
+SMALL = [
+    "environment._target_=tests.mode.talk.Talk",
+    "reward=environment",
+    "rollout.max_completion_tokens=64",
+    "algorithm.prompts_per_step=8",
+    f"algorithm.group_size={GROUP}",
+    "eval.before_train=false",
+    "data.arithmetic.eval_problems=10",
+]
+LONG = [*SMALL, "resume=auto", "checkpoint.every=2", f"data.arithmetic.problems={PROBLEMS}"]
+BOTH = pytest.mark.parametrize("placement", list(PLACEMENTS))
+
+
+def talk(folder: Path, **args: Any) -> list[str]:
+    """Overrides: the arguments of the environment."""
+    return [f"+environment.args.{name}={value}" for name, value in {"folder": folder, **args}.items()]
+
+
+def steps_of(run: Run) -> list[dict[str, Any]]:
+    return [line for line in run.metrics() if "time/step" in line]
+
+
+def hold_second_turns(run: Run, folder: Path, episodes: int) -> None:
+    """Until so many episodes are between their first and second turn; then let them ask."""
+    (folder / "go").unlink(missing_ok=True)
+    (folder / "hold").touch()
+    before = len(Diary(folder).lines("held"))
+    until(lambda: run.process.poll() is not None or len(Diary(folder).lines("held")) >= before + episodes, 120)
+    assert run.process.poll() is None, run.text
+    (folder / "hold").unlink()
+    (folder / "go").touch()
+
+
+def test_a_run_leaves_failed_episodes_out_and_trains_on_what_engines_saw(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    """One in 20 fails, and is not played again."""
+    run = start("steps=3", *SMALL, *talk(tmp_path, fails_every=20), "environment.retries=0")
+    assert run.wait() == 0, run.text
+    assert run.gone_within(15), run.processes()
+    Diary(tmp_path).assert_closed_once()
+
+    steps = steps_of(run)
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    for line in steps:
+        assert line["mismatch/abs_difference"] < 1e-4
+        assert line["ratio/max"] == pytest.approx(1.0, abs=1e-4)
+        assert line["staleness/max"] == 0
+        assert line["rollout/cached_fraction"] > 0.2
+        assert 2 <= line["environment/turns_mean"] <= 4
+    failed = steps[-1]["environment/failed_episodes"]
+    assert 3 <= failed == steps[-1]["environment/failed_raised"] <= 6
+    assert warnings(run.folder)[-1].startswith("an episode failed: step raised RuntimeError: failed on purpose"), (
+        warnings(run.folder)
+    )
+    samples = [
+        json.loads(line)
+        for step in (1, 2, 3)
+        for line in (run.folder / "samples" / f"step_{step}.jsonl").read_text().splitlines()
+    ]
+    assert all(len(sample["turns"]) >= 4 for sample in samples)
+
+
+def test_a_run_whose_episodes_all_fail_ends_with_the_reason(start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start("steps=3", *SMALL, *talk(tmp_path, fails_every=1))
+    assert run.wait() == 1, run.text
+    assert run.gone_within(15), run.processes()
+    Diary(tmp_path).assert_closed_once()
+    assert "episodes failed in every attempt, more than environment.max_failed_fraction=0.1" in run.last_lines
+    assert "failed on purpose" in run.last_lines
+    assert "Traceback" not in run.text
+    assert run.summary()["status"] == "failed"
+
+
+@pytest.mark.timeout(600)
+def test_a_run_with_slow_tools_survives_a_killed_engine_and_an_interrupt(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Some steps take two pushes, more than the staleness bound: their groups are aborted and sampled again."""
+    overrides = [*LONG, *talk(tmp_path, stays_every=30)]
+    overrides += ["placement=fully_async", "placement.max_staleness=1", "placement.in_flight=retract"]
+    overrides += ["environment.timeout_s=600"]  # of a step that waits for steps of the run
+    run = start("steps=500", *overrides)
+    run.wait_for_step(2)
+    hold_second_turns(run, tmp_path, 8)
+    os.kill(run.pid_of("app.rollout.launcher"), signal.SIGKILL)
+    run.wait_for_step(run.metrics()[-1]["step"] + 3)
+    os.kill(run.process.pid, signal.SIGINT)
+    assert run.wait(60) == 130, run.text
+    assert run.gone_within(15), run.processes()
+    assert_ledger(run.folder, saved_on_sigterm(run))
+    Diary(tmp_path).assert_closed_once()
+    assert steps_of(run)[-1]["recovery/engine_restarts"] == 1
+    assert not any("environment/failed" in name and value for name, value in steps_of(run)[-1].items())
+    assert sum(line["rollout/aborted_groups"] for line in steps_of(run)) >= 1
+    assert_began_once(tmp_path, run)
+
+    last = steps_of(run)[-1]["step"] + 2
+    run = start(f"steps={last}", *overrides)
+    assert run.wait(200) == 0, run.text
+    assert run.gone_within(15), run.processes()
+    assert_ledger(run.folder, last)
+    Diary(tmp_path).assert_closed_once()
+    assert max(line["staleness/max"] for line in steps_of(run)) <= 1
+    on_policy = [line["mismatch/abs_difference"] for line in steps_of(run) if line["staleness/max"] == 0]
+    assert on_policy
+    assert max(on_policy) < 1e-4
+
+
+def assert_began_once(folder: Path, run: Run) -> None:
+    """The members of what was trained on began once each, or once more for each time that their group was aborted."""
+    rows = [json.loads(line) for line in (run.folder / "prompts.jsonl").read_text().splitlines()]
+    begun = Diary(folder).begun()
+    counts = [begun[prompt] for row in rows for prompt in row["trained"]]
+    assert {count % GROUP for count in counts} == {0}
+    assert counts.count(GROUP) > 0.8 * len(counts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@BOTH
+def test_engine_and_trainer_that_are_killed_in_second_turns_cost_no_environment(
+    placement: str, start: Callable[..., Run], tmp_path: Path
+) -> None:
+    """A trainer that is lost ends all episodes, which are closed; then SIGTERM does."""
+    overrides = [*LONG, *talk(tmp_path), *PLACEMENTS[placement]]
+    run = start("steps=500", *overrides)
+    run.wait_for_step(2)
+    for _ in range(2):
+        hold_second_turns(run, tmp_path, 8)
+        time.sleep(0.05)
+        os.kill(run.pid_of("app.rollout.launcher"), signal.SIGKILL)
+        run.wait_for_step(run.metrics()[-1]["step"] + 2)
+    assert steps_of(run)[-1]["recovery/engine_restarts"] == 2
+    assert_began_once(tmp_path, run)
+
+    hold_second_turns(run, tmp_path, 8)
+    os.kill(run.pid_of("TrainerRank"), signal.SIGKILL)
+    reached = run.metrics()[-1]["step"]
+    run.wait_for_step(reached + 2)
+    assert "trainer failed; restarted from step" in " ".join(warnings(run.folder))
+
+    hold_second_turns(run, tmp_path, 8)
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.wait(60) == 130, run.text
+    assert run.gone_within(15), run.processes()
+    assert_ledger(run.folder, saved_on_sigterm(run))
+    Diary(tmp_path).assert_closed_once()
+    steps = steps_of(run)
+    assert not any("environment/failed" in name and value for name, value in steps[-1].items())
+    assert max(line["mismatch/abs_difference"] for line in steps if line["staleness/max"] == 0) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_async_episodes_at_staleness_0_have_the_log_probabilities_of_the_trainer(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start("steps=3", *SMALL, *talk(tmp_path), "placement=fully_async", "placement.max_staleness=0")
+    assert run.wait() == 0, run.text
+    for line in steps_of(run):
+        assert line["staleness/max"] == 0
+        assert line["mismatch/abs_difference"] < 1e-4
+    Diary(tmp_path).assert_closed_once()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_mask_that_is_off_by_one_shows_in_the_mismatch(start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start("steps=1", *SMALL, *talk(tmp_path), module="tests.mode.off_by_one_app")
+    assert run.wait() == 0, run.text
+    (line,) = steps_of(run)
+    assert line["mismatch/abs_difference"] > 0.1

@@ -1,0 +1,145 @@
+"""With recorded replies in place of sampling, episodes give the same parameters in both placements, and an environment
+that ends after one reply the same as no environment.
+
+The trainer, the driver's episodes, the worker's and its renderer are the real ones; only the process is left out.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from app.config import RunConfig
+from app.config.algorithm import AlgorithmConfig
+from app.config.placement import PlacementKind, Stream
+from app.config.reward import RewardConfig
+from app.config.trainer import Optimizer as Kind
+from app.environment.protocol import Reply, Task
+from app.environment.rendering import renderer_for
+from app.environment.wire import Limits
+from app.model.load import load
+from app.placement.colocate import Colocate
+from app.placement.fully_async import FullyAsync
+from app.reward.scorer import Scorer
+from app.types import Completion, FinishReason, GroupRequest, VersionSpan
+from tests.model.support import save_qwen3
+from tests.placement.test_same_parameters import InProcess, hash_of
+from tests.simulated_environments import InProcessEnvironments
+from tests.simulation import RIGHT, WRONG, SimEngine, World, config, run_virtual
+
+GRPO = AlgorithmConfig(prompts_per_step=6, group_size=4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_qwen3(tmp_path_factory.mktemp("qwen3"))
+
+
+class Seeded:
+    """One to three turns, as the seed of the task says; the score is what the last reply deserves."""
+
+    async def begin(self, task: Task) -> None:
+        self.task = task
+        self.random = random.Random(task.seed)
+        self.turns = self.random.randint(1, 3)
+        self.last = ""
+
+    async def step(self, reply: Reply) -> str | None:
+        self.last = reply.text.strip()
+        await asyncio.sleep(self.random.uniform(0, 5))
+        self.turns -= 1
+        return f"{self.random.randrange(100)}+{self.random.randrange(100)}=" if self.turns else None
+
+    async def score(self) -> float:
+        return float(self.last == self.task.answer)
+
+
+class OneReply:
+    """What no environment is, too."""
+
+    async def begin(self, task: Task) -> None: ...
+
+    async def step(self, reply: Reply) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class RecordedTurns(SimEngine):
+    """Says the same in each turn of each member, whoever asks and whenever."""
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        await super().generate(request)
+        if request.turn:
+            turn, _, _, member = request.turn.split()  # "2 of member 3"
+            return [self.reply(request, f"{request.prompt_id}/{member}/{turn}")]
+        return [self.reply(request, f"{request.prompt_id}/{member}/1") for member in range(request.group_size)]
+
+    def reply(self, request: GroupRequest, name: str) -> Completion:
+        rng = np.random.default_rng(hash_of(name))
+        length = min(int(rng.integers(2, 14)), request.sampling.max_tokens)
+        tokens = np.full(length, 5, dtype=np.int32)  # blanks, which the reward strips, and the answer
+        tokens[0] = 4
+        tokens[-1] = rng.choice([RIGHT, WRONG])
+        logprobs = rng.normal(-3.0, 1.0, length).astype(np.float32)
+        return Completion(tokens, logprobs, FinishReason.stop, (VersionSpan(request.version, 0, length),))
+
+
+def train(
+    folder: Path, model: Path, made: RunConfig, make: Callable[[], Any] | None, *, exact: bool = False
+) -> tuple[InProcess, int]:
+    """The trainer after the run, and the turns that were asked for."""
+    trainer = InProcess(model, made, Kind.sgd)
+    seconds = lambda prompt_id: 0.2 + random.Random(f"time {prompt_id}").random() * 3  # noqa: E731
+    limits = Limits(8, None, 100, 1e6, 1e6)
+    environments = make and InProcessEnvironments(make, renderer_for("plain", str(model)), limits)
+    world = World(made, folder, seconds, trainer=trainer, environments=environments)  # type: ignore[arg-type]
+    if exact:
+        world.scorer = Scorer(RewardConfig(components={"exact": 1.0}))
+    placement = Colocate if made.placement.kind is PlacementKind.colocate else FullyAsync
+
+    async def story() -> int:
+        context = world.context()
+        context.pool.engines[:] = [RecordedTurns(seconds, world.right) for _ in range(2)]
+        world.sync.engines = context.pool.engines
+        await placement(context).run()
+        return sum(engine.calls.total() for engine in context.pool.engines)
+
+    return trainer, run_virtual(story())
+
+
+def test_fully_async_at_staleness_0_and_colocate_give_the_same_parameters(tmp_path: Path, model: Path) -> None:
+    common = {"steps": 2, "algorithm": GRPO, "max_inflight_groups": 5, "max_completion_tokens": 60}
+    begin = load(model, mesh=None, device="cpu")
+    first = torch.cat([parameter.detach().double().flatten() for parameter in begin.parameters()])
+    colocate, turns = train(tmp_path, model, config(PlacementKind.colocate, **common), Seeded)
+    asynchronous, _ = train(tmp_path, model, config(max_staleness=0, stream=Stream.off, **common), Seeded)
+    assert turns > 1.5 * 2 * 6 * 4
+    moved = (colocate.parameters - first).norm()
+    assert moved > 1e-4 * first.norm()
+    assert (colocate.parameters - asynchronous.parameters).norm() < 1e-6 * moved
+    for one, other in zip(colocate.reports, asynchronous.reports, strict=True):
+        assert one.metrics["mismatch/kl"] == pytest.approx(other.metrics["mismatch/kl"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", list(PlacementKind))
+def test_an_environment_that_ends_after_one_reply_gives_the_parameters_of_a_single_turn(
+    kind: PlacementKind, tmp_path: Path, model: Path
+) -> None:
+    """Bit by bit, after three steps."""
+    made = config(kind, steps=3, algorithm=GRPO, max_staleness=0, stream=Stream.off)
+    single, groups = train(tmp_path, model, made, None)
+    episodes, turns = train(tmp_path, model, made, OneReply, exact=True)
+    assert turns >= 4 * groups - 4 * 6
+    assert len(single.reports) == 3
+    assert torch.equal(single.parameters, episodes.parameters)
+    first = load(model, mesh=None, device="cpu").parameters()
+    assert not torch.equal(single.parameters, torch.cat([each.detach().double().flatten() for each in first]))
+    for one, other in zip(single.reports, episodes.reports, strict=True):
+        same = {name for name in one.metrics if not name.startswith(("time/", "trainer/tokens_per"))}
+        assert {name: one.metrics[name] for name in same} == {name: other.metrics[name] for name in same}
