@@ -13,26 +13,46 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from app.command import RunResult, run
+    from app.environment.protocol import EpisodeOver, OutOfTime, OutOfTokens, OutOfTurns, Policy, Reply, Task, ToolCall
     from app.errors import ConfigError, Interrupted, RunError
-    from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
+    from app.types import Completion, FinishReason, Prompt, Trajectory, Turn, VersionSpan
 
 __all__ = [
     "Completion",
     "ConfigError",
+    "EpisodeOver",
     "FinishReason",
     "Interrupted",
+    "OutOfTime",
+    "OutOfTokens",
+    "OutOfTurns",
+    "Policy",
     "Prompt",
+    "Reply",
     "RunError",
     "RunResult",
+    "Task",
+    "ToolCall",
     "Trajectory",
+    "Turn",
     "VersionSpan",
     "run",
 ]
 
 _MODULES = {
     "app.command": ("RunResult", "run"),
+    "app.environment.protocol": (
+        "EpisodeOver",
+        "OutOfTime",
+        "OutOfTokens",
+        "OutOfTurns",
+        "Policy",
+        "Reply",
+        "Task",
+        "ToolCall",
+    ),
     "app.errors": ("ConfigError", "Interrupted", "RunError"),
-    "app.types": ("Completion", "FinishReason", "Prompt", "Trajectory", "VersionSpan"),
+    "app.types": ("Completion", "FinishReason", "Prompt", "Trajectory", "Turn", "VersionSpan"),
 }
 
 

@@ -304,7 +304,9 @@ class RunRecorder(StatusRecorder, Protocol):
         """Record samples of a step's trajectories. `decode` turns prompt tokens into text."""
         ...
 
-    def log_prompts(self, step: int, *, trained: Sequence[str], filtered: Sequence[str]) -> None:
+    def log_prompts(
+        self, step: int, *, trained: Sequence[str], filtered: Sequence[str], unplayable: Sequence[str] = ()
+    ) -> None:
         """Append the ids of a step's prompts to the prompt log."""
         ...
 

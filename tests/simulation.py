@@ -33,8 +33,8 @@ from app.placement.time_sharing import TimeSharing
 from app.recovery.engine_supervisor import EngineSupervisor
 from app.recovery.retrying_sync import RetryingWeightSync
 from app.reward.scorer import Scorer
-from app.rollout.episode_failures import EpisodeFailures
 from app.rollout.episodes import EpisodeLimits, Episodes
+from app.rollout.episodes.episode_failures import EpisodeFailures
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.tracking.run_folder.timeline import Timeline
@@ -371,7 +371,9 @@ class Lines:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.lines.append({"step": step, **metrics})
 
-    def log_prompts(self, step: int, *, trained: Sequence[str], filtered: Sequence[str]) -> None:
+    def log_prompts(
+        self, step: int, *, trained: Sequence[str], filtered: Sequence[str], unplayable: Sequence[str] = ()
+    ) -> None:
         self.ledger.append((step, [*trained], [*filtered]))
 
     def flush(self) -> None: ...

@@ -14,7 +14,7 @@ CONSOLE_SCRIPT = "import sys\nfrom app.main import cli\nsys.exit(cli())\n"  # as
 HELPERS = """
 from app.cluster.process_reaper import process_reaper
 from app.reward.component import custom
-from app.reward.worker_process import WorkerProcess
+from app.reward.workers.worker_process import WorkerProcess
 
 with process_reaper():
     worker = WorkerProcess(custom("my_rewards.always_one", {}), None)

@@ -167,6 +167,9 @@ class DataConfig:
         "Evaluation sets by name; {} evaluates on held-out training rows, named eval.",
         noun="entries as in +data.eval_sets.mine.path=FILE",
     )
+    from_environment: bool = setting(
+        False, "The rows are the tasks of the environment, which lists them when it is loaded."
+    )
     generator: Generator = setting(
         Generator.arithmetic,
         "Problems that are generated where data.path is null: sums (12+34=), products (37*84=), or chains of both "
@@ -184,6 +187,12 @@ class DataConfig:
 
         self._validate_sources()
         self._validate_arithmetic()
+        expect(
+            not self.from_environment or (self.path is None and self._target_ is None and not self.train_sets),
+            "data.from_environment",
+            self.from_environment,
+            "false with data.path, data._target_ or data.train_sets",
+        )
         if self.path is None:
             _expect_distinct("data.products", self.products)
             _expect_distinct("data.chain", self.chain)

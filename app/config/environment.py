@@ -101,9 +101,19 @@ class EnvironmentConfig:
         return self.module != EnvironmentKind.single_turn.value
 
     @property
+    def scores(self) -> bool:
+        """Whether the environment may score its episodes, which `reward=environment` takes."""
+        return self.module in ("own", EnvironmentKind.verifiers.value, EnvironmentKind.openenv.value)
+
+    @property
     def module(self) -> str:
         """The module of `app.environment` that makes the trajectories."""
         return self.kind.value if self._target_ is None else "own"
+
+    @property
+    def choice(self) -> str:
+        """What chose it on the command line."""
+        return f"environment={self.kind.value}" if self._target_ is None else f"environment._target_={self._target_}"
 
     def validate(self) -> None:
         """Raise `ConfigError` for settings that belong to another kind of environment."""
@@ -117,7 +127,8 @@ class EnvironmentConfig:
             "a path such as my_package.my_module.MyEnvironment",
         )
         takes_args = self.module in ("own", "verifiers")
-        expect(takes_args or not self.args, "environment.args", self.args, f"{{}} with environment={self.kind.value}")
+        without = "{} without environment._target_ or environment=verifiers"
+        expect(takes_args or not self.args, "environment.args", self.args, without)
         self._only_with(EnvironmentKind.tools, "tools", self.tools, "[my_tools.search]")
         self._only_with(EnvironmentKind.verifiers, "id", self.id, "the package of the environment")
         self._only_with(EnvironmentKind.openenv, "url", self.url, "an address such as ws://localhost:8000")
@@ -129,4 +140,4 @@ class EnvironmentConfig:
         key = f"environment.{name}"
         expect(self.kind is not kind or bool(value), key, value, f"{example} with environment={kind.value}")
         empty = "[]" if isinstance(value, list) else "null"
-        expect(self.kind is kind or not value, key, value, f"{empty} with environment={self.kind.value}")
+        expect(self.kind is kind or not value, key, value, f"{empty} with {self.choice}")

@@ -9,7 +9,7 @@ from app.config.checkpoint import CheckpointConfig
 from app.config.cluster import ClusterConfig
 from app.config.data import DataConfig
 from app.config.device import DeviceConfig, DeviceKind
-from app.config.environment import EnvironmentConfig
+from app.config.environment import EnvironmentConfig, EnvironmentKind
 from app.config.eval import EvalConfig
 from app.config.model import ModelConfig
 from app.config.offload import OffloadConfig
@@ -143,8 +143,15 @@ class RunConfig:
 
         self._validate_devices()
         self._validate_stream()
-        scored = self.environment.multi_turn or "environment" not in self.reward.components
-        expect(scored, "reward", "environment", "another reward with environment=single_turn")
+        expect(
+            not self.data.from_environment or self.environment.kind is EnvironmentKind.verifiers,
+            "data.from_environment",
+            self.data.from_environment,
+            f"false with environment={self.environment.module}, which has no tasks of its own",
+        )
+        scored = self.environment.scores or "environment" not in self.reward.components
+        why = f"another reward with {self.environment.choice}, which has no score of its own"
+        expect(scored, "reward", "environment", why)
 
     def _validate_devices(self) -> None:
         colocated = self.placement.kind is PlacementKind.colocate

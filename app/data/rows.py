@@ -71,12 +71,13 @@ def is_local(config: DataConfig) -> bool:
     training = [each.path for each in config.train_sets.values()] or [config.path]
     evaluation = [each.path for each in evaluation_sets(config).values()]
     paths = [path for path in (*training, *evaluation) if path is not None]
-    return config._target_ is None and not any(map(sources.is_remote, paths))
+    return config._target_ is None and not config.from_environment and not any(map(sources.is_remote, paths))
 
 
 def is_generated(config: DataConfig) -> bool:
     """Whether the training rows are generated problems."""
-    return config.path is None and config._target_ is None and not config.train_sets
+    own = config._target_ is None and not config.from_environment and not config.train_sets
+    return config.path is None and own
 
 
 def check_files(config: DataConfig) -> None:
@@ -87,7 +88,8 @@ def check_files(config: DataConfig) -> None:
 
     broken = BrokenRows(config.max_broken_rows)
     training = [each.path for each in config.train_sets.values()] or [config.path]
-    if config._target_ is None and not any(path is not None and sources.is_remote(path) for path in training):
+    elsewhere = config._target_ is not None or config.from_environment
+    if not elsewhere and not any(path is not None and sources.is_remote(path) for path in training):
         _training(config, 0, False, broken)
     for name, evaluation in evaluation_sets(config).items():
         if evaluation.path is not None and not sources.is_remote(evaluation.path):

@@ -41,15 +41,16 @@ def make(settings: Mapping[str, Any]) -> Callable[[], "ToolLoop"]:
     """Load the tools; return what makes the environment of one episode.
 
     Args:
-        settings: `tools`, a list of dotted paths; `limits`, of which `timeout_s` is that of a call; and `system`, the
-            data's system message, if there is one.
+        settings: `tools`, a list of dotted paths; `limits`, of which `timeout_s` is that of a call; and of the data
+            its `system` message, if there is one, and the `prefix` and `suffix` of its questions.
 
     Raises:
         ValueError: One sentence that names the tool that cannot be used.
     """
     tools = load_tools(settings.get("tools") or [])
-    timeout_s, system = float(settings["limits"]["timeout_s"]), settings.get("system")
-    return lambda: ToolLoop(tools, timeout_s, system)
+    framing = Framing(settings.get("system"), settings.get("prefix", ""), settings.get("suffix", ""))
+    timeout_s = float(settings["limits"]["timeout_s"])
+    return lambda: ToolLoop(tools, timeout_s, framing)
 
 
 def load_tools(paths: Sequence[str]) -> dict[str, ToolFunction]:
@@ -110,6 +111,20 @@ def _method(owner: type, name: str) -> ToolFunction:
         raise SchemaError(f"the tool {name} cannot be used: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """What the data puts around a question."""
+
+    system: str | None
+    prefix: str
+    suffix: str
+
+    def messages(self, question: str) -> list[Message]:
+        """Return the conversation that an episode opens with."""
+        user = {"role": "user", "content": self.prefix + question + self.suffix}
+        return [user] if self.system is None else [{"role": "system", "content": self.system}, user]
+
+
 class CallFailed(Exception):
     """A call without a result. The message is for the policy."""
 
@@ -119,18 +134,16 @@ class ToolLoop:
 
     limits_itself = True  # each call has `timeout_s`, not the whole run
 
-    def __init__(self, tools: Mapping[str, ToolFunction], timeout_s: float, system: str | None) -> None:
+    def __init__(self, tools: Mapping[str, ToolFunction], timeout_s: float, framing: Framing) -> None:
         self._tools = tools
         self._timeout_s = timeout_s
-        self._system = system
+        self._framing = framing
         self._instances: dict[type, Any] = {}
         self._calls = Calls()
 
     async def run(self, task: Task, policy: Policy) -> None:
         """Let the policy speak and call tools until it calls none or has reached a limit. There is no score."""
-        messages: list[Message] = [{"role": "user", "content": task.question}]
-        if self._system is not None:
-            messages.insert(0, {"role": "system", "content": self._system})
+        messages = self._framing.messages(task.question)
         schemas = [tool.schema for tool in self._tools.values()]
 
         try:

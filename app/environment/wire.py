@@ -27,8 +27,8 @@ class RendererChoice:
 
     name: str
     model_path: str
-    thinking: str
-    enable_thinking: bool = False
+    thinking: str  # earlier reasoning at a new user message: as the template, or keep
+    enable_thinking: bool = False  # the template's argument
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,17 @@
 """The environment of a run: what its workers get from the configuration, and whether they can load it."""
 
 import asyncio
+import json
 import re
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from app.config import RunConfig
-from app.config.data import Template
+from app.config.data import DataConfig, Template
 from app.environment.pool import EnvironmentPool
 from app.environment.remote import WorkerSpec
 from app.environment.rendering import family_of
@@ -18,8 +21,13 @@ from app.errors import ConfigError, RunError
 LOG = "environment.log"
 
 
-def worker_spec(config: RunConfig, model_path: Path) -> WorkerSpec:
+def worker_spec(config: RunConfig, model_path: Path, *, list_tasks: bool = False) -> WorkerSpec:
     """Return what each worker runs.
+
+    Args:
+        config: The configuration of the run.
+        model_path: The model's directory.
+        list_tasks: The worker lists its tasks when it has loaded the environment.
 
     Raises:
         ConfigError: The model's chat format is not known.
@@ -39,6 +47,10 @@ def worker_spec(config: RunConfig, model_path: Path) -> WorkerSpec:
         "tools": list(settings.tools),
         "id": settings.id,
         "url": settings.url,
+        "system": config.data.system,
+        "prefix": config.data.prefix,
+        "suffix": config.data.suffix,
+        "list_tasks": list_tasks,
     }
     return WorkerSpec(environment, _renderer(config, model_path), limits, settings.memory_gib, settings.python)
 
@@ -49,6 +61,28 @@ def _renderer(config: RunConfig, model_path: Path) -> RendererChoice:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return RendererChoice(family, str(model_path), config.environment.thinking.value, config.data.thinking)
+
+
+@contextmanager
+def rows_of(config: RunConfig, model_path: Path) -> Iterator[DataConfig]:
+    """Yield the data of a run; with `data.from_environment`, a file of the tasks that the environment lists.
+
+    Raises:
+        ConfigError: The environment cannot be loaded.
+    """
+    if not config.data.from_environment:
+        yield config.data
+        return
+
+    async def tasks() -> Sequence[Mapping[str, Any]]:
+        async with tried_pool(config, model_path, list_tasks=True) as pool:
+            rows: Sequence[Mapping[str, Any]] = pool.info["rows"]
+            return rows
+
+    with tempfile.TemporaryDirectory(prefix="environment-") as folder:
+        path = Path(folder) / "tasks.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in asyncio.run(tasks())))
+        yield replace(config.data, from_environment=False, path=str(path))
 
 
 def require_environment(config: RunConfig, model_path: Path) -> None:
@@ -66,7 +100,9 @@ def require_environment(config: RunConfig, model_path: Path) -> None:
 
 
 @asynccontextmanager
-async def tried_pool(config: RunConfig, model_path: Path) -> AsyncIterator[EnvironmentPool]:
+async def tried_pool(
+    config: RunConfig, model_path: Path, *, list_tasks: bool = False
+) -> AsyncIterator[EnvironmentPool]:
     """Yield a pool of one worker, which writes no log that stays.
 
     Raises:
@@ -74,7 +110,8 @@ async def tried_pool(config: RunConfig, model_path: Path) -> AsyncIterator[Envir
     """
     with tempfile.TemporaryDirectory(prefix="environment-") as folder:
         log = Path(folder) / LOG
-        pool = EnvironmentPool(worker_spec(config, model_path), workers=1, episodes=1, log=log, warn=lambda _: None)
+        spec = worker_spec(config, model_path, list_tasks=list_tasks)
+        pool = EnvironmentPool(spec, workers=1, episodes=1, log=log, warn=lambda _: None)
         try:
             await pool.start()
             yield pool

@@ -136,7 +136,7 @@ async def _start_environments(
 ) -> Episodes:
     """Start the workers of the environment, which end with `stack`."""
     from app.environment.pool import EnvironmentPool
-    from app.rollout.episode_failures import EpisodeFailures
+    from app.rollout.episodes.episode_failures import EpisodeFailures
 
     settings = config.environment
     pool = EnvironmentPool(

@@ -141,6 +141,27 @@ def isolate_sequences(mixer: nn.Module) -> None:
     mixer.forward = per_bucket
 
 
+def convolve_in_dtype_of_weight(mixer: nn.Module) -> None:
+    """Make the convolution of a linear-attention module accept inputs of another dtype than its weight.
+
+    Beside a bf16 computation the weight is float32 (`parallelize`). Newer versions of transformers only read the weight
+    and cast the input themselves; older ones (5.12) call the module.
+    """
+    for module in mixer.modules():
+        if isinstance(module, nn.Conv1d):
+            _cast_input(module)
+
+
+def _cast_input(convolution: nn.Module) -> None:
+    forward: Callable[[Tensor], Tensor] = convolution.forward
+
+    def in_dtype_of_weight(hidden_states: Tensor) -> Tensor:
+        weight = next(convolution.parameters())
+        return forward(hidden_states.to(weight.dtype)).to(hidden_states.dtype)
+
+    convolution.forward = in_dtype_of_weight
+
+
 def _repeat(grouped: Tensor, heads: int) -> Tensor:
     """Repeat key or value heads: [B, K, L, D] → [B, H, L, D].
 

@@ -141,7 +141,8 @@ def _download(hub_id: str, revision: str | None) -> Path:
 
     with hub_client() as online:
         try:
-            return Path(snapshot_download(hub_id, revision=revision, allow_patterns=HUB_FILES))
+            folder = snapshot_download(hub_id, revision=revision, allow_patterns=HUB_FILES, local_files_only=not online)
+            return Path(folder)
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             pinned = f" with model.revision={revision}" if revision is not None else ""
             accepted = (

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from app.model.attention import isolate_sequences
+from app.model.attention import convolve_in_dtype_of_weight, isolate_sequences
 from app.model.kernels import CPU_KERNELS, Kernels, compile_elementwise
 from app.model.lm_head import token_logprobs
 from app.model.packing import Packing
@@ -37,6 +37,7 @@ class PolicyModel(nn.Module):
             mixer = getattr(layer, "linear_attn", None)
             if isinstance(mixer, nn.Module):
                 isolate_sequences(mixer)
+                convolve_in_dtype_of_weight(mixer)
 
     @property
     def config(self) -> Any:

@@ -143,7 +143,7 @@ class PlacementController(ABC):
         recorder.log_samples(step, groups, context.rollouter.tokenizer.decode)
         with _recording(f"step {step}"):
             recorder.log(step, metrics)
-            recorder.log_prompts(step, trained=trained, filtered=filtered)
+            recorder.log_prompts(step, trained=trained, filtered=filtered, unplayable=counts.unplayable)
         context.cursor.mark_consumed([*trained, *filtered])
 
         self.version = step

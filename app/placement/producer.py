@@ -176,6 +176,15 @@ class Producer:
         self._warned = True
         config = self.context.config
         steps = self.staleness.max_staleness + 1
+        if config.environment.multi_turn:
+            self.context.recorder.warn(
+                f"prompt {prompt.id} was aborted {aborts} times: its episodes take more than {steps} weight syncs "
+                "(placement.max_staleness + 1) and begin again each time. Raise placement.max_staleness to at least "
+                f"{steps}, or try a smaller environment.max_turns or rollout.max_inflight_groups. environment/seconds "
+                "is the time of the episodes that end."
+            )
+            return
+
         self.context.recorder.warn(
             f"prompt {prompt.id} was aborted {aborts} times, last after {tokens} of at most "
             f"{config.algorithm.group_size * config.rollout.max_completion_tokens} tokens: its completions take longer "

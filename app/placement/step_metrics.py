@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from app.algorithm.metrics import advantage_metrics, group_metrics, source_metrics, staleness_metrics
-from app.environment.metrics import environment_metrics
+from app.environment.episode_metrics import environment_metrics
 from app.types import Group, ScoredGroup, StepReport, SyncReport
 
 

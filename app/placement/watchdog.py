@@ -5,6 +5,7 @@ covers what they do not. Progress is any of these:
 
     - a group finishes, for training or for evaluation
     - a call of an engine or of the trainer returns, or an engine is replaced
+    - an environment asks for a turn, ends or fails
     - the engines sample tokens, however long the completion
 """
 
@@ -16,10 +17,11 @@ from pathlib import Path
 from typing import Protocol
 
 from app.config import RunConfig
+from app.environment import remote as environment
 from app.errors import EngineError, RunError
 from app.protocols import RolloutEngine
 from app.recovery.engine_supervisor import LONGEST_BACKOFF_SECONDS
-from app.reward.worker_process import START_LIMIT_S
+from app.reward.workers.worker_process import START_LIMIT_S
 from app.rollout.pool import EnginePool
 from app.rollout.remote import CALL_SECONDS, END_SECONDS, START_GRACE_SECONDS
 from app.utils.tasks import root_cause, task_stacks
@@ -72,8 +74,18 @@ def limit_seconds(config: RunConfig) -> float:
         CALL_SECONDS,
         restart,
         rewards,
+        _episode_seconds(config),
     )
     return max(deadlines) + MARGIN_SECONDS
+
+
+def _episode_seconds(config: RunConfig) -> float:
+    """Return the most seconds between two messages of environments: a step, its abort and a new worker, in a row."""
+    if not config.environment.multi_turn:
+        return 0.0
+    step = config.environment.timeout_s + environment.SILENCE_S
+    abort = 2 * config.environment.timeout_s + environment.ABORT_LIMIT_S
+    return step + abort + environment.START_LIMIT_S
 
 
 async def _watch(run: Watched, pool: EnginePool, limit: float, folder: Path) -> None:

@@ -20,7 +20,7 @@ from app.errors import ConfigError, RunError
 from app.reward.component import RewardComponent, RewardFunction, built_in, custom
 from app.reward.failure_tracker import FailureTracker
 from app.reward.outcome import Failure, FailureKind, Outcome, Value, evaluate
-from app.reward.worker_pool import WorkerPool
+from app.reward.workers.worker_pool import WorkerPool
 from app.types import Trajectory
 from app.utils.dotted_path import LoadError
 from app.utils.tasks import gather_or_raise

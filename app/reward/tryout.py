@@ -15,7 +15,7 @@ from app.errors import ConfigError, RunError, say
 from app.reward.component import RewardComponent
 from app.reward.outcome import Failure, FailureKind, Value
 from app.reward.scorer import components_of, not_accepted
-from app.reward.worker_process import NO_LOG, WorkerProcess
+from app.reward.workers.worker_process import NO_LOG, WorkerProcess
 from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
 from app.utils.dotted_path import LoadError
 

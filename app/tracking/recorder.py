@@ -147,10 +147,20 @@ class RunFolderRecorder:
         self._record(step, evaluation_metrics(results))
         self._console.log_eval(step, results)
 
-    def log_prompts(self, step: int, *, trained: Sequence[str], filtered: Sequence[str]) -> None:
-        """Append the ids of a step's trained and filtered prompts to `prompts.jsonl`."""
+    def log_prompts(
+        self, step: int, *, trained: Sequence[str], filtered: Sequence[str], unplayable: Sequence[str] = ()
+    ) -> None:
+        """Append the ids of a step's trained and filtered prompts to `prompts.jsonl`.
+
+        Args:
+            step: The step.
+            trained: Prompts that were trained on.
+            filtered: Prompts that were settled without being trained on.
+            unplayable: Those of `filtered` whose environments failed; the others had equal rewards.
+        """
         with (self.folder / PROMPTS).open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({"step": step, "trained": [*trained], "filtered": [*filtered]}) + "\n")
+            reasons = {"unplayable": [*unplayable]} if unplayable else {}
+            lines.write(json.dumps({"step": step, "trained": [*trained], "filtered": [*filtered], **reasons}) + "\n")
 
     def log_samples(self, step: int, groups: Sequence[Group], decode: Decode | None = None) -> None:
         """Write `tracking.samples_per_step` trajectories of a step; `decode` turns prompt tokens into the question."""

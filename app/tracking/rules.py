@@ -14,6 +14,10 @@ Thresholds favor few false alarms. The rules cover failures that users of RL sys
 - discarded tokens: at least 20% of the sampled tokens became too stale to train on, for 5 steps
 - engine restarts: an engine was restarted
 - reward failures: at least 5% of the rewards failed
+- failed episodes: at least 5% of the episodes so far failed in every attempt
+- tool calls: at least 95% of them failed, for 3 steps
+- sequences of an episode: at least 4 on average (report only: agents may have several conversations)
+- waiting for environments: where engines and trainer take turns, at least 80% of an episode's time, for 3 steps
 - gradient not finite: an update of the step was skipped
 - gradient norm: an update's is above 100 before clipping (report only: a large norm may be clipped for good)
 
@@ -176,6 +180,14 @@ def engine_restarted(history: History, name: str) -> str | None:
     return None
 
 
+def engines_wait(history: History, name: str) -> str | None:
+    """Problem: no engine works for most of an episode. Where generation and training overlap, others fill the gap."""
+    values = history.last(name, 3)
+    if not values or min(values) < 0.8 or history.last("idle/rollout"):
+        return None
+    return f"For {values[-1]:.0%} of an episode's time no engine works for it: devices wait for the environments."
+
+
 GRADIENT_ADVICE = "Try a smaller trainer.lr. If it persists, look at mismatch/max_ratio and the longest samples."
 KL_ADVICE = (
     "Try a smaller trainer.lr, fewer algorithm.updates_per_step, or algorithm.kl=k2 and algorithm.kl_coefficient."
@@ -244,6 +256,30 @@ RULES = {
         "reward/failed_fraction",
         at_least(0.05, "{:.0%} of the rewards so far, evaluations included, failed; their trajectories score 0."),
         "Every error is in logs/reward.log. If they timed out, try a larger reward.timeout_s or more reward.workers.",
+    ),
+    "failed episodes": Rule(
+        "environment/failed_fraction",
+        at_least(0.05, "{:.0%} of the episodes so far, evaluations included, failed and left their groups."),
+        "Every error is in logs/environment.log. If steps were late, try a larger environment.timeout_s.",
+    ),
+    "tool calls": Rule(
+        "environment/tool_failed_fraction",
+        at_least(0.95, "{:.0%} of the tool calls failed.", steps=3),
+        "Read samples/: the policy reads the errors after its calls. Check environment.tools, and that the model "
+        "writes calls as its chat template says (data.template=chat).",
+    ),
+    "sequences of an episode": Rule(
+        "environment/strands_mean",
+        at_least(4, "An episode is {:.1f} sequences on average, and each is computed with its whole history."),
+        "If the chat template strips earlier reasoning, try environment.thinking=keep.",
+        at_end=True,
+        report_only=True,
+    ),
+    "waiting for environments": Rule(
+        "environment/wait_fraction",
+        engines_wait,
+        "Try more environment.workers, a larger algorithm.prompts_per_step, or placement=fully_async, where engines "
+        "play other episodes meanwhile.",
     ),
     "gradient not finite": Rule(
         "updates/skipped",

@@ -166,7 +166,7 @@ def test_bash_completes_the_installed_command(tmp_path: Path) -> None:
     )
     assert done.stdout.splitlines() == [
         "mode=plan mode=parity",
-        "model=tiny model=tiny_qwen35",
+        "model=tiny model=tiny_qwen35 model=tiny_tools",
         "placement.max_staleness=",
         "-F hydra_bash_completion posttrain",
     ], done.stderr
@@ -180,13 +180,19 @@ def test_the_help_calls_the_command_what_it_was_called(argv0: str, name: str) ->
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith(f"{name}: RL post-training")
     assert f"\n    {name} device=npu placement=fully_async model=qwen35_9b\n" in done.stdout
+    assert "environment: calculator, openenv, single_turn, tools, verifiers" in done.stdout
     other = {"posttrain": "python -m app", "python -m app": "posttrain"}[name]
     assert f"    {other}" not in done.stdout
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
-    [("app mode=p", "mode=plan\nmode=parity\n"), ("app model=ti", "model=tiny model=tiny_qwen35\n")],
+    [
+        ("app mode=p", "mode=plan\nmode=parity\n"),
+        ("app model=ti", "model=tiny model=tiny_qwen35 model=tiny_tools\n"),
+        ("app environment=s", "environment=single_turn\n"),
+        ("app environment.thinking=k", "environment.thinking=keep\n"),
+    ],
 )
 def test_the_command_answers_the_shell(line: str, expected: str) -> None:
     done = subprocess.run(

@@ -13,9 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from app.config import compose as configuration
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
+from app.config.data import Generator
 from app.config.device import DeviceKind
 from app.config.folder_name import run_name
-from app.config.model import TINY_PRESETS
+from app.config.model import TINY_PRESETS, Skill
 from app.config.placement import PlacementKind
 from app.config.trainer import Checkpointing
 from app.device import device_of
@@ -28,10 +29,11 @@ from app.utils.units import GIB
 from tests.compose import composed
 
 CONF = Path(conf_path())
-EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+TINY_EXPERIMENTS = ["tiny_tools"]
+EXPERIMENTS = sorted({path.stem for path in (CONF / "experiment").glob("*.yaml")} - set(TINY_EXPERIMENTS))
 SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
 RUNNABLE = sorted(path for group in ("experiment", "sweep", "model", "algorithm") for path in (CONF / group).glob("*"))
-MODELS = ["tiny", "tiny_qwen35", "qwen3_4b", "qwen35_9b"]
+MODELS = ["tiny", "tiny_qwen35", "tiny_tools", "qwen3_4b", "qwen35_9b"]
 PLACEMENTS = ["colocate", "fully_async"]
 
 SIZES = {"prompts_per_step", "group_size"}
@@ -97,7 +99,7 @@ CORRECTIONS = {PlacementKind.colocate: Correction.none, PlacementKind.fully_asyn
 COMPOSITIONS = [
     *([f"model={model}", f"placement={placement}"] for model in MODELS for placement in PLACEMENTS),
     *(["model=hf", "model.path=Qwen/Qwen3-1.7B", f"placement={placement}"] for placement in PLACEMENTS),
-    *([f"experiment={experiment}"] for experiment in EXPERIMENTS),
+    *([f"experiment={experiment}"] for experiment in (*EXPERIMENTS, *TINY_EXPERIMENTS)),
 ]
 
 # What is meant for hardware. `model=hf` is for models of which one device can hold the whole training state: with
@@ -174,6 +176,18 @@ def test_an_experiment_composes_to_what_its_name_says(name: str) -> None:
     assert config.model.name.endswith(model)
     assert config.placement.kind.name == placement
     assert config.data.name == "dapo_math"
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_tiny_tools_experiment_is_a_model_a_data_set_and_a_calculator(placement: str) -> None:
+    config = composed("experiment=tiny_tools", f"placement={placement}")
+    assert (config.model.name, config.model.tiny.skill) == ("tiny_tools", Skill.tools)
+    assert (config.data.name, config.data.generator) == ("products", Generator.products)
+    assert (config.device.kind.name, config.placement.kind.name) == ("cpu", placement)
+    assert (config.environment.kind.name, config.reward.components) == ("calculator", {"exact": 1.0})
+    assert (config.steps, config.algorithm.prompts_per_step, config.algorithm.group_size) == (60, 16, 8)
+    assert (config.trainer.lr, config.rollout.max_completion_tokens) == (3e-4, 64)
+    assert composed("experiment=tiny_tools", "data=chain").data.generator is Generator.chain
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -29,14 +29,14 @@ def without_heavy_libraries(*overrides: str) -> str:
     return result.stdout
 
 
-def test_all_48_combinations_of_model_algorithm_placement_and_device_compose() -> None:
-    models, algorithms = ["tiny", "tiny_qwen35", "qwen3_4b", "qwen35_9b"], ["grpo", "dapo"]
+def test_all_60_combinations_of_model_algorithm_placement_and_device_compose() -> None:
+    models, algorithms = ["tiny", "tiny_qwen35", "tiny_tools", "qwen3_4b", "qwen35_9b"], ["grpo", "dapo"]
     placements, devices = ["colocate", "fully_async"], ["cpu", "cuda", "npu"]
     seen = set()
     for model, algorithm, placement, device in itertools.product(models, algorithms, placements, devices):
         config = composed(f"model={model}", f"algorithm={algorithm}", f"placement={placement}", f"device={device}")
         seen.add((config.model.name, config.algorithm.name, config.placement.kind.name, config.device.kind.name))
-    assert len(seen) == 48
+    assert len(seen) == 60
 
 
 @pytest.mark.parametrize("algorithm", ["dr_grpo", "gspo"])

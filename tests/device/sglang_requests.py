@@ -2,7 +2,7 @@
 
 import ast
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.device.packages import APP
@@ -98,12 +98,11 @@ def sampling_fields() -> set[str]:
     return set()
 
 
-def imports(package: str, skip: Collection[str] = ()) -> set[tuple[str, str]]:
-    """(module, name) of all our imports from a package, except in files named in `skip`."""
+def imports(package: str) -> set[tuple[str, str]]:
+    """(module, name) of all our imports from a package."""
     return {
         (node.module, alias.name)
-        for path, tree in _trees()
-        if path.name not in skip
+        for _, tree in _trees()
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == package
         for alias in node.names

@@ -33,11 +33,8 @@ class Characters:
             return Reply("", tool_calls=(ToolCall(text[1:], {}, "ok"),))
         return Reply(text)
 
-    def shorten(self, text, max_tokens):
-        return text if len(text) <= max_tokens else text[: max_tokens - 1] + "…"
 
-
-def renderer_for(name: str, model_path: str, thinking: str, enable_thinking: bool = False) -> Characters:
+def renderer_for(name: str, model_path: str, thinking: str, enable_thinking: bool) -> Characters:
     if name != "characters":
         raise ValueError(f"{name} is not a renderer: give characters.")
     return Characters()

@@ -12,8 +12,11 @@ import openai
 import pytest
 
 from app.environment.protocol import OutOfTokens, OutOfTurns, Reply, ToolCall
+from app.environment.remote import WorkerSpec
+from app.environment.wire import End, Failed
 from app.environment.worker import http_server
 from app.environment.worker.endpoint import SESSION_HEADER, Endpoint
+from tests.environment.pools import Maker, play_one, running_pool
 from tests.environment.scripted_policy import ScriptedPolicy, decode, encode
 
 ADD = {
@@ -377,6 +380,67 @@ def test_a_url_may_be_asked_for_in_another_thread() -> None:
             assert await tool_agent(seat.url, "x") == "b"
 
     run(test)
+
+
+AGENTS = """
+import openai
+
+class Once:
+    async def run(self, task, policy):
+        self.said = []
+        async with openai.AsyncOpenAI(base_url=policy.url, api_key="none") as client:
+            for _ in range(9):
+                done = await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": task.question}])
+                self.said.append(done.choices[0].message.content)
+
+class Wrapped(Once):
+    async def run(self, task, policy):
+        try:
+            await super().run(task, policy)
+        except openai.BadRequestError as error:
+            raise RuntimeError("my framework failed") from error
+
+    def score(self):
+        return float(len(self.said))
+
+class Wrong(Once):
+    async def run(self, task, policy):
+        try:
+            await super().run(task, policy)
+        except openai.BadRequestError:
+            pass
+        raise KeyError("a bug")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "max_turns", "ending", "score"),
+    [("Once", 2, "turns", 0.0), ("Wrapped", 2, "turns", 2.0), ("Once", 9, "length", 0.0)],
+)
+def test_a_limit_that_leaves_an_openai_agent_as_an_error_ends_its_episode_and_is_no_failure(
+    own: Maker, name: str, max_turns: int, ending: str, score: float
+) -> None:
+    end = _played(own(AGENTS, name=name, max_turns=max_turns))
+    assert isinstance(end, End), end
+    assert (end.ending, end.scores) == (ending, {"score": score})
+    assert [turn["text"] for turn in end.turns if turn["role"] == "assistant"] == ["a", "b", "c"][
+        : 2 if max_turns == 2 else 3
+    ]
+
+
+def test_a_bug_of_an_agent_after_a_limit_stays_a_failure(own: Maker) -> None:
+    end = _played(own(AGENTS, name="Wrong", max_turns=2))
+    assert isinstance(end, Failed)
+    assert end.text.startswith("run raised KeyError: 'a bug'")
+
+
+def _played(spec: WorkerSpec) -> End | Failed:
+    async def run() -> End | Failed:
+        async with running_pool(spec) as pool:
+            return (await play_one(pool, "a", "b", "c")).end
+
+    return asyncio.run(run())
 
 
 async def _message(answer: aiohttp.ClientResponse) -> str:

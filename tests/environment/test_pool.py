@@ -355,3 +355,29 @@ def test_an_environment_whose_constructor_ran_while_its_episode_was_aborted_is_c
 
     assert asyncio.run(run()) == {"restarts": 0}
     assert notes(tmp_path) == ["closed"]
+
+
+def test_all_places_of_a_replaced_worker_are_taken_at_once(own):
+    spec = own(
+        """
+        import os
+        class Env:
+            def begin(self, task): task.row["die"] and os._exit(3)
+            def step(self, reply): ...
+        """
+    )
+
+    async def run():
+        async with running_pool(spec, episodes=2) as pool:
+            first = await pool.begin(a_task(row={"die": False}), tokens("q"))
+            assert isinstance(await asyncio.wait_for(first.next(), PATIENCE_S), Ask)
+            second = await pool.begin(a_task(row={"die": True}), tokens("q"))
+            waiting = [asyncio.ensure_future(pool.begin(a_task(row={"die": False}), tokens("q"))) for _ in range(3)]
+            await asyncio.sleep(0)
+            assert isinstance(await asyncio.wait_for(second.next(), PATIENCE_S), Failed)
+            sessions = [await asyncio.wait_for(each, PATIENCE_S) for each in waiting[:2]]
+            await play(sessions[0], script("x"))
+            await play(sessions[1], script("x"))
+            return (await play(await asyncio.wait_for(waiting[2], PATIENCE_S), script("x"))).end
+
+    assert isinstance(asyncio.run(run()), End)

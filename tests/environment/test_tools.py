@@ -82,13 +82,9 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def play(
-    renderer: Renderer, tools: Sequence[str], *script: str, timeout_s: float = 60.0, system: Any = None
-) -> Scripted:
+def play(renderer: Renderer, tools: Sequence[str], *script: str, timeout_s: float = 60.0, **data: str) -> Scripted:
     policy = Scripted(renderer, *script)
-    factory = make(
-        {"tools": [f"{HERE}.{name}" for name in tools], "limits": {"timeout_s": timeout_s}, "system": system}
-    )
+    factory = make({"tools": [f"{HERE}.{name}" for name in tools], "limits": {"timeout_s": timeout_s}, **data})
 
     async def episode() -> None:
         environment = factory()
@@ -103,10 +99,12 @@ def play(
 
 def test_results_are_read_in_one_strand_until_a_reply_calls_nothing(renderer: Renderer) -> None:
     both = f"I look.\n{call('search', query='it', limit=2)}\n{call('fetch', address='a.b')}{END}"
-    policy = play(renderer, ["search", "fetch"], both, f"It was me.{END}", "never said", system="Be brief.")
+    policy = play(
+        renderer, ["search", "fetch"], both, f"It was me.{END}", "never said", system="Be brief.", suffix=" Think."
+    )
 
     text = tokenizer().decode(policy.strand, skip_special_tokens=False)
-    opening, _, rest = text.partition("Who wrote it?<|im_end|>\n")
+    opening, _, rest = text.partition("Who wrote it? Think.<|im_end|>\n")
     assert opening.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
     assert '{"type": "function", "function": {"name": "search"' in opening
     wrapper = "<|im_start|>assistant\n<think>\n\n</think>\n\n"

@@ -12,6 +12,7 @@ import pytest
 from app.environment.wire import Ask, End, Failed
 from tests.environment.characters import tokens
 from tests.environment.pools import PATIENCE_S, a_task, play, play_one, running_pool, script
+from tests.waiting import until
 
 ENV = """
 import os, signal, subprocess, sys, threading, time, re, asyncio
@@ -324,6 +325,33 @@ def test_a_child_that_an_environment_forks_is_gone_with_the_worker(own, tmp_path
 
     assert not asyncio.run(children(fork))
     assert not asyncio.run(children(run))
+
+
+def test_a_child_of_a_worker_that_died_is_gone_and_one_that_was_forked_cannot_write_to_the_pipe(own, tmp_path):
+    spec = own(ENV, args={"closed": str(tmp_path / "closed")})
+    pid = str(tmp_path / "pid")
+    start = f"open({pid!r}, 'w').write(str(subprocess.Popen(['sleep', '1000']).pid)) and os._exit(3)"
+    fork = "write_to_sockets(b'junk\\n') if os.fork() == 0 else time.sleep(1)"
+
+    async def run():
+        async with running_pool(spec) as pool:
+            died = (await play_one(pool, task=a_task(row={"do": start, "at": "begin"}))).end
+            await asyncio.to_thread(until, lambda: not runs(int(Path(pid).read_text())), PATIENCE_S)
+            forked = (await play_one(pool, "a", task=a_task(row={"do": fork, "at": "begin"}))).end
+            return died.kind, forked, pool.restarts
+
+    kind, forked, restarts = asyncio.run(run())
+    assert kind == "died"
+    assert isinstance(forked, End)
+    assert restarts == 1
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_worker_that_dies_with_a_child_at_its_pipe_is_noticed(own, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from app.environment.protocol import OutOfTime, OutOfTokens, OutOfTurns
 from app.environment.wire import Answer, Limits
 from app.environment.worker.clock import Clock
+from app.environment.worker.observations import shorten
 from app.environment.worker.policy import EpisodePolicy
 from tests.environment.characters import Characters, text_of, tokens
 
@@ -152,14 +153,15 @@ def test_equal_conversations_at_once_get_strands_of_their_own():
     assert same_strands(policy, engine)
 
 
-def test_a_strand_with_a_request_in_flight_is_not_extended():
+@pytest.mark.parametrize(("one", "other"), [("x", "y"), ("", "")])
+def test_a_strand_with_a_request_in_flight_is_not_extended(one, other):
     engine = Engine("ab", "cd", "ef")
 
     async def run():
         policy = policy_of(engine)
         await policy.generate(tokens("q"))
         engine.held = []
-        asks = [asyncio.ensure_future(policy.generate(tokens("qab" + text))) for text in ("x", "y")]
+        asks = [asyncio.ensure_future(policy.generate(tokens("qab" + text))) for text in (one, other)]
         await asyncio.sleep(0)
         for turn in engine.held:
             turn.set_result(None)
@@ -167,7 +169,7 @@ def test_a_strand_with_a_request_in_flight_is_not_extended():
         return policy
 
     policy = asyncio.run(run())
-    assert engine.requests == [(0, "q"), (0, "x"), (1, "qaby")]
+    assert engine.requests == [(0, "q"), (0, one), (1, "qab" + other)]
     assert same_strands(policy, engine)
 
 
@@ -224,10 +226,11 @@ def test_other_tools_begin_a_new_strand():
 
 def test_an_observation_is_cut_and_the_history_with_the_whole_one_is_recognized():
     engine = Engine("ab", "cd", "ef", "gh")
-    long = "0123456789"
+    long = "x" * 500 + "y" * 500
+    cut = "xxxxx\n[... 990 characters left out ...]\nyyyyy"
 
     async def run():
-        policy = policy_of(engine, max_observation_tokens=5)
+        policy = policy_of(engine, max_observation_tokens=45)
         talk = [user(long)]  # the question is not an observation
         first = await policy(talk)
         talk += [first.message, user(long)]
@@ -235,9 +238,33 @@ def test_an_observation_is_cut_and_the_history_with_the_whole_one_is_recognized(
         talk += [second.message, user("end")]
         await policy(talk)
         await policy([user("other"), first.message, user(long)])
+        return policy
 
-    asyncio.run(run())
-    assert engine.requests == [(0, "0123456789>"), (0, "|0123…>"), (0, "|end>"), (1, "other|ab|0123…>")]
+    policy = asyncio.run(run())
+    assert engine.requests == [(0, f"{long}>"), (0, f"|{cut}>"), (0, "|end>"), (1, f"other|ab|{cut}>")]
+    assert len(cut) <= 45
+    assert policy.turns[2]["text"] == cut
+
+
+@pytest.mark.parametrize(("size", "most"), [(100, 100), (101, 100), (10_000, 100), (1_000_000, 300), (5_000, 1)])
+def test_a_shortened_text_has_at_most_its_tokens_and_keeps_both_ends(size, most):
+    text = "".join(chr(97 + place * 26 // size) for place in range(size))
+    longest = []
+
+    def count(shown: str) -> int:  # two characters a token
+        longest.append(len(shown))
+        return (len(shown) + 1) // 2
+
+    cut = shorten(text, most, count)
+    if size <= 2 * most:
+        assert cut == text
+        return
+    head, note, tail = cut.split("\n")
+    assert note == f"[... {size - len(head) - len(tail)} characters left out ...]"
+    assert text.startswith(head)
+    assert text.endswith(tail)
+    assert most == 1 or 0.5 * most < count(cut) <= most
+    assert max(longest) <= most * 64 + 50
 
 
 def test_a_reply_that_the_limit_cut_is_truncated_and_its_strand_goes_on():

@@ -80,6 +80,7 @@ def test_an_environment_of_a_bare_interpreter_has_the_working_directory_and_our_
         + (
             "\n    def score(self):"
             "\n        ours = [name for name in sys.modules if name.split('.')[0] in ('numpy', 'tests', 'hydra')]"
+            f"\n        ours += [path for path in sys.path if path == {str(ROOT)!r}]"
             "\n        return {'folders': sys.path.count(os.getcwd()), 'ours': len(ours)}"
         )
     )
@@ -183,7 +184,9 @@ def test_a_replaced_worker_that_cannot_load_the_environment_ends_every_wait(own,
 
 
 def test_a_worker_dies_with_its_parent_and_ignores_its_ctrl_c(own, tmp_path):
-    spec = own(PLAIN.replace("begin(self, task): ...", "begin(self, task): __import__('threading').Event().wait()"))
+    spec = own(
+        PLAIN.replace("def begin(self, task): ...", "async def begin(self, task): __import__('time').sleep(1e6)")
+    )
     driver = f"""
         import asyncio
         from app.environment.pool import EnvironmentPool

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from app.config.device import DeviceKind
+from app.device import device_of
+
 ROOT = Path(__file__).parents[2]
 IMAGES = ["Dockerfile.cuda", "Dockerfile.npu"]
 
@@ -42,6 +45,13 @@ def test_versions_are_those_of_the_requirements() -> None:
     assert npu["TORCH_NPU_VERSION"] == pins("npu.txt")["torch_npu"]
     assert npu["TRANSFORMERS_VERSION"] == pins("npu.txt")["transformers"]
     assert npu["SGLANG_TAG"] == f"v{cuda['SGLANG_VERSION']}"
+
+
+@pytest.mark.parametrize("kind", list(DeviceKind))
+def test_the_requirements_of_a_device_have_its_kernels_of_linear_attention(kind: DeviceKind) -> None:
+    kernels = device_of(kind).linear_attention
+    assert kernels is None or kernels in pins(f"{kind.name}.txt")
+    assert (kernels is not None) == (kind is DeviceKind.cuda)
 
 
 @pytest.mark.parametrize("name", IMAGES)

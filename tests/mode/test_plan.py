@@ -249,7 +249,13 @@ def test_a_sweep_of_plans_starts_no_run(tmp_path: Path) -> None:
 
 def test_a_plan_of_episodes_says_what_is_played_at_once_and_what_the_limits_cover() -> None:
     own = "environment._target_=my_envs.Guess"
-    line = (own, "placement=fully_async", "algorithm.prompts_per_step=16", "algorithm.group_size=8")
+    sizes = (
+        "algorithm.prompts_per_step=16",
+        "algorithm.group_size=8",
+        "rollout.max_completion_tokens=64",
+        "rollout.max_prompt_tokens=64",
+    )
+    line = (own, "placement=fully_async", *sizes)
     shown = describe(composed(*line, "environment.workers=2", "environment.episodes=32", "environment.max_turns=5"))
     first = shown.splitlines().index("Episodes of my_envs.Guess")
     assert shown.splitlines()[first + 1 : first + 6] == [
@@ -261,7 +267,7 @@ def test_a_plan_of_episodes_says_what_is_played_at_once_and_what_the_limits_cove
         "  its longest sequence: 128 tokens",
         "",
     ]
-    assert "the others wait" not in describe(composed(*line, "environment.episodes=256"))
+    assert "the others wait" not in describe(composed(*line, "environment.episodes=384"))
     assert "Episodes of" not in describe(composed(*line[1:]))
 
 

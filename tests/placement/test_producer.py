@@ -110,6 +110,20 @@ def test_a_prompt_that_never_fits_the_bound_is_reported_once_with_what_to_change
     assert tails  # nothing is skipped: they are trained on when they fit
 
 
+def test_episodes_that_never_fit_the_bound_are_reported_with_the_pushes_that_they_take(tmp_path: Path) -> None:
+    made = config(steps=40, max_staleness=1, in_flight=InFlight.retract)
+    made.environment._target_ = "my_envs.Guess"
+    world = World(made, tmp_path, rare_tail(12.0), tokens=1000)
+    run(world)
+    (warned,) = [text for text in world.recorder.warnings if "was aborted" in text]
+    assert re.match(
+        r"prompt sim/\d*0@0 was aborted 3 times: its episodes take more than 2 weight syncs \(placement.max_staleness "
+        r"\+ 1\) and begin again each time\. Raise placement\.max_staleness to at least 2, or",
+        warned,
+    )
+    assert "drain" not in warned  # a sync waits for the turns in flight, not for whole episodes
+
+
 def test_a_prompt_that_fits_the_second_time_is_not_reported(tmp_path: Path) -> None:
     world = World(config(steps=12, max_staleness=2, in_flight=InFlight.retract), tmp_path, rare_tail(2.0))
     run(world)

@@ -271,6 +271,11 @@ def test_the_limit_is_above_the_deadline_of_every_single_call() -> None:
     assert limit_seconds(made) == 4060
     made.rollout.stall_timeout_s = 5000.0
     assert limit_seconds(made) == 5060
+    made.environment.timeout_s = 2000.0
+    assert limit_seconds(made) == 5060  # there is no environment
+    made.environment._target_ = "my_envs.Guess"  # a step, its abort, and a worker that starts
+    assert limit_seconds(made) == (2000 + 10) + (2 * 2000 + 15) + 120 + 60
+    made.environment.timeout_s = 60.0
     made.algorithm.group_size = 16
     made.reward.timeout_s = 600.0  # of one trajectory; a group is scored together, then one by one
     assert limit_seconds(made) == 16 * (2 * 600 + 60) + 60  # a worker starts within 60 s

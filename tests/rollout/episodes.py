@@ -16,8 +16,8 @@ from app.config.reward import RewardConfig
 from app.environment.remote import WorkerSpec
 from app.model.tiny.tokenizer import build_tokenizer
 from app.reward.scorer import Scorer
-from app.rollout.episode_failures import EpisodeFailures
 from app.rollout.episodes import EpisodeLimits, Episodes
+from app.rollout.episodes.episode_failures import EpisodeFailures
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.tracking.run_folder.timeline import Timeline

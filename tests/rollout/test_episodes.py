@@ -14,8 +14,8 @@ from app.environment.protocol import Task
 from app.errors import EngineLost, RunError
 from app.model.tiny.tokenizer import build_tokenizer
 from app.reward.scorer import Scorer
-from app.rollout.episode_failures import EpisodeFailures
 from app.rollout.episodes import EpisodeLimits, Episodes
+from app.rollout.episodes.episode_failures import EpisodeFailures
 from app.rollout.pool import EnginePool
 from app.rollout.requests import Aborted
 from app.rollout.rollouter import Rollouter
@@ -133,7 +133,11 @@ def test_an_episode_whose_environment_failed_once_is_played_again(kind: str) -> 
     setting = Setting(lambda task, number: Script(fails_at=1 if number == 0 else None, kind=kind, score=number))
     group = run_virtual(setting.group())
     assert len(group.trajectories) == 2
-    assert setting.episodes.failures.metrics == {"environment/failed_episodes": 0.0, f"environment/failed_{kind}": 1.0}
+    assert setting.episodes.failures.metrics == {
+        "environment/failed_episodes": 0.0,
+        "environment/failed_fraction": 0.0,
+        f"environment/failed_{kind}": 1.0,
+    }
     assert setting.warnings == [
         "an episode failed: the environment failed on purpose. It is played again, at most environment.retries times, "
         "and then left out of its group; all failures are in logs/environment.log."

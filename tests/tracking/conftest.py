@@ -5,7 +5,20 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from app.types import Completion, FinishReason, Group, Prompt, Trajectory, VersionSpan
+from app.types import (
+    Completion,
+    Ending,
+    Episode,
+    FinishReason,
+    Group,
+    Prompt,
+    Strand,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
+
+SPAN = VersionSpan(3, 0, 3)
 
 
 def make_group(row: int, rewards: list[float], *, version: int = 0) -> Group:
@@ -17,6 +30,30 @@ def make_group(row: int, rewards: list[float], *, version: int = 0) -> Group:
         spans = (VersionSpan(version, 0, index + 1),)
         completion = Completion(tokens, logprobs, FinishReason.stop, spans)
         trajectories.append(Trajectory(prompt, completion, f"text {index}", reward, {"exact": reward}))
+    return Group(prompt, tuple(trajectories))
+
+
+def make_episode_group() -> Group:
+    """Two episodes: one of two turns, and one whose history was rewritten."""
+    prompt = Prompt("game/3@0", np.array([7, 8], dtype=np.int32), "42", "game", "6*7=")
+    two = (
+        Turn("user", "6*7=", 2, 0.0),
+        Turn("assistant", "<b>41</b>", 2, 1.25),
+        Turn("tool", "wrong", 1, 0.002),
+        Turn("assistant", "42", 1, 0.5),
+    )
+    sampled = np.array([0, 0, 1, 1, 0, 1], dtype=bool)
+    strand = Strand(np.arange(6, dtype=np.int32), sampled, np.array([-0.5, -0.25, -0.75], np.float32), (SPAN,))
+    scores = {"found": 1.0, "polite": float("nan")}
+    first = Episode((strand,), two, Ending.stop, scores, {"turns": 2.0, "strands": 1.0})
+    second = Episode((strand, strand), two[:2], Ending.turns, {"found": 0.0}, {"turns": 2.0, "strands": 2.0})
+    last = Completion(
+        np.array([5], np.int32), np.array([-0.75], np.float32), FinishReason.stop, (VersionSpan(3, 0, 1),)
+    )
+    trajectories = [
+        Trajectory(prompt, last, "42", reward, {"environment": reward}, episode)
+        for reward, episode in ((1.0, first), (0.0, second))
+    ]
     return Group(prompt, tuple(trajectories))
 
 
@@ -37,6 +74,11 @@ def make_metrics(step: int) -> dict[str, float]:
 @pytest.fixture
 def group() -> Callable[..., Group]:
     return make_group
+
+
+@pytest.fixture
+def episode_group() -> Group:
+    return make_episode_group()
 
 
 @pytest.fixture

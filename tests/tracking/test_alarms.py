@@ -58,6 +58,9 @@ def test_a_healthy_run_and_a_run_without_metrics_raise_nothing():
         ("staleness", {"staleness/max": 3.0}, 1),
         ("engine restarts", {"recovery/engine_restarts": 1.0}, 1),
         ("reward failures", {"reward/failed_fraction": 0.1}, 1),
+        ("failed episodes", {"environment/failed_fraction": 0.06}, 1),
+        ("tool calls", {"environment/tool_failed_fraction": 0.97}, 3),
+        ("waiting for environments", {"environment/wait_fraction": 0.9}, 3),
         ("gradient not finite", {"updates/skipped": 1.0}, 1),
     ],
 )
@@ -87,7 +90,7 @@ def test_staleness_at_a_bound_of_1_is_normal():
 
 def test_all_settings_named_in_advice_exist():
     advice = " ".join([*(rule.advice for rule in RULES.values()), *(remedy for _, remedy in PHASES.values())])
-    files = {"timeline.json", "ui.perfetto.dev", "reward.log"}
+    files = {"timeline.json", "ui.perfetto.dev", "reward.log", "environment.log"}
     named = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", advice)) - files
     assert len(named) > 15
     assert named <= set(setting_names())
@@ -105,3 +108,13 @@ def test_an_alarm_names_the_problem_and_what_to_try():
 def test_a_large_gradient_norm_is_left_to_the_report():
     steps = [*healthy(15), {**HEALTHY, "grad_norm/max": 250.0}]
     assert run(steps) == []
+
+
+def test_waiting_for_environments_is_normal_where_engines_play_other_episodes_meanwhile():
+    assert run([{**HEALTHY, "environment/wait_fraction": 0.95, "idle/rollout": 0.1}] * 8) == []
+
+
+def test_many_sequences_are_left_to_the_report():
+    """An agent may hold several conversations on purpose."""
+    assert run([{**HEALTHY, "environment/strands_mean": 9.0}] * 8) == []
+    assert RULES["sequences of an episode"].report_only

@@ -120,6 +120,15 @@ def test_a_resumed_run_sets_later_steps_aside_and_its_summary_covers_the_whole_r
     assert json.loads((aside / "logs/warnings.jsonl").read_text())["text"] == "odd"
 
 
+def test_the_prompt_log_says_which_prompts_had_failed_environments(tmp_path):
+    with RunFolderRecorder(RunConfig(steps=2), tmp_path) as recorder:
+        recorder.log_prompts(1, trained=["a/1@0"], filtered=["a/2@0", "a/3@0"], unplayable=["a/3@0"])
+        recorder.log_prompts(2, trained=["a/4@0"], filtered=[])
+    first, second = (json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines())
+    assert first == {"step": 1, "trained": ["a/1@0"], "filtered": ["a/2@0", "a/3@0"], "unplayable": ["a/3@0"]}
+    assert second == {"step": 2, "trained": ["a/4@0"], "filtered": []}
+
+
 def test_every_resume_sets_aside_into_a_folder_of_its_own_and_only_if_there_is_something(tmp_path, metrics):
     for last in (3, 3, 2):
         with RunFolderRecorder(RunConfig(steps=6), tmp_path) as recorder:

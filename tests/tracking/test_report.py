@@ -107,6 +107,46 @@ def test_metrics_and_samples_are_in_the_file_and_cannot_become_markup(tmp_path, 
     assert next(chart["section"] for chart in data["charts"] if chart["metrics"] == ["some/other"]) == "more"
 
 
+def test_a_sample_of_an_episode_is_a_conversation_and_environments_have_charts(tmp_path, episode_group):
+    config = RunConfig(steps=1)
+    values = {
+        "environment/turns_mean": 2.0,
+        "environment/wait_fraction": 0.5,
+        "environment/score_found": 0.5,
+        "environment/failed_raised": 1.0,
+        "environment/moves": 3.0,
+    }
+    with RunFolderRecorder(config, tmp_path) as recorder:
+        recorder.log(1, {"reward/mean": 0.5, **values})
+        recorder.log_samples(1, [episode_group], lambda ids: "6*7=")
+    data = Page(tmp_path / "report.html").data
+
+    first, second = data["runs"][0]["samples"][0]["rows"]
+    assert [(turn["role"], turn["text"]) for turn in first["turns"]] == [
+        ("user", "6*7="),
+        ("assistant", "<b>41</b>"),
+        ("tool", "wrong"),
+        ("assistant", "42"),
+    ]
+    assert (first["ending"], first["scores"]) == ("stop", {"found": 1.0, "polite": None})
+    assert (first["tokens"], first["logprob"], first["versions"], first["strands"]) == (3, -0.5, [3], 1)
+    assert (second["tokens"], second["strands"]) == (6, 2)
+    charts = {metric: chart for chart in data["charts"] for metric in chart["metrics"]}
+    assert {charts[name]["section"] for name in values} == {"episodes"}
+    assert charts["environment/score_found"]["labels"] == ["found"]
+
+
+def test_a_long_episode_shows_its_first_and_its_last_turns(tmp_path):
+    turns = [{"role": "user", "text": f"{number}" * 3000, "tokens": 1, "seconds": 0.0} for number in range(40)]
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples/step_1.jsonl").write_text(json.dumps({"prompt": "a", "turns": turns, "logprobs": []}) + "\n")
+    (row,) = report_data.read_samples(tmp_path, "step")[0]["rows"]
+    assert len(row["turns"]) == report_data.MOST_TURNS + 1
+    assert row["turns"][report_data.MOST_TURNS // 2]["text"] == "… 10 turns …"
+    assert row["turns"][-1]["text"].startswith("39393")
+    assert max(len(turn["text"]) for turn in row["turns"]) < report_data.TURN_LIMIT + 40
+
+
 def test_several_runs_are_compared_side_by_side_with_the_settings_that_differ(tmp_path, group):
     folders = [
         run_folder(tmp_path / name / "2026-01-01", group, lr=lr) for name, lr in (("slow", 1e-4), ("fast", 1e-2))

@@ -36,6 +36,27 @@ def test_a_line_has_question_answer_completion_and_reward(tmp_path, group):
     assert second["logprobs"] == [-0.25, -0.25]
 
 
+def test_a_line_of_an_episode_has_its_turns_its_ending_its_scores_and_the_tokens_of_every_sequence(
+    tmp_path, episode_group
+):
+    path = samples.write_samples(tmp_path, 3, [episode_group], 2, lambda ids: "6*7=")
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert (first["completion"], first["tokens"], first["reward"]) == ("42", [5], 1.0)
+    assert first["turns"][1] == {"role": "assistant", "text": "<b>41</b>", "tokens": 2, "seconds": 1.25}
+    assert [turn["role"] for turn in first["turns"]] == ["user", "assistant", "tool", "assistant"]
+    assert (first["ending"], second["ending"]) == ("stop", "turns")
+    assert first["scores"] == {"found": 1.0, "polite": None}
+    assert first["strands"] == [
+        {
+            "tokens": [0, 1, 2, 3, 4, 5],
+            "sampled": [0, 0, 1, 1, 0, 1],
+            "logprobs": [-0.5, -0.25, -0.75],
+            "versions": [[3, 0, 3]],
+        }
+    ]
+    assert len(second["strands"]) == 2
+
+
 def test_the_samples_after_a_step_are_moved_to_another_folder(tmp_path, group):
     for step in (1, 2, 10):
         for kind in ("step", "eval"):

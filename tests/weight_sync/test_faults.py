@@ -10,6 +10,7 @@ from aiohttp import web
 
 from app.config.weight_sync import Verify
 from app.errors import EngineError, SyncError
+from app.rollout.host import OLDEST_SGLANG
 from tests.weight_sync.support import (
     TRANSPORTS,
     Rule,
@@ -116,7 +117,8 @@ def test_a_running_server_of_an_older_sglang_is_refused(proxied: Any, tmp_path: 
         with pytest.raises(EngineError) as refused:
             await old.start(30)
         assert str(refused.value) == (
-            f"engine 0 at {proxy.url} runs SGLang 0.5.20: servers of rollout.urls must run SGLang 0.5.21 or newer"
+            f"engine 0 at {proxy.url} runs SGLang 0.5.20: servers of rollout.urls must run SGLang {OLDEST_SGLANG} "
+            "or newer"
         )
 
     asyncio.run(scenario())

@@ -8,6 +8,7 @@ Invariants:
   the Jinja template would strip it at the next user message: it is what the policy was conditioned on.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,11 @@ NOT_AN_OBJECT = "the arguments of the call are not a JSON object"
 
 
 class ChatRenderer:
-    """Messages by a Qwen chat template."""
+    """Messages by a Qwen chat template.
+
+    Attributes:
+        thinking_mode: `enable_thinking` of the `renderers` package that agrees with the model's own template.
+    """
 
     def __init__(self, name: str, folder: Path, keep_thinking: bool, enable_thinking: bool) -> None:
         """Load the tokenizer and check that the model's own template agrees.
@@ -50,9 +55,15 @@ class ChatRenderer:
             return _opening(modes[mode], messages, tools)
 
         mode = thinking_of(rendering, name, self._tokenizer, enable_thinking)
+        self.thinking_mode = mode
         self._by_template = modes[mode]
         self._keeping = self._create(mode, "all")
         self._keep_thinking = keep_thinking
+
+        # version 0.1.8, which verifiers 0.2.1 needs, does not look at the prompt
+        parse = self._by_template.parse_response
+        takes_prompt = "prompt_ids" in inspect.signature(parse).parameters
+        self._parse = parse if takes_prompt else lambda sampled, tools, prompt_ids: parse(sampled, tools=tools)
 
         markers = ("<|im_start|>", "<think>", "</think>")
         self._start, *self._think = (self._tokenizer.convert_tokens_to_ids(marker) for marker in markers)
@@ -97,7 +108,7 @@ class ChatRenderer:
         """Return text, reasoning and tool calls of a reply; problems of a call stand in its status."""
         sampled = list(token_ids)
         try:
-            parsed = self._by_template.parse_response(sampled, tools=_dicts(tools), prompt_ids=list(prompt_ids))
+            parsed = self._parse(sampled, tools=_dicts(tools), prompt_ids=list(prompt_ids))
         except (ValueError, RecursionError):  # numbers of 5,000 digits, 10,000 brackets
             text = self._tokenizer.decode(sampled, skip_special_tokens=True)
             return Reply(text, "", (ToolCall("", {}, UNREADABLE),), truncated=False, token_ids=tuple(sampled))

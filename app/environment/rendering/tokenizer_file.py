@@ -61,9 +61,15 @@ class TokenizerFile:
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of `text`: [N]. A lone surrogate, which has no bytes, becomes a question mark."""
-        text = text.encode("utf-8", "replace").decode("utf-8")
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self._backend.encode(_readable(text), add_special_tokens=add_special_tokens).ids
         return ids
+
+    def __call__(
+        self, text: str, add_special_tokens: bool = False, return_offsets_mapping: bool = True
+    ) -> dict[str, Any]:
+        """Return the ids of `text`, and of each the range of its characters. `renderers` 0.1.8 asks for both."""
+        encoding = self._backend.encode(_readable(text), add_special_tokens=add_special_tokens)
+        return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Return the text of `token_ids`."""
@@ -97,6 +103,11 @@ class TokenizerFile:
             room -= excess
 
         return self.decode(head_ids[:max_tokens]).rstrip(NOT_A_CHARACTER)
+
+
+def _readable(text: str) -> str:
+    """The text without lone surrogates: the same number of characters."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:

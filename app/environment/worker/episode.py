@@ -20,6 +20,7 @@ from app.environment.wire import Begin, Closed, End, Failed, Limits
 from app.environment.worker.calls import Calls
 from app.environment.worker.clock import Clock
 from app.environment.worker.log import log
+from app.environment.worker.openai_api import is_bad_request
 from app.environment.worker.policy import AskEngine, EpisodePolicy, Renderer
 from app.utils.dotted_path import LoadError, error_text
 
@@ -139,7 +140,9 @@ class Episode:
         self._clock.begin("run")
         try:
             value = await self._calls(run, self._task, self.policy)
-        except EpisodeOver:
+        except Exception as error:
+            if not (isinstance(error, EpisodeOver) or (self.policy.ending and is_bad_request(error))):
+                raise
             value = await score_of(self._environment, self._call)
             value = 0.0 if value is None else value
 

@@ -17,6 +17,8 @@ OF_THE_RUN = (  # keys of a request that the run decides
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
+STATUS = ("status_code", "status", "code")  # where openai and httpx, aiohttp, urllib keep it
+LONGEST_CHAIN = 20  # of errors
 ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
 
 
@@ -34,6 +36,16 @@ def refusal_of(over: EpisodeOver) -> Refusal:
     if isinstance(over, OutOfTokens):
         return Refusal(OUT_OF_TOKENS, code="context_length_exceeded")
     return Refusal(f"The policy does not speak again in this episode ({over.ending}).", code="episode_over")
+
+
+def is_bad_request(error: BaseException) -> bool:
+    """Whether an agent's error, or one that led to it, is a client's for status 400: so it learns of a limit."""
+    for _ in range(LONGEST_CHAIN):
+        found = (getattr(each, name, None) for each in (error, getattr(error, "response", None)) for name in STATUS)
+        if HTTPStatus.BAD_REQUEST in found:
+            return True
+        error = error.__cause__ or error.__context__ or error
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +117,7 @@ def chat_message(reply: Reply, number: int) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = [
             {
-                "id": call.id or f"call_{number}_{index}",
+                "id": f"call_{number}_{index}",  # unique in the episode, as agents expect
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
             }

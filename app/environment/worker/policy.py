@@ -22,6 +22,7 @@ from app.environment.protocol import EpisodeOver, Message, OutOfTime, OutOfToken
 from app.environment.wire import Answer, Limits
 from app.environment.worker.clock import Clock
 from app.environment.worker.conversation import Conversation, conversation_key, message_key, spoken
+from app.environment.worker.observations import shorten
 
 AskEngine = Callable[[int, Sequence[int], int | None, bool], Awaitable[Answer]]  # strand, append, max_tokens, logprobs
 
@@ -38,8 +39,6 @@ class Renderer(Protocol):
     def parse(
         self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[Tool] | None = None
     ) -> Reply: ...
-
-    def shorten(self, text: str, max_tokens: int) -> str: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -228,9 +227,14 @@ class EpisodePolicy:
         for message in messages:
             content = message.get("content")
             if message.get("role") != "assistant" and isinstance(content, str):
-                message = {**message, "content": self.renderer.shorten(content, most)}
+                message = {**message, "content": shorten(content, most, self._tokens)}
             cut.append(message)
         return cut
+
+    def _tokens(self, text: str) -> int:
+        """Return the tokens of a text, without those around a message."""
+        whole, empty = (self.renderer.opening([{"role": "user", "content": content}]) for content in (text, ""))
+        return len(whole) - len(empty)
 
     def _readable(self, messages: Sequence[Message]) -> list[Message]:
         """Cut what follows the first reply; the messages before it are the question."""

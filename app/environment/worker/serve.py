@@ -194,8 +194,8 @@ def _load_environment(settings: Mapping[str, Any]) -> Make:
     """Return what makes an environment: what `make` of the module of this kind returns.
 
     Args:
-        settings: Of the `Start` message. `make` gets them with those of `environment` beside them. The attribute
-            `info` of what it returns, if there is one, goes to the driver.
+        settings: Of the `Start` message. `make` gets them with those of `limits` and `environment` beside them. The
+            attribute `info` of what it returns, if there is one, goes to the driver.
 
     Raises:
         LoadError: It cannot be loaded. The message is a sentence.
@@ -205,7 +205,7 @@ def _load_environment(settings: Mapping[str, Any]) -> Make:
     key = f"environment._target_={environment['target']}" if kind == "own" else f"environment={kind}"
     try:
         make: Callable[[Mapping[str, Any]], Make] = importlib.import_module(f"app.environment.{kind}").make
-        return make({**settings, **environment})
+        return make({**settings, **settings["limits"], **environment})
     except ValueError as error:
         raise LoadError(str(error)) from error  # a sentence of our own
     except LoadError as error:

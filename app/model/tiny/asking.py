@@ -23,7 +23,7 @@ from app.environment.calculator import ASK, answer
 from app.errors import ConfigError
 from app.model.tiny.supervised import Rows, encode, greedy_accuracy, supervised_step
 
-SKILL_STEPS = 300
+SKILL_STEPS = 400
 SKILL_LR = 1e-2
 SKILL_ROWS = 48  # per step
 SKILL_ASKS = 0.7  # of the rows in a step

@@ -12,7 +12,7 @@ from app.types import SYNC_PHASES
 class Chart:
     """One chart: a curve for each metric, or stacked bars."""
 
-    section: str  # learning, health, time, speed, sync, more
+    section: str  # learning, health, episodes, time, speed, sync, more
     title: str
     metrics: tuple[str, ...]
     labels: tuple[str, ...] = ()
@@ -47,6 +47,27 @@ CHARTS = (
     Chart("health", "Clipped ratios", ("clip/high_fraction", "clip/low_fraction"), ("high", "low"), "percent"),
     Chart("health", "Completion length", ("completion/length_mean", "completion/length_p95"), ("mean", "p95"), "count"),
     Chart(
+        "episodes", "Turns of an episode", ("environment/turns_mean", "environment/turns_max"), ("mean", "max"), "count"
+    ),
+    Chart("episodes", "Tokens of observations", ("environment/observation_tokens",), ("in an episode",), "count"),
+    Chart("episodes", "Tool calls", ("environment/tool_calls",), ("in an episode",)),
+    Chart(
+        "episodes",
+        "Failed tool calls, episodes without end",
+        ("environment/tool_failed_fraction", "environment/out_of_turns_fraction", "environment/out_of_time_fraction"),
+        ("tool calls that failed", "out of turns", "out of time"),
+        "percent",
+    ),
+    Chart("episodes", "Sequences of an episode", ("environment/strands_mean",), ("mean",)),
+    Chart("episodes", "Time of an episode", ("environment/seconds",), ("mean",), "seconds"),
+    Chart(
+        "episodes",
+        "Waiting for environments, cached tokens",
+        ("environment/wait_fraction", "rollout/cached_fraction"),
+        ("no engine worked for the episode", "prompt tokens in the KV cache"),
+        "percent",
+    ),
+    Chart(
         "time",
         "Time of each step",
         ("time/generate", "time/train", "time/sync"),
@@ -61,7 +82,10 @@ CHARTS = (
 
 
 def charts(runs: Sequence[RunData]) -> list[Chart]:
-    """Return a chart for every measured metric: those of `CHARTS`, the families below, and one each for the rest."""
+    """Return a chart for every measured metric.
+
+    Those of `CHARTS`, the families below, and one each for the rest, such as what an environment counts itself.
+    """
     measured = sorted({name for run in runs for name in run.series if run.values(name)})
     shown = [chart for chart in CHARTS if any(name in measured for name in chart.metrics)]
 
@@ -69,6 +93,12 @@ def charts(runs: Sequence[RunData]) -> list[Chart]:
     if passes:
         labels = tuple(name.removeprefix("reward/") for name in passes)
         shown.append(Chart("learning", "At least one of k is correct", passes, labels, "percent"))
+
+    for prefix, title in (("score", "Scores of the environment"), ("failed", "Episodes that failed so far")):
+        names = tuple(name for name in measured if name.startswith(f"environment/{prefix}_"))
+        if names:
+            labels = tuple(name.removeprefix(f"environment/{prefix}_").replace("_", " ") for name in names)
+            shown.append(Chart("episodes", title, names, labels))
 
     memory = tuple(name for name in measured if name.startswith("memory/") and name.endswith("_mib"))
     if memory:
@@ -84,4 +114,7 @@ def charts(runs: Sequence[RunData]) -> list[Chart]:
 
     named = {name for chart in shown for name in chart.metrics} | {"time/step", "sync/total_seconds"}
     constant = {name for name in measured if re.fullmatch(r"eval/(.+/)?prompts", name)}
-    return shown + [Chart("more", name, (name,), (name,)) for name in measured if name not in named | constant]
+    rest = [name for name in measured if name not in named | constant]
+    return shown + [
+        Chart("episodes" if name.startswith("environment/") else "more", name, (name,), (name,)) for name in rest
+    ]

@@ -21,6 +21,8 @@ from app.tracking.run_folder.aside import is_aside
 POINTS = 600
 SAMPLED_STEPS = 40
 TEXT_LIMIT = 6000  # characters per question or completion
+TURN_LIMIT = 2000  # characters per turn of an episode
+MOST_TURNS = 30  # of an episode: its first and its last ones
 MISSING = "—"
 
 
@@ -162,7 +164,9 @@ def read_samples(folder: Path, kind: str) -> list[Mapping[str, Any]]:
 
 def _sample_rows(path: Path) -> Iterator[dict[str, Any]]:
     for row in metrics_file.read(path):
-        logprobs = row.get("logprobs") or []
+        # Of an episode, tokens and log-probabilities are those that were sampled in all of its sequences.
+        strands = row.get("strands") or [row]
+        logprobs = [value for strand in strands for value in strand.get("logprobs") or []]
         yield {
             "prompt": row.get("prompt"),
             "question": _short(row.get("question")),
@@ -171,17 +175,40 @@ def _sample_rows(path: Path) -> Iterator[dict[str, Any]]:
             "finish": row.get("finish_reason"),
             "reward": row.get("reward"),
             "components": row.get("reward_components") or {},
-            "tokens": len(row.get("tokens") or []),
-            "versions": [span[0] for span in row.get("versions") or []],
+            "tokens": len(logprobs),
+            "versions": [span[0] for strand in strands for span in strand.get("versions") or []],
             "logprob": sum(logprobs) / len(logprobs) if logprobs else None,
+            **_episode(row),
         }
 
 
-def _short(text: str | None) -> str | None:
-    if text is None or len(text) <= TEXT_LIMIT:
+def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a sample of several turns shows in addition; nothing of a single turn."""
+    turns = row.get("turns") or []
+    if not turns:
+        return {}
+
+    shown = [{**turn, "text": _short(turn.get("text"), TURN_LIMIT)} for turn in turns]
+    half = MOST_TURNS // 2
+    if left_out := max(0, len(turns) - MOST_TURNS):
+        shown = [
+            *shown[:half],
+            {"role": "", "text": f"… {left_out} turns …", "tokens": 0, "seconds": 0},
+            *shown[-half:],
+        ]
+    return {
+        "turns": shown,
+        "ending": row.get("ending"),
+        "scores": row.get("scores") or {},
+        "strands": len(row.get("strands") or []),
+    }
+
+
+def _short(text: str | None, limit: int = TEXT_LIMIT) -> str | None:
+    if text is None or len(text) <= limit:
         return text
-    half = TEXT_LIMIT // 2
-    return f"{text[:half]}\n… {len(text) - TEXT_LIMIT} characters …\n{text[-half:]}"
+    half = limit // 2
+    return f"{text[:half]}\n… {len(text) - limit} characters …\n{text[-half:]}"
 
 
 def _is_evaluation(config: Mapping[str, Any]) -> bool:

@@ -243,15 +243,31 @@ function sampleCard(row) {
   const reward = make("span", { class: `reward ${level}` }, row.reward === null ? "reward failed" : `reward ${FORMS.number(row.reward)}`);
   const top = make("div", { class: "top" }, reward);
   Object.entries(row.components).forEach(([name, value]) => top.append(make("span", { class: "component" }, `${name} ${value === null ? "failed" : FORMS.number(value)}`)));
-  top.append(make("span", {}, `${row.tokens} tokens, finish reason: ${row.finish}`));
+  Object.entries(row.scores || {}).forEach(([name, value]) => top.append(make("span", { class: "component" }, `${name === "score" ? name : `score ${name}`} ${value === null ? "–" : FORMS.number(value)}`)));
+  top.append(make("span", {}, row.turns ? `${row.tokens} sampled tokens, ending: ${row.ending}` : `${row.tokens} tokens, finish reason: ${row.finish}`));
+  if (row.strands > 1) top.append(make("span", {}, `${row.strands} sequences`));
   if (row.versions.length) top.append(make("span", {}, `policy version ${[...new Set(row.versions)].join(", ")}`));
   if (row.logprob !== null) top.append(make("span", {}, `mean log-prob ${FORMS.number(row.logprob)}`));
   const card = make("article", { class: "sample" }, top);
   const block = (label, text, name) => card.append(make("pre", { class: name }, make("span", { class: "label" }, label), text));
-  block(row.prompt || "prompt", row.question ?? "(the prompt's text was not recorded)", "question");
-  block("completion", row.completion || "(empty)", "completion");
+  if (row.turns) conversation(row, block);
+  else {
+    block(row.prompt || "prompt", row.question ?? "(the prompt's text was not recorded)", "question");
+    block("completion", row.completion || "(empty)", "completion");
+  }
   if (row.answer !== null) block("reference answer", row.answer, "question");
   return card;
+}
+// An episode: what the policy said, and in another color what it read.
+function conversation(row, block) {
+  row.turns.forEach((turn, i) => {
+    const said = turn.role === "assistant";
+    const facts = [turn.role || "left out"];
+    if (turn.tokens) facts.push(`${turn.tokens} tokens`);
+    if (turn.seconds >= 0.001) facts.push(FORMS.seconds(turn.seconds));
+    if (i === 0) facts.unshift(row.prompt);
+    block(facts.filter(Boolean).join(" · "), turn.text || "(empty)", said ? "turn said" : "turn read");
+  });
 }
 function showSamples() {
   const steps = RUNS[+pick.run.value || 0].samples;

@@ -1,4 +1,4 @@
-"""The reward worker process: `python -m app.reward.worker <pipe descriptor> <parent pid>`.
+"""The reward worker process: `python -m app.reward.workers.worker <pipe descriptor> <parent pid>`.
 
     parent ── RewardComponent ───→ worker loads it ── None, or the load error ─→ parent
            ── trajectories ──────→ worker calls it ── Outcome ─────────────────→ parent, repeatedly

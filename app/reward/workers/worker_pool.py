@@ -14,7 +14,7 @@ from pathlib import Path
 from app.errors import RunError
 from app.reward.component import BUILT_IN_LIMIT_S, RewardComponent
 from app.reward.outcome import Failure, Outcome, Value
-from app.reward.worker_process import WorkerProcess
+from app.reward.workers.worker_process import WorkerProcess
 from app.types import Trajectory
 from app.utils.dotted_path import LoadError
 

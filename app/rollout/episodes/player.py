@@ -23,10 +23,10 @@ from app.environment.episode_session import EpisodeSession
 from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
 from app.environment.wire import Ask, End, Failed
-from app.rollout.episode_failures import EpisodeFailures
+from app.rollout.episodes.episode_failures import EpisodeFailures
+from app.rollout.episodes.strand_builder import StrandBuilder
 from app.rollout.pool import EnginePool, Seat
 from app.rollout.requests import Aborted, Requests
-from app.rollout.strand_builder import StrandBuilder
 from app.types import (
     Completion,
     Ending,
@@ -41,6 +41,7 @@ from app.types import (
 )
 from app.utils.tasks import gather_or_raise
 
+SHOWN_S = 0.02  # a shorter stretch of an environment's own code is not on the timeline
 MOST_LOST = 10  # attempts of one episode whose worker ended because of another episode
 
 
@@ -196,6 +197,7 @@ class _Attempt:
         self.prompt_tokens = 0  # over all requests
         self.cached_tokens = 0
         self.engine_seconds = 0.0
+        self._idle_since = group.requests.timeline.now()  # no request of the episode is in flight since then
         self._answering: set[asyncio.Task[None]] = set()
 
     async def run(self, on_message: Callable[[], None]) -> Trajectory | Failed:
@@ -204,6 +206,7 @@ class _Attempt:
         try:
             while True:
                 message = await self._next()
+                self._show()
                 on_message()
                 match message:
                     case Ask():
@@ -234,6 +237,13 @@ class _Attempt:
         finally:
             waiting.cancel()
 
+    def _show(self) -> None:
+        """Add what the environment just did on its own to the timeline."""
+        timeline = self.group.requests.timeline
+        now = timeline.now()
+        if not self._answering and now - self._idle_since >= SHOWN_S:
+            timeline.add("environment", f"{self.group.play.prompt.id} member {self.number}", self._idle_since, now)
+
     def _append(self, ask: Ask) -> str | None:
         """Append to the strand. Returns what is wrong with the first opening, if anything."""
         if ask.strand == len(self.strands):
@@ -249,6 +259,12 @@ class _Attempt:
         )
 
     async def _answer(self, ask: Ask) -> None:
+        try:
+            await self._extend(ask)
+        finally:
+            self._idle_since = self.group.requests.timeline.now()
+
+    async def _extend(self, ask: Ask) -> None:
         strand = self.strands[ask.strand]
         room = self._room(strand)
         if room <= 0:
@@ -323,6 +339,3 @@ class _Attempt:
             "prompt_tokens": float(self.prompt_tokens),
             "cached_tokens": float(self.cached_tokens),
         }
-
-
-__all__ = ["EpisodeLimits", "Episodes", "Play"]

@@ -21,6 +21,7 @@ class EpisodeFailures:
     Attributes:
         by_kind: Attempts that failed so far, by kind.
         lost: Episodes that failed for good, so far.
+        total: Episodes that ended or failed for good, so far.
     """
 
     def __init__(self, max_fraction: float, window: int, warn: Callable[[str], None]):
@@ -31,6 +32,7 @@ class EpisodeFailures:
         self._failed = 0
         self.by_kind: Counter[str] = Counter()
         self.lost = 0
+        self.total = 0
 
     def attempt_failed(self, failed: Failed) -> None:
         """Count one attempt; the first of each kind is a warning, and then its 10th, 100th, …."""
@@ -50,6 +52,7 @@ class EpisodeFailures:
             RunError: The window has more failed episodes than allowed.
         """
         self._ended += 1
+        self.total += 1
         if failed is not None:
             self._failed += 1
             self.lost += 1
@@ -66,4 +69,8 @@ class EpisodeFailures:
     def metrics(self) -> dict[str, float]:
         """Counts of the whole run so far."""
         kinds = {f"environment/failed_{kind}": float(count) for kind, count in sorted(self.by_kind.items())}
-        return {"environment/failed_episodes": float(self.lost), **kinds}
+        return {
+            "environment/failed_episodes": float(self.lost),
+            "environment/failed_fraction": self.lost / max(1, self.total),
+            **kinds,
+        }

@@ -1,0 +1,146 @@
+"""`environment=openenv`: an environment that an OpenEnv server runs (openenv 0.4 or later).
+
+    python -m app environment=openenv environment.url=ws://127.0.0.1:8000 reward=environment
+
+    worker ── {"type": "reset" | "step" | "close", "data": …} ──→ server, one WebSocket an episode
+           ←─ {"type": "observation", "data": {"observation", "reward", "done"}} or {"type": "error", …} ──
+
+- `reset` gets the task's seed, then the columns of its row, then `environment.args`; a later value wins.
+- The policy acts by one JSON object: its reply, or the arguments of a tool call. What does not fit the action's schema
+  (`GET /schema`), and what the server refuses, is an observation: "error: …".
+- The score is the sum of all rewards. The episode ends with `done`, or by a limit of the run.
+- A server without a free session is asked again until a deadline; a server that is gone is a failure, never a reward.
+"""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from functools import partial
+from http.client import HTTPException
+from typing import Any
+
+from app.environment.openenv.action import ActionError, read_action
+from app.environment.openenv.ws_session import Observation, Server, Session, open_session
+from app.environment.protocol import EpisodeOver, Message, Policy, Reply, Task, Tool
+from app.utils.dotted_path import LoadError
+
+SCHEMA_S = 10.0  # for GET /schema
+
+
+def make(settings: Mapping[str, Any]) -> partial["OpenEnv"]:
+    """Ask the server for its schema; return what makes the environment of each episode.
+
+    Args:
+        settings: `url`, `args`, and of the run `limits` and `renderer`.
+
+    Raises:
+        LoadError: There is no OpenEnv server at the URL, or aiohttp is missing.
+    """
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError as error:
+        raise LoadError(f"it needs aiohttp ({error})") from error
+
+    url = _http_url(settings.get("url"))
+    schema = _action_schema(url)
+    tool = {"type": "function", "function": {"name": "step", "description": "Act.", "parameters": schema}}
+    tools = [] if settings["renderer"]["name"] == "plain" else [tool]  # its template has none
+    server = Server(url, float(settings["limits"]["timeout_s"]))
+    return partial(OpenEnv, server, schema, tools, dict(settings.get("args") or {}))
+
+
+class OpenEnv:
+    """The environment of one episode.
+
+    Args:
+        server: Where it runs.
+        schema: Of an action.
+        tools: The action as a tool; none for a policy whose template has no tools.
+        reset: `environment.args`.
+    """
+
+    def __init__(
+        self, server: Server, schema: Mapping[str, Any], tools: Sequence[Tool], reset: Mapping[str, Any]
+    ) -> None:
+        self._server = server
+        self._schema = schema
+        self._tools = tools
+        self._reset = reset
+
+    async def run(self, task: Task, policy: Policy) -> dict[str, float]:
+        """Play the episode; return the sum of its rewards, and the last one.
+
+        Raises:
+            EnvironmentFailed: The server fails, is gone, or has no free session for too long.
+        """
+        reset = {"seed": task.seed, **task.row, **self._reset}
+        async with open_session(self._server, reset) as (session, observation):
+            rewards = [observation.reward]
+            messages: list[Message] = [{"role": "user", "content": self._opening(task, observation)}]
+            try:
+                while not observation.done:
+                    reply = await policy(messages, tools=self._tools or None)
+                    observation = await self._step(session, reply, policy)
+                    rewards.append(observation.reward)
+                    messages = [*messages, reply.message, *_messages(reply, observation)]
+            except EpisodeOver:
+                pass  # the policy has noted which limit it was
+        return {"reward": sum(rewards), "last_reward": rewards[-1]}
+
+    def _opening(self, task: Task, observation: Observation) -> str:
+        """What the policy reads first: question, observation, and without tools how to act."""
+        parts = [task.question, observation.text]
+        if not self._tools:
+            parts.append(f"Act by replying with one JSON object of this schema: {json.dumps(self._schema)}")
+        return "\n\n".join(part for part in parts if part)
+
+    async def _step(self, session: Session, reply: Reply, policy: Policy) -> Observation:
+        """Act as the policy said."""
+        try:
+            return await session.ask("step", read_action(reply, self._schema))
+        except ActionError as error:
+            # the policy itself counts calls that could not be read
+            policy.count("tool_failures", float(all(call.ok for call in reply.tool_calls)))
+            return Observation(f"error: {error}", 0.0, False)
+
+
+def _messages(reply: Reply, observation: Observation) -> list[Message]:
+    """The observation as the answer to the calls of a reply, or to its text."""
+    if not reply.tool_calls:
+        return [{"role": "user", "content": observation.text}]
+    return [
+        {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": observation.text}
+        for call in reply.tool_calls
+    ]
+
+
+def _http_url(url: object) -> str:
+    """The URL of the server's HTTP side."""
+    text = str(url or "").rstrip("/").removesuffix("/ws")
+    scheme, found, rest = text.partition("://")
+    if not found or not rest or scheme not in ("ws", "wss", "http", "https"):
+        raise LoadError(f"environment.url={url} is not the URL of a server: give ws://host:port")
+    return f"{'https' if scheme in ('wss', 'https') else 'http'}://{rest}"
+
+
+def _action_schema(url: str) -> dict[str, Any]:
+    """Ask a server for the schema of its actions, without what every action has.
+
+    Raises:
+        LoadError: It does not answer, or is another kind of server.
+    """
+    try:
+        with urllib.request.urlopen(f"{url}/schema", timeout=SCHEMA_S) as answer:
+            schema: dict[str, Any] = dict(json.load(answer)["action"])
+            properties = dict(schema.get("properties", {}))
+    except urllib.error.HTTPError as error:
+        raise LoadError(f"environment.url={url} is not an OpenEnv server: GET /schema is {error.code}") from error
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise LoadError(f"environment.url={url} does not answer ({reason}): start the server first") from error
+    except (ValueError, LookupError, TypeError, HTTPException) as error:
+        raise LoadError(f"environment.url={url} is not an OpenEnv server: GET /schema has no action") from error
+
+    properties.pop("metadata", None)
+    return {"required": [], **schema, "properties": properties}

@@ -1,0 +1,137 @@
+"""One session of an OpenEnv server: a WebSocket, which has an environment of its own there."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from app.environment.openenv.action import ActionError
+
+CAPACITY = "CAPACITY_REACHED"
+OF_THE_ACTION = ("VALIDATION_ERROR", "EXECUTION_ERROR")  # errors of a step, which the policy can act on
+PAUSES_S = (0.1, 2.0)  # between two tries for a session: the first, the longest
+WAIT_FRACTION = 0.8  # of environment.timeout_s, at which the worker would fail the episode
+MESSAGE_BYTES = 64 << 20
+CLOSE_S = 2.0
+
+
+class EnvironmentFailed(Exception):
+    """An episode has no score, and not because of what the policy said."""
+
+
+class NoSession(Exception):
+    """The server has no free session now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An OpenEnv server."""
+
+    url: str  # http://…
+    timeout_s: float  # environment.timeout_s
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the server answers."""
+
+    text: str
+    reward: float
+    done: bool
+
+
+class Session:
+    """One WebSocket to the server: an environment of its own there."""
+
+    def __init__(self, socket: Any, server: Server) -> None:
+        self._socket = socket
+        self._server = server
+
+    async def ask(self, kind: str, data: Mapping[str, Any]) -> Observation:
+        """Send a message and read the observation that answers it.
+
+        Raises:
+            ActionError: The server refuses the action.
+            NoSession: It has no free session.
+            EnvironmentFailed: Any other error, or the connection ended.
+        """
+        with contextlib.suppress(ConnectionError):  # then what ended the connection is to be read
+            await self._socket.send_str(json.dumps({"type": kind, "data": dict(data)}, default=str))
+        text = await self._receive(kind)
+        try:
+            message = json.loads(text)
+            answer = message["data"]
+            if message["type"] == "error":
+                raise self._error(kind, answer)
+            return Observation(
+                _shown(answer["observation"]), float(answer.get("reward") or 0), bool(answer.get("done"))
+            )
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise EnvironmentFailed(f"{self._server.url} answered {kind} with {text[:200]!r}") from error
+
+    async def _receive(self, kind: str) -> str:
+        message = await self._socket.receive()
+        if not isinstance(message.data, str):
+            raise EnvironmentFailed(f"the server at {self._server.url} ended the session during {kind}")
+        return message.data
+
+    def _error(self, kind: str, error: Mapping[str, Any]) -> Exception:
+        code, text = str(error.get("code")), str(error.get("message"))
+        if code == CAPACITY:
+            return NoSession(f"{error.get('max_sessions', 'all')}")
+        if kind == "step" and code in OF_THE_ACTION:
+            details = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.get("errors", ())]
+            return ActionError("; ".join(details) or text)
+        return EnvironmentFailed(f"the server at {self._server.url} answered {kind} with {code}: {text}")
+
+
+@contextlib.asynccontextmanager
+async def open_session(server: Server, reset: Mapping[str, Any]) -> AsyncIterator[tuple[Session, Observation]]:
+    """Open a session and reset it; wait for a free one."""
+    import aiohttp
+
+    url = server.url.replace("http", "ws", 1) + "/ws"
+    deadline = time.monotonic() + server.timeout_s * WAIT_FRACTION
+    pause = PAUSES_S[0]
+    async with aiohttp.ClientSession() as client:
+        while True:
+            try:
+                socket = await client.ws_connect(
+                    url, max_msg_size=MESSAGE_BYTES, timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S)
+                )
+            except (aiohttp.ClientError, OSError) as error:
+                raise EnvironmentFailed(f"there is no server at {server.url} any more ({error})") from error
+
+            async with socket:
+                session = Session(socket, server)
+                try:
+                    observation = await session.ask("reset", reset)
+                except NoSession as full:
+                    _check_deadline(server, deadline, full)
+                else:
+                    yield session, observation
+                    with contextlib.suppress(ConnectionError):
+                        await socket.send_str(json.dumps({"type": "close"}))
+                    return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, PAUSES_S[1])
+
+
+def _check_deadline(server: Server, deadline: float, full: NoSession) -> None:
+    if time.monotonic() >= deadline:
+        waited_s = server.timeout_s * WAIT_FRACTION
+        raise EnvironmentFailed(
+            f"the server at {server.url} had no free session for {waited_s:g} s: it holds {full}; let no more "
+            f"environment.episodes run at once, or raise the server's max_concurrent_envs"
+        ) from full
+
+
+def _shown(observation: Mapping[str, Any]) -> str:
+    """An observation as text: its JSON, or the text itself where it is one."""
+    fields = {name: value for name, value in observation.items() if name != "metadata" or value}
+    if len(fields) == 1 and isinstance(text := next(iter(fields.values())), str):
+        return text
+    return json.dumps(fields, ensure_ascii=False)

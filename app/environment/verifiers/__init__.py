@@ -1,0 +1,132 @@
+"""`environment=verifiers`: environments of the verifiers package, unmodified, in an interpreter of their own.
+
+    python -m app environment=verifiers environment.id=<package> environment.python=<venv>/bin/python
+
+verifiers renders a conversation by its `renderers` package and POSTs token ids to a loopback endpoint, which continues
+the strand that they begin with. So branches, compaction and parallel agents need nothing special here.
+
+| verifiers | renderers | API                                     | `environment.args`                         |
+|-----------|-----------|-----------------------------------------|--------------------------------------------|
+| 0.4.x     | its own   | v1: `Taskset`, `Env`                    | `EnvConfig`: `taskset`, agents by name, `id` |
+| 0.2.1     | 0.1.8     | v0: the module's `load_environment()`   | arguments of `load_environment`            |
+
+`environment.args.tasks=100` takes the first 100 tasks only. `task.row["index"]` is the number of an episode's task.
+"""
+
+import importlib.metadata
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from app.environment.protocol import Policy, Task
+from app.environment.verifiers.environment_host import Host, Settings
+from app.utils.dotted_path import LoadError
+
+V0, V0_RENDERERS = "0.2.1", "0.1.8"
+PINS = f"verifiers 0.4.x, or verifiers {V0} with renderers {V0_RENDERERS}"
+RENDERERS = ("qwen3", "qwen3.5")
+
+
+@dataclass(frozen=True, slots=True)
+class Make:
+    """Makes the environment of each episode."""
+
+    host: Host
+    info: Mapping[str, Any]  # for the driver
+
+    def __call__(self) -> "VerifiersEpisode":
+        return VerifiersEpisode(self.host)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiersEpisode:
+    """The environment of one episode. What it holds, verifiers frees when the episode ends or is cancelled."""
+
+    host: Host
+
+    async def run(self, task: Task, policy: Policy) -> dict[str, float]:
+        """Play the episode and return its scores, the reward first.
+
+        Raises:
+            EpisodeOver: It ran into a limit that its package does not handle.
+            EnvironmentFailed: The package reports another error.
+        """
+        return await self.host.play(int(task.row["index"]), policy)
+
+
+def make(settings: Mapping[str, Any]) -> Make:
+    """Load an environment.
+
+    Args:
+        settings: `id`, the module to import; `args`; `renderer` and `limits` of the run; `list_tasks`, whether
+            `info` is to have all tasks as `rows` of index, id, question and answer.
+
+    Raises:
+        LoadError: It cannot be used in this interpreter.
+    """
+    host_type = _host_type()
+    renderer = settings["renderer"]
+    if renderer["name"] not in RENDERERS:
+        raise LoadError(
+            f"it speaks by chat templates: give a model of {' or '.join(RENDERERS)}, and data.template=chat"
+        )
+
+    args = dict(settings.get("args") or {})
+    tasks = args.pop("tasks", None)
+    if tasks is not None and (type(tasks) is not int or tasks < 1):
+        raise LoadError(f"environment.args.tasks={tasks} is not a number of tasks")
+
+    _find_programs()
+    with _signals_kept():
+        host = host_type(Settings(str(settings["id"]), args, tasks, settings["limits"]["max_turns"], renderer))
+    rows = host.rows()
+    if not rows:
+        raise LoadError(f"{settings['id']} has no tasks")
+    return Make(host, {"tasks": len(rows)} | ({"rows": rows} if settings.get("list_tasks") else {}))
+
+
+def _host_type() -> Callable[[Settings], Host]:
+    """Return the host for the installed version of verifiers."""
+    version = _installed("verifiers")
+    if version is None:
+        raise LoadError(f"verifiers is not installed; install {PINS}")
+
+    if version.startswith("0.4."):
+        from app.environment.verifiers.v1 import HostV1
+
+        return HostV1
+    if version == V0 and _installed("renderers") == V0_RENDERERS:
+        from app.environment.verifiers.v0 import HostV0
+
+        return HostV0
+    raise LoadError(f"verifiers {version} with renderers {_installed('renderers')} is not supported; install {PINS}")
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _find_programs() -> None:
+    """Let environments find the programs that are installed beside this interpreter, such as uv."""
+    folder = os.path.dirname(sys.executable)
+    path = os.environ.get("PATH", "")
+    if folder not in path.split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join([folder, path])
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Undo what an environment does to the worker's signal handlers: v0 installs its own when it is loaded."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""Reward worker processes: custom rewards, and those that could hang, run where they can be killed."""

@@ -1,0 +1,290 @@
+"""Environments of an OpenEnv server: a stand-in with the wire's messages, and the real package in the slow test."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import WSMsgType, web
+
+from app.environment import openenv
+from app.environment.openenv import ws_session
+from app.environment.protocol import OutOfTurns, Reply, Task, ToolCall
+from app.utils.dotted_path import LoadError
+from tests.environment.interpreters import BUILD_S
+from tests.environment.openenv_server import EchoServer, echo_server
+from tests.environment.scripted_policy import ScriptedPolicy
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"guess": {"type": "integer"}, "metadata": {"type": "object"}},
+    "required": ["guess"],
+    "additionalProperties": False,
+}
+TASK = Task("t", "Find the number.", "7", "test", {"answer": "7", "low": 0}, seed=11)
+
+
+class Guessing:
+    """A server whose environment wants a number; `faults` replaces the answer to the n-th step."""
+
+    def __init__(self, faults: Mapping[int, Any] | None = None, full: int = 0) -> None:
+        self.faults = dict(faults or {})
+        self.full = full  # connections that get CAPACITY_REACHED
+        self.resets: list[Any] = []
+        self.connections = 0
+        self.closed = 0
+
+    async def socket(self, request: web.Request) -> web.WebSocketResponse:
+        ws = web.WebSocketResponse()
+        await ws.prepare(request)
+        self.connections += 1
+        if self.connections <= self.full:
+            await ws.send_json(
+                {"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "", "max_sessions": 1}}
+            )
+            await ws.close()
+            return ws
+
+        steps = 0
+        async for message in ws:
+            assert message.type is WSMsgType.TEXT
+            asked = json.loads(message.data)
+            if asked["type"] == "close":
+                self.closed += 1
+                break
+            if asked["type"] == "reset":
+                self.resets.append(asked["data"])
+                await self._observe(ws, {"text": "higher than 0"}, None, False)
+                continue
+            steps += 1
+            fault = self.faults.get(steps)
+            if fault == "die":
+                assert request.transport is not None
+                request.transport.abort()
+                break
+            if fault is not None:
+                await ws.send_json(fault)
+                continue
+            right = asked["data"]["guess"] == 7
+            await self._observe(ws, {"text": "right" if right else "wrong"}, 1.0 if right else -0.25, right)
+        return ws
+
+    async def _observe(self, ws: web.WebSocketResponse, observation: Any, reward: Any, done: bool) -> None:
+        observation = {**observation, "metadata": {}}
+        await ws.send_json(
+            {"type": "observation", "data": {"observation": observation, "reward": reward, "done": done}}
+        )
+
+    async def schema(self, request: web.Request) -> web.Response:
+        return web.json_response({"action": SCHEMA, "observation": {}, "state": {}})
+
+
+@asynccontextmanager
+async def serving(guessing: Guessing) -> AsyncIterator[str]:
+    app = web.Application()
+    app.add_routes([web.get("/ws", guessing.socket), web.get("/schema", guessing.schema)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    (address,) = runner.addresses
+    try:
+        yield f"ws://127.0.0.1:{address[1]}"
+    finally:
+        await runner.cleanup()
+
+
+def settings(url: str | None, renderer: str = "plain", timeout_s: float = 60.0, **args: Any) -> dict[str, Any]:
+    return {"url": url, "args": args, "renderer": {"name": renderer}, "limits": {"timeout_s": timeout_s}}
+
+
+def play(
+    policy: ScriptedPolicy, guessing: Guessing, renderer: str = "plain", timeout_s: float = 60.0, **args: Any
+) -> dict[str, float]:
+    async def run() -> dict[str, float]:
+        async with serving(guessing) as url:
+            make = await asyncio.to_thread(openenv.make, settings(url, renderer, timeout_s, **args))
+            return await make().run(TASK, policy)
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def act(guess: object) -> str:
+    return json.dumps({"guess": guess})
+
+
+def test_an_episode_sums_its_rewards_and_ends_when_the_server_is_done() -> None:
+    policy = ScriptedPolicy([Reply(act(3)), Reply(f"```json\n{act(7)}\n```"), Reply("never")])
+    guessing = Guessing()
+
+    assert play(policy, guessing, low=5) == {"reward": 0.75, "last_reward": 1.0}
+    assert guessing.resets == [{"seed": 11, "answer": "7", "low": 5}]
+    assert guessing.closed == 1
+    shown = json.dumps({**SCHEMA, "properties": {"guess": {"type": "integer"}}})
+    first = policy.asked[0]["messages"][0]["content"]
+    question = "Find the number.\n\nhigher than 0\n\nAct by replying with one JSON object of this schema: "
+    assert first.startswith(question)
+    assert json.loads(first.removeprefix(question)) == json.loads(shown)
+    assert policy.asked[1]["messages"][2] == {"role": "user", "content": "wrong"}
+    assert policy.asked[1]["tools"] is None
+    assert len(policy.strands) == 1
+
+
+def test_a_policy_with_tools_acts_by_a_call_and_hears_its_result() -> None:
+    call = Reply("", tool_calls=(ToolCall("step", {"guess": "5"}, "ok", "c1"),))
+    policy = ScriptedPolicy([call, Reply("", tool_calls=(ToolCall("step", {"guess": 7}, "ok", "c2"),))])
+
+    assert play(policy, Guessing(), "qwen3") == {"reward": 0.75, "last_reward": 1.0}
+    (tool,) = policy.asked[0]["tools"]
+    assert tool["function"]["name"] == "step"
+    assert tool["function"]["parameters"]["properties"] == {"guess": {"type": "integer"}}
+    assert policy.asked[0]["messages"][0]["content"] == "Find the number.\n\nhigher than 0"
+    assert policy.asked[1]["messages"][2] == {"role": "tool", "name": "step", "tool_call_id": "c1", "content": "wrong"}
+
+
+@pytest.mark.parametrize(
+    ("reply", "heard"),
+    [
+        (Reply("seven"), "error: the reply is not a JSON object"),
+        (Reply("[7]"), "error: the reply is not a JSON object"),
+        (Reply("[" * 100_000), "error: the reply is not a JSON object"),
+        (Reply("{}"), "error: the argument guess is missing; it takes guess (integer)"),
+        (Reply('{"guess": 7, "cheat": 1}'), "error: there is no argument cheat; it takes guess (integer)"),
+        (Reply('{"guess": [7]}'), "error: the argument guess must be integer, not [7]"),
+        (Reply("", tool_calls=(ToolCall("step", {}, "the call was not closed"),)), "error: the call was not closed"),
+        (
+            Reply("", tool_calls=(ToolCall("step", {"guess": 7}, "ok"),) * 2),
+            "error: there were several calls; act once",
+        ),
+    ],
+)
+def test_what_is_no_action_is_an_observation_and_costs_nothing(reply: Reply, heard: str) -> None:
+    policy = ScriptedPolicy([reply, Reply(act(7))])
+
+    assert play(policy, Guessing()) == {"reward": 1.0, "last_reward": 1.0}
+    assert policy.asked[1]["messages"][-1]["content"] == heard
+
+
+def test_an_action_that_the_server_refuses_is_an_observation() -> None:
+    invalid = {
+        "message": "Invalid message",
+        "code": "VALIDATION_ERROR",
+        "errors": [{"loc": ["guess"], "msg": "too low"}],
+    }
+    raised = {"message": "division by zero", "code": "EXECUTION_ERROR"}
+    faults = {1: {"type": "error", "data": invalid}, 2: {"type": "error", "data": raised}}
+    policy = ScriptedPolicy([Reply(act(1)), Reply(act(2)), Reply(act(7))])
+
+    assert play(policy, Guessing(faults))["reward"] == 1.0
+    assert policy.asked[1]["messages"][-1]["content"] == "error: guess: too low"
+    assert policy.asked[2]["messages"][-1]["content"] == "error: division by zero"
+    assert policy.counts == {"tool_failures": 2.0}
+
+
+def test_a_limit_of_the_run_keeps_the_rewards_so_far() -> None:
+    policy = ScriptedPolicy([Reply(act(1)), OutOfTurns()])
+    guessing = Guessing()
+    assert play(policy, guessing) == {"reward": -0.25, "last_reward": -0.25}
+    assert guessing.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("die", "ended the session during step"),
+        ({"type": "error", "data": {"code": "SESSION_ERROR", "message": "gone"}}, "with SESSION_ERROR: gone"),
+        ({"type": "observation"}, "answered step with"),
+        ({"type": "observation", "data": {"observation": {}, "reward": "x"}}, "answered step with"),
+    ],
+)
+def test_a_server_that_fails_is_a_failure_and_no_reward(fault: object, text: str) -> None:
+    policy = ScriptedPolicy([Reply(act(1)), Reply(act(7))])
+    with pytest.raises(ws_session.EnvironmentFailed, match=text):
+        play(policy, Guessing({2: fault}))
+
+
+def test_a_full_server_is_asked_again_until_it_has_a_session() -> None:
+    guessing = Guessing(full=2)
+    assert play(ScriptedPolicy([Reply(act(7))]), guessing)["reward"] == 1.0
+    assert guessing.connections == 3
+
+
+def test_a_server_that_stays_full_is_a_failure_that_names_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    guessing = Guessing(full=1_000_000)
+    with pytest.raises(ws_session.EnvironmentFailed, match=r"no free session for 0\.4 s: it holds 1; let no more env"):
+        play(ScriptedPolicy([]), guessing, timeout_s=0.5)
+    assert guessing.connections >= 2
+
+
+def test_a_server_that_is_gone_before_the_episode_is_a_failure() -> None:
+    async def run() -> None:
+        async with serving(Guessing()) as url:
+            make = await asyncio.to_thread(openenv.make, settings(url))
+        with pytest.raises(ws_session.EnvironmentFailed, match=r"there is no server at http://127\.0\.0\.1"):
+            await make().run(TASK, ScriptedPolicy([]))
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_what_is_no_server_is_refused_in_one_sentence() -> None:
+    for url in (None, "", "127.0.0.1:8000", "ftp://x", "ws://"):
+        with pytest.raises(LoadError, match=r"is not the URL of a server: give ws://host:port$"):
+            openenv.make(settings(url))
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(
+        LoadError, match=rf"http://127.0.0.1:{port} does not answer \(.*refused\): start the server first"
+    ):
+        openenv.make(settings(f"ws://127.0.0.1:{port}/ws"))
+
+    async def other_server() -> None:
+        app = web.Application()
+        app.add_routes([web.get("/schema", lambda _: web.json_response(answers.pop()))])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        while answers:
+            with pytest.raises(LoadError, match="is not an OpenEnv server: GET /schema has no action"):
+                await asyncio.to_thread(openenv.make, settings(url))
+        with pytest.raises(LoadError, match="is not an OpenEnv server: GET /schema is 404"):
+            await asyncio.to_thread(openenv.make, settings(url + "/deeper"))
+        await runner.cleanup()
+
+    answers: list[Any] = [[], {"action": 3}, {"observation": {}}]
+    asyncio.run(other_server())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUILD_S)
+def test_the_echo_environment_of_the_real_package_plays_two_episodes_in_its_one_session(tmp_path: Path) -> None:
+    says = [json.dumps({"message": text}) for text in ("hi", "hello")]
+
+    async def run(server: EchoServer) -> None:
+        make = await asyncio.to_thread(openenv.make, settings(server.url, timeout_s=50))
+        policies = [ScriptedPolicy([Reply(says[0]), Reply('{"massage": "x"}'), Reply(says[1])]) for _ in range(2)]
+        scores = await asyncio.gather(*(make().run(TASK, policy) for policy in policies))
+
+        assert [each["reward"] for each in scores] == pytest.approx([0.7, 0.7]), "0.1 a character"
+        for policy in policies:
+            heard = [message["content"] for message in policy.asked[-1]["messages"]]
+            assert '{"echoed_message": "Echo environment ready!", "message_length": 0}' in heard[0]
+            assert json.loads(heard[2])["echoed_message"] == "hi"
+            assert heard[4] == "error: the argument message is missing; it takes message (string)"
+
+        class Killing(ScriptedPolicy):
+            async def __call__(self, *args: Any, **kwargs: Any) -> Reply:
+                server.process.kill()
+                server.process.wait()
+                return await super().__call__(*args, **kwargs)
+
+        with pytest.raises(ws_session.EnvironmentFailed, match=r"ended the session during step"):
+            await make().run(TASK, Killing([Reply(says[0])]))
+
+    with echo_server(tmp_path, sessions=1) as server:
+        asyncio.run(asyncio.wait_for(run(server), 200))

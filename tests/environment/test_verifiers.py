@@ -1,0 +1,304 @@
+"""Unmodified environments of verifiers in interpreters of their own, through a worker; the engine is scripted."""
+
+import asyncio
+import importlib.metadata
+import json
+import shutil
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.environment import verifiers
+from app.environment.protocol import Task
+from app.environment.remote import WorkerSpec
+from app.environment.wire import Ask, End, Failed, Limits, RendererChoice
+from app.errors import ConfigError
+from app.utils.dotted_path import LoadError
+from tests.environment.interpreters import BUILD_S, interpreter
+from tests.environment.openenv_server import echo_server
+from tests.environment.pools import PATIENCE_S, running_pool
+from tests.environment.qwen import TEMPLATES, tokenizer, write_model
+
+V1 = ("verifiers[openenv]==0.4.0", "uv")
+V0 = ("verifiers==0.2.1", "renderers==0.1.8", "sophistry-bench-sprint==0.1.6")
+PACKAGES = Path(__file__).parent / "packages"
+NO_TOOLS = {"harness": {"id": "null"}}  # a chat loop; what needs no sandbox runs beside the worker
+STOP = "<|im_end|>"
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    renderer = {"name": "qwen3", "model_path": "/nowhere", "thinking": "template"}
+    return {"id": "some_env", "args": {}, "renderer": renderer, "limits": {"max_turns": 4}, **changes}
+
+
+@dataclass
+class Installed:
+    """Stands in for the packages of an interpreter."""
+
+    monkeypatch: pytest.MonkeyPatch
+
+    def __call__(self, **versions: str) -> None:
+        def version(name: str) -> str:
+            if name not in versions:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return versions[name]
+
+        self.monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
+    return Installed(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("version", "renderers", "problem"),
+    [
+        (None, None, "verifiers is not installed"),
+        ("0.3.1", "0.1.12", "verifiers 0.3.1 with renderers 0.1.12 is not supported"),
+        ("0.2.1", "0.1.12", "verifiers 0.2.1 with renderers 0.1.12 is not supported"),
+        ("0.2.0", None, "verifiers 0.2.0 with renderers None is not supported"),
+        ("0.5.0", "0.2.0", "verifiers 0.5.0 with renderers 0.2.0 is not supported"),
+    ],
+)
+def test_other_versions_are_refused_with_the_pins(
+    installed: Installed, version: str | None, renderers: str | None, problem: str
+) -> None:
+    installed(**{name: each for name, each in (("verifiers", version), ("renderers", renderers)) if each})
+    with pytest.raises(LoadError) as caught:
+        verifiers.make(settings())
+    assert str(caught.value) == f"{problem}; install verifiers 0.4.x, or verifiers 0.2.1 with renderers 0.1.8"
+
+
+class NoHost:
+    def __init__(self, settings: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return []
+
+
+def test_a_renderer_without_roles_and_a_wrong_number_of_tasks_are_refused(installed: Installed) -> None:
+    installed(verifiers="0.4.7")
+    plain = {"name": "plain", "model_path": "", "thinking": "template"}
+    with pytest.raises(LoadError, match=r"give a model of qwen3 or qwen3\.5, and data\.template=chat$"):
+        verifiers.make(settings(renderer=plain))
+    for tasks in (0, -1, "3", True):
+        with pytest.raises(LoadError, match=rf"^environment\.args\.tasks={tasks} is not a number of tasks$"):
+            verifiers.make(settings(args={"tasks": tasks}))
+
+
+def test_an_environment_without_tasks_is_refused_and_cannot_take_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiers, "_host_type", lambda: NoHost)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(LoadError, match=r"^some_env has no tasks$"):
+        verifiers.make(settings())
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@dataclass
+class Engine:
+    """Answers requests from a script, and checks that strands only grow."""
+
+    script: Sequence[str]
+    strands: list[list[int]] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+
+    def answer(self, ask: Ask) -> tuple[list[int], str]:
+        assert ask.strand <= len(self.strands)
+        if ask.strand == len(self.strands):
+            self.strands.append([])
+        if len(self.said) == len(self.script):
+            return [], "full"
+        token_ids = list(tokenizer().encode(self.script[len(self.said)], add_special_tokens=False).ids)
+        self.strands[ask.strand] += [*ask.append, *token_ids]
+        self.said.append(self.script[len(self.said)])
+        return token_ids, "stop"
+
+    def text(self, strand: int) -> str:
+        return str(tokenizer().decode(self.strands[strand], skip_special_tokens=False))
+
+
+@dataclass
+class Played:
+    engine: Engine
+    end: End | Failed
+
+
+class Runner:
+    """Plays episodes of one environment in a worker of its interpreter."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = write_model(folder / "model", "qwen3")
+        # a real checkpoint names its class, by which transformers finds the tokenizer's file
+        named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+        (self.model / "tokenizer_config.json").write_text(json.dumps(named))
+        self.info: dict[str, Any] = {}
+
+    def __call__(
+        self, python: Path, package: str, args: dict[str, Any], *episodes: tuple[int, Sequence[str]], max_turns: int = 5
+    ) -> list[Played]:
+        environment = {"kind": "verifiers", "id": package, "args": args, "list_tasks": True}
+        limits = Limits(max_turns, None, 1000, timeout_s=200.0, episode_s=400.0)
+        renderer = RendererChoice("qwen3", str(self.model), "template")
+        spec = WorkerSpec(environment, renderer, limits, 8.0, str(python))
+        return asyncio.run(asyncio.wait_for(self._run(spec, episodes), 280))
+
+    async def _run(self, spec: WorkerSpec, episodes: Sequence[tuple[int, Sequence[str]]]) -> list[Played]:
+        async with running_pool(spec, episodes=max(1, len(episodes))) as pool:
+            self.info = dict(pool.info)
+
+            async def play(index: int, script: Sequence[str]) -> Played:
+                task = Task(f"set/{index}@0", "", "", "set", {"index": index})
+                session = await pool.begin(task, [])
+                engine = Engine(script)
+                while isinstance(event := await asyncio.wait_for(session.next(), 4 * PATIENCE_S), Ask):
+                    token_ids, finish = engine.answer(event)
+                    session.answer(event, token_ids, finish, [-0.5] * len(token_ids))
+                return Played(engine, event)
+
+            return list(await asyncio.gather(*(play(*episode) for episode in episodes)))
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    for path in PACKAGES.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return Runner(tmp_path)
+
+
+def scores(played: Played) -> dict[str, float]:
+    assert isinstance(played.end, End), played.end
+    return dict(played.end.scores)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUILD_S)
+def test_a_taskset_of_verifiers_0_4_is_played_and_listed(runner: Runner) -> None:
+    right, wrong, full = runner(
+        interpreter(*V1), "vf-sums", {"agent": NO_TOOLS}, (1, ["2" + STOP]), (2, ["five" + STOP]), (2, [])
+    )
+
+    assert runner.info["tasks"] == 3
+    assert runner.info["rows"][1] == {"index": 1, "id": "sum-1", "question": "What is 1+1?", "answer": "2"}
+    assert scores(right) == {"reward": 1.0, "correct": 1.0, "characters": 1.0}
+    assert scores(wrong) == {"reward": 0.0, "correct": 0.0, "characters": 4.0}
+    assert right.engine.text(0).startswith("<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n")
+    assert right.engine.text(0).endswith("2<|im_end|>")
+    assert isinstance(full.end, End)
+    assert (full.end.ending, dict(full.end.scores)["reward"]) == ("length", 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUILD_S)
+@pytest.mark.parametrize(
+    ("trained", "sentence"),
+    [
+        (
+            False,
+            "its agent judge is not trained, but would be played by the policy: give it a model by environment.args",
+        ),
+        (True, "it trains the agents judge, solver, but an episode has one reward"),
+    ],
+)
+def test_what_several_agents_say_is_trained_on_only_with_one_reward(
+    runner: Runner, trained: bool, sentence: str
+) -> None:
+    args = {"solver": NO_TOOLS, "judge": NO_TOOLS, "trained": trained}
+    (played,) = runner(interpreter(*V1), "vf-judged", args, (1, ["2" + STOP, "2" + STOP]))
+    assert isinstance(played.end, Failed)
+    assert sentence in played.end.text
+    assert len(played.engine.said) == (2 if trained else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUILD_S)
+def test_the_openenv_taskset_that_verifiers_0_4_ships_extends_one_strand(runner: Runner, tmp_path: Path) -> None:
+    with echo_server(tmp_path / "server", sessions=4) as server:
+        args = {
+            "taskset": {"base_url": server.url.replace("ws", "http", 1)},
+            "player": NO_TOOLS,
+        }
+        said = [json.dumps({"message": text}) + STOP for text in ("hi", "hello", "again")]
+        (played,) = runner(interpreter(*V1), "openenv", args, (0, said), max_turns=3)
+
+    assert scores(played)["reward"] == pytest.approx(1.2), "0.1 a character"
+    assert played.engine.said == said
+    assert len(played.engine.strands) == 1
+    text = played.engine.text(0)
+    places = [text.index(each) for each in ("Echo environment ready!", *said)]
+    assert places == sorted(places)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUILD_S)
+def test_a_community_package_of_verifiers_0_2_1_is_played_unchanged(runner: Runner) -> None:
+    python = interpreter(*V0)
+    claim = "<claim>He was alone.</claim>" + STOP
+    played, silent, full = runner(
+        python, "sophistry-bench-sprint", {"tasks": 5, "passage_chars": 80}, (1, [claim]), (2, [STOP]), (0, [])
+    )
+
+    assert runner.info["tasks"] == 5
+    assert runner.info["rows"][2]["question"] == "Make your argument for: Mail spaceship"
+    result = scores(played)
+    assert next(iter(result)) == "reward"
+    assert result["reward"] == result["aggregate_reward"] == pytest.approx(0.28125)
+    assert (result["n_claims_metric"], result["num_turns"]) == (1.0, 1.0)
+    assert isinstance(silent.end, End), "what a policy says, or does not say, is no failure"
+    assert isinstance(full.end, End)
+    assert full.end.ending == "length"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUILD_S)
+def test_a_tool_environment_of_verifiers_0_2_1_extends_one_strand_by_exact_prefix(runner: Runner) -> None:
+    call = '<tool_call>\n{"name": "add",  "arguments": {"a": 1,  "b": 1}}\n</tool_call>' + STOP
+    python = interpreter(*V0)
+    played, endless = runner(python, "vf-tools", {}, (1, [call, "2" + STOP]), (2, [call] * 9), max_turns=3)
+
+    assert scores(played)["reward"] == 1.0
+    assert len(played.engine.strands) == 1, "two blanks in the call survive, which rendering again would remove"
+    assert played.engine.text(0).count(call) == 1
+    assert "<tool_response>\n2\n</tool_response>" in played.engine.text(0)
+    assert scores(endless)["reward"] == 0.0
+    assert len(endless.engine.said) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUILD_S)
+def test_a_template_without_a_thinking_mode_is_rendered_without_one(runner: Runner, tmp_path: Path) -> None:
+    template = (TEMPLATES / "qwen3_instruct_2507.jinja").read_text()
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    (played,) = runner(interpreter(*V0), "vf-tools", {}, (1, ["2" + STOP]))
+    assert scores(played)["reward"] == 1.0
+    assert played.engine.text(0).endswith("<|im_start|>assistant\n2<|im_end|>")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUILD_S)
+@pytest.mark.parametrize(
+    ("requirements", "package", "args", "sentence"),
+    [
+        (
+            V0,
+            "vf-tools",
+            {"groups": True},
+            "vf-tools scores whole groups, which is not supported: give one that scores each",
+        ),
+        (V0, "no-such-env", {}, "environment.id=no-such-env is not installed (No module named 'no_such_env')"),
+        (V1, "no-such-env", {}, "environment.id=no-such-env is not installed"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_sentence(
+    runner: Runner, requirements: Sequence[str], package: str, args: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        runner(interpreter(*requirements), package, args)
+    assert str(caught.value).startswith(f"environment=verifiers cannot be used: {sentence}")
+    assert len(str(caught.value).splitlines()) == 1
