@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-from app.rollout.strand_builder import StrandBuilder
+from app.rollout.episodes.strand_builder import StrandBuilder
 
 from app import main
 from app.types import Strand

@@ -19,7 +19,7 @@ class Talk:
         folder: Of the diary. The files `hold` and `go` are there, too: while `hold` exists, first steps stay until `go`
             does.
         fails_every: Of training episodes, each so-many-th raises in its second step; 0: none.
-        stays_every: Each so-many-th stays in its first step until the run has made two more steps.
+        stays_every: Each so-many-th stays in its first step until the run has made two more steps, or `end` exists.
     """
 
     def __init__(self, folder: str, fails_every: int = 0, stays_every: int = 0):
@@ -60,7 +60,7 @@ class Talk:
     async def _stay(self) -> None:
         reached = self._steps
         if self.stays and self.task.training:
-            await _until(lambda: self._steps >= reached + 2)
+            await _until(lambda: self._steps >= reached + 2 or (self.folder / "end").exists())
         if (self.folder / "hold").exists():
             self._note("held")
             await _until((self.folder / "go").exists)

@@ -26,6 +26,7 @@ SMALL = [
     "data.arithmetic.eval_problems=10",
 ]
 LONG = [*SMALL, "resume=auto", "checkpoint.every=2", f"data.arithmetic.problems={PROBLEMS}"]
+ON_POLICY = ["placement.max_staleness=0", "placement.in_flight=drain"]
 BOTH = pytest.mark.parametrize("placement", list(PLACEMENTS))
 
 
@@ -113,6 +114,7 @@ def test_a_run_with_slow_tools_survives_a_killed_engine_and_an_interrupt(
     assert sum(line["rollout/aborted_groups"] for line in steps_of(run)) >= 1
     assert_began_once(tmp_path, run)
 
+    (tmp_path / "end").touch()  # the last step of a run has none after it
     last = steps_of(run)[-1]["step"] + 2
     run = start(f"steps={last}", *overrides)
     assert run.wait(200) == 0, run.text
@@ -174,7 +176,7 @@ def test_engine_and_trainer_that_are_killed_in_second_turns_cost_no_environment(
 def test_async_episodes_at_staleness_0_have_the_log_probabilities_of_the_trainer(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
-    run = start("steps=3", *SMALL, *talk(tmp_path), "placement=fully_async", "placement.max_staleness=0")
+    run = start("steps=3", *SMALL, *talk(tmp_path), "placement=fully_async", *ON_POLICY)
     assert run.wait() == 0, run.text
     for line in steps_of(run):
         assert line["staleness/max"] == 0
