@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import numpy as np
-from app.rollout.episodes.strand_builder import StrandBuilder
 
 from app import main
+from app.rollout.episodes.strand_builder import StrandBuilder
 from app.types import Strand
 
 build = StrandBuilder.build
