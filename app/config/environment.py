@@ -32,7 +32,7 @@ class EnvironmentConfig:
     kind: EnvironmentKind = setting(
         EnvironmentKind.single_turn,
         "single_turn: one prompt and one completion; tools: your functions as tools of a chat model; calculator: the "
-        "tiny task; verifiers and openenv: environments of those libraries. environment._target_ is one of your own.",
+        "tiny task; verifiers and openenv: environments of those libraries; one of your own is environment._target_.",
     )
     _target_: str | None = setting(
         None,
