@@ -26,6 +26,8 @@ class Talk:
         self.folder = Path(folder)
         self.number = next(_numbers)
         self.name = f"{os.getpid()}-{self.number}"
+        self.task = None
+        self._note("made")
         self.fails = fails_every and self.number % fails_every == fails_every - 1
         self.stays = stays_every and self.number % stays_every == stays_every - 1
 
@@ -70,7 +72,7 @@ class Talk:
 
     def _note(self, what: str) -> None:
         with (self.folder / "diary").open("a") as diary:
-            diary.write(f"{what} {self.name} {self.task.id}\n")
+            diary.write(f"{what} {self.name} {self.task.id if self.task else '-'}\n")
 
 
 async def _until(condition: Callable[[], bool]) -> None:
@@ -90,10 +92,10 @@ class Diary:
         return [(name, task) for kind, name, task in lines if kind == what]
 
     def assert_closed_once(self) -> None:
-        """Each object that began was closed once."""
-        begun, closed = Counter(self.lines("begin")), Counter(self.lines("close"))
-        assert set(begun.values()) == {1}
-        assert closed == begun
+        """Each object that was made was closed once."""
+        made, closed = (Counter(name for name, _ in self.lines(what)) for what in ("made", "close"))
+        assert set(made.values()) == {1}
+        assert closed == made
 
     def begun(self) -> Counter[str]:
         """Objects by task."""

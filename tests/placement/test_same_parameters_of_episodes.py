@@ -76,7 +76,7 @@ class RecordedTurns(SimEngine):
     async def generate(self, request: GroupRequest) -> list[Completion]:
         await super().generate(request)
         if request.turn:
-            turn, _, _, member = request.turn.split()  # "2 of member 3"
+            turn, *_, member = request.turn.split()  # "2 of episode 7 of member 3"
             return [self.reply(request, f"{request.prompt_id}/{member}/{turn}")]
         return [self.reply(request, f"{request.prompt_id}/{member}/1") for member in range(request.group_size)]
 

@@ -22,10 +22,13 @@ from tests.waiting import until
 DIARY = """
 import asyncio, itertools, os, pathlib, time
 
+numbers = itertools.count()
+
 class Env:
     def __init__(self, folder, turns=2, waits=None):
         self.folder, self.turns, self.waits = pathlib.Path(folder), turns, waits
-        self.name = f"{os.getpid()}-{id(self)}"
+        self.name = f"{os.getpid()}-{next(numbers)}"
+        self.note("made")
     def note(self, what):
         with (self.folder / "diary").open("a") as diary:
             diary.write(f"{what} {self.name}\\n")
@@ -73,11 +76,11 @@ class Diary:
         return Counter(line.split()[0] for line in self._lines)
 
     def assert_closed_once(self, episodes: int) -> None:
-        """Every environment that began was closed once, as its last call."""
+        """Every environment that was made was closed once."""
         closed = Counter(line.split()[1] for line in self._lines if line.startswith("close"))
-        begun = Counter(line.split()[1] for line in self._lines if line.startswith("begin"))
-        assert closed == begun
-        assert sum(begun.values()) == episodes
+        made = Counter(line.split()[1] for line in self._lines if line.startswith("made"))
+        assert closed == made
+        assert sum(made.values()) == len(made) == episodes
 
     @property
     def _lines(self) -> list[str]:
@@ -112,7 +115,7 @@ async def steps(diary: Diary, count: int) -> None:
 def test_an_episode_that_ends_is_scored_and_closed(own: Any, tmp_path: Path) -> None:
     played = play(own(DIARY, args={"folder": str(tmp_path)}), Scripted(), tmp_path, its_end)
     assert played.rewards.tolist() == [2.0] * 4
-    assert Diary(tmp_path).counts == {"begin": 4, "step": 8, "score": 4, "close": 4}
+    assert Diary(tmp_path).counts == {"made": 4, "begin": 4, "step": 8, "score": 4, "close": 4}
     Diary(tmp_path).assert_closed_once(4)
 
 
@@ -133,7 +136,7 @@ def test_an_episode_that_runs_out_of_tokens_is_scored_and_closed(own: Any, tmp_p
     Diary(tmp_path).assert_closed_once(4)
 
 
-def test_a_group_that_is_cancelled_at_once_begins_nothing(own: Any, tmp_path: Path) -> None:
+def test_a_group_that_is_cancelled_at_once_asks_for_nothing(own: Any, tmp_path: Path) -> None:
     async def story(rollouter: Rollouter, playing: "asyncio.Task[Group]", diary: Diary) -> None:
         await asyncio.sleep(0)
         playing.cancel()
@@ -144,7 +147,8 @@ def test_a_group_that_is_cancelled_at_once_begins_nothing(own: Any, tmp_path: Pa
         warnings.simplefilter("error")  # a coroutine that was never awaited
         play(own(DIARY, args={"folder": str(tmp_path)}), Scripted(), tmp_path, story)
         gc.collect()
-    Diary(tmp_path).assert_closed_once(0)
+    Diary(tmp_path).assert_closed_once(Diary(tmp_path).count("made"))
+    assert Diary(tmp_path).count("step") == 0
 
 
 @pytest.mark.parametrize(("name", "waits"), [("Env", "async"), ("InThread", "thread")])
@@ -170,7 +174,7 @@ def test_a_group_that_is_ended_inside_its_environments_closes_them(
 
     play(spec, engine, tmp_path, story)
     assert engine.aborted == (["talk/0@0"] if how == "abort" else [])
-    assert Diary(tmp_path).counts == {"begin": 4, "step": 4, "close": 4}
+    assert Diary(tmp_path).counts == {"made": 4, "begin": 4, "step": 4, "close": 4}
 
 
 def test_a_group_that_is_aborted_while_engines_sample_closes_its_environments(own: Any, tmp_path: Path) -> None:
@@ -193,7 +197,7 @@ def test_a_group_that_is_aborted_while_engines_sample_closes_its_environments(ow
 
 def test_a_group_whose_engine_refuses_a_turn_closes_its_environments(own: Any, tmp_path: Path) -> None:
     async def refuse(request: GroupRequest) -> None:
-        if request.turn == "2 of member 1":
+        if request.turn.startswith("2 of") and request.turn.endswith("member 1"):
             raise EngineError("refused on purpose")
 
     async def story(rollouter: Rollouter, playing: "asyncio.Task[Group]", diary: Diary) -> None:
@@ -232,7 +236,7 @@ def test_an_engine_that_dies_in_the_second_turn_costs_only_that_turn(own: Any, t
             return await group(rollouter, prompt())
 
     played = asyncio.run(run())
-    assert Diary(tmp_path).counts == {"begin": 4, "step": 12, "score": 4, "close": 4}
+    assert Diary(tmp_path).counts == {"made": 4, "begin": 4, "step": 12, "score": 4, "close": 4}
     assert [len(engine.asked) for engine in engines] == [4, 8]
     for trajectory in played.trajectories:
         (strand,) = trajectory.strands

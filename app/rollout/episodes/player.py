@@ -299,7 +299,7 @@ class _Attempt:
             1,
             replace(play.sampling, max_tokens=max_tokens),
             play.version(),
-            turn=f"{self.asked} of member {self.number}",
+            turn=f"{self.asked} of episode {self.session.number} of member {self.number}",  # an earlier one may linger
         )
 
         sent = time.perf_counter()
