@@ -6,7 +6,7 @@ The packages of other libraries are unmodified, in interpreters of their own.
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,22 @@ from app.environment.tools import load_tools
 from tests.environment.interpreters import interpreter
 from tests.environment.openenv_server import echo_server
 from tests.environment.qwen_policy import Lesson, conversation, write_policy
-from tests.environment.test_verifiers import NO_TOOLS, PACKAGES, V0, V1
+from tests.environment.test_verifiers import PACKAGES, V0, V1
 from tests.folders import ROOT
 from tests.mode.chat_environments import ROOMS
 from tests.runs import Run
 
 HERE = "tests.mode.chat_environments"
 TOOLS = [f"{HERE}.search", f"{HERE}.Notebook"]
+HELLO = '<tool_call>\n{"name": "step", "arguments": {"message": "hello"}}\n</tool_call>'
+ECHO = {
+    "type": "function",
+    "function": {
+        "name": "step",
+        "description": "Act.",
+        "parameters": {"type": "object", "properties": {"message": {"type": "string"}}, "required": ["message"]},
+    },
+}
 ROLES = ["user", "assistant", "tool", "assistant"]
 LIMIT_S = 1500.0  # of a run on a busy machine
 SIZES = [
@@ -43,18 +52,27 @@ SIZES = [
 
 
 def lessons(renderer: Renderer) -> list[Lesson]:
-    """Where things are: asked with tools, without them, and by an agent that asks again."""
+    """Where things are: asked with tools, without them, and by an agent that asks again; sums; to say hello."""
     schemas = [tool.schema for tool in load_tools(TOOLS).values()]
     taught = []
     for name, room in ROOMS.items():
-        question = {"role": "user", "content": f"Where is the {name}?"}
-        said = {"role": "assistant", "content": f"Room {room}"}
-        call = f'<tool_call>\n{{"name": "search", "arguments": {{"query": "{name}"}}}}\n</tool_call>'
+        question, said, again = user(f"Where is the {name}?"), assistant(f"Room {room}"), user("Are you sure?")
+        call = assistant(f'<tool_call>\n{{"name": "search", "arguments": {{"query": "{name}"}}}}\n</tool_call>')
         result = {"role": "tool", "name": "search", "content": f"{name}: room {room}"}
-        taught.append(conversation(renderer, [question, {"role": "assistant", "content": call}, result, said], schemas))
-        again = {"role": "user", "content": "Are you sure?"}
+        taught.append(conversation(renderer, [question, call, result, said], schemas))
         taught.append(conversation(renderer, [question, said, again, said]))
-    return taught
+        ready = '{"echoed_message": "Echo environment ready!", "message_length": 0}'
+        taught.append(conversation(renderer, [user(f"{question['content']}\n\n{ready}"), assistant(HELLO)], [ECHO]))
+    sums = [[user(f"What is {n}+{n}?"), assistant(str(2 * n))] for n in range(3)]
+    return taught + [conversation(renderer, messages) for messages in sums]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +132,70 @@ def test_a_run_with_tools_is_exact_in_every_turn(placement: str, start: Start, p
     found = [turn["text"] for sample in called for turn in sample["turns"] if turn["role"] == "tool"]
     assert any(re.fullmatch(r"(lamp|door|wall|tree): room \d", text) for text in found), found
     assert run.summary()["status"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["colocate", "fully_async"])
+def test_an_agent_with_the_client_of_openai_trains(
+    placement: str, start: Start, policy: Path, rooms: list[str]
+) -> None:
+    agent = [f"environment._target_={HERE}.Agent", "reward=environment"]
+    run = start(*talker(policy), *rooms, *agent, f"placement={placement}", "placement.max_staleness=0")
+    steps = finished(run)
+    assert [line["environment/turns_mean"] for line in steps] == [2.0, 2.0]
+    assert [line["environment/strands_mean"] for line in steps] == [1.0, 1.0], "what it sends back is its strand"
+    played = [sample for step in (1, 2) for sample in samples(run, step)]
+    assert all(roles(sample) == ["user", "assistant"] * 2 for sample in played)
+    assert any(sample["reward"] == 1.0 for sample in played)
+
+
+def verifiers(package: str, python: Path) -> list[str]:
+    return ["environment=verifiers", f"environment.id={package}", f"environment.python={python}"]
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their modules are in the working directory."""
+    for path in PACKAGES.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("requirements", "package", "args"),
+    [(V1, "vf-sums", '{agent:{harness:{id:"null"}}}'), (V0, "vf-tools", "{}")],
+    ids=["0.4", "0.2.1"],
+)
+def test_a_run_on_the_tasks_of_a_verifiers_package_is_exact_and_resumes(
+    requirements: tuple[str, ...], package: str, args: str, start: Start, policy: Path, packages: None
+) -> None:
+    settings = [*talker(policy), *verifiers(package, interpreter(*requirements)), f"environment.args={args}"]
+    kept = ["checkpoint.every=1", "checkpoint.keep=1", "checkpoint.export=false"]
+    finished(start(*settings, *kept, "steps=1"))
+    run = start(*settings, *kept, "resume=auto")
+    steps = finished(run)
+    assert [line["step"] for line in steps] == [1, 2]
+    assert "resuming after step 1" in run.text
+    played = [sample for step in (1, 2) for sample in samples(run, step)]
+    assert {sample["prompt_id"].split("/")[0] for sample in played} == {"environment"}
+    assert any(sample["reward"] == 1.0 for sample in played)
+    assert all(sample["turns"] for sample in played)
+
+
+@pytest.mark.slow
+def test_a_run_on_a_server_of_openenv_is_exact(start: Start, policy: Path, rooms: list[str], tmp_path: Path) -> None:
+    with echo_server(tmp_path / "server", sessions=16) as server:
+        run = start(
+            *talker(policy),
+            *rooms,
+            "environment=openenv",
+            f"environment.url={server.url}",
+            "reward=environment",
+            "environment.max_turns=2",
+        )
+        steps = finished(run)
+    assert all(line["environment/turns_mean"] <= 2 for line in steps)
+    played = [sample for step in (1, 2) for sample in samples(run, step)]
+    assert any(sample["reward"] >= 0.5 for sample in played), "0.1 a character of hello"

@@ -1,6 +1,7 @@
 """Episodes in a chat format, with the real workers and renderer and scripted completions: whose token is whose."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +90,7 @@ def played(spec: WorkerSpec, model: Path, *script: str, size: int = 2) -> tuple[
 def sampled_and_not(strand: Strand) -> tuple[list[str], list[str]]:
     """The texts that were sampled, and those between them."""
     edges = [0, *(edge for piece in pieces(strand) for edge in piece), len(strand.token_ids)]
-    texts = [decoded(strand.token_ids[start:end]) for start, end in zip(edges, edges[1:], strict=False)]
+    texts = [decoded(strand.token_ids[start:end]) for start, end in itertools.pairwise(edges)]
     return texts[1::2], [text for text in texts[0::2] if text]
 
 
