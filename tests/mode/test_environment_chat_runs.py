@@ -179,7 +179,7 @@ def test_a_run_on_the_tasks_of_a_verifiers_package_is_exact_and_resumes(
     assert [line["step"] for line in steps] == [1, 2]
     assert "resuming after step 1" in run.text
     played = [sample for step in (1, 2) for sample in samples(run, step)]
-    assert {sample["prompt_id"].split("/")[0] for sample in played} == {"environment"}
+    assert {sample["source"] for sample in played} == {"environment"}
     assert any(sample["reward"] == 1.0 for sample in played)
     assert all(sample["turns"] for sample in played)
 
