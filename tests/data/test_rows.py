@@ -302,5 +302,5 @@ def test_tasks_that_are_no_rows_are_refused_without_a_file():
     config = DataConfig(name="mine", from_environment=True)
     with pytest.raises(ConfigError, match=r"^data\.from_environment=true is not accepted: .*this one is empty"):
         rows.load(config, seed=0)
-    with pytest.raises(ConfigError, match=r"^data\.answer=answer .* row 2 of the tasks of the environment has only que"):
+    with pytest.raises(ConfigError, match=r"^data\.answer=answer .* row 2 of the tasks of the environment has"):
         rows.load(config, seed=0, tasks=[{"question": "a", "answer": "b"}, {"question": "a"}])
