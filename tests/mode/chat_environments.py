@@ -39,5 +39,5 @@ class Agent:
             said = first.choices[0].message.content or ""
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Are you sure?"}]
             last = await client.chat.completions.create(model="policy", messages=messages, max_tokens=12)
-        words = (last.choices[0].message.content or "").split()
-        return {"right": float(task.answer in words), "said": float(len(said))}
+        answer = last.choices[0].message.content or ""
+        return {"right": float(answer.strip() == task.answer), "said": float(len(said))}

@@ -34,6 +34,10 @@ ECHO = {
     },
 }
 ROLES = ["user", "assistant", "tool", "assistant"]
+PLACEMENTS = {
+    "colocate": ["placement=colocate"],
+    "fully_async": ["placement=fully_async", "placement.max_staleness=0", "placement.in_flight=drain"],
+}
 LIMIT_S = 1500.0  # of a run on a busy machine
 SIZES = [
     "device.dtype=float32",
@@ -118,10 +122,10 @@ def talker(policy: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", ["colocate", "fully_async"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_run_with_tools_is_exact_in_every_turn(placement: str, start: Start, policy: Path, rooms: list[str]) -> None:
     tools = ["environment=tools", f"environment.tools=[{','.join(TOOLS)}]"]
-    run = start(*talker(policy), *rooms, *tools, f"placement={placement}", "placement.max_staleness=0")
+    run = start(*talker(policy), *rooms, *tools, *PLACEMENTS[placement])
     steps = finished(run)
     assert [line["step"] for line in steps] == [1, 2]
     assert all(line["environment/strands_mean"] == 1.0 for line in steps)
@@ -132,21 +136,6 @@ def test_a_run_with_tools_is_exact_in_every_turn(placement: str, start: Start, p
     found = [turn["text"] for sample in called for turn in sample["turns"] if turn["role"] == "tool"]
     assert any(re.fullmatch(r"(lamp|door|wall|tree): room \d", text) for text in found), found
     assert run.summary()["status"] == "finished"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("placement", ["colocate", "fully_async"])
-def test_an_agent_with_the_client_of_openai_trains(
-    placement: str, start: Start, policy: Path, rooms: list[str]
-) -> None:
-    agent = [f"environment._target_={HERE}.Agent", "reward=environment"]
-    run = start(*talker(policy), *rooms, *agent, f"placement={placement}", "placement.max_staleness=0")
-    steps = finished(run)
-    assert [line["environment/turns_mean"] for line in steps] == [2.0, 2.0]
-    assert [line["environment/strands_mean"] for line in steps] == [1.0, 1.0], "what it sends back is its strand"
-    played = [sample for step in (1, 2) for sample in samples(run, step)]
-    assert all(roles(sample) == ["user", "assistant"] * 2 for sample in played)
-    assert any(sample["reward"] == 1.0 for sample in played)
 
 
 def verifiers(package: str, python: Path) -> list[str]:
@@ -199,3 +188,18 @@ def test_a_run_on_a_server_of_openenv_is_exact(start: Start, policy: Path, rooms
     assert all(line["environment/turns_mean"] <= 2 for line in steps)
     played = [sample for step in (1, 2) for sample in samples(run, step)]
     assert any(sample["reward"] >= 0.5 for sample in played), "0.1 a character of hello"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_an_agent_with_the_client_of_openai_trains(
+    placement: str, start: Start, policy: Path, rooms: list[str]
+) -> None:
+    agent = [f"environment._target_={HERE}.Agent", "reward=environment"]
+    run = start(*talker(policy), *rooms, *agent, *PLACEMENTS[placement])
+    steps = finished(run)
+    assert [line["environment/turns_mean"] for line in steps] == [2.0, 2.0]
+    assert [line["environment/strands_mean"] for line in steps] == [1.0, 1.0], "what it sends back is its strand"
+    played = [sample for step in (1, 2) for sample in samples(run, step)]
+    assert all(roles(sample) == ["user", "assistant"] * 2 for sample in played)
+    assert any(sample["reward"] == 1.0 for sample in played)
