@@ -4,9 +4,12 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.runs import Run
 
 REFUSED = [  # overrides, fragments of the sentence
     (["model=foo"], ["model=foo", "tiny", "qwen35_9b"]),
@@ -152,6 +155,11 @@ REFUSED = [  # overrides, fragments of the sentence
     (["model.path=Qwen/Qwen3-4B"], ["model.path=Qwen/Qwen3-4B is not", "write model=hf model.path=Qwen/Qwen3-4B."]),
     (["mode=eval", "model.path=Qwen/Qwen3-4B"], ["write model=hf model.path=Qwen/Qwen3-4B."]),
     (["mode=plan", "model.path=Qwen/Qwen3-4B"], ["write model=hf model.path=Qwen/Qwen3-4B."]),
+    (["environment=tools"], ["environment.tools=[]", "[my_tools.search]"]),
+    (["environment=openenv"], ["environment.url=null", "an address such as ws://"]),
+    (["environment=verifiers", "environment.id=x", "data=gsm8k"], ["data.from_environment", "data=environment"]),
+    (["environment=verifiers", "environment.id=x", "data.eval_path=x"], ["data.eval_path=x", "null"]),
+    (["data=environment"], ["data.from_environment=true", "environment=single_turn, which has no tasks"]),
     (["model=hf"], ["model.path=null", "a Hugging Face model directory or a hub id"]),
     (["model=hf", "model.path=/no/such/model"], ["model.path=/no/such/model", "directory"]),
     (["rollout.max_completion_tokens=100000"], ["give at most 3584", "the tiny model has a context of 4096 tokens"]),
@@ -167,6 +175,25 @@ REFUSED = [  # overrides, fragments of the sentence
     (
         ["experiment=cuda4_colocate_4b", "weight_sync.transport=collective"],
         ["weight_sync.transport=collective", "give auto or ipc with placement=colocate and device=cuda", "same device"],
+    ),
+]
+
+MY_TOOLS = "tests.environment.my_tools"
+ENVIRONMENTS = [  # refused by a worker process, which is gone then
+    (
+        ["environment=tools", "environment.tools=[no_such.tool]"],
+        ["environment.tools=no_such.tool", "no module no_such"],
+    ),
+    (["environment=tools", f"environment.tools=[{MY_TOOLS}.untyped]"], [f"{MY_TOOLS}.untyped", "no type hint"]),
+    (["environment=tools", f"environment.tools=[{MY_TOOLS}.search]"], ["data.template=plain", "data.template=chat"]),
+    (["environment=verifiers", "environment.id=some-env"], ["verifiers is not installed; install verifiers 0.4.x"]),
+    (
+        ["environment=openenv", "environment.url=ws://127.0.0.1:9"],
+        ["environment.url=ws://127.0.0.1:9", "start the ser"],
+    ),
+    (
+        ["environment._target_=tests.mode.own_environments.Guess", "environment.python=/no/such/python"],
+        ["environment.python=/no/such/python cannot be run"],
     ),
 ]
 
@@ -193,6 +220,19 @@ def assert_one_sentence(result: subprocess.CompletedProcess[str], fragments: lis
 @pytest.mark.parametrize(("overrides", "fragments"), REFUSED, ids=[" ".join(case[0]) for case in REFUSED])
 def test_a_wrong_setting_gets_one_sentence(overrides: list[str], fragments: list[str], tmp_path: Path) -> None:
     assert_one_sentence(run(*overrides, folder=tmp_path), fragments, tmp_path)
+
+
+@pytest.mark.parametrize(("overrides", "fragments"), ENVIRONMENTS, ids=[" ".join(case[0]) for case in ENVIRONMENTS])
+def test_a_wrong_environment_gets_one_sentence_and_leaves_no_process(
+    overrides: list[str], fragments: list[str], start: Callable[..., Run]
+) -> None:
+    result = start(*overrides)
+    assert result.wait(120) == 2, result.text
+    assert result.text.count("\n") == 1, result.text
+    for fragment in fragments:
+        assert fragment in result.text
+    assert not result.folder.exists()
+    assert result.gone_within(10), result.processes()
 
 
 def write_rows(path: Path, rows: list[object]) -> Path:

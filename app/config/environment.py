@@ -32,7 +32,7 @@ class EnvironmentConfig:
     kind: EnvironmentKind = setting(
         EnvironmentKind.single_turn,
         "single_turn: one prompt and one completion; tools: your functions as tools of a chat model; calculator: the "
-        "tiny task; verifiers and openenv: environments of those libraries. environment._target_ is one of your own.",
+        "tiny task; verifiers and openenv: environments of those libraries; one of your own is environment._target_.",
     )
     _target_: str | None = setting(
         None,
@@ -41,7 +41,7 @@ class EnvironmentConfig:
     )
     args: dict[str, Any] = setting(
         {},
-        "Keyword arguments of environment._target_, or of the verifiers environment.",
+        "Keyword arguments of environment._target_ or of the verifiers environment; what each reset of openenv gets.",
         noun="entries as in +environment.args.difficulty=2",
     )
     tools: list[str] = setting(
@@ -126,8 +126,8 @@ class EnvironmentConfig:
             target,
             "a path such as my_package.my_module.MyEnvironment",
         )
-        takes_args = self.module in ("own", "verifiers")
-        without = "{} without environment._target_ or environment=verifiers"
+        takes_args = self.module in ("own", "verifiers", "openenv")
+        without = "{} without environment._target_, environment=verifiers or environment=openenv"
         expect(takes_args or not self.args, "environment.args", self.args, without)
         self._only_with(EnvironmentKind.tools, "tools", self.tools, "[my_tools.search]")
         self._only_with(EnvironmentKind.verifiers, "id", self.id, "the package of the environment")

@@ -143,12 +143,7 @@ class RunConfig:
 
         self._validate_devices()
         self._validate_stream()
-        expect(
-            not self.data.from_environment or self.environment.kind is EnvironmentKind.verifiers,
-            "data.from_environment",
-            self.data.from_environment,
-            f"false with environment={self.environment.module}, which has no tasks of its own",
-        )
+        self._validate_tasks()
         scored = self.environment.scores or "environment" not in self.reward.components
         why = f"another reward with {self.environment.choice}, which has no score of its own"
         expect(scored, "reward", "environment", why)
@@ -159,6 +154,19 @@ class RunConfig:
         devices = self.placement.engine_devices
         width = self.rollout.tensor_parallel
         expect(devices % width == 0, "rollout.tensor_parallel", width, f"a divisor of {key}={devices}")
+
+    def _validate_tasks(self) -> None:
+        kind = self.environment.kind
+        from_environment = self.data.from_environment
+        if kind is not EnvironmentKind.verifiers:
+            accepted = f"false with environment={self.environment.module}, which has no tasks of its own"
+            expect(not from_environment, "data.from_environment", from_environment, accepted)
+            return
+
+        accepted = f"data=environment with environment={kind.value}, whose tasks are the rows"
+        expect(from_environment, "data.from_environment", from_environment, accepted)
+        expect(self.data.eval_path is None, "data.eval_path", self.data.eval_path, f"null: {accepted}")
+        expect(not self.data.eval_sets, "data.eval_sets", list(self.data.eval_sets), f"{{}}: {accepted}")
 
     def _validate_stream(self) -> None:
         if self.placement.stream is not Stream.on:

@@ -29,7 +29,9 @@ class PromptData:
     warnings: list[str]  # for the run to record
 
 
-def build(config: DataConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: int) -> PromptData:
+def build(
+    config: DataConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: int, tasks: rows.Tasks = ()
+) -> PromptData:
     """Load, template and tokenize all rows.
 
     Args:
@@ -37,11 +39,12 @@ def build(config: DataConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: i
         tokenizer: Any Hugging Face tokenizer.
         seed: Seed of the generated problems and of the shuffling.
         max_prompt_tokens: Longest accepted prompt, template included.
+        tasks: What the environment lists, with `data.from_environment`.
 
     Raises:
         ConfigError: If data cannot be read or templated, or all prompts of a set are too long.
     """
-    loaded = rows.load(config, seed=seed)
+    loaded = rows.load(config, seed=seed, tasks=tasks)
     weights = weights_of(config)
     all_train = _prompts(loaded.train, config, tokenizer, set_name=None)
     train = _within_limit(all_train, "the training set", max_prompt_tokens)

@@ -1,8 +1,8 @@
 """Map a raw record to a row: dotted field paths, and the answer inside a worked solution.
 
 Invariants:
-- A row has a question and an answer: text that UTF-8 can encode, and not blank. A record without them raises a
-  `ConfigError` that names the key, the file and the row, counted from 1.
+- A row has a question and an answer: text that UTF-8 can encode, and not blank, unless it may be. A record without
+  them raises a `ConfigError` that names the key, the file and the row, counted from 1.
 """
 
 import sys
@@ -32,6 +32,7 @@ class FieldMap:
     question: str
     answer: str
     answer_after: str | None
+    may_be_blank: bool = False  # an environment may have its own ways to ask and to judge
 
     def row(self, record: Mapping[str, Any], *, source: str, index: int, place: str) -> Row:
         """Map a record to a row.
@@ -62,7 +63,7 @@ class FieldMap:
             raise self._error(name, path, f"a text field; it is {kind} in {place}")
 
         text = str(value)
-        if not text.strip():
+        if not text.strip() and not self.may_be_blank:
             raise self._error(name, path, f"a text field; it is empty in {place}")
 
         try:

@@ -1,6 +1,7 @@
 """Load all rows of a run, training sets and evaluation sets, before templating and tokenization.
 
     data.path, data.train_sets, data._target_ ──→ field map ──→ distinct ──→ training rows
+    the tasks of an environment ────────────────→ field map ──→ distinct ──→ training rows
                                        (null) ──→ generated problems ──────→ training rows + held-out rows
 
     evaluation ── data.eval_path, or data.eval_sets.<name>.path ───→ rows of its own
@@ -14,20 +15,23 @@ Invariants:
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from app.config.data import DataConfig, EvalSetConfig, Generator, TrainSetConfig
 from app.data import arithmetic, chain, products, user_rows
 from app.data.fields import FieldMap, Row
 from app.data.reading import BrokenRows, read_rows
 from app.data.records import sources
-from app.data.records.formats import Records
+from app.data.records.formats import Record, Records
 from app.errors import ConfigError
 
 DEFAULT_EVAL_SET = "eval"
 # Independent of the run's seed: runs with different seeds are evaluated on the same rows.
 HELD_OUT_SEED = 0
+
+Tasks = Sequence[Mapping[str, Any]]  # rows that an environment lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +45,22 @@ class DataRows:
     broken: int = 0  # rows that were skipped
 
 
-def load(config: DataConfig, *, seed: int) -> DataRows:
-    """Read or generate all rows. `seed` only affects generated problems. Raises `ConfigError`."""
+def load(config: DataConfig, *, seed: int, tasks: Tasks = ()) -> DataRows:
+    """Read or generate all rows.
+
+    Args:
+        config: Settings of `data=`.
+        seed: Of generated problems, and of nothing else.
+        tasks: What the environment lists, with `data.from_environment`.
+
+    Raises:
+        ConfigError: Rows cannot be read, or there are none.
+    """
     sets = evaluation_sets(config)
     held_out_sets = [name for name, evaluation in sets.items() if _is_held_out(config, evaluation)]
     broken = BrokenRows(config.max_broken_rows)
 
-    train, held_out = _training(config, seed, bool(held_out_sets), broken)
+    train, held_out = _training(config, seed, bool(held_out_sets), broken, tasks)
     warnings = _held_out_warnings(config, held_out_sets)
 
     evals = {}
@@ -101,14 +114,16 @@ def _is_held_out(config: DataConfig, evaluation: EvalSetConfig) -> bool:
     return evaluation.path is None and (not config.eval_sets or not sources.has_splits(config.path))
 
 
-def _training(config: DataConfig, seed: int, with_held_out: bool, broken: BrokenRows) -> tuple[list[Row], list[Row]]:
+def _training(
+    config: DataConfig, seed: int, with_held_out: bool, broken: BrokenRows, tasks: Tasks = ()
+) -> tuple[list[Row], list[Row]]:
     """Return the rows of all training sets, and those held out of each."""
     if is_generated(config):
         return _generated(config, seed)
 
     train: list[Row] = []
     held_out: list[Row] = []
-    for key, rows in _read_training(config, broken).items():
+    for key, rows in _read_training(config, broken, tasks).items():
         kept, held = _hold_out(rows, key, config.eval_fraction) if with_held_out else (rows, [])
         train += kept
         held_out += held
@@ -125,8 +140,13 @@ def _generated(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
             return chain.problems(config.chain, seed)
 
 
-def _read_training(config: DataConfig, broken: BrokenRows) -> dict[str, list[Row]]:
+def _read_training(config: DataConfig, broken: BrokenRows, tasks: Tasks) -> dict[str, list[Row]]:
     """Return the rows of each training set, by what errors about all of them name."""
+    if config.from_environment:
+        key = "data.from_environment=true"
+        fields = FieldMap("data", config.question, config.answer, config.answer_after, may_be_blank=True)
+        return {key: read_rows(_records(tasks), fields, config.name, key, config.distinct, broken)}
+
     fields = FieldMap("data", config.question, config.answer, config.answer_after)
     if config._target_ is not None:
         key = f"{user_rows.KEY}={config._target_}"
@@ -142,6 +162,11 @@ def _read_training(config: DataConfig, broken: BrokenRows) -> dict[str, list[Row
     key = f"data.path={config.path}"
     records = sources.read(config.path, subset=config.subset, split=config.split, key="data.path")
     return {key: read_rows(records, fields, config.name, key, config.distinct, broken)}
+
+
+def _records(tasks: Tasks) -> Iterator[Record]:
+    for number, task in enumerate(tasks, start=1):
+        yield Record("the tasks of the environment", number, dict(task))
 
 
 def _read_set(config: DataConfig, name: str, training: TrainSetConfig, broken: BrokenRows) -> list[Row]:

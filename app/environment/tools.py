@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from app.environment.protocol import EpisodeOver, Message, Policy, Reply, Task, ToolCall
+from app.environment.rendering import PLAIN
 from app.environment.tool_schema import SchemaError, checked, schema_of
 from app.environment.worker.calls import Calls, Exited
 from app.utils.dotted_path import LoadError, resolve
@@ -41,13 +42,19 @@ def make(settings: Mapping[str, Any]) -> Callable[[], "ToolLoop"]:
     """Load the tools; return what makes the environment of one episode.
 
     Args:
-        settings: `tools`, a list of dotted paths; `limits`, of which `timeout_s` is that of a call; and of the data
-            its `system` message, if there is one, and the `prefix` and `suffix` of its questions.
+        settings: `tools`, a list of dotted paths; `renderer`, by whose chat format they are called; `limits`, of which
+            `timeout_s` is that of a call; and of the data its `system` message, if there is one, and the `prefix` and
+            `suffix` of its questions.
 
     Raises:
-        ValueError: One sentence that names the tool that cannot be used.
+        ValueError: One sentence that names the tool that cannot be used, or the format that has no tools.
     """
     tools = load_tools(settings.get("tools") or [])
+    if settings["renderer"]["name"] == PLAIN:
+        raise ValueError(
+            "environment=tools is not accepted with data.template=plain, which has no tools: give a chat model and "
+            "data.template=chat."
+        )
     framing = Framing(settings.get("system"), settings.get("prefix", ""), settings.get("suffix", ""))
     timeout_s = float(settings["limits"]["timeout_s"])
     return lambda: ToolLoop(tools, timeout_s, framing)

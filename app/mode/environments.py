@@ -1,17 +1,15 @@
 """The environment of a run: what its workers get from the configuration, and whether they can load it."""
 
 import asyncio
-import json
 import re
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from app.config import RunConfig
-from app.config.data import DataConfig, Template
+from app.config.data import Template
 from app.environment.pool import EnvironmentPool
 from app.environment.remote import WorkerSpec
 from app.environment.rendering import family_of
@@ -63,40 +61,23 @@ def _renderer(config: RunConfig, model_path: Path) -> RendererChoice:
     return RendererChoice(family, str(model_path), config.environment.thinking.value, config.data.thinking)
 
 
-@contextmanager
-def rows_of(config: RunConfig, model_path: Path) -> Iterator[DataConfig]:
-    """Yield the data of a run; with `data.from_environment`, a file of the tasks that the environment lists.
-
-    Raises:
-        ConfigError: The environment cannot be loaded.
-    """
-    if not config.data.from_environment:
-        yield config.data
-        return
-
-    async def tasks() -> Sequence[Mapping[str, Any]]:
-        async with tried_pool(config, model_path, list_tasks=True) as pool:
-            rows: Sequence[Mapping[str, Any]] = pool.info["rows"]
-            return rows
-
-    with tempfile.TemporaryDirectory(prefix="environment-") as folder:
-        path = Path(folder) / "tasks.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in asyncio.run(tasks())))
-        yield replace(config.data, from_environment=False, path=str(path))
-
-
-def require_environment(config: RunConfig, model_path: Path) -> None:
+def require_environment(config: RunConfig, model_path: Path) -> Sequence[Mapping[str, Any]]:
     """Start one worker, which loads the environment and the renderer, and end it.
+
+    Returns:
+        With `data.from_environment` the tasks that the environment lists, else nothing.
 
     Raises:
         ConfigError: They cannot be loaded.
     """
+    list_tasks = config.data.from_environment
 
-    async def start() -> None:
-        async with tried_pool(config, model_path):
-            pass
+    async def start() -> Sequence[Mapping[str, Any]]:
+        async with tried_pool(config, model_path, list_tasks=list_tasks) as pool:
+            rows: Sequence[Mapping[str, Any]] = pool.info["rows"] if list_tasks else ()
+            return rows
 
-    asyncio.run(start())
+    return asyncio.run(start())
 
 
 @asynccontextmanager

@@ -12,9 +12,10 @@ from typing import Any
 import app.data.build as data
 from app.checkpoint.run_state import read_state, require_model
 from app.config import Mode, RunConfig
+from app.data.rows import Tasks
 from app.device import Device, device_of
 from app.errors import ConfigError
-from app.mode.environments import require_environment, rows_of
+from app.mode.environments import require_environment
 from app.mode.inputs import check_sizes, tried_reward
 from app.model.architecture import checkpoint_config, require_context
 from app.model.hf_directory import has_linear_attention, identity, load_tokenizer, locate, require_window
@@ -84,9 +85,14 @@ def load_from(path: Path, config: RunConfig, status: Callable[[str], None]) -> R
     require_window(path, tokens=window)
     tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
 
+    tasks: Tasks = ()
+    if config.environment.multi_turn:
+        status("trying the environment")
+        tasks = require_environment(config, path)
+
     status("preparing the data")
-    with rows_of(config, path) as source:
-        prompts = data.build(source, tokenizer, seed=config.seed, max_prompt_tokens=rollout.max_prompt_tokens)
+    longest = rollout.max_prompt_tokens
+    prompts = data.build(config.data, tokenizer, seed=config.seed, max_prompt_tokens=longest, tasks=tasks)
     warnings = [*prompts.warnings, *_slow_attention(path, device_of(config.device.kind))]
     if config.mode is Mode.train:
         warnings += prompts.counts.repeated(config.algorithm.prompts_per_step)
@@ -95,10 +101,6 @@ def load_from(path: Path, config: RunConfig, status: Callable[[str], None]) -> R
             f"dropped {prompts.dropped} of {prompts.total} prompts: longer than "
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}"
         )
-
-    if config.environment.multi_turn and not config.data.from_environment:
-        status("trying the environment")
-        require_environment(config, path)
 
     status("trying the reward")
     require_trackers(config.tracking)

@@ -65,6 +65,20 @@ def test_a_model_brings_its_data_and_devices_and_the_command_line_wins() -> None
     assert composed("model=qwen35_9b", "rollout.tensor_parallel=2").rollout.tensor_parallel == 2
 
 
+def test_an_environment_brings_its_own_data_and_reward_whatever_the_model_brings() -> None:
+    environment = ["environment=verifiers", "environment.id=some-env"]
+    for model in (["model=qwen3_4b"], ["model=hf", "model.path=Qwen/Qwen3-4B"], []):
+        for overrides in ([*model, *environment], [*environment, *model]):
+            config = composed(*overrides)
+            assert (config.data.name, dict(config.reward.components)) == ("environment", {"environment": 1.0})
+    config = composed("model=qwen3_4b", "environment=openenv", "environment.url=ws://localhost:8000")
+    assert (config.data.name, dict(config.reward.components)) == ("dapo_math", {"environment": 1.0})
+    config = composed("model=qwen3_4b", "environment=openenv", "environment.url=ws://localhost:8000", "reward=exact")
+    assert dict(config.reward.components) == {"exact": 1.0}
+    config = composed("model=qwen3_4b", "environment=tools", "environment.tools=[my.tool]")
+    assert dict(config.reward.components) == {"math": 1.0}
+
+
 def test_the_correction_follows_from_staleness_unless_it_is_set() -> None:
     assert composed().correction is Correction.none
     assert composed("placement=fully_async").correction is Correction.tis

@@ -288,3 +288,19 @@ def test_invalid_settings_are_rejected_before_anything_is_read():
         with pytest.raises(ConfigError, match="is not accepted: give ") as caught:
             RunConfig(data=config).validate()
         assert key in str(caught.value)
+
+
+def test_the_tasks_of_an_environment_are_rows_and_may_be_blank():
+    tasks = [{"index": n, "id": f"task {n}", "question": "", "answer": ""} for n in range(10)]
+    loaded = rows.load(DataConfig(name="mine", from_environment=True), seed=0, tasks=tasks)
+    assert [row.index for row in loaded.evals["eval"]] == [row.columns["index"] for row in loaded.evals["eval"]]
+    assert sorted(row.columns["index"] for row in [*loaded.train, *loaded.evals["eval"]]) == list(range(10))
+    assert {(row.source, row.question, row.answer) for row in loaded.train} == {("mine", "", "")}
+
+
+def test_tasks_that_are_no_rows_are_refused_without_a_file():
+    config = DataConfig(name="mine", from_environment=True)
+    with pytest.raises(ConfigError, match=r"^data\.from_environment=true is not accepted: .*this one is empty"):
+        rows.load(config, seed=0)
+    with pytest.raises(ConfigError, match=r"^data\.answer=answer .* row 2 of the tasks of the environment has"):
+        rows.load(config, seed=0, tasks=[{"question": "a", "answer": "b"}, {"question": "a"}])

@@ -75,13 +75,14 @@ async def rollouter_of(
     *,
     retries: int = 0,
     room: int = ROOM,
+    max_prompt: int = 64,
     log: Path | None = None,
     **pool: Any,
 ) -> AsyncIterator[Rollouter]:
     """A rollouter with an environment; afterwards no process and no descriptor of its workers is left."""
     async with running_pool(spec, episodes=64, log=log, **pool) as environments:
         failures = EpisodeFailures(1.0, 10**6, lambda sentence: None)
-        episodes = Episodes(environments, EpisodeLimits(64, room, retries), failures, seed=0)
+        episodes = Episodes(environments, EpisodeLimits(max_prompt, room, retries), failures, seed=0)
         scorer = Scorer(RewardConfig(components={"environment": 1.0}))
         yield Rollouter(EnginePool(engines), scorer, build_tokenizer(256), Timeline(), RecoveryConfig(), episodes)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from app.environment.rendering.base import Renderer, Tools
 
-__all__ = ["FAMILIES", "RENDERERS", "Renderer", "Tools", "family_of", "renderer_for"]
+__all__ = ["FAMILIES", "PLAIN", "RENDERERS", "Renderer", "Tools", "family_of", "renderer_for"]
 
 PLAIN = "plain"
 FAMILIES = {  # `model_type` of a config.json → renderer

@@ -17,7 +17,7 @@ from app.environment.rendering import renderer_for
 from app.environment.wire import Ask, End, Failed, RendererChoice
 from app.errors import ConfigError
 from app.mode.doctor.finding import Check, CheckStatus
-from app.mode.environments import tried_pool, without_log, worker_spec
+from app.mode.environments import require_environment, tried_pool, without_log, worker_spec
 from app.model.hf_directory import load_tokenizer
 from app.reward.tryout import Tokenize, tokenizer_of
 from app.tracking.number_format import plural
@@ -45,9 +45,9 @@ def play_episode(config: RunConfig, folder: Path) -> Check:
         config: Of a run whose inputs are not refused.
         folder: The model's directory.
     """
-    task = _task(config)
     limit_s = config.environment.timeout_s * (MOST_REPLIES + 2)
     try:
+        task = _task(config, folder)
         tokenize = tokenizer_of(load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code))
         spec = worker_spec(config, folder)
         if config.environment.python is None:
@@ -66,8 +66,15 @@ def play_episode(config: RunConfig, folder: Path) -> Check:
     return Check(SUBJECT, CheckStatus.fail, message, "correct the environment: what a policy says must not fail it")
 
 
-def _task(config: RunConfig) -> Task:
-    """Return the task of a training row, as an evaluation; a made-up one if the rows are not on this machine."""
+def _task(config: RunConfig, folder: Path) -> Task:
+    """Return the task of a training row, as an evaluation; a made-up one if the rows are not on this machine.
+
+    Raises:
+        ConfigError: The environment is to list its tasks, and cannot be loaded.
+    """
+    if config.data.from_environment:
+        first = require_environment(config, folder)[0]
+        return Task("doctor/0@0", str(first["question"]), str(first["answer"]), "doctor", dict(first), training=False)
     if not rows.is_local(config.data):
         return Task("doctor/0@0", QUESTION, ANSWER, "doctor", training=False)
     row = rows.load(config.data, seed=config.seed).train[0]

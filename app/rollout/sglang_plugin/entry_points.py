@@ -11,6 +11,7 @@ from typing import Any
 DEVICE_VARIABLE = "POSTTRAIN_ENGINE_DEVICE"
 PROCESS_REQUESTS = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
 SET_START_METHOD = "sglang.srt.entrypoints.engine._set_envs_and_config"
+SYNCHRONIZE = "torch.cuda.synchronize"  # the weight checker of SGLang 0.5.22 calls it on every device
 
 
 def platform() -> str | None:
@@ -40,6 +41,7 @@ def _load_for_cpu() -> None:
     cpu_gated_delta.register()
     HookRegistry.register(SET_START_METHOD, fork_children, HookType.AFTER)
     HookRegistry.register(PROCESS_REQUESTS, sleep_while_paused, HookType.AFTER)
+    HookRegistry.register(SYNCHRONIZE, nothing_to_wait_for, HookType.REPLACE)
 
 
 def fork_children(result: Any, *_: Any, **__: Any) -> Any:
@@ -60,3 +62,7 @@ def sleep_while_paused(result: Any, scheduler: Any, *_: Any) -> Any:
     if scheduler._engine_paused:
         scheduler.maybe_sleep_on_idle()
     return result
+
+
+def nothing_to_wait_for(*_: Any) -> None:
+    """Stand in for the wait for a GPU."""

@@ -1,0 +1,205 @@
+"""Whole runs with environments in a chat format: real SGLang, FSDP2 and Ray, and a small Qwen3 that was taught to talk.
+
+The packages of other libraries are unmodified, in interpreters of their own.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.environment.rendering import Renderer
+from app.environment.tools import load_tools
+from tests.environment.interpreters import interpreter
+from tests.environment.openenv_server import echo_server
+from tests.environment.qwen_policy import Lesson, conversation, write_policy
+from tests.environment.test_verifiers import PACKAGES, V0, V1
+from tests.folders import ROOT
+from tests.mode.chat_environments import ROOMS
+from tests.runs import Run
+
+HERE = "tests.mode.chat_environments"
+TOOLS = [f"{HERE}.search", f"{HERE}.Notebook"]
+HELLO = '<tool_call>\n{"name": "step", "arguments": {"message": "hello"}}\n</tool_call>'
+ECHO = {
+    "type": "function",
+    "function": {
+        "name": "step",
+        "description": "Act.",
+        "parameters": {"type": "object", "properties": {"message": {"type": "string"}}, "required": ["message"]},
+    },
+}
+ROLES = ["user", "assistant", "tool", "assistant"]
+PLACEMENTS = {
+    "colocate": ["placement=colocate"],
+    "fully_async": ["placement=fully_async", "placement.max_staleness=0", "placement.in_flight=drain"],
+}
+LIMIT_S = 1500.0  # of a run on a busy machine
+SIZES = [
+    "device.dtype=float32",
+    "steps=2",
+    "algorithm.prompts_per_step=2",
+    "algorithm.group_size=4",
+    "rollout.max_prompt_tokens=512",
+    "rollout.max_completion_tokens=256",
+    "environment.max_turn_tokens=48",
+    "environment.timeout_s=120",
+    "trainer.tokens_per_microbatch=2048",
+    "trainer.lr=1e-4",
+    "trainer.activation_checkpointing=none",
+    "eval.before_train=false",
+]
+
+
+def lessons(renderer: Renderer) -> list[Lesson]:
+    """Where things are: asked with tools, without them, and by an agent that asks again; sums; to say hello."""
+    schemas = [tool.schema for tool in load_tools(TOOLS).values()]
+    taught = []
+    for name, room in ROOMS.items():
+        question, said, again = user(f"Where is the {name}?"), assistant(f"Room {room}"), user("Are you sure?")
+        call = assistant(f'<tool_call>\n{{"name": "search", "arguments": {{"query": "{name}"}}}}\n</tool_call>')
+        result = {"role": "tool", "name": "search", "content": f"{name}: room {room}"}
+        taught.append(conversation(renderer, [question, call, result, said], schemas))
+        taught.append(conversation(renderer, [question, said, again, said]))
+        ready = '{"echoed_message": "Echo environment ready!", "message_length": 0}'
+        taught.append(conversation(renderer, [user(f"{question['content']}\n\n{ready}"), assistant(HELLO)], [ECHO]))
+    sums = [[user(f"What is {n}+{n}?"), assistant(str(2 * n))] for n in range(3)]
+    return taught + [conversation(renderer, messages) for messages in sums]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path:
+    return write_policy(tmp_path_factory.mktemp("policy") / "talker", lessons)
+
+
+@pytest.fixture
+def rooms(tmp_path: Path) -> list[str]:
+    path = tmp_path / "rooms.jsonl"
+    rows = [{"question": f"Where is the {name}?", "answer": f"Room {room}"} for name, room in ROOMS.items()] * 2
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = ["data=arithmetic", "data.name=rooms", f"data.path={path}", "data.template=chat"]
+    return [*own, "reward=exact"]
+
+
+Start = Callable[..., Run]
+
+
+def finished(run: Run, *, most_staleness: int = 0) -> list[dict[str, Any]]:
+    """The metrics of the steps of a run that ended well, was exact in every token, and left no process."""
+    assert run.wait(LIMIT_S) == 0, run.text
+    assert run.gone_within(30), run.processes()
+    steps = [line for line in run.metrics() if "time/step" in line]
+    for line in steps:
+        assert line["staleness/max"] <= most_staleness
+        assert line["mismatch/abs_difference"] < 1e-4 or line["staleness/max"] > 0
+        assert line["environment/failed_episodes"] == 0
+    return steps
+
+
+def samples(run: Run, step: int) -> list[dict[str, Any]]:
+    lines = (run.folder / "samples" / f"step_{step}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def roles(sample: dict[str, Any]) -> list[str]:
+    return [turn["role"] for turn in sample["turns"]]
+
+
+def talker(policy: Path) -> list[str]:
+    return ["model=hf", f"model.path={policy}", *SIZES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_run_with_tools_is_exact_in_every_turn(placement: str, start: Start, policy: Path, rooms: list[str]) -> None:
+    tools = ["environment=tools", f"environment.tools=[{','.join(TOOLS)}]"]
+    run = start(*talker(policy), *rooms, *tools, *PLACEMENTS[placement])
+    steps = finished(run)
+    assert [line["step"] for line in steps] == [1, 2]
+    assert all(line["environment/strands_mean"] == 1.0 for line in steps)
+    assert max(line["environment/tool_calls"] for line in steps) > 0
+    played = [sample for step in (1, 2) for sample in samples(run, step)]
+    called = [sample for sample in played if roles(sample)[:4] == ROLES]
+    assert called, "the policy calls tools"
+    found = [turn["text"] for sample in called for turn in sample["turns"] if turn["role"] == "tool"]
+    assert any(re.fullmatch(r"(lamp|door|wall|tree): room \d", text) for text in found), found
+    assert run.summary()["status"] == "finished"
+
+
+def verifiers(package: str, python: Path) -> list[str]:
+    return ["environment=verifiers", f"environment.id={package}", f"environment.python={python}"]
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their modules are in the working directory."""
+    for path in PACKAGES.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("requirements", "package", "args"),
+    [(V1, "vf-sums", '{agent:{harness:{id:"null"}}}'), (V0, "vf-tools", "{}")],
+    ids=["0.4", "0.2.1"],
+)
+def test_a_run_on_the_tasks_of_a_verifiers_package_is_exact_and_resumes(
+    requirements: tuple[str, ...], package: str, args: str, start: Start, policy: Path, packages: None
+) -> None:
+    settings = [*talker(policy), *verifiers(package, interpreter(*requirements)), f"environment.args={args}"]
+    kept = ["checkpoint.every=1", "checkpoint.keep=1", "checkpoint.export=false"]
+    finished(start(*settings, *kept, "steps=1"))
+    run = start(*settings, *kept, "resume=auto")
+    steps = finished(run)
+    assert [line["step"] for line in steps] == [1, 2]
+    assert "resuming after step 1" in run.text
+    played = [sample for step in (1, 2) for sample in samples(run, step)]
+    assert {sample["source"] for sample in played} == {"environment"}
+    assert any(sample["reward"] == 1.0 for sample in played)
+    assert all(sample["turns"] for sample in played)
+
+
+@pytest.mark.slow
+def test_a_run_on_a_server_of_openenv_is_exact(start: Start, policy: Path, rooms: list[str], tmp_path: Path) -> None:
+    with echo_server(tmp_path / "server", sessions=16) as server:
+        run = start(
+            *talker(policy),
+            *rooms,
+            "environment=openenv",
+            f"environment.url={server.url}",
+            "reward=environment",
+            "environment.max_turns=2",
+        )
+        steps = finished(run)
+    assert all(line["environment/turns_mean"] <= 2 for line in steps)
+    played = [sample for step in (1, 2) for sample in samples(run, step)]
+    assert any(sample["reward"] >= 0.5 for sample in played), "0.1 a character of hello"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_an_agent_with_the_client_of_openai_trains(
+    placement: str, start: Start, policy: Path, rooms: list[str]
+) -> None:
+    agent = [f"environment._target_={HERE}.Agent", "reward=environment"]
+    run = start(*talker(policy), *rooms, *agent, *PLACEMENTS[placement])
+    steps = finished(run)
+    assert [line["environment/turns_mean"] for line in steps] == [2.0, 2.0]
+    assert [line["environment/strands_mean"] for line in steps] == [1.0, 1.0], "what it sends back is its strand"
+    played = [sample for step in (1, 2) for sample in samples(run, step)]
+    assert all(roles(sample) == ["user", "assistant"] * 2 for sample in played)
+    assert any(sample["reward"] == 1.0 for sample in played)
