@@ -159,7 +159,7 @@ REFUSED = [  # overrides, fragments of the sentence
     (["environment=openenv"], ["environment.url=null", "an address such as ws://"]),
     (["environment=verifiers", "environment.id=x", "data=gsm8k"], ["data.from_environment", "data=environment"]),
     (["environment=verifiers", "environment.id=x", "data.eval_path=x"], ["data.eval_path=x", "null"]),
-    (["data=environment"], ["data.from_environment=true", "environment=single_turn, which has no tasks"]),
+    (["data=environment"], ["data.from_environment", "environment=single_turn, which has no tasks"]),
     (["model=hf"], ["model.path=null", "a Hugging Face model directory or a hub id"]),
     (["model=hf", "model.path=/no/such/model"], ["model.path=/no/such/model", "directory"]),
     (["rollout.max_completion_tokens=100000"], ["give at most 3584", "the tiny model has a context of 4096 tokens"]),

@@ -238,7 +238,8 @@ def test_what_is_no_server_is_refused_in_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(
-        LoadError, match=rf"http://127.0.0.1:{port} does not answer \(.*refused\): start the server first"
+        LoadError,
+        match=rf"^environment.url=ws://127.0.0.1:{port}/ws does not answer \(.*refused\): start the server first",
     ):
         openenv.make(settings(f"ws://127.0.0.1:{port}/ws"))
 

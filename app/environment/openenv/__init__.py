@@ -43,7 +43,7 @@ def make(settings: Mapping[str, Any]) -> partial["OpenEnv"]:
         raise LoadError(f"it needs aiohttp ({error})") from error
 
     url = _http_url(settings.get("url"))
-    schema = _action_schema(url)
+    schema = _action_schema(url, settings["url"])
     tool = {"type": "function", "function": {"name": "step", "description": "Act.", "parameters": schema}}
     tools = [] if settings["renderer"]["name"] == "plain" else [tool]  # its template has none
     server = Server(url, float(settings["limits"]["timeout_s"]))
@@ -124,8 +124,8 @@ def _http_url(url: object) -> str:
     return f"{'https' if scheme in ('wss', 'https') else 'http'}://{rest}"
 
 
-def _action_schema(url: str) -> dict[str, Any]:
-    """Ask a server for the schema of its actions, without what every action has.
+def _action_schema(url: str, given: str) -> dict[str, Any]:
+    """Ask a server for the schema of its actions, without what every action has. `given`: its URL as it was written.
 
     Raises:
         LoadError: It does not answer, or is another kind of server.
@@ -135,12 +135,12 @@ def _action_schema(url: str) -> dict[str, Any]:
             schema: dict[str, Any] = dict(json.load(answer)["action"])
             properties = dict(schema.get("properties", {}))
     except urllib.error.HTTPError as error:
-        raise LoadError(f"environment.url={url} is not an OpenEnv server: GET /schema is {error.code}") from error
+        raise LoadError(f"environment.url={given} is not an OpenEnv server: GET /schema is {error.code}") from error
     except OSError as error:
         reason = getattr(error, "reason", error)
-        raise LoadError(f"environment.url={url} does not answer ({reason}): start the server first") from error
+        raise LoadError(f"environment.url={given} does not answer ({reason}): start the server first") from error
     except (ValueError, LookupError, TypeError, HTTPException) as error:
-        raise LoadError(f"environment.url={url} is not an OpenEnv server: GET /schema has no action") from error
+        raise LoadError(f"environment.url={given} is not an OpenEnv server: GET /schema has no action") from error
 
     properties.pop("metadata", None)
     return {"required": [], **schema, "properties": properties}

@@ -53,7 +53,8 @@ class HostV1:
         try:
             config = resolve_env_config({**settings.args, "taskset": taskset})
         except ModuleNotFoundError as error:
-            raise LoadError(f"environment.id={settings.package} is not installed ({error.name or error})") from error
+            missing = error.name or str(error).partition(". ")[0]
+            raise LoadError(f"environment.id={settings.package} is not installed ({missing})") from error
 
         self._settings = settings
         self._env = load_environment(_with_our_limits(config, settings))
