@@ -63,7 +63,10 @@ REFUSED = [  # overrides, fragments of the sentence
         ["reward._target_=my.f", "+reward.components.format=0.1"],
         ["give +reward.components.f._target_=my.f to add it to"],
     ),
-    (["reward=my.f"], ["reward=my.f", "one of exact, math; your own is reward._target_=my_module.my_reward."]),
+    (
+        ["reward=my.f"],
+        ["reward=my.f", "one of environment, exact, math; your own is reward._target_=my_module.my_reward."],
+    ),
     (["reward._target_=tests.reward.broken.raises"], ["KeyError: 'score' at", "broken.py", "reward.tryout=false"]),
     (["reward._target_=tests.reward.broken.hangs", "reward.timeout_s=2"], ["no result", "reward.timeout_s=2"]),
     (
