@@ -36,7 +36,7 @@ def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "environment/out_of_time_fraction": _ended(episodes, Ending.time),
         "environment/seconds": wall / len(episodes),
         # Of an episode's time, in which no engine worked for it.
-        "environment/wait_fraction": 1 - _total(episodes, "engine_seconds") / wall if wall else 0.0,
+        "environment/wait_fraction": max(0.0, 1 - _total(episodes, "engine_seconds") / wall) if wall else 0.0,
         # Of the tokens that requests began with, those that the engine had in its KV cache.
         "rollout/cached_fraction": _total(episodes, "cached_tokens") / max(1.0, _total(episodes, "prompt_tokens")),
     }

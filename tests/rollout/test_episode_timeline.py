@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from app.environment.wire import Ask, End
+from app.rollout.episodes import EpisodeLimits, Episodes, Play
+from app.rollout.episodes.attempt import SHOWN_S
 from app.rollout.episodes.episode_failures import EpisodeFailures
-from app.rollout.episodes.player import SHOWN_S, EpisodeLimits, Episodes, Play
 from app.tracking.run_folder.timeline import Span, Timeline
 from app.types import Completion, FinishReason, Prompt, Sampling, VersionSpan
 from tests.simulation import now, run_virtual

@@ -1,0 +1,54 @@
+"""The episodes of one prompt that are played together."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from app.rollout.pool import Seat
+from app.rollout.requests import Aborted, Requests
+from app.types import Prompt, Sampling, Trajectory
+from app.utils.tasks import gather_or_raise
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """A group to be played."""
+
+    prompt: Prompt
+    size: int
+    sampling: Sampling  # max_tokens: of a trajectory
+    version: Callable[[], int]  # synced last
+    training: bool
+
+
+class EpisodeGroup:
+    """The episodes of one prompt that are being played."""
+
+    def __init__(self, play: Play, seat: Seat, requests: Requests):
+        self.play = play
+        self.seat = seat
+        self.requests = requests
+        self.trajectories: dict[int, Trajectory] = {}  # by member; those that failed are missing
+        self.sampled_tokens = 0
+        self._aborted = False
+        self._playing: asyncio.Future[None] | None = None
+
+    async def run(self, member: Callable[["EpisodeGroup", int], Coroutine[Any, Any, None]]) -> None:
+        async def members() -> None:
+            await gather_or_raise(*(member(self, number) for number in range(self.play.size)))
+
+        self._playing = asyncio.ensure_future(members())
+        try:
+            await self._playing
+        except Aborted:
+            raise Aborted(self.play.prompt.id, self.sampled_tokens) from None
+        except asyncio.CancelledError:
+            if self._aborted:
+                raise Aborted(self.play.prompt.id, self.sampled_tokens) from None
+            raise
+
+    def abort(self) -> None:
+        if self._playing is not None:
+            self._aborted = True
+            self._playing.cancel()
