@@ -27,6 +27,8 @@ COMPLETION = Completion(
 class Session:
     """Asks after a slow beginning, again at once after the first answer, and ends slowly after the second."""
 
+    number = 0
+
     def __init__(self) -> None:
         self.answers: asyncio.Queue[None] = asyncio.Queue()
         self.turns = 0
