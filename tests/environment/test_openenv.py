@@ -182,7 +182,7 @@ def test_an_action_that_the_server_refuses_is_an_observation() -> None:
     assert play(policy, Guessing(faults))["reward"] == 1.0
     assert policy.asked[1]["messages"][-1]["content"] == "error: guess: too low"
     assert policy.asked[2]["messages"][-1]["content"] == "error: division by zero"
-    assert policy.counts == {"tool_failures": 2.0}
+    assert policy.counts == {"tool_calls": 3.0, "tool_failures": 2.0}
 
 
 def test_a_limit_of_the_run_keeps_the_rewards_so_far() -> None:

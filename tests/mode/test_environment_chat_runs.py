@@ -25,13 +25,22 @@ from tests.runs import Run
 HERE = "tests.mode.chat_environments"
 TOOLS = [f"{HERE}.search", f"{HERE}.Notebook"]
 HELLO = '<tool_call>\n{"name": "step", "arguments": {"message": "hello"}}\n</tool_call>'
-ECHO = {
-    "type": "function",
-    "function": {
-        "name": "step",
-        "description": "Act.",
-        "parameters": {"type": "object", "properties": {"message": {"type": "string"}}, "required": ["message"]},
-    },
+ADDS = '<tool_call>\n{"name": "add", "arguments": {"a": %d, "b": %d}}\n</tool_call>'
+ECHOED = '{"echoed_message": "%s", "message_length": %d}'
+ECHO = {  # as the server and verifiers describe them
+    "required": ["message"],
+    "additionalProperties": False,
+    "description": "Action for the Echo environment - just a message to echo.",
+    "properties": {"message": {"description": "Message to echo back", "title": "Message", "type": "string"}},
+    "title": "EchoAction",
+    "type": "object",
+}
+ADD = {
+    "properties": {"a": {"title": "A", "type": "integer"}, "b": {"title": "B", "type": "integer"}},
+    "required": ["a", "b"],
+    "title": "add_args",
+    "type": "object",
+    "additionalProperties": False,
 }
 ROLES = ["user", "assistant", "tool", "assistant"]
 PLACEMENTS = {
@@ -65,10 +74,20 @@ def lessons(renderer: Renderer) -> list[Lesson]:
         result = {"role": "tool", "name": "search", "content": f"{name}: room {room}"}
         taught.append(conversation(renderer, [question, call, result, said], schemas))
         taught.append(conversation(renderer, [question, said, again, said]))
-        ready = '{"echoed_message": "Echo environment ready!", "message_length": 0}'
-        taught.append(conversation(renderer, [user(f"{question['content']}\n\n{ready}"), assistant(HELLO)], [ECHO]))
-    sums = [[user(f"What is {n}+{n}?"), assistant(str(2 * n))] for n in range(3)]
-    return taught + [conversation(renderer, messages) for messages in sums]
+        ready = user(f"Where is the {name}?\n\n{ECHOED % ('Echo environment ready!', 0)}")
+        echoed = {"role": "tool", "name": "step", "content": ECHOED % ("hello", 5)}
+        taught.append(conversation(renderer, [ready, *[assistant(HELLO), echoed] * 2], [tool("step", "Act.", ECHO)]))
+    for n in range(3):
+        question, call = user(f"What is {n}+{n}?"), assistant(ADDS % (n, n))
+        result = {"role": "tool", "name": "add", "content": str(2 * n)}
+        taught.append(conversation(renderer, [question, assistant(str(2 * n))]))
+        adding = [question, call, result, assistant(str(2 * n))]
+        taught.append(conversation(renderer, adding, [tool("add", "Add two numbers.", ADD)]))
+    return taught
+
+
+def tool(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def user(text: str) -> dict[str, Any]:
@@ -171,6 +190,7 @@ def test_a_run_on_the_tasks_of_a_verifiers_package_is_exact_and_resumes(
     assert {sample["source"] for sample in played} == {"environment"}
     assert any(sample["reward"] == 1.0 for sample in played)
     assert all(sample["turns"] for sample in played)
+    assert max(line["environment/turns_mean"] for line in steps) > 1 or requirements is V1, "the policy calls tools"
 
 
 @pytest.mark.slow
@@ -188,6 +208,7 @@ def test_a_run_on_a_server_of_openenv_is_exact(start: Start, policy: Path, rooms
     assert all(line["environment/turns_mean"] <= 2 for line in steps)
     played = [sample for step in (1, 2) for sample in samples(run, step)]
     assert any(sample["reward"] >= 0.5 for sample in played), "0.1 a character of hello"
+    assert all(0 <= line["environment/tool_failed_fraction"] <= 1 for line in steps)
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 import pytest
 
 from app.errors import RunError
-from app.reward import worker_pool
 from app.reward.outcome import FailureKind
+from app.reward.workers import worker_pool
 from tests.reward.scorers import running_scorer, score
 
 

@@ -10,8 +10,8 @@ import pytest
 from app.config import RunConfig
 from app.config.reward import RewardConfig
 from app.errors import ConfigError
-from app.reward import worker_pool
 from app.reward.scorer import Scorer
+from app.reward.workers import worker_pool
 from tests.reward.scorers import TOWER, failed, pids, running_scorer, score
 
 # weighted sums

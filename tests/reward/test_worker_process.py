@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from app.config.reward import RewardConfig
-from app.reward import worker_process
 from app.reward.component import custom
 from app.reward.scorer import Scorer
+from app.reward.workers import worker_process
 from app.reward.workers.worker_process import WorkerProcess
 from tests.reward.scorers import TOWER, failed, pids, running_scorer, score
 

@@ -96,7 +96,8 @@ class OpenEnv:
         return "\n\n".join(part for part in parts if part)
 
     async def _step(self, session: Session, reply: Reply, policy: Policy) -> Observation:
-        """Act as the policy said."""
+        """Act as the policy said. An action that is no call counts as one, so that failures are a share of actions."""
+        policy.count("tool_calls", float(not reply.tool_calls))
         try:
             return await session.ask("step", read_action(reply, self._schema))
         except ActionError as error:
