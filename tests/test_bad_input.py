@@ -192,11 +192,7 @@ ENVIRONMENTS = [  # refused by a worker process, which is gone then
     (["environment=verifiers", "environment.id=some-env"], ["verifiers is not installed; install verifiers 0.4.x"]),
     (
         ["environment=openenv", "environment.url=ws://127.0.0.1:9"],
-<<<<<<< HEAD
-        ["environment.url=ws://127.0.0.1:9", "does not answer"],
-=======
         ["environment.url=ws://127.0.0.1:9", "start the server"],
->>>>>>> w-chatrun
     ),
     (
         ["environment._target_=tests.mode.own_environments.Guess", "environment.python=/no/such/python"],
