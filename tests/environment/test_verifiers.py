@@ -265,6 +265,8 @@ def test_a_tool_environment_of_verifiers_0_2_1_extends_one_strand_by_exact_prefi
     assert scores(played)["reward"] == 1.0
     assert len(played.engine.strands) == 1, "two blanks in the call survive, which rendering again would remove"
     assert played.engine.text(0).count(call) == 1
+    assert isinstance(played.end, End)
+    assert (played.end.metrics["tool_calls"], played.end.metrics["tool_failures"]) == (1.0, 0.0)
     assert "<tool_response>\n2\n</tool_response>" in played.engine.text(0)
     assert scores(endless)["reward"] == 0.0
     assert len(endless.engine.said) == 3

@@ -133,7 +133,7 @@ def _dicts(tools: Tools | None) -> list[dict[str, Any]] | None:
 
 
 def _tool_call(call: Any, index: int, tools: Tools | None) -> ToolCall:
-    status = str(call.status)
+    status = str(getattr(call.status, "value", call.status))  # `str` of the Enum of 0.1.8 is its name
     name = call.name or ""
     arguments = call.arguments if call.arguments is not None else {}
 
