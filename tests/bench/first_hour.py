@@ -207,7 +207,7 @@ def trainer_peaks(config: RunConfig) -> dict[str, float]:
     largest = max(sum(items.values()) for items in trainer.peaks.values())
     return {
         "train": (state + buffers + largest) / MIB,
-        "sync": (state + buffers + sum(trainer.gathered.values())) / MIB,
+        "sync": (state + buffers + sum(trainer.syncing.values())) / MIB,
     }
 
 
