@@ -26,7 +26,13 @@ ALLOWED = {
 }
 DRIVER_CHECK = "nvidia.py"  # of the doctor
 # SGLang uses these names on every device.
-SGLANG_NAMES = {"cuda_graph", "cuda-graph-max-bs-decode", "disable-cuda-graph", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"}
+SGLANG_NAMES = {
+    "cuda_graph",
+    "cuda-graph-max-bs-decode",
+    "disable-cuda-graph",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH",
+    "torch.cuda.synchronize",  # by its weight checker
+}
 
 
 def tokens(path: Path) -> Iterator[tuple[int, str]]:
