@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -24,8 +25,11 @@ def own(name: str, *overrides: str) -> list[str]:
 
 
 def workers() -> list[str]:
-    """Command lines of the workers that this process has."""
-    lines = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    """Command lines of the workers that this process has; one that was killed and not reaped yet has none."""
+    lines = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            lines.append(" ".join(child.cmdline()))
     return [line for line in lines if "environment/worker" in line]
 
 
