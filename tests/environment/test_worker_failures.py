@@ -37,8 +37,8 @@ class Env:
     def fail(self):
         raise KeyError("lost\\nkey")
 def write_to_sockets(text):
-    for fd in range(3, 20):
-        if "socket" in os.path.realpath(f"/proc/self/fd/{fd}"):
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and "socket" in os.path.realpath(f"/proc/self/fd/{fd}"):
             os.write(fd, text)
     time.sleep(1e6)
 class Slow(Env):

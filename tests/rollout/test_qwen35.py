@@ -78,6 +78,19 @@ def test_a_group_that_was_retracted_has_the_logprobs_of_transformers(engine: Rem
     assert largest_difference(model, [given], [asyncio.run(run())]) < ROUNDING
 
 
+def test_all_turns_of_episodes_have_the_logprobs_of_transformers(engine: RemoteEngine, model: Path, own: Any) -> None:
+    """`model=tiny_qwen35` has no prefix cache, as every Qwen3.5 on a CPU: each turn computes its whole strand."""
+    recording = Recording(engine)
+    groups = played(own(TALK, max_turn_tokens=24, model=model), recording, model, prompts=2, temperature=1.0)
+    strands = [strand for each in groups for trajectory in each.trajectories for strand in trajectory.strands]
+    assert len(strands) == 2 * 4 * 2
+    assert asked(recording) == trained(strands)
+    assert {completion.cached_tokens for completion in recording.completions} == {0}
+    assert largest_difference_of_strands(noisy_model(model, 0), strands) < ROUNDING
+    shifted = [replace(strand, sampled=np.roll(strand.sampled, -1)) for strand in strands]
+    assert largest_difference_of_strands(noisy_model(model, 0), shifted) > 0.01
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_push_equals_the_export_and_logprobs_are_those_of_the_pushed_weights(
     transport: str, engine_and_trainer: tuple[Any, Any], model: Path, tmp_path: Path
@@ -98,16 +111,3 @@ def test_a_push_equals_the_export_and_logprobs_are_those_of_the_pushed_weights(
     assert {span.version for completion in completions for span in completion.spans} == {4}
     assert largest_difference(model, [given], [completions], seed=2) < ROUNDING
     assert largest_difference(model, [given], [completions], seed=1) > 0.1
-
-
-def test_all_turns_of_episodes_have_the_logprobs_of_transformers(engine: RemoteEngine, model: Path, own: Any) -> None:
-    """`model=tiny_qwen35` has no prefix cache, as every Qwen3.5 on a CPU: each turn computes its whole strand."""
-    recording = Recording(engine)
-    groups = played(own(TALK, max_turn_tokens=24, model=model), recording, model, prompts=2, temperature=1.0)
-    strands = [strand for each in groups for trajectory in each.trajectories for strand in trajectory.strands]
-    assert len(strands) == 2 * 4 * 2
-    assert asked(recording) == trained(strands)
-    assert {completion.cached_tokens for completion in recording.completions} == {0}
-    assert largest_difference_of_strands(noisy_model(model, 0), strands) < ROUNDING
-    shifted = [replace(strand, sampled=np.roll(strand.sampled, -1)) for strand in strands]
-    assert largest_difference_of_strands(noisy_model(model, 0), shifted) > 0.01
