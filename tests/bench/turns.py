@@ -12,9 +12,7 @@ counted.
 import argparse
 import asyncio
 import json
-import os
 import pickle
-import platform
 import statistics
 import tempfile
 import time
@@ -31,7 +29,7 @@ from app.placement.fully_async import FullyAsync
 from app.tracking.recorder import RunFolderRecorder
 from app.types import Completion, FinishReason, GroupRequest, InFlight, VersionSpan
 from tests.bench.controller import PicklingTrainer
-from tests.bench.machine import busy, conditions
+from tests.bench.machine import busy, conditions, machine, spread
 from tests.simulation import SimEngine, World, config
 
 TURNS, SAMPLED, OBSERVED = 8, 200, 100
@@ -129,8 +127,8 @@ def main() -> None:
         json.dumps(
             {
                 "benchmark": "turns",
-                "driver_cpu_us_per_turn": round(statistics.median(costs), 1),
-                "rounds": [round(cost, 1) for cost in costs],
+                "driver_cpu_us_per_turn": spread(costs, 1),
+                "rounds": rounds,
                 "target_us": TARGET_US,
                 "limit_turns_per_second": round(1e6 / statistics.median(costs)),
                 "turns_per_episode": TURNS,
@@ -138,7 +136,7 @@ def main() -> None:
                 "observed_tokens_per_turn": OBSERVED,
                 "before": before,
                 "busy": busy([before]),
-                "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}",
+                "machine": machine(),
             }
         )
     )

@@ -63,8 +63,8 @@ def conditions(result: Result) -> tuple[str, str]:
 
 def claims() -> str:
     """The small benchmarks, a line each."""
-    delta, sync, generation, memory, controller = (
-        load(stem) for stem in ("delta", "weight_sync", "generation", "memory", "controller")
+    delta, sync, generation, memory, controller, turns = (
+        load(stem) for stem in ("delta", "weight_sync", "generation", "memory", "controller", "turns")
     )
     seconds = {name: number(value, ".2f") for name, value in sync["seconds"].items()}
     tables = {(each["vocabulary"], each["tokens"]): each for each in memory["table"]}
@@ -111,6 +111,14 @@ def claims() -> str:
             "driver CPU per completion of 8,000 tokens, 1,000 simulated engines",
             f"{controller['driver_cpu_us_per_completion']:.0f} µs, Ray's own calls not counted",
             *conditions(controller),
+        ),
+        (
+            "turns",
+            f"driver CPU per turn of an episode: {turns['turns_per_episode']} turns of "
+            f"{turns['sampled_tokens_per_turn']} sampled and {turns['observed_tokens_per_turn']} observed tokens, real "
+            "environment workers",
+            f"{number(turns['driver_cpu_us_per_turn'], '.0f')} µs, Ray's own calls not counted",
+            *conditions(turns),
         ),
     ]
     table = header("claim", "measured", "rounds", "load average", "command", "result")
