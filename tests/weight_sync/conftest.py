@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from app.config.weight_sync import Verify
 from tests.weight_sync.support import (
     Proxy,
     address_of,
     engine_at,
-    make_synchronizer,
     make_trainer,
-    set_weights,
+    restore,
     started,
 )
 
@@ -31,13 +29,6 @@ def trainer(
     asyncio.run(restore(made, engine, folder))
     for rank in made.ranks:
         ray.kill(rank)
-
-
-async def restore(trainer: Any, engine: Any, folder: Path) -> None:
-    await set_weights(trainer, 0)
-    synchronizer = await make_synchronizer("ipc", trainer, [engine], folder, verify=Verify.never)
-    await synchronizer.sync(0)
-    await synchronizer.close()
 
 
 @pytest.fixture(scope="package")

@@ -127,6 +127,14 @@ async def set_weights(trainer: Any, seed: int) -> None:
     await trainer.call("weights", Weights.set, seed=seed)
 
 
+async def restore(trainer: Any, engine: Any, folder: Path) -> None:
+    """Give an engine the weights of the model's folder."""
+    await set_weights(trainer, 0)
+    synchronizer = await make_synchronizer("ipc", trainer, [engine], folder, verify=Verify.never)
+    await synchronizer.sync(0)
+    await synchronizer.close()
+
+
 async def checksum(engine: Any) -> list[str]:
     """Return one hash of all parameters for each tensor-parallel rank of an engine."""
     answer = await engine.update("weights_checker", {"action": "checksum"})

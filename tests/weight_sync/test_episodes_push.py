@@ -73,8 +73,6 @@ def test_two_pushes_during_a_tool_call_wait_for_no_episode_and_the_next_turn_is_
                 version[0] = number
             (tmp_path / "go").touch()
             played = await playing
-        await set_weights(trainer, 0)  # as every test of the session's engine begins
-        await synchronizer.sync(43)
         await synchronizer.close()
         return played
 

@@ -20,6 +20,7 @@ from tests.weight_sync.support import (
     make_synchronizer,
     noisy_model,
     request,
+    restore,
     set_weights,
 )
 
@@ -32,8 +33,9 @@ def test_a_sync_equals_loading_the_export(
     transport: str, bucket_mib: float, trainer: Any, engine: Any, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
-        await set_weights(trainer, 1)
+        await restore(trainer, engine, tmp_path)
         before = await checksum(engine)
+        await set_weights(trainer, 1)
         synchronizer = await make_synchronizer(transport, trainer, [engine], tmp_path, bucket_mib=bucket_mib)
         report = await synchronizer.sync(7)  # verify=first compares with the export, or raises
         assert await checksum(engine) != before
