@@ -112,6 +112,22 @@ class RolloutEngine(Protocol):
         """Forward one request of a weight update to the server's `route` and return its reply."""
         ...
 
+    async def load_adapter(self, version: int, body: Mapping[str, Any]) -> int:
+        """Load the adapter of policy `version`, without a pause. Every later request is sampled with it.
+
+        Requests in flight end with the adapter that they began with; it is unloaded once no request uses it. An engine
+        that serves adapters (`model.lora`) refuses requests before its first one: the base must not answer them.
+
+        Args:
+            version: The policy version; an adapter of the same version is replaced.
+            body: `config_dict`, `serialized_named_tensors` (one payload for each engine rank) and `load_format` of
+                SGLang's `/load_lora_adapter_from_tensors`.
+
+        Returns:
+            Adapters that are loaded now.
+        """
+        ...
+
     async def stats(self) -> EngineStats:
         """Return the groups in flight and the tokens sampled so far. Cheap: asks nothing of the server."""
         ...

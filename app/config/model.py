@@ -8,7 +8,7 @@ from app.config.setting import setting
 from app.errors import expect
 
 HF_PRESET = "hf"  # the preset for any model, and its name while there is no path
-TINY_PRESETS = ("tiny", "tiny_qwen35", "tiny_tools")  # names of the presets with a toy's sizes
+TINY_PRESETS = ("tiny", "tiny_qwen35", "tiny_tools", "tiny_lora")  # names of the presets with a toy's sizes
 
 
 class Family(Enum):
@@ -47,6 +47,37 @@ class TinyConfig:
     )
 
 
+ALL_LINEAR = "all"  # as a target of LoRA
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters, trained in place of the model's own weights and served by the engines beside them."""
+
+    rank: int = setting(0, "Rank of the adapters; 0 trains all weights of the model.", at_least=0, at_most=512)
+    alpha: float = setting(32.0, "An adapter adds alpha / rank times the product of its two matrices.", above=0)
+    targets: list[str] = setting(
+        [ALL_LINEAR],
+        "Names of the linear layers that get an adapter, such as q_proj; all is every one of the decoder's, except the "
+        "decays of linear attention.",
+    )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether adapters are trained."""
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's product."""
+        return self.alpha / self.rank
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for targets that name nothing."""
+        alone = ALL_LINEAR not in self.targets or len(self.targets) == 1
+        expect(bool(self.targets) and alone, "model.lora.targets", self.targets, "[all], or names of linear layers")
+
+
 @dataclass
 class ModelConfig:
     """The model that is trained."""
@@ -64,9 +95,11 @@ class ModelConfig:
     revision: str | None = setting(None, "Commit, tag or branch of a hub model; null is its default branch.")
     trust_remote_code: bool = setting(False, "Run model code that ships with the checkpoint.")
     tiny: TinyConfig = field(default_factory=TinyConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def validate(self) -> None:
         """Raise `ConfigError` for a missing directory or an impossible tiny model."""
+        self.lora.validate()
         tiny = self.tiny
         expect(
             tiny.accuracy_low < tiny.accuracy_high,

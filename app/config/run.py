@@ -119,7 +119,8 @@ class RunConfig:
     def engines_keep_weights(self) -> bool:
         """Whether weights stay in device memory of the engines while the trainer trains."""
         colocated = self.placement.kind is PlacementKind.colocate
-        return not (colocated and self.offload.engine and self.device.kind is not DeviceKind.cpu)
+        releases = colocated and self.offload.engine and self.device.kind is not DeviceKind.cpu
+        return self.model.lora.enabled or not releases
 
     def validate(self) -> None:
         """Raise `ConfigError` with one sentence on the first setting that cannot be run."""
@@ -134,6 +135,8 @@ class RunConfig:
         self.rollout.validate()
         self.eval.validate()
         self.tracking.validate()
+        if self.model.lora.enabled:
+            self.weight_sync.validate_for_adapters()
         self.weight_sync.validate(
             dtype_bytes=self.device.dtype.bytes,
             starts_engines=not self.rollout.urls,

@@ -45,7 +45,9 @@ class WeightSyncConfig:
     transport: TransportKind = setting(
         TransportKind.auto,
         "collective broadcasts over a process group of trainer rank 0 and every engine rank, ipc passes tensor handles "
-        "between processes on one device; auto is ipc where trainer and engines share devices.",
+        "between processes on one device; auto is ipc where trainer and engines share devices. Of adapters "
+        "(model.lora.rank), auto passes handles to the engines on the machine of trainer rank 0 and sends bytes over "
+        "HTTP to others.",
     )
     mode: SyncMode = setting(
         SyncMode.full,
@@ -70,6 +72,14 @@ class WeightSyncConfig:
         "also compares the engines' checksums after every sync.",
     )
     timeout_s: float = setting(300.0, "Deadline of each wait within a sync.", above=0, noun=SECONDS)
+
+    def validate_for_adapters(self) -> None:
+        """Raise `ConfigError` for settings that only a sync of all weights has."""
+        why = "with model.lora.rank above 0, where a sync sends the adapters alone"
+        expect(self.transport is TransportKind.auto, "weight_sync.transport", self.transport, f"auto {why}")
+        expect(self.mode is SyncMode.full, "weight_sync.mode", self.mode, f"full {why}")
+        compares = "never with model.lora.rank above 0: mode=parity compares adapters"
+        expect(self.verify is Verify.never, "weight_sync.verify", self.verify, compares)
 
     def validate(self, *, dtype_bytes: int, starts_engines: bool, engines_keep_weights: bool) -> None:
         """Raise `ConfigError` where delta syncs cannot work.
