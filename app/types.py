@@ -315,6 +315,7 @@ class SyncReport:
     group_reused: bool = True
     bytes_full: int | None = None  # of all weights; None: all were sent
     changed_fraction: float | None = None  # of the weights since the last sync; None: not compared
+    adapters: int | None = None  # loaded on the engine that has the most; None: all weights were synced
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -322,6 +323,8 @@ class SyncReport:
         metrics = {f"sync/{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
         if self.changed_fraction is not None:
             metrics["sync/changed_fraction"] = self.changed_fraction
+        if self.adapters is not None:
+            metrics["lora/loaded_adapters"] = float(self.adapters)
         metrics["sync/bytes_full"] = float(self.bytes if self.bytes_full is None else self.bytes_full)
         metrics["sync/bytes"] = float(self.bytes)
         metrics["sync/buckets"] = float(self.buckets)

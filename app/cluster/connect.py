@@ -117,3 +117,8 @@ def _start_local(config: RunConfig, device: Device) -> None:
         job_config=DriverPath(),
         **QUIET,
     )
+
+
+def count_nodes() -> int:
+    """Return the number of machines of the cluster."""
+    return sum(bool(node["Alive"]) for node in ray.nodes())

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.config import Mode, RunConfig
-from app.config.checkpoint import CheckpointConfig
 from app.config.trainer import Optimizer
 from app.errors import ConfigError
-from app.model.architecture import architecture_of
+from app.model.architecture import Architecture, architecture_of
+from app.model.lora.size import adapter_parameters
 from app.utils.units import size
 
-CHECKPOINT_BYTES = 12  # per parameter: float32 master weight and Adam moments
+CHECKPOINT_BYTES = 12  # per trained parameter: float32 master weight and Adam moments
 EXPORT_BYTES = 4  # per parameter, at most
 
 
@@ -29,10 +29,13 @@ class DiskPlan:
         return self.checkpoints * self.checkpoint + self.export
 
 
-def plan_disk(checkpoint: CheckpointConfig, parameters: int) -> DiskPlan:
-    """Plan the disk space of a run that trains this number of parameters."""
-    export = EXPORT_BYTES * parameters if checkpoint.export else 0
-    return DiskPlan(CHECKPOINT_BYTES * parameters, checkpoint.most_on_disk, export)
+def plan_disk(config: RunConfig, model: Architecture) -> DiskPlan:
+    """Plan the disk space of a training run."""
+    lora = config.model.lora
+    adapters = adapter_parameters(model, lora) if lora.enabled else 0
+    trained = adapters or model.parameters
+    export = EXPORT_BYTES * (model.parameters + adapters) if config.checkpoint.export else 0
+    return DiskPlan(CHECKPOINT_BYTES * trained, config.checkpoint.most_on_disk, export)
 
 
 def free_bytes(folder: Path) -> int:
@@ -47,7 +50,7 @@ def require_space(config: RunConfig, folder: Path) -> None:
     if config.mode is not Mode.train or model is None or config.trainer.optimizer is not Optimizer.adamw:
         return
 
-    needed = plan_disk(config.checkpoint, model.parameters).bytes
+    needed = plan_disk(config, model).bytes
     free = free_bytes(folder)
     if free < needed:
         raise ConfigError(

@@ -1,17 +1,19 @@
 """`mode=eval`: run the evaluation sets once, without a trainer, on a model or on a checkpoint of a run.
 
-A checkpoint is exported into the evaluation's own folder and served from there; the run's folder is only read.
+A checkpoint is exported into the evaluation's own folder and served from there; the run's folder is only read. Of
+adapters (`model.lora`) the merged model is evaluated, as a user of the export would run it.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.checkpoint.export import export_checkpoint
 from app.checkpoint.run_state import read_state
 from app.config import RunConfig
+from app.config.model import LoraConfig
 from app.device import device_of
 from app.errors import expect
 from app.eval.evaluate import evaluate
@@ -37,6 +39,7 @@ class Subject:
 
 def run(config: RunConfig, folder: Path) -> ModeResult:
     """Evaluate the checkpoint of `resume=`, or else the model; the metric is the mean accuracy over the sets."""
+    config = replace(config, model=replace(config.model, lora=LoraConfig()))
     with RunFolderRecorder(config, folder) as recorder:
         return ModeResult(asyncio.run(until_signal(_evaluate(config, folder, recorder))))
 

@@ -29,7 +29,7 @@ from app.utils.tasks import gather_or_raise
 
 if TYPE_CHECKING:
     from app.trainer.remote import RemoteTrainer
-    from app.weight_sync.synchronizer import BucketedWeightSynchronizer
+    from app.weight_sync.factory import Synchronizer
 
 PHASE_POLL_SECONDS = 1.0
 
@@ -75,7 +75,7 @@ class TrainerWorkers:
     """The trainer and the synchronizer of its weights."""
 
     trainer: "RemoteTrainer"
-    synchronizer: "BucketedWeightSynchronizer"
+    synchronizer: "Synchronizer"
 
 
 @asynccontextmanager
@@ -160,6 +160,7 @@ async def start_trainer_workers(
 ) -> AsyncIterator[TrainerWorkers]:
     """Start the trainer ranks and their weight sync; the first time, also the engines."""
     from app.cluster.actors import make_trainer
+    from app.cluster.connect import count_nodes
     from app.weight_sync.factory import make_synchronizer
 
     async with AsyncExitStack() as stack:
@@ -175,7 +176,9 @@ async def start_trainer_workers(
             await gather_or_raise(_set_up(trainer, workers), *starts)
             await _attach_offload(trainer, device)
 
-        synchronizer = make_synchronizer(config, device, trainer, workers.pool.engines, folder)
+        synchronizer = make_synchronizer(
+            config, device, trainer, workers.pool.engines, folder, one_machine=count_nodes() == 1
+        )
         stack.push_async_callback(synchronizer.close)
         await synchronizer.prepare()
         yield TrainerWorkers(trainer, synchronizer)

@@ -64,7 +64,7 @@ def second_signal(config: RunConfig) -> str:
 
 async def _train(config: RunConfig, folder: Path, recorder: RunFolderRecorder) -> None:
     device = device_of(config.device.kind)
-    for sentence in config.algorithm.warnings():
+    for sentence in config.warnings():
         recorder.warn(sentence)
     async with start_rollout_workers(config, device, folder, recorder) as workers:
         await TrainingRun(config, device, folder, recorder, workers).train_with_restarts()

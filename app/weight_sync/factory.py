@@ -7,18 +7,39 @@ from app.config import RunConfig
 from app.config.weight_sync import TransportKind, transport_of
 from app.device import Device
 from app.protocols import RolloutEngine
+from app.weight_sync.adapters.synchronizer import AdapterSynchronizer
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from app.weight_sync.transport.base import TrainerGroup, Transport
 from app.weight_sync.transport.collective import CollectiveTransport
 from app.weight_sync.transport.ipc import IpcTransport
 from app.weight_sync.verify import Verifier
 
+Synchronizer = BucketedWeightSynchronizer | AdapterSynchronizer
+
 
 def make_synchronizer(
-    config: RunConfig, device: Device, trainer: TrainerGroup, engines: Sequence[RolloutEngine], folder: Path
-) -> BucketedWeightSynchronizer:
-    """Create the synchronizer of a run in `folder`, not prepared yet."""
+    config: RunConfig,
+    device: Device,
+    trainer: TrainerGroup,
+    engines: Sequence[RolloutEngine],
+    folder: Path,
+    *,
+    one_machine: bool,
+) -> Synchronizer:
+    """Create the synchronizer of a run in `folder`, not prepared yet.
+
+    `one_machine`: whether trainer ranks and engines share a machine, and with it the shared memory of its processes.
+    """
     tensor_parallel = config.rollout.tensor_parallel
+    if config.model.lora.enabled:
+        return AdapterSynchronizer(
+            trainer,
+            engines,
+            config.weight_sync,
+            tensor_parallel=tensor_parallel,
+            one_machine=one_machine and not config.rollout.urls,
+        )
+
     transport: Transport
     kind = transport_of(config.weight_sync, shared_devices=config.shared_devices, device=device.kind)
     if kind is TransportKind.ipc:

@@ -22,7 +22,7 @@ def test_a_run_whose_checkpoints_do_not_fit_is_refused(tmp_path: Path, monkeypat
     config = composed()
     model = architecture_of(config.model)
     assert model is not None
-    needed = plan_disk(config.checkpoint, model.parameters).bytes
+    needed = plan_disk(config, model).bytes
     assert needed == 4 * 12 * model.parameters + 4 * model.parameters  # two kept, the best, one being written
 
     leave(needed, monkeypatch)

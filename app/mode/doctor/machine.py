@@ -80,8 +80,8 @@ def _shared_memory() -> Check:
 def _disk(config: RunConfig, folder: Path) -> Check:
     """Check the space for the kept checkpoints, the one being written, and an export."""
     model = architecture_of(config.model)
-    parameters = 0 if model is None else model.parameters
-    needed = FREE_GIB * GIB + plan_disk(config.checkpoint, parameters).bytes
+    written = 0 if model is None else plan_disk(config, model).bytes
+    needed = FREE_GIB * GIB + written
 
     hint = "free some space, lower checkpoint.keep, or write elsewhere with hydra.run.dir=..."
     reason = not_writable(folder)

@@ -34,7 +34,7 @@ def describe(config: RunConfig) -> str:
         sections += [
             text.memory(config, device, model, flags),
             text.sync(config, device, model),
-            text.disk(config.checkpoint, model),
+            text.disk(config, model),
         ]
         sections += remedies_of(config, device, model)
     sections += [text.engines(config, device, flags), _schedule(config)]
@@ -94,7 +94,7 @@ def _batch(config: RunConfig) -> list[str]:
         f"a step: up to {trajectories * rollout.max_completion_tokens:,} completion tokens",
         f"  {trajectories / config.placement.trainer_ranks:g} trajectories per trainer rank, in microbatches of up to "
         f"{config.trainer.tokens_per_microbatch:,} tokens",
-        *(f"  {sentence}" for sentence in algorithm.warnings()),
+        *(f"  {sentence}" for sentence in config.warnings()),
         f"  {_deadline(config)}",
         f"  {config.steps} steps = {config.steps * trajectories:,} trajectories, one weight sync each",
     ]
@@ -139,9 +139,10 @@ def _schedule(config: RunConfig) -> list[str]:
         return ["Schedule: generate, train and sync take turns; every trajectory is on-policy"]
 
     buffer = (placement.max_staleness + 1) * config.algorithm.prompts_per_step
+    in_flight = "each request keeps its adapter" if config.model.lora.enabled else placement.in_flight.name
     return [
         "Schedule: generation and training run at the same time",
-        f"  staleness at most {placement.max_staleness} sync(s); in flight at a sync: {placement.in_flight.name}",
+        f"  staleness at most {placement.max_staleness} sync(s); in flight at a sync: {in_flight}",
         f"  groups are trained {'as they arrive' if config.stream else 'once the step is complete'}",
         f"  buffer of {buffer} groups; correction: {config.correction.name}",
     ]

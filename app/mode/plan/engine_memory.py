@@ -12,6 +12,7 @@ from app.config import RunConfig
 from app.device import Device
 from app.mode.plan.trainer_memory import FLOAT32, Items
 from app.model.architecture import Architecture
+from app.model.lora.size import adapter_parameters
 from app.utils.units import GIB
 
 CONV_BYTES = 2  # SGLang keeps the inputs of the convolution in bfloat16
@@ -33,6 +34,7 @@ class EngineMemoryPlan:
     state_slots: int | None  # states that fit; None: the model has no such state
     states_per_request: int
     activations: float  # bytes
+    kept: Items  # weights that no sync would bring back, so that they are not released
     resident: Items  # what no release frees
 
     @property
@@ -52,11 +54,11 @@ class EngineMemoryPlan:
     def generating(self) -> Items:
         """What an engine uses while it generates."""
         work = {"engine weights": self.weights, "engine activations": self.activations}
-        return {**work, **self.caches, **self.resident}
+        return {**work, **self.kept, **self.caches, **self.resident}
 
     def syncing(self, bucket: float) -> Items:
         """What an engine with released caches uses during a sync: weights, and a bucket with the loader's copy."""
-        return {"engine weights": self.weights, "received bucket": 2 * bucket, **self.resident}
+        return {"engine weights": self.weights, **self.kept, "received bucket": 2 * bucket, **self.resident}
 
 
 def plan_engine(
@@ -67,7 +69,13 @@ def plan_engine(
     width = config.rollout.tensor_parallel
     weights = (model.parameters + model.vision_parameters) * item / width
 
-    cache_bytes = float(str(flags["mem-fraction-static"])) * capacity - weights
+    kept: Items = {}
+    if config.model.lora.enabled:
+        slots = int(str(flags["max-loras-per-batch"]))
+        adapters = slots * adapter_parameters(model, config.model.lora) * item / width
+        kept = {"engine weights": weights, "engine adapters": adapters}
+
+    cache_bytes = float(str(flags["mem-fraction-static"])) * capacity - max(weights, sum(kept.values()))
     token_bytes = model.kv_bytes_per_token(item, width)
     state_bytes = model.state_bytes_per_request(CONV_BYTES, width)
     requests = int(str(flags["max-running-requests"]))
@@ -94,5 +102,6 @@ def plan_engine(
         state_slots,
         states_per_request,
         activations,
+        kept,
         resident,
     )

@@ -106,12 +106,12 @@ def _shared_phases(
     syncing_trainer = state
     if config.offload.trainer and device.shares_memory:
         idle_trainer = {}
-        syncing_trainer = {"masters": state["masters"]}
+        syncing_trainer = trainer.parameters
 
     idle_engine = engine.generating
     syncing_engine = {**engine.syncing(trainer.bucket), **engine.caches}
     if config.offload.engine and device.shares_memory:
-        idle_engine = engine.resident
+        idle_engine = {**engine.kept, **engine.resident}
         syncing_engine = engine.syncing(trainer.bucket)
 
     phases = {

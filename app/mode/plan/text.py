@@ -5,7 +5,6 @@ import shlex
 from collections.abc import Mapping
 
 from app.config import RunConfig
-from app.config.checkpoint import CheckpointConfig
 from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
 from app.mode.disk import CHECKPOINT_BYTES, plan_disk
@@ -13,6 +12,7 @@ from app.mode.plan.engine_memory import EngineMemoryPlan
 from app.mode.plan.memory import Phase, plan_memory
 from app.mode.plan.trainer_memory import uncheckpointed_layers
 from app.model.architecture import Architecture
+from app.model.lora.size import adapter_parameters
 from app.rollout.server_args import render_flags
 from app.utils.units import GIB, MIB, size
 
@@ -20,6 +20,7 @@ LARGEST_ITEMS = 4  # items shown per phase
 SMALLEST_SHOWN = 0.005 * GIB
 FORWARD_FLOPS = 2  # per parameter and token
 FORWARD_BACKWARD_FLOPS = 6
+LORA_FLOPS = 4  # a frozen weight has no gradient; those of the adapters are negligible
 SHORTEST_SYNC = 1.0  # seconds; below, latency outweighs bandwidth
 UTILIZATION = 0.4  # of peak FLOP/s, for a well-fed trainer
 
@@ -78,9 +79,10 @@ def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan, fl
     return lines
 
 
-def disk(checkpoint: CheckpointConfig, model: Architecture) -> list[str]:
+def disk(config: RunConfig, model: Architecture) -> list[str]:
     """What the run keeps, and how much space it needs at most."""
-    plan = plan_disk(checkpoint, model.parameters)
+    checkpoint = config.checkpoint
+    plan = plan_disk(config, model)
     lines = [f"Disk: up to {size(plan.bytes)} in the run's folder"]
     if not checkpoint.keep:
         lines.append("  no checkpoint is kept (checkpoint.keep=0)")
@@ -111,11 +113,13 @@ def engines(config: RunConfig, device: Device, flags: Mapping[str, object]) -> l
 
 def sync(config: RunConfig, device: Device, model: Architecture) -> list[str]:
     """Bytes and expected seconds of a weight sync, and expected seconds of training per step."""
+    if config.model.lora.enabled:
+        return [*_adapter_sync(config, model), *_training(config, device, model)]
+
     item = config.device.dtype.bytes
     weights = model.parameters * item
     bucket = max(config.weight_sync.bucket_mib * MIB, model.largest_tensor * item)
     seconds = weights / 1e9 * device.push_seconds_per_gb
-    ranks = config.placement.trainer_ranks
 
     lines = [
         "A weight sync",
@@ -128,23 +132,39 @@ def sync(config: RunConfig, device: Device, model: Architecture) -> list[str]:
         lines.append("  less than a second")
     if config.weight_sync.mode is SyncMode.delta:
         location = "in host memory" if config.weight_sync.snapshot is SnapshotPlace.host else "on the device"
-        lines.append(
-            f"  weight_sync.mode=delta sends changes only: each trainer rank keeps {_gib(weights / ranks)} {location}"
-        )
+        kept = _gib(weights / config.placement.trainer_ranks)
+        lines.append(f"  weight_sync.mode=delta sends changes only: each trainer rank keeps {kept} {location}")
+    return [*lines, *_training(config, device, model)]
 
-    if device.peak_tflops is not None:
-        recomputed = 1 - uncheckpointed_layers(model, config.trainer.activation_checkpointing) / model.layers
-        flops = FORWARD_BACKWARD_FLOPS + recomputed * FORWARD_FLOPS
-        longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
-        tokens = config.algorithm.trajectories_per_step * longest
-        training = flops * model.parameters * tokens / (device.peak_tflops * 1e12 * ranks * UTILIZATION)
-        too_long = training > config.trainer.timeout_s and not config.stream
-        lines.append(
-            f"  training a step of full-length trajectories ({tokens:,} tokens): about {training:.0f} s at "
-            f"{UTILIZATION:.0%} of {device.peak_tflops:g} TFLOP/s per device ({device.card})"
-            + (f", LONGER THAN trainer.timeout_s={config.trainer.timeout_s:g}" if too_long else "")
-        )
-    return lines
+
+def _adapter_sync(config: RunConfig, model: Architecture) -> list[str]:
+    lora = config.model.lora
+    trained = adapter_parameters(model, lora)
+    sent = trained * config.device.dtype.bytes
+    return [
+        "A weight sync",
+        f"  adapters of rank {lora.rank}: {trained:,} parameters in {config.device.dtype.name}: {sent:,} bytes "
+        f"({sent / MIB:.1f} MiB); the base of {model.parameters:,} parameters is never sent",
+        "  engines load them beside those in use, without a pause: a request ends with the adapter it began with",
+    ]
+
+
+def _training(config: RunConfig, device: Device, model: Architecture) -> list[str]:
+    if device.peak_tflops is None:
+        return []
+    recomputed = 1 - uncheckpointed_layers(model, config.trainer.activation_checkpointing) / model.layers
+    flops = LORA_FLOPS if config.model.lora.enabled else FORWARD_BACKWARD_FLOPS
+    flops_per_parameter = flops + recomputed * FORWARD_FLOPS
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+    tokens = config.algorithm.trajectories_per_step * longest
+    rate = device.peak_tflops * 1e12 * config.placement.trainer_ranks * UTILIZATION
+    training = flops_per_parameter * model.parameters * tokens / rate
+    too_long = training > config.trainer.timeout_s and not config.stream
+    return [
+        f"  training a step of full-length trajectories ({tokens:,} tokens): about {training:.0f} s at "
+        f"{UTILIZATION:.0%} of {device.peak_tflops:g} TFLOP/s per device ({device.card})"
+        + (f", LONGER THAN trainer.timeout_s={config.trainer.timeout_s:g}" if too_long else "")
+    ]
 
 
 def _gib(weights: float) -> str:

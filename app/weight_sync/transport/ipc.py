@@ -7,7 +7,6 @@ e · tensor_parallel + t. An engine replies once it has read the buffer, which b
 
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -19,10 +18,9 @@ from app.weight_sync.buckets import ReadyBucket
 from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.sender import BUFFERS, SENDER_EXTENSION, Sender
 from app.weight_sync.transport.base import TRAINER_RANKS, TrainerGroup
-from app.weight_sync.transport.ipc_payload import allocate_shared, serialize_bucket, shared_memory_name
+from app.weight_sync.transport.ipc_payload import SHARED_MEMORY, allocate_shared, serialize_bucket, shared_memory_name
 
 ABORT_TIMEOUT_S = 3.0
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class IpcSender(Sender):

@@ -11,6 +11,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.multiprocessing import reductions
 
 from app.weight_sync.buckets import Bucket
 
+SHARED_MEMORY = Path("/dev/shm")
 CUDA_DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`
 
 
@@ -48,6 +50,18 @@ def serialize_bucket(buffer: Tensor, bucket: Bucket) -> str:
         buffer: From `allocate_shared`; begins with the bucket's bytes.
         bucket: Its tensors.
     """
+    content = flattened(buffer, bucket)
+    if buffer.device.type == "cuda":
+        content["flattened_tensor"] = _TensorByUuid(content["flattened_tensor"])
+
+    pickled = io.BytesIO()
+    with _file_system_sharing():
+        ForkingPickler(pickled).dump(content)
+    return base64.b64encode(pickled.getvalue()).decode()
+
+
+def flattened(buffer: Tensor, bucket: Bucket) -> dict[str, Any]:
+    """Return what SGLang expects in a payload of `load_format=flattened_bucket`."""
     metadata = [
         SimpleNamespace(
             name=tensor.name,
@@ -59,13 +73,7 @@ def serialize_bucket(buffer: Tensor, bucket: Bucket) -> str:
         )
         for tensor, start in zip(bucket.tensors, bucket.offsets, strict=True)
     ]
-    flat = buffer[: bucket.bytes]
-    handle = flat if flat.device.type != "cuda" else _TensorByUuid(flat)
-
-    pickled = io.BytesIO()
-    with _file_system_sharing():
-        ForkingPickler(pickled).dump({"flattened_tensor": handle, "metadata": metadata})
-    return base64.b64encode(pickled.getvalue()).decode()
+    return {"flattened_tensor": buffer[: bucket.bytes], "metadata": metadata}
 
 
 class _TensorByUuid:
