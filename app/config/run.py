@@ -131,8 +131,8 @@ class RunConfig:
         full = TINY_FULL_LR if self.model.path is None else FULL_LR
         if self.model.lora.enabled and self.trainer.lr <= 2 * full:
             warnings.append(
-                f"trainer.lr={self.trainer.lr:g} is a rate for full fine-tuning: adapters need about ten times as much, "
-                "whatever their rank"
+                f"trainer.lr={self.trainer.lr:g} is a rate for full fine-tuning: adapters need about ten times as "
+                "much, whatever their rank"
             )
         return warnings
 

@@ -1,10 +1,10 @@
 """Memory of one trainer rank: what is resident, and what each peak of a train step adds.
 
-Exact, in bytes: shards of master weights, gradients and Adam moments (float32), with LoRA those of the adapters beside a
-base in the compute dtype; parameters that FSDP2 gathers (the root
-for a whole pass; of the layers one computes, one is prefetched and one is on the wire); gradients before reduction.
-Activations are estimated. With checkpointing the largest phase is within 10 % of what the trainer's own code takes on
-fake tensors at real size (tests/standin/test_fake_memory.py); workspaces of kernels and fragmentation are not counted.
+Exact, in bytes: shards of master weights, gradients and Adam moments (float32), with LoRA those of the adapters beside
+a base in the compute dtype; parameters that FSDP2 gathers (the root for a whole pass; of the layers one computes, one
+is prefetched and one is on the wire); gradients before reduction. Activations are estimated. With checkpointing the
+largest phase is within 10 % of what the trainer's own code takes on fake tensors at real size
+(tests/standin/test_fake_memory.py); workspaces of kernels and fragmentation are not counted.
 """
 
 from dataclasses import dataclass

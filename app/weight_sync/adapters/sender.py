@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from app.model.lora.names import adapter_config, served
+from app.model.lora.names import served, served_config
 from app.model.policy import named_trained_tensors
 from app.trainer.rank import TrainerRank
 from app.types import TrainerMemory
@@ -36,7 +36,7 @@ HOST = torch.device("cpu")
 class AdapterPush:
     """What rank 0 gathered of one policy version."""
 
-    config: dict[str, Any]  # PEFT's adapter_config.json
+    config: dict[str, Any]  # what SGLang needs of PEFT's adapter_config.json
     handles: tuple[str, ...]  # one for each engine rank, in the order of the engines; empty: `inline` is sent
     inline: str | None  # the same for every engine rank
     bytes: int
@@ -83,7 +83,7 @@ class AdapterSender:
             buffer[offset : offset + meta.bytes].view(self.dtype).copy_(tensor.reshape(-1))
 
         return AdapterPush(
-            config=adapter_config(self.trainer_rank.spec.lora, self.trainer_rank.model),
+            config=served_config(self.trainer_rank.spec.lora),
             handles=tuple(serialize_bucket(buffer, bucket) for _ in range(handles)),
             inline=None if handles else serialize_bytes(buffer, bucket),
             bytes=bucket.bytes,
@@ -109,7 +109,7 @@ class AdapterSender:
         gather_full(tensor, self.dtype, out=out, receivers=self.receivers)
         if out is None:
             return []
-        return served(name, out.view(tensor.shape), self.trainer_rank.model)
+        return served(name, out.view(tensor.shape), self.trainer_rank.model.config)
 
     def _allocate(self, size: int, *, shared: bool) -> Tensor:
         if not shared:
