@@ -5,6 +5,8 @@ nor an accelerator.
 
 Invariants:
 - `export/` is replaced only by a complete directory.
+- Adapters are merged into the base in float32, rounded once to its dtype, and also written to `export/adapter/` as they
+  are.
 """
 
 import asyncio
@@ -14,16 +16,17 @@ from pathlib import Path
 
 from app.checkpoint.folder import latest
 from app.checkpoint.manager import CheckpointManager
-from app.checkpoint.run_state import RunState, read_intact, read_state
+from app.checkpoint.run_state import RunState, lora_of, read_intact, read_state
 from app.config import RunConfig
 from app.config.command_line import command, override
+from app.config.model import LoraConfig
 from app.errors import RunError
 from app.model.hf_directory import identity, locate
 from app.protocols import Trainer
 from app.utils import files
 from app.utils.tasks import in_thread
 
-FOLDER, FINAL = "export", "final"
+FOLDER, FINAL, ADAPTER = "export", "final", "adapter"
 
 
 async def export_trained(trainer: Trainer, config: RunConfig, folder: Path) -> Path:
@@ -45,7 +48,9 @@ async def export_trained(trainer: Trainer, config: RunConfig, folder: Path) -> P
         return await _export(last, source, folder / FOLDER, config.trainer.timeout_s)
 
     final = CheckpointManager(folder / FINAL, keep=1, timeout_s=config.trainer.timeout_s)
-    checkpoint = await final.save(trainer, RunState(config.steps, config.steps, model=identity(source)))
+    checkpoint = await final.save(
+        trainer, RunState(config.steps, config.steps, model=identity(source, config.model.lora))
+    )
     await final.wait()
     out = await _export(checkpoint, source, folder / FOLDER, config.trainer.timeout_s)
     shutil.rmtree(folder / FINAL)
@@ -65,20 +70,19 @@ async def _export(checkpoint: Path, source: Path, out: Path, timeout_s: float) -
 def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
     """Copy the model directory `source` to `out`, with the tensors of a checkpoint in place of its own.
 
+    Of a checkpoint with adapters, those are merged into the tensors of `source`.
+
     Raises:
         CheckpointError: The checkpoint is damaged.
         RunError: `out` cannot be written.
     """
     from safetensors import SafetensorError
 
-    from app.model.hf_export import export
-    from app.trainer.checkpoint_state import read_weights
-
-    read_intact(checkpoint)
+    lora = lora_of(read_intact(checkpoint))
     unfinished = out.with_name(f"{out.name}.new{files.UNFINISHED}")
     try:
         files.remove(unfinished)
-        export(source, read_weights(checkpoint), unfinished)
+        _write(checkpoint, source, lora, unfinished)
         if out.exists():
             files.delete(out)
         unfinished.rename(out)
@@ -88,6 +92,21 @@ def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
     finally:
         _discard(unfinished)
     return out
+
+
+def _write(checkpoint: Path, source: Path, lora: LoraConfig, out: Path) -> None:
+    from app.model.hf_export import export, export_adapter
+    from app.model.lora.merge import merged
+    from app.model.lora.names import adapter_config
+    from app.trainer.checkpoint_state import read_weights
+
+    if not lora.enabled:
+        export(source, read_weights(checkpoint), out)
+        return
+
+    adapters = dict(read_weights(checkpoint))
+    export(source, merged(source, adapters, lora.scale), out)
+    export_adapter(adapters, adapter_config(lora, adapters, str(source)), out / ADAPTER)
 
 
 def _discard(unfinished: Path) -> None:

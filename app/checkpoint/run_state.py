@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from app.config.model import LoraConfig
 from app.errors import CheckpointError, DamagedCheckpoint
 from app.utils import files
 from app.utils.checksums import crc32_of
@@ -94,13 +95,36 @@ def require_model(state: RunState, model: Mapping[str, Any], path: Path) -> None
         model: `identity` of this model. The location of its source is not compared.
         path: For the message.
     """
-    for key in sorted(model.keys() | state.model.keys()):
+    trained, others = lora_of(state), LoraConfig(**model.get("lora", {}))
+    if trained != others:
+        raise CheckpointError(
+            f"checkpoint {path} holds {_what_is_trained(trained)}, and this run trains {_what_is_trained(others)}: "
+            "model.lora must be what it was when the checkpoint was written"
+        )
+
+    for key in sorted((model.keys() | state.model.keys()) - {"lora"}):
         ours = model.get(key)
         theirs = state.model.get(key)
+        if key == "base" and ours != theirs:
+            raise CheckpointError(
+                f"checkpoint {path} holds adapters of another base model: the weights in {model.get('source')} are not "
+                f"those that {state.model.get('source')} had"
+            )
         if key != "source" and ours != theirs:
             raise CheckpointError(
                 f"checkpoint {path} is of another model: its {key} is {theirs}, this model's is {ours}"
             )
+
+
+def lora_of(state: RunState) -> LoraConfig:
+    """Return the settings of the adapters that a checkpoint holds; their rank is 0 if it holds all weights."""
+    return LoraConfig(**state.model.get("lora", {}))
+
+
+def _what_is_trained(lora: LoraConfig) -> str:
+    if not lora.enabled:
+        return "all weights"
+    return f"adapters of rank {lora.rank}, alpha {lora.alpha:g} and targets {', '.join(lora.targets)}"
 
 
 def _read(path: Path) -> tuple[RunState, dict[str, _StoredFile]]:

@@ -166,6 +166,7 @@ def make_trainer(
         seed=config.seed,
         logs=run_folder / "logs",
         profile_steps=tuple(config.trainer.profile_steps),
+        lora=config.model.lora,
     )
 
     make = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainerRank)  # type: ignore[call-overload]  # missing in Ray's stubs

@@ -48,7 +48,7 @@ async def _evaluate(config: RunConfig, folder: Path, recorder: RunFolderRecorder
     device = device_of(config.device.kind)
     async with (
         subject_of(config, folder, recorder) as subject,
-        start_rollout_workers(config, device, folder, recorder, weights=subject.weights) as workers,
+        start_rollout_workers(_merged(config), device, folder, recorder, weights=subject.weights) as workers,
     ):
         await workers.start_engines()
         async with workers.supervisor.monitor(), watchdog(workers.rollouter, workers.pool, config, folder):
@@ -56,6 +56,11 @@ async def _evaluate(config: RunConfig, folder: Path, recorder: RunFolderRecorder
             results, groups = await evaluate(workers.rollouter, sets, config, version=subject.step)
         recorder.log_eval(subject.step, results, groups, workers.rollouter.tokenizer.decode)
     return sum(metrics["accuracy"] for metrics in results.values()) / len(results)
+
+
+def _merged(config: RunConfig) -> RunConfig:
+    """Return the configuration of engines that serve no adapters: an exported checkpoint has them merged."""
+    return replace(config, model=replace(config.model, lora=LoraConfig()))
 
 
 @asynccontextmanager

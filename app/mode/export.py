@@ -5,7 +5,7 @@ from pathlib import Path
 from app.checkpoint.export import FOLDER, export_checkpoint
 from app.checkpoint.folder import FOLDER as CHECKPOINTS
 from app.checkpoint.folder import find, there_are
-from app.checkpoint.run_state import RunState, read_state, require_model
+from app.checkpoint.run_state import RunState, lora_of, read_state, require_model
 from app.config import RunConfig
 from app.errors import ConfigError, say
 from app.mode import ModeResult
@@ -34,7 +34,7 @@ def export_run(config: RunConfig, folder: Path) -> Path:
     checkpoint = _find_checkpoint(config, folder)
     state = read_state(checkpoint)
     source = source_of(config, state)
-    require_model(state, identity(source), checkpoint)
+    require_model(state, identity(source, lora_of(state)), checkpoint)
 
     parent = checkpoint.parent
     run = parent.parent if parent.name == CHECKPOINTS else parent

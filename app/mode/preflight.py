@@ -136,7 +136,7 @@ def _slow_attention(path: Path, device: Device) -> list[str]:
 
 def _require_same_run(config: RunConfig, inputs: RunInputs, checkpoint: Path) -> None:
     state = read_state(checkpoint)
-    require_model(state, identity(inputs.model_path), checkpoint)
+    require_model(state, identity(inputs.model_path, config.model.lora), checkpoint)
 
     if config.mode is Mode.train:
         cursor = inputs.prompts.train

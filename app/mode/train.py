@@ -170,7 +170,7 @@ class TrainingRun:
 
         point = await self.checkpoints.resume_point(named)
         if point is not None:
-            require_model(point.state, identity(self.workers.inputs.model_path), point.path)
+            require_model(point.state, identity(self.workers.inputs.model_path, self.config.model.lora), point.path)
         return point
 
     async def restore_or_initialize(self, trainer: Trainer, point: ResumePoint | None) -> int:
@@ -228,7 +228,7 @@ class TrainingRun:
             recorder=self.recorder,
             checkpoints=self.checkpoints,
             memory=MemoryMonitor(trainer_workers.trainer, workers.pool, self.recorder.warn),
-            model=identity(workers.inputs.model_path),
+            model=identity(workers.inputs.model_path, config.model.lora),
         )
 
 

@@ -88,9 +88,9 @@ def match(
         ConfigError: If tensors are missing, unexpected, or of another shape.
     """
     names = checkpoint.names
-    candidates = {name: _in_checkpoint(name, names) for name in expected}
+    candidates = {name: stored_name(name, names) for name in expected}
     matched = {name: stored for name, stored in candidates.items() if stored is not None}
-    aliases = {_in_checkpoint(name, names) for name in tied}
+    aliases = {stored_name(name, names) for name in tied}
 
     missing = [name for name in expected if name not in matched]
     patterns = [re.compile(pattern) for pattern in ignored]
@@ -112,7 +112,8 @@ def match(
     return matched
 
 
-def _in_checkpoint(name: str, names: set[str]) -> str | None:
+def stored_name(name: str, names: set[str]) -> str | None:
+    """Return the name in a checkpoint of a tensor of the model; None if none of the checkpoint's `names` is it."""
     candidates = (theirs + name.removeprefix(ours) for ours, theirs in RENAMED if name.startswith(ours))
     return next((candidate for candidate in candidates if candidate in names), None)
 

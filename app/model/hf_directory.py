@@ -5,12 +5,14 @@ on its origin.
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from app.config.model import ModelConfig
+from app.config.model import LoraConfig, ModelConfig
 from app.errors import ConfigError, one_line
 from app.model.hf_import import general_tokenizer, transformers
+from app.model.lora.fingerprint import fingerprint
 from app.utils.hub import hub_client
 
 CONFIG = "config.json"
@@ -91,11 +93,15 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
         ) from error
 
 
-def identity(path: Path) -> dict[str, Any]:
-    """Return the fields that must match between a checkpoint and its model, and the directory as `source`."""
+def identity(path: Path, lora: LoraConfig) -> dict[str, Any]:
+    """Return the fields that must match between a checkpoint and its model, and the directory as `source`.
+
+    A checkpoint with adapters does not hold the weights of its base, so these are identified too, as `base`.
+    """
     config = _text_config(path)
     shapes = {key: config[key] for key in SHAPES if key in config}
-    return {**shapes, "source": str(path.absolute())}
+    adapters = {"base": fingerprint(path), "lora": asdict(lora)} if lora.enabled else {}
+    return {**shapes, **adapters, "source": str(path.absolute())}
 
 
 def require_window(path: Path, *, tokens: int) -> None:

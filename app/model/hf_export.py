@@ -1,7 +1,7 @@
 """Export a trained policy as a Hugging Face directory with the layout of its source.
 
 Invariants:
-- Tensors have the names of the source checkpoint.
+- Tensors have the names of the source checkpoint, adapters those of PEFT.
 - Untrained tensors of the source (a vision tower, multi-token prediction) are copied.
 - A directory under its final name is complete.
 """
@@ -12,6 +12,7 @@ import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,23 @@ from app.model.hf_checkpoint import Checkpoint, open_checkpoint
 FILE_BYTES = 4 * 2**30  # largest safetensors file, unless a single tensor is larger
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def export_adapter(adapters: dict[str, Tensor], config: dict[str, Any], out: Path) -> None:
+    """Write adapters as PEFT reads them.
+
+    Args:
+        adapters: By PEFT's names.
+        config: Content of `adapter_config.json`.
+        out: Directory to create.
+    """
+    from safetensors.torch import save_file
+
+    out.mkdir()
+    save_file(adapters, out / ADAPTER, metadata={"format": "pt"})
+    (out / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    _grant_by_umask(out)
 
 
 def export(source: Path, state: Iterable[tuple[str, Tensor]], out: Path, dtype: torch.dtype | None = None) -> None:

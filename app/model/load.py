@@ -8,6 +8,8 @@ Invariants:
 - A missing or unexpected tensor is an error; nothing is initialized silently.
 - There is no dropout: two forwards of the same tokens give the same log-probabilities, and those of the engine.
 - The logits are exactly what the LM head returns: `PolicyModel` multiplies hidden states with its weight, nothing more.
+- A base model under adapters has no float32 master: its parameters have the compute dtype, except for the decays of
+  linear attention. Adapters are float32, and no checkpoint of a base model has them.
 
 The order of the steps is TorchTitan's.
 """
@@ -20,16 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from app.config.model import LoraConfig
 from app.config.trainer import Checkpointing
 from app.errors import ConfigError, expect, one_line
 from app.model.attention import PACKED, register_packed
 from app.model.hf_checkpoint import Checkpoint, match, open_checkpoint
 from app.model.hf_import import transformers
 from app.model.kernels import CPU_KERNELS, Kernels
-from app.model.parallelize import parallelize
-from app.model.policy import PolicyModel
+from app.model.lora.layer import is_adapter
+from app.model.lora.wrap import add_adapters, initialize
+from app.model.parallelize import own_rows, parallelize
+from app.model.policy import FLOAT32_PARAMETERS, PolicyModel
 
 DROPOUT_FIELD = re.compile(r"dropout|pdrop|layerdrop|drop_rate")
 DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -46,6 +51,8 @@ def load(
     kernels: Kernels = CPU_KERNELS,
     activation_checkpointing: Checkpointing = Checkpointing.none,
     trust_remote_code: bool = False,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
 ) -> PolicyModel:
     """Load the policy of a model directory in training mode.
 
@@ -53,21 +60,27 @@ def load(
         path: A complete Hugging Face directory.
         mesh: Device mesh, sharding dimension last. Parameters become FSDP2 shards. None: a plain module.
         device: Device of the parameters.
-        param_dtype: Dtype of the parameters.
+        param_dtype: Dtype of the parameters. With adapters, those of the base have the compute dtype instead.
         compute_dtype: Dtype of the computation; gradients are reduced in float32. Requires a mesh.
         kernels: How the policy computes on its device.
         activation_checkpointing: Layers whose activations are recomputed in the backward pass.
         trust_remote_code: Allow model code from the directory.
+        lora: Adapters to train in place of all weights; None, or a rank of 0: none.
+        seed: Of the adapters' initial values.
 
     Raises:
         ConfigError: If the directory has no causal language model that `PolicyModel` supports, or not exactly its
-            tensors.
+            tensors, or `lora` has a target that the model does not have.
     """
     if mesh is None and compute_dtype != param_dtype:
         raise ValueError("without a mesh a model computes in param_dtype: mixed precision requires FSDP2")
 
-    causal_lm = _on_meta(path, param_dtype, trust_remote_code)
+    adapted = lora is not None and lora.enabled
+    causal_lm = _on_meta(path, compute_dtype if adapted else param_dtype, trust_remote_code)
     _check_head(causal_lm, path)
+    if lora is not None and adapted:
+        _widen_decays(causal_lm)
+        add_adapters(causal_lm, lora)
     _checkpoint_activations(causal_lm, activation_checkpointing)
     owners = _owners(causal_lm)
 
@@ -81,6 +94,7 @@ def load(
         _tie(owners)
         _fill(causal_lm, names, checkpoint)
 
+    initialize(causal_lm, seed)
     _compute_buffers(causal_lm)
     return policy
 
@@ -106,6 +120,14 @@ def _on_meta(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         if isinstance(module, DROPOUT_MODULES):
             module.p = 0.0
     return causal_lm
+
+
+def _widen_decays(causal_lm: Any) -> None:
+    """Make the decays of linear attention float32, as they are without adapters."""
+    for module in causal_lm.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if name in FLOAT32_PARAMETERS:
+                setattr(module, name, nn.Parameter(parameter.detach().float()))
 
 
 def _checkpoint_activations(causal_lm: Any, layers: Checkpointing) -> None:
@@ -186,14 +208,15 @@ def _tie(owners: list[Owners]) -> None:
 
 def _match(causal_lm: Any, checkpoint: Checkpoint) -> dict[str, str]:
     expected = {name: tuple(tensor.shape) for name, tensor in _stored(causal_lm)}
-    all_names = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)}
+    named = causal_lm.named_parameters(remove_duplicate=False)
+    all_names = {name for name, _ in named if not is_adapter(name)}
     ignored = [*(causal_lm._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
     return match(expected, checkpoint, ignored=ignored, tied=all_names - set(expected))
 
 
 def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model that a checkpoint has: parameters and persistent buffers."""
-    yield from model.named_parameters()
+    """Yield the tensors of a model that its checkpoint has: parameters of the base, and persistent buffers."""
+    yield from ((name, parameter) for name, parameter in model.named_parameters() if not is_adapter(name))
     persistent = set(model.state_dict())
     for name, buffer in model.named_buffers():
         if name in persistent:
@@ -204,22 +227,11 @@ def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _fill(model: nn.Module, names: dict[str, str], checkpoint: Checkpoint) -> None:
     for name, tensor in _stored(model):
         if isinstance(tensor, DTensor):
-            rows = _own_rows(tensor)
+            rows = own_rows(tensor)
             if rows.start < rows.stop:
                 tensor.to_local().copy_(checkpoint.read(names[name], rows))
         else:
             tensor.copy_(checkpoint.read(names[name]))
-
-
-def _own_rows(parameter: DTensor) -> slice:
-    """Rows of this rank. FSDP2 splits dimension 0 into chunks of equal size; the last ones are shorter or empty."""
-    rows = parameter.shape[0]
-    for dimension, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            chunk = -(-rows // parameter.device_mesh.size(dimension))
-            start = min(parameter.device_mesh.get_local_rank(dimension) * chunk, rows)
-            return slice(start, min(start + chunk, rows))
-    return slice(0, rows)
 
 
 @torch.no_grad()

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from app.model.attention import convolve_in_dtype_of_weight, isolate_sequences
 from app.model.kernels import CPU_KERNELS, Kernels, compile_elementwise
 from app.model.lm_head import token_logprobs
+from app.model.lora.layer import is_adapter
+from app.model.lora.names import adapter_tensors
 from app.model.packing import Packing
 
 LINEAR_ATTENTION = "linear_attention"
@@ -99,6 +101,16 @@ class PolicyModel(nn.Module):
 
 
 def named_checkpoint_tensors(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (checkpoint name, parameter or DTensor) in model order. A tied head appears once, as the embedding."""
+    """Yield (checkpoint name, parameter or DTensor) in model order. A tied head appears once, as the embedding.
+
+    With adapters these are the base model's parameters.
+    """
     for name, parameter in model.causal_lm.named_parameters():
-        yield model.checkpoint_names[name], parameter
+        if not is_adapter(name):
+            yield model.checkpoint_names[name], parameter
+
+
+def named_trained_tensors(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield what training changes: the adapters by PEFT's names, or without them all tensors of the checkpoint."""
+    adapters = list(adapter_tensors(model))
+    yield from adapters or named_checkpoint_tensors(model)

@@ -5,8 +5,9 @@
     restore   files → shards
 
 Invariants:
-- Tensors carry the names of the source checkpoint, and torch.distributed.checkpoint shards them, so any number of ranks
-  can restore what any other number wrote.
+- The parameters are those that training changes: with adapters, the base model is not part of a checkpoint.
+- Tensors carry the names of the source checkpoint, adapters those of PEFT. torch.distributed.checkpoint shards them, so
+  any number of ranks can restore what any other number wrote.
 - `write` writes what `capture` copied, even if the parameters have changed since.
 - The background write has its own process group: its collectives must not interleave with training's. The idea is
   TorchTitan's.
@@ -33,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from app.errors import CheckpointError, one_line
-from app.model.policy import PolicyModel, named_checkpoint_tensors
+from app.model.policy import PolicyModel, named_trained_tensors
 from app.trainer import rng_state
 from app.trainer.host_copy import HostCopier
 from app.trainer.optimizer import PolicyOptimizer
@@ -177,7 +178,7 @@ class RankState:
         return SCHEDULE + self.optimizer.config.optimizer.name
 
     def _parameters(self) -> dict[str, Tensor]:
-        return dict(named_checkpoint_tensors(self.model))
+        return dict(named_trained_tensors(self.model))
 
     def _on_host(self, tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
         if not isinstance(tensor, DTensor):
@@ -227,7 +228,10 @@ class ChecksummedFiles(FileSystem):
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in the source checkpoint, host tensor) of a checkpoint, in batches, in a single process."""
+    """Yield (name, host tensor) of a checkpoint's parameters, in batches, in a single process.
+
+    Names are those of the source checkpoint, of adapters those of PEFT.
+    """
     batch: dict[str, Tensor] = {}
     for key, stored in _read_metadata(folder).items():
         if key.startswith(MODEL):

@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from app.config.device import DeviceKind, Dtype
+from app.config.model import LoraConfig
 from app.config.trainer import TrainerConfig
 from app.device import device_of
 from app.device.torchvision_shim import define_operators
@@ -55,18 +56,19 @@ class RankSpec:
     """Settings of a rank, the same for all ranks."""
 
     device: DeviceKind
-    dtype: Dtype  # compute; parameters are float32
+    dtype: Dtype  # compute; trained parameters are float32
     model_path: Path
     trust_remote_code: bool
     trainer: TrainerConfig
     run_updates: int  # optimizer updates of the whole run
     step: StepSettings
-    reference: bool  # whether to keep a frozen copy of the initial policy
+    reference: bool  # whether to keep the initial policy: a frozen copy, or with adapters the base that they adapt
     ranks: int
     threads: int  # per rank, on CPU
     seed: int
     logs: Path  # folder
     profile_steps: tuple[int, ...] = ()
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 class MemoryOffload(Protocol):
@@ -188,11 +190,16 @@ class TrainerRank:
                 kernels=kernels_of(self.device, self.spec.trainer.compile),
                 activation_checkpointing=self.spec.trainer.activation_checkpointing,
                 trust_remote_code=self.spec.trust_remote_code,
+                lora=self.spec.lora,
+                seed=self.spec.seed,
             )
 
         self.model = load_policy()
         self._activate_attention()
-        self.reference = load_policy().requires_grad_(False) if self.spec.reference else None
+
+        # A model of its own. With adapters, the policy without them is the reference.
+        copies = self.spec.reference and not self.spec.lora.enabled
+        self.reference = load_policy().requires_grad_(False) if copies else None
 
     def _activate_attention(self) -> None:
         """Switch to the device's fastest attention for this model's heads."""
@@ -207,7 +214,8 @@ class TrainerRank:
         self.optimizer = PolicyOptimizer(
             self.model.parameters(), spec.trainer, run_updates=spec.run_updates, fused=self.device.fused_optimizer
         )
-        self.step = TrainStep(self.model, self.optimizer, self.spec.step, self.torch_device, self.reference, peak_flops)
+        reference = self.model if spec.reference and spec.lora.enabled else self.reference
+        self.step = TrainStep(self.model, self.optimizer, spec.step, self.torch_device, reference, peak_flops)
         self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=self.spec.trainer.timeout_s)
 
     def _peak_flops(self) -> float | None:

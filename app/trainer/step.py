@@ -31,6 +31,8 @@ from app.algorithm.loss import LossSums, TokenBatch, denominator, policy_loss
 from app.algorithm.metrics import TABLE, finalize
 from app.config.algorithm import AlgorithmConfig, Correction
 from app.errors import TrainerError
+from app.model.lora.layer import adapters_off
+from app.model.lora.norm import adapter_metrics
 from app.model.packing import to_device
 from app.model.policy import PolicyModel
 from app.trainer.fsdp_reset import reset_fsdp_state
@@ -72,7 +74,8 @@ class TrainStep:
         optimizer: Of the policy's parameters.
         settings: Settings of every step.
         device: Where the microbatches go.
-        reference: Frozen reference policy, for the KL term.
+        reference: Reference policy, for the KL term: a frozen model, or `model` itself if it has adapters, which are
+            off then.
         peak_flops: Peak FLOP/s of one device, for `trainer/mfu`; None if unknown.
     """
 
@@ -92,6 +95,7 @@ class TrainStep:
         self.reference = reference
         self.peak_flops = peak_flops
         self.model_flops = ModelFlops.of(model)
+        self.reference_flops = None if reference is None else ModelFlops.of(reference, adapters=False)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.version: int | None = 0  # policy version of the parameters; None between the updates of a step
@@ -133,8 +137,8 @@ class TrainStep:
         samples = make_samples(groups, mask_truncated=algorithm.mask_truncated)
         self._pending += samples
         self._flops += sum(self.model_flops.sequence(each.tokens, each.sampled_tokens) for each in samples)
-        if self.reference is not None:
-            self._flops += sum(self.model_flops.forward(each.tokens, each.sampled_tokens) for each in samples)
+        if self.reference_flops is not None:
+            self._flops += sum(self.reference_flops.forward(each.tokens, each.sampled_tokens) for each in samples)
 
         if algorithm.updates_per_step == 1:
             lengths = [sample.tokens for sample in self._pending]
@@ -161,7 +165,8 @@ class TrainStep:
         """Discard the open step. Idempotent. After a failed pass, also reset FSDP2's state."""
         try:
             if self._in_pass:
-                for model in (self.model, self.reference):
+                # Once, if the policy is its own reference.
+                for model in dict.fromkeys((self.model, self.reference)):
                     if model is not None:
                         reset_fsdp_state(model)
         finally:
@@ -257,7 +262,7 @@ class TrainStep:
     def _reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
         if self.reference is None:
             return None
-        with torch.no_grad():
+        with torch.no_grad(), adapters_off(self.reference):
             logprobs, _ = self._forward(self.reference, micro)
         return logprobs
 
@@ -320,6 +325,7 @@ class TrainStep:
         return {
             **loss_metrics,
             **update_metrics(self._results),
+            **adapter_metrics(self.model),
             **throughput,
             "trainer/tokens": totals.input_tokens,
             "trainer/padding_fraction": totals.padding_tokens / computed if computed else 0.0,

@@ -14,10 +14,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from app.model.lora.layer import is_adapter
 from app.model.policy import LINEAR_ATTENTION, PolicyModel
 
-FORWARD_AND_BACKWARD = 3  # in units of one forward: a backward costs two
+FORWARD_AND_BACKWARD = 3  # products of a trained matrix: one in the forward, two in the backward
 
 
 class PhaseTimer:
@@ -63,35 +65,63 @@ class PhaseTimer:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFlops:
-    """FLOPs of forward and backward."""
+class Cost:
+    """FLOPs of a pass."""
 
     per_token: float  # matrices of all layers
     per_completion_token: float  # the head
     per_token_squared: float  # causal attention of all full-attention layers
 
-    @classmethod
-    def of(cls, model: PolicyModel) -> "ModelFlops":
-        config = model.config
-        matrices = sum(parameter.numel() for parameter in model.layers.parameters() if parameter.dim() == 2)
-        layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        full_layers = sum(layer_type != LINEAR_ATTENTION for layer_type in layer_types)
-        width = config.num_attention_heads * model.head_dim
-        return cls(
-            per_token=2.0 * FORWARD_AND_BACKWARD * matrices,
-            per_completion_token=2.0 * FORWARD_AND_BACKWARD * model.causal_lm.lm_head.weight.numel(),
-            # Two products of T × T / 2 × width.
-            per_token_squared=2.0 * FORWARD_AND_BACKWARD * full_layers * width,
-        )
-
-    def sequence(self, tokens: int, completion_tokens: int) -> float:
-        """Return the FLOPs of one sequence, forward and backward."""
+    def of(self, tokens: int, completion_tokens: int) -> float:
+        """Return the FLOPs of one sequence."""
         linear = self.per_token * tokens + self.per_completion_token * completion_tokens
         return linear + self.per_token_squared * tokens * tokens
 
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """FLOPs of a policy.
+
+    A product of the forward has two in the backward: the gradient of its input, and that of its matrix. A frozen matrix
+    needs the former alone. (The input of the first layer needs none under adapters; that is counted all the same.)
+    """
+
+    forward_cost: Cost
+    step_cost: Cost  # forward and backward
+
+    @classmethod
+    def of(cls, model: PolicyModel, *, adapters: bool = True) -> "ModelFlops":
+        """Count the products of a policy, or with `adapters=False` of its base model alone."""
+        named = model.layers.named_parameters()
+        matrices = [each for name, each in named if each.dim() == 2 and (adapters or not is_adapter(name))]
+        head = model.causal_lm.lm_head.weight
+
+        config = model.config
+        layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        full_layers = sum(layer_type != LINEAR_ATTENTION for layer_type in layer_types)
+        # Two products of T × T / 2 × width.
+        attention = 2.0 * full_layers * config.num_attention_heads * model.head_dim
+
+        forward = Cost(2.0 * sum(each.numel() for each in matrices), 2.0 * head.numel(), attention)
+        both = Cost(
+            2.0 * sum(each.numel() * _products(each) for each in matrices),
+            2.0 * head.numel() * _products(head),
+            FORWARD_AND_BACKWARD * attention,
+        )
+        return cls(forward, both)
+
+    def sequence(self, tokens: int, completion_tokens: int) -> float:
+        """Return the FLOPs of one sequence, forward and backward."""
+        return self.step_cost.of(tokens, completion_tokens)
+
     def forward(self, tokens: int, completion_tokens: int) -> float:
         """Return the FLOPs of one sequence's forward alone."""
-        return self.sequence(tokens, completion_tokens) / FORWARD_AND_BACKWARD
+        return self.forward_cost.of(tokens, completion_tokens)
+
+
+def _products(matrix: Tensor) -> int:
+    """Products of a matrix in forward and backward."""
+    return FORWARD_AND_BACKWARD if matrix.requires_grad else FORWARD_AND_BACKWARD - 1
 
 
 def throughput_metrics(

@@ -19,7 +19,7 @@ from app.checkpoint import export as exporter
 from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import RunState
 from app.config import RunConfig
-from app.config.model import ModelConfig
+from app.config.model import LoraConfig, ModelConfig
 from app.config.trainer import TrainerConfig
 from app.errors import CheckpointError, ConfigError, RunError
 from app.mode.export import export_run
@@ -48,7 +48,7 @@ def trained(source: Path, run: Path) -> TrainStep:
 
     async def save() -> None:
         checkpoints = CheckpointManager(run, keep=1)
-        await checkpoints.save(OneProcess(state), RunState(3, 3, model=identity(source)))
+        await checkpoints.save(OneProcess(state), RunState(3, 3, model=identity(source, LoraConfig())))
         await checkpoints.wait()
 
     asyncio.run(save())

@@ -13,6 +13,7 @@ import pytest
 
 from app.checkpoint.folder import latest, newest_intact
 from app.config.checkpoint import CheckpointConfig
+from app.config.model import LoraConfig
 from app.config.placement import PlacementKind
 from app.data.cursor import PromptCursor
 from app.errors import CheckpointError, ConfigError, Interrupted
@@ -187,7 +188,7 @@ class Resumed:
         self.trainer = Restored()
         saved = PromptCursor(prompts(rows), seed=0, shuffle=True)
         saved.take(3)
-        save(folder, [20, 40, 60], extra={CURSOR: saved.state()}, model=identity(self.source))
+        save(folder, [20, 40, 60], extra={CURSOR: saved.state()}, model=identity(self.source, LoraConfig()))
 
     def resume(self, resume: str, *, restarts: int = 0) -> int:
         """Return the policy version that the run continues with."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from app.config.model import ModelConfig
+from app.config.model import LoraConfig, ModelConfig
 from app.errors import ConfigError
 from app.model.hf_directory import GENERAL, identity, load_tokenizer, locate, require_window
 from app.model.hf_import import transformers
@@ -62,7 +62,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_hub_model_is_that_of_its_revision(revision: str | None, commit: str, hub_cache: Path) -> None:
     path = locate(ModelConfig(path="owner/name", revision=revision), seed=0)
     assert path == hub_cache / commit
-    assert identity(path)["source"].endswith(f"/snapshots/{commit}")  # what a checkpoint records
+    assert identity(path, LoraConfig())["source"].endswith(f"/snapshots/{commit}")  # what a checkpoint records
 
 
 def test_an_unknown_revision_is_named(hub_cache: Path) -> None:

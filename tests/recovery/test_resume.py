@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from app.checkpoint.run_state import RunState, write_state
+from app.config.model import LoraConfig
 from app.errors import ConfigError, DamagedCheckpoint
 from app.model.hf_directory import identity
 from app.recovery.resume import EVALUABLE, RESUMABLE, SAVED, apply_evaluation, apply_resume
@@ -267,7 +268,9 @@ def test_a_run_on_other_data_than_the_checkpoints_is_refused_before_anything_is_
 ) -> None:
     run = a_run(tmp_path / "run", "checkpoint.every=2", step=4)
     cursor = {"epoch": 0, "position": 0, "returned": [], "fingerprint": "another"}
-    write_state(run / "checkpoints" / "step_4", RunState(4, 4, {"cursor": cursor}, identity(tiny_model)), {})
+    write_state(
+        run / "checkpoints" / "step_4", RunState(4, 4, {"cursor": cursor}, identity(tiny_model, LoraConfig())), {}
+    )
     before = content(run)
     (tmp_path / "go").touch()
     code, text = run_app(f"resume={run}/checkpoints/step_4", cwd=tmp_path, module="tests.mode.held_app")

@@ -24,14 +24,14 @@ def test_flops_of_a_sequence_match_the_count_of_torch(tied: bool, tmp_path: Path
     model = transformers().AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.arange(tokens)[None]).logits.sum().backward()
-    masked_half = cost.per_token_squared * tokens * tokens
+    masked_half = cost.step_cost.per_token_squared * tokens * tokens
     assert counter.get_total_flops() == cost.sequence(tokens, tokens) + masked_half
-    assert cost.sequence(tokens, 0) + cost.per_completion_token * 5 == cost.sequence(tokens, 5)
+    assert cost.sequence(tokens, 0) + cost.step_cost.per_completion_token * 5 == cost.sequence(tokens, 5)
 
 
 def test_only_full_attention_grows_with_the_square_of_the_length(tmp_path: Path) -> None:
     policy = load(save_qwen35(tmp_path / "model"), mesh=None, device="cpu")  # 4 layers, one of them full
-    assert ModelFlops.of(policy).per_token_squared == 6 * 1 * 4 * 16
+    assert ModelFlops.of(policy).step_cost.per_token_squared == 6 * 1 * 4 * 16
 
 
 def test_utilization_is_flops_over_the_peak_of_all_devices() -> None:

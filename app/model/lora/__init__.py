@@ -1,1 +1,1 @@
-"""Low-rank adapters (`model.lora`)."""
+"""Low-rank adapters (LoRA) of a policy."""

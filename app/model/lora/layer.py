@@ -1,0 +1,69 @@
+"""A linear layer with a low-rank adapter (LoRA, arXiv 2106.09685).
+
+    y = x Wᵀ + bias + scale · (x Aᵀ) Bᵀ        W, bias frozen; A [r, in], B [out, r] trained
+
+Invariants:
+- A and B are float32 at rest, whatever the dtype of W; FSDP2 casts them to the compute dtype when it gathers them.
+- The product is added to the base's output in one rounding, as the engine's kernels do. With B = 0 it adds exactly 0.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+ADAPTER_PARAMETERS = ("lora_A", "lora_B")
+
+
+class LoraLinear(nn.Linear):
+    """A frozen `nn.Linear` plus `scale · B A`. Its weight and bias keep their names.
+
+    Attributes:
+        lora_A: [r, in] float32.
+        lora_B: [out, r] float32.
+        scale: Factor of the product, alpha / r.
+        adapted: Whether the adapter takes part; see `adapters_off`.
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float):
+        # Without `nn.Linear.__init__`, which would allocate another weight.
+        nn.Module.__init__(self)
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.weight = linear.weight
+        self.bias = linear.bias
+
+        device = linear.weight.device
+        self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, device=device, dtype=torch.float32))
+        self.lora_B = nn.Parameter(torch.empty(self.out_features, rank, device=device, dtype=torch.float32))
+        self.scale = scale
+        self.adapted = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        base = nn.functional.linear(input, self.weight, self.bias)
+        if not self.adapted:
+            return base
+
+        # A no-op under FSDP2, which gathers them in the compute dtype.
+        a, b = self.lora_A.to(input.dtype), self.lora_B.to(input.dtype)
+        low = nn.functional.linear(input, a).flatten(0, -2)
+        return torch.addmm(base.flatten(0, -2), low, b.T, alpha=self.scale).view(base.shape)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter, and not to the base model."""
+    return name.rpartition(".")[2] in ADAPTER_PARAMETERS
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Compute with the base model alone, in this block. No-op for a model without adapters; may be nested."""
+    before = [(module, module.adapted) for module in model.modules() if isinstance(module, LoraLinear)]
+    for module, _ in before:
+        module.adapted = False
+    try:
+        yield
+    finally:
+        for module, adapted in before:
+            module.adapted = adapted

@@ -1,0 +1,90 @@
+"""Adds adapters to a model on the meta device, and initializes them."""
+
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from app.config.model import ALL_LINEAR, LoraConfig
+from app.errors import expect
+from app.model.lora.layer import LoraLinear
+from app.model.parallelize import own_rows
+
+# Decays of linear attention: engines compute them in one kernel that takes no adapters.
+DECAYS = ("in_proj_a", "in_proj_b", "in_proj_ba")
+# Projections that engines compute as one: they take adapters of all of them, or of none.
+FUSED = ("in_proj_qkv", "in_proj_z")
+
+
+def add_adapters(causal_lm: Any, lora: LoraConfig) -> None:
+    """Replace linear layers of the decoder by `LoraLinear` in place, and freeze everything else.
+
+    Call it before FSDP2 shards the model. The adapters are uninitialized: see `initialize`.
+
+    Args:
+        causal_lm: A Hugging Face causal LM, on the meta device.
+        lora: Which layers, rank and scale.
+
+    Raises:
+        ConfigError: A target names no linear layer of the decoder.
+    """
+    causal_lm.requires_grad_(False)
+    layers = list(_linear_layers(causal_lm))
+    _check_targets(lora.targets, {name for _, name, _ in layers})
+
+    for parent, name, linear in layers:
+        if lora.targets == [ALL_LINEAR] or name in lora.targets:
+            setattr(parent, name, LoraLinear(linear, lora.rank, lora.scale))
+
+
+def _linear_layers(causal_lm: Any) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """Yield (parent, name in it, layer) of what can have an adapter. The LM head is not part of the decoder."""
+    for parent in causal_lm.get_decoder().layers.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear) and name not in DECAYS:
+                yield parent, name, child
+
+
+def _check_targets(targets: Sequence[str], known: set[str]) -> None:
+    accepted = f"[{ALL_LINEAR}], or some of {', '.join(sorted(known))}"
+    unknown = [name for name in targets if name not in known and name != ALL_LINEAR]
+    expect(not unknown, "model.lora.targets", list(targets), accepted)
+
+    fused = [name for name in FUSED if name in known]
+    chosen = [name for name in fused if name in targets]
+    whole = chosen in ([], fused)
+    expect(whole, "model.lora.targets", list(targets), f"{' and '.join(fused)} both or neither: engines fuse them")
+
+
+@torch.no_grad()
+def initialize(causal_lm: nn.Module, seed: int) -> None:
+    """Set A to uniform values in ±1/√in and B to 0, so that the policy starts as the base model.
+
+    Each A depends on the seed and the name of its layer alone: any number of ranks starts with the same values.
+    """
+    for name, module in causal_lm.named_modules():
+        if not isinstance(module, LoraLinear):
+            continue
+        bound = 1 / sqrt(module.in_features)
+        values = torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=_generator(f"{seed}/{name}"))
+        _copy(module.lora_A, values)
+        _local(module.lora_B).zero_()
+
+
+def _generator(key: str) -> torch.Generator:
+    """Return a generator on the host, seeded by a text."""
+    return torch.Generator().manual_seed(int.from_bytes(sha256(key.encode()).digest()[:7]))
+
+
+def _copy(parameter: Tensor, values: Tensor) -> None:
+    """Copy the full `values` to a parameter, or this rank's rows of them to its shard."""
+    own = values[own_rows(parameter)] if isinstance(parameter, DTensor) else values
+    _local(parameter).copy_(own)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
