@@ -138,7 +138,8 @@ class Client:
 
         fields = content if isinstance(content, dict) else {}
         if reply.status != 200 or fields.get("success") is False:
-            reason = fields.get("message") or fields.get("error") or text[:500]
+            reasons = (fields.get(field) for field in ("message", "error_message", "error"))
+            reason = next(filter(None, reasons), text[:500])
             raise EngineError(f"{self.name}: {route} was refused (HTTP {reply.status}): {reason}")
         return content
 

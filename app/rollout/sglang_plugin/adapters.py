@@ -8,7 +8,7 @@ unknown names            refuse a load; SGLang would find them when a batch need
 from collections.abc import Callable
 from typing import Any
 
-LORA = "sglang.srt.lora."
+MANAGER = "sglang.srt.lora.lora_manager.LoRAManager."
 EMBEDDINGS = {"embed_tokens", "lm_head"}
 
 
@@ -16,16 +16,20 @@ def register() -> None:
     """Register the hooks. They act only on a server that runs with `--enable-lora`."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(LORA + "utils.auto_detect_lora_target_modules", without_embeddings, HookType.AFTER)
-    HookRegistry.register(LORA + "utils.get_hidden_dim", layer_sizes, HookType.AROUND)
-    HookRegistry.register(
-        LORA + "lora_manager.LoRAManager.load_lora_weights_from_tensors", refuse_unknown_names, HookType.AFTER
-    )
+    HookRegistry.register(MANAGER + "init_lora_shapes", without_embeddings, HookType.AROUND)
+    HookRegistry.register(MANAGER + "load_lora_weights_from_tensors", refuse_unknown_names, HookType.AFTER)
+    HookRegistry.register("sglang.srt.lora.utils.get_hidden_dim", layer_sizes, HookType.AROUND)
 
 
-def without_embeddings(modules: set[str], *_: Any, **__: Any) -> set[str]:
-    """Remove what is no linear layer of the decoder from the modules of `--lora-target-modules all`."""
-    return modules - EMBEDDINGS
+def without_embeddings(
+    original: Callable[..., None], manager: Any, *, max_lora_rank: int | None, target_modules: set[str] | None
+) -> None:
+    """Resolve `--lora-target-modules all` to the linear layers of the decoder."""
+    from sglang.srt.lora.utils import auto_detect_lora_target_modules
+
+    if target_modules == {"all"}:
+        target_modules = auto_detect_lora_target_modules(manager.base_model) - EMBEDDINGS
+    original(manager, max_lora_rank=max_lora_rank, target_modules=target_modules)
 
 
 def layer_sizes(original: Callable[..., Any], name: str, config: Any, model: Any, layer: int, *rest: Any) -> Any:
