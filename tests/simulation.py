@@ -202,6 +202,10 @@ class SimEngine:
     async def update(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
         return {}
 
+    async def load_adapter(self, version: int, body: Mapping[str, Any]) -> int:
+        self.version = version
+        return 1
+
     async def stats(self) -> EngineStats:
         sampling = sum(now() - since for since in self._since.values())
         return EngineStats(len(self._running), int(TOKENS_PER_SECOND * (self.busy + sampling)))
@@ -448,7 +452,9 @@ class World:
         self.sync = SimSync(self.engines, self.config.placement.in_flight, self.push_seconds)
         pool = EnginePool(self.engines)
         supervisor = EngineSupervisor(self.config, pool, self.replace, self.recorder.warn)
-        time_sharing = TimeSharing(self.config.offload, self.trainer, pool, supervisor)
+        time_sharing = TimeSharing(
+            self.config.offload, self.trainer, pool, supervisor, adapters=self.config.model.lora.enabled
+        )
         colocate = self.config.placement.kind is PlacementKind.colocate
         weight_sync = RetryingWeightSync(
             self.sync,

@@ -39,6 +39,7 @@ class Device:
     # SGLang server flags. The setting `device.engine_args` overrides them in app/rollout/server_args.py.
     engine_flags: Mapping[str, object] = field(default_factory=dict)
     engine_env: Mapping[str, str] = field(default_factory=dict)
+    lora_backend: str = "csgmv"  # SGLang's kernels for adapters
     trainer_env: Mapping[str, str] = field(default_factory=dict)
     # The trainer's 16-bit attention over packed sequences, see app/model/attention.py. None: torch's.
     attention_kernel: "Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Tensor] | None" = None

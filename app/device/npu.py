@@ -37,6 +37,7 @@ DEVICE = Device(
         "ASCEND_COREDUMP_SIGNAL": "none",
     },
     trainer_env={**HCCL, "ASCEND_COREDUMP_SIGNAL": "none"},
+    lora_backend="ascend",
     plugin="torch_npu",
     packages={
         "torch_npu": "the device backend of torch; its version starts with torch's version",

@@ -206,7 +206,13 @@ class TrainingRun:
         """Wire the components of a run to each other."""
         config = self.config
         workers = self.workers
-        time_sharing = TimeSharing(config.offload, trainer_workers.trainer, workers.pool, workers.supervisor)
+        time_sharing = TimeSharing(
+            config.offload,
+            trainer_workers.trainer,
+            workers.pool,
+            workers.supervisor,
+            adapters=config.model.lora.enabled,
+        )
         colocate = config.placement.kind is PlacementKind.colocate
         weight_sync = RetryingWeightSync(
             trainer_workers.synchronizer,

@@ -4,7 +4,8 @@
     give_to_trainer   drain and release the engines │ onload the trainer
 
 Parameters are on the device during the sync, since offloaded shards cannot be read. The KV cache is reloaded only after
-they are offloaded: the device cannot hold both. A side that `offload` excludes stays on the device. On a CPU the same
+they are offloaded: the device cannot hold both. With adapters (`model.lora`) the engines keep their weights, which no
+sync sends. A side that `offload` excludes stays on the device. On a CPU the same
 calls are made in the same order, but no memory moves.
 """
 
@@ -28,8 +29,17 @@ class TimeSharing:
     The supervisor restarts engines only during the engines' turn.
     """
 
-    def __init__(self, offload: OffloadConfig, trainer: Trainer, pool: EnginePool, supervisor: EngineSupervisor):
+    def __init__(
+        self,
+        offload: OffloadConfig,
+        trainer: Trainer,
+        pool: EnginePool,
+        supervisor: EngineSupervisor,
+        *,
+        adapters: bool,
+    ):
         self.offload = offload
+        self.weights = () if adapters else (EngineMemory.weights,)  # of the engines, that a sync brings back
         self.trainer = trainer
         self.pool = pool
         self.supervisor = supervisor
@@ -37,7 +47,7 @@ class TimeSharing:
     async def give_to_engines(self, sync: Callable[[], Awaitable[SyncReport]]) -> SyncReport:
         """Hand the devices to the engines. `sync` copies the current policy into them."""
         await self.offload_trainer(OPTIMIZER_STATE)
-        await self._reload([EngineMemory.weights])
+        await self._reload(self.weights)
 
         report = await sync()
 
@@ -53,12 +63,12 @@ class TimeSharing:
         await self.onload_trainer(TrainerMemory)
 
     async def offload_engines(self) -> None:
-        """Drain the engines and release all their device memory."""
+        """Drain the engines and release their device memory."""
         if not self.offload.engine:
             return
 
         await self.pool.each(RolloutEngine.pause, InFlight.drain)
-        for region in (*CACHES, EngineMemory.weights):
+        for region in (*CACHES, *self.weights):
             await self.pool.each(RolloutEngine.release, region)
 
     async def offload_trainer(self, regions: Iterable[TrainerMemory]) -> None:

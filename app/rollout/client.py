@@ -86,13 +86,16 @@ class Client:
         reports = [state[REPORT] for state in states if REPORT in state]
         return {request_id: tokens for report in reports for request_id, tokens in report.items()} if reports else None
 
-    async def generate(self, request: GroupRequest, request_ids: Sequence[str], *, cache_key: str) -> list[Reply]:
+    async def generate(
+        self, request: GroupRequest, request_ids: Sequence[str], *, cache_key: str, adapter: str | None = None
+    ) -> list[Reply]:
         """Sample a group with one call. It has no deadline: the host watches the server's progress.
 
         Args:
-            request: The prompt and how to sample it.
+            request: The prompt and how to sample it. `version` is the adapter's, if there is one.
             request_ids: One for each member; `/abort_request` takes them.
             cache_key: Prefixes are reused only from requests with the same key.
+            adapter: The name of a loaded adapter to sample with.
         """
         sampling = request.sampling
         prompt = request.token_ids.tolist()
@@ -100,6 +103,7 @@ class Client:
             "input_ids": [prompt] * request.group_size,
             "rid": list(request_ids),
             "extra_key": cache_key,
+            "lora_path": adapter,
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
@@ -112,7 +116,7 @@ class Client:
         replies = await self.post("/generate", body, seconds=None)
         if not isinstance(replies, list) or len(replies) != request.group_size:
             raise EngineError(f"{self.name}: /generate returned {len(replies)} completions of {request.group_size}")
-        return [await parse(reply, request.version) for reply in replies]
+        return [await parse(reply, request.version, adapted=adapter is not None) for reply in replies]
 
     async def _call(self, method: str, route: str, body: Mapping[str, Any] | None, seconds: float | None) -> Any:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
@@ -134,7 +138,8 @@ class Client:
 
         fields = content if isinstance(content, dict) else {}
         if reply.status != 200 or fields.get("success") is False:
-            reason = fields.get("message") or fields.get("error") or text[:500]
+            reasons = (fields.get(field) for field in ("message", "error_message", "error"))
+            reason = next(filter(None, reasons), text[:500])
             raise EngineError(f"{self.name}: {route} was refused (HTTP {reply.status}): {reason}")
         return content
 
@@ -143,8 +148,14 @@ class Client:
             raise KeyRefused(f"{self.name} at {self.url} refused our key (HTTP {reply.status})")
 
 
-async def parse(reply: Mapping[str, Any], version: int) -> Reply:
-    """Return the completion in one reply of `/generate`. `version` is the request's."""
+async def parse(reply: Mapping[str, Any], version: int, *, adapted: bool = False) -> Reply:
+    """Return the completion in one reply of `/generate`.
+
+    Args:
+        reply: Decoded.
+        version: The request's.
+        adapted: Whether an adapter of `version` sampled all tokens; the server reports the version of its own weights.
+    """
     # Long replies take milliseconds each: let other requests run in between.
     await asyncio.sleep(0)
 
@@ -159,7 +170,7 @@ async def parse(reply: Mapping[str, Any], version: int) -> Reply:
         token_ids,
         logprobs,
         reason,
-        spans(meta, len(pairs), version),
+        (VersionSpan(version, 0, len(pairs)),) if adapted else spans(meta, len(pairs), version),
         cached_tokens=int(meta.get("cached_tokens") or 0),
     )
     return Reply(completion, str(finish.get("message")) if reason is FinishReason.abort else None)

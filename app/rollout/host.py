@@ -9,6 +9,7 @@ import itertools
 import os
 import secrets
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from packaging.version import InvalidVersion, Version
 
 from app.errors import EngineError, EngineLost
 from app.model.hf_directory import load_tokenizer
+from app.rollout.adapters import Adapter, Adapters, adapter_limit
 from app.rollout.client import Client, ConnectionLost, NoAnswer, spans_in_place
 from app.rollout.progress import ProgressClock, ProgressMonitor
 from app.rollout.server import Server, ServerSpec
@@ -45,6 +47,7 @@ class HostSpec:
     stall_timeout_s: float
     releases_memory: bool  # False: release and reload do nothing (there is no device memory on CPU)
     log: Path  # of the host; the server has its own
+    serves_adapters: bool = False  # True: every request names an adapter, and the weights of the model stay
     server: ServerSpec | None = None
     url: str | None = None
     key: str | None = field(default=None, repr=False)
@@ -58,6 +61,7 @@ class GroupInFlight:
 
     prompt_id: str
     request_ids: list[str]  # SGLang's
+    adapter: Adapter | None = None
     abort_asked: bool = False
     paused_in_place: bool = False  # a sync in place may have happened meanwhile
 
@@ -99,6 +103,7 @@ class EngineHost:
         self._client: Client | None = None
         # Decodes completions. None for servers of `rollout.urls`: their model directory may not be on this machine.
         self._tokenizer: Any = None
+        self._adapters: Adapters | None = None  # until `start`, and where the model itself is trained
 
         self._in_flight: dict[str, GroupInFlight] = {}  # by name of the request
         self._completion_tokens = 0  # sampled so far, by requests that ended
@@ -137,6 +142,8 @@ class EngineHost:
         version = str(info.get("version", ""))
         if self._server is None:
             self._require_supported(version)
+        if self.spec.serves_adapters:
+            self._adapters = self._make_adapters(adapter_limit(self.spec.name, self._client.url, info))
         return {
             "url": self._client.url,
             "version": version,
@@ -151,6 +158,8 @@ class EngineHost:
         """Kill the server, unless it was running already, and close the client."""
         for watcher in self._watchers:
             watcher.cancel()
+        if self._adapters is not None:
+            self._adapters.close()
         if self._client is not None:
             await self._client.close()
         if self._server is not None:
@@ -167,17 +176,8 @@ class EngineHost:
         if request.name in self._in_flight:
             raise EngineError(f"{self.spec.name}: prompt {request.name} is in flight already")
 
-        group = GroupInFlight(request.prompt_id, self._request_ids(request))
-        self._in_flight[request.name] = group
-        try:
-            completions = await self._race_failure(self._sample(client, request, group))
-        except BaseException:
-            self._completion_tokens += self._progress.tokens(group.request_ids)
-            raise
-        finally:
-            del self._in_flight[request.name]
-
-        self._completion_tokens += sum(len(completion.token_ids) for completion in completions)
+        with self._adapter_for_request() as adapter:
+            completions = await self._sample_in_flight(client, request, adapter)
         if self._tokenizer is None:
             return completions
         return await asyncio.to_thread(self._decoded, completions)
@@ -194,6 +194,8 @@ class EngineHost:
                 await self._race_failure(asyncio.sleep(IDLE_POLL_SECONDS))
             in_flight = InFlight.retract  # SGLang has no drain mode; nothing is left to retract
 
+        if self._adapters is not None:
+            self._adapters.pause()
         await self._control("/pause_generation", {"mode": in_flight.value})
         self._paused = True
         for group in self._in_flight.values():
@@ -204,21 +206,22 @@ class EngineHost:
         if self._paused:
             await self._control("/continue_generation", {})
             self._paused = False
+        if self._adapters is not None:
+            self._adapters.resume()
         self._admitting.set()
 
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
         """Abort the requests of these prompts, or all requests (None)."""
         named = None if prompt_ids is None else set(prompt_ids)
         groups = [group for group in self._in_flight.values() if named is None or group.prompt_id in named]
-        for group in groups:
-            group.abort_asked = True
-        if prompt_ids is None:
-            self._abort_alls += 1
-            await self._control("/abort_request", {"abort_all": True, "rid": ""})
+        if prompt_ids is not None:
+            await self._abort_groups(groups)
             return
 
-        limit = asyncio.Semaphore(MAX_ABORT_CALLS)
-        await gather_or_raise(*(self._abort(each, limit) for group in groups for each in group.request_ids))
+        for group in groups:
+            group.abort_asked = True
+        self._abort_alls += 1
+        await self._control("/abort_request", {"abort_all": True, "rid": ""})
 
     async def release(self, region: EngineMemory) -> None:
         """Free a region's device memory; its content is lost. The engine must be paused and idle."""
@@ -226,6 +229,8 @@ class EngineHost:
             raise EngineError(
                 f"{self.spec.name}: {region.name} cannot be released before the engine is paused and idle"
             )
+        if self.spec.serves_adapters and region is EngineMemory.weights:
+            raise EngineError(f"{self.spec.name}: weights cannot be released: no sync of adapters brings them back")
         # SGLang crashes when a region is released twice.
         if region not in self._released:
             if self.spec.releases_memory:
@@ -242,6 +247,13 @@ class EngineHost:
     async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Forward one request of a weight update to the server and return its reply."""
         return await self._race_failure(self._started_client().post(f"/{route}", body))
+
+    async def load_adapter(self, version: int, body: Mapping[str, Any]) -> int:
+        """Load the adapter of a policy version for every later request. Returns the adapters that are loaded now."""
+        self._started_client()
+        if self._adapters is None:
+            raise EngineError(f"{self.spec.name} serves no adapters: model.lora.rank is 0")
+        return await self._race_failure(self._adapters.load(version, body))
 
     async def stats(self) -> EngineStats:
         """Return the groups in flight and the completion tokens so far, as of the last report of the server."""
@@ -315,19 +327,61 @@ class EngineHost:
             self._fail(EngineLost(f"{error} (rollout.stall_timeout_s)" if isinstance(error, NoAnswer) else str(error)))
             self._started_client()  # raises it
 
+    async def _abort_groups(self, groups: Sequence[GroupInFlight]) -> None:
+        for group in groups:
+            group.abort_asked = True
+        limit = asyncio.Semaphore(MAX_ABORT_CALLS)
+        await gather_or_raise(*(self._abort(each, limit) for group in groups for each in group.request_ids))
+
     async def _abort(self, request_id: str, limit: asyncio.Semaphore) -> None:
         async with limit:
             await self._control("/abort_request", {"rid": request_id})
+
+    def _make_adapters(self, limit: int) -> Adapters:
+        async def call(route: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+            seconds = self.spec.stall_timeout_s
+            return await self._race_failure(self._started_client().post(route, body, seconds=seconds))
+
+        async def abort(adapter: Adapter) -> None:
+            await self._abort_groups([group for group in self._in_flight.values() if group.adapter is adapter])
+
+        seconds = self.spec.stall_timeout_s
+        return Adapters(self.spec.name, self._host_id, limit=limit, abort_timeout_s=seconds, call=call, abort=abort)
+
+    def _adapter_for_request(self) -> AbstractContextManager[Adapter | None]:
+        return nullcontext() if self._adapters is None else self._adapters.for_request()
 
     def _request_ids(self, request: GroupRequest) -> list[str]:
         """Return one id per member, never used before: a server refuses ids of requests that were cancelled."""
         call = f"{self._host_id}-{next(self._calls)}"
         return [f"{call}/{request.name}#{member}" for member in range(request.group_size)]
 
+    async def _sample_in_flight(
+        self, client: Client, request: GroupRequest, adapter: Adapter | None
+    ) -> list[Completion]:
+        """Sample a group that counts as in flight meanwhile."""
+        group = GroupInFlight(request.prompt_id, self._request_ids(request), adapter)
+        self._in_flight[request.name] = group
+        try:
+            completions = await self._race_failure(self._sample(client, request, group))
+        except BaseException:
+            self._completion_tokens += self._progress.tokens(group.request_ids)
+            raise
+        finally:
+            del self._in_flight[request.name]
+
+        self._completion_tokens += sum(len(completion.token_ids) for completion in completions)
+        return completions
+
     async def _sample(self, client: Client, request: GroupRequest, group: GroupInFlight) -> list[Completion]:
         """Sample a group. Raises `EngineError` if the server aborted a request by itself."""
         cache_key = f"{self._host_id}-{self._pauses}"
-        replies = await client.generate(request, group.request_ids, cache_key=cache_key)
+        adapter = group.adapter
+        if adapter is not None:
+            request = replace(request, version=adapter.version)
+        replies = await client.generate(
+            request, group.request_ids, cache_key=cache_key, adapter=adapter.name if adapter else None
+        )
         reasons = [reply.abort_reason for reply in replies if reply.abort_reason is not None]
         if reasons and not group.abort_asked:
             raise EngineError(
@@ -335,7 +389,7 @@ class EngineHost:
                 f"by itself: {reasons[0]}"
             )
         completions = [reply.completion for reply in replies]
-        if group.paused_in_place:
+        if group.paused_in_place and adapter is None:
             return [replace(each, spans=spans_in_place(each.spans, request.version)) for each in completions]
         return completions
 

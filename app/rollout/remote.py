@@ -83,6 +83,9 @@ class RemoteEngine:
     async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return await self._call(EngineHost.update, route, body)
 
+    async def load_adapter(self, version: int, body: Mapping[str, Any]) -> int:
+        return await self._call(EngineHost.load_adapter, version, body)
+
     async def stats(self) -> EngineStats:
         return await self._call(EngineHost.stats)
 

@@ -35,9 +35,30 @@ def engine_flags(config: RunConfig, device: Device, *, index: int = 0, life: int
         "trust-remote-code": config.model.trust_remote_code,
         "log-level-http": "warning",
         "enable-memory-saver": colocate and device.shares_memory and config.offload.engine,
+        **(adapter_flags(config, device) if config.model.lora.enabled else {}),
         **device.engine_flags,
         **config.device.engine_args,
         **config.rollout.engine_args,
+    }
+
+
+def adapter_flags(config: RunConfig, device: Device) -> dict[str, object]:
+    """Return SGLang's flags for serving adapters.
+
+    In colocate one adapter is in use while the next is loaded. In fully_async requests of `max_staleness` + 1 policies
+    are in flight; the next policy is loaded, and one more may be waiting to be unloaded.
+    """
+    colocate = config.placement.kind is PlacementKind.colocate
+    most = 2 if colocate else config.placement.max_staleness + 3
+    return {
+        "enable-lora": True,
+        "max-lora-rank": config.model.lora.rank,
+        # Those of the decoder, see app/rollout/sglang_plugin/adapters.py. Qwen3.5's are not among SGLang's choices.
+        "lora-target-modules": "all",
+        "lora-backend": device.lora_backend,
+        "lora-strict-loading": True,
+        "max-loras-per-batch": most,
+        "max-loaded-loras": most,
     }
 
 

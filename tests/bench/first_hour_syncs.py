@@ -89,7 +89,9 @@ async def measure(config: RunConfig, folder: Path) -> dict[str, Any]:
         start_trainer_workers(config, device, folder, workers, first=True) as made,
     ):
         started = time.perf_counter() - began
-        devices = TimeSharing(config.offload, made.trainer, workers.pool, workers.supervisor)
+        devices = TimeSharing(
+            config.offload, made.trainer, workers.pool, workers.supervisor, adapters=config.model.lora.enabled
+        )
         shared = config.placement.kind is PlacementKind.colocate
         sync = RetryingWeightSync(
             made.synchronizer,

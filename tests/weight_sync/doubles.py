@@ -142,3 +142,7 @@ class EngineDouble:
         if (route, index) == self.refuses:
             raise EngineError(f"{self.name}: refused by the test")
         return {"success": True}
+
+    async def load_adapter(self, version: int, body: Mapping[str, Any]) -> int:
+        await self.update("load_adapter", body)
+        return 1

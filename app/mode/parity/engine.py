@@ -77,7 +77,9 @@ async def _sample(config: RunConfig, folder: Path) -> Sampled:
         recorder.status("syncing weights")
         try:
             if config.placement.kind is PlacementKind.colocate:
-                devices = TimeSharing(config.offload, made.trainer, workers.pool, workers.supervisor)
+                devices = TimeSharing(
+                    config.offload, made.trainer, workers.pool, workers.supervisor, adapters=config.model.lora.enabled
+                )
                 await devices.give_to_engines(lambda: made.synchronizer.sync(VERSION))
             else:
                 await made.synchronizer.sync(VERSION)

@@ -3,6 +3,8 @@
 SGLang finds it through two entry points (pyproject.toml), both in `entry_points`:
 
     sglang.srt.platforms → `platform`   on CPU: names `platform.TorchCpuPlatform`
-    sglang.srt.plugins   → `load`       all devices: `delta_loader` (with `sparse_tensor`), `request_report`
-                                        on CPU also: `cpu_attention` (with `cpu_kv_cache`), `cpu_gated_delta`
+    sglang.srt.plugins   → `load`       all devices: `adapters`, `delta_loader` (with `sparse_tensor`),
+                                        `request_report`
+                                        on CPU also: `cpu_attention` (with `cpu_kv_cache`), `cpu_gated_delta`,
+                                        `cpu_lora`
 """

@@ -24,8 +24,9 @@ def load() -> None:
     if DEVICE_VARIABLE not in os.environ:
         return
 
-    from app.rollout.sglang_plugin import delta_loader, request_report
+    from app.rollout.sglang_plugin import adapters, delta_loader, request_report
 
+    adapters.register()
     delta_loader.register()
     request_report.register()
     if os.environ[DEVICE_VARIABLE] == "cpu":
@@ -35,10 +36,11 @@ def load() -> None:
 def _load_for_cpu() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from app.rollout.sglang_plugin import cpu_attention, cpu_gated_delta
+    from app.rollout.sglang_plugin import cpu_attention, cpu_gated_delta, cpu_lora
 
     cpu_attention.register()
     cpu_gated_delta.register()
+    cpu_lora.register()
     HookRegistry.register(SET_START_METHOD, fork_children, HookType.AFTER)
     HookRegistry.register(PROCESS_REQUESTS, sleep_while_paused, HookType.AFTER)
     HookRegistry.register(SYNCHRONIZE, nothing_to_wait_for, HookType.REPLACE)

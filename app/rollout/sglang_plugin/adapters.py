@@ -1,0 +1,53 @@
+"""Runs inside SGLang's processes: what serving adapters lacks for our models and for a trainer that sends many.
+
+embeddings and LM head   get no adapters, and so no buffers and no kernels: only linear layers are trained
+Qwen3.5's text model     tells the sizes of its layers, which only the class inside it does
+unknown names            refuse a load; SGLang would find them when a batch needs the adapter, and its scheduler end
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+MANAGER = "sglang.srt.lora.lora_manager.LoRAManager."
+EMBEDDINGS = {"embed_tokens", "lm_head"}
+
+
+def register() -> None:
+    """Register the hooks. They act only on a server that runs with `--enable-lora`."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(MANAGER + "init_lora_shapes", without_embeddings, HookType.AROUND)
+    HookRegistry.register(MANAGER + "load_lora_weights_from_tensors", refuse_unknown_names, HookType.AFTER)
+    HookRegistry.register("sglang.srt.lora.utils.get_hidden_dim", layer_sizes, HookType.AROUND)
+
+
+def without_embeddings(
+    original: Callable[..., None], manager: Any, *, max_lora_rank: int | None, target_modules: set[str] | None
+) -> None:
+    """Resolve `--lora-target-modules all` to the linear layers of the decoder."""
+    from sglang.srt.lora.utils import auto_detect_lora_target_modules
+
+    if target_modules == {"all"}:
+        target_modules = auto_detect_lora_target_modules(manager.base_model) - EMBEDDINGS
+    original(manager, max_lora_rank=max_lora_rank, target_modules=target_modules)
+
+
+def layer_sizes(original: Callable[..., Any], name: str, config: Any, model: Any, layer: int, *rest: Any) -> Any:
+    """Return the input and output width of a linear layer, from the class that knows it."""
+    body = getattr(model, "model", None)
+    if body is not None and hasattr(body, "get_hidden_dim") and not hasattr(model, "get_hidden_dim"):
+        return body.get_hidden_dim(name, layer)
+    return original(name, config, model, layer, *rest)
+
+
+def refuse_unknown_names(_: None, manager: Any, adapter: Any, *__: Any, **___: Any) -> None:
+    """Raise `ValueError` if a tensor of a loaded adapter belongs to no layer. Hook after its load."""
+    from sglang.srt.lora.utils import get_target_module_name
+
+    loaded = manager.loras[adapter.lora_id]
+    for name in [name for layer in loaded.layers for name in layer.weights]:
+        try:
+            get_target_module_name(name, manager.target_modules)
+        except ValueError:
+            del manager.loras[adapter.lora_id]
+            raise ValueError(f"{name} belongs to no layer that takes an adapter") from None

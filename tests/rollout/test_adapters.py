@@ -1,0 +1,235 @@
+"""Which adapter requests name, and what is unloaded when, on a double of the server."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from app.errors import EngineError
+from app.rollout.adapters import LOAD, Adapter, Adapters, adapter_limit
+from app.rollout.client import NoAnswer
+
+BODY = {"config_dict": {}, "serialized_named_tensors": [""], "load_format": None}
+
+
+class Double:
+    """A server's adapters. `failures` holds errors of the next calls, by route; `abort` ends the requests at once."""
+
+    def __init__(self, limit: int = 4):
+        self.loaded: list[str] = []
+        self.calls: list[str] = []
+        self.failures: dict[str, list[EngineError]] = {}
+        self.ending: dict[Adapter, asyncio.Event] = {}
+        self.adapters = Adapters("engine 0", "h", limit=limit, abort_timeout_s=0.2, call=self.call, abort=self.abort)
+
+    async def call(self, route: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        name = str(body["lora_name"])
+        verb = "+" if route == LOAD else "-"
+        self.calls.append(verb + name)
+        await asyncio.sleep(0)
+        if self.failures.get(verb):
+            raise self.failures[verb].pop(0)
+        if verb == "+":
+            self.loaded.append(name)
+        else:
+            self.loaded.remove(name)
+        return {"loaded_adapters": dict.fromkeys(self.loaded, "__tensor__")}
+
+    async def abort(self, adapter: Adapter) -> None:
+        if adapter in self.ending:
+            self.ending.pop(adapter).set()
+
+    async def request(self) -> asyncio.Event:
+        """A request that has begun; it ends with the event."""
+        ended = asyncio.Event()
+        begun = asyncio.Event()
+
+        async def run() -> None:
+            with self.adapters.for_request() as adapter:
+                self.ending[adapter] = ended
+                begun.set()
+                await ended.wait()
+
+        self.task = asyncio.create_task(run())
+        await begun.wait()
+        return ended
+
+
+async def settled() -> None:
+    """Let everything run that waits for nothing but its turn."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_every_load_has_a_name_of_its_own_and_later_requests_use_it() -> None:
+    async def run() -> None:
+        server = Double()
+        with pytest.raises(EngineError, match="engine 0 has no adapter yet"), server.adapters.for_request():
+            pass
+        for version, name in ((7, "policy-v7-h-0"), (8, "policy-v8-h-1"), (7, "policy-v7-h-2")):
+            assert await server.adapters.load(version, BODY) == 1
+            assert server.loaded == [name]
+            with server.adapters.for_request() as adapter:
+                assert (adapter.name, adapter.version) == (name, version)
+
+    asyncio.run(run())
+
+
+def test_an_adapter_in_use_is_unloaded_when_its_last_request_ends() -> None:
+    async def run() -> None:
+        server = Double()
+        await server.adapters.load(1, BODY)
+        ends = [await server.request(), await server.request()]
+        assert await server.adapters.load(2, BODY) == 2
+        ends[0].set()
+        await settled()
+        assert server.loaded == ["policy-v1-h-0", "policy-v2-h-1"]
+        ends[1].set()
+        await settled()
+        assert server.loaded == ["policy-v2-h-1"]
+
+    asyncio.run(run())
+
+
+def test_nothing_is_unloaded_while_the_server_is_paused() -> None:
+    async def run() -> None:
+        server = Double()
+        await server.adapters.load(1, BODY)
+        ended = await server.request()
+        server.adapters.pause()
+        assert await server.adapters.load(2, BODY) == 2
+        ended.set()
+        await settled()
+        assert server.calls == ["+policy-v1-h-0", "+policy-v2-h-1"]
+        server.adapters.resume()
+        await settled()
+        assert server.calls[2:] == ["-policy-v1-h-0"]
+
+    asyncio.run(run())
+
+
+def test_a_failed_load_leaves_the_adapter_before_it_in_force() -> None:
+    async def run() -> None:
+        server = Double()
+        await server.adapters.load(1, BODY)
+        server.failures["+"] = [EngineError("refused")]
+        with pytest.raises(EngineError, match="refused"):
+            await server.adapters.load(2, BODY)
+        with server.adapters.for_request() as adapter:
+            assert adapter.version == 1
+        assert await server.adapters.load(3, BODY) == 1
+        assert server.calls[2:] == ["+policy-v3-h-2", "-policy-v1-h-0"]
+
+    asyncio.run(run())
+
+
+def test_an_adapter_whose_load_was_not_answered_is_unloaded_later() -> None:
+    """The server may have it all the same."""
+
+    async def run() -> None:
+        server = Double()
+        await server.adapters.load(1, BODY)
+        server.failures["+"] = [NoAnswer("no answer")]
+        with pytest.raises(NoAnswer):
+            await server.adapters.load(2, BODY)
+        server.loaded.append("policy-v2-h-1")
+        assert await server.adapters.load(3, BODY) == 1
+        assert server.loaded == ["policy-v3-h-2"]
+
+    asyncio.run(run())
+
+
+def test_an_unload_that_failed_is_logged_and_tried_again_with_the_next_load(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        server = Double()
+        await server.adapters.load(1, BODY)
+        server.failures["-"] = [EngineError("engine 0: the server refused")]
+        assert await server.adapters.load(2, BODY) == 2
+        (await server.request()).set()
+        await settled()
+        assert server.calls == ["+policy-v1-h-0", "+policy-v2-h-1", "-policy-v1-h-0"]  # not tried all the time
+        assert await server.adapters.load(3, BODY) == 1
+        assert server.loaded == ["policy-v3-h-2"]
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert caplog.messages == ["engine 0: policy-v1-h-0 stays loaded until the next load: engine 0: the server refused"]
+
+
+def test_an_adapter_that_the_server_does_not_have_any_more_is_forgotten() -> None:
+    async def run() -> None:
+        server = Double()
+        await server.adapters.load(1, BODY)
+        server.failures["-"] = [NoAnswer("no answer")]
+        await server.adapters.load(2, BODY)
+        server.loaded.remove("policy-v1-h-0")
+        assert await server.adapters.load(3, BODY) == 1
+        assert server.calls.count("-policy-v1-h-0") == 1
+
+    asyncio.run(run())
+
+
+def test_the_oldest_requests_are_aborted_when_the_server_holds_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        server = Double(limit=3)
+        for version in (1, 2, 3):
+            await server.adapters.load(version, BODY)
+            await server.request()
+        assert await server.adapters.load(4, BODY) == 3
+        assert server.loaded == ["policy-v2-h-1", "policy-v3-h-2", "policy-v4-h-3"]
+        assert [adapter.version for adapter in server.ending] == [2, 3]
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert caplog.messages == [
+        "engine 0: aborting 1 requests of policy 1, whose adapter is the oldest of 3: the server holds no more"
+    ]
+
+
+def test_requests_that_do_not_end_when_aborted_fail_the_load() -> None:
+    async def run() -> None:
+        server = Double(limit=2)
+        await server.adapters.load(1, BODY)
+        await server.request()
+        await server.adapters.load(2, BODY)
+        server.ending.clear()
+        with pytest.raises(EngineError, match="engine 0: aborted requests of policy 1 did not end within"):
+            await server.adapters.load(3, BODY)
+        assert server.loaded == ["policy-v1-h-0", "policy-v2-h-1"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("info", "limit"),
+    [
+        ({"enable_lora": True, "max_loaded_loras": 5, "max_loras_per_batch": 4}, 5),
+        ({"enable_lora": True, "max_loaded_loras": None, "max_loras_per_batch": 8}, 8),
+        ({"enable_lora": True}, 2),
+    ],
+)
+def test_the_limit_is_the_servers(info: Mapping[str, Any], limit: int) -> None:
+    assert adapter_limit("engine 0", "http://a:1", info) == limit
+
+
+@pytest.mark.parametrize(
+    ("info", "sentence"),
+    [
+        (
+            {"enable_lora": False},
+            "engine 0 at http://a:1 serves no adapters: with model.lora, servers of rollout.urls must run with "
+            "--enable-lora",
+        ),
+        (
+            {"enable_lora": True, "max_loaded_loras": 1},
+            "engine 0 at http://a:1 runs with --max-loaded-loras 1: a sync needs at least 2, for the adapter in use "
+            "and the next one",
+        ),
+    ],
+)
+def test_a_server_that_cannot_take_adapters_is_refused(info: Mapping[str, Any], sentence: str) -> None:
+    with pytest.raises(EngineError) as refused:
+        adapter_limit("engine 0", "http://a:1", info)
+    assert str(refused.value) == sentence
