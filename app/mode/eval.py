@@ -39,7 +39,6 @@ class Subject:
 
 def run(config: RunConfig, folder: Path) -> ModeResult:
     """Evaluate the checkpoint of `resume=`, or else the model; the metric is the mean accuracy over the sets."""
-    config = replace(config, model=replace(config.model, lora=LoraConfig()))
     with RunFolderRecorder(config, folder) as recorder:
         return ModeResult(asyncio.run(until_signal(_evaluate(config, folder, recorder))))
 
