@@ -120,8 +120,9 @@ class RolloutEngine(Protocol):
 
         Args:
             version: The policy version; an adapter of the same version is replaced.
-            body: `config_dict`, `serialized_named_tensors` (one payload for each engine rank) and `load_format` of
-                SGLang's `/load_lora_adapter_from_tensors`.
+            body: `lora_path`, a folder in PEFT's form that the engine can read until this returns; or `config_dict` and
+                `serialized_named_tensors`, one payload for each engine rank, of SGLang's
+                `/load_lora_adapter_from_tensors`.
 
         Returns:
             Adapters that are loaded now.

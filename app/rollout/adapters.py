@@ -18,7 +18,8 @@ from typing import Any
 from app.errors import EngineError, one_line
 from app.rollout.client import NoAnswer
 
-LOAD = "/load_lora_adapter_from_tensors"
+LOAD_FOLDER = "/load_lora_adapter"
+LOAD_TENSORS = "/load_lora_adapter_from_tensors"
 UNLOAD = "/unload_lora_adapter"
 FEWEST = 2  # the adapter in use, and the one that is being loaded
 log = logging.getLogger(__name__)
@@ -139,8 +140,9 @@ class Adapters:
 
     async def _load(self, adapter: Adapter, body: Mapping[str, Any]) -> Mapping[str, Any]:
         self._loaded.append(adapter)
+        route = LOAD_FOLDER if "lora_path" in body else LOAD_TENSORS
         try:
-            return await self._call(LOAD, {**body, "lora_name": adapter.name})
+            return await self._call(route, {**body, "lora_name": adapter.name})
         except NoAnswer:
             raise  # the server may have loaded it: it counts, and is unloaded later
         except EngineError:

@@ -14,6 +14,7 @@ from aiohttp import ClientSession, ClientTimeout, web
 
 from app.config.algorithm import AlgorithmConfig, Correction
 from app.config.device import DeviceKind, Dtype
+from app.config.model import LoraConfig
 from app.config.trainer import TrainerConfig
 from app.config.weight_sync import SyncMode, Verify, WeightSyncConfig
 from app.types import Completion, GroupRequest, InFlight, Sampling
@@ -51,7 +52,14 @@ class Weights:
                     parameter.add_(0.05 * torch.randn_like(parameter))
 
 
-def make_trainer(model: Path, folder: Path, *, ranks: int = 1, dtype: Dtype = Dtype.float32) -> Any:
+def make_trainer(
+    model: Path,
+    folder: Path,
+    *,
+    ranks: int = 1,
+    dtype: Dtype = Dtype.float32,
+    lora: LoraConfig | None = None,
+) -> Any:
     """Create Ray actors of real trainer ranks, not set up yet."""
     import ray
 
@@ -79,6 +87,7 @@ def make_trainer(model: Path, folder: Path, *, ranks: int = 1, dtype: Dtype = Dt
         threads=1,
         seed=0,
         logs=folder,
+        lora=lora or LoraConfig(),
     )
     make = ray.remote(concurrency_groups=CONCURRENCY_GROUPS, num_cpus=0)(TrainerRank)
     return RemoteTrainer([make.remote(spec, rank) for rank in range(ranks)], timeout_s=120, logs=folder)

@@ -1,61 +1,56 @@
 """The extension of a trainer rank that hands its adapters to the engines.
 
-A push is small (132 MB for rank 32 of a 4B), so rank 0 gathers all of it at once and needs no buckets. SGLang keeps an
-adapter in host memory and may read the memory that it was given for as long as the adapter is loaded: every push has a
-buffer of its own, which its last reader frees.
+A push is small (132 MB for rank 32 of a 4B), so rank 0 gathers all of it at once and needs no buckets. Engines on its
+machine read it from a file in shared memory; others get its bytes in the request.
 """
 
 import base64
 import io
+import json
 import pickle
+import shutil
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from app.errors import SyncError
 from app.model.lora.names import served, served_config
 from app.model.policy import named_trained_tensors
 from app.trainer.rank import TrainerRank
 from app.types import TrainerMemory
-from app.weight_sync.buckets import Bucket, TensorMeta
 from app.weight_sync.gather import Receivers, gather_full
-from app.weight_sync.transport.ipc_payload import (
-    SHARED_MEMORY,
-    allocate_shared,
-    flattened,
-    serialize_bucket,
-    shared_memory_name,
-)
 
 ADAPTER_EXTENSION: Final = "adapter_sync"  # the name under which an `AdapterSender` is attached to every trainer rank
-HOST = torch.device("cpu")
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "posttrain-adapter-"  # of the folders there
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPush:
     """What rank 0 gathered of one policy version."""
 
-    config: dict[str, Any]  # what SGLang needs of PEFT's adapter_config.json
-    handles: tuple[str, ...]  # one for each engine rank, in the order of the engines; empty: `inline` is sent
-    inline: str | None  # the same for every engine rank
+    folder: Path | None  # in shared memory, in PEFT's form
+    inline: dict[str, Any]  # without a folder: the adapter's configuration, and its tensors for one engine rank
     bytes: int
 
-    def body(self, place: int, tensor_parallel: int) -> dict[str, object]:
-        """Return the request for the engine at this place in the order of the engines."""
-        ranks = range(place * tensor_parallel, (place + 1) * tensor_parallel)
-        payloads = [self.inline if self.inline is not None else self.handles[rank] for rank in ranks]
+    def body(self, tensor_parallel: int) -> dict[str, Any]:
+        """Return the body of `RolloutEngine.load_adapter` for an engine of this many ranks."""
+        if self.folder is not None:
+            return {"lora_path": str(self.folder)}
         return {
-            "config_dict": self.config,
-            "serialized_named_tensors": payloads,
-            "load_format": "flattened_bucket",
+            "config_dict": self.inline["config"],
+            "serialized_named_tensors": [self.inline["tensors"]] * tensor_parallel,
         }
 
 
 class AdapterSender:
     """Gathers the adapters of a trainer rank.
 
-    Lifecycle: `gather` for each sync, `close` once.
+    Lifecycle: `gather`, then `release` when the engines have loaded them; `close` once.
     """
 
     def __init__(self, trainer_rank: TrainerRank):
@@ -63,45 +58,42 @@ class AdapterSender:
         self.dtype = getattr(torch, trainer_rank.spec.dtype.name)
         self.tensors = dict(named_trained_tensors(trainer_rank.model))
         self.receivers = Receivers.rank_0 if trainer_rank.device.has_gather else Receivers.rank_0_by_all_gather
-        self._buffer: Tensor | None = None  # of the last push
-        self._names: list[str] = []  # of the shared memory that may still exist
+        self._folder: Path | None = None
 
-    def gather(self, handles: int) -> AdapterPush | None:
+    def gather(self, one_machine: bool) -> AdapterPush | None:
         """Gather the adapters in the engines' dtype. A collective; None on ranks other than 0.
 
         Args:
-            handles: Engine ranks of this machine, which get a handle each. 0: one payload that holds the bytes.
+            one_machine: Whether the engines see this machine's shared memory.
+
+        Raises:
+            SyncError: The shared memory is full.
         """
         self.trainer_rank.require_onloaded("weight sync", TrainerMemory.parameters)
-        tensors = [pair for name in self.tensors for pair in self._gather(name)]
+        self.release()
+        tensors = dict(pair for name in self.tensors for pair in self._gather(name))
         if self.trainer_rank.rank != 0:
             return None
 
-        bucket = Bucket(tuple(TensorMeta(name, self._dtype_name, tuple(each.shape)) for name, each in tensors))
-        buffer = self._allocate(bucket.bytes, shared=handles > 0)
-        for meta, offset, (_, tensor) in zip(bucket.tensors, bucket.offsets, tensors, strict=True):
-            buffer[offset : offset + meta.bytes].view(self.dtype).copy_(tensor.reshape(-1))
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        config = served_config(self.trainer_rank.spec.lora)
+        if one_machine:
+            self._folder = _write(tensors, config, size)
+            return AdapterPush(self._folder, {}, size)
+        return AdapterPush(None, {"config": config, "tensors": serialize(tensors)}, size)
 
-        return AdapterPush(
-            config=served_config(self.trainer_rank.spec.lora),
-            handles=tuple(serialize_bucket(buffer, bucket) for _ in range(handles)),
-            inline=None if handles else serialize_bytes(buffer, bucket),
-            bytes=bucket.bytes,
-        )
+    def release(self) -> None:
+        """Remove the last push from shared memory. Idempotent. Engines that read it keep what they need."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
     def close(self) -> None:
-        """Free the last push, and the shared memory of pushes whose engine was killed."""
-        self._buffer = None
-        for name in self._names:
-            (SHARED_MEMORY / name).unlink(missing_ok=True)
-        self._names = []
-
-    @property
-    def _dtype_name(self) -> str:
-        return self.trainer_rank.spec.dtype.name
+        """Free everything."""
+        self.release()
 
     def _gather(self, name: str) -> list[tuple[str, Tensor]]:
-        """Return the full tensor under the engine's names; nothing on ranks other than 0."""
+        """Return the full tensor on the host under the engine's names; nothing on ranks other than 0."""
         tensor = self.tensors[name].detach()
         out = None
         if self.trainer_rank.rank == 0:
@@ -109,20 +101,26 @@ class AdapterSender:
         gather_full(tensor, self.dtype, out=out, receivers=self.receivers)
         if out is None:
             return []
-        return served(name, out.view(tensor.shape), self.trainer_rank.model.config)
-
-    def _allocate(self, size: int, *, shared: bool) -> Tensor:
-        if not shared:
-            return torch.empty(size, dtype=torch.uint8)
-        self._buffer = None  # engines that read it keep it
-        self._names = [name for name in self._names if (SHARED_MEMORY / name).exists()]
-        self._buffer = allocate_shared(size, HOST)
-        self._names.append(shared_memory_name(self._buffer))
-        return self._buffer
+        return served(name, out.cpu().view(tensor.shape), self.trainer_rank.model.config)
 
 
-def serialize_bytes(buffer: Tensor, bucket: Bucket) -> str:
-    """Return the payload of a bucket with its bytes, for an engine on any machine."""
+def _write(tensors: dict[str, Tensor], config: dict[str, Any], size: int) -> Path:
+    from safetensors.torch import save_file
+
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if size > free:
+        raise SyncError(
+            f"the adapter needs {size / 2**20:.0f} MiB, but {SHARED_MEMORY} has only {free / 2**20:.0f} MiB free: give "
+            "the machine more shared memory"
+        )
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY))
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def serialize(tensors: dict[str, Tensor]) -> str:
+    """Return the tensors as SGLang's `/load_lora_adapter_from_tensors` takes them: base64 of a pickle of tensors."""
     pickled = io.BytesIO()
-    pickle.dump(flattened(buffer, bucket), pickled, protocol=pickle.HIGHEST_PROTOCOL)
+    pickle.dump({name: tensor.clone() for name, tensor in tensors.items()}, pickled, protocol=pickle.HIGHEST_PROTOCOL)
     return base64.b64encode(pickled.getvalue()).decode()

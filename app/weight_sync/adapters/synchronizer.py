@@ -8,7 +8,7 @@ Invariants:
     - A failed sync leaves every engine with a complete adapter of this policy or of an earlier one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from app.config.weight_sync import WeightSyncConfig
 from app.errors import SyncError
@@ -61,16 +61,17 @@ class AdapterSynchronizer:
         deadline = Deadline(version, self.config.timeout_s)
         clock = PhaseClock()
         engines = list(self.engines.values())
-        with clock.phase("gather"):
-            push = await self._gather(deadline, len(engines))
-        with clock.phase("load"):
-            calls = {
-                engine.name: engine.load_adapter(version, push.body(place, self.tensor_parallel))
-                for place, engine in enumerate(engines)
-            }
-            loaded = await deadline.gather("loading the adapter", calls)
-        with clock.phase("resume"):  # engines that were drained to hand their devices to the trainer
-            await deadline.gather("resume", {engine.name: engine.resume() for engine in engines})
+        try:
+            with clock.phase("gather"):
+                push = await self._gather(deadline)
+            with clock.phase("load"):
+                body = push.body(self.tensor_parallel)
+                calls = {engine.name: engine.load_adapter(version, body) for engine in engines}
+                loaded = await deadline.gather("loading the adapter", calls)
+            with clock.phase("resume"):  # engines that were drained to hand their devices to the trainer
+                await deadline.gather("resume", {engine.name: engine.resume() for engine in engines})
+        finally:
+            await self._call_best_effort(AdapterSender.release)
 
         return SyncReport(
             version=version,
@@ -84,13 +85,15 @@ class AdapterSynchronizer:
         """Nothing stays open after a failure: a load that still runs ends with a complete adapter, or none."""
 
     async def close(self) -> None:
-        """Free the senders' memory. Shared memory would outlive a killed process."""
-        await best_effort({TRAINER_RANKS: self.trainer.call(ADAPTER_EXTENSION, AdapterSender.close)}, CLOSE_TIMEOUT_S)
+        """Free what the senders left in shared memory, which would outlive a killed process."""
+        await self._call_best_effort(AdapterSender.close)
 
-    async def _gather(self, deadline: Deadline, engines: int) -> AdapterPush:
-        handles = engines * self.tensor_parallel if self.one_machine else 0
-        calls = {TRAINER_RANKS: self.trainer.call(ADAPTER_EXTENSION, AdapterSender.gather, handles=handles)}
-        push = (await deadline.gather("gathering the adapter", calls))[TRAINER_RANKS][0]
+    async def _call_best_effort(self, method: Callable[[AdapterSender], None]) -> None:
+        await best_effort({TRAINER_RANKS: self.trainer.call(ADAPTER_EXTENSION, method)}, CLOSE_TIMEOUT_S)
+
+    async def _gather(self, deadline: Deadline) -> AdapterPush:
+        gathering = self.trainer.call(ADAPTER_EXTENSION, AdapterSender.gather, one_machine=self.one_machine)
+        push = (await deadline.gather("gathering the adapter", {TRAINER_RANKS: gathering}))[TRAINER_RANKS][0]
         if push is None:
             raise SyncError(f"weight sync of policy {deadline.version}: trainer rank 0 gathered nothing")
         return push

@@ -1,0 +1,167 @@
+"""Adapters that trainer ranks hand to a real server: exact for every version, beside requests, without leaks."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from app.errors import SyncError
+from app.rollout.remote import RemoteEngine
+from app.types import Completion
+from app.weight_sync.adapters.sender import PREFIX, SHARED_MEMORY
+from tests.rollout.adapters import adapter_engine, logprobs_differ
+from tests.rollout.support import HOT, in_flight, request, without_end
+from tests.waiting import until
+from tests.weight_sync.adapters.support import (
+    adapter_synchronizer,
+    adapter_trainer,
+    merged_model,
+    set_adapters,
+)
+
+ROUNDING = 1e-5
+PUSHES = 100
+SEEN = 20  # pushes after which nothing may grow
+GROWTH_MIB = 10
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its completions end at their token limit."""
+    return without_end(tiny_model, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(ray_session: None, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
+    """One server that serves adapters. Tests leave it idle."""
+    started = adapter_engine(model, tmp_path_factory.mktemp("adapters"), name="engine 0")
+    asyncio.run(started.start(300))
+    yield started
+    asyncio.run(started.end())
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def trainer(
+    request: pytest.FixtureRequest, ray_session: None, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    import ray
+
+    made = asyncio.run(adapter_trainer(model, tmp_path_factory.mktemp("trainer"), ranks=request.param))
+    yield made
+    for rank in made.ranks:
+        ray.kill(rank)
+
+
+@pytest.mark.parametrize("one_machine", [True, False], ids=["shared memory", "http"])
+def test_every_version_is_served_as_it_is_trained_beside_requests_of_the_version_before(
+    one_machine: bool, trainer: Any, engine: RemoteEngine, model: Path
+) -> None:
+    async def scenario() -> dict[int, list[Completion]]:
+        synchronizer = await adapter_synchronizer(trainer, [engine], one_machine=one_machine)
+        sampled: dict[int, list[Completion]] = {}
+        running: asyncio.Task[list[Completion]] | None = None
+        for version in (1, 2, 3):
+            await set_adapters(trainer, version)
+            report = await synchronizer.sync(version)
+            assert report.adapters == (1 if running is None else 2)
+            if running is not None:
+                assert not running.done()  # nothing was paused, and nothing waited for
+                sampled[version - 1] = await running
+            running = await in_flight(engine, request(f"a/{version}@0", temperature=HOT, max_tokens=300), running=4)
+        assert running is not None
+        sampled[3] = await running
+        await synchronizer.close()
+        return sampled
+
+    sampled = asyncio.run(scenario())
+    for version, completions in sampled.items():
+        assert {span.version for each in completions for span in each.spans} == {version}
+        given = request(temperature=HOT)
+        differences = {seed: logprobs_differ(merged_model(model, seed), given, completions) for seed in (1, 2, 3)}
+        assert {seed: difference < ROUNDING for seed, difference in differences.items()} == {
+            seed: seed == version for seed in (1, 2, 3)
+        }
+
+
+def test_a_hundred_pushes_leave_memory_adapters_and_shared_memory_as_they_were(
+    trainer: Any, engine: RemoteEngine
+) -> None:
+    async def scenario() -> tuple[list[int], set[int]]:
+        synchronizer = await adapter_synchronizer(trainer, [engine])
+        memory: list[int] = []
+        loaded: list[int] = []
+        files: list[int] = []
+        for push in range(PUSHES):
+            await set_adapters(trainer, push % 3 + 1)
+            report = await synchronizer.sync(100 + push)
+            assert report.adapters is not None
+            loaded.append(report.adapters)
+            await engine.generate(request(f"p/{push}@0", group_size=1, max_tokens=2))
+            if push in (SEEN - 1, PUSHES - 1):
+                memory.append((await engine.memory()).resident)
+                files.append(len(list(SHARED_MEMORY.glob(f"{PREFIX}*"))))
+        assert (await engine.stats()).groups == 0
+        await synchronizer.close()
+        assert files == [0, 0]
+        return memory, set(loaded)
+
+    memory, loaded = asyncio.run(scenario())
+    assert loaded <= {1, 2}  # the one before may still be unloading
+    assert memory[1] - memory[0] < GROWTH_MIB * 2**20
+
+
+def test_a_server_that_is_killed_in_mid_load_costs_nothing_but_the_retry(
+    trainer: Any, engine: RemoteEngine, model: Path, tmp_path: Path
+) -> None:
+    """The survivor goes on under a complete adapter, and the replacement gets the same version."""
+
+    async def scenario() -> tuple[str, dict[str, list[Completion]]]:
+        doomed = adapter_engine(model, tmp_path, name="engine 1")
+        info = await doomed.start(300)
+        synchronizer = await adapter_synchronizer(trainer, [engine, doomed])
+        await set_adapters(trainer, 1)
+        await synchronizer.sync(1)
+
+        scheduler = next(
+            process for process in psutil.Process(info["pid"]).children(recursive=True) if "sched" in title(process)
+        )
+        log = tmp_path / "engine_1.log"
+        scheduler.suspend()  # the load does not return
+        await set_adapters(trainer, 2)
+        syncing = asyncio.create_task(synchronizer.sync(2))
+        await asyncio.to_thread(until, lambda: loads(log) == 2, 60)
+        os.killpg(info["pid"], signal.SIGKILL)
+        with pytest.raises(SyncError) as failure:
+            await syncing
+        await doomed.end()
+        await synchronizer.abort()
+
+        replacement = adapter_engine(model, tmp_path / "again", name="engine 1")
+        await replacement.start(300)
+        synchronizer.set_engines({0: engine, 1: replacement})
+        await synchronizer.sync(2)
+        given = {"engine 0": engine, "engine 1": replacement}
+        sampled = {name: await each.generate(request(f"k/{name}@0")) for name, each in given.items()}
+        await replacement.end()
+        await synchronizer.close()
+        return str(failure.value), sampled
+
+    message, sampled = asyncio.run(scenario())
+    assert "weight sync of policy 2 failed at loading the adapter: engine 1" in message
+    for completions in sampled.values():
+        assert {span.version for each in completions for span in each.spans} == {2}
+        assert logprobs_differ(merged_model(model, 2), request(), completions) < ROUNDING
+
+
+def title(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())
+
+
+def loads(log: Path) -> int:
+    """Loads of adapters that a server began, by its log."""
+    return log.read_text(errors="replace").count("Start load Lora adapter")
