@@ -205,6 +205,10 @@ ENVIRONMENTS = [  # refused by a worker process, which is gone then
         ["environment.url=ws://127.0.0.1:9", "start the server"],
     ),
     (
+        ["environment._target_=tests.mode.own_environments.Unscored", "reward=environment"],
+        ["own_environments.Unscored cannot be used: it has no `score(self)`, which reward=environment takes"],
+    ),
+    (
         ["environment._target_=tests.mode.own_environments.Guess", "environment.python=/no/such/python"],
         ["environment.python=/no/such/python cannot be run"],
     ),

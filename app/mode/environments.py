@@ -17,6 +17,7 @@ from app.environment.wire import Limits, RendererChoice
 from app.errors import ConfigError, RunError
 
 LOG = "environment.log"
+SCORE = "environment"  # the reward component that takes the score of the environment
 
 
 def worker_spec(config: RunConfig, model_path: Path, *, list_tasks: bool = False) -> WorkerSpec:
@@ -49,6 +50,7 @@ def worker_spec(config: RunConfig, model_path: Path, *, list_tasks: bool = False
         "prefix": config.data.prefix,
         "suffix": config.data.suffix,
         "list_tasks": list_tasks,
+        "scored": SCORE in config.reward.components,
     }
     return WorkerSpec(environment, _renderer(config, model_path), limits, settings.memory_gib, settings.python)
 
