@@ -142,6 +142,12 @@ def test_a_path_that_does_not_load_and_wrong_arguments_are_refused(own):
     assert target != broken.environment["target"]
 
 
+def test_a_memory_limit_that_the_worker_itself_exceeds_is_refused(own):
+    refused = refusal(own(PLAIN, memory_gib=0.001))
+    wanted = r"environment.memory_gib=0.001 is not accepted: give more than 0\.\d+, which the worker has allocated .*\."
+    assert re.fullmatch(wanted, refused), refused
+
+
 def test_an_unknown_renderer_is_refused(own):
     spec = dataclasses.replace(own(PLAIN), renderer=RendererChoice("llama", "models/llama", "template"))
     assert refusal(spec) == (
