@@ -4,6 +4,7 @@ import asyncio
 import re
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,13 @@ def require_environment(config: RunConfig, model_path: Path) -> Sequence[Mapping
             rows: Sequence[Mapping[str, Any]] = pool.info["rows"] if list_tasks else ()
             return rows
 
-    return asyncio.run(start())
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(start())
+    # a job of a sweep loads its inputs on its loop, which waits; the worker dies with its thread, which waits for it
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(start())).result()
 
 
 @asynccontextmanager
