@@ -105,6 +105,12 @@ REFUSED = [  # overrides, fragments of the sentence
     ),
     (["tracking=mine"], ["tracking=mine", "your own is tracking.use=[my_module.MyTracker]."]),
     (["+tracking.mine._target_=my.Tracker"], ["tracking.mine", "Your own is tracking.use=[my_module.MyTracker]."]),
+    (["environment.max_steps=3"], ["environment.max_steps is not a setting or group: write environment.max_turns=3."]),
+    (["train.steps=3"], ["train.steps is not a setting or group: did you mean steps?"]),
+    (
+        ["+environment.difficulty=3"],
+        ["_target_=my_module.MyEnvironment. Its arguments are +environment.args.difficulty=<value>."],
+    ),
     (["tracking.use=[no_such.Tracker]"], ["tracking.use=no_such.Tracker", "no module no_such"]),
     (["tracking.use=[wandb,wandb]"], ["tracking.use=", "wandb is repeated"]),
     (["+tracking.args.url=x"], ["tracking.args=", "without a tracker of your own"]),
@@ -163,6 +169,10 @@ REFUSED = [  # overrides, fragments of the sentence
     (["environment=verifiers", "environment.id=x", "data=gsm8k"], ["data.from_environment", "data=environment"]),
     (["environment=verifiers", "environment.id=x", "data.eval_path=x"], ["data.eval_path=x", "null"]),
     (["data=environment"], ["data.from_environment", "environment=single_turn, which has no tasks"]),
+    (
+        ["data=environment", "environment._target_=my.Env"],
+        ["data.from_environment=True", "any data= but data=environment, with environment._target_=my.Env, which"],
+    ),
     (["model=hf"], ["model.path=null", "a Hugging Face model directory or a hub id"]),
     (["model=hf", "model.path=/no/such/model"], ["model.path=/no/such/model", "directory"]),
     (["rollout.max_completion_tokens=100000"], ["give at most 3584", "the tiny model has a context of 4096 tokens"]),
@@ -193,6 +203,10 @@ ENVIRONMENTS = [  # refused by a worker process, which is gone then
     (
         ["environment=openenv", "environment.url=ws://127.0.0.1:9"],
         ["environment.url=ws://127.0.0.1:9", "start the server"],
+    ),
+    (
+        ["environment._target_=tests.mode.own_environments.Unscored", "reward=environment"],
+        ["own_environments.Unscored cannot be used: it has no `score(self)`, which reward=environment takes"],
     ),
     (
         ["environment._target_=tests.mode.own_environments.Guess", "environment.python=/no/such/python"],

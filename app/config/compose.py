@@ -196,13 +196,16 @@ def _unknown_key(key: str, override: str = "") -> str:
 
     names = setting_names()
     near = difflib.get_close_matches(key, names, n=3)
-    if not near:
-        near = [name for name in names if name.split(".")[-1] == key.split(".")[-1]]
+    same_end = [name for name in names if name.split(".")[-1] == key.split(".")[-1]]
+    if not near or len(same_end) == 1:  # train.steps is steps, not trainer.warmup_steps
+        near = same_end
 
     hint = f"did you mean {' or '.join(near)}?" if near else "--help shows all settings."
     section = key.split(".")[0]
     if section in OWN and not difflib.get_close_matches(key, names, cutoff=CLOSE):
         hint += f" Your own is {OWN[section]}."
+        if f"{section}.args" in names and key.count(".") == 1:
+            hint += f" Its arguments are +{section}.args.{key.partition('.')[2]}={value}."
     return f"{key} is not a setting or group: {hint}"
 
 

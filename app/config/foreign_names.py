@@ -7,12 +7,14 @@ KL = f"algorithm.kl=k3 algorithm.kl_coefficient={VALUE}"
 MODEL = f"model=hf model.path={VALUE}"
 PROMPTS = f"algorithm.prompts_per_step={VALUE}"
 STEPS = f"steps={VALUE}"
+TURNS = f"environment.max_turns={VALUE}"
 WANDB = "tracking=wandb"
 
 NAMES = {  # the end of a dotted name, and what to write instead
     "adv_estimator": f"algorithm={VALUE}",
     "batch_size": PROMPTS,
     "beta": KL,
+    "environment.max_steps": TURNS,
     "epochs": STEPS,
     "eval_steps": f"eval.every={VALUE}",
     "experiment_name": f"tracking.run_name={VALUE}",
@@ -21,6 +23,7 @@ NAMES = {  # the end of a dotted name, and what to write instead
     "learning_rate": f"trainer.lr={VALUE}",
     "lr": f"trainer.lr={VALUE}",
     "lr_scheduler_type": f"trainer.schedule={VALUE}",
+    "max_assistant_turns": TURNS,
     "max_completion_length": COMPLETION,
     "max_prompt_length": f"rollout.max_prompt_tokens={VALUE}",
     "max_response_length": COMPLETION,

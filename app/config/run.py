@@ -176,7 +176,8 @@ class RunConfig:
         kind = self.environment.kind
         from_environment = self.data.from_environment
         if kind is not EnvironmentKind.verifiers:
-            accepted = f"false with environment={self.environment.module}, which has no tasks of its own"
+            choice = self.environment.choice
+            accepted = f"false, which is any data= but data=environment, with {choice}, which has no tasks of its own"
             expect(not from_environment, "data.from_environment", from_environment, accepted)
             return
 

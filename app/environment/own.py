@@ -34,7 +34,7 @@ def make(settings: Mapping[str, Any]) -> Callable[[], Any]:
     """Return what makes a new environment for each episode.
 
     Args:
-        settings: `target`, a dotted path, and `args`, its keyword arguments.
+        settings: `target`, a dotted path; `args`, its keyword arguments; and `scored`, whether the reward is its score.
 
     Raises:
         LoadError: There is no such class, it does not take the arguments, or it has not the methods of an environment.
@@ -50,6 +50,8 @@ def make(settings: Mapping[str, Any]) -> Callable[[], Any]:
 
     if inspect.isclass(target):
         check_methods(target)
+        if settings.get("scored") and not (hasattr(target, "run") or hasattr(target, "score")):
+            raise LoadError("it has no `score(self)`, which reward=environment takes")
     return functools.partial(target, **args)
 
 

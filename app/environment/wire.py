@@ -238,7 +238,7 @@ class Lines(asyncio.Protocol):
 
     def send(self, message: Message) -> None:
         """Send a message, in the background; without effect when the other end is gone."""
-        if self._transport is not None:
+        if self._transport is not None and not self._transport.is_closing():  # which is so before `connection_lost`
             self._transport.write(encode(message))
 
     def close(self) -> None:

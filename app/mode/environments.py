@@ -4,6 +4,7 @@ import asyncio
 import re
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from app.environment.wire import Limits, RendererChoice
 from app.errors import ConfigError, RunError
 
 LOG = "environment.log"
+SCORE = "environment"  # the reward component that takes the score of the environment
 
 
 def worker_spec(config: RunConfig, model_path: Path, *, list_tasks: bool = False) -> WorkerSpec:
@@ -49,6 +51,7 @@ def worker_spec(config: RunConfig, model_path: Path, *, list_tasks: bool = False
         "prefix": config.data.prefix,
         "suffix": config.data.suffix,
         "list_tasks": list_tasks,
+        "scored": SCORE in config.reward.components,
     }
     return WorkerSpec(environment, _renderer(config, model_path), limits, settings.memory_gib, settings.python)
 
@@ -77,7 +80,13 @@ def require_environment(config: RunConfig, model_path: Path) -> Sequence[Mapping
             rows: Sequence[Mapping[str, Any]] = pool.info["rows"] if list_tasks else ()
             return rows
 
-    return asyncio.run(start())
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(start())
+    # a job of a sweep loads its inputs on its loop, which waits; the worker dies with its thread, which waits for it
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(start())).result()
 
 
 @asynccontextmanager

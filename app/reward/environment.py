@@ -1,11 +1,15 @@
 """Reward component `environment`: the score that the environment gave the episode."""
 
-import math
 from collections.abc import Sequence
 
 from app.types import Trajectory
 
 
-def environment(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Return the first of each trajectory's scores; NaN, which is a failure, where the environment gave none."""
-    return [next(iter(trajectory.scores.values()), math.nan) for trajectory in trajectories]
+class NoScore(Exception):
+    """The environment gave the episode no score."""
+
+
+def environment(trajectories: Sequence[Trajectory]) -> list[float | NoScore]:
+    """Return the first of each trajectory's scores; `NoScore`, which is a failure, where the environment gave none."""
+    missing = NoScore("its run or score returned none")
+    return [next(iter(trajectory.scores.values()), missing) for trajectory in trajectories]

@@ -41,6 +41,9 @@ def resolve(path: str) -> Callable[..., Any]:
 
 def error_text(error: BaseException) -> str:
     """Return type, first line and source location of an error, short enough for a sentence."""
+    if isinstance(error, SyntaxError) and error.filename is not None:  # raised by the compiler
+        return f"{type(error).__name__}: {error.msg} at {error.filename}:{error.lineno}"
+
     lines = str(error).splitlines() or [""]
     text = f"{type(error).__name__}: {lines[0][:200]}".rstrip(": ")
 

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -137,8 +138,14 @@ def test_a_path_that_does_not_load_and_wrong_arguments_are_refused(own):
         f"the interpreter is {sys.executable}."
     )
     broken = own("def f(:\n" + PLAIN)
-    assert "cannot be imported (SyntaxError: invalid syntax" in refusal(broken)
+    assert re.search(r"cannot be imported \(SyntaxError: invalid syntax at /\S+\.py:3\); ", refusal(broken))
     assert target != broken.environment["target"]
+
+
+def test_a_memory_limit_that_the_worker_itself_exceeds_is_refused(own):
+    refused = refusal(own(PLAIN, memory_gib=0.001))
+    wanted = r"environment.memory_gib=0.001 is not accepted: give more than 0\.\d+, which the worker has allocated .*\."
+    assert re.fullmatch(wanted, refused), refused
 
 
 def test_an_unknown_renderer_is_refused(own):

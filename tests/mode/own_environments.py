@@ -23,6 +23,16 @@ class Guess:
         return {"found": float(self.found), "polite": 0.5}
 
 
+class Unscored:
+    """Another reward judges the last reply."""
+
+    def begin(self, task: Any) -> None:
+        pass
+
+    def step(self, reply: Any) -> None:
+        pass
+
+
 class Raises(Guess):
     def step(self, reply: Any) -> str | None:
         raise KeyError("board")

@@ -1,5 +1,6 @@
 """An environment that cannot be loaded is refused before a run's folder exists; the doctor also plays an episode."""
 
+import asyncio
 import subprocess
 import sys
 from contextlib import suppress
@@ -13,7 +14,7 @@ from app.mode.doctor import machine
 from app.mode.doctor.finding import Check, CheckStatus
 from app.mode.environments import require_environment, worker_spec
 from app.mode.inputs import problems
-from app.mode.preflight import take_inputs
+from app.mode.preflight import RunInputs, take_inputs
 from tests.compose import composed
 from tests.environment.qwen import write_model
 
@@ -69,6 +70,17 @@ def test_what_cannot_be_loaded_is_one_sentence_and_leaves_no_process(
 
 def test_another_interpreter_loads_it_from_the_working_directory(tiny_model: Path) -> None:
     require_environment(composed(*own("Guess", f"environment.python={sys.executable}")), tiny_model)
+    assert workers() == []
+
+
+def test_a_job_of_a_sweep_loads_its_environment_while_its_loop_runs(tiny_model: Path) -> None:
+    async def job(*overrides: str) -> RunInputs:
+        return take_inputs(composed(*overrides), lambda status: None)
+
+    inputs = asyncio.run(job(*own("Guess"), f"model.path={tiny_model}"))
+    assert inputs.model_path == tiny_model
+    with pytest.raises(ConfigError, match="has no Missing"):
+        asyncio.run(job(*own("Missing"), f"model.path={tiny_model}"))
     assert workers() == []
 
 

@@ -1,10 +1,9 @@
-import math
-
 import pytest
 
 from app.config.reward import BUILT_IN
 from app.reward.answer import extract_final_answer
 from app.reward.component import IN_PROCESS, built_in
+from app.reward.environment import NoScore
 from app.reward.exact import exact
 from app.reward.format import format
 
@@ -47,5 +46,6 @@ def test_every_built_in_component_loads(trajectory):
     for name in {*BUILT_IN} - {"environment"}:
         assert list(built_in(name, 1.0).load()([trajectory("\\boxed{42}")])) == [float(name != "exact")]
     (without_episode,) = built_in("environment", 1.0).load()([trajectory("46")])
-    assert math.isnan(without_episode)  # a failure: the environment gave no score
+    assert isinstance(without_episode, NoScore)  # a failure
+    assert str(without_episode) == "its run or score returned none"
     assert set(IN_PROCESS) < set(BUILT_IN)

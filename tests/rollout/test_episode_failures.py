@@ -6,7 +6,7 @@ from app.environment.wire import Failed
 from app.errors import RunError
 from app.rollout.episodes.episode_failures import EpisodeFailures
 
-RAISED = Failed(0, "raised", "step raised KeyError: 'board'.")
+RAISED = Failed(0, "raised", "step raised KeyError: 'board' at envs.py:7")
 
 
 def test_the_share_of_failed_episodes_is_that_of_the_whole_run_and_windows_begin_anew() -> None:
@@ -29,7 +29,9 @@ def test_before_any_episode_there_is_no_share() -> None:
 def test_more_failures_than_a_window_allows_end_the_run_with_the_last_reason() -> None:
     failures = EpisodeFailures(0.25, 4, lambda text: None)
     failures.ended(RAISED)
-    with pytest.raises(RunError, match=r"2 of 2 episodes failed .* environment.max_failed_fraction=0.25 .* 'board'"):
+    with pytest.raises(
+        RunError, match=r"2 of 2 episodes failed .* environment.max_failed_fraction=0.25 .* envs.py:7\.$"
+    ):
         failures.ended(RAISED)
 
 
@@ -39,4 +41,5 @@ def test_the_first_failure_of_a_kind_is_a_warning_and_then_the_tenth() -> None:
     for _ in range(12):
         failures.attempt_failed(RAISED)
     assert len(warned) == 2
+    assert warned[0].startswith("an episode failed: step raised KeyError: 'board' at envs.py:7. It is played again, ")
     assert "(10 times so far)" in warned[1]

@@ -77,7 +77,10 @@ class ChatRenderer:
             return getattr(import_package(module), renderer)(self._tokenizer, settings)
         except AssertionError as error:  # how the package reports a missing marker
             folder = self._tokenizer.name_or_path
-            raise ValueError(f"{folder} has not the tokenizer of {self._name} ({error}).") from error
+            raise ValueError(
+                f"{folder} has not the tokenizer of {self._name} ({str(error).rstrip('.')}); "
+                "give a chat model, or data.template=plain."
+            ) from error
 
     def opening(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Return the conversation by the template, up to where the policy speaks."""

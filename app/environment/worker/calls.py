@@ -10,7 +10,11 @@ from typing import Any
 
 
 class Exited(Exception):
-    """Code of an environment raised `SystemExit`, or another exception that would end the process."""
+    """Code of an environment raised `SystemExit`, or another exception that would end the process: the cause."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}".rstrip(": "))
+        self.__cause__ = cause
 
 
 class Calls:
@@ -42,7 +46,7 @@ class Calls:
             result = await self._in_thread(function, *args)
             return await result if inspect.isawaitable(result) else result
         except (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration) as error:
-            raise Exited(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+            raise Exited(error) from error
 
     async def until_idle(self, seconds: float) -> bool:
         """Wait for the method that still runs in the thread. Returns whether it ended."""
@@ -81,9 +85,9 @@ class Calls:
             try:
                 result = function(*args)
             except Exception as error:
-                failure = Exited("StopIteration") if isinstance(error, StopIteration) else error
+                failure = Exited(error) if isinstance(error, StopIteration) else error
             except BaseException as error:
-                failure = Exited(f"{type(error).__name__}: {error}".rstrip(": "))
+                failure = Exited(error)
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(deliver, result, failure)
 

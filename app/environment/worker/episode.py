@@ -17,7 +17,7 @@ from app.environment.own import Stepwise, check_methods, score_of
 from app.environment.protocol import EpisodeOver, Task
 from app.environment.values import WrongValue, scores_of, short
 from app.environment.wire import Begin, Closed, End, Failed, Limits
-from app.environment.worker.calls import Calls
+from app.environment.worker.calls import Calls, Exited
 from app.environment.worker.clock import Clock
 from app.environment.worker.log import log
 from app.environment.worker.openai_api import is_bad_request
@@ -191,6 +191,7 @@ class Episode:
         trace = "".join(traceback.format_exception(error))
         log(f"episode {self.number} of {self._task.id}: {step} raised\n{trace}")
         kind = "memory" if isinstance(error, MemoryError) else "raised"
+        error = error.__cause__ or error if isinstance(error, Exited) else error
         return Failed(self.number, kind, f"{step} raised {error_text(error)}")
 
 

@@ -17,6 +17,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from app.environment.wire import (
@@ -114,11 +115,11 @@ class Worker:
             self._limits = Limits(**settings["limits"])
             self._make = _load_environment(settings)
             self._renderer = _load_renderer(RendererChoice(**settings["renderer"]))
+            _limit_memory(settings["memory_gib"])
         except LoadError as error:
             self.lines.send(Refused(str(error)))
             return
 
-        _limit_memory(settings["memory_gib"])
         self.lines.send(Ready(dict(getattr(self._make, "info", {}))))
 
     def _begin(self, begin: Begin) -> None:
@@ -230,7 +231,19 @@ def _load_renderer(choice: RendererChoice) -> Renderer:
 
 
 def _limit_memory(gib: float) -> None:
-    """Limit the data of this process and of each child, without what is only reserved."""
+    """Limit the data of this process and of each child, without what is only reserved.
+
+    Raises:
+        LoadError: This process has more already. The message is a sentence.
+    """
+    status = Path("/proc/self/status").read_text()
+    allocated = int(status.partition("VmData:")[2].split()[0]) << 10
+    if allocated > gib * GIB:
+        raise LoadError(
+            f"environment.memory_gib={gib:g} is not accepted: give more than {allocated / GIB:.2g}, which the worker "
+            "has allocated before the first episode."
+        )
+
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = int(gib * GIB)
     resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

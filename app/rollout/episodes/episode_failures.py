@@ -41,8 +41,8 @@ class EpisodeFailures:
         if str(count).rstrip("0") == "1":
             times = "" if count == 1 else f" ({count:,} times so far)"
             self._warn(
-                f"an episode failed{times}: {failed.text} It is played again, at most environment.retries times, and "
-                "then left out of its group; all failures are in logs/environment.log."
+                f"an episode failed{times}: {_sentence(failed)} It is played again, at most environment.retries times, "
+                "and then left out of its group; all failures are in logs/environment.log."
             )
 
     def ended(self, failed: Failed | None) -> None:
@@ -60,7 +60,7 @@ class EpisodeFailures:
                 raise RunError(
                     f"{self._failed} of {self._ended} episodes failed in every attempt, more than "
                     f"environment.max_failed_fraction={self._max_fraction:g} of a step's {self._window} allows; the "
-                    f"last: {failed.text}"
+                    f"last: {_sentence(failed)}"
                 )
         if self._ended >= self._window:
             self._ended = self._failed = 0
@@ -74,3 +74,7 @@ class EpisodeFailures:
             "environment/failed_fraction": self.lost / max(1, self.total),
             **kinds,
         }
+
+
+def _sentence(failed: Failed) -> str:
+    return f"{failed.text.rstrip('.')}."
