@@ -87,8 +87,8 @@ def test_a_renderer_without_roles_and_a_wrong_number_of_tasks_are_refused(instal
     plain = {"name": "plain", "model_path": "", "thinking": "template"}
     with pytest.raises(LoadError, match=r"give a model of qwen3 or qwen3\.5, and data\.template=chat$"):
         verifiers.make(settings(renderer=plain))
-    for tasks in (0, -1, "3", True):
-        with pytest.raises(LoadError, match=rf"^environment\.args\.tasks={tasks} is not a number of tasks$"):
+    for tasks, shown in ((0, "0"), (-1, "-1"), ("3", '"3"'), (True, "true")):
+        with pytest.raises(LoadError, match=rf"^environment\.args\.tasks={shown} is not a number of tasks$"):
             verifiers.make(settings(args={"tasks": tasks}))
 
 

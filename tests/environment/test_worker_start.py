@@ -133,7 +133,7 @@ def test_a_path_that_does_not_load_and_wrong_arguments_are_refused(own):
     )
     target = spec.environment["target"]
     assert refusal(own(PLAIN, args={"size": 3})).partition(" cannot be used: ")[2] == (
-        "it does not take environment.args={'size': 3} (got an unexpected keyword argument 'size'); "
+        "it does not take environment.args={\"size\": 3} (got an unexpected keyword argument 'size'); "
         f"the interpreter is {sys.executable}."
     )
     broken = own("def f(:\n" + PLAIN)

@@ -14,6 +14,7 @@ the strand that they begin with. So branches, compaction and parallel agents nee
 """
 
 import importlib.metadata
+import json
 import os
 import signal
 import sys
@@ -78,7 +79,7 @@ def make(settings: Mapping[str, Any]) -> Make:
     args = dict(settings.get("args") or {})
     tasks = args.pop("tasks", None)
     if tasks is not None and (type(tasks) is not int or tasks < 1):
-        raise LoadError(f"environment.args.tasks={tasks} is not a number of tasks")
+        raise LoadError(f"environment.args.tasks={json.dumps(tasks)} is not a number of tasks")
 
     _find_programs()
     with _signals_kept():
