@@ -13,9 +13,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from app.environment.environment_process import WorkerSpec
 from app.environment.episode_session import EpisodeSession
 from app.environment.protocol import Task
-from app.environment.remote import EnvironmentWorker, State, WorkerSpec
+from app.environment.remote import EnvironmentWorker, State
 from app.errors import ConfigError, RunError
 from app.utils.tasks import gather_or_raise, in_thread
 
@@ -50,6 +51,7 @@ class EnvironmentPool:
         self._log = log
         self._warn = warn
         self._workers: list[EnvironmentWorker] = []
+        self._replaced: set[EnvironmentWorker] = set()  # killed, not yet reaped
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -115,7 +117,7 @@ class EnvironmentPool:
             task.cancel()
         for worker in self._workers:
             worker.end("lost", "the environment pool was closed")
-        for worker in self._workers:
+        for worker in (*self._workers, *self._replaced):
             worker.reap()
         self._wake_all()
 
@@ -147,7 +149,9 @@ class EnvironmentPool:
         self._warn(f"An environment worker is replaced: {worker.problem}.")
         successor = self._new_worker()
         self._workers[self._workers.index(worker)] = successor
+        self._replaced.add(worker)
         await in_thread(worker.reap)
+        self._replaced.discard(worker)
         try:
             await successor.start()
         except (ConfigError, RunError) as error:

@@ -10,8 +10,8 @@ from typing import Any
 
 from app.config import RunConfig
 from app.config.data import Template
+from app.environment.environment_process import WorkerSpec
 from app.environment.pool import EnvironmentPool
-from app.environment.remote import WorkerSpec
 from app.environment.rendering import family_of
 from app.environment.wire import Limits, RendererChoice
 from app.errors import ConfigError, RunError

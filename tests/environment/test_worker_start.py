@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.environment.remote import WorkerSpec
+from app.environment.environment_process import WorkerSpec
 from app.environment.wire import End, RendererChoice
 from app.errors import ConfigError, RunError
 from tests.environment.pools import PATIENCE_S, a_task, play_one, running_pool
@@ -190,7 +190,7 @@ def test_a_worker_dies_with_its_parent_and_ignores_its_ctrl_c(own, tmp_path):
     driver = f"""
         import asyncio
         from app.environment.pool import EnvironmentPool
-        from app.environment.remote import WorkerSpec
+        from app.environment.environment_process import WorkerSpec
         from app.environment.wire import Limits, RendererChoice
         from tests.environment.pools import a_task
 

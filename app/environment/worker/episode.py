@@ -20,8 +20,9 @@ from app.environment.wire import Begin, Closed, End, Failed, Limits
 from app.environment.worker.calls import Calls
 from app.environment.worker.clock import Clock
 from app.environment.worker.log import log
-from app.environment.worker.openai_api import is_bad_request
-from app.environment.worker.policy import AskEngine, EpisodePolicy, Renderer
+from app.environment.worker.openai_endpoint.openai_api import is_bad_request
+from app.environment.worker.policy import AskEngine, EpisodePolicy
+from app.environment.worker.strands import Renderer
 from app.utils.dotted_path import LoadError, error_text
 
 CANCEL_LIMIT_S = 5.0  # for code that was cancelled to end
