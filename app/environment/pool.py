@@ -2,7 +2,8 @@
 
 Invariants:
 - At most `workers * episodes` episodes run; `begin` waits for a place.
-- A worker that ended is replaced. If its successor cannot load the environment, every `begin` raises.
+- A worker that ended is replaced; one whose episodes were cancelled, when the next episode begins. If its successor
+  cannot load the environment, every `begin` raises.
 - After `close`, no process of the pool is left.
 """
 
@@ -51,6 +52,7 @@ class EnvironmentPool:
         self._log = log
         self._warn = warn
         self._workers: list[EnvironmentWorker] = []
+        self._ended: list[EnvironmentWorker] = []  # to be replaced by the next `begin`
         self._replaced: set[EnvironmentWorker] = set()  # killed, not yet reaped
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._numbers = itertools.count()
@@ -94,6 +96,8 @@ class EnvironmentPool:
         Raises:
             RunError: The pool is closed, or a replaced worker cannot load the environment.
         """
+        while self._ended:
+            self._spawn(self._replace(self._ended.pop()))
         queue = self._waiting.append
         while (worker := self._free()) is None:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -139,7 +143,10 @@ class EnvironmentPool:
 
     def _worker_ended(self, worker: EnvironmentWorker) -> None:
         if worker.loaded and not self._closed:
-            self._spawn(self._replace(worker))
+            if worker.cancelled:
+                self._ended.append(worker)
+            else:
+                self._spawn(self._replace(worker))
 
     def _new_worker(self) -> EnvironmentWorker:
         return EnvironmentWorker(self._spec, self._log, self._episode_ended, self._worker_ended)

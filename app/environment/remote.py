@@ -35,6 +35,7 @@ from app.utils.child_process import exit_text
 
 START_LIMIT_S = 120.0  # includes the imports of the environment
 SILENCE_S = 10.0  # beyond environment.timeout_s, without a beat
+AT_ONCE_S = 5.0  # without a beat since an episode was to close at once
 ABORT_LIMIT_S = 15.0  # beyond twice environment.timeout_s: for a step to end, and for `close`
 READ_S = 5.0  # after its last beat, in which a worker may have read a message
 
@@ -65,6 +66,7 @@ class EnvironmentWorker:
         info: What the environment says about itself.
         sessions: The episodes that run in it, by number.
         problem: Why it ended.
+        cancelled: Its last episodes were to close at once, so that the run may not need a successor.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class EnvironmentWorker:
         self.info: Mapping[str, Any] = {}
         self.sessions: dict[int, EpisodeSession] = {}
         self.problem = ""
+        self.cancelled = False
         self._spec = spec
         self._log = log
         self._on_episode_end = on_episode_end
@@ -145,6 +148,8 @@ class EnvironmentWorker:
                 "late",
                 f"the worker was silent for {silence:.0f} s: the environment blocks its event loop or holds the GIL",
             )
+        elif any(self._ignores(each, now) for each in self.sessions.values()):
+            self.end("late", "the environment blocks its event loop or holds the GIL, and the run does not wait for it")
         elif any(each.closing_s is not None and each.closing_s < overdue for each in self.sessions.values()):
             self.end("late", "an aborted episode did not end")
 
@@ -176,6 +181,12 @@ class EnvironmentWorker:
     def reap(self) -> None:
         """Wait for the killed process, blocking: milliseconds, unless much memory is freed."""
         self._process.reap()
+
+    def _ignores(self, session: EpisodeSession, now: float) -> bool:
+        """Whether the worker has been silent since this episode was to close at once."""
+        if not session.at_once or session.closing_s is None:
+            return False
+        return self._heard_s < session.closing_s < now - AT_ONCE_S
 
     def _guilty(self, kind: str) -> list[EpisodeSession]:
         """Return the episodes that may have ended the worker: those whose own code was running.
@@ -212,6 +223,7 @@ class EnvironmentWorker:
 
     def _session_ended(self, session: EpisodeSession) -> None:
         del self.sessions[session.number]
+        self.cancelled = session.at_once
         self._on_episode_end(session)
         if self.state is State.retiring and not self.sessions:
             self.end("late", self.problem)

@@ -104,7 +104,7 @@ class Worker:
                     future.set_result(message)
             case Close():
                 if message.episode in self._episodes:
-                    self._episodes[message.episode].abort()
+                    self._episodes[message.episode].abort(at_once=message.at_once)
 
     def _ended(self, error: WireError | None) -> None:
         """Exit, without waiting for threads and tasks of environments, which may hang."""
