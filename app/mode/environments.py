@@ -19,13 +19,14 @@ from app.errors import ConfigError, RunError
 LOG = "environment.log"
 
 
-def worker_spec(config: RunConfig, model_path: Path, *, list_tasks: bool = False) -> WorkerSpec:
+def worker_spec(config: RunConfig, model_path: Path, *, list_tasks: bool = False, tried: bool = False) -> WorkerSpec:
     """Return what each worker runs.
 
     Args:
         config: The configuration of the run.
         model_path: The model's directory.
         list_tasks: The worker lists its tasks when it has loaded the environment.
+        tried: The worker checks what all workers of the run need together, such as sessions of a server.
 
     Raises:
         ConfigError: The model's chat format is not known.
@@ -49,6 +50,7 @@ def worker_spec(config: RunConfig, model_path: Path, *, list_tasks: bool = False
         "prefix": config.data.prefix,
         "suffix": config.data.suffix,
         "list_tasks": list_tasks,
+        "sessions": settings.workers * settings.episodes if tried else None,
     }
     return WorkerSpec(environment, _renderer(config, model_path), limits, settings.memory_gib, settings.python)
 
@@ -91,7 +93,7 @@ async def tried_pool(
     """
     with tempfile.TemporaryDirectory(prefix="environment-") as folder:
         log = Path(folder) / LOG
-        spec = worker_spec(config, model_path, list_tasks=list_tasks)
+        spec = worker_spec(config, model_path, list_tasks=list_tasks, tried=True)
         pool = EnvironmentPool(spec, workers=1, episodes=1, log=log, warn=lambda _: None)
         try:
             await pool.start()
