@@ -96,10 +96,10 @@ class EnvironmentPool:
         Raises:
             RunError: The pool is closed, or a replaced worker cannot load the environment.
         """
-        while self._ended:
-            self._spawn(self._replace(self._ended.pop()))
         queue = self._waiting.append
         while (worker := self._free()) is None:
+            while self._ended:
+                self._spawn(self._replace(self._ended.pop()))
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             queue(turn)
             queue = self._waiting.appendleft  # it was the first
@@ -143,8 +143,8 @@ class EnvironmentPool:
 
     def _worker_ended(self, worker: EnvironmentWorker) -> None:
         if worker.loaded and not self._closed:
-            if worker.cancelled:
-                self._ended.append(worker)
+            if worker.cancelled and all(turn.done() for turn in self._waiting):
+                self._ended.append(worker)  # an episode that was woken just now looks again
             else:
                 self._spawn(self._replace(worker))
 
