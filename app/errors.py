@@ -9,6 +9,9 @@
 """
 
 import sys
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
 
 from hydra.errors import CompactHydraException
 
@@ -65,8 +68,22 @@ def expect(condition: bool, key: str, value: object, accepted: str) -> None:
     app.errors.ConfigError: steps=0 is not accepted: give a whole number of at least 1.
     """
     if not condition:
-        shown = "null" if value is None else str(getattr(value, "name", value))
-        raise ConfigError(f"{key}={shown} is not accepted: give {accepted}.")
+        raise ConfigError(f"{key}={yaml_text(value)} is not accepted: give {accepted}.")
+
+
+def yaml_text(value: Any) -> str:
+    """Return a value as it is written on the command line and in a YAML file.
+
+    >>> yaml_text({"strict": True, "limits": [None, 0.5]})
+    '{strict: true, limits: [null, 0.5]}'
+    """
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {yaml_text(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(yaml_text, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return value.name if isinstance(value, Enum) else str(value)
 
 
 def one_line(error: BaseException) -> str:

@@ -108,7 +108,7 @@ class SimSession:
         self._full = finish == "full"
         self._waiting.set()
 
-    async def close(self) -> None:
+    async def close(self, *, at_once: bool = False) -> None:
         self.closed += 1
         if self.ended is None:
             self.ended = "aborted"
@@ -160,4 +160,4 @@ class _InProcessWorker:
             case Answer():
                 self.asks.pop(message.ask).set_result(message)
             case Close():
-                self.episode.abort()
+                self.episode.abort(at_once=message.at_once)

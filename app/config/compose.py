@@ -17,7 +17,7 @@ from app.config.command_line import override as quoted
 from app.config.help import settings_help
 from app.config.run import RunConfig
 from app.config.setting import Setting, settings
-from app.errors import ConfigError
+from app.errors import ConfigError, yaml_text
 
 # Groups whose choices can be replaced by code of the user's own.
 OWN = {
@@ -75,7 +75,7 @@ def _require_sections(values: Any) -> None:
 
         for name, entry in entries.items():
             if not isinstance(entry, Mapping):
-                shown = str(entry).replace("'", "")
+                shown = yaml_text(entry)
                 key = f"{mapping.key}.{name}"
                 raise ConfigError(f"{key}={shown} is not accepted: write {key}.{first}={shown}.")
 

@@ -30,6 +30,7 @@ from app.errors import ConfigError
 DEFAULT_EVAL_SET = "eval"
 # Independent of the run's seed: runs with different seeds are evaluated on the same rows.
 HELD_OUT_SEED = 0
+FEWEST_ROWS = 2  # of a training set out of which some are held
 
 Tasks = Sequence[Mapping[str, Any]]  # rows that an environment lists
 
@@ -124,7 +125,9 @@ def _training(
     train: list[Row] = []
     held_out: list[Row] = []
     for key, rows in _read_training(config, broken, tasks).items():
-        kept, held = _hold_out(rows, key, config.eval_fraction) if with_held_out else (rows, [])
+        if with_held_out and len(rows) < FEWEST_ROWS:
+            raise _too_few(key, len(rows), of_environment=config.from_environment)
+        kept, held = _hold_out(rows, config.eval_fraction) if with_held_out else (rows, [])
         train += kept
         held_out += held
     return train, held_out
@@ -205,13 +208,17 @@ def _held_out_warnings(config: DataConfig, names: Sequence[str]) -> list[str]:
     return [f"data.path={config.path} has no other splits: holding out {config.eval_fraction:g} of its rows for {sets}"]
 
 
-def _hold_out(rows: list[Row], key: str, fraction: float) -> tuple[list[Row], list[Row]]:
-    if len(rows) < 2:
-        raise ConfigError(
-            f"{key} is not accepted: give at least 2 rows, since some are held out for evaluation (it has "
-            f"{len(rows)}), or rows to evaluate on in data.eval_path."
-        )
+def _too_few(key: str, rows: int, *, of_environment: bool) -> ConfigError:
+    """Return the error of a training set that is too small to hold rows out of it."""
+    why = f"since some are held out for evaluation (it has {rows})"
+    if of_environment:
+        return ConfigError(f"{key} is not accepted: give an environment with at least {FEWEST_ROWS} tasks, {why}.")
+    return ConfigError(
+        f"{key} is not accepted: give at least {FEWEST_ROWS} rows, {why}, or rows to evaluate on in data.eval_path."
+    )
 
+
+def _hold_out(rows: list[Row], fraction: float) -> tuple[list[Row], list[Row]]:
     count = min(max(1, round(len(rows) * fraction)), len(rows) - 1)
     held_out = set(random.Random(HELD_OUT_SEED).sample(range(len(rows)), count))
     train = [row for index, row in enumerate(rows) if index not in held_out]

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any
 
 from app.data.records.formats import Record, Records
-from app.errors import ConfigError
+from app.errors import ConfigError, yaml_text
 from app.utils.dotted_path import LoadError, error_text, resolve
 
 KEY = "data._target_"
@@ -69,7 +69,7 @@ def _load(target: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     try:
         inspect.signature(function).bind(**args)
     except TypeError as error:
-        raise _error(target, f"a function that takes data.args={dict(args)} ({error})") from error
+        raise _error(target, f"a function that takes data.args={yaml_text(args)} ({error})") from error
     return function
 
 

@@ -33,6 +33,7 @@ class EpisodeSession:
         number: Of the episode, unique in its pool.
         told_s: When the worker last got a message about this episode, as `time.monotonic()`.
         closing_s: When it got the message to abort it, or None.
+        at_once: It was cancelled, and its worker is killed rather than waited for.
         failure: How the episode failed; None before its end, and if it ended well or was aborted.
     """
 
@@ -41,6 +42,7 @@ class EpisodeSession:
         self.task_id = task_id
         self.told_s = time.monotonic()
         self.closing_s: float | None = None
+        self.at_once = False
         self.failure: Failed | None = None
         self._worker = worker
         self._on_end = on_end
@@ -78,11 +80,17 @@ class EpisodeSession:
             self.told_s = time.monotonic()
             self._worker.send(Answer(ask.number, token_ids, finish, logprobs))
 
-    async def close(self) -> None:
-        """Abort the episode unless it has ended, and wait until its environment is closed, or its worker killed."""
+    async def close(self, *, at_once: bool = False) -> None:
+        """Abort the episode unless it has ended, and wait until its environment is closed, or its worker killed.
+
+        Args:
+            at_once: A step that runs in a thread, or blocks the worker's event loop, is not waited for until its
+                deadline: after some seconds the worker is killed.
+        """
         if not self.ended and self.closing_s is None:
             self.closing_s = time.monotonic()
-            self._worker.send(Close(self.number))
+            self.at_once = at_once
+            self._worker.send(Close(self.number, at_once))
         await self._ended.wait()
 
     def receive(self, message: Event | Closed) -> None:

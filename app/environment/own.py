@@ -18,6 +18,7 @@ Any method may be async. One instance serves one episode, and its plain methods 
 
 import functools
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
@@ -46,7 +47,7 @@ def make(settings: Mapping[str, Any]) -> Callable[[], Any]:
     except ValueError:
         pass  # of C, without a signature
     except TypeError as error:
-        raise LoadError(f"it does not take environment.args={args} ({error})") from error
+        raise LoadError(f"it does not take environment.args={json.dumps(args)} ({error})") from error
 
     if inspect.isclass(target):
         check_methods(target)

@@ -2,7 +2,8 @@
 
 Invariants:
 - At most `workers * episodes` episodes run; `begin` waits for a place.
-- A worker that ended is replaced. If its successor cannot load the environment, every `begin` raises.
+- A worker that ended is replaced; one whose episodes were cancelled, when the next episode begins. If its successor
+  cannot load the environment, every `begin` raises.
 - After `close`, no process of the pool is left.
 """
 
@@ -13,9 +14,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from app.environment.environment_process import WorkerSpec
 from app.environment.episode_session import EpisodeSession
 from app.environment.protocol import Task
-from app.environment.remote import EnvironmentWorker, State, WorkerSpec
+from app.environment.remote import EnvironmentWorker, State
 from app.errors import ConfigError, RunError
 from app.utils.tasks import gather_or_raise, in_thread
 
@@ -50,6 +52,8 @@ class EnvironmentPool:
         self._log = log
         self._warn = warn
         self._workers: list[EnvironmentWorker] = []
+        self._ended: list[EnvironmentWorker] = []  # to be replaced by the next `begin`
+        self._replaced: set[EnvironmentWorker] = set()  # killed, not yet reaped
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,6 +98,8 @@ class EnvironmentPool:
         """
         queue = self._waiting.append
         while (worker := self._free()) is None:
+            while self._ended:
+                self._spawn(self._replace(self._ended.pop()))
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             queue(turn)
             queue = self._waiting.appendleft  # it was the first
@@ -115,7 +121,7 @@ class EnvironmentPool:
             task.cancel()
         for worker in self._workers:
             worker.end("lost", "the environment pool was closed")
-        for worker in self._workers:
+        for worker in (*self._workers, *self._replaced):
             worker.reap()
         self._wake_all()
 
@@ -137,7 +143,10 @@ class EnvironmentPool:
 
     def _worker_ended(self, worker: EnvironmentWorker) -> None:
         if worker.loaded and not self._closed:
-            self._spawn(self._replace(worker))
+            if worker.cancelled and all(turn.done() for turn in self._waiting):
+                self._ended.append(worker)  # an episode that was woken just now looks again
+            else:
+                self._spawn(self._replace(worker))
 
     def _new_worker(self) -> EnvironmentWorker:
         return EnvironmentWorker(self._spec, self._log, self._episode_ended, self._worker_ended)
@@ -147,7 +156,9 @@ class EnvironmentPool:
         self._warn(f"An environment worker is replaced: {worker.problem}.")
         successor = self._new_worker()
         self._workers[self._workers.index(worker)] = successor
+        self._replaced.add(worker)
         await in_thread(worker.reap)
+        self._replaced.discard(worker)
         try:
             await successor.start()
         except (ConfigError, RunError) as error:

@@ -7,20 +7,14 @@ Invariants:
 """
 
 import asyncio
-import contextlib
 import dataclasses
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import app
+from app.environment.environment_process import EnvironmentProcess, WorkerSpec
 from app.environment.episode_session import EpisodeSession
 from app.environment.protocol import Task
 from app.environment.wire import (
@@ -30,42 +24,20 @@ from app.environment.wire import (
     End,
     Failed,
     FromDriver,
-    Limits,
     Lines,
     Ready,
     Refused,
-    RendererChoice,
     Start,
     WireError,
 )
 from app.errors import ConfigError, RunError
-from app.utils.child_process import exit_text, kill_group, start_group
+from app.utils.child_process import exit_text
 
 START_LIMIT_S = 120.0  # includes the imports of the environment
 SILENCE_S = 10.0  # beyond environment.timeout_s, without a beat
+AT_ONCE_S = 5.0  # without a beat since an episode was to close at once
 ABORT_LIMIT_S = 15.0  # beyond twice environment.timeout_s: for a step to end, and for `close`
 READ_S = 5.0  # after its last beat, in which a worker may have read a message
-EXIT_LIMIT_S = 1.0  # between the end of a worker's pipe and its exit
-KILL_LIMIT_S = 10.0  # a killed process ends at once, unless it is stuck in a driver or a network file system
-PARENT_ONLY = ("PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH", "__PYVENV_LAUNCHER__")  # not for another interpreter
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """What every worker runs. JSON values only.
-
-    Attributes:
-        environment: `kind`, and what its module's `make` takes: `target` and `args` for `own`, `tools`, `id`, `url`.
-        memory_gib: Data that a worker, or a child of it, may allocate.
-        python: Interpreter. None: ours, where the environment can import what the driver can. Another one has the
-            working directory and its own packages.
-    """
-
-    environment: Mapping[str, Any]
-    renderer: RendererChoice
-    limits: Limits
-    memory_gib: float = 8.0
-    python: str | None = None
 
 
 class State(Enum):
@@ -94,6 +66,7 @@ class EnvironmentWorker:
         info: What the environment says about itself.
         sessions: The episodes that run in it, by number.
         problem: Why it ended.
+        cancelled: Its last episodes were to close at once, so that the run may not need a successor.
     """
 
     def __init__(
@@ -108,18 +81,19 @@ class EnvironmentWorker:
         self.info: Mapping[str, Any] = {}
         self.sessions: dict[int, EpisodeSession] = {}
         self.problem = ""
+        self.cancelled = False
         self._spec = spec
         self._log = log
         self._on_episode_end = on_episode_end
         self._on_end = on_end
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = EnvironmentProcess(spec.python, log)
         self._lines = Lines(self._receive, self._pipe_ended)
         self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._heard_s = time.monotonic()
 
     @property
     def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        return self._process.pid
 
     async def start(self) -> None:
         """Start the process and load the environment.
@@ -128,10 +102,8 @@ class EnvironmentWorker:
             ConfigError: The environment cannot be loaded; its own sentence.
             RunError: The process died or took too long.
         """
-        end, worker_end = socket.socketpair()
+        end = self._process.start()
         try:
-            with worker_end:
-                self._process = self._spawn(worker_end.fileno())
             await asyncio.get_running_loop().create_connection(lambda: self._lines, sock=end)
         except BaseException:
             end.close()
@@ -161,9 +133,9 @@ class EnvironmentWorker:
 
     def check(self) -> None:
         """End the worker if it hangs or has died, or does not close an aborted episode."""
-        if self.state is State.ended or self._process is None:
+        if self.state is State.ended or self._process.pid is None:
             return
-        if _has_exited(self._process):  # a child that it forked may hold its pipe
+        if self._process.has_exited():  # a child that it forked may hold its pipe
             self._died("")
             return
 
@@ -176,6 +148,8 @@ class EnvironmentWorker:
                 "late",
                 f"the worker was silent for {silence:.0f} s: the environment blocks its event loop or holds the GIL",
             )
+        elif any(self._ignores(each, now) for each in self.sessions.values()):
+            self.end("late", "the environment blocks its event loop or holds the GIL, and the run does not wait for it")
         elif any(each.closing_s is not None and each.closing_s < overdue for each in self.sessions.values()):
             self.end("late", "an aborted episode did not end")
 
@@ -191,8 +165,7 @@ class EnvironmentWorker:
         guilty = self._guilty(kind)
         self.state = State.ended
         self.problem = text
-        if self._process is not None:
-            kill_group(self._process)
+        self._process.kill()
         self._lines.close()
         if not self._answer.done():
             self._answer.set_exception(RunError(f"An environment worker could not start: {text}."))
@@ -207,9 +180,13 @@ class EnvironmentWorker:
 
     def reap(self) -> None:
         """Wait for the killed process, blocking: milliseconds, unless much memory is freed."""
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel
-                self._process.wait(KILL_LIMIT_S)
+        self._process.reap()
+
+    def _ignores(self, session: EpisodeSession, now: float) -> bool:
+        """Whether the worker has been silent since this episode was to close at once."""
+        if not session.at_once or session.closing_s is None:
+            return False
+        return self._heard_s < session.closing_s < now - AT_ONCE_S
 
     def _guilty(self, kind: str) -> list[EpisodeSession]:
         """Return the episodes that may have ended the worker: those whose own code was running.
@@ -246,6 +223,7 @@ class EnvironmentWorker:
 
     def _session_ended(self, session: EpisodeSession) -> None:
         del self.sessions[session.number]
+        self.cancelled = session.at_once
         self._on_episode_end(session)
         if self.state is State.retiring and not self.sessions:
             self.end("late", self.problem)
@@ -257,36 +235,9 @@ class EnvironmentWorker:
             self._died(f"; it wrote to the worker's pipe: {error}")
 
     def _died(self, reason: str) -> None:
-        code = None
-        if self._process is not None:
-            kill_group(self._process)  # before it is reaped, while its id is its own
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._process.wait(EXIT_LIMIT_S)
+        code = self._process.end()
         self.end("died", f"the worker process died{exit_text(code)}{reason}{self._see_log}")
-
-    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
-        python = self._spec.python or sys.executable
-        script = Path(app.__file__).parent / "environment" / "worker" / "__main__.py"
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
-        if self._spec.python is None:
-            environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        else:
-            environment = {name: value for name, value in environment.items() if name not in PARENT_ONLY}
-
-        command = [python, str(script), str(descriptor), str(os.getpid())]
-        try:
-            return start_group(command, environment, self._log, descriptor)
-        except OSError as error:
-            raise ConfigError(f"environment.python={python} cannot be run: {error.strerror}.") from error
 
     @property
     def _see_log(self) -> str:
         return "" if self._log is None else f"; log: {self._log}"
-
-
-def _has_exited(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a process has ended, without reaping it: until then its id, and its group's, are its own."""
-    try:
-        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return True

@@ -70,9 +70,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Abort an episode."""
+    """Abort an episode.
+
+    at_once: The run ends or restarts its trainer, so that a method which runs in a thread is hardly waited for.
+    """
 
     episode: int
+    at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +170,7 @@ def encode(message: Message) -> bytes:
     r"""Return a message as a line.
 
     >>> encode(Close(3))
-    b'{"close":3}\n'
+    b'{"close":3,"at_once":false}\n'
     """
     name = type(message).__name__.lower()
     first, *others = _FIELDS[name]

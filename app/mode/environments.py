@@ -11,8 +11,8 @@ from typing import Any
 
 from app.config import RunConfig
 from app.config.data import Template
+from app.environment.environment_process import WorkerSpec
 from app.environment.pool import EnvironmentPool
-from app.environment.remote import WorkerSpec
 from app.environment.rendering import family_of
 from app.environment.wire import Limits, RendererChoice
 from app.errors import ConfigError, RunError
@@ -21,13 +21,14 @@ LOG = "environment.log"
 SCORE = "environment"  # the reward component that takes the score of the environment
 
 
-def worker_spec(config: RunConfig, model_path: Path, *, list_tasks: bool = False) -> WorkerSpec:
+def worker_spec(config: RunConfig, model_path: Path, *, list_tasks: bool = False, tried: bool = False) -> WorkerSpec:
     """Return what each worker runs.
 
     Args:
         config: The configuration of the run.
         model_path: The model's directory.
         list_tasks: The worker lists its tasks when it has loaded the environment.
+        tried: The worker checks what all workers of the run need together, such as sessions of a server.
 
     Raises:
         ConfigError: The model's chat format is not known.
@@ -52,6 +53,7 @@ def worker_spec(config: RunConfig, model_path: Path, *, list_tasks: bool = False
         "suffix": config.data.suffix,
         "list_tasks": list_tasks,
         "scored": SCORE in config.reward.components,
+        "sessions": settings.workers * settings.episodes if tried else None,
     }
     return WorkerSpec(environment, _renderer(config, model_path), limits, settings.memory_gib, settings.python)
 
@@ -100,7 +102,7 @@ async def tried_pool(
     """
     with tempfile.TemporaryDirectory(prefix="environment-") as folder:
         log = Path(folder) / LOG
-        spec = worker_spec(config, model_path, list_tasks=list_tasks)
+        spec = worker_spec(config, model_path, list_tasks=list_tasks, tried=True)
         pool = EnvironmentPool(spec, workers=1, episodes=1, log=log, warn=lambda _: None)
         try:
             await pool.start()

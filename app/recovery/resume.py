@@ -12,7 +12,6 @@ from collections.abc import Collection
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from app.checkpoint.run_state import STATE, read_state
 from app.config import Mode, RunConfig
 from app.config.command_line import override
 from app.config.compose import one_sentence
-from app.errors import ConfigError, DamagedCheckpoint
+from app.errors import ConfigError, DamagedCheckpoint, yaml_text
 from app.tracking.run_folder import CONFIG, metrics_file, summary
 
 NEVER = "never"
@@ -395,12 +394,10 @@ def _leaves(config: DictConfig) -> dict[str, Any]:
 
 
 def _shown(config: DictConfig, name: str) -> str:
-    return str(_leaves(config).get(name, "null"))
+    return yaml_text(_leaves(config).get(name))
 
 
 def _plain(node: Any) -> Any:
     if OmegaConf.is_config(node):
         return OmegaConf.to_container(node, resolve=True, enum_to_str=True)
-    if node is None:
-        return "null"
-    return node.name if isinstance(node, Enum) else str(node)
+    return yaml_text(node)

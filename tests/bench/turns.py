@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from app.config.model import ModelConfig, TinyConfig
+from app.environment.environment_process import WorkerSpec
 from app.environment.pool import EnvironmentPool
-from app.environment.remote import WorkerSpec
 from app.environment.wire import Limits, RendererChoice
 from app.model.tiny.create import ensure
 from app.placement.fully_async import FullyAsync

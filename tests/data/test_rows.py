@@ -304,3 +304,13 @@ def test_tasks_that_are_no_rows_are_refused_without_a_file():
         rows.load(config, seed=0)
     with pytest.raises(ConfigError, match=r"^data\.answer=answer .* row 2 of the tasks of the environment has"):
         rows.load(config, seed=0, tasks=[{"question": "a", "answer": "b"}, {"question": "a"}])
+
+
+def test_an_environment_with_one_task_is_refused_without_the_advice_to_give_a_file():
+    config = DataConfig(name="mine", from_environment=True)
+    with pytest.raises(ConfigError) as caught:
+        rows.load(config, seed=0, tasks=[{"question": "a", "answer": "b"}])
+    assert str(caught.value) == (
+        "data.from_environment=true is not accepted: give an environment with at least 2 tasks, since some are held "
+        "out for evaluation (it has 1)."
+    )

@@ -27,6 +27,11 @@ class Characters:
         text = "|".join(str(message["content"]) for message in messages)
         return None if "forget" in text else tokens(f"|{text}>")
 
+    def read(self, token_ids):
+        """What clients of their own append here begins with its role: `t` a tool, else the user."""
+        text = text_of(token_ids)
+        return [{"role": "tool" if text.startswith("t") else "user", "content": text}] if text else []
+
     def parse(self, token_ids, prompt_ids=(), tools=None):
         text = text_of(token_ids)
         if text.startswith("!"):

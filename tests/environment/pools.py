@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 
+from app.environment.environment_process import WorkerSpec
 from app.environment.episode_session import EpisodeSession
 from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
-from app.environment.remote import WorkerSpec
 from app.environment.wire import Ask, End, Failed, Limits, RendererChoice
 from tests.environment.characters import text_of, tokens
 

@@ -11,11 +11,11 @@ import aiohttp
 import openai
 import pytest
 
+from app.environment.environment_process import WorkerSpec
 from app.environment.protocol import OutOfTokens, OutOfTurns, Reply, ToolCall
-from app.environment.remote import WorkerSpec
 from app.environment.wire import End, Failed
-from app.environment.worker import http_server
-from app.environment.worker.endpoint import SESSION_HEADER, Endpoint
+from app.environment.worker.openai_endpoint import http_server
+from app.environment.worker.openai_endpoint.endpoint import SESSION_HEADER, Endpoint
 from tests.environment.pools import Maker, play_one, running_pool
 from tests.environment.scripted_policy import ScriptedPolicy, decode, encode
 

@@ -18,6 +18,7 @@ from app.utils.dotted_path import LoadError
 from tests.environment.interpreters import BUILD_S
 from tests.environment.openenv_server import EchoServer, echo_server
 from tests.environment.scripted_policy import ScriptedPolicy
+from tests.waiting import until
 
 SCHEMA = {
     "type": "object",
@@ -31,8 +32,10 @@ TASK = Task("t", "Find the number.", "7", "test", {"answer": "7", "low": 0}, see
 class Guessing:
     """A server whose environment wants a number; `faults` replaces the answer to the n-th step."""
 
-    def __init__(self, faults: Mapping[int, Any] | None = None, full: int = 0) -> None:
+    def __init__(self, faults: Mapping[int, Any] | None = None, full: int = 0, most: int = 1_000_000) -> None:
         self.faults = dict(faults or {})
+        self.most = most  # sessions at once
+        self.held = 0
         self.full = full  # connections that get CAPACITY_REACHED
         self.resets: list[Any] = []
         self.connections = 0
@@ -42,13 +45,20 @@ class Guessing:
         ws = web.WebSocketResponse()
         await ws.prepare(request)
         self.connections += 1
-        if self.connections <= self.full:
-            await ws.send_json(
-                {"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "", "max_sessions": 1}}
-            )
+        if self.connections <= self.full or self.held >= self.most:
+            most = min(self.most, 1) if self.full else self.most
+            error = {"code": "CAPACITY_REACHED", "message": "", "max_sessions": most}
+            await ws.send_json({"type": "error", "data": error})
             await ws.close()
             return ws
 
+        self.held += 1
+        try:
+            return await self._session(request, ws)
+        finally:
+            self.held -= 1
+
+    async def _session(self, request: web.Request, ws: web.WebSocketResponse) -> web.WebSocketResponse:
         steps = 0
         async for message in ws:
             assert message.type is WSMsgType.TEXT
@@ -56,6 +66,9 @@ class Guessing:
             if asked["type"] == "close":
                 self.closed += 1
                 break
+            if asked["type"] == "state":
+                await ws.send_json({"type": "state", "data": {}})
+                continue
             if asked["type"] == "reset":
                 self.resets.append(asked["data"])
                 await self._observe(ws, {"text": "higher than 0"}, None, False)
@@ -98,8 +111,11 @@ async def serving(guessing: Guessing) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-def settings(url: str | None, renderer: str = "plain", timeout_s: float = 60.0, **args: Any) -> dict[str, Any]:
-    return {"url": url, "args": args, "renderer": {"name": renderer}, "limits": {"timeout_s": timeout_s}}
+def settings(
+    url: str | None, renderer: str = "plain", timeout_s: float = 60.0, sessions: int | None = None, **args: Any
+) -> dict[str, Any]:
+    limits = {"timeout_s": timeout_s}
+    return {"url": url, "args": args, "renderer": {"name": renderer}, "limits": limits, "sessions": sessions}
 
 
 def play(
@@ -220,6 +236,43 @@ def test_a_server_that_stays_full_is_a_failure_that_names_the_deadline(monkeypat
     assert guessing.connections >= 2
 
 
+@pytest.mark.parametrize(("most", "shown"), [(1, "1 session"), (3, "3 sessions")])
+def test_a_server_with_fewer_sessions_than_episodes_at_once_is_refused(most: int, shown: str) -> None:
+    async def run() -> tuple[str, int]:
+        guessing = Guessing(most=most)
+        async with serving(guessing) as url:
+            with pytest.raises(LoadError) as caught:
+                await asyncio.to_thread(openenv.make, settings(url, sessions=64))
+            before = guessing.connections
+            for fitting in {1, most}:
+                await asyncio.to_thread(until, lambda: guessing.held == 0, 60)
+                await asyncio.to_thread(openenv.make, settings(url, sessions=fitting))
+            assert guessing.connections == before + (most if most > 1 else 0)
+            return str(caught.value), guessing.resets.count(None)
+
+    sentence, resets = asyncio.run(asyncio.wait_for(run(), 60))
+    assert f" holds {shown}, fewer than the 64 episodes that environment.workers and environment.episodes" in sentence
+    assert sentence.endswith(": lower environment.episodes, or raise the server's max_concurrent_envs")
+    assert resets == 0
+
+
+def test_a_server_that_tells_no_number_of_sessions_is_accepted() -> None:
+    async def run() -> None:
+        async def silent(request: web.Request) -> web.WebSocketResponse:
+            ws = web.WebSocketResponse()
+            await ws.prepare(request)
+            await ws.send_str("[]")
+            await ws.close()
+            return ws
+
+        guessing = Guessing()
+        guessing.socket = silent  # type: ignore[method-assign]
+        async with serving(guessing) as url:
+            await asyncio.to_thread(openenv.make, settings(url, sessions=4))
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_a_server_that_is_gone_before_the_episode_is_a_failure() -> None:
     async def run() -> None:
         async with serving(Guessing()) as url:
@@ -267,7 +320,9 @@ def test_the_echo_environment_of_the_real_package_plays_two_episodes_in_its_one_
     says = [json.dumps({"message": text}) for text in ("hi", "hello")]
 
     async def run(server: EchoServer) -> None:
-        make = await asyncio.to_thread(openenv.make, settings(server.url, timeout_s=50))
+        with pytest.raises(LoadError, match=r"holds 1 session, fewer than the 2 episodes"):
+            await asyncio.to_thread(openenv.make, settings(server.url, sessions=2))
+        make = await asyncio.to_thread(openenv.make, settings(server.url, timeout_s=50, sessions=1))
         policies = [ScriptedPolicy([Reply(says[0]), Reply('{"massage": "x"}'), Reply(says[1])]) for _ in range(2)]
         scores = await asyncio.gather(*(make().run(TASK, policy) for policy in policies))
 

@@ -75,7 +75,7 @@ def test_arguments_reach_the_constructor():
         ("no_such_module.Env", {}, "there is no module no_such_module (searched the working directory and PYTHONPATH)"),
         (f"{HERE}.Nothing", {}, f"module {HERE} has no Nothing"),
         (f"{HERE}.HERE", {}, "it is not a function or class"),
-        (f"{HERE}.Whole", {"length": 3}, "it does not take environment.args={'length': 3} (got an unexpected keyword"),
+        (f"{HERE}.Whole", {"length": 3}, 'it does not take environment.args={"length": 3} (got an unexpected keyword'),
         (f"{HERE}.OnlyBegin", {}, f"it is no environment: {SHAPE}"),
         (f"{HERE}.NoTask", {}, f"its begin(self) cannot be called (too many positional arguments): {SHAPE}"),
         (f"{HERE}.Attribute", {}, f"its begin is not a method: {SHAPE}"),

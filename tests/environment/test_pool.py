@@ -133,6 +133,24 @@ def test_an_aborted_episode_is_closed_once_and_its_place_is_free(own, tmp_path, 
     ]
 
 
+def test_an_episode_that_waits_for_a_place_gets_one_after_a_cancelled_one_whose_step_hangs(own, tmp_path):
+    spec = own(CLOSING, args={"folder": str(tmp_path)}, timeout_s=3600.0)
+
+    async def run():
+        async with running_pool(spec, episodes=1) as pool:
+            session = await pool.begin(a_task(id="begins", row={"wait": True}), tokens("q"))
+            await asyncio.to_thread(until, lambda: len(notes(tmp_path)) == 1, PATIENCE_S)
+            waiting = asyncio.ensure_future(play_one(pool, "end"))
+            await asyncio.sleep(0)
+            await asyncio.wait_for(session.close(at_once=True), PATIENCE_S)
+            return (await waiting).end, pool.counts
+
+    end, counts = asyncio.run(run())
+    assert isinstance(end, End)
+    assert counts == {"restarts": 1}
+    assert notes(tmp_path) == ["began begins", "closed begins", "began set/0@0", "closed set/0@0"]
+
+
 def test_an_aborted_episode_whose_step_hangs_is_closed_and_its_worker_replaced(own, tmp_path):
     spec = own(CLOSING, args={"folder": str(tmp_path)}, timeout_s=0.5)
 

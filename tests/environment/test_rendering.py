@@ -328,6 +328,24 @@ def test_both_polarities_of_qwen35_are_rendered(tmp_path: Path) -> None:
         assert renderer.opening([QUESTION]) == by_transformers(folder, [QUESTION], thinking=thinking)
 
 
+def test_what_a_client_rendered_is_read_as_messages(family: str, models: dict[str, Path]) -> None:
+    renderer = renderer_for(family, str(models[family]), "template", False)
+    opening = renderer.opening([SYSTEM, QUESTION])
+    assert renderer.read(opening) == [SYSTEM, {**QUESTION, "content": "How much is 1+2? Use add."}]
+
+    strand = [*opening, *ids(CALLS[family])]  # without the end of a reply
+    following = renderer.following(strand, [RESULT, RESULT, NEXT], TOOLS)
+    assert following is not None
+    assert renderer.read(following) == [RESULT, RESULT, NEXT]
+
+    again = renderer.opening([QUESTION, {"role": "assistant", "content": "3"}, NEXT])
+    said = renderer.read(again)
+    assert [each["role"] for each in said] == ["user", "assistant", "user"]
+    assert said[1]["content"].endswith("3")
+    assert renderer.read([]) == []
+    assert renderer.read(ids("more of it" + END)) == [{"role": "user", "content": "more of it"}]
+
+
 def test_a_family_is_chosen_by_model_type_and_unknown_ones_are_refused_by_name(tmp_path: Path) -> None:
     for name in FAMILIES:
         assert family_of(write_model(tmp_path / name, name), chat_template=True) == name

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from app.environment import verifiers
+from app.environment.environment_process import WorkerSpec
 from app.environment.protocol import Task
-from app.environment.remote import WorkerSpec
 from app.environment.wire import Ask, End, Failed, Limits, RendererChoice
 from app.errors import ConfigError
 from app.utils.dotted_path import LoadError
@@ -87,8 +87,8 @@ def test_a_renderer_without_roles_and_a_wrong_number_of_tasks_are_refused(instal
     plain = {"name": "plain", "model_path": "", "thinking": "template"}
     with pytest.raises(LoadError, match=r"give a model of qwen3 or qwen3\.5, and data\.template=chat$"):
         verifiers.make(settings(renderer=plain))
-    for tasks in (0, -1, "3", True):
-        with pytest.raises(LoadError, match=rf"^environment\.args\.tasks={tasks} is not a number of tasks$"):
+    for tasks, shown in ((0, "0"), (-1, "-1"), ("3", '"3"'), (True, "true")):
+        with pytest.raises(LoadError, match=rf"^environment\.args\.tasks={shown} is not a number of tasks$"):
             verifiers.make(settings(args={"tasks": tasks}))
 
 
@@ -268,6 +268,9 @@ def test_a_tool_environment_of_verifiers_0_2_1_extends_one_strand_by_exact_prefi
     assert isinstance(played.end, End)
     assert (played.end.metrics["tool_calls"], played.end.metrics["tool_failures"]) == (1.0, 0.0)
     assert "<tool_response>\n2\n</tool_response>" in played.engine.text(0)
+    turns = [(turn["role"], turn["text"]) for turn in played.end.turns]
+    assert [role for role, _ in turns] == ["system", "user", "assistant", "tool", "assistant"]
+    assert turns[-2:] == [("tool", "2"), ("assistant", "2")]
     assert scores(endless)["reward"] == 0.0
     assert len(endless.engine.said) == 3
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from app.environment.remote import WorkerSpec
+from app.environment.environment_process import WorkerSpec
 from app.environment.rendering import renderer_for
 from app.environment.wire import Ask, End, Limits, RendererChoice
 from tests.environment.pools import PATIENCE_S, a_task, running_pool

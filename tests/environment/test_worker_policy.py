@@ -192,6 +192,26 @@ def test_tokens_extend_the_longest_strand_that_they_begin_with():
     assert same_strands(policy, engine)
 
 
+def test_tokens_that_an_agent_rendered_are_shown_as_what_they_say():
+    engine = Engine("ab", "cd", "ef")
+
+    async def run():
+        policy = policy_of(engine)
+        await policy.generate(tokens("q"))
+        await policy.generate(tokens("qabtold"))
+        await policy.generate(tokens("qabtoldcd"))  # nothing to append
+        return policy.turns
+
+    turns = asyncio.run(run())
+    assert [(turn["role"], turn["text"], turn["tokens"]) for turn in turns] == [
+        ("user", "q", 1),
+        ("assistant", "ab", 2),
+        ("tool", "told", 4),
+        ("assistant", "cd", 2),
+        ("assistant", "ef", 2),
+    ]
+
+
 def test_another_client_of_the_same_conversation_is_recognized():
     engine = Engine("!add", "cd", "ef")
 

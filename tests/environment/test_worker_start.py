@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.environment.remote import WorkerSpec
+from app.environment.environment_process import WorkerSpec
 from app.environment.wire import End, RendererChoice
 from app.errors import ConfigError, RunError
 from tests.environment.pools import PATIENCE_S, a_task, play_one, running_pool
@@ -134,7 +134,7 @@ def test_a_path_that_does_not_load_and_wrong_arguments_are_refused(own):
     )
     target = spec.environment["target"]
     assert refusal(own(PLAIN, args={"size": 3})).partition(" cannot be used: ")[2] == (
-        "it does not take environment.args={'size': 3} (got an unexpected keyword argument 'size'); "
+        "it does not take environment.args={\"size\": 3} (got an unexpected keyword argument 'size'); "
         f"the interpreter is {sys.executable}."
     )
     broken = own("def f(:\n" + PLAIN)
@@ -197,7 +197,7 @@ def test_a_worker_dies_with_its_parent_and_ignores_its_ctrl_c(own, tmp_path):
     driver = f"""
         import asyncio
         from app.environment.pool import EnvironmentPool
-        from app.environment.remote import WorkerSpec
+        from app.environment.environment_process import WorkerSpec
         from app.environment.wire import Limits, RendererChoice
         from tests.environment.pools import a_task
 

@@ -205,6 +205,7 @@ def test_a_run_on_a_server_of_openenv_is_exact(start: Start, policy: Path, rooms
             *rooms,
             "environment=openenv",
             f"environment.url={server.url}",
+            "environment.episodes=16",
             "reward=environment",
             "environment.max_turns=2",
         )

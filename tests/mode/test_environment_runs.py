@@ -91,6 +91,20 @@ def test_a_run_whose_episodes_all_fail_ends_with_the_reason(start: Callable[...,
     assert run.summary()["status"] == "failed"
 
 
+@pytest.mark.slow
+def test_an_interrupt_does_not_wait_for_a_plain_step_that_takes_an_hour(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    hour = ["environment._target_=tests.mode.own_environments.Hour", "environment.timeout_s=7200"]
+    run = start("steps=3", *SMALL[1:], *hour, f"+environment.args.folder={tmp_path}")
+    until(lambda: run.process.poll() is not None or (tmp_path / "stays").exists(), 240)
+    assert run.process.poll() is None, run.text
+    os.kill(run.process.pid, signal.SIGINT)
+    assert run.wait(120) == 130, run.text
+    assert run.gone_within(15), run.processes()
+    assert (tmp_path / "closed").exists()
+
+
 @pytest.mark.timeout(600)
 def test_a_run_with_slow_tools_survives_a_killed_engine_and_an_interrupt(
     start: Callable[..., Run], tmp_path: Path

@@ -44,7 +44,7 @@ def episodes(*overrides: str) -> Check:
     [
         (own("Missing"), f"environment._target_={OWN}.Missing cannot be used: module {OWN} has no Missing"),
         (own("Guess", "environment.args.hint=colder"), None),
-        (own("Guess", "environment.args.colour=1"), "it does not take environment.args={'colour': 1}"),
+        (own("Guess", "environment.args.colour=1"), 'it does not take environment.args={"colour": 1}'),
         (own("os"), "it is not a function or class"),
         (own("Guess", "environment.python=/no/such/python"), "environment.python=/no/such/python cannot be run"),
         (["environment._target_=tests.mode.dying_environment.Guess"], "(exit code 4); its last line: no license was f"),

@@ -92,3 +92,39 @@ def test_a_checkpoint_evaluates_as_its_run_did_and_the_run_stays_as_it_was(
     assert (summary["evaluated/checkpoint"], summary["evaluated/step"]) == (str(checkpoint), 2)
     assert not list(folder.glob("model*"))
     assert not list(folder.rglob("*.safetensors"))
+
+
+CALCULATOR = ["model=tiny_tools", "data=products", "environment=calculator", "data.products.eval_problems=20"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_checkpoint_and_a_model_are_evaluated_with_an_environment(start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start(*CALCULATOR, "steps=2", "checkpoint.keep=1", "checkpoint.export=false", "tracking.samples_per_step=100")
+    assert run.wait() == 0, run.text
+    before = content(run.folder)
+    initial, trained = (turns(run.folder / "samples" / f"eval_{step}.jsonl") for step in (0, 2))
+
+    code, text = run_app("mode=eval", f"resume={run.folder}", cwd=tmp_path)
+    assert code == 0, text
+    assert content(run.folder) == before
+    (folder,) = (tmp_path / "outputs" / "tiny_tools-eval").iterdir()
+    assert turns(folder / "samples" / "eval_2.jsonl") == trained
+    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = run.metrics()[-1]
+    assert row == {name: last[name] for name in ("step", *(name for name in last if name.startswith("eval/")))}
+    assert (folder / "logs" / "environment.log").exists()
+
+    code, text = run_app("mode=eval", *CALCULATOR, "hydra.run.dir=model", "tracking.samples_per_step=100", cwd=tmp_path)
+    assert code == 0, text
+    assert turns(tmp_path / "model" / "samples" / "eval_0.jsonl") == initial
+    assert len(initial) == 20
+    assert json.loads((tmp_path / "model" / "summary.json").read_text())["status"] == "finished"
+    report = (tmp_path / "model" / "report.html").read_text()
+    assert "assistant" in report
+
+
+def turns(file: Path) -> dict[str, list[tuple[str, str]]]:
+    """Prompt id → role and text of each turn."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return {row["prompt"]: [(turn["role"], turn["text"]) for turn in row["turns"]] for row in rows}

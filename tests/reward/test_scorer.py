@@ -288,7 +288,7 @@ def test_invalid_settings_are_rejected():
         (RewardConfig(components={"mth": 1.0}), "reward.components.mth=1.0"),
         (RewardConfig(components={"math": math.nan}), "reward.components.math=nan"),
         (RewardConfig(_target_="reward"), "reward._target_=reward"),
-        (RewardConfig(components={"math": 1.0}, args={"a": 1}), "reward.args={'a': 1}"),
+        (RewardConfig(components={"math": 1.0}, args={"a": 1}), "reward.args={a: 1}"),
         (RewardConfig(components={"math": 1.0}, workers=0), "reward.workers=0"),
         (RewardConfig(components={"math": 1.0}, timeout_s=0), "reward.timeout_s=0"),
         (RewardConfig(components={"math": 1.0}, max_failed_fraction=1.5), "reward.max_failed_fraction=1.5"),

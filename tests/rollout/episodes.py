@@ -13,7 +13,7 @@ import torch
 
 from app.config.recovery import RecoveryConfig
 from app.config.reward import RewardConfig
-from app.environment.remote import WorkerSpec
+from app.environment.environment_process import WorkerSpec
 from app.model.tiny.tokenizer import build_tokenizer
 from app.reward.scorer import Scorer
 from app.rollout.episodes import EpisodeLimits, Episodes

@@ -44,7 +44,7 @@ class Session:
     def answer(self, ask: Ask, token_ids: Any, finish: str, logprobs: Any = None) -> None:
         self.answers.put_nowait(None)
 
-    async def close(self) -> None: ...
+    async def close(self, *, at_once: bool = False) -> None: ...
 
 
 class VirtualTimeline(Timeline):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.environment.remote import WorkerSpec
+from app.environment.environment_process import WorkerSpec
 from app.environment.rendering import renderer_for
 from app.environment.tools import load_tools
 from app.environment.wire import Limits, RendererChoice

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from app.errors import EngineError, EngineLost
@@ -51,6 +52,13 @@ class Env:
         return float(self.said)
     def close(self):
         self.note("close")
+
+class Blocking(Env):
+    async def step(self, reply):
+        self.said += 1
+        self.note("step")
+        self.stay()
+        return None if self.said == self.turns else f"more {self.said}"
 
 class InThread(Env):
     def step(self, reply):
@@ -106,6 +114,13 @@ def play(spec: Any, engine: Any, folder: Path, story: Story, room: int = ROOM) -
 
 async def its_end(rollouter: Rollouter, playing: "asyncio.Task[Group]", diary: Diary) -> Group:
     return await playing
+
+
+def has_ended(process: int) -> bool:
+    try:
+        return bool(psutil.Process(process).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 async def steps(diary: Diary, count: int) -> None:
@@ -175,6 +190,36 @@ def test_a_group_that_is_ended_inside_its_environments_closes_them(
     play(spec, engine, tmp_path, story)
     assert engine.aborted == (["talk/0@0"] if how == "abort" else [])
     assert Diary(tmp_path).counts == {"made": 4, "begin": 4, "step": 4, "close": 4}
+
+
+@pytest.mark.parametrize("waits", ["thread", "loop"])
+def test_a_cancelled_group_does_not_wait_for_a_plain_step_until_its_deadline(
+    waits: str, own: Any, tmp_path: Path
+) -> None:
+    """As at Ctrl-C: a step in a thread, or one that blocks the worker's loop, would stay for an hour."""
+    name = {"thread": "InThread", "loop": "Blocking"}[waits]
+    spec = own(DIARY, name=name, args={"folder": str(tmp_path), "waits": waits}, timeout_s=3600.0)
+
+    async def story(rollouter: Rollouter, playing: "asyncio.Task[Group]", diary: Diary) -> None:
+        assert rollouter.episodes is not None
+        environments = rollouter.episodes.environments
+        (worker,) = environments.pids
+        await steps(diary, 4 if waits == "thread" else 1)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+        await asyncio.to_thread(until, lambda: has_ended(worker), 60)
+        assert environments.pids == []
+        assert environments.counts["restarts"] == 0  # nothing starts while the run ends
+        (tmp_path / "go").touch()
+        again = await group(rollouter, prompt(1))
+        assert again.rewards.tolist() == [2.0] * 4
+        assert environments.counts["restarts"] == 1
+
+    play(spec, Scripted(), tmp_path, story)
+    if waits == "thread":
+        Diary(tmp_path).assert_closed_once(8)
 
 
 def test_a_group_that_is_aborted_while_engines_sample_closes_its_environments(own: Any, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@
 - The policy acts by one JSON object: its reply, or the arguments of a tool call. What does not fit the action's schema
   (`GET /schema`), and what the server refuses, is an observation: "error: …".
 - The score is the sum of all rewards. The episode ends with `done`, or by a limit of the run.
+- A run whose workers together play more episodes than the server holds sessions is refused before it starts. The
+  server has no route that tells their number, but its refusal of a session does.
 - A server without a free session is asked again until a deadline; a server that is gone is a failure, never a reward.
 """
 
@@ -21,21 +23,30 @@ from http.client import HTTPException
 from typing import Any
 
 from app.environment.openenv.action import ActionError, read_action
+from app.environment.openenv.capacity import most_sessions
 from app.environment.openenv.ws_session import Observation, Server, Session, open_session
 from app.environment.protocol import EpisodeOver, Message, Policy, Reply, Task, Tool
 from app.utils.dotted_path import LoadError
 
+PACKAGES = ("aiohttp",)  # in the interpreter of the workers
+PINS = "aiohttp here, openenv 0.4 or later at the server"
 SCHEMA_S = 10.0  # for GET /schema
+
+
+def supported(installed: Mapping[str, str | None]) -> bool:
+    """Return whether the packages of an interpreter will do."""
+    return installed["aiohttp"] is not None
 
 
 def make(settings: Mapping[str, Any]) -> partial["OpenEnv"]:
     """Ask the server for its schema; return what makes the environment of each episode.
 
     Args:
-        settings: `url`, `args`, and of the run `limits` and `renderer`.
+        settings: `url`, `args`, and of the run `limits` and `renderer`; `sessions`, the number that the server must
+            hold, if it is to be checked.
 
     Raises:
-        LoadError: There is no OpenEnv server at the URL, or aiohttp is missing.
+        LoadError: There is no OpenEnv server at the URL, it holds too few sessions, or aiohttp is missing.
     """
     try:
         import aiohttp  # noqa: F401
@@ -44,6 +55,7 @@ def make(settings: Mapping[str, Any]) -> partial["OpenEnv"]:
 
     url = _http_url(settings.get("url"))
     schema = _action_schema(url, settings["url"])
+    _require_sessions(url, settings["url"], settings.get("sessions") or 0)
     tool = {"type": "function", "function": {"name": "step", "description": "Act.", "parameters": schema}}
     tools = [] if settings["renderer"]["name"] == "plain" else [tool]  # its template has none
     server = Server(url, float(settings["limits"]["timeout_s"]))
@@ -145,3 +157,14 @@ def _action_schema(url: str, given: str) -> dict[str, Any]:
 
     properties.pop("metadata", None)
     return {"required": [], **schema, "properties": properties}
+
+
+def _require_sessions(url: str, given: str, sessions: int) -> None:
+    """Raise `LoadError` if the server says that it holds fewer sessions than the run's episodes."""
+    most = most_sessions(url, sessions)
+    if most is not None and most < sessions:
+        raise LoadError(
+            f"environment.url={given} holds {most} session{'' if most == 1 else 's'}, fewer than the {sessions} "
+            "episodes that environment.workers and environment.episodes allow at once: lower environment.episodes, or "
+            "raise the server's max_concurrent_envs"
+        )

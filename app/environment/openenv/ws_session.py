@@ -93,7 +93,7 @@ async def open_session(server: Server, reset: Mapping[str, Any]) -> AsyncIterato
     """Open a session and reset it; wait for a free one."""
     import aiohttp
 
-    url = server.url.replace("http", "ws", 1) + "/ws"
+    url = ws_url(server.url)
     deadline = time.monotonic() + server.timeout_s * WAIT_FRACTION
     pause = PAUSES_S[0]
     async with aiohttp.ClientSession() as client:
@@ -118,6 +118,11 @@ async def open_session(server: Server, reset: Mapping[str, Any]) -> AsyncIterato
                     return
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSES_S[1])
+
+
+def ws_url(url: str) -> str:
+    """Return the address of the sessions of a server, given its HTTP address."""
+    return url.replace("http", "ws", 1) + "/ws"
 
 
 def _check_deadline(server: Server, deadline: float, full: NoSession) -> None:

@@ -46,6 +46,14 @@ class Renderer(Protocol):
         """
         ...
 
+    def read(self, token_ids: Sequence[int]) -> list[Message]:
+        """Return what rendered tokens say, for people: the messages, without an empty one where the policy speaks next.
+
+        Args:
+            token_ids: [N] An opening, or what was appended to a strand, as a client of its own rendered it.
+        """
+        ...
+
     def shorten(self, text: str, max_tokens: int) -> str:
         """Return `text` in at most `max_tokens` tokens: cut in the middle, with a note that says so."""
         ...

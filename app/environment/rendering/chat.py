@@ -15,6 +15,7 @@ from typing import Any
 
 from app.environment.protocol import Message, Reply, ToolCall
 from app.environment.rendering.base import Tools
+from app.environment.rendering.chat_messages import messages_in
 from app.environment.rendering.chat_template import thinking_of
 from app.environment.rendering.tokenizer_file import TokenizerFile, import_package
 
@@ -119,6 +120,10 @@ class ChatRenderer:
         calls = tuple(_tool_call(call, index, tools) for index, call in enumerate(parsed.tool_calls))
         reasoning = (parsed.reasoning_content or "").strip()
         return Reply(parsed.content, reasoning, calls, truncated=False, token_ids=tuple(sampled))
+
+    def read(self, token_ids: Sequence[int]) -> list[Message]:
+        """Return the messages between the template's markers; a tool's result has the role `tool`."""
+        return messages_in(self._tokenizer.decode(token_ids))
 
     def shorten(self, text: str, max_tokens: int) -> str:
         return self._tokenizer.shorten(text, max_tokens)

@@ -43,6 +43,11 @@ class PlainRenderer:
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return Reply(text, "", (), truncated=False, token_ids=tuple(token_ids))
 
+    def read(self, token_ids: Sequence[int]) -> list[Message]:
+        """Return the text as one message of the user; there are no roles."""
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return [{"role": "user", "content": text}] if text else []
+
     def shorten(self, text: str, max_tokens: int) -> str:
         return self._tokenizer.shorten(text, max_tokens)
 

@@ -14,6 +14,7 @@ the strand that they begin with. So branches, compaction and parallel agents nee
 """
 
 import importlib.metadata
+import json
 import os
 import signal
 import sys
@@ -26,8 +27,10 @@ from app.environment.protocol import Policy, Task
 from app.environment.verifiers.environment_host import Host, Settings
 from app.utils.dotted_path import LoadError
 
+V1 = "0.4."  # any of them
 V0, V0_RENDERERS = "0.2.1", "0.1.8"
 PINS = f"verifiers 0.4.x, or verifiers {V0} with renderers {V0_RENDERERS}"
+PACKAGES = ("verifiers", "renderers")
 RENDERERS = ("qwen3", "qwen3.5")
 
 
@@ -78,7 +81,7 @@ def make(settings: Mapping[str, Any]) -> Make:
     args = dict(settings.get("args") or {})
     tasks = args.pop("tasks", None)
     if tasks is not None and (type(tasks) is not int or tasks < 1):
-        raise LoadError(f"environment.args.tasks={tasks} is not a number of tasks")
+        raise LoadError(f"environment.args.tasks={json.dumps(tasks)} is not a number of tasks")
 
     _find_programs()
     with _signals_kept():
@@ -91,19 +94,27 @@ def make(settings: Mapping[str, Any]) -> Make:
 
 def _host_type() -> Callable[[Settings], Host]:
     """Return the host for the installed version of verifiers."""
-    version = _installed("verifiers")
+    installed = {package: _installed(package) for package in PACKAGES}
+    version = installed["verifiers"]
     if version is None:
         raise LoadError(f"verifiers is not installed; install {PINS}")
+    if not supported(installed):
+        raise LoadError(f"verifiers {version} with renderers {installed['renderers']} is not supported; install {PINS}")
 
-    if version.startswith("0.4."):
+    if version.startswith(V1):
         from app.environment.verifiers.v1 import HostV1
 
         return HostV1
-    if version == V0 and _installed("renderers") == V0_RENDERERS:
-        from app.environment.verifiers.v0 import HostV0
 
-        return HostV0
-    raise LoadError(f"verifiers {version} with renderers {_installed('renderers')} is not supported; install {PINS}")
+    from app.environment.verifiers.v0 import HostV0
+
+    return HostV0
+
+
+def supported(installed: Mapping[str, str | None]) -> bool:
+    """Return whether these versions of `PACKAGES` are among the pins."""
+    version = installed["verifiers"] or ""
+    return version.startswith(V1) or (version == V0 and installed["renderers"] == V0_RENDERERS)
 
 
 def _installed(package: str) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from app.environment.protocol import Policy
 from app.environment.rendering import renderer_for
 from app.environment.rendering.chat import ChatRenderer
-from app.environment.worker.endpoint import Endpoint
+from app.environment.worker.openai_endpoint.endpoint import Endpoint
 
 MODEL = "policy"
 API_KEY = "POSTTRAIN_NO_KEY"  # an environment variable that nobody sets: the endpoint takes no key

@@ -13,7 +13,7 @@ from app.environment.verifiers.environment_host import (
     new_endpoint,
     question_of,
 )
-from app.environment.worker.endpoint import SESSION_HEADER, Endpoint
+from app.environment.worker.openai_endpoint.endpoint import SESSION_HEADER, Endpoint
 from app.utils.dotted_path import LoadError
 
 OF_THE_POLICY = ("EmptyModelResponseError", "InvalidModelResponseError")  # it said nothing

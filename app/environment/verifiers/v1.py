@@ -14,7 +14,7 @@ from app.environment.verifiers.environment_host import (
     new_endpoint,
     question_of,
 )
-from app.environment.worker.endpoint import Endpoint, Seat
+from app.environment.worker.openai_endpoint.endpoint import Endpoint, Seat
 from app.utils.dotted_path import LoadError
 
 

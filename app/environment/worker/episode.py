@@ -20,11 +20,13 @@ from app.environment.wire import Begin, Closed, End, Failed, Limits
 from app.environment.worker.calls import Calls, Exited
 from app.environment.worker.clock import Clock
 from app.environment.worker.log import log
-from app.environment.worker.openai_api import is_bad_request
-from app.environment.worker.policy import AskEngine, EpisodePolicy, Renderer
+from app.environment.worker.openai_endpoint.openai_api import is_bad_request
+from app.environment.worker.policy import AskEngine, EpisodePolicy
+from app.environment.worker.strands import Renderer
 from app.utils.dotted_path import LoadError, error_text
 
 CANCEL_LIMIT_S = 5.0  # for code that was cancelled to end
+AT_ONCE_S = 1.0  # for the same, and for a call in a thread, where the run itself ends
 LONGEST_WAIT_S = 1.0  # between two looks at the clock, which stops while an engine is awaited
 
 Make = Callable[[], Any]
@@ -60,10 +62,12 @@ class Episode:
         self.policy = EpisodePolicy(ask, renderer, limits, self._task.question, begin.prompt, self._clock, url)
         self._environment: Any = None
         self._aborted = asyncio.Event()
+        self._at_once = False
         self._stuck = False
 
-    def abort(self) -> None:
-        """End the episode without a score."""
+    def abort(self, *, at_once: bool = False) -> None:
+        """End the episode without a score. `at_once`: without waiting for a call in its thread."""
+        self._at_once = at_once
         self._aborted.set()
 
     async def play(self) -> End | Failed | Closed:
@@ -91,7 +95,7 @@ class Episode:
         if running.done():
             return self._result(running)
         if self._aborted.is_set():
-            await self._cancel(running, self._limits.timeout_s)
+            await self._cancel(running, AT_ONCE_S if self._at_once else self._limits.timeout_s)
             return Closed(self.number)
         step = self._clock.step
         await self._cancel(running, 0.0)
@@ -114,7 +118,7 @@ class Episode:
     async def _cancel(self, running: "asyncio.Future[Any]", thread_s: float) -> None:
         """Cancel a run, and give a call in its thread so much time to end."""
         running.cancel()
-        await asyncio.wait({running}, timeout=CANCEL_LIMIT_S)
+        await asyncio.wait({running}, timeout=AT_ONCE_S if self._at_once else CANCEL_LIMIT_S)
         if not running.done():
             self._stuck = True
         elif not running.cancelled():

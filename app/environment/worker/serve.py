@@ -39,14 +39,15 @@ from app.environment.wire import (
 )
 from app.environment.worker.episode import Episode, Make
 from app.environment.worker.log import STDERR, log
-from app.environment.worker.policy import EpisodePolicy, Renderer
+from app.environment.worker.policy import EpisodePolicy
+from app.environment.worker.strands import Renderer
 from app.utils.child_process import die_with_parent
 from app.utils.dotted_path import LoadError, error_text
 
 BEAT_S = 1.0
 SILENT_S = 10.0  # without a beat; then all stacks go to the log
 GIB = 1 << 30
-ENDPOINT = "app.environment.worker.endpoint"  # imported by its first use
+ENDPOINT = "app.environment.worker.openai_endpoint.endpoint"  # imported by its first use
 
 
 def serve(descriptor: int, parent: int) -> None:
@@ -104,7 +105,7 @@ class Worker:
                     future.set_result(message)
             case Close():
                 if message.episode in self._episodes:
-                    self._episodes[message.episode].abort()
+                    self._episodes[message.episode].abort(at_once=message.at_once)
 
     def _ended(self, error: WireError | None) -> None:
         """Exit, without waiting for threads and tasks of environments, which may hang."""

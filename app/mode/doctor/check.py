@@ -11,6 +11,7 @@ from pathlib import Path
 from app.config import RunConfig
 from app.device import device_of
 from app.mode.doctor.device import environment, hardware
+from app.mode.doctor.environment_packages import environment_packages
 from app.mode.doctor.finding import Check, CheckStatus, table
 from app.mode.doctor.machine import OUTPUTS, machine, reachable
 from app.mode.doctor.software import software
@@ -23,6 +24,7 @@ def examine(config: RunConfig, folder: Path = Path(OUTPUTS)) -> list[Check]:
     device = device_of(config.device.kind)
     return [
         *software(config, device),
+        *environment_packages(config),
         *hardware(config, device),
         *environment(config, device),
         *machine(config, folder),

@@ -31,7 +31,7 @@ class EpisodeGroup:
         self.requests = requests
         self.trajectories: dict[int, Trajectory] = {}  # by member; those that failed are missing
         self.sampled_tokens = 0
-        self._aborted = False
+        self.aborted = False  # as too stale
         self._playing: asyncio.Future[None] | None = None
 
     async def run(self, member: Callable[["EpisodeGroup", int], Coroutine[Any, Any, None]]) -> None:
@@ -44,11 +44,11 @@ class EpisodeGroup:
         except Aborted:
             raise Aborted(self.play.prompt.id, self.sampled_tokens) from None
         except asyncio.CancelledError:
-            if self._aborted:
+            if self.aborted:
                 raise Aborted(self.play.prompt.id, self.sampled_tokens) from None
             raise
 
     def abort(self) -> None:
         if self._playing is not None:
-            self._aborted = True
+            self.aborted = True
             self._playing.cancel()

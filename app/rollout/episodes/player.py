@@ -10,6 +10,7 @@ Invariants:
 - A failed environment is never a reward: the episode is played again, and then left out of its group.
 """
 
+import asyncio
 import zlib
 from collections.abc import Sequence
 
@@ -93,10 +94,14 @@ class Episodes:
         task = self._task(prompt, training=group.play.training)
         session = await self.environments.begin(task, prompt.token_ids.tolist())
         episode = EpisodeAttempt(group, number, session, self.limits)
+        cancelled = False
         try:
             return await episode.run(self._on_message)
+        except asyncio.CancelledError:
+            cancelled = not group.aborted  # the run ends, or restarts its trainer
+            raise
         finally:
-            await session.close()
+            await session.close(at_once=cancelled)
 
     def _task(self, prompt: Prompt, *, training: bool) -> Task:
         seed = zlib.crc32(f"{self.seed}/{prompt.id}".encode())

@@ -22,9 +22,9 @@ from http import HTTPStatus
 from typing import Any
 
 from app.environment.protocol import EpisodeOver, Message, Policy
-from app.environment.worker import openai_api
-from app.environment.worker.http_server import HEAD_BYTES, HttpAnswer, HttpRequest, serve_connection
-from app.environment.worker.openai_api import Refusal
+from app.environment.worker.openai_endpoint import openai_api
+from app.environment.worker.openai_endpoint.http_server import HEAD_BYTES, HttpAnswer, HttpRequest, serve_connection
+from app.environment.worker.openai_endpoint.openai_api import Refusal
 
 SESSION_HEADER = "X-Session-ID"
 

@@ -1,0 +1,166 @@
+"""The strands of one episode, and where the next tokens of a conversation go.
+
+A strand is a list of tokens that only grows: what was appended, what was sampled, what was appended next. A
+conversation is matched against those so far by its messages or by its tokens, so a reply is never tokenized again.
+
+    strand 0   question │ reply a │ observation │ reply b            ← policy([question, a, observation])
+    strand 1   question │ reply a │ another observation │ reply c    ← policy([question, a, another observation])
+
+Invariants:
+- Every sampled token is in exactly one strand as sampled. A strand that forks off another begins with its tokens as
+  context.
+- A strand with a request in flight is not extended by another request.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from app.environment.protocol import Message, Reply, Tool
+from app.environment.worker.conversation import Conversation, message_key
+from app.environment.worker.observations import shorten
+
+
+class Renderer(Protocol):
+    """What an episode uses of a renderer, see `app.environment.rendering`."""
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]: ...
+
+    def following(
+        self, token_ids: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool] | None = None
+    ) -> list[int] | None: ...
+
+    def parse(
+        self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[Tool] | None = None
+    ) -> Reply: ...
+
+    def read(self, token_ids: Sequence[int]) -> list[Message]: ...
+
+
+@dataclass(eq=False, slots=True)
+class Strand:
+    """One sequence of tokens."""
+
+    token_ids: list[int] = field(default_factory=list)
+    in_flight: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The end of a reply: where the conversation that led to it stands in its strand."""
+
+    strand: int
+    length: int  # tokens of the strand, the reply included
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the next tokens go."""
+
+    strand: int  # the number of strands so far: a new one
+    append: list[int]
+    observed: int  # tokens of `append` that are neither an opening nor another strand's
+
+
+class Strands:
+    """The strands of one episode.
+
+    Args:
+        renderer: Of the model.
+        max_observation_tokens: A longer observation is cut.
+
+    Attributes:
+        all: By number.
+    """
+
+    def __init__(self, renderer: Renderer, max_observation_tokens: int) -> None:
+        self.all: list[Strand] = []
+        self._renderer = renderer
+        self._max_observation_tokens = max_observation_tokens
+        self._said: dict[Conversation, list[Said]] = {}
+
+    def place(
+        self, messages: Sequence[Message], conversation: Conversation, tools: Sequence[Tool] | None
+    ) -> tuple[Place, Sequence[Message]]:
+        """Return where a conversation continues, and its messages that are new there.
+
+        Args:
+            messages: The whole conversation, at least one message.
+            conversation: Its key.
+            tools: Of the conversation.
+        """
+        for known in range(len(conversation) - 1, 1, -1):
+            if said := self._said.get(conversation[:known]):
+                new = self._without_excess(messages[known - 1 :])
+                place = self._after(self._extendable(said), new, tools)
+                return place or self._opening(messages, tools), new
+
+        return self._opening(messages, tools), messages
+
+    def place_tokens(self, token_ids: list[int]) -> Place:
+        """Return the place after the longest idle strand that is a prefix of these tokens."""
+        best, length = len(self.all), 0
+        for number, strand in enumerate(self.all):
+            held = len(strand.token_ids)
+            if length < held <= len(token_ids) and not strand.in_flight and token_ids[:held] == strand.token_ids:
+                best, length = number, held
+        return Place(best, token_ids[length:], len(token_ids) - length if length else 0)
+
+    def new(self, token_ids: Sequence[int]) -> Place:
+        """Return the place of an opening that was rendered already."""
+        return Place(len(self.all), list(token_ids), 0)
+
+    def extend(self, place: Place) -> Strand:
+        """Append to a strand, of which a request is in flight from now on."""
+        if place.strand == len(self.all):
+            self.all.append(Strand())
+        strand = self.all[place.strand]
+        strand.in_flight = True
+        strand.token_ids += place.append
+        return strand
+
+    def remember(self, conversation: Conversation, reply: Reply, said: Said) -> None:
+        """Note where a conversation and the reply to it end."""
+        self._said.setdefault((*conversation, message_key(reply.message)), []).append(said)
+
+    def _opening(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> Place:
+        """Return the place of a conversation that continues none, or whose history the template rewrites."""
+        return self.new(self._renderer.opening(self._readable(messages), tools))
+
+    def _extendable(self, said: Sequence[Said]) -> Said:
+        """Return the latest end of this conversation, if possible one that is the end of its strand."""
+        return max(said, key=lambda each: self._is_end(each.strand, each.length))
+
+    def _is_end(self, strand: int, length: int) -> bool:
+        return len(self.all[strand].token_ids) == length and not self.all[strand].in_flight
+
+    def _after(self, said: Said, new: Sequence[Message], tools: Sequence[Tool] | None) -> Place | None:
+        """Return the place after a reply: in its strand, or in a new one where that has gone on."""
+        before = self.all[said.strand].token_ids[: said.length]
+        following = self._renderer.following(before, new, tools)
+        if following is None:
+            return None
+        if self._is_end(said.strand, said.length):
+            return Place(said.strand, following, len(following))
+        return Place(len(self.all), [*before, *following], len(following))
+
+    def _without_excess(self, messages: Sequence[Message]) -> list[Message]:
+        """Cut observations that have too many tokens."""
+        cut: list[Message] = []
+        for message in messages:
+            content = message.get("content")
+            if message.get("role") != "assistant" and isinstance(content, str):
+                message = {**message, "content": shorten(content, self._max_observation_tokens, self._tokens)}
+            cut.append(message)
+        return cut
+
+    def _tokens(self, text: str) -> int:
+        """Return the tokens of a text, without those around a message."""
+        whole, empty = (self._renderer.opening([{"role": "user", "content": content}]) for content in (text, ""))
+        return len(whole) - len(empty)
+
+    def _readable(self, messages: Sequence[Message]) -> list[Message]:
+        """Cut what follows the first reply; the messages before it are the question."""
+        roles = [message.get("role") for message in messages]
+        first = roles.index("assistant") if "assistant" in roles else len(roles)
+        return [*messages[:first], *self._without_excess(messages[first:])]
