@@ -1,0 +1,121 @@
+"""Runs `python -m app` in a fork of a process that has imported it, for a third of the CPU time of a new process.
+
+Each command has a process, arguments, folder, environment, streams and exit of its own; what `app.main` does not
+import, it imports itself. What belongs to a process, such as its command line or the id in the name of a new folder,
+is shared.
+"""
+
+import atexit
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("torch", "ray", "sglang", "transformers")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    heavy: list[str]  # the libraries among HEAVY that it had imported
+
+
+def run_warm(*arguments: str, cwd: Path = ROOT, seconds: float = 120) -> Ended:
+    """Run a command to its end.
+
+    Raises:
+        TimeoutError: It did not end; it was killed.
+    """
+    names = ("stdout", "stderr", "heavy")
+    request = json.dumps({"arguments": arguments, "folder": str(cwd), "environment": dict(os.environ)}).encode()
+    with tempfile.TemporaryDirectory() as folder:
+        files = {name: Path(folder) / name for name in names}
+        opened = {name: os.open(file, os.O_RDWR | os.O_CREAT) for name, file in files.items()}
+        link = _server()
+        socket.send_fds(link, [request], list(opened.values()))
+        for each in opened.values():
+            os.close(each)
+        code = _code(link, seconds)
+        stdout, stderr, heavy = (file.read_text() for file in files.values())
+    return Ended(code, stdout, stderr, heavy.split())
+
+
+def _code(link: socket.socket, seconds: float) -> int:
+    pid = int(link.recv(64))
+    link.settimeout(seconds)
+    try:
+        return int(link.recv(64))
+    except TimeoutError:
+        os.kill(pid, signal.SIGKILL)
+        link.settimeout(None)
+        link.recv(64)
+        raise
+    finally:
+        link.settimeout(None)
+
+
+@cache
+def _server() -> socket.socket:
+    """The process that forks; it ends when this one has ended."""
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        subprocess.Popen(
+            [sys.executable, __file__, str(its.fileno())],
+            pass_fds=[its.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+    return mine
+
+
+def _serve(link: socket.socket) -> None:
+    """Fork for each request; return in the forks, where the command is to run."""
+    while True:
+        message, opened, _, _ = socket.recv_fds(link, 1 << 20, 3)
+        if not message:
+            raise SystemExit(0)
+        pid = os.fork()
+        if pid == 0:
+            link.close()
+            _become(json.loads(message), *opened)
+            return
+        for each in opened:
+            os.close(each)
+        link.send(str(pid).encode())
+        link.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+
+
+def _become(request: dict, stdout: int, stderr: int, heavy: int) -> None:
+    """Take over what a new process would have been given."""
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = ["app", *request["arguments"]]
+    sys.path[0] = request["folder"]
+    atexit.register(lambda: os.write(heavy, " ".join(name for name in HEAVY if name in sys.modules).encode()))
+
+
+def main() -> None:
+    """Import the application, wait for commands, and run one in each fork."""
+    import app.main  # noqa: F401
+
+    _serve(socket.socket(fileno=int(sys.argv[1])))
+    runpy.run_module("app", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
