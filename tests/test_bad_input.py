@@ -216,13 +216,9 @@ ENVIRONMENTS = [  # refused by a worker process, which is gone then
 ]
 
 
-def run(*overrides: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "app", *overrides, f"hydra.run.dir={folder / 'run'}"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def run(*overrides: str, folder: Path) -> Ended:
+    """In a fork of a process that has imported the application: `IN_A_NEW_PROCESS` shows that this is the same."""
+    return run_warm(*overrides, f"hydra.run.dir={folder / 'run'}")
 
 
 def assert_one_sentence(result: subprocess.CompletedProcess[str] | Ended, fragments: list[str], folder: Path) -> None:
@@ -237,8 +233,7 @@ def assert_one_sentence(result: subprocess.CompletedProcess[str] | Ended, fragme
 
 @pytest.mark.parametrize(("overrides", "fragments"), REFUSED, ids=[" ".join(case[0]) for case in REFUSED])
 def test_a_wrong_setting_gets_one_sentence(overrides: list[str], fragments: list[str], tmp_path: Path) -> None:
-    """In a fork of a process that has imported the application: `IN_A_NEW_PROCESS` shows that this is the same."""
-    result = run_warm(*overrides, f"hydra.run.dir={tmp_path / 'run'}")
+    result = run(*overrides, folder=tmp_path)
     assert_one_sentence(result, fragments, tmp_path)
     allowed = {"torch"} if overrides[0] in ("device=cuda", "device=npu") else set()
     assert not {"torch", "sglang"} & set(result.heavy) - allowed
@@ -248,7 +243,9 @@ def test_a_wrong_setting_gets_one_sentence(overrides: list[str], fragments: list
     ("overrides", "fragments"), IN_A_NEW_PROCESS, ids=[" ".join(row[0]) for row in IN_A_NEW_PROCESS]
 )
 def test_a_new_process_says_the_same(overrides: list[str], fragments: list[str], tmp_path: Path) -> None:
-    assert_one_sentence(run(*overrides, folder=tmp_path), fragments, tmp_path)
+    command = [sys.executable, "-m", "app", *overrides, f"hydra.run.dir={tmp_path / 'run'}"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert_one_sentence(result, fragments, tmp_path)
 
 
 @pytest.mark.parametrize(("overrides", "fragments"), ENVIRONMENTS, ids=[" ".join(case[0]) for case in ENVIRONMENTS])

@@ -1,8 +1,8 @@
 """Runs `python -m app` in a fork of a process that has imported it, for a third of the CPU time of a new process.
 
-Each command has a process, arguments, folder, environment, streams and exit of its own; what `app.main` does not
-import, it imports itself. What belongs to a process, such as its command line or the id in the name of a new folder,
-is shared.
+Each command has a process, arguments, folder, environment, streams and exit of its own. Imported are the command and
+what its checks of a run's inputs need, neither torch nor SGLang. What belongs to a process, such as its command line or
+the id in the name of a new folder, is shared.
 """
 
 import atexit
@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-HEAVY = ("torch", "ray", "sglang", "transformers")
+HEAVY = ("torch", "sglang")
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,11 @@ def _become(request: dict, stdout: int, stderr: int, heavy: int) -> None:
 
 def main() -> None:
     """Import the application, wait for commands, and run one in each fork."""
-    import app.main  # noqa: F401
+    import app.main
+    import app.mode.preflight  # noqa: F401
+    from app.model.hf_import import general_tokenizer
 
+    general_tokenizer()
     _serve(socket.socket(fileno=int(sys.argv[1])))
     runpy.run_module("app", run_name="__main__", alter_sys=True)
 
