@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,23 +33,30 @@ class Ended:
     heavy: list[str]  # the libraries among HEAVY that it had imported
 
 
-def run_warm(*arguments: str, cwd: Path = ROOT, seconds: float = 120) -> Ended:
-    """Run a command to its end.
+def run_warm(
+    *arguments: str,
+    cwd: Path = ROOT,
+    environment: Mapping[str, str] = os.environ,
+    module: str = "app",
+    one_stream: bool = False,
+    seconds: float = 280,
+) -> Ended:
+    """Run a command to its end; with `one_stream`, its stderr goes to its stdout.
 
     Raises:
         TimeoutError: It did not end; it was killed.
     """
-    names = ("stdout", "stderr", "heavy")
-    request = json.dumps({"arguments": arguments, "folder": str(cwd), "environment": dict(os.environ)}).encode()
+    request = {"arguments": arguments, "folder": str(cwd), "environment": dict(environment), "module": module}
     with tempfile.TemporaryDirectory() as folder:
-        files = {name: Path(folder) / name for name in names}
-        opened = {name: os.open(file, os.O_RDWR | os.O_CREAT) for name, file in files.items()}
+        files = [Path(folder) / name for name in ("stdout", "stderr", "heavy")]
+        opened = [os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND) for file in files]
         link = _server()
-        socket.send_fds(link, [request], list(opened.values()))
-        for each in opened.values():
+        streams = [opened[0], opened[0 if one_stream else 1], opened[2]]
+        socket.send_fds(link, [json.dumps(request).encode()], streams)
+        for each in opened:
             os.close(each)
         code = _code(link, seconds)
-        stdout, stderr, heavy = (file.read_text() for file in files.values())
+        stdout, stderr, heavy = (file.read_text() for file in files)
     return Ended(code, stdout, stderr, heavy.split())
 
 
@@ -80,8 +88,8 @@ def _server() -> socket.socket:
     return mine
 
 
-def _serve(link: socket.socket) -> None:
-    """Fork for each request; return in the forks, where the command is to run."""
+def _serve(link: socket.socket) -> str:
+    """Fork for each request; return in the forks, where a module is to run."""
     while True:
         message, opened, _, _ = socket.recv_fds(link, 1 << 20, 3)
         if not message:
@@ -89,8 +97,9 @@ def _serve(link: socket.socket) -> None:
         pid = os.fork()
         if pid == 0:
             link.close()
-            _become(json.loads(message), *opened)
-            return
+            request = json.loads(message)
+            _become(request, *opened)
+            return str(request["module"])
         for each in opened:
             os.close(each)
         link.send(str(pid).encode())
@@ -104,7 +113,7 @@ def _become(request: dict, stdout: int, stderr: int, heavy: int) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    sys.argv = ["app", *request["arguments"]]
+    sys.argv = [request["module"], *request["arguments"]]
     sys.path[0] = request["folder"]
     atexit.register(lambda: os.write(heavy, " ".join(name for name in HEAVY if name in sys.modules).encode()))
 
@@ -116,8 +125,8 @@ def main() -> None:
     from app.model.hf_import import general_tokenizer
 
     general_tokenizer()
-    _serve(socket.socket(fileno=int(sys.argv[1])))
-    runpy.run_module("app", run_name="__main__", alter_sys=True)
+    module = _serve(socket.socket(fileno=int(sys.argv[1])))
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
