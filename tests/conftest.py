@@ -38,6 +38,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n 2`, who runs what."""
+    from tests.parallel import WholeFiles
+
+    return WholeFiles(config, log)
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: the garbage collector need not visit it again and again."""
     gc.collect()
