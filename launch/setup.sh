@@ -38,7 +38,7 @@ npu_versions() {
 }
 
 install() {
-  run .venv/bin/python -m pip --disable-pip-version-check --quiet install "$@"
+  run .venv/bin/python -m pip --disable-pip-version-check --quiet install --no-compile "$@"
 }
 
 install_cpu() {
@@ -86,4 +86,5 @@ echo "Setting up .venv for $device (once; some minutes and several GB) ..." >&2
 [ -x .venv/bin/python ] || run "$python" -m venv .venv
 "install_$device"
 install --no-deps --editable .
+run .venv/bin/python -m compileall -qq -j 0 .venv/lib || true # on all cores, unlike pip; some files are of other Pythons
 $dry_run || echo "$wanted" > .venv/installed

@@ -1,6 +1,7 @@
 """What the whole session shares: one Ray, one SGLang server, one tiny model."""
 
 import asyncio
+import gc
 import json
 import os
 import secrets
@@ -35,6 +36,20 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             name = report.nodeid.removeprefix("tests/")
             found[name] = {"outcome": outcome, "seconds": round(report.duration, 1), **machine()}
     path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n 2`, who runs what."""
+    from tests.parallel import WholeFiles
+
+    return WholeFiles(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector need not visit it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

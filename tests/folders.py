@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -12,16 +14,20 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from app.checkpoint.folder import FOLDER, LATEST
 from app.checkpoint.run_state import RunState, write_state
-from app.config import compose as configuration
 from app.main import conf_path
 from app.recovery.resume import SAVED
+from tests.warm import run_warm
 
 ROOT = Path(__file__).parent.parent
 
 
 def composed_by_hydra(*overrides: str) -> DictConfig:
-    """The composition of a command line, Hydra's own settings included."""
-    configuration.register()
+    """The composition of a command line, Hydra's own settings included, for the caller to change."""
+    return deepcopy(_composed_by_hydra(overrides))
+
+
+@cache
+def _composed_by_hydra(overrides: tuple[str, ...]) -> DictConfig:
     with initialize_config_dir(conf_path(), version_base="1.3"):
         made = compose("config", list(overrides), return_hydra_config=True)
     with open_dict(made):
@@ -77,8 +83,15 @@ def start_app(*arguments: str, cwd: Path, module: str = "app") -> subprocess.Pop
 
 
 def run_app(*arguments: str, cwd: Path, module: str = "app") -> tuple[int, str]:
-    """Run the command to its end; return its exit code and its output."""
-    process = start_app(*arguments, cwd=cwd, module=module)
+    """Run the command to its end, in a warm process; return its exit code and its output."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = run_warm(*arguments, cwd=cwd, environment=environment, module=module, one_stream=True)
+    return ended.returncode, ended.stdout
+
+
+def run_new_app(*arguments: str, cwd: Path) -> tuple[int, str]:
+    """Run the command to its end, in a new process, for what imports torch."""
+    process = start_app(*arguments, cwd=cwd)
     try:
         output, _ = process.communicate(timeout=300)
     finally:

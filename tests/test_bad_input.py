@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import Run
+from tests.warm import Ended, run_warm
 
 REFUSED = [  # overrides, fragments of the sentence
     (["model=foo"], ["model=foo", "tiny", "qwen35_9b"]),
@@ -191,6 +192,20 @@ REFUSED = [  # overrides, fragments of the sentence
     ),
 ]
 
+IN_A_NEW_PROCESS = [  # what checks the arguments, Hydra, the settings, the paths, the reward and the device
+    row
+    for row in REFUSED
+    if " ".join(row[0])
+    in (
+        "--steps=5",
+        "model=foo",
+        "steps=abc",
+        "model=hf model.path=/no/such/model",
+        "reward._target_=tests.reward.broken.raises",
+        "device=cuda",
+    )
+]
+
 MY_TOOLS = "tests.environment.my_tools"
 ENVIRONMENTS = [  # refused by a worker process, which is gone then
     (
@@ -215,16 +230,12 @@ ENVIRONMENTS = [  # refused by a worker process, which is gone then
 ]
 
 
-def run(*overrides: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "app", *overrides, f"hydra.run.dir={folder / 'run'}"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def run(*overrides: str, folder: Path) -> Ended:
+    """In a fork of a process that has imported the application: `IN_A_NEW_PROCESS` shows that this is the same."""
+    return run_warm(*overrides, f"hydra.run.dir={folder / 'run'}")
 
 
-def assert_one_sentence(result: subprocess.CompletedProcess[str], fragments: list[str], folder: Path) -> None:
+def assert_one_sentence(result: subprocess.CompletedProcess[str] | Ended, fragments: list[str], folder: Path) -> None:
     assert result.returncode == 2, result.stderr
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     assert len(lines) == 1, result.stderr
@@ -236,7 +247,19 @@ def assert_one_sentence(result: subprocess.CompletedProcess[str], fragments: lis
 
 @pytest.mark.parametrize(("overrides", "fragments"), REFUSED, ids=[" ".join(case[0]) for case in REFUSED])
 def test_a_wrong_setting_gets_one_sentence(overrides: list[str], fragments: list[str], tmp_path: Path) -> None:
-    assert_one_sentence(run(*overrides, folder=tmp_path), fragments, tmp_path)
+    result = run(*overrides, folder=tmp_path)
+    assert_one_sentence(result, fragments, tmp_path)
+    allowed = {"torch"} if overrides[0] in ("device=cuda", "device=npu") else set()
+    assert not {"torch", "sglang"} & set(result.heavy) - allowed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fragments"), IN_A_NEW_PROCESS, ids=[" ".join(row[0]) for row in IN_A_NEW_PROCESS]
+)
+def test_a_new_process_says_the_same(overrides: list[str], fragments: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "app", *overrides, f"hydra.run.dir={tmp_path / 'run'}"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert_one_sentence(result, fragments, tmp_path)
 
 
 @pytest.mark.parametrize(("overrides", "fragments"), ENVIRONMENTS, ids=[" ".join(case[0]) for case in ENVIRONMENTS])

@@ -2,9 +2,9 @@
 
 import itertools
 import re
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -104,12 +104,12 @@ def test_no_setting_is_called_batch_size() -> None:
 
 def test_the_missions_line_composes_and_plans_in_seconds_without_the_heavy_libraries() -> None:
     line = ["device=npu", "placement=fully_async", "model=qwen35_9b"]
-    started = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     composition = subprocess.run([sys.executable, "-m", "app", *line, "--cfg", "job"], capture_output=True, text=True)
-    seconds = time.perf_counter() - started
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert composition.returncode == 0, composition.stderr
     assert "Qwen/Qwen3.5-9B" in composition.stdout
-    assert seconds < 15, "5 s on an idle machine"
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5  # the machine may be busy
 
     plan = without_heavy_libraries(*line, "mode=plan")
     assert "trainer rank 3" in plan

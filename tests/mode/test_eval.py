@@ -12,7 +12,7 @@ import pytest
 import app.mode.eval
 from app.config import Mode, RunConfig
 from app.mode.eval import subject_of
-from tests.folders import a_run, content, run_app
+from tests.folders import a_run, content, run_new_app
 from tests.runs import Run
 
 TRAINING = [
@@ -75,7 +75,7 @@ def test_a_checkpoint_evaluates_as_its_run_did_and_the_run_stays_as_it_was(
     initial, trained = (completions(run.folder / "samples" / f"eval_{step}.jsonl") for step in (0, 2))
     assert initial != trained  # the two steps changed what the model answers
 
-    code, text = run_app("mode=eval", f"resume={run.folder}/checkpoints/best", cwd=tmp_path)
+    code, text = run_new_app("mode=eval", f"resume={run.folder}/checkpoints/best", cwd=tmp_path)
     assert code == 0, text
     assert content(run.folder) == before
     checkpoint = run.folder / "checkpoints" / "step_2"
