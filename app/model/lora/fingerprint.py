@@ -1,7 +1,7 @@
 """Fingerprint of a base model: adapters are only worth something on the weights that they were trained on.
 
-Models of one family share all their shapes (Qwen3-4B and Qwen3-4B-Base), so shapes do not tell them apart. This needs no
-torch, and reads a few megabytes of a model of any size.
+Models of one family share all their shapes (Qwen3-4B and Qwen3-4B-Base), so shapes do not tell them apart. This needs
+no torch, and reads a few megabytes of a model of any size.
 """
 
 import json
