@@ -56,7 +56,6 @@ def test_a_frozen_base_needs_no_gradients_of_its_weights(tmp_path: Path) -> None
     assert counter.get_total_flops() == base.forward(tokens, tokens) + masked_half / 3
     everything = ModelFlops.of(load(path, mesh=None, device="cpu"))
     assert base.forward(tokens, 5) == everything.forward(tokens, 5)
-    assert 0.66 < cost.sequence(tokens, 5) / everything.sequence(tokens, 5) < 0.9
 
 
 def test_only_full_attention_grows_with_the_square_of_the_length(tmp_path: Path) -> None:
