@@ -9,9 +9,10 @@ from app.config.checkpoint import CheckpointConfig
 from app.config.trainer import Optimizer
 from app.errors import ConfigError
 from app.model.architecture import architecture_of
+from app.model.lora.count import trained_parameters
 from app.utils.units import size
 
-CHECKPOINT_BYTES = 12  # per parameter: float32 master weight and Adam moments
+CHECKPOINT_BYTES = 12  # per trained parameter: float32 value and Adam moments
 EXPORT_BYTES = 4  # per parameter, at most
 
 
@@ -29,10 +30,11 @@ class DiskPlan:
         return self.checkpoints * self.checkpoint + self.export
 
 
-def plan_disk(checkpoint: CheckpointConfig, parameters: int) -> DiskPlan:
-    """Plan the disk space of a run that trains this number of parameters."""
+def plan_disk(checkpoint: CheckpointConfig, parameters: int, trained: int | None = None) -> DiskPlan:
+    """Plan the disk space of a run whose model has this number of parameters, of which `trained` (None: all) are."""
     export = EXPORT_BYTES * parameters if checkpoint.export else 0
-    return DiskPlan(CHECKPOINT_BYTES * parameters, checkpoint.most_on_disk, export)
+    saved = parameters if trained is None else trained
+    return DiskPlan(CHECKPOINT_BYTES * saved, checkpoint.most_on_disk, export)
 
 
 def free_bytes(folder: Path) -> int:
@@ -47,7 +49,8 @@ def require_space(config: RunConfig, folder: Path) -> None:
     if config.mode is not Mode.train or model is None or config.trainer.optimizer is not Optimizer.adamw:
         return
 
-    needed = plan_disk(config.checkpoint, model.parameters).bytes
+    trained = trained_parameters(model, config.model.lora)
+    needed = plan_disk(config.checkpoint, model.parameters, trained).bytes
     free = free_bytes(folder)
     if free < needed:
         raise ConfigError(

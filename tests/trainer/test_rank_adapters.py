@@ -71,6 +71,7 @@ def played(mesh: DeviceMesh, path: Path, logs: Path) -> dict[str, Any]:
         "own reference": rank.step.reference is rank.model,
         "base unchanged": all(torch.equal(base[name], tensor) for name, tensor in before.items()),
         "captured": captured,
+        "base": sum(tensor.numel() for tensor in base.values()),
         "trained": local_bytes(tensor for _, tensor in named_trained_tensors(rank.model)),
         "optimizer": local_bytes(value for _, _, value in rank.optimizer.state()),
         "offloaded optimizer": rank.memory_offload._copies[TrainerMemory.optimizer].bytes,
@@ -96,7 +97,8 @@ def test_the_policy_is_its_own_reference_without_a_second_model(by_ranks: dict[i
 def test_regions_and_checkpoints_hold_no_base_twice(by_ranks: dict[int, dict[str, Any]]) -> None:
     for result in by_ranks.values():
         assert result["offloaded optimizer"] == result["optimizer"] < 2.1 * result["trained"]
-        assert result["trained"] + result["optimizer"] < result["captured"] < 4 * result["trained"] + 10_000
+        beside_them = result["captured"] - result["trained"] - result["optimizer"]
+        assert 0 < beside_them < 40_000 < 2 * result["base"]  # the state of the random numbers
 
 
 def test_the_seed_of_the_run_gives_the_first_values_whatever_the_number_of_ranks(

@@ -20,6 +20,7 @@ from app.mode.doctor.scripted_episode import SUBJECT, play_episode
 from app.mode.inputs import problems
 from app.mode.preflight import load_from
 from app.model.architecture import architecture_of
+from app.model.lora.count import trained_parameters
 from app.model.hf_directory import local_folder
 from app.model.tiny.create import DEFAULT_CACHE
 from app.utils.files import not_writable
@@ -81,7 +82,8 @@ def _disk(config: RunConfig, folder: Path) -> Check:
     """Check the space for the kept checkpoints, the one being written, and an export."""
     model = architecture_of(config.model)
     parameters = 0 if model is None else model.parameters
-    needed = FREE_GIB * GIB + plan_disk(config.checkpoint, parameters).bytes
+    trained = 0 if model is None else trained_parameters(model, config.model.lora)
+    needed = FREE_GIB * GIB + plan_disk(config.checkpoint, parameters, trained).bytes
 
     hint = "free some space, lower checkpoint.keep, or write elsewhere with hydra.run.dir=..."
     reason = not_writable(folder)
