@@ -8,7 +8,7 @@ from app.config import Mode, RunConfig
 from app.config.trainer import Optimizer
 from app.errors import ConfigError
 from app.model.architecture import Architecture, architecture_of
-from app.model.lora.size import adapter_parameters
+from app.model.lora.count import trained_parameters
 from app.utils.units import size
 
 CHECKPOINT_BYTES = 12  # per trained parameter: float32 master weight and Adam moments
@@ -32,9 +32,9 @@ class DiskPlan:
 def plan_disk(config: RunConfig, model: Architecture) -> DiskPlan:
     """Plan the disk space of a training run."""
     lora = config.model.lora
-    adapters = adapter_parameters(model, lora) if lora.enabled else 0
-    trained = adapters or model.parameters
-    export = EXPORT_BYTES * (model.parameters + adapters) if config.checkpoint.export else 0
+    trained = trained_parameters(model, lora)
+    exported = model.parameters + (trained if lora.enabled else 0)
+    export = EXPORT_BYTES * exported if config.checkpoint.export else 0
     return DiskPlan(CHECKPOINT_BYTES * trained, config.checkpoint.most_on_disk, export)
 
 

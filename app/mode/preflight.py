@@ -19,6 +19,7 @@ from app.mode.environments import require_environment
 from app.mode.inputs import check_sizes, tried_reward
 from app.model.architecture import checkpoint_config, require_context
 from app.model.hf_directory import has_linear_attention, identity, load_tokenizer, locate, require_window
+from app.model.lora.base_weights import require_targets
 from app.placement.controller import CURSOR
 from app.reward.tryout import tokenizer_of, try_out
 from app.rollout.server import port_is_free
@@ -83,6 +84,8 @@ def load_from(path: Path, config: RunConfig, status: Callable[[str], None]) -> R
         require_context(rollout, fields, config.model.path)
     window = rollout.max_prompt_tokens + rollout.max_completion_tokens
     require_window(path, tokens=window)
+    if config.model.lora.enabled:
+        require_targets(path, config.model.lora)
     tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
 
     tasks: Tasks = ()

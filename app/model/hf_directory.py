@@ -12,7 +12,7 @@ from typing import Any
 from app.config.model import LoraConfig, ModelConfig
 from app.errors import ConfigError, one_line
 from app.model.hf_import import general_tokenizer, transformers
-from app.model.lora.fingerprint import fingerprint
+from app.model.lora.base_weights import fingerprint
 from app.utils.hub import hub_client
 
 CONFIG = "config.json"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from app.config.model import LoraConfig
 from app.config.trainer import TrainerConfig
 from app.trainer.checkpoint_state import RankState
 from app.trainer.step import TrainStep
@@ -22,6 +23,7 @@ from tests.trainer.test_step import GRPO
 TRAINER = TrainerConfig(lr=1e-3, warmup_steps=6)
 STEPS, SAVED = 4, 2
 BUDGET = 100  # tokens per rank and pass
+ALL_WEIGHTS = LoraConfig()
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,12 @@ def trainer_of(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -
     return step, RankState(step.model, step.optimizer, torch.device("cpu"), timeout_s=60)
 
 
-def run_and_save(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup], folder: Path) -> RunResult:
+def run_and_save(
+    mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup], folder: Path, lora: LoraConfig = ALL_WEIGHTS
+) -> RunResult:
     """Run four steps. The state after the second is captured, and written during the others."""
     torch.manual_seed(11)
-    step, state = trainer_of(path, Scenario(GRPO, groups, trainer=TRAINER, budget=BUDGET), mesh)
+    step, state = trainer_of(path, Scenario(GRPO, groups, trainer=TRAINER, budget=BUDGET, lora=lora), mesh)
     metrics = {version: _step(step, groups, version) for version in range(1, SAVED + 1)}
     folder.mkdir(exist_ok=True)
     state.capture()
@@ -55,10 +59,12 @@ def run_and_save(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGro
     return RunResult(metrics, saved, parameters(step.model), numbers, written)
 
 
-def run_resumed(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup], folder: Path) -> RunResult:
+def run_resumed(
+    mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGroup], folder: Path, lora: LoraConfig = ALL_WEIGHTS
+) -> RunResult:
     """Run the last two steps, on a trainer that had another state before."""
     torch.manual_seed(12)
-    step, state = trainer_of(path, Scenario(GRPO, groups, trainer=TRAINER, budget=BUDGET), mesh)
+    step, state = trainer_of(path, Scenario(GRPO, groups, trainer=TRAINER, budget=BUDGET, lora=lora), mesh)
     _step(step, groups[::-1], 9)
     step.begin(10)
     step.old_logprobs(groups)  # a forward alone: the root stays gathered
@@ -70,13 +76,18 @@ def run_resumed(mesh: DeviceMesh | None, path: Path, groups: Sequence[ScoredGrou
 
 
 def on_two_ranks(
-    mesh: DeviceMesh, path: Path, groups: Sequence[ScoredGroup], one: Path, two: Path
+    mesh: DeviceMesh,
+    path: Path,
+    groups: Sequence[ScoredGroup],
+    one: Path,
+    two: Path,
+    lora: LoraConfig = ALL_WEIGHTS,
 ) -> dict[str, RunResult]:
     """Run all scenarios of two ranks. One rank wrote the checkpoint `one`; `two` is written here."""
     return {
-        "2": run_and_save(mesh, path, groups, two),
-        "2 to 2": run_resumed(mesh, path, groups, two),
-        "1 to 2": run_resumed(mesh, path, groups, one),
+        "2": run_and_save(mesh, path, groups, two, lora),
+        "2 to 2": run_resumed(mesh, path, groups, two, lora),
+        "1 to 2": run_resumed(mesh, path, groups, one, lora),
     }
 
 

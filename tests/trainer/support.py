@@ -14,12 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from app.config.algorithm import AlgorithmConfig, Correction
+from app.config.model import LoraConfig
 from app.config.trainer import Optimizer, TrainerConfig
 from app.model.load import load
-from app.model.policy import PolicyModel, named_checkpoint_tensors
+from app.model.policy import PolicyModel, named_trained_tensors
 from app.trainer.optimizer import PolicyOptimizer, UpdateResult
 from app.trainer.step import StepSettings, TrainStep
 from app.types import Completion, FinishReason, Group, Prompt, ScoredGroup, StepReport, Trajectory, VersionSpan
+from tests.model.lora.support import move
 
 VOCABULARY = 101
 TEMPERATURE = 0.7
@@ -104,7 +106,10 @@ class Scenario:
     budget: int = 40  # tokens per rank and pass
     pieces: int = 1  # `add_groups` calls
     before: str | None = None  # "abort", "failed forward", "failed backward": why an earlier step was aborted
-    reference: Path | None = None  # directory of the frozen reference
+    reference: Path | None = None  # directory of the frozen reference; with adapters the base is the reference
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    moved: bool = False  # whether adapters start at random values, and not at B = 0
+    compute_dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ class RecordingOptimizer(PolicyOptimizer):
         self.gradients: list[dict[str, Tensor]] = []
 
     def update(self, *, scale: float) -> UpdateResult:
-        named = named_checkpoint_tensors(self.policy)
+        named = named_trained_tensors(self.policy)
         self.gradients.append({name: full(p.grad) * scale for name, p in named if p.grad is not None})
         return super().update(scale=scale)
 
@@ -142,12 +147,21 @@ def full(tensor: Any) -> Tensor:
 
 
 def parameters(policy: PolicyModel) -> dict[str, Tensor]:
-    return {name: full(parameter) for name, parameter in named_checkpoint_tensors(policy)}
+    return {name: full(parameter) for name, parameter in named_trained_tensors(policy)}
 
 
 def make_step(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> TrainStep:
-    policy = load(path, mesh=mesh, device="cpu")
-    reference = None
+    policy = load(
+        path,
+        mesh=mesh,
+        device="cpu",
+        param_dtype=scenario.compute_dtype if mesh is None else torch.float32,
+        compute_dtype=scenario.compute_dtype,
+        lora=scenario.lora,
+    )
+    if scenario.moved:
+        move(policy)
+    reference = policy if scenario.lora.enabled and scenario.algorithm.needs_reference else None
     if scenario.reference is not None:
         reference = load(scenario.reference, mesh=mesh, device="cpu").requires_grad_(False)
     settings = StepSettings(scenario.algorithm, scenario.correction, TEMPERATURE, LIMIT, scenario.budget)

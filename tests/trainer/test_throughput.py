@@ -7,8 +7,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from app.config.algorithm import AlgorithmConfig, Kl
+from app.config.model import LoraConfig
 from app.model.hf_import import transformers
 from app.model.load import load
+from app.model.lora.layer import adapters_off
+from app.model.lora.wrap import add_adapters, initialize
 from app.model.policy import PolicyModel
 from app.trainer.step import TrainStep
 from app.trainer.throughput import ModelFlops, PhaseTimer, throughput_metrics
@@ -27,6 +30,32 @@ def test_flops_of_a_sequence_match_the_count_of_torch(tied: bool, tmp_path: Path
     masked_half = cost.step_cost.per_token_squared * tokens * tokens
     assert counter.get_total_flops() == cost.sequence(tokens, tokens) + masked_half
     assert cost.sequence(tokens, 0) + cost.step_cost.per_completion_token * 5 == cost.sequence(tokens, 5)
+
+
+def test_a_frozen_base_needs_no_gradients_of_its_weights(tmp_path: Path) -> None:
+    """Counted by torch on transformers' model with the same adapters.
+
+    Of the first layer torch also leaves out the gradients of its input, which nothing needs.
+    """
+    path, tokens, lora = save_qwen3(tmp_path / "model"), 64, LoraConfig(rank=4)
+    policy = load(path, mesh=None, device="cpu", lora=lora)
+    cost, base = ModelFlops.of(policy), ModelFlops.of(policy, adapters=False)
+    model = transformers().AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    add_adapters(model, lora)
+    initialize(model, seed=0)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.arange(tokens)[None]).logits.sum().backward()
+    masked_half = cost.step_cost.per_token_squared * tokens * tokens
+    attention = policy.layers[0].self_attn
+    first = [attention.q_proj, attention.k_proj, attention.v_proj]
+    left_out = sum(2 * tokens * (layer.weight.numel() + layer.lora_A.numel()) for layer in first)
+    assert counter.get_total_flops() == cost.sequence(tokens, tokens) + masked_half - left_out
+
+    with FlopCounterMode(display=False) as counter, adapters_off(model), torch.no_grad():
+        model(input_ids=torch.arange(tokens)[None])
+    assert counter.get_total_flops() == base.forward(tokens, tokens) + masked_half / 3
+    everything = ModelFlops.of(load(path, mesh=None, device="cpu"))
+    assert base.forward(tokens, 5) == everything.forward(tokens, 5)
 
 
 def test_only_full_attention_grows_with_the_square_of_the_length(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from app.config import RunConfig
 from app.device import Device
 from app.mode.plan.trainer_memory import FLOAT32, Items
 from app.model.architecture import Architecture
-from app.model.lora.size import adapter_parameters
+from app.model.lora.count import adapter_parameters
 from app.utils.units import GIB
 
 CONV_BYTES = 2  # SGLang keeps the inputs of the convolution in bfloat16

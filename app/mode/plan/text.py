@@ -12,7 +12,7 @@ from app.mode.plan.engine_memory import EngineMemoryPlan
 from app.mode.plan.memory import Phase, plan_memory
 from app.mode.plan.trainer_memory import uncheckpointed_layers
 from app.model.architecture import Architecture
-from app.model.lora.size import adapter_parameters
+from app.model.lora.count import adapter_parameters
 from app.rollout.server_args import render_flags
 from app.utils.units import GIB, MIB, size
 

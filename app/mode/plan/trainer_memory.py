@@ -15,7 +15,7 @@ from app.config.trainer import Checkpointing, Optimizer
 from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
 from app.model.architecture import Architecture
-from app.model.lora.size import adapter_parameters
+from app.model.lora.count import adapter_parameters, trained_parameters
 from app.utils.units import GIB, MIB
 
 Items = dict[str, float]  # label → bytes
@@ -49,7 +49,7 @@ def plan_trainer(config: RunConfig, device: Device, model: Architecture) -> Trai
     ranks = config.placement.trainer_ranks
     lora = config.model.lora
     shard = model.parameters / ranks
-    trained = adapter_parameters(model, lora) / ranks if lora.enabled else shard
+    trained = trained_parameters(model, lora) / ranks
 
     parameters = {"base": item * shard, "adapters": FLOAT32 * trained} if lora.enabled else {"masters": FLOAT32 * shard}
     offloadable = {**parameters, "gradients": FLOAT32 * trained}

@@ -4,7 +4,8 @@
 
 Invariants:
 - A and B are float32 at rest, whatever the dtype of W; FSDP2 casts them to the compute dtype when it gathers them.
-- The product is added to the base's output in one rounding, as the engine's kernels do. With B = 0 it adds exactly 0.
+- The product is rounded to the compute dtype before it is added, as in SGLang's csgmv kernels. With B = 0 exactly 0 is
+  added.
 """
 
 from collections.abc import Iterator
@@ -47,8 +48,8 @@ class LoraLinear(nn.Linear):
 
         # A no-op under FSDP2, which gathers them in the compute dtype.
         a, b = self.lora_A.to(input.dtype), self.lora_B.to(input.dtype)
-        low = nn.functional.linear(input, a).flatten(0, -2)
-        return torch.addmm(base.flatten(0, -2), low, b.T, alpha=self.scale).view(base.shape)
+        product = nn.functional.linear(nn.functional.linear(input, a), b)
+        return torch.add(base, product, alpha=self.scale)
 
 
 def is_adapter(name: str) -> bool:

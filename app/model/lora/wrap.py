@@ -1,6 +1,6 @@
 """Adds adapters to a model on the meta device, and initializes them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from hashlib import sha256
 from math import sqrt
 from typing import Any
@@ -10,14 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from app.config.model import ALL_LINEAR, LoraConfig
-from app.errors import expect
+from app.model.lora.base_weights import DECAYS, check_targets
 from app.model.lora.layer import LoraLinear
 from app.model.parallelize import own_rows
-
-# Decays of linear attention: engines compute them in one kernel that takes no adapters.
-DECAYS = ("in_proj_a", "in_proj_b", "in_proj_ba")
-# Projections that engines compute as one: they take adapters of all of them, or of none.
-FUSED = ("in_proj_qkv", "in_proj_z")
 
 
 def add_adapters(causal_lm: Any, lora: LoraConfig) -> None:
@@ -34,7 +29,7 @@ def add_adapters(causal_lm: Any, lora: LoraConfig) -> None:
     """
     causal_lm.requires_grad_(False)
     layers = list(_linear_layers(causal_lm))
-    _check_targets(lora.targets, {name for _, name, _ in layers})
+    check_targets(lora.targets, {name for _, name, _ in layers})
 
     for parent, name, linear in layers:
         if lora.targets == [ALL_LINEAR] or name in lora.targets:
@@ -47,17 +42,6 @@ def _linear_layers(causal_lm: Any) -> Iterator[tuple[nn.Module, str, nn.Linear]]
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear) and name not in DECAYS:
                 yield parent, name, child
-
-
-def _check_targets(targets: Sequence[str], known: set[str]) -> None:
-    accepted = f"[{ALL_LINEAR}], or some of {', '.join(sorted(known))}"
-    unknown = [name for name in targets if name not in known and name != ALL_LINEAR]
-    expect(not unknown, "model.lora.targets", list(targets), accepted)
-
-    fused = [name for name in FUSED if name in known]
-    chosen = [name for name in fused if name in targets]
-    whole = chosen in ([], fused)
-    expect(whole, "model.lora.targets", list(targets), f"{' and '.join(fused)} both or neither: engines fuse them")
 
 
 @torch.no_grad()

@@ -1,0 +1,88 @@
+"""A base model's weights as its safetensors headers describe them: which they are, and which can have adapters.
+
+Needs no torch, and reads a few megabytes of a model of any size.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from app.config.model import ALL_LINEAR, LoraConfig
+from app.errors import ConfigError, expect
+
+SAMPLE_BYTES = 4096  # of each tensor, from its beginning
+LENGTH_BYTES = 8  # of the header's length, at the beginning of a safetensors file
+LAYERS, WEIGHT = ".layers.", ".weight"
+# Decays of linear attention: engines compute them in one kernel that takes no adapters.
+DECAYS = ("in_proj_a", "in_proj_b", "in_proj_ba")
+# Projections that engines compute as one: they take adapters of all of them, or of none.
+FUSED = ("in_proj_qkv", "in_proj_z")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StoredTensor:
+    """What a header says of a tensor, and its first bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sample: bytes
+
+
+def fingerprint(path: Path) -> str:
+    """Return 16 hex digits of names, dtypes, shapes and first bytes of all tensors of a model directory.
+
+    Models of one family share all their shapes (Qwen3-4B and Qwen3-4B-Base), but adapters are only worth something on
+    the weights that they were trained on. The division of the tensors into files does not matter.
+
+    Raises:
+        ConfigError: Its safetensors cannot be read.
+    """
+    digest = sha256()
+    for tensor in sorted(_stored(path)):
+        digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}".encode() + tensor.sample)
+    return digest.hexdigest()[:16]
+
+
+def require_targets(path: Path, lora: LoraConfig) -> None:
+    """Raise `ConfigError` if a target of the adapters is no linear layer of the model in this directory."""
+    if lora.targets != [ALL_LINEAR]:
+        layers = [each.name for each in _stored(path) if LAYERS in each.name and len(each.shape) == 2]
+        check_targets(lora.targets, {name.removesuffix(WEIGHT).rpartition(".")[2] for name in layers} - {*DECAYS})
+
+
+def check_targets(targets: Sequence[str], known: set[str]) -> None:
+    """Raise `ConfigError` if a target is not one of the decoder's linear layers, or half of a fused one."""
+    accepted = f"[{ALL_LINEAR}], or some of {', '.join(sorted(known))}"
+    unknown = [name for name in targets if name not in known and name != ALL_LINEAR]
+    expect(not unknown, "model.lora.targets", list(targets), accepted)
+
+    fused = [name for name in FUSED if name in known]
+    chosen = [name for name in fused if name in targets]
+    whole = chosen in ([], fused)
+    expect(whole, "model.lora.targets", list(targets), f"{' and '.join(fused)} both or neither: engines fuse them")
+
+
+def _stored(path: Path) -> Iterator[StoredTensor]:
+    try:
+        for file in path.glob("*.safetensors"):
+            yield from _in_file(file)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model.path={path} is not accepted: give a directory whose safetensors can be read ({error})."
+        ) from error
+
+
+def _in_file(file: Path) -> Iterator[StoredTensor]:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(LENGTH_BYTES), "little")
+        header = json.loads(opened.read(length))
+        for name, tensor in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = tensor["data_offsets"]
+            opened.seek(LENGTH_BYTES + length + start)
+            sample = opened.read(min(SAMPLE_BYTES, end - start))
+            yield StoredTensor(name, tensor["dtype"], tuple(tensor["shape"]), sample)

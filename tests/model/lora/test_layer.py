@@ -1,0 +1,98 @@
+"""The forward of an adapted layer, alone and in a model."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from app.config.model import LoraConfig
+from app.model.load import load
+from app.model.lora.layer import LoraLinear, adapters_off
+from app.model.policy import PolicyModel
+from tests.model.lora.support import move
+from tests.model.support import batch, relative, save_qwen3, save_qwen35
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def layer(dtype: torch.dtype = torch.float32, *, bias: bool = False, scale: float = 0.7) -> LoraLinear:
+    generator = torch.Generator().manual_seed(0)
+    linear = nn.Linear(24, 40, bias=bias, dtype=dtype)
+    adapted = LoraLinear(linear, 3, scale)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return adapted
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_adapted_layer_computes_the_product_with_the_merged_weight(bias: bool) -> None:
+    adapted = layer(bias=bias)
+    x = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(1))
+    merged = adapted.weight.double() + 0.7 * adapted.lora_B.double() @ adapted.lora_A.double()
+    expected = x.double() @ merged.T + (adapted.bias.double() if bias else 0)
+    assert adapted(x).shape == (2, 5, 40)
+    assert relative(adapted(x).double(), expected) < 1e-6
+
+
+def test_in_bfloat16_base_and_product_are_rounded_and_then_their_sum() -> None:
+    adapted = layer(torch.bfloat16, scale=0.5)
+    x = torch.randn(7, 24, generator=torch.Generator().manual_seed(1)).bfloat16()
+    base = nn.functional.linear(x, adapted.weight)
+    low = nn.functional.linear(x, adapted.lora_A.bfloat16())
+    product = nn.functional.linear(low, adapted.lora_B.bfloat16())
+    expected = (base.float() + 0.5 * product.float()).bfloat16()
+    assert adapted(x).dtype == torch.bfloat16
+    assert torch.equal(adapted(x), expected)
+
+
+def test_adapters_are_off_inside_the_block_only_also_when_blocks_nest_or_fail() -> None:
+    model = nn.Sequential(layer(), nn.Linear(40, 24), layer())
+    x = torch.ones(24)
+    on = model(x)
+    with adapters_off(model):
+        off = model(x)
+        with adapters_off(model[2]):
+            assert torch.equal(model(x), off)
+        assert torch.equal(model(x), off)
+    assert torch.equal(model(x), on)
+    assert not torch.equal(on, off)
+    with pytest.raises(KeyError), adapters_off(model):
+        raise KeyError
+    assert torch.equal(model(x), on)
+
+
+def logprobs(policy: PolicyModel) -> torch.Tensor:
+    with torch.no_grad():
+        return policy(**batch(101).inputs, temperature=0.7)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("save", [save_qwen3, save_qwen35])
+def test_a_policy_starts_as_its_base_bit_for_bit_and_is_it_again_with_adapters_off(
+    save: Callable[[Path], Path], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = save(tmp_path / "model")
+    dtypes = {"param_dtype": dtype, "compute_dtype": dtype}
+    policy = load(path, mesh=None, device="cpu", lora=LoraConfig(rank=4), **dtypes)
+    base = load(path, mesh=None, device="cpu", **dtypes)
+    for name in ("A_log", "dt_bias"):  # a policy of bfloat16 alone rounds them
+        for module in base.modules():
+            if hasattr(module, name):
+                setattr(module, name, nn.Parameter(getattr(module, name).float()))
+    for (name, theirs), ours in zip(base.named_parameters(), bases(policy), strict=True):
+        if name.endswith(("A_log", "dt_bias")):
+            theirs.data.copy_(ours)
+
+    expected = logprobs(base)
+    assert torch.equal(logprobs(policy), expected)
+    move(policy)
+    assert (logprobs(policy) - expected).abs().max() > 0.1
+    with adapters_off(policy):
+        assert torch.equal(logprobs(policy), expected)
+
+
+def bases(policy: PolicyModel) -> list[torch.Tensor]:
+    return [parameter for parameter in policy.parameters() if not parameter.requires_grad]

@@ -1,0 +1,103 @@
+"""Which layers get an adapter, what is frozen, and the adapters' first values."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.config.model import LoraConfig
+from app.errors import ConfigError
+from app.model.load import load
+from app.model.lora.names import adapter_tensors, module_of
+from app.model.policy import PolicyModel, named_checkpoint_tensors, named_trained_tensors
+from tests.model.support import save_qwen3, save_qwen35
+
+
+def adapted(path: Path, *targets: str, rank: int = 4, seed: int = 0) -> PolicyModel:
+    return load(path, mesh=None, device="cpu", lora=LoraConfig(rank=rank, targets=list(targets or ["all"])), seed=seed)
+
+
+def layers_of(policy: PolicyModel) -> set[str]:
+    """Last names of the adapted layers."""
+    return {module_of(name)[0].rpartition(".")[2] for name, _ in adapter_tensors(policy)}
+
+
+def test_all_linear_layers_of_a_decoder_get_adapters_but_not_its_head(tmp_path: Path) -> None:
+    policy = adapted(save_qwen3(tmp_path / "model", tied=False))
+    attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+    assert layers_of(policy) == attention | mlp
+    assert len(list(adapter_tensors(policy))) == 3 * 7 * 2
+    shapes = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(policy)}
+    assert shapes["base_model.model.model.layers.2.mlp.down_proj.lora_A.weight"] == (4, 48)
+    assert shapes["base_model.model.model.layers.2.mlp.down_proj.lora_B.weight"] == (32, 4)
+
+
+def test_the_decays_of_linear_attention_get_none(tmp_path: Path) -> None:
+    policy = adapted(save_qwen35(tmp_path / "model"))
+    in_linear_attention = {"in_proj_qkv", "in_proj_z", "out_proj"}
+    assert in_linear_attention < layers_of(policy)
+    assert not {"in_proj_a", "in_proj_b"} & layers_of(policy)
+
+
+def test_everything_else_is_frozen_and_only_adapters_are_trained(tmp_path: Path) -> None:
+    policy = adapted(save_qwen35(tmp_path / "model"), "q_proj", "up_proj")
+    trained = dict(named_trained_tensors(policy))
+    assert layers_of(policy) == {"q_proj", "up_proj"}
+    assert {id(each) for each in trained.values()} == {id(each) for each in policy.parameters() if each.requires_grad}
+    assert {each.dtype for each in trained.values()} == {torch.float32}
+    base = dict(named_checkpoint_tensors(policy))
+    plain = load(tmp_path / "model", mesh=None, device="cpu")
+    assert base.keys() == dict(named_checkpoint_tensors(plain)).keys() == dict(named_trained_tensors(plain)).keys()
+    assert all(torch.equal(base[name], tensor) for name, tensor in named_checkpoint_tensors(plain))
+
+
+def test_a_base_of_bfloat16_has_no_float32_copy_but_keeps_its_decays(tmp_path: Path) -> None:
+    path = save_qwen35(tmp_path / "model")
+    policy = load(
+        path,
+        mesh=None,
+        device="cpu",
+        lora=LoraConfig(rank=4),
+        param_dtype=torch.bfloat16,
+        compute_dtype=torch.bfloat16,
+    )
+    float32 = {name for name, tensor in named_checkpoint_tensors(policy) if tensor.dtype == torch.float32}
+    assert {name.rpartition(".")[2] for name in float32} == {"A_log", "dt_bias"}
+    exact = dict(named_checkpoint_tensors(load(path, mesh=None, device="cpu")))
+    assert all(torch.equal(tensor, exact[name].to(tensor.dtype)) for name, tensor in named_checkpoint_tensors(policy))
+
+
+@pytest.mark.parametrize(
+    ("targets", "accepted"),
+    [
+        (["lm_head"], r"or some of down_proj, gate_proj, in_proj_qkv, in_proj_z, .*, v_proj\.$"),
+        (["q_proj", "qproj"], r"or some of down_proj, .*\.$"),
+        (["in_proj_a"], r"or some of down_proj, .*\.$"),
+        (["in_proj_qkv"], r"in_proj_qkv and in_proj_z both or neither: engines fuse them\.$"),
+    ],
+)
+def test_a_target_that_names_nothing_or_half_of_a_fused_layer_is_refused(
+    targets: list[str], accepted: str, tmp_path: Path
+) -> None:
+    path = save_qwen35(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"model\.lora\.targets=.* is not accepted: .*" + accepted):
+        adapted(path, *targets)
+
+
+def test_first_values_depend_on_seed_and_name_alone(tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path / "model")
+    torch.manual_seed(1)
+    first = dict(named_trained_tensors(adapted(path)))
+    torch.manual_seed(2)
+    again = dict(named_trained_tensors(adapted(path, "q_proj")))
+    other = dict(named_trained_tensors(adapted(path, seed=1)))
+    assert len({tuple(each.flatten()[:3].tolist()) for name, each in first.items() if "lora_A" in name}) == 21
+    for name, tensor in first.items():
+        if "lora_B" in name:
+            assert not tensor.any()
+            continue
+        bound = tensor.shape[1] ** -0.5
+        assert 0.9 * bound < tensor.abs().max() <= bound, name
+        assert not torch.equal(tensor, other[name]), name
+        if name in again:
+            assert torch.equal(tensor, again[name]), name
