@@ -35,7 +35,7 @@ def engine_flags(config: RunConfig, device: Device, *, index: int = 0, life: int
         "trust-remote-code": config.model.trust_remote_code,
         "log-level-http": "warning",
         "enable-memory-saver": colocate and device.shares_memory and config.offload.engine,
-        **(adapter_flags(config, device) if config.model.lora.enabled else {}),
+        **(adapter_flags(config, device) if config.serves_adapters else {}),
         **device.engine_flags,
         **config.device.engine_args,
         **config.rollout.engine_args,

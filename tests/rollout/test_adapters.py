@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.errors import EngineError
-from app.rollout.adapters import LOAD, Adapter, Adapters, adapter_limit
+from app.rollout.adapters import Adapter, Adapters, adapter_limit
 from app.rollout.client import NoAnswer
 
 BODY = {"config_dict": {}, "serialized_named_tensors": [""], "load_format": None}
@@ -22,11 +22,11 @@ class Double:
         self.calls: list[str] = []
         self.failures: dict[str, list[EngineError]] = {}
         self.ending: dict[Adapter, asyncio.Event] = {}
-        self.adapters = Adapters("engine 0", "h", limit=limit, abort_timeout_s=0.2, call=self.call, abort=self.abort)
+        self.adapters = Adapters("engine 0", "h", limit=limit, abort_timeout_s=0.2, post=self.post, abort=self.abort)
 
-    async def call(self, route: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def post(self, route: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         name = str(body["lora_name"])
-        verb = "+" if route == LOAD else "-"
+        verb = {"/load_lora_adapter_from_tensors": "+", "/unload_lora_adapter": "-"}[route]
         self.calls.append(verb + name)
         await asyncio.sleep(0)
         if self.failures.get(verb):
