@@ -18,9 +18,9 @@ from packaging.version import InvalidVersion, Version
 
 from app.errors import EngineError, EngineLost
 from app.model.hf_directory import load_tokenizer
-from app.rollout.adapters import Adapter, Adapters, adapter_limit
 from app.rollout.client import Client, ConnectionLost, NoAnswer, spans_in_place
 from app.rollout.progress import ProgressClock, ProgressMonitor
+from app.rollout.served_adapters import Adapter, Adapters, adapter_limit
 from app.rollout.server import Server, ServerSpec
 from app.types import Completion, EngineMemory, EngineStart, EngineStats, GroupRequest, InFlight, MemoryUse
 from app.utils.net import url_of

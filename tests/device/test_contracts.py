@@ -116,6 +116,8 @@ def test_what_adapters_need_exists(sglang: Package) -> None:
     for name in ("init_lora_shapes", "load_lora_weights_from_tensors"):
         assert sglang.mentions(f"def {name}", manager), name
     assert sglang.defines("sglang/srt/lora/utils.py", "get_hidden_dim")
+    for module in ("layers.py", "backend/torch_backend.py"):
+        assert sglang.mentions("pin_memory=True", f"sglang/srt/lora/{module}"), module
     for kind in DeviceKind:
         assert sglang.mentions(f'"{device_of(kind).lora_backend}"', "sglang/srt/lora/backend"), kind
 

@@ -171,6 +171,8 @@ class Adapters:
             ) from None
 
     def _begin_unload(self) -> None:
+        if len(self._loaded) < FEWEST:
+            return
         task = asyncio.get_running_loop().create_task(self._unload_in_turn())
         self._unloads.add(task)
         task.add_done_callback(self._unloads.discard)
