@@ -103,14 +103,3 @@ def test_a_running_server_serves_adapters_of_several_hosts(ray_session: None, ti
             await own.stop()
 
     assert logprobs_differ(merged(tiny_model, 2), long(2), asyncio.run(run())) < ROUNDING
-
-
-def test_a_running_server_without_adapters_is_refused(engine: RemoteEngine, tmp_path: Path) -> None:
-    async def run() -> None:
-        url, key = await engine.actor.__ray_call__.remote(_address_and_key)
-        other = remote(replace(host_spec(tmp_path, name="engine 1", url=url, key=key), serves_adapters=True))
-        with pytest.raises(EngineError, match=f"engine 1 at {url} serves no adapters: with model.lora, servers of"):
-            await other.start(60)
-        await other.stop()
-
-    asyncio.run(run())

@@ -18,7 +18,7 @@ from app.rollout.client import Client, ConnectionLost, parse, spans, spans_in_pl
 from app.rollout.host import MAX_ABORT_CALLS
 from app.rollout.remote import RemoteEngine
 from app.types import Completion, FinishReason, VersionSpan
-from tests.rollout.support import host_spec, remote, request
+from tests.rollout.support import _address_and_key, host_spec, remote, request
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -236,6 +236,17 @@ def test_a_request_names_its_adapter_whose_version_all_its_tokens_have(ray_sessi
 def test_an_engine_of_a_whole_model_takes_no_adapter(engine: RemoteEngine) -> None:
     with pytest.raises(EngineError, match=r"engine 0 serves no adapters: model\.lora\.rank is 0"):
         asyncio.run(engine.load_adapter(1, {}))
+
+
+def test_a_running_server_without_adapters_is_refused(engine: RemoteEngine, tmp_path: Path) -> None:
+    async def run() -> None:
+        url, key = await engine.actor.__ray_call__.remote(_address_and_key)
+        other = remote(replace(host_spec(tmp_path, name="engine 1", url=url, key=key), serves_adapters=True))
+        with pytest.raises(EngineError, match=f"engine 1 at {url} serves no adapters: with model.lora, servers of"):
+            await other.start(60)
+        await other.stop()
+
+    asyncio.run(run())
 
 
 def test_an_abort_that_nobody_asked_for_is_an_error_with_the_servers_reason(ray_session: None, tmp_path: Path) -> None:
