@@ -151,7 +151,14 @@ class Adapters:
             oldest = next(each for each in self._loaded if each is not self._current)
             if oldest.requests:
                 await self._end_requests(oldest)
-            await self._unload(oldest)
+            try:
+                await self._unload(oldest)
+            except NoAnswer:
+                raise
+            # It is gone, or unused and the first that SGLang itself would unload for another.
+            except EngineError as error:
+                log.warning("%s: %s is left to the server: %s", self._engine, oldest.name, one_line(error))
+                self._loaded.remove(oldest)
 
     async def _end_requests(self, adapter: Adapter) -> None:
         log.warning(

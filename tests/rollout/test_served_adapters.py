@@ -171,6 +171,21 @@ def test_an_adapter_that_the_server_does_not_have_any_more_is_forgotten() -> Non
     asyncio.run(run())
 
 
+def test_a_load_does_not_fail_because_an_unload_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise an unload that had no reply, and took place, would fail all later loads."""
+
+    async def run() -> None:
+        server = Double(limit=2)
+        await server.adapters.load(1, BODY)
+        server.failures["-"] = [NoAnswer("no answer"), EngineError("it does not exist")]
+        assert await server.adapters.load(2, BODY) == 2
+        assert await server.adapters.load(3, BODY) == 1
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert caplog.messages[1:] == ["engine 0: policy-v1-h-0 is left to the server: it does not exist"]
+
+
 def test_the_oldest_requests_are_aborted_when_the_server_holds_no_more(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         server = Double(limit=3)
