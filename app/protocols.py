@@ -101,7 +101,10 @@ class RolloutEngine(Protocol):
         ...
 
     async def release(self, region: EngineMemory) -> None:
-        """Free a region's device memory; its content is lost. Needs a paused, idle engine. Idempotent."""
+        """Free a region's device memory; its content is lost. Needs a paused, idle engine. Idempotent.
+
+        An engine that serves adapters refuses to release the weights: no sync brings them back.
+        """
         ...
 
     async def reload(self, region: EngineMemory) -> None:

@@ -453,7 +453,7 @@ class World:
         pool = EnginePool(self.engines)
         supervisor = EngineSupervisor(self.config, pool, self.replace, self.recorder.warn)
         time_sharing = TimeSharing(
-            self.config.offload, self.trainer, pool, supervisor, adapters=self.config.model.lora.enabled
+            self.config.offload, self.trainer, pool, supervisor, adapters=self.config.serves_adapters
         )
         colocate = self.config.placement.kind is PlacementKind.colocate
         weight_sync = RetryingWeightSync(

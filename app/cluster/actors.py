@@ -85,7 +85,7 @@ def _make_engine(
         stall_timeout_s=rollout.stall_timeout_s,
         releases_memory=device.shares_memory and config.offload.engine,
         log=logs / f"engine_host_{index}.log",
-        serves_adapters=config.model.lora.enabled,
+        serves_adapters=config.serves_adapters,
         server=server,
         devices=(device.resource, device.visibility) if device.visibility is not None else None,
         url=url,

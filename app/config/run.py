@@ -119,6 +119,11 @@ class RunConfig:
         return Correction.tis if stale else Correction.none
 
     @property
+    def serves_adapters(self) -> bool:
+        """Whether the engines serve adapters. An evaluation runs on a whole model, into which they are merged."""
+        return self.model.lora.enabled and self.mode is not Mode.eval
+
+    @property
     def engines_keep_weights(self) -> bool:
         """Whether weights stay in device memory of the engines while the trainer trains."""
         colocated = self.placement.kind is PlacementKind.colocate

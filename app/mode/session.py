@@ -188,7 +188,7 @@ async def _start_on_shared_devices(
     config: RunConfig, device: Device, trainer: "RemoteTrainer", workers: RolloutWorkers, *, first: bool
 ) -> None:
     """Start the trainer, then the engines: an engine sizes its KV cache by the free device memory."""
-    devices = TimeSharing(config.offload, trainer, workers.pool, workers.supervisor, adapters=config.model.lora.enabled)
+    devices = TimeSharing(config.offload, trainer, workers.pool, workers.supervisor, adapters=config.serves_adapters)
     if not first:
         await devices.offload_engines()
     await _set_up(trainer, workers)

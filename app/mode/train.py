@@ -211,7 +211,7 @@ class TrainingRun:
             trainer_workers.trainer,
             workers.pool,
             workers.supervisor,
-            adapters=config.model.lora.enabled,
+            adapters=config.serves_adapters,
         )
         colocate = config.placement.kind is PlacementKind.colocate
         weight_sync = RetryingWeightSync(

@@ -18,9 +18,9 @@ from packaging.version import InvalidVersion, Version
 
 from app.errors import EngineError, EngineLost
 from app.model.hf_directory import load_tokenizer
-from app.rollout.adapters import Adapter, Adapters, adapter_limit
 from app.rollout.client import Client, ConnectionLost, NoAnswer, spans_in_place
 from app.rollout.progress import ProgressClock, ProgressMonitor
+from app.rollout.served_adapters import Adapter, Adapters, adapter_limit
 from app.rollout.server import Server, ServerSpec
 from app.types import Completion, EngineMemory, EngineStart, EngineStats, GroupRequest, InFlight, MemoryUse
 from app.utils.net import url_of
@@ -338,7 +338,7 @@ class EngineHost:
             await self._control("/abort_request", {"rid": request_id})
 
     def _make_adapters(self, limit: int) -> Adapters:
-        async def call(route: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        async def post(route: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
             seconds = self.spec.stall_timeout_s
             return await self._race_failure(self._started_client().post(route, body, seconds=seconds))
 
@@ -346,10 +346,14 @@ class EngineHost:
             await self._abort_groups([group for group in self._in_flight.values() if group.adapter is adapter])
 
         seconds = self.spec.stall_timeout_s
-        return Adapters(self.spec.name, self._host_id, limit=limit, abort_timeout_s=seconds, call=call, abort=abort)
+        return Adapters(self.spec.name, self._host_id, limit=limit, abort_timeout_s=seconds, post=post, abort=abort)
 
     def _adapter_for_request(self) -> AbstractContextManager[Adapter | None]:
-        return nullcontext() if self._adapters is None else self._adapters.for_request()
+        if not self.spec.serves_adapters:
+            return nullcontext()
+        if self._adapters is None:
+            raise EngineError(f"{self.spec.name} was not started")
+        return self._adapters.for_request()
 
     def _request_ids(self, request: GroupRequest) -> list[str]:
         """Return one id per member, never used before: a server refuses ids of requests that were cancelled."""

@@ -35,7 +35,7 @@ def engine_flags(config: RunConfig, device: Device, *, index: int = 0, life: int
         "trust-remote-code": config.model.trust_remote_code,
         "log-level-http": "warning",
         "enable-memory-saver": colocate and device.shares_memory and config.offload.engine,
-        **(adapter_flags(config, device) if config.model.lora.enabled else {}),
+        **(adapter_flags(config, device) if config.serves_adapters else {}),
         **device.engine_flags,
         **config.device.engine_args,
         **config.rollout.engine_args,
@@ -53,7 +53,7 @@ def adapter_flags(config: RunConfig, device: Device) -> dict[str, object]:
     return {
         "enable-lora": True,
         "max-lora-rank": config.model.lora.rank,
-        # Those of the decoder, see app/rollout/sglang_plugin/adapters.py. Qwen3.5's are not among SGLang's choices.
+        # Those of the decoder, see app/rollout/sglang_plugin/lora_layers.py. Qwen3.5's are not among SGLang's choices.
         "lora-target-modules": "all",
         "lora-backend": device.lora_backend,
         "lora-strict-loading": True,

@@ -90,7 +90,7 @@ async def measure(config: RunConfig, folder: Path) -> dict[str, Any]:
     ):
         started = time.perf_counter() - began
         devices = TimeSharing(
-            config.offload, made.trainer, workers.pool, workers.supervisor, adapters=config.model.lora.enabled
+            config.offload, made.trainer, workers.pool, workers.supervisor, adapters=config.serves_adapters
         )
         shared = config.placement.kind is PlacementKind.colocate
         sync = RetryingWeightSync(

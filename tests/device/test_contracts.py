@@ -20,7 +20,12 @@ from tests.device import sglang_api, sglang_requests, torch_npu_api
 from tests.device.packages import Package, installed, metadata, wheel
 
 OLDEST, NEWEST = "sglang==0.5.22", "sglang==0.5.23"
-PRESETS = ("device=cpu", "device=cuda model=qwen3_4b", "device=npu model=qwen35_9b placement=fully_async")
+PRESETS = (
+    "device=cpu",
+    "device=cuda model=qwen3_4b",
+    "device=npu model=qwen35_9b placement=fully_async",
+    "device=cuda model=qwen3_4b_lora",
+)
 PLATFORM = "sglang/srt/platforms"
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +58,7 @@ def test_the_flag_check_detects_a_missing_flag(sglang: Package) -> None:
 def test_every_route_exists(sglang: Package) -> None:
     used = set(sglang_requests.requests())
     assert {"/generate", "/pause_generation", "/update_weights_from_distributed", "/server_info"} <= used
-    assert "/update_weights_from_tensor" in used
+    assert {"/update_weights_from_tensor", "/load_lora_adapter_from_tensors", "/unload_lora_adapter"} <= used
     assert {"/begin_weight_update", "/end_weight_update"} <= used
     assert used - set(sglang_api.routes(sglang)) == set()
 
@@ -104,6 +109,17 @@ def test_the_platform_methods_that_we_override_exist(sglang: Package) -> None:
 def test_both_entry_point_groups_exist(sglang: Package) -> None:
     for group in ("sglang.srt.platforms", "sglang.srt.plugins"):
         assert sglang.mentions(f'"{group}"', "sglang/srt"), group
+
+
+def test_what_adapters_need_exists(sglang: Package) -> None:
+    manager = "sglang/srt/lora/lora_manager.py"
+    for name in ("init_lora_shapes", "load_lora_weights_from_tensors"):
+        assert sglang.mentions(f"def {name}", manager), name
+    assert sglang.defines("sglang/srt/lora/utils.py", "get_hidden_dim")
+    for module in ("layers.py", "backend/torch_backend.py"):
+        assert sglang.mentions("pin_memory=True", f"sglang/srt/lora/{module}"), module
+    for kind in DeviceKind:
+        assert sglang.mentions(f'"{device_of(kind).lora_backend}"', "sglang/srt/lora/backend"), kind
 
 
 def test_the_process_group_of_the_weight_sync_matches_sglang(sglang: Package) -> None:

@@ -18,6 +18,7 @@ from tests.folders import ROOT
 
 ENGINE = [
     "tests/rollout/test_engine.py",  # start, log-probabilities, pauses in every mode
+    "tests/rollout/test_adapters_engine.py",
     "tests/weight_sync/test_synchronizer.py",  # both transports, every mode of `in_flight`
     "tests/weight_sync/test_released_engine.py",  # release, sync, reload
     "tests/weight_sync/test_delta_push.py",

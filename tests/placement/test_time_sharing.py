@@ -37,6 +37,7 @@ class Card:
 
     here: set[object] = field(default_factory=lambda: {*TrainerMemory, *EngineMemory})
     moves: list[str] = field(default_factory=list)
+    resident: frozenset[EngineMemory] = frozenset()  # what stays, and is small enough to
 
     def leave(self, part: EngineMemory | TrainerMemory) -> None:
         assert part in self.here, f"{part} left twice"
@@ -49,7 +50,7 @@ class Card:
             self.moves.append(f"+{part.name}")
         if EngineMemory.kv_cache in self.here:
             assert TrainerMemory.parameters not in self.here, "too much for the card"
-        if EngineMemory.weights in self.here:
+        if EngineMemory.weights in self.here - self.resident:
             assert TrainerMemory.optimizer not in self.here, "too much for the card"
 
 
@@ -60,7 +61,7 @@ class Shared(InProcess):
 
     def __init__(self, path: Path, made: RunConfig, optimizer: Kind):
         super().__init__(path, made, optimizer)
-        self.card = Card()
+        self.card = Card(resident=frozenset({EngineMemory.weights} if made.model.lora.enabled else ()))
 
     async def offload(self, part: TrainerMemory) -> None:
         self.memory_offload.offload(part)
@@ -71,7 +72,7 @@ class Shared(InProcess):
         self.card.come(part)
 
     async def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
-        assert self.card.here == {*TrainerMemory}
+        assert self.card.here == {*TrainerMemory, *self.card.resident}
         await super().add_groups(groups)
 
 
@@ -113,9 +114,10 @@ class Reads(SimSync):
         return await super().sync(version)
 
 
-def train(folder: Path, model: Path, make_offload: Callable[[Any], Offload]) -> Shared:
+def train(folder: Path, model: Path, make_offload: Callable[[Any], Offload], *, lora_rank: int = 0) -> Shared:
     """A whole run on one card, as runs begin: the trainer has it."""
     made = config(PlacementKind.colocate, steps=STEPS, algorithm=GRPO)
+    made.model.lora.rank = lora_rank
     trainer = Shared(model, made, Kind.adamw)
     trainer.memory_offload = make_offload(FakeRank(trainer.step))
     world = World(made, folder, trainer=trainer)  # type: ignore[arg-type]
@@ -140,6 +142,13 @@ def test_the_devices_change_hands_in_the_designs_order(tmp_path: Path, model: Pa
     to_engines = ["-gradients", "-optimizer", "+weights", "-parameters", "+kv_cache", "+graphs"]
     to_trainer = ["-graphs", "-kv_cache", "-weights", "+parameters", "+optimizer", "+gradients"]
     trained = train(tmp_path, model, Poisoned)
+    assert trained.card.moves == to_engines + STEPS * (to_trainer + to_engines)
+
+
+def test_engines_that_serve_adapters_keep_the_weights_of_the_model(tmp_path: Path, model: Path) -> None:
+    to_engines = ["-gradients", "-optimizer", "-parameters", "+kv_cache", "+graphs"]
+    to_trainer = ["-graphs", "-kv_cache", "+parameters", "+optimizer", "+gradients"]
+    trained = train(tmp_path, model, Poisoned, lora_rank=4)
     assert trained.card.moves == to_engines + STEPS * (to_trainer + to_engines)
 
 

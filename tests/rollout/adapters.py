@@ -95,7 +95,15 @@ def logprobs_differ(policy: Any, given: GroupRequest, completions: Sequence[Comp
     return max(float(np.abs(each.logprobs - transformers_logprobs(policy, each, given)).max()) for each in completions)
 
 
-def adapter_engine(model: Path, folder: Path, *, name: str, most: int = 4, **flags: object) -> RemoteEngine:
+def adapter_engine(
+    model: Path,
+    folder: Path,
+    *,
+    name: str,
+    most: int = 4,
+    environment: Mapping[str, str] | None = None,
+    **flags: object,
+) -> RemoteEngine:
     """An engine that serves adapters, at most `most` at a time; not started."""
     server = server_spec(
         model,
@@ -110,4 +118,5 @@ def adapter_engine(model: Path, folder: Path, *, name: str, most: int = 4, **fla
         max_loaded_loras=most,
         **flags,
     )
+    server = replace(server, environment={**server.environment, **(environment or {})})
     return remote(replace(host_spec(folder, name=name, server=server), serves_adapters=True))

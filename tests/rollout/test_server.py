@@ -54,6 +54,27 @@ def test_the_phase_of_a_start_is_read_from_what_this_server_logged(tmp_path: Pat
     assert asyncio.run(phases()) == list(EngineStart)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "most"),
+    [
+        (["device=cuda", "model=qwen3_4b_lora"], 2),
+        (["device=cuda", "model=qwen3_4b_lora", "placement=fully_async", "placement.max_staleness=2"], 5),
+    ],
+)
+def test_a_server_holds_the_adapters_of_all_policies_in_flight(overrides: list[str], most: int) -> None:
+    config = composed(*overrides)
+    flags = engine_flags(config, device_of(config.device.kind))
+    assert flags["max-loaded-loras"] == flags["max-loras-per-batch"] == most
+    assert (flags["enable-lora"], flags["lora-target-modules"], flags["lora-backend"]) == (True, "all", "csgmv")
+    assert flags["max-lora-rank"] == config.model.lora.rank > 0
+
+
+@pytest.mark.parametrize("overrides", [["model=tiny"], ["model=tiny_lora", "mode=eval"]])
+def test_a_server_of_a_whole_model_holds_no_adapters(overrides: list[str]) -> None:
+    config = composed(*overrides)
+    assert [flag for flag in engine_flags(config, device_of(config.device.kind)) if "lora" in flag] == []
+
+
 def test_engine_args_may_fix_the_seed_of_every_engine() -> None:
     config = composed("seed=3", "+rollout.engine_args.random-seed=11")
     flags = [engine_flags(config, device_of(config.device.kind), index=index) for index in range(2)]

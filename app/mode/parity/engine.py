@@ -78,7 +78,7 @@ async def _sample(config: RunConfig, folder: Path) -> Sampled:
         try:
             if config.placement.kind is PlacementKind.colocate:
                 devices = TimeSharing(
-                    config.offload, made.trainer, workers.pool, workers.supervisor, adapters=config.model.lora.enabled
+                    config.offload, made.trainer, workers.pool, workers.supervisor, adapters=config.serves_adapters
                 )
                 await devices.give_to_engines(lambda: made.synchronizer.sync(VERSION))
             else:

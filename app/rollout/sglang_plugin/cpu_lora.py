@@ -26,10 +26,10 @@ def register() -> None:
 
 def replace_torch(*_: Any, **__: Any) -> None:
     """Give the modules of the backend a torch that does not pin. Hook before the LoRA manager is made."""
-    from sglang.srt.lora import layers
-    from sglang.srt.lora.backend import torch_backend
+    import sglang.srt.lora.backend.torch_backend as backend
+    import sglang.srt.lora.layers as layers
 
-    layers.torch = torch_backend.torch = unpinned_torch()
+    backend.torch = layers.torch = unpinned_torch()
 
 
 def unpinned_torch() -> ModuleType:

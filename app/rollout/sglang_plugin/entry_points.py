@@ -24,10 +24,10 @@ def load() -> None:
     if DEVICE_VARIABLE not in os.environ:
         return
 
-    from app.rollout.sglang_plugin import adapters, delta_loader, request_report
+    from app.rollout.sglang_plugin import delta_loader, lora_layers, request_report
 
-    adapters.register()
     delta_loader.register()
+    lora_layers.register()
     request_report.register()
     if os.environ[DEVICE_VARIABLE] == "cpu":
         _load_for_cpu()

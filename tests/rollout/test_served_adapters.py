@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from app.errors import EngineError
-from app.rollout.adapters import LOAD, Adapter, Adapters, adapter_limit
 from app.rollout.client import NoAnswer
+from app.rollout.served_adapters import Adapter, Adapters, adapter_limit
 
 BODY = {"config_dict": {}, "serialized_named_tensors": [""], "load_format": None}
 
@@ -22,11 +22,11 @@ class Double:
         self.calls: list[str] = []
         self.failures: dict[str, list[EngineError]] = {}
         self.ending: dict[Adapter, asyncio.Event] = {}
-        self.adapters = Adapters("engine 0", "h", limit=limit, abort_timeout_s=0.2, call=self.call, abort=self.abort)
+        self.adapters = Adapters("engine 0", "h", limit=limit, abort_timeout_s=0.2, post=self.post, abort=self.abort)
 
-    async def call(self, route: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def post(self, route: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         name = str(body["lora_name"])
-        verb = "+" if route == LOAD else "-"
+        verb = {"/load_lora_adapter_from_tensors": "+", "/unload_lora_adapter": "-"}[route]
         self.calls.append(verb + name)
         await asyncio.sleep(0)
         if self.failures.get(verb):
@@ -169,6 +169,21 @@ def test_an_adapter_that_the_server_does_not_have_any_more_is_forgotten() -> Non
         assert server.calls.count("-policy-v1-h-0") == 1
 
     asyncio.run(run())
+
+
+def test_a_load_does_not_fail_because_an_unload_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise an unload that had no reply, and took place, would fail all later loads."""
+
+    async def run() -> None:
+        server = Double(limit=2)
+        await server.adapters.load(1, BODY)
+        server.failures["-"] = [NoAnswer("no answer"), EngineError("it does not exist")]
+        assert await server.adapters.load(2, BODY) == 2
+        assert await server.adapters.load(3, BODY) == 1
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert caplog.messages[1:] == ["engine 0: policy-v1-h-0 is left to the server: it does not exist"]
 
 
 def test_the_oldest_requests_are_aborted_when_the_server_holds_no_more(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,10 +20,9 @@ from app.rollout.client import NoAnswer
 
 LOAD_FOLDER = "/load_lora_adapter"
 LOAD_TENSORS = "/load_lora_adapter_from_tensors"
-UNLOAD = "/unload_lora_adapter"
 FEWEST = 2  # the adapter in use, and the one that is being loaded
 log = logging.getLogger(__name__)
-Call = Callable[[str, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]  # route, body → reply
+Post = Callable[[str, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]  # route, body → reply
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +42,7 @@ class Adapter:
 class Adapters:
     """Loads and unloads the adapters of one server.
 
-    >>> adapters = Adapters("engine 0", "a1b2", limit=4, call=post, abort=abort_requests)  # doctest: +SKIP
+    >>> adapters = Adapters("engine 0", "a1b2", limit=4, abort_timeout_s=60.0, post=post, abort=abort)  # doctest: +SKIP
     >>> await adapters.load(7, body)  # the server knows it as policy-v7-a1b2-0  # doctest: +SKIP
     1
     >>> with adapters.for_request() as adapter:  # doctest: +SKIP
@@ -54,7 +53,7 @@ class Adapters:
         host_id: Tells the names of several hosts of one server apart.
         limit: The most adapters that the server may have loaded.
         abort_timeout_s: Seconds until aborted requests must have ended.
-        call: Posts to the server. Raises `EngineError`.
+        post: Posts to the server. Raises `EngineError`.
         abort: Aborts the requests in flight that name an adapter.
     """
 
@@ -65,14 +64,14 @@ class Adapters:
         *,
         limit: int,
         abort_timeout_s: float,
-        call: Call,
+        post: Post,
         abort: Callable[[Adapter], Awaitable[None]],
     ):
         self._engine = engine
         self._host_id = host_id
         self._limit = limit
         self._abort_timeout_s = abort_timeout_s
-        self._call = call
+        self._post = post
         self._abort = abort
 
         self._loads = itertools.count()
@@ -142,7 +141,7 @@ class Adapters:
         self._loaded.append(adapter)
         route = LOAD_FOLDER if "lora_path" in body else LOAD_TENSORS
         try:
-            return await self._call(route, {**body, "lora_name": adapter.name})
+            return await self._post(route, {**body, "lora_name": adapter.name})
         except NoAnswer:
             raise  # the server may have loaded it: it counts, and is unloaded later
         except EngineError:
@@ -155,7 +154,14 @@ class Adapters:
             oldest = next(each for each in self._loaded if each is not self._current)
             if oldest.requests:
                 await self._end_requests(oldest)
-            await self._unload(oldest)
+            try:
+                await self._unload(oldest)
+            except NoAnswer:
+                raise
+            # It is gone, or unused and the first that SGLang itself would unload for another.
+            except EngineError as error:
+                log.warning("%s: %s is left to the server: %s", self._engine, oldest.name, one_line(error))
+                self._loaded.remove(oldest)
 
     async def _end_requests(self, adapter: Adapter) -> None:
         log.warning(
@@ -175,6 +181,8 @@ class Adapters:
             ) from None
 
     def _begin_unload(self) -> None:
+        if len(self._loaded) < FEWEST:
+            return
         task = asyncio.get_running_loop().create_task(self._unload_in_turn())
         self._unloads.add(task)
         task.add_done_callback(self._unloads.discard)
@@ -195,7 +203,7 @@ class Adapters:
                 log.warning("%s: %s stays loaded until the next load: %s", self._engine, adapter.name, one_line(error))
 
     async def _unload(self, adapter: Adapter) -> None:
-        await self._call(UNLOAD, {"lora_name": adapter.name})
+        await self._post("/unload_lora_adapter", {"lora_name": adapter.name})
         self._loaded.remove(adapter)
 
     def _forget_missing(self, reply: Mapping[str, Any]) -> None:
