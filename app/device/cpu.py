@@ -27,6 +27,7 @@ DEVICE = Device(
         # Convolution state of linear attention; bfloat16 by default.
         "SGLANG_MAMBA_CONV_DTYPE": "float32",
     },
+    forks_engines=True,  # as SGLang's own children: app/rollout/sglang_plugin/entry_points.py
     shares_memory=False,
     head_chunk=2**24,  # for its caches
     card="this machine's memory",
