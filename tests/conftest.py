@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.environment.pools import Maker
+from tests.fork_server import shared
 from tests.runs import Run
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private cluster of the tests
@@ -141,6 +142,7 @@ def make_engine(model: Path, folder: Path, *, name: str = "engine 0", seed: int 
         },
         environment={**DEVICE.engine_env, "OMP_NUM_THREADS": os.environ.get("BENCH_THREADS", "1")},
         log=folder / f"{name.replace(' ', '_')}.log",
+        fork_server=shared(),
     )
     spec = HostSpec(
         name=name,

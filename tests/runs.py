@@ -14,6 +14,9 @@ from typing import Any
 
 import psutil
 
+from app.rollout.sglang_plugin.fork_server import SOCKET_VARIABLE
+from tests.fork_server import shared
+
 MARK = "POSTTRAIN_TEST_RUN"
 
 
@@ -24,10 +27,18 @@ class Run:
     """`python -m app` in a process of its own. All its descendants carry a mark in their environment.
 
     It keeps no model unless an override is about checkpoints. `prefix` comes before the command line, such as a command
-    that enters a namespace.
+    that enters a namespace. Its engines are forked by the session's fork server, unless `imports_sglang`; they are
+    known by the log that they write to.
     """
 
-    def __init__(self, folder: Path, *overrides: str, module: str = "app", prefix: Sequence[str] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        *overrides: str,
+        module: str = "app",
+        prefix: Sequence[str] = (),
+        imports_sglang: bool = False,
+    ):
         self.folder, self.mark = folder / "run", secrets.token_hex(8)
         self._seen: set[psutil.Process] = set()
         self.output = folder / "output.txt"
@@ -39,7 +50,7 @@ class Run:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, MARK: self.mark},
+                env={**os.environ, MARK: self.mark, **({} if imports_sglang else {SOCKET_VARIABLE: str(shared())})},
             )
 
     def wait(self, seconds: float = 280) -> int:
@@ -86,12 +97,18 @@ class Run:
         ours = {process.pid for process in self._seen if process.is_running()}
         for process in sorted(psutil.process_iter(), key=_begun):  # parents before children
             with suppress(psutil.Error, OSError):
-                if {process.pid, process.ppid()} & ours or process.environ().get(MARK) == self.mark:
+                marked = process.environ().get(MARK) == self.mark or self._writes_our_logs(process)
+                if marked or {process.pid, process.ppid()} & ours:
                     self._seen.add(process)
                     ours.add(process.pid)
                     if process.status() != psutil.STATUS_ZOMBIE:
                         alive[process.pid] = " ".join(process.cmdline()).strip()
         return alive
+
+    def _writes_our_logs(self, process: psutil.Process) -> bool:
+        with suppress(OSError):
+            return Path(os.readlink(f"/proc/{process.pid}/fd/1")).is_relative_to(self.folder)
+        return False
 
     def pid_of(self, part: str, seconds: float = 60) -> int:
         """The process whose command line contains `part`; it may just be started anew."""

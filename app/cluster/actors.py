@@ -32,9 +32,15 @@ class EngineFactory:
     """Creates the hosts of a run's engines, without starting them. Replacements of lost engines are made here too."""
 
     def __init__(
-        self, config: RunConfig, device: Device, model_path: Path, run_folder: Path, placement: DevicePlacement
+        self,
+        config: RunConfig,
+        device: Device,
+        model_path: Path,
+        run_folder: Path,
+        placement: DevicePlacement,
+        fork_server: Path | None,
     ) -> None:
-        self._make = partial(_make_engine, config, device, model_path, run_folder, placement)
+        self._make = partial(_make_engine, config, device, model_path, run_folder, placement, fork_server)
         self._lives: Counter[int] = Counter()  # engines made so far, by index
 
     def __call__(self, index: int) -> RemoteEngine:
@@ -50,6 +56,7 @@ def _make_engine(
     model_path: Path,
     run_folder: Path,
     placement: DevicePlacement,
+    fork_server: Path | None,
     index: int,
     life: int,
 ) -> RemoteEngine:
@@ -77,6 +84,7 @@ def _make_engine(
                 **placement.engine_environment(index),
             },
             log=logs / f"engine_{index}.log",
+            fork_server=fork_server,
         )
 
     spec = HostSpec(

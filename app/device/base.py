@@ -46,6 +46,7 @@ class Device:
     # Default of rollout.memory_fraction on devices of an engine's own. The rest has to hold its activations and graphs,
     # and during a weight sync the largest bucket twice.
     engine_fraction: float = 0.8
+    forks_engines: bool = False  # engines begin as copies of a process that has imported SGLang
     shares_memory: bool = True  # trainer and engine share device memory, so that offloading frees some
     fused_optimizer: bool = False  # torch has a fused AdamW for this device; its step counters are on the device
     compiles: bool = False  # whether `trainer.compile=auto` compiles

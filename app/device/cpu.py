@@ -28,6 +28,7 @@ DEVICE = Device(
         "SGLANG_MAMBA_CONV_DTYPE": "float32",
     },
     lora_backend="torch_native",  # app/rollout/sglang_plugin/cpu_lora.py
+    forks_engines=True,  # as SGLang's own children: app/rollout/sglang_plugin/entry_points.py
     shares_memory=False,
     head_chunk=2**24,  # for its caches
     card="this machine's memory",

@@ -18,16 +18,17 @@ from typing import Any
 
 from app.device.allocator import EXPANDABLE, without_expandable_segments
 from app.device.torchvision_shim import define_operators
-from app.rollout.server import KEY_VARIABLE, PARENT_VARIABLE
+from app.rollout.server import KEY_VARIABLE
+from app.rollout.sglang_plugin.fork_server import PARENT_VARIABLE
 from app.utils.child_process import die_with_parent
 
 # With these dumps SGLang needs over a minute to exit after a crash. Set them to 1 to get them.
 CRASH_DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 
 
-def main() -> None:
-    """Run the server until it ends."""
-    die_with_parent(int(os.environ[PARENT_VARIABLE]))
+def main(parent: int) -> None:
+    """Run the server until it ends. `parent`: the process that started this one."""
+    die_with_parent(parent)
     key = os.environ.pop(KEY_VARIABLE)
     for variable in CRASH_DUMPS:
         os.environ.setdefault(variable, "0")
@@ -79,4 +80,4 @@ def mask_in_logs(secret: str) -> None:
 define_operators()
 
 if __name__ == "__main__":
-    main()
+    main(int(os.environ[PARENT_VARIABLE]))

@@ -7,6 +7,7 @@ Invariants:
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import Mapping
@@ -15,13 +16,13 @@ from pathlib import Path
 
 from app.errors import EngineError, EngineLost
 from app.rollout.server_args import render_flags
+from app.rollout.sglang_plugin.fork_server import PARENT_VARIABLE, ForkedProcess, fork
 from app.types import EngineStart
 from app.utils.net import free_port, port_is_free
 from app.utils.process import module_command, package_path
 
 # Environment variables of the server, read by the launcher.
 KEY_VARIABLE = "POSTTRAIN_ENGINE_KEY"
-PARENT_VARIABLE = "POSTTRAIN_ENGINE_PARENT"
 LOG_TAIL_LINES = 12
 # Lines of SGLang's log that begin a phase of its start, last one first.
 START_PHASES = (
@@ -30,6 +31,7 @@ START_PHASES = (
     ("Load weight begin", EngineStart.loading),
 )
 STOP_SECONDS = 5.0
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,15 @@ class ServerSpec:
     flags: Mapping[str, object]  # SGLang's, without dashes; see `render_flags`
     environment: Mapping[str, str]  # added to this process's
     log: Path
+    fork_server: Path | None = None  # socket of a fork server, if this machine has one
+
+    def arguments(self) -> list[str]:
+        """Return the launcher's arguments. They do not contain the key."""
+        return render_flags({"model-path": self.model_path, "host": self.host, "port": self.port, **self.flags})
 
     def command(self) -> list[str]:
-        """Return the command line. It does not contain the key."""
-        flags = {"model-path": self.model_path, "host": self.host, "port": self.port, **self.flags}
-        return [*module_command("app.rollout.launcher"), *render_flags(flags)]
+        """Return the command line."""
+        return [*module_command("app.rollout.launcher"), *self.arguments()]
 
 
 class Server:
@@ -61,7 +67,7 @@ class Server:
 
     def __init__(self, spec: ServerSpec):
         self.spec = spec if spec.port else replace(spec, port=free_port(spec.host))
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | ForkedProcess | None = None
         self._log_start = 0  # bytes that earlier servers left in the log
 
     async def start(self) -> None:
@@ -87,14 +93,27 @@ class Server:
         environment["PYTHONPATH"] = package_path(environment.get("PYTHONPATH"))
         with self.spec.log.open("ab") as log:
             self._log_start = log.tell()
-            self._process = await asyncio.create_subprocess_exec(
-                *self.spec.command(),
-                stdin=asyncio.subprocess.PIPE,  # never written to: it closes when this process ends
-                stdout=log,
-                stderr=asyncio.subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+            self._process = await self._forked(environment, log.fileno())
+            if self._process is None:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self.spec.command(),
+                    stdin=asyncio.subprocess.PIPE,  # never written to: it closes when this process ends
+                    stdout=log,
+                    stderr=asyncio.subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
+
+    async def _forked(self, environment: Mapping[str, str], log: int) -> ForkedProcess | None:
+        """Return a server from the fork server; None where there is none, as on other machines than the driver's."""
+        path = self.spec.fork_server
+        if path is None:
+            return None
+        try:
+            return await asyncio.to_thread(fork, path, self.spec.arguments(), environment, log)
+        except OSError as error:
+            logger.info("%s imports SGLang itself: %s", self.spec.name, error)
+            return None
 
     @property
     def pid(self) -> int:

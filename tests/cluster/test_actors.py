@@ -20,7 +20,7 @@ def factory(ray_session: None, tmp_path: Path) -> Iterator[EngineFactory]:
     config = composed("placement=fully_async", "placement.rollout_devices=2", "seed=7")
     device = device_of(config.device.kind)
     placement = asyncio.run(reserve(config, device))
-    yield EngineFactory(config, device, tmp_path, tmp_path, placement)
+    yield EngineFactory(config, device, tmp_path, tmp_path, placement, None)
     remove_placement_group(placement.group)
 
 

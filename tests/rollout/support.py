@@ -20,6 +20,7 @@ from app.rollout.remote import RemoteEngine
 from app.rollout.server import ServerSpec
 from app.types import Completion, GroupRequest, Sampling
 from app.utils.net import free_port
+from tests.fork_server import shared
 
 KEY = "a-key-that-nobody-may-see"
 HOT = 50.0  # a temperature at which every token is about as likely as any other
@@ -54,6 +55,7 @@ def server_spec(model: Path, folder: Path, *, name: str, **flags: object) -> Ser
         },
         environment={**DEVICE.engine_env, "OMP_NUM_THREADS": "1"},
         log=folder / f"{name.replace(' ', '_')}.log",
+        fork_server=shared(),
     )
 
 

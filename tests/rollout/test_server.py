@@ -11,8 +11,9 @@ import pytest
 from app.device import device_of
 from app.errors import EngineError
 from app.rollout.launcher import forbid_expandable_segments
-from app.rollout.server import PARENT_VARIABLE, Server, ServerSpec
+from app.rollout.server import Server, ServerSpec
 from app.rollout.server_args import engine_flags, engine_seed
+from app.rollout.sglang_plugin.fork_server import PARENT_VARIABLE
 from app.types import EngineStart
 from tests.compose import composed
 from tests.rollout.support import KEY, host_spec, server_spec
@@ -110,7 +111,7 @@ def test_a_server_can_take_a_title_whatever_variables_it_changes(
         "print(pathlib.Path('/proc/self/cmdline').read_bytes().rstrip(b'\\0').decode())\n"
     )
     monkeypatch.setattr(ServerSpec, "command", lambda spec: [sys.executable, "-c", code])
-    server = Server(server_spec(tmp_path, tmp_path, name="engine 0"))
+    server = Server(replace(server_spec(tmp_path, tmp_path, name="engine 0"), fork_server=None))
 
     async def run() -> None:
         await server.start()

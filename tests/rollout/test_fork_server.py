@@ -1,0 +1,110 @@
+"""Servers that are forked from a process that has imported SGLang."""
+
+import asyncio
+import os
+import signal
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from app.device.cpu import DEVICE
+from app.rollout.server import Server
+from app.rollout.sglang_plugin.fork_server import fork_server
+from tests.rollout.support import process_group, server_spec
+from tests.waiting import until
+
+
+def test_a_forked_server_has_its_own_arguments_environment_log_and_process_group(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    servers = [Server(server_spec(tiny_model, tmp_path, name=f"engine {index}")) for index in range(2)]
+
+    async def scenario() -> None:
+        for server in servers:
+            await server.start()
+        for server in servers:
+            process = psutil.Process(server.pid)
+            assert os.getpgid(server.pid) == server.pid
+            await asyncio.to_thread(until, lambda p=process: "app.rollout.launcher" in " ".join(p.cmdline()), 60)
+            assert os.readlink(f"/proc/{server.pid}/fd/1") == str(server.spec.log)
+            assert server.spec.key not in " ".join(process.cmdline())
+        assert process_parent(servers[0]) == process_parent(servers[1])  # one process imported SGLang for both
+        await servers[0].stop()
+        os.killpg(servers[1].pid, signal.SIGKILL)
+        assert "was killed by SIGKILL" in str(await asyncio.wait_for(servers[1].died(), 30))
+
+    asyncio.run(scenario())
+
+
+def process_parent(server: Server) -> int:
+    return psutil.Process(server.pid).ppid()
+
+
+def test_the_exit_code_of_a_forked_server_is_reported(tiny_model: Path, tmp_path: Path) -> None:
+    server = Server(server_spec(tiny_model, tmp_path, name="engine 0", no_such_flag=1))
+
+    async def scenario() -> str:
+        await server.start()
+        return str(await asyncio.wait_for(server.died(), 60))
+
+    message = asyncio.run(scenario())
+    assert "exited with code 2" in message
+    assert "unrecognized arguments: --no-such-flag" in message
+
+
+def test_a_server_imports_sglang_itself_where_there_is_no_fork_server(tiny_model: Path, tmp_path: Path) -> None:
+    missing = replace(server_spec(tiny_model, tmp_path, name="engine 0"), fork_server=tmp_path / "none")
+    server = Server(missing)
+
+    async def scenario() -> None:
+        await server.start()
+        assert psutil.Process(server.pid).ppid() == os.getpid()
+        await server.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_server_ends_with_its_host_and_with_the_fork_server(tiny_model: Path, tmp_path: Path) -> None:
+    with fork_server(DEVICE.engine_env, tmp_path / "fork.log") as path:
+        specs = [replace(server_spec(tiny_model, tmp_path, name=f"engine {i}"), fork_server=path) for i in range(2)]
+        hosted, orphaned = (Server(spec) for spec in specs)
+
+        async def scenario() -> list[int]:
+            await hosted.start()
+            await orphaned.start()
+            group = [process.pid for process in process_group(hosted.pid)]
+            os.close(hosted._process._stdin)  # as when its host is killed
+            await asyncio.to_thread(until, lambda: not psutil.pid_exists(hosted.pid), 60)
+            return group
+
+        group = asyncio.run(scenario())
+        left = orphaned.pid
+    until(lambda: not alive(left), 60)
+    assert not any(alive(pid) for pid in group)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_host_that_goes_away_in_the_middle_of_its_request_disturbs_no_other(tiny_model: Path, tmp_path: Path) -> None:
+    with fork_server(DEVICE.engine_env, tmp_path / "fork.log") as path:
+        for part in (b"", (100).to_bytes(8)):
+            with socket.socket(socket.AF_UNIX) as rude:
+                rude.connect(str(path))
+                rude.sendall(part)
+        server = Server(replace(server_spec(tiny_model, tmp_path, name="engine 0"), fork_server=path))
+
+        async def scenario() -> list[str]:
+            await server.start()
+            parent = psutil.Process(server.pid).parent()
+            assert parent is not None
+            await server.stop()
+            return parent.cmdline()
+
+        assert any("fork_server" in word for word in asyncio.run(scenario()))
