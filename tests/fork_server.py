@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from app.device.cpu import DEVICE
-from app.rollout.sglang_plugin.fork_server import fork_server
+from app.rollout.sglang_plugin.forked_server import fork_server
 
 
 @cache

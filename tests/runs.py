@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from app.rollout.sglang_plugin.fork_server import SOCKET_VARIABLE
+from app.rollout.sglang_plugin.forked_server import SOCKET_VARIABLE
 from tests.fork_server import shared
 
 MARK = "POSTTRAIN_TEST_RUN"

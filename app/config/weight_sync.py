@@ -45,9 +45,8 @@ class WeightSyncConfig:
     transport: TransportKind = setting(
         TransportKind.auto,
         "collective broadcasts over a process group of trainer rank 0 and every engine rank, ipc passes tensor handles "
-        "between processes on one device; auto is ipc where trainer and engines share devices. Of adapters "
-        "(model.lora.rank), auto passes handles to the engines on the machine of trainer rank 0 and sends bytes over "
-        "HTTP to others.",
+        "between processes on one device; auto is ipc where trainer and engines share devices, and of adapters shared "
+        "memory on one machine and HTTP between several.",
     )
     mode: SyncMode = setting(
         SyncMode.full,

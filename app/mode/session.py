@@ -23,7 +23,7 @@ from app.recovery.engine_supervisor import EngineSupervisor
 from app.rollout.episodes import EpisodeLimits, Episodes
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
-from app.rollout.sglang_plugin.fork_server import fork_server
+from app.rollout.sglang_plugin.forked_server import fork_server
 from app.tracking.number_format import plural
 from app.types import EngineStart, TrainerMemory
 from app.utils.tasks import gather_or_raise

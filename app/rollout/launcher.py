@@ -19,7 +19,7 @@ from typing import Any
 from app.device.allocator import EXPANDABLE, without_expandable_segments
 from app.device.torchvision_shim import define_operators
 from app.rollout.server import KEY_VARIABLE
-from app.rollout.sglang_plugin.fork_server import PARENT_VARIABLE
+from app.rollout.sglang_plugin.forked_server import PARENT_VARIABLE
 from app.utils.child_process import die_with_parent
 
 # With these dumps SGLang needs over a minute to exit after a crash. Set them to 1 to get them.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from app.errors import EngineError, EngineLost
 from app.rollout.server_args import render_flags
-from app.rollout.sglang_plugin.fork_server import PARENT_VARIABLE, ForkedProcess, fork
+from app.rollout.sglang_plugin.forked_server import PARENT_VARIABLE, ForkedProcess, fork
 from app.types import EngineStart
 from app.utils.net import free_port, port_is_free
 from app.utils.process import module_command, package_path

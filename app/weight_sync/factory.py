@@ -7,7 +7,7 @@ from app.config import RunConfig
 from app.config.weight_sync import TransportKind, transport_of
 from app.device import Device
 from app.protocols import RolloutEngine
-from app.weight_sync.adapters.synchronizer import AdapterSynchronizer
+from app.weight_sync.adapters.adapter_synchronizer import AdapterSynchronizer
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from app.weight_sync.transport.base import TrainerGroup, Transport
 from app.weight_sync.transport.collective import CollectiveTransport

@@ -166,7 +166,7 @@ def test_bash_completes_the_installed_command(tmp_path: Path) -> None:
     )
     assert done.stdout.splitlines() == [
         "mode=plan mode=parity",
-        "model=tiny model=tiny_qwen35 model=tiny_tools",
+        "model=tiny model=tiny_lora model=tiny_qwen35 model=tiny_tools",
         "placement.max_staleness=",
         "-F hydra_bash_completion posttrain",
     ], done.stderr
@@ -189,7 +189,7 @@ def test_the_help_calls_the_command_what_it_was_called(argv0: str, name: str) ->
     ("line", "expected"),
     [
         ("app mode=p", "mode=plan\nmode=parity\n"),
-        ("app model=ti", "model=tiny model=tiny_qwen35 model=tiny_tools\n"),
+        ("app model=ti", "model=tiny model=tiny_lora model=tiny_qwen35 model=tiny_tools\n"),
         ("app environment=s", "environment=single_turn\n"),
         ("app environment.thinking=k", "environment.thinking=keep\n"),
     ],

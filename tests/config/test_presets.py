@@ -33,7 +33,7 @@ TINY_EXPERIMENTS = ["tiny_tools"]
 EXPERIMENTS = sorted({path.stem for path in (CONF / "experiment").glob("*.yaml")} - set(TINY_EXPERIMENTS))
 SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
 RUNNABLE = sorted(path for group in ("experiment", "sweep", "model", "algorithm") for path in (CONF / group).glob("*"))
-MODELS = ["tiny", "tiny_qwen35", "tiny_tools", "qwen3_4b", "qwen35_9b"]
+MODELS = ["tiny", "tiny_qwen35", "tiny_tools", "tiny_lora", "qwen3_4b", "qwen3_4b_lora", "qwen35_9b", "qwen35_9b_lora"]
 PLACEMENTS = ["colocate", "fully_async"]
 
 SIZES = {"prompts_per_step", "group_size"}

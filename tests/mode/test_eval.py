@@ -105,7 +105,7 @@ def test_a_checkpoint_and_a_model_are_evaluated_with_an_environment(start: Calla
     before = content(run.folder)
     initial, trained = (turns(run.folder / "samples" / f"eval_{step}.jsonl") for step in (0, 2))
 
-    code, text = run_app("mode=eval", f"resume={run.folder}", cwd=tmp_path)
+    code, text = run_new_app("mode=eval", f"resume={run.folder}", cwd=tmp_path)
     assert code == 0, text
     assert content(run.folder) == before
     (folder,) = (tmp_path / "outputs" / "tiny_tools-eval").iterdir()
@@ -115,7 +115,9 @@ def test_a_checkpoint_and_a_model_are_evaluated_with_an_environment(start: Calla
     assert row == {name: last[name] for name in ("step", *(name for name in last if name.startswith("eval/")))}
     assert (folder / "logs" / "environment.log").exists()
 
-    code, text = run_app("mode=eval", *CALCULATOR, "hydra.run.dir=model", "tracking.samples_per_step=100", cwd=tmp_path)
+    code, text = run_new_app(
+        "mode=eval", *CALCULATOR, "hydra.run.dir=model", "tracking.samples_per_step=100", cwd=tmp_path
+    )
     assert code == 0, text
     assert turns(tmp_path / "model" / "samples" / "eval_0.jsonl") == initial
     assert len(initial) == 20

@@ -11,7 +11,7 @@ import psutil
 
 from app.device.cpu import DEVICE
 from app.rollout.server import Server
-from app.rollout.sglang_plugin.fork_server import fork_server
+from app.rollout.sglang_plugin.forked_server import fork_server
 from tests.rollout.support import process_group, server_spec
 from tests.waiting import until
 

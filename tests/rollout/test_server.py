@@ -13,7 +13,7 @@ from app.errors import EngineError
 from app.rollout.launcher import forbid_expandable_segments
 from app.rollout.server import Server, ServerSpec
 from app.rollout.server_args import engine_flags, engine_seed
-from app.rollout.sglang_plugin.fork_server import PARENT_VARIABLE
+from app.rollout.sglang_plugin.forked_server import PARENT_VARIABLE
 from app.types import EngineStart
 from tests.compose import composed
 from tests.rollout.support import KEY, host_spec, server_spec

@@ -13,7 +13,7 @@ import pytest
 from app.errors import SyncError
 from app.rollout.remote import RemoteEngine
 from app.types import Completion
-from app.weight_sync.adapters.sender import PREFIX, SHARED_MEMORY
+from app.weight_sync.adapters.adapter_sender import PREFIX, SHARED_MEMORY
 from tests.rollout.adapters import adapter_engine, logprobs_differ
 from tests.rollout.support import HOT, in_flight, request, without_end
 from tests.waiting import until

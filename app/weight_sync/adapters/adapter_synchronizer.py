@@ -14,7 +14,7 @@ from app.config.weight_sync import WeightSyncConfig
 from app.errors import SyncError
 from app.protocols import RolloutEngine
 from app.types import SyncReport
-from app.weight_sync.adapters.sender import ADAPTER_EXTENSION, AdapterPush, AdapterSender
+from app.weight_sync.adapters.adapter_sender import ADAPTER_EXTENSION, AdapterPush, AdapterSender
 from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.synchronizer import CLOSE_TIMEOUT_S, PhaseClock
 from app.weight_sync.transport.base import TRAINER_RANKS, TrainerGroup
