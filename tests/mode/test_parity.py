@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from app.config.device import Dtype
+from app.config.model import LoraConfig
 from app.mode.parity import compare as parity
 from app.mode.parity.compare import (
     BOUNDS,
+    ENGINE_FLOAT32,
     FILE,
     LENGTHS,
     Outcome,
@@ -56,9 +58,35 @@ def test_the_engine_agrees_too(placement: str, start: Callable[..., Run]) -> Non
     assert "all within bounds" in run.text
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("placement", ["colocate", "fully_async"])
+def test_the_engine_agrees_under_every_version_of_the_adapters(placement: str, start: Callable[..., Run]) -> None:
+    run = start("mode=parity", "model=tiny_lora", f"placement={placement}")
+    assert run.wait() == 0, run.text
+    lines = {line["what"]: line for line in json.loads((run.folder / FILE).read_text())["comparisons"]}
+    for version in (0, 1):
+        assert 0 < lines[f"engine's log-probabilities under adapter {version}"]["error"] < 1e-5
+    assert {"gradient of layer 0", "gradient of layer 1"} <= set(lines)
+    assert "gradient of embed_tokens" not in lines  # frozen
+
+
+def test_adapters_of_another_version_are_detected(tiny_model: Path) -> None:
+    lora = LoraConfig(rank=4)
+    prompt = np.arange(4, 10, dtype=np.int32)
+    tokens = np.arange(20, 29, dtype=np.int32)
+    completion = Completion(tokens, np.zeros(9, dtype=np.float32), FinishReason.stop, spans=())
+    differences = [
+        mean_difference(tiny_model, Sampled(True, "", prompt, [completion], seed), trust_remote_code=False, lora=lora)
+        for seed in (1, 1, 2)
+    ]
+    assert differences[0] == differences[1]
+    assert abs(differences[2] - differences[0]) > ENGINE_FLOAT32
+
+
 def test_a_weight_sync_that_differs_fails(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     different = Sampled(False, "a tensor differs", np.zeros(1, dtype=np.int32), ())
-    monkeypatch.setattr(parity, "sample", lambda *_: different)
+    monkeypatch.setattr(parity, "sample", lambda *_: [different])
     text, _, passed = compare(composed(f"model.path={tiny_model}"), tmp_path)
     assert not passed
     assert "FAIL  weight syncs unlike the exported checkpoint" in text

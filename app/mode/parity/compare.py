@@ -1,7 +1,7 @@
 """`mode=parity`: does this device compute the same as a CPU in float32?
 
 - Engine: a weight sync into a real engine must equal the exported checkpoint, and the log-probabilities of the engine's
-  completions must equal those of the reference model.
+  completions must equal those of the reference model; with LoRA, for each of several versions of random adapters.
 - Trainer: a fixed packed batch runs forward and backward on the device and on the CPU, with the loading, packing,
   attention and head of training. Log-probabilities, a policy-gradient loss and the gradients of each layer must agree.
 
@@ -23,12 +23,14 @@ from torch import Tensor
 
 from app.config import RunConfig
 from app.config.device import Dtype
+from app.config.model import LoraConfig
 from app.device import device_of
 from app.mode.parity.engine import Sampled, sample
 from app.model.hf_directory import locate
 from app.model.kernels import CPU_KERNELS, Kernels, kernels_of
 from app.model.load import load
-from app.model.policy import PolicyModel, named_checkpoint_tensors
+from app.model.lora.wrap import randomize
+from app.model.policy import PolicyModel, named_trained_tensors
 from app.trainer.microbatch import MicroBatch, Sample, pack
 from app.types import Completion, FinishReason, Prompt, Strand
 
@@ -91,8 +93,9 @@ def compare(config: RunConfig, folder: Path) -> tuple[str, float, bool]:
 
     # the engine first: later this process holds device memory
     engine_lines = engine_comparisons(config, path, folder)
-    reference = compute(path, CPU, Dtype.float32, CPU_KERNELS, trust)
-    outcome = compute(path, device.torch_device(), dtype, kernels_of(device, config.trainer.compile), trust)
+    lora = config.model.lora
+    reference = compute(path, CPU, Dtype.float32, CPU_KERNELS, trust, lora)
+    outcome = compute(path, device.torch_device(), dtype, kernels_of(device, config.trainer.compile), trust, lora)
 
     lines = [*comparisons(outcome, reference, BOUNDS[dtype]), *engine_lines]
     worst = max(line.error / line.bound if math.isfinite(line.error) else math.inf for line in lines)
@@ -111,27 +114,43 @@ def compare(config: RunConfig, folder: Path) -> tuple[str, float, bool]:
 
 
 def engine_comparisons(config: RunConfig, path: Path, folder: Path) -> list[Comparison]:
-    """Compare an engine's synced weights and its log-probabilities."""
+    """Compare an engine's synced weights and its log-probabilities, with LoRA those of each version of the adapters."""
     sampled = sample(config, folder)
-    if not sampled.synced:
-        log.error(sampled.error)
-        return [Comparison(SYNCED, 1.0, SYNCED_BOUND)]
+    failed = [each for each in sampled if not each.synced]
+    for each in failed:
+        log.error(each.error)
+    if failed:
+        return [Comparison(SYNCED, float(len(failed)), SYNCED_BOUND)]
 
-    difference = mean_difference(path, sampled, trust_remote_code=config.model.trust_remote_code)
     bound = max(BOUNDS[config.device.dtype].logprob, ENGINE_FLOAT32)
-    return [Comparison(SYNCED, 0.0, SYNCED_BOUND), Comparison("engine's log-probabilities", difference, bound)]
+    lines = [Comparison(SYNCED, 0.0, SYNCED_BOUND)]
+    for version, each in enumerate(sampled):
+        what = "engine's log-probabilities" + (f" under adapter {version}" if config.model.lora.enabled else "")
+        trust = config.model.trust_remote_code
+        difference = mean_difference(path, each, trust_remote_code=trust, lora=config.model.lora)
+        lines.append(Comparison(what, difference, bound))
+    return lines
 
 
-def mean_difference(path: Path, sampled: Sampled, *, trust_remote_code: bool) -> float:
+def mean_difference(path: Path, sampled: Sampled, *, trust_remote_code: bool, lora: LoraConfig | None = None) -> float:
     """Return the mean absolute difference between engine and reference log-probabilities, in nats."""
-    model = load(path, mesh=None, device=CPU, trust_remote_code=trust_remote_code)
+    model = load(path, mesh=None, device=CPU, trust_remote_code=trust_remote_code, lora=lora)
+    if sampled.seed is not None:
+        randomize(model.causal_lm, sampled.seed)
     batch = packed([(sampled.prompt, completion) for completion in sampled.completions], CPU)
     with torch.no_grad():
         return (logprobs_of(model, batch) - batch.rollout_logprobs).abs().mean().item()
 
 
-def compute(path: Path, device: torch.device, dtype: Dtype, kernels: Kernels, trust_remote_code: bool) -> Outcome:
-    """Run forward and backward on the fixed batch."""
+def compute(
+    path: Path,
+    device: torch.device,
+    dtype: Dtype,
+    kernels: Kernels,
+    trust_remote_code: bool,
+    lora: LoraConfig | None = None,
+) -> Outcome:
+    """Run forward and backward on the fixed batch, with LoRA through random adapters."""
     torch_dtype = getattr(torch, dtype.name)
     model = load(
         path,
@@ -141,7 +160,9 @@ def compute(path: Path, device: torch.device, dtype: Dtype, kernels: Kernels, tr
         compute_dtype=torch_dtype,
         kernels=kernels,
         trust_remote_code=trust_remote_code,
+        lora=lora,
     )
+    randomize(model.causal_lm, SEED)
     batch = fixed_batch(model.config.vocab_size, device)
 
     # the scale makes the loss about 1 for any vocabulary
@@ -151,7 +172,7 @@ def compute(path: Path, device: torch.device, dtype: Dtype, kernels: Kernels, tr
 
     gradients = {
         name: parameter.grad.float().cpu()
-        for name, parameter in named_checkpoint_tensors(model)
+        for name, parameter in named_trained_tensors(model)
         if parameter.grad is not None
     }
     return Outcome(logprobs.detach().float().cpu(), loss.item(), gradients)

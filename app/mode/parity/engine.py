@@ -1,7 +1,8 @@
 """The engine's half of `mode=parity`: start the components of a run, sync weights, and sample. No training.
 
 The weight sync is that of a training step, with `weight_sync.verify=always`: the engine's weights are compared with an
-exported checkpoint. The completions come back with the engine's log-probabilities.
+exported checkpoint. The completions come back with the engine's log-probabilities. With LoRA several versions of random
+adapters are synced and sampled, one after the other.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from app.config.placement import PlacementKind
 from app.config.weight_sync import Verify
 from app.device import device_of
 from app.errors import SyncError
-from app.mode.session import start_rollout_workers, start_trainer_workers
+from app.mode.session import RolloutWorkers, TrainerWorkers, start_rollout_workers, start_trainer_workers
 from app.placement.time_sharing import TimeSharing
 from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, GroupRequest, Sampling
@@ -27,7 +29,8 @@ from app.utils.tasks import until_signal
 PROMPT_TOKENS = 16
 GROUP_SIZE = 8
 MAX_TOKENS = 32
-VERSION = 0
+ADAPTER_SEEDS = (1, 2)  # of the adapters of the policy versions 0 and 1
+EXTENSION = "random_adapters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,20 @@ class Sampled:
     error: str  # empty if synced
     prompt: np.ndarray  # [P] int32
     completions: Sequence[Completion]
+    seed: int | None = None  # of the adapters; None: the model has none
+
+
+class RandomAdapters:
+    """An extension of a trainer rank that sets its adapters to noise."""
+
+    def __init__(self, trainer_rank: Any):
+        self.model = trainer_rank.model
+
+    def set(self, seed: int) -> None:
+        """Set the adapters of a seed: those of `randomize`."""
+        from app.model.lora.wrap import randomize
+
+        randomize(self.model.causal_lm, seed)
 
 
 @dataclass
@@ -57,35 +74,61 @@ class StderrRecorder:
         self.status(text)
 
 
-def sample(config: RunConfig, folder: Path) -> Sampled:
-    """Start trainer and engines, sync weights, sample, and shut down. Raises `RunError` if they fail to start."""
+def sample(config: RunConfig, folder: Path) -> list[Sampled]:
+    """Start trainer and engines, sync each version, sample it, and shut down.
+
+    Raises:
+        RunError: They fail to start.
+    """
     verified = deepcopy(config)
     verified.weight_sync.verify = Verify.always
     return asyncio.run(until_signal(_sample(verified, folder)))
 
 
-async def _sample(config: RunConfig, folder: Path) -> Sampled:
+async def _sample(config: RunConfig, folder: Path) -> list[Sampled]:
     device = device_of(config.device.kind)
     recorder = StderrRecorder()
-    prompt = np.random.default_rng(0).integers(4, 60, PROMPT_TOKENS).astype(np.int32)
-    request = GroupRequest("parity/0@0", prompt, GROUP_SIZE, Sampling(1.0, 1.0, MAX_TOKENS), VERSION)
+    seeds: Sequence[int | None] = ADAPTER_SEEDS if config.model.lora.enabled else (None,)
 
     async with (
         start_rollout_workers(config, device, folder, recorder) as workers,
         start_trainer_workers(config, device, folder, workers, first=True) as made,
     ):
-        recorder.status("syncing weights")
-        try:
-            if config.placement.kind is PlacementKind.colocate:
-                devices = TimeSharing(
-                    config.offload, made.trainer, workers.pool, workers.supervisor, adapters=config.serves_adapters
-                )
-                await devices.give_to_engines(lambda: made.synchronizer.sync(VERSION))
-            else:
-                await made.synchronizer.sync(VERSION)
-        except SyncError as error:
-            return Sampled(False, str(error), prompt, ())
+        if config.model.lora.enabled:
+            await made.trainer.attach(EXTENSION, RandomAdapters)
+        sampled: list[Sampled] = []
+        for version, seed in enumerate(seeds):
+            sampled.append(await _sample_version(config, workers, made, recorder, version, seed))
+        return sampled
 
-        recorder.status("sampling")
-        groups = await asyncio.gather(*(engine.generate(request) for engine in workers.pool.engines))
-        return Sampled(True, "", prompt, [completion for group in groups for completion in group])
+
+async def _sample_version(
+    config: RunConfig,
+    workers: RolloutWorkers,
+    made: TrainerWorkers,
+    recorder: StderrRecorder,
+    version: int,
+    seed: int | None,
+) -> Sampled:
+    prompt = np.random.default_rng(0).integers(4, 60, PROMPT_TOKENS).astype(np.int32)
+    request = GroupRequest(f"parity/{version}@0", prompt, GROUP_SIZE, Sampling(1.0, 1.0, MAX_TOKENS), version)
+    adapters = config.model.lora.enabled
+    devices = TimeSharing(config.offload, made.trainer, workers.pool, workers.supervisor, adapters=adapters)
+    colocated = config.placement.kind is PlacementKind.colocate
+
+    if colocated and version:
+        await devices.give_to_trainer()
+    if seed is not None:
+        await made.trainer.call(EXTENSION, RandomAdapters.set, seed=seed)
+    recorder.status("syncing weights")
+    try:
+        if colocated:
+            await devices.give_to_engines(lambda: made.synchronizer.sync(version))
+        else:
+            await made.synchronizer.sync(version)
+    except SyncError as error:
+        return Sampled(False, str(error), prompt, (), seed)
+
+    recorder.status("sampling")
+    groups = await asyncio.gather(*(engine.generate(request) for engine in workers.pool.engines))
+    return Sampled(True, "", prompt, [completion for group in groups for completion in group], seed)

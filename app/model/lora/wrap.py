@@ -14,6 +14,8 @@ from app.model.lora.base_weights import DECAYS, check_targets
 from app.model.lora.layer import LoraLinear
 from app.model.parallelize import own_rows
 
+NOISE = 0.01  # that `randomize` adds to a weight
+
 
 def add_adapters(causal_lm: Any, lora: LoraConfig) -> None:
     """Replace linear layers of the decoder by `LoraLinear` in place, and freeze everything else.
@@ -57,6 +59,22 @@ def initialize(causal_lm: nn.Module, seed: int) -> None:
         values = torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=_generator(f"{seed}/{name}"))
         _copy(module.lora_A, values)
         _local(module.lora_B).zero_()
+
+
+@torch.no_grad()
+def randomize(causal_lm: nn.Module, seed: int) -> None:
+    """Set A and B to noise that changes the policy, to compare two computations of it. Seeded as `initialize`.
+
+    The entries of B are such that an adapter adds about `NOISE` to each weight.
+    """
+    for name, module in causal_lm.named_modules():
+        if not isinstance(module, LoraLinear):
+            continue
+        generator = _generator(f"{seed}/{name}")
+        rank = module.lora_A.shape[0]
+        _copy(module.lora_A, torch.randn(module.lora_A.shape, generator=generator))
+        size = NOISE / (module.scale * sqrt(rank))
+        _copy(module.lora_B, size * torch.randn(module.lora_B.shape, generator=generator))
 
 
 def _generator(key: str) -> torch.Generator:
