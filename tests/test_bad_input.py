@@ -43,6 +43,9 @@ REFUSED = [  # overrides, fragments of the sentence
     (["data.generator=primes"], ["data.generator=primes", "arithmetic, products"]),
     (["model.lora.rank=-1"], ["model.lora.rank=-1", "from 0 to 512"]),
     (["model.lora.alpha=0"], ["model.lora.alpha=0.0", "above 0"]),
+    (["model=tiny_lora", "weight_sync.mode=delta"], ["weight_sync.mode=delta", "full with model.lora.rank above 0"]),
+    (["model=tiny_lora", "weight_sync.transport=ipc"], ["weight_sync.transport=ipc", "auto with model.lora.rank"]),
+    (["model=tiny_lora", "weight_sync.verify=first"], ["weight_sync.verify=first", "mode=parity compares adapters"]),
     (["model.lora.targets=[]"], ["model.lora.targets=[]", "[all], or names of linear layers"]),
     (["model.lora.targets=[all,q_proj]"], ["model.lora.targets=", "[all], or names of linear layers"]),
     (

@@ -96,3 +96,15 @@ def test_the_correction_is_none_in_colocate_and_tis_where_staleness_can_be_above
     assert composed(*stale).correction is Correction.tis
     assert composed(*stale, "algorithm.old_policy=rollout").correction is Correction.none
     assert composed(*stale, "algorithm.correction=icepop").correction is Correction.icepop
+
+
+def test_a_rate_of_full_fine_tuning_is_named_once_where_adapters_are_trained() -> None:
+    idle = composed("model=tiny_lora").algorithm.warnings()
+    assert composed("model=tiny_lora").warnings() == idle
+    assert composed("trainer.lr=1e-6").warnings() == idle
+    (sentence,) = [each for each in composed("model=tiny_lora", "trainer.lr=2e-4").warnings() if each not in idle]
+    assert sentence.startswith(
+        "trainer.lr=0.0002 is a rate for full fine-tuning: adapters need about ten times as much"
+    )
+    assert composed("model=qwen3_4b_lora").warnings() == idle
+    assert len(composed("model=qwen3_4b_lora", "trainer.lr=1e-6").warnings()) == len(idle) + 1

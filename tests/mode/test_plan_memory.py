@@ -5,7 +5,7 @@ import pytest
 from app.config import RunConfig
 from app.device import device_of
 from app.mode.plan.memory import MemoryPlan, Phase, capacity, devices, plan_memory
-from app.model.architecture import QWEN3_4B, QWEN35_9B, Architecture
+from app.model.architecture import QWEN3_4B, QWEN35_9B, VISION_PARAMETERS, Architecture
 from app.rollout.server_args import engine_flags
 from app.utils.units import GIB
 from tests.compose import composed
@@ -180,3 +180,31 @@ def test_delta_sync_keeps_a_16_bit_copy_of_each_shard_where_configured() -> None
     assert "last synced weights" not in planned(QWEN35_9B, *mission[:-1])["trainer device", "sync"].items
     on_host = planned(QWEN35_9B, *mission, "weight_sync.snapshot=host")["trainer device", "sync"].items
     assert "last synced weights" not in on_host
+
+
+def test_adapters_of_a_4b_leave_both_sides_resident_on_one_card() -> None:
+    """Base in bfloat16 twice, float32 adapters with gradients and Adam, KV cache, and a tenth of 80 GB to spare."""
+    plan = memory_plan(QWEN3_4B, "device=cuda", "model=qwen3_4b_lora")
+    adapters = 66_060_288  # 36 layers · 32 · Σ (in + out) of seven linear layers
+    training = {phase.name: phase for phase in plan.phases}["backward of a layer"].items
+    assert training["base"] == training["engine weights"] == 2 * QWEN3_4B.parameters
+    assert training["adapters"] == training["gradients"] == 4 * adapters
+    assert training["Adam"] == 8 * adapters
+    assert training["engine adapters"] == 2 * 2 * adapters  # two slots
+    assert training["KV cache"] > 30 * GIB  # nothing is offloaded
+    assert "masters" not in training
+    assert (
+        "reference"
+        not in planned(QWEN3_4B, "model=qwen3_4b_lora", "algorithm.kl=k3", "algorithm.kl_coefficient=0.1")[
+            "shared device", "backward of a layer"
+        ].items
+    )
+    assert plan.peak_phase.bytes < 0.9 * 80 * GIB
+    full = memory_plan(QWEN3_4B, "device=cuda", "model=qwen3_4b", "placement.devices=1", "rollout.tensor_parallel=1")
+    assert full.peak_phase.bytes > 72 * GIB
+
+
+def test_engines_with_adapters_keep_their_weights_while_the_trainer_trains() -> None:
+    items = planned(QWEN35_9B, "device=cuda", "model=qwen35_9b_lora")["shared device", "backward of a layer"].items
+    assert items["engine weights"] == 2 * (P + VISION_PARAMETERS)
+    assert "KV cache" not in items
