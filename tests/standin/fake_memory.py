@@ -55,6 +55,7 @@ class Case:
     tokens: int = 10_240
     layers: int | None = None  # None: all
     loop: bool = False  # linear attention in transformers' torch loop
+    rank: int = 0  # of adapters
 
 
 class KnownNorm(float):
@@ -115,6 +116,7 @@ def fake_ranks(ranks: int) -> Iterator[Any]:
 def build(case: Case, mesh: Any) -> Any:
     """`load`, in its own order, without a checkpoint."""
     from app.config.device import DeviceKind
+    from app.config.model import LoraConfig
     from app.config.trainer import Checkpointing, Compile
     from app.device import device_of
     from app.model import load
@@ -123,18 +125,21 @@ def build(case: Case, mesh: Any) -> Any:
     from app.model.kernels import kernels_of
 
     register_packed()
-    with torch.device("meta"):
-        causal_lm = transformers().AutoModelForCausalLM.from_config(
-            config_of(case), dtype=torch.float32, attn_implementation=PACKED
-        )
+
+    def on_meta(_: Path, dtype: torch.dtype, *_rest: Any) -> Any:
+        with torch.device("meta"):
+            auto = transformers().AutoModelForCausalLM
+            return auto.from_config(config_of(case), dtype=dtype, attn_implementation=PACKED)
+
     kernels = replace(kernels_of(device_of(DeviceKind[case.device]), Compile.off), attention=None)
 
     def names(lm: Any, *_: Any) -> dict[str, str]:
         return {name: name for name, _ in lm.named_parameters()}
 
-    without = {name: mock.Mock() for name in ("_check_head", "open_checkpoint", "_fill", "_compute_buffers")}
+    valued = ("_check_head", "open_checkpoint", "_fill", "_compute_buffers", "initialize")
+    without = {name: mock.Mock() for name in valued}
     without["open_checkpoint"] = mock.MagicMock()
-    with mock.patch.multiple(load, _on_meta=lambda *_: causal_lm, _match=names, **without):
+    with mock.patch.multiple(load, _on_meta=on_meta, _match=names, **without):
         return load.load(
             Path(),
             mesh=mesh,
@@ -142,6 +147,7 @@ def build(case: Case, mesh: Any) -> Any:
             compute_dtype=torch.bfloat16,
             kernels=kernels,
             activation_checkpointing=Checkpointing[case.checkpointing],
+            lora=LoraConfig(rank=case.rank),
         )
 
 
@@ -159,7 +165,7 @@ def without_values() -> Iterator[None]:
     from app.algorithm.metrics import TABLE
     from app.model import packing
     from app.model.packing import Packing
-    from app.trainer import microbatch, optimizer
+    from app.trainer import microbatch, optimizer, step
     from app.trainer.reductions import RawSums, UnreadSums
 
     lay_out, norm = Packing.of.__func__, optimizer.grad_norm
@@ -181,6 +187,7 @@ def without_values() -> Iterator[None]:
         mock.patch.object(packing, "to_device", empty_on),
         mock.patch.object(microbatch, "to_device", empty_on),
         mock.patch.object(optimizer, "grad_norm", known_norm),
+        mock.patch.object(step, "adapter_metrics", return_value={}),
         mock.patch.object(RawSums, "all_reduce", _unchanged),
         mock.patch.object(UnreadSums, "read", return_value=RawSums(sums=dict.fromkeys(TABLE, 1.0))),
     ):
@@ -242,9 +249,11 @@ def phases_marked(tracker: PhaseTracker, policy: Any, optimizer: Any) -> Iterato
         return out
 
     policy.register_forward_pre_hook(enter("forward"))
-    policy.causal_lm.get_decoder().embed_tokens.register_forward_hook(
-        lambda _m, _i, out: out.register_hook(enter("backward of the embedding")) and None
-    )
+    embedding = policy.causal_lm.get_decoder().embed_tokens
+    if embedding.weight.requires_grad:
+        embedding.register_forward_hook(
+            lambda _m, _i, out: out.register_hook(enter("backward of the embedding")) and None
+        )
     optimizer.torch_optimizer.register_step_pre_hook(enter("optimizer update"))
     with mock.patch.multiple(kind, forward=staticmethod(head_forward), backward=staticmethod(head_backward)):
         yield
@@ -291,7 +300,8 @@ def planned(case: Case) -> dict[str, dict[str, float]]:
     config = composed(
         f"device={case.device}",
         "placement=fully_async",
-        f"model={case.model}",
+        f"model={case.model}{'_lora' if case.rank else ''}",
+        f"model.lora.rank={case.rank}",
         f"placement.trainer_devices={case.ranks}",
         f"trainer.activation_checkpointing={case.checkpointing}",
         f"trainer.tokens_per_microbatch={case.tokens}",

@@ -45,6 +45,15 @@ def test_the_plan_is_the_memory_of_the_train_step_of_qwen3_4b(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(1900)
+@pytest.mark.parametrize("model", ["qwen3_4b", "qwen35_9b"])
+def test_the_plan_is_the_memory_of_the_train_step_with_adapters(model: str, tmp_path: Path) -> None:
+    """The base in bfloat16 without gradients, on one card as in the presets."""
+    (result,) = compared([{"model": model, "ranks": 1, "rank": 32}], tmp_path, seconds=1800)
+    assert_planned(result)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
 @pytest.mark.parametrize("case", FULL_SIZE, ids=lambda case: "-".join(map(str, case.values())))
 def test_the_plan_is_the_memory_of_the_train_step_at_full_size(case: dict[str, Any], tmp_path: Path) -> None:
     (result,) = compared([case], tmp_path, seconds=1800)
