@@ -58,13 +58,19 @@ def conditions(result: Result) -> tuple[str, str]:
     return str(result.get("rounds", 1)), load_average(result)
 
 
+def start_conditions(result: Result) -> tuple[str, str]:
+    """The rounds of the start bench and the largest load average before one of its measurements."""
+    loads = [way["before"]["load_average"] for each in result["rounds"] for way in each.values()]
+    return str(len(result["rounds"])), f"{min(loads)}–{max(loads)}"
+
+
 # --- blocks
 
 
 def claims() -> str:
     """The small benchmarks, a line each."""
-    delta, sync, generation, memory, controller, turns = (
-        load(stem) for stem in ("delta", "weight_sync", "generation", "memory", "controller", "turns")
+    delta, sync, generation, memory, controller, turns, start = (
+        load(stem) for stem in ("delta", "weight_sync", "generation", "memory", "controller", "turns", "start")
     )
     seconds = {name: number(value, ".2f") for name, value in sync["seconds"].items()}
     tables = {(each["vocabulary"], each["tokens"]): each for each in memory["table"]}
@@ -119,6 +125,19 @@ def claims() -> str:
             "environment workers",
             f"{number(turns['driver_cpu_us_per_turn'], '.0f')} µs, Ray's own calls not counted",
             *conditions(turns),
+        ),
+        (
+            "start",
+            "start of an engine on a CPU, seconds until it answers: forked from an import, and importing SGLang itself",
+            f"{number(start['forked'], '.1f')}, beside another one {number(start['second'], '.1f')}; importing "
+            f"{number(start['imports'], '.1f')}",
+            *start_conditions(start),
+        ),
+        (
+            "start",
+            "`python -m app`, seconds until the first trained step: with a fork server, and without",
+            f"{number(start['run_forked'], '.1f')}; without {number(start['run_imports'], '.1f')}",
+            *start_conditions(start),
         ),
     ]
     table = header("claim", "measured", "rounds", "load average", "command", "result")
@@ -234,7 +253,7 @@ def overlap() -> str:
 
 def missed() -> str:
     """The targets that the results miss."""
-    delta, sync, trainer_result = (load(stem) for stem in ("delta", "weight_sync", "trainer"))
+    delta, sync, trainer_result, start = (load(stem) for stem in ("delta", "weight_sync", "trainer", "start"))
     naive = trainer_result["ours_over_naive"]
     targets = trainer_result["targets"]
     at_most = [
@@ -245,6 +264,8 @@ def missed() -> str:
             sync["targets"]["collective_over_broadcast_and_copy"],
         ),
         ("IPC sync less 50 ms over a memory copy, seconds", sync["ipc_over_copy"], sync["targets"]["ipc_over_copy"]),
+        ("start of a forked engine, seconds", start["forked"], start["targets"]["forked"]),
+        ("first trained step of `python -m app`, seconds", start["run_forked"], start["targets"]["run_forked"]),
         ("trainer over the naive loop, memory", naive["mib_above_model"], targets["ours_over_naive mib_above_model"]),
     ]
     at_least = [

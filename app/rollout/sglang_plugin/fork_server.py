@@ -96,6 +96,8 @@ def _answer(connection: socket.socket, hosts: dict[int, socket.socket], own: Seq
             for descriptor in (*own, connection.fileno(), *(each.fileno() for each in hosts.values())):
                 os.close(descriptor)
             _become_server(parent, request["arguments"], request["environment"], stdin, log)
+        with contextlib.suppress(OSError):  # here and there: whoever comes first
+            os.setpgid(pid, pid)
         connection.sendall(json.dumps({"pid": pid}).encode() + b"\n")
         hosts[pid] = connection
     except (OSError, ValueError) as error:  # the host ended meanwhile; a server that it got ends by its standard input
@@ -137,7 +139,7 @@ def _become_server(
     """Run a server in this process, which was just forked."""
     code = 1
     try:
-        os.setsid()
+        os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.dup2(stdin, 0)
