@@ -92,9 +92,9 @@ def test_a_turn_after_a_pause_finds_nothing_in_the_cache(engine: RemoteEngine, t
     asyncio.run(run(recording))
     before = [held(recording, index) for index in range(TURNS)]
     cached = [completion.cached_tokens for completion in recording.completions]
-    assert cached[1] == before[1] - 1
+    assert cached[1] >= before[1] - 1 > 0  # more where an earlier test sampled the same
     assert (before[2] > before[1], cached[2]) == (True, 0)
-    assert cached[TURNS - 1] == before[TURNS - 1] - 1
+    assert cached[TURNS - 1] >= before[TURNS - 1] - 1
 
 
 FAILS_ONCE = """
