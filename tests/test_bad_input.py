@@ -50,7 +50,7 @@ REFUSED = [  # overrides, fragments of the sentence
     (["model.lora.targets=[all,q_proj]"], ["model.lora.targets=", "[all], or names of linear layers"]),
     (
         ["model=tiny_lora", "model.lora.targets=[qproj]"],
-        ["model.lora.targets=['qproj']", "[all], or some of down_proj"],
+        ["model.lora.targets=[qproj]", "[all], or some of down_proj"],
     ),
     (["model.tiny.skill=prose"], ["model.tiny.skill=prose", "sums"]),
     (["data.max_broken_rows=-1"], ["data.max_broken_rows=-1", "at least 0"]),

@@ -18,8 +18,6 @@ from typing import Any
 from app.errors import EngineError, one_line
 from app.rollout.client import NoAnswer
 
-LOAD_FOLDER = "/load_lora_adapter"
-LOAD_TENSORS = "/load_lora_adapter_from_tensors"
 FEWEST = 2  # the adapter in use, and the one that is being loaded
 log = logging.getLogger(__name__)
 Post = Callable[[str, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]  # route, body → reply
@@ -139,9 +137,10 @@ class Adapters:
 
     async def _load(self, adapter: Adapter, body: Mapping[str, Any]) -> Mapping[str, Any]:
         self._loaded.append(adapter)
-        route = LOAD_FOLDER if "lora_path" in body else LOAD_TENSORS
         try:
-            return await self._post(route, {**body, "lora_name": adapter.name})
+            if "lora_path" in body:
+                return await self._post("/load_lora_adapter", {**body, "lora_name": adapter.name})
+            return await self._post("/load_lora_adapter_from_tensors", {**body, "lora_name": adapter.name})
         except NoAnswer:
             raise  # the server may have loaded it: it counts, and is unloaded later
         except EngineError:

@@ -9,7 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from app.config import Mode, RunConfig
+from app.config.device import DeviceKind
 from app.data.counts import RowCounts
+from app.device import device_of
 from app.errors import RunError
 from app.mode import session
 from app.mode.preflight import RunInputs
@@ -218,7 +220,7 @@ def test_warnings_about_the_inputs_are_in_the_report(tmp_path, monkeypatch):
     monkeypatch.setattr("app.reward.scorer.Scorer", stop)
 
     async def start(recorder):
-        async with session.start_rollout_workers(RunConfig(), None, tmp_path, recorder):
+        async with session.start_rollout_workers(RunConfig(), device_of(DeviceKind.cuda), tmp_path, recorder):
             pass
 
     with pytest.raises(RunError), RunFolderRecorder(RunConfig(), tmp_path) as recorder:
