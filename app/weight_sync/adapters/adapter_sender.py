@@ -115,7 +115,8 @@ def _write(tensors: dict[str, Tensor], config: dict[str, Any], size: int) -> Pat
         )
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY))
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    # clones: parts of a fused projection share their A, which safetensors refuses
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
     return folder
 
 

@@ -23,10 +23,10 @@ class RandomAdapters:
     def __init__(self, trainer_rank: Any):
         self.adapters = dict(adapter_tensors(trainer_rank.model))
 
-    def set(self, seed: int) -> None:
+    def set(self, seed: int, size: float) -> None:
         """Whatever the number of ranks, the same adapters."""
         for name, parameter in self.adapters.items():
-            parameter.data.copy_(distributed_like(parameter, noise(name, tuple(parameter.shape), seed)))
+            parameter.data.copy_(distributed_like(parameter, noise(name, tuple(parameter.shape), seed, size)))
 
 
 def distributed_like(parameter: Any, full: torch.Tensor) -> Any:
@@ -37,13 +37,13 @@ def distributed_like(parameter: Any, full: torch.Tensor) -> Any:
     return full
 
 
-def noise(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
+def noise(name: str, shape: Sequence[int], seed: int, size: float) -> torch.Tensor:
     """Of one tensor, by its PEFT name."""
     random = torch.Generator().manual_seed(1000 * seed + sum(map(ord, name)))
-    return SIZE * torch.randn(*shape, generator=random)
+    return size * torch.randn(*shape, generator=random)
 
 
-def merged_model(model: Path, seed: int) -> Any:
+def merged_model(model: Path, seed: int, size: float = SIZE) -> Any:
     """Transformers' model with the adapters of `seed`: W + alpha / rank · B A, layer by layer."""
     policy = load_model(model)
     with torch.no_grad():
@@ -51,8 +51,8 @@ def merged_model(model: Path, seed: int) -> Any:
             adapted = isinstance(layer, torch.nn.Linear) and ".layers." in name
             if adapted and name.rpartition(".")[2] not in ("in_proj_a", "in_proj_b"):
                 path = f"base_model.model.{name}"
-                a = noise(f"{path}.lora_A.weight", (LORA.rank, layer.in_features), seed)
-                b = noise(f"{path}.lora_B.weight", (layer.out_features, LORA.rank), seed)
+                a = noise(f"{path}.lora_A.weight", (LORA.rank, layer.in_features), seed, size)
+                b = noise(f"{path}.lora_B.weight", (layer.out_features, LORA.rank), seed, size)
                 layer.weight += LORA.alpha / LORA.rank * b @ a
     return policy
 
@@ -64,8 +64,8 @@ async def adapter_trainer(model: Path, folder: Path, *, ranks: int = 1) -> Any:
     return trainer
 
 
-async def set_adapters(trainer: Any, seed: int) -> None:
-    await trainer.call("random", RandomAdapters.set, seed=seed)
+async def set_adapters(trainer: Any, seed: int, size: float = SIZE) -> None:
+    await trainer.call("random", RandomAdapters.set, seed=seed, size=size)
 
 
 async def adapter_synchronizer(

@@ -11,9 +11,11 @@ import psutil
 import pytest
 
 from app.errors import SyncError
+from app.model.hf_directory import locate
 from app.rollout.remote import RemoteEngine
 from app.types import Completion
 from app.weight_sync.adapters.adapter_sender import PREFIX, SHARED_MEMORY
+from tests.compose import composed
 from tests.rollout.adapters import adapter_engine, logprobs_differ
 from tests.rollout.support import HOT, in_flight, request, without_end
 from tests.waiting import until
@@ -25,6 +27,8 @@ from tests.weight_sync.adapters.support import (
 )
 
 ROUNDING = 1e-5
+ROUNDING_QWEN35 = 5e-5
+SMALL = 0.1  # of the entries of A and B: larger ones amplify the rounding of linear attention
 PUSHES = 100
 SEEN = 20  # pushes after which nothing may grow
 GROWTH_MIB = 10
@@ -86,6 +90,38 @@ def test_every_version_is_served_as_it_is_trained_beside_requests_of_the_version
         assert {seed: difference < ROUNDING for seed, difference in differences.items()} == {
             seed: seed == version for seed in (1, 2, 3)
         }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_adapters_of_linear_attention_are_served_as_they_are_trained(ray_session: None, tmp_path: Path) -> None:
+    """Qwen3.5: the fused projection is served in its parts. Its engine rounds more: tests/rollout/test_qwen35.py."""
+    import ray
+
+    model = locate(composed("model=tiny_qwen35").model, seed=0)
+
+    async def scenario() -> tuple[Any, dict[tuple[bool, int], list[Completion]]]:
+        engine = adapter_engine(model, tmp_path, name="engine 0", disable_radix_cache=True)
+        await engine.start(300)
+        trainer = await adapter_trainer(model, tmp_path / "trainer", ranks=2)
+        sampled = {}
+        for one_machine in (True, False):
+            synchronizer = await adapter_synchronizer(trainer, [engine], one_machine=one_machine)
+            for version in (1, 2):
+                await set_adapters(trainer, version, SMALL)
+                await synchronizer.sync(version)
+                sampled[one_machine, version] = await engine.generate(request(f"q/{version}{one_machine}@0"))
+            await synchronizer.close()
+        await engine.end()
+        return trainer, sampled
+
+    trainer, sampled = asyncio.run(scenario())
+    for rank in trainer.ranks:
+        ray.kill(rank)
+    for (_, version), completions in sampled.items():
+        differences = [logprobs_differ(merged_model(model, seed, SMALL), request(), completions) for seed in (1, 2)]
+        assert differences[version - 1] < ROUNDING_QWEN35
+        assert differences[2 - version] > 0.01
 
 
 def test_a_hundred_pushes_leave_memory_adapters_and_shared_memory_as_they_were(
