@@ -114,9 +114,13 @@ def _write(tensors: dict[str, Tensor], config: dict[str, Any], size: int) -> Pat
             "the machine more shared memory"
         )
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY))
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    # clones: parts of a fused projection share their A, which safetensors refuses
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    try:
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        # clones: parts of a fused projection share their A, which safetensors refuses
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return folder
 
 

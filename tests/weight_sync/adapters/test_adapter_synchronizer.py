@@ -132,6 +132,7 @@ def test_a_hundred_pushes_leave_memory_adapters_and_shared_memory_as_they_were(
         memory: list[int] = []
         loaded: list[int] = []
         files: list[int] = []
+        others = left_over()  # of runs that were killed in mid-push
         for push in range(PUSHES):
             await set_adapters(trainer, push % 3 + 1)
             report = await synchronizer.sync(100 + push)
@@ -140,7 +141,7 @@ def test_a_hundred_pushes_leave_memory_adapters_and_shared_memory_as_they_were(
             await engine.generate(request(f"p/{push}@0", group_size=1, max_tokens=2))
             if push in (SEEN - 1, PUSHES - 1):
                 memory.append((await engine.memory()).resident)
-                files.append(len(list(SHARED_MEMORY.glob(f"{PREFIX}*"))))
+                files.append(len(left_over() - others))
         assert (await engine.stats()).groups == 0
         await synchronizer.close()
         assert files == [0, 0]
@@ -192,6 +193,10 @@ def test_a_server_that_is_killed_in_mid_load_costs_nothing_but_the_retry(
     for completions in sampled.values():
         assert {span.version for each in completions for span in each.spans} == {2}
         assert logprobs_differ(merged_model(model, 2), request(), completions) < ROUNDING
+
+
+def left_over() -> set[Path]:
+    return set(SHARED_MEMORY.glob(f"{PREFIX}*"))
 
 
 def title(process: psutil.Process) -> str:
