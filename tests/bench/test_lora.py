@@ -7,7 +7,7 @@ import pytest
 from tests.runs import Run
 
 WITHIN = 0.02  # of full fine-tuning's greedy accuracy
-EVALUATED = "data.arithmetic.eval_problems=1000"
+EVALUATED = "data.arithmetic.eval_problems=600"
 
 
 @pytest.mark.slow
