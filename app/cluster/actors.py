@@ -3,7 +3,7 @@
 import os
 import secrets
 from collections import Counter
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,79 +28,64 @@ if TYPE_CHECKING:
 ENGINE_KEY = "POSTTRAIN_SERVER_KEY"  # environment variable: the key of the servers of `rollout.urls`
 
 
+@dataclass
 class EngineFactory:
     """Creates the hosts of a run's engines, without starting them. Replacements of lost engines are made here too."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        device: Device,
-        model_path: Path,
-        run_folder: Path,
-        placement: DevicePlacement,
-        fork_server: Path | None,
-    ) -> None:
-        self._make = partial(_make_engine, config, device, model_path, run_folder, placement, fork_server)
-        self._lives: Counter[int] = Counter()  # engines made so far, by index
+    config: RunConfig
+    device: Device
+    model_path: Path  # what the engines load
+    run_folder: Path
+    placement: DevicePlacement
+    fork_server: Path | None  # its socket, on the driver's machine
+    _lives: Counter[int] = field(default_factory=Counter)  # engines made so far, by index
 
     def __call__(self, index: int) -> RemoteEngine:
         """Create the host of engine `index`. Its sampling noise is not that of an earlier one."""
         life = self._lives[index]
         self._lives[index] += 1
-        return self._make(index, life)
 
+        rollout = self.config.rollout
+        name = f"engine {index}"
+        logs = self.run_folder / "logs"
 
-def _make_engine(
-    config: RunConfig,
-    device: Device,
-    model_path: Path,
-    run_folder: Path,
-    placement: DevicePlacement,
-    fork_server: Path | None,
-    index: int,
-    life: int,
-) -> RemoteEngine:
-    rollout = config.rollout
-    name = f"engine {index}"
-    logs = run_folder / "logs"
+        server = url = key = None
+        options = {"num_cpus": 0}
+        if rollout.urls:
+            url = rollout.urls[index]
+            key = os.environ.get(ENGINE_KEY)
+        else:
+            options = self.placement.engine_options(index)
+            server = ServerSpec(
+                name=name,
+                model_path=str(self.model_path),
+                host="127.0.0.1",
+                port=0 if rollout.port is None else rollout.port + index,
+                key=secrets.token_urlsafe(24),
+                flags=engine_flags(self.config, self.device, index=index, life=life),
+                environment={
+                    **self.device.engine_env,
+                    **_engine_threads(self.config, self.device),
+                    **self.placement.engine_environment(index),
+                },
+                log=logs / f"engine_{index}.log",
+                fork_server=self.fork_server,
+            )
 
-    server = url = key = None
-    options = {"num_cpus": 0}
-    if rollout.urls:
-        url = rollout.urls[index]
-        key = os.environ.get(ENGINE_KEY)
-    else:
-        options = placement.engine_options(index)
-        server = ServerSpec(
+        spec = HostSpec(
             name=name,
-            model_path=str(model_path),
-            host="127.0.0.1",
-            port=0 if rollout.port is None else rollout.port + index,
-            key=secrets.token_urlsafe(24),
-            flags=engine_flags(config, device, index=index, life=life),
-            environment={
-                **device.engine_env,
-                **_engine_threads(config, device),
-                **placement.engine_environment(index),
-            },
-            log=logs / f"engine_{index}.log",
-            fork_server=fork_server,
+            start_timeout_s=rollout.start_timeout_s,
+            stall_timeout_s=rollout.stall_timeout_s,
+            releases_memory=self.device.shares_memory and self.config.offload.engine,
+            log=logs / f"engine_host_{index}.log",
+            serves_adapters=self.config.serves_adapters,
+            server=server,
+            devices=(self.device.resource, self.device.visibility) if self.device.visibility is not None else None,
+            url=url,
+            key=key,
         )
-
-    spec = HostSpec(
-        name=name,
-        start_timeout_s=rollout.start_timeout_s,
-        stall_timeout_s=rollout.stall_timeout_s,
-        releases_memory=device.shares_memory and config.offload.engine,
-        log=logs / f"engine_host_{index}.log",
-        serves_adapters=config.serves_adapters,
-        server=server,
-        devices=(device.resource, device.visibility) if device.visibility is not None else None,
-        url=url,
-        key=key,
-    )
-    actor = ray.remote(EngineHost).options(max_concurrency=4096, **options).remote(spec)
-    return RemoteEngine(name, actor)
+        actor = ray.remote(EngineHost).options(max_concurrency=4096, **options).remote(spec)
+        return RemoteEngine(name, actor)
 
 
 def _engine_threads(config: RunConfig, device: Device) -> dict[str, str]:

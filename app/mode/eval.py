@@ -7,13 +7,12 @@ adapters (`model.lora`) the merged model is evaluated, as a user of the export w
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from app.checkpoint.export import export_checkpoint
 from app.checkpoint.run_state import read_state
 from app.config import RunConfig
-from app.config.model import LoraConfig
 from app.device import device_of
 from app.errors import expect
 from app.eval.evaluate import evaluate
@@ -47,7 +46,7 @@ async def _evaluate(config: RunConfig, folder: Path, recorder: RunFolderRecorder
     device = device_of(config.device.kind)
     async with (
         subject_of(config, folder, recorder) as subject,
-        start_rollout_workers(_merged(config), device, folder, recorder, weights=subject.weights) as workers,
+        start_rollout_workers(config, device, folder, recorder, weights=subject.weights) as workers,
     ):
         await workers.start_engines()
         async with workers.supervisor.monitor(), watchdog(workers.rollouter, workers.pool, config, folder):
@@ -55,11 +54,6 @@ async def _evaluate(config: RunConfig, folder: Path, recorder: RunFolderRecorder
             results, groups = await evaluate(workers.rollouter, sets, config, version=subject.step)
         recorder.log_eval(subject.step, results, groups, workers.rollouter.tokenizer.decode)
     return sum(metrics["accuracy"] for metrics in results.values()) / len(results)
-
-
-def _merged(config: RunConfig) -> RunConfig:
-    """Return the configuration of engines that serve no adapters: an exported checkpoint has them merged."""
-    return replace(config, model=replace(config.model, lora=LoraConfig()))
 
 
 @asynccontextmanager

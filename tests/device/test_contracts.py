@@ -114,7 +114,7 @@ def test_both_entry_point_groups_exist(sglang: Package) -> None:
 
 def test_what_adapters_need_exists(sglang: Package) -> None:
     manager = "sglang/srt/lora/lora_manager.py"
-    for name in ("init_lora_shapes", "load_lora_weights_from_tensors"):
+    for name in ("init_lora_shapes", "load_lora_weights", "load_lora_weights_from_tensors"):
         assert sglang.mentions(f"def {name}", manager), name
     assert sglang.defines("sglang/srt/lora/utils.py", "get_hidden_dim")
     for module in ("layers.py", "backend/torch_backend.py"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from app.errors import EngineError
 from app.rollout.remote import RemoteEngine
@@ -207,8 +208,15 @@ def test_a_prefix_is_reused_under_its_own_adapter_only(engine: RemoteEngine, bod
     assert asyncio.run(run()) == [0, len(tokens) - 1, 0]
 
 
+def folder_of(tensors: Mapping[str, torch.Tensor], folder: Path) -> Path:
+    """An adapter as PEFT writes it."""
+    (folder / "adapter_config.json").write_text(json.dumps(body_of({})["config_dict"]))
+    save_file(dict(tensors), folder / "adapter_model.safetensors")
+    return folder
+
+
 def test_a_failed_load_leaves_the_adapter_before_it_in_force(
-    engine: RemoteEngine, bodies: Mapping[int, Any], tiny_model: Path
+    engine: RemoteEngine, bodies: Mapping[int, Any], tiny_model: Path, tmp_path: Path
 ) -> None:
     tensors = tensors_of(tiny_model, 2)
     strange = {**tensors, "base_model.model.model.layers.0.self_attn.r_proj.lora_A.weight": torch.zeros(4, 64)}
@@ -223,6 +231,8 @@ def test_a_failed_load_leaves_the_adapter_before_it_in_force(
                 EngineError, match=rf"^engine 0: /load_lora_adapter_from_tensors was refused .*{reason}"
             ):
                 await engine.load_adapter(2, body)
+        with pytest.raises(EngineError, match=r"/load_lora_adapter was refused .*r_proj\.lora_A\.weight belongs to no"):
+            await engine.load_adapter(2, {"lora_path": str(folder_of(strange, tmp_path))})
         assert await served(engine) == [1]
         completions = await engine.generate(request())
         assert await engine.load_adapter(2, bodies[2]) == 1

@@ -11,7 +11,8 @@ machine, restarted ones too, begins as a copy.
 Invariants:
     - The fork server ends with the driver, and a server with its host: both hold the other end of its standard input.
     - Messages are JSON from processes of this user: the socket's folder is private.
-    - The fork server computes nothing and has no thread of its own when it forks.
+    - The fork server computes nothing and has no Python thread beside its main one when it forks; the threads that
+      OpenBLAS starts when numpy is imported survive forks by its own handlers.
 """
 
 import contextlib

@@ -17,7 +17,8 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(MANAGER + "init_lora_shapes", without_embeddings, HookType.AROUND)
-    HookRegistry.register(MANAGER + "load_lora_weights_from_tensors", refuse_unknown_names, HookType.AFTER)
+    for load in ("load_lora_weights", "load_lora_weights_from_tensors"):  # of a folder, of a request
+        HookRegistry.register(MANAGER + load, refuse_unknown_names, HookType.AFTER)
     HookRegistry.register("sglang.srt.lora.utils.get_hidden_dim", layer_sizes, HookType.AROUND)
 
 
