@@ -28,6 +28,7 @@ from app.config.device import DeviceKind, Dtype
 from app.config.model import LoraConfig
 from app.config.trainer import TrainerConfig
 from app.device import device_of
+from app.device.cpu_matmul import use_onednn_matmul
 from app.device.torchvision_shim import define_operators
 from app.errors import TrainerError
 from app.model.kernels import kernels_of
@@ -141,6 +142,8 @@ class TrainerRank:
 
     def _select_device(self) -> None:
         torch.set_num_threads(self.spec.threads)
+        if self.spec.device is DeviceKind.cpu:
+            use_onednn_matmul()
         if self.device.plugin:
             importlib.import_module(self.device.plugin)
         self.torch_device = self.device.torch_device(self._device_index())

@@ -90,7 +90,10 @@ def ours(model: Path, prompts: Path, steps: int, folder: Path) -> Measured:
     run = folder / f"run-{secrets.token_hex(4)}"
     overrides = {
         "placement": "colocate",
+        "model": "hf",
         "model.path": model,
+        "data": "arithmetic",
+        "reward": "exact",
         "data.path": prompts,
         "reward._target_": "tests.bench.end_to_end.reward",
         "steps": steps + 1,  # the start of the last one is the end of the one before
@@ -100,6 +103,7 @@ def ours(model: Path, prompts: Path, steps: int, folder: Path) -> Measured:
         "rollout.max_completion_tokens": MAX_TOKENS,
         "trainer.lr": 1e-5,
         "trainer.tokens_per_microbatch": MICROBATCH_TOKENS,
+        "trainer.activation_checkpointing": "none",  # as in TRL's
         "checkpoint.keep": 0,
         "checkpoint.export": "false",
         "eval.every": 0,

@@ -36,8 +36,10 @@ def load() -> None:
 def _load_for_cpu() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from app.device.cpu_matmul import use_onednn_matmul
     from app.rollout.sglang_plugin import cpu_attention, cpu_gated_delta, cpu_lora
 
+    use_onednn_matmul()
     cpu_attention.register()
     cpu_gated_delta.register()
     cpu_lora.register()

@@ -1,0 +1,74 @@
+"""Float32 matrix products of oneDNN over torch's own, MKL's.
+
+    python -m tests.bench.matmul [--rounds N] [--out FILE]
+
+The shapes are those of an engine's decode step and of a trainer's forward and backward pass. Both compute the same
+products in turns, in one process. Prints one JSON line.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from app.device.cpu_matmul import matmul
+from tests.bench.machine import busy, conditions, machine, spread
+
+WIDTH, WIDER = 256, 1536  # of a layer
+ROWS = {"decode step of 38 requests": 38, "microbatch of 2,048 tokens": 2048}
+SECONDS = 0.5  # of a measurement
+
+
+def factors(rows: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the factors of a layer's products, in their layouts."""
+    x, w, g = torch.randn(rows, WIDTH), torch.randn(WIDER, WIDTH), torch.randn(rows, WIDER)
+    return {"forward": (x, w.t()), "gradient of the input": (g, w), "gradient of the weight": (g.t(), x)}
+
+
+def gflops(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], a: torch.Tensor, b: torch.Tensor) -> float:
+    for _ in range(3):
+        multiply(a, b)
+    started, count = time.perf_counter(), 0
+    while (seconds := time.perf_counter() - started) < SECONDS:
+        for _ in range(10):
+            multiply(a, b)
+        count += 10
+    return 2 * a.shape[0] * b.numel() * count / seconds / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+
+    torch.manual_seed(0)
+    before = conditions()
+    results = {}
+    for name, rows in ROWS.items():
+        for product, (a, b) in factors(rows).items():
+            rounds = [(gflops(matmul, a, b), gflops(torch.mm, a, b)) for _ in range(arguments.rounds)]
+            results[f"{name}: {product}"] = {
+                "onednn_gflops": spread((onednn for onednn, _ in rounds), 0),
+                "mkl_gflops": spread((mkl for _, mkl in rounds), 0),
+                "onednn_over_mkl": spread((onednn / mkl for onednn, mkl in rounds), 2),
+            }
+    result = {
+        "what": "matmul",
+        "rounds": arguments.rounds,
+        "threads": torch.get_num_threads(),
+        "products": results,
+        "machine": machine("torch"),
+        "before": before,
+        "busy": busy([before]),
+    }
+    print(json.dumps(result))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
