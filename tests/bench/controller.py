@@ -103,8 +103,7 @@ def run_once(folder: Path) -> float:
     async def scenario(recorder: RunFolderRecorder) -> float:
         world.recorder = recorder  # type: ignore[assignment]
         parts = world.context()
-        parts.pool.engines[:] = [ReplayEngine(seconds, world.right) for _ in range(ENGINES)]
-        parts.pool._outstanding[:] = [0] * ENGINES
+        parts.pool.__init__([ReplayEngine(seconds, world.right) for _ in range(ENGINES)])
         world.sync.engines = parts.pool.engines
         started = time.process_time()
         await FullyAsync(parts).run()
