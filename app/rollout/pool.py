@@ -21,6 +21,7 @@ from app.protocols import RolloutEngine
 
 P = ParamSpec("P")
 T = TypeVar("T")
+LOST_LOAD = np.iinfo(np.int64).max
 
 
 class EnginePool:
@@ -98,7 +99,8 @@ class EnginePool:
     def _least_loaded(self) -> int:
         """Return the index of the engine with the least load that is not lost: the first one of equals."""
         load = self._outstanding + self._seated
-        load[list(self.lost)] = np.iinfo(load.dtype).max
+        if self.lost:
+            load[list(self.lost)] = LOST_LOAD
         return int(load.argmin())
 
     @asynccontextmanager
