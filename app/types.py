@@ -124,6 +124,8 @@ class Completion:
 
     @property
     def oldest_version(self) -> int:
+        if len(self.spans) == 1:  # the usual case, asked for several times
+            return self.spans[0].version
         return min(span.version for span in self.spans)
 
     @property

@@ -5,6 +5,7 @@ merges them over microbatches and ranks, and `finalize` divides once per update 
 mean of per-rank means would bias the metrics. Group metrics are computed on the driver from raw rewards.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
@@ -96,7 +97,9 @@ def finalize(sums: Mapping[str, float], *, tokens: float, sequences: float, loss
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Measure raw rewards, correctness and lengths of a step's groups (at least one)."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    rewards = np.concatenate([group.rewards for group in groups])
+    by_group = [group.rewards for group in groups]
+    rewards = np.concatenate(by_group)
+    counts = [(len(group.trajectories), sum(map(correct, group.trajectories))) for group in groups]
     lengths = np.array([trajectory.sampled_tokens for trajectory in trajectories], dtype=np.float64)
     prompt_tokens = sum(group.trajectories[0].prompt_tokens for group in groups)
 
@@ -105,9 +108,9 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **_component_metrics(trajectories),
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "reward/accuracy": float(np.mean([correct(trajectory) for trajectory in trajectories])),
-        **_pass_metrics(groups),
-        "reward/zero_std_fraction": float(np.mean([np.ptp(group.rewards) == 0 for group in groups])),
+        "reward/accuracy": sum(right for _, right in counts) / len(trajectories),
+        **_pass_metrics(counts),
+        "reward/zero_std_fraction": float(np.mean([each.min() == each.max() for each in by_group])),
         "completion/length_mean": float(lengths.mean()),
         "completion/length_p95": float(np.percentile(lengths, 95)),
         "completion/truncated_fraction": float(np.mean([trajectory.truncated for trajectory in trajectories])),
@@ -140,6 +143,7 @@ def correct(trajectory: Trajectory) -> bool:
     return max(verdicts) == 1 if verdicts else trajectory.reward > 0.5
 
 
+@functools.lru_cache(4096)
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Unbiased pass@k from c correct completions out of n ≥ k (arXiv 2107.03374, section 2.1).
 
@@ -185,9 +189,8 @@ def _component_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def _pass_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """pass@k, averaged over groups, for powers of two up to the smallest group size."""
-    smallest = min(len(group.trajectories) for group in groups)
-    counts = [(len(group.trajectories), sum(map(correct, group.trajectories))) for group in groups]
+def _pass_metrics(counts: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """pass@k, averaged over groups of (size, correct), for powers of two up to the smallest size."""
+    smallest = min(size for size, _ in counts)
     ks = [2**power for power in range(smallest.bit_length()) if 2**power <= smallest]
     return {f"reward/pass@{k}": float(np.mean([pass_at_k(n, c, k) for n, c in counts])) for k in ks}

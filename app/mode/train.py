@@ -34,6 +34,7 @@ from app.protocols import Trainer
 from app.recovery.resume import checkpoint_of
 from app.recovery.retrying_sync import RetryingWeightSync
 from app.tracking.recorder import RunFolderRecorder
+from app.utils.garbage import long_lived_objects_frozen
 from app.utils.tasks import until_signal
 
 CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
@@ -138,7 +139,8 @@ class TrainingRun:
         """Run the schedule; save a checkpoint on interrupt, export at the end."""
         async with self.workers.supervisor.monitor():
             try:
-                accuracy = await controller.run()
+                with long_lived_objects_frozen():
+                    accuracy = await controller.run()
                 await self.checkpoints.wait()
             except asyncio.CancelledError:
                 await save_on_interrupt(controller)

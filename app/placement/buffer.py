@@ -21,7 +21,8 @@ class GroupBuffer:
 
     def __init__(self, capacity: int):
         self.capacity = capacity  # groups
-        self._groups: deque[Group] = deque()
+        # With its oldest version, which would be asked for at every comparison.
+        self._groups: deque[tuple[int, Group]] = deque()
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
@@ -34,14 +35,14 @@ class GroupBuffer:
 
         position = len(self._groups)
         version = group.oldest_version
-        while position and self._groups[position - 1].oldest_version > version:
+        while position and self._groups[position - 1][0] > version:
             position -= 1
-        self._groups.insert(position, group)
+        self._groups.insert(position, (version, group))
         self._arrived.set()
 
     def put_back(self, groups: Sequence[Group]) -> None:
         """Return the groups of an aborted step to the head, in this order."""
-        self._groups.extendleft(reversed(groups))
+        self._groups.extendleft((group.oldest_version, group) for group in reversed(groups))
         if groups:
             self._arrived.set()
 
@@ -56,7 +57,7 @@ class GroupBuffer:
         fresh: list[Group] = []
         stale: list[Group] = []
         while self._groups and len(fresh) < most:
-            group = self._groups.popleft()
+            _, group = self._groups.popleft()
             if is_fresh(group):
                 fresh.append(group)
             else:

@@ -142,11 +142,17 @@ class Scorer:
             self._failure_tracker.count(by_component)
 
     def _with_reward(self, trajectory: Trajectory, values: dict[str, Value]) -> Trajectory:
-        known = {component.name: values.get(component.name, CLOSED) for component in self._components}
-        failed = any(isinstance(value, Failure) for value in known.values())
-        scores = {name: 0.0 if isinstance(value, Failure) else value for name, value in known.items()}
+        scores: dict[str, float] = {}
+        total = 0.0
+        failed = False
+        for component in self._components:
+            value = values.get(component.name, CLOSED)
+            if isinstance(value, Failure):
+                failed = True
+                value = 0.0
+            scores[component.name] = value
+            total += component.weight * value
 
-        total = sum(component.weight * scores[component.name] for component in self._components)
         return replace(trajectory, reward=0.0 if failed else total, reward_components=scores)
 
 

@@ -14,11 +14,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
+
 from app.errors import EngineLost, one_line
 from app.protocols import RolloutEngine
 
 P = ParamSpec("P")
 T = TypeVar("T")
+LOST_LOAD = np.iinfo(np.int64).max
 
 
 class EnginePool:
@@ -40,8 +43,9 @@ class EnginePool:
         self.progress = 0
 
         self._engine_ready = asyncio.Event()
-        self._outstanding = [0] * len(self.engines)  # completions in flight, by engine index
-        self._seated = [0] * len(self.engines)  # episodes that have their seat there, by engine index
+        # By engine index. Arrays, because every request compares and counts all engines.
+        self._outstanding = np.zeros(len(self.engines), dtype=np.int64)  # completions in flight
+        self._seated = np.zeros(len(self.engines), dtype=np.int64)  # episodes that have their seat there
         self._busy_seconds = 0.0  # summed over engines, until `_counted_until`
         self._counted_until = time.perf_counter()
 
@@ -67,12 +71,11 @@ class EnginePool:
         del self.lost[index]
         self._engine_ready.set()
 
-    async def wait_for_any(self) -> list[RolloutEngine]:
-        """Return the engines that are not lost. Waits while there are none."""
-        while not self.alive:
+    async def wait_for_any(self) -> None:
+        """Wait while all engines are lost."""
+        while len(self.lost) == len(self.engines):
             self._engine_ready.clear()
             await self._engine_ready.wait()
-        return self.alive
 
     @asynccontextmanager
     async def least_busy(self, completions: int) -> AsyncIterator[tuple[str, RolloutEngine]]:
@@ -94,8 +97,11 @@ class EnginePool:
             seat.leave()
 
     def _least_loaded(self) -> int:
-        ready = [index for index in range(len(self.engines)) if index not in self.lost]
-        return min(ready, key=lambda index: self._outstanding[index] + self._seated[index])
+        """Return the index of the engine with the least load that is not lost: the first one of equals."""
+        load = self._outstanding + self._seated
+        if self.lost:
+            load[list(self.lost)] = LOST_LOAD
+        return int(load.argmin())
 
     @asynccontextmanager
     async def _request(self, index: int, completions: int) -> AsyncIterator[tuple[str, RolloutEngine]]:
@@ -154,7 +160,7 @@ class EnginePool:
 
     def _count_time(self) -> None:
         now = time.perf_counter()
-        busy_engines = sum(1 for outstanding in self._outstanding if outstanding)
+        busy_engines = int(np.count_nonzero(self._outstanding))
         self._busy_seconds += (now - self._counted_until) * busy_engines
         self._counted_until = now
 

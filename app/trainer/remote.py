@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from app.algorithm.packed_groups import Packed
 from app.errors import RunError, TrainerError, TrainerLost, one_line
 from app.trainer.rank import MemoryOffload, TrainerRank
 from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
@@ -206,7 +207,7 @@ class RemoteTrainer:
 def _shared(groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
     """Serialize the groups once for all ranks. Ray resolves the reference on each rank."""
     try:
-        return cast(Sequence[ScoredGroup], ray.put(list(groups)))
+        return cast(Sequence[ScoredGroup], ray.put(Packed(groups)))
     except RayError as error:
         raise TrainerError(
             f"{len(groups)} groups could not be put into Ray's object store: {type(error).__name__}: {one_line(error)}"

@@ -1,78 +1,187 @@
-"""CPU time of the driver per completion, with payloads of realistic size.
+"""CPU time of the driver per completion, Ray included, with payloads of realistic size.
 
-    python -m tests.bench.controller
+    python -m tests.bench.controller [--rounds N] [--out FILE]
 
-The real controller, rollouter, scorer (`exact`), staleness manager, buffer and recorder. 1,000 simulated engines in
-virtual time answer groups of 8 completions of 8,000 tokens with log-probabilities and text. As between Ray's processes,
-a group is unpickled when it arrives and pickled when it goes to the trainer: arrays out of band, read in place, copied
-once into shared memory. Ray's own calls are not counted. Engine hosts decode the text; the cost of decoding it on the
-driver instead is printed.
+The real controller of fully_async, rollouter, scorer (`exact`), staleness manager, buffer and recorder in real time,
+with the product's proxies of 1,000 engines and of one trainer rank, whose actors are processes of a local Ray. An
+engine answers a group of 8 completions of 8,000 tokens, with log-probabilities and text, after a second or so; the rank
+takes 10 ms a group and is the slower side. The time is that of the whole driver process, all threads of Ray in it
+included. Ray's own processes are not counted.
+
+In each round the same run without Ray takes turns with it: engines and trainer answer inside the driver, without a copy
+of anything. The difference is Ray's share: calls, pickling, and copies into and out of the object store. Weight syncs,
+and what each step asks every engine, are answered inside the driver on both sides; the CPU time of one call of an
+engine is given separately.
 """
 
+import argparse
+import asyncio
 import json
 import os
-import pickle
-import platform
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from app.model.tiny.tokenizer import build_tokenizer
 from app.placement.fully_async import FullyAsync
+from app.protocols import RolloutEngine
+from app.rollout.pool import EnginePool
+from app.rollout.remote import RemoteEngine
 from app.tracking.recorder import RunFolderRecorder
-from app.types import Completion, FinishReason, GroupRequest, InFlight, ScoredGroup, VersionSpan
-from tests.bench.machine import busy, conditions
-from tests.simulation import SimEngine, SimTrainer, World, config, run_virtual
+from app.types import (
+    Completion,
+    FinishReason,
+    GroupRequest,
+    InFlight,
+    MemoryUse,
+    ScoredGroup,
+    StepReport,
+    SyncReport,
+    VersionSpan,
+)
+from app.utils.garbage import long_lived_objects_frozen
+from tests.bench.cpu_parts import CpuTime, cpu_time
+from tests.bench.machine import MIB, busy, conditions, machine, spread
+from tests.simulation import SimSync, SimTrainer, World, config
 
 ENGINES, GROUP, TOKENS = 1000, 8, 8000
 PROMPTS, STEPS = 250, 6  # groups a step
-TARGET_US = 300
+COMPLETIONS = PROMPTS * STEPS * GROUP
+HOSTS = 4  # processes of the engines
+TRAIN_SECONDS = 0.01  # of a group
+STORE_BYTES = 1024 * MIB  # a step's groups twice, and those in the buffer
+TARGET_US = 100
 
 
-class ReplayEngine(SimEngine):
-    """Answers every request with a recorded payload, under the current policy version."""
-
-    payload = b""
-    arrays: list[bytes] = []  # noqa: RUF012
-
-    async def generate(self, request: GroupRequest) -> list[Completion]:
-        completions = await super().generate(request)
-        arrays = pickle.loads(self.payload, buffers=self.arrays)[: request.group_size]
-        return [
-            Completion(tokens, logprobs, FinishReason.stop, (VersionSpan(self.version, 0, TOKENS),), text)
-            for (tokens, logprobs, text), _ in zip(arrays, completions, strict=True)
-        ]
-
-
-class PicklingTrainer(SimTrainer):
-    """Pickles groups as Ray does."""
-
-    shared = memoryview(bytearray(TOKENS * 4))
-
-    async def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
-        arrays: list[pickle.PickleBuffer] = []
-        pickle.dumps(list(groups), protocol=5, buffer_callback=arrays.append)
-        for array in arrays:
-            view = array.raw()
-            self.shared[: view.nbytes] = view
-        await super().add_groups(groups)
-
-
-def payload() -> tuple[bytes, list[bytes]]:
-    """Return a pickled group and its out-of-band arrays."""
+def arrays() -> list[tuple[np.ndarray, np.ndarray, str]]:
+    """Return tokens, log-probabilities and text of a group's completions. The answer is 1: every other one is right."""
     rng = np.random.default_rng(0)
-    texts = ["x" * TOKENS + " 1" if member % 2 else "x" * TOKENS for member in range(GROUP)]
-    arrays = [
+    texts = ["\n" * (TOKENS - 1) + "1" if member % 2 else "x" * TOKENS for member in range(GROUP)]
+    return [
         (rng.integers(5, 99, TOKENS, dtype=np.int32), rng.normal(-1, 1, TOKENS).astype(np.float32), text)
         for text in texts
     ]
-    buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(arrays, protocol=5, buffer_callback=buffers.append)
-    return data, [bytes(buffer.raw()) for buffer in buffers]
+
+
+class Replies:
+    """Answers a group after a second or so, under the policy version of its request."""
+
+    def __init__(self) -> None:
+        self.arrays = arrays()
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        await asyncio.sleep(random.Random(request.prompt_id).lognormvariate(0, 0.5))
+        spans = (VersionSpan(request.version, 0, TOKENS),)
+        return [Completion(tokens, logprobs, FinishReason.stop, spans, text) for tokens, logprobs, text in self.arrays]
+
+    async def memory(self) -> MemoryUse:
+        return MemoryUse(0, 0.0)
+
+
+class Rank:
+    """Takes `TRAIN_SECONDS` for each group."""
+
+    def begin_step(self, version: int) -> None:
+        self.version = version
+
+    def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
+        assert all(len(each.completion.logprobs) == TOKENS for group in groups for each in group.group.trajectories)
+        time.sleep(TRAIN_SECONDS * len(groups))
+
+    def finish_step(self) -> StepReport:
+        return StepReport(self.version, 1, {"loss/policy": 0.0})
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(0, 0.0)
+
+
+class ReplayEngine(RemoteEngine):
+    """The product's proxy. Only `generate` calls the actor."""
+
+    async def abort(self, prompt_ids: Sequence[str] | None = None) -> None: ...
+
+    async def memory(self) -> MemoryUse:
+        return MemoryUse(0, 0.0)
+
+
+class LocalEngine(ReplayEngine):
+    """Answers inside the driver."""
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        return await self.actor.generate(request)
+
+
+class NoSync(SimSync):
+    async def sync(self, version: int) -> SyncReport:
+        return SyncReport(version, 0, 0, {"total": 0.0})
+
+
+class Actors:
+    """The processes of a local Ray."""
+
+    def __init__(self) -> None:
+        import ray
+
+        from app.trainer.rank import CONCURRENCY_GROUPS
+
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        ray.init(
+            address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=STORE_BYTES
+        )
+        make_host = ray.remote(Replies).options(max_concurrency=4096, num_cpus=0)
+        self.hosts = [make_host.remote() for _ in range(HOSTS)]
+        make_rank = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Rank)  # type: ignore[call-overload]
+        self.rank = make_rank.options(num_cpus=0).remote()
+        ray.get([each.memory.remote() for each in (*self.hosts, self.rank)])
+
+    def engines(self) -> list[RemoteEngine]:
+        return [ReplayEngine(f"engine {index}", self.hosts[index % HOSTS]) for index in range(ENGINES)]
+
+    def trainer(self, folder: Path) -> Any:
+        from app.trainer.remote import RemoteTrainer
+
+        return RemoteTrainer([self.rank], timeout_s=600.0, logs=folder)
+
+    async def call_us(self) -> float:
+        """Return the CPU microseconds of one call of an engine, in a round of calls of all of them."""
+        pool = EnginePool([RemoteEngine(f"engine {index}", self.hosts[index % HOSTS]) for index in range(ENGINES)])
+        with cpu_time() as spent:
+            assert len(await pool.each(RolloutEngine.memory)) == ENGINES
+        return spent.process / ENGINES * 1e6
+
+
+def run_once(actors: Actors | None, *, sampled: bool = False) -> CpuTime:
+    """Return the CPU time of a whole run in this process."""
+    settings = config(
+        steps=STEPS,
+        prompts_per_step=PROMPTS,
+        group_size=GROUP,
+        max_staleness=2,
+        in_flight=InFlight.retract,
+        max_inflight_groups=ENGINES,
+        max_completion_tokens=TOKENS,
+    )
+    with tempfile.TemporaryDirectory() as name, RunFolderRecorder(settings, Path(name)) as recorder:
+        trainer = actors.trainer(Path(name)) if actors else SimTrainer(seconds=TRAIN_SECONDS)
+        world = World(settings, Path(name), rows=5000, eval_rows=1, trainer=trainer)
+
+        async def scenario() -> CpuTime:
+            world.recorder = recorder  # type: ignore[assignment]
+            parts = world.context()
+            parts.weight_sync.synchronizer = NoSync([], settings.placement.in_flight)
+            replies = Replies()
+            local = [LocalEngine(f"engine {index}", replies) for index in range(ENGINES)]
+            EnginePool.__init__(parts.pool, actors.engines() if actors else local)
+            with long_lived_objects_frozen(), cpu_time(sampled=sampled) as spent:
+                await FullyAsync(parts).run()
+            return spent
+
+        return asyncio.run(scenario())
 
 
 def decode_us() -> float:
@@ -85,59 +194,61 @@ def decode_us() -> float:
     return (time.process_time() - started) / 20 * 1e6
 
 
-def run_once(folder: Path) -> float:
-    """Return the CPU seconds of a whole run in this process."""
-    settings = config(
-        steps=STEPS,
-        prompts_per_step=PROMPTS,
-        group_size=GROUP,
-        max_staleness=2,
-        in_flight=InFlight.retract,
-        max_inflight_groups=ENGINES,
-        max_completion_tokens=TOKENS,
-    )
-    seconds = lambda prompt_id: 30 * random.Random(prompt_id).lognormvariate(0, 0.5)  # noqa: E731
-    world = World(settings, folder, seconds, rows=5000, eval_rows=1, trainer=PicklingTrainer(seconds=0.1))
-    ReplayEngine.payload, ReplayEngine.arrays = payload()
+def per_completion(seconds: float) -> float:
+    return round(seconds / COMPLETIONS * 1e6, 1)
 
-    async def scenario(recorder: RunFolderRecorder) -> float:
-        world.recorder = recorder  # type: ignore[assignment]
-        parts = world.context()
-        parts.pool.engines[:] = [ReplayEngine(seconds, world.right) for _ in range(ENGINES)]
-        parts.pool._outstanding[:] = [0] * ENGINES
-        world.sync.engines = parts.pool.engines
-        started = time.process_time()
-        await FullyAsync(parts).run()
-        return time.process_time() - started
 
-    with RunFolderRecorder(settings, folder) as recorder:
-        return run_virtual(scenario(recorder))
+def one_round(actors: Actors) -> dict[str, Any]:
+    before = conditions()
+    with_ray, without = run_once(actors), run_once(None)
+    return {
+        "before": before,
+        "us": per_completion(with_ray.process),
+        "us_of_main_thread": per_completion(with_ray.main_thread),
+        "us_without_ray": per_completion(without.process),
+        "us_of_ray": per_completion(with_ray.process - without.process),
+        "us_of_an_engine_call": round(asyncio.run(actors.call_us()), 1),
+    }
+
+
+def parts_us(actors: Actors | None) -> dict[str, float]:
+    """Return the microseconds of each part, from a run of its own."""
+    spent = run_once(actors, sampled=True)
+    parts = {part: per_completion(seconds) for part, seconds in spent.parts.items()}
+    return {**parts, **({"Ray's threads": per_completion(spent.other_threads)} if actors else {})}
 
 
 def main() -> None:
-    before = conditions()
-    with tempfile.TemporaryDirectory() as name:
-        cpu = run_once(Path(name))
-    completions = PROMPTS * STEPS * GROUP
-    cost_us = cpu / completions * 1e6
-    print(
-        json.dumps(
-            {
-                "benchmark": "controller",
-                "driver_cpu_us_per_completion": round(cost_us, 1),
-                "target_us": TARGET_US,
-                "of_target": round(cost_us / TARGET_US, 3),
-                "limit_completions_per_second": round(1e6 / cost_us),
-                "decoding_here_would_add_us": round(decode_us(), 1),
-                "completions": completions,
-                "engines": ENGINES,
-                "tokens_per_completion": TOKENS,
-                "before": before,
-                "busy": busy([before]),
-                "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}",
-            }
-        )
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+
+    actors = Actors()
+    rounds = [one_round(actors) for _ in range(given.rounds)]
+    show: Callable[[str], dict[str, float]] = lambda name: spread((each[name] for each in rounds), 1)  # noqa: E731
+    result = {
+        "benchmark": "controller",
+        "driver_cpu_us_per_completion": show("us"),
+        "of_them_ray": show("us_of_ray"),
+        "without_ray": show("us_without_ray"),
+        "ray_share": spread((each["us_of_ray"] / each["us"] for each in rounds), 2),
+        "us_of_an_engine_call": show("us_of_an_engine_call"),
+        "target_us": TARGET_US,
+        "parts_us": parts_us(actors),
+        "parts_us_without_ray": parts_us(None),
+        "decoding_here_would_add_us": round(decode_us(), 1),
+        "completions": COMPLETIONS,
+        "engines": ENGINES,
+        "tokens_per_completion": TOKENS,
+        "rounds": rounds,
+        "busy": busy(each["before"] for each in rounds),
+        "machine": machine("ray", "numpy"),
+    }
+    line = json.dumps(result)
+    print(line)
+    if given.out is not None:
+        given.out.write_text(line + "\n")
 
 
 if __name__ == "__main__":

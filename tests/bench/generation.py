@@ -1,15 +1,15 @@
 """Speedup of the engine's batched CPU attention over SGLang's torch_native attention.
 
-    python -m tests.bench.generation [--out FILE]
+    python -m tests.bench.generation [--only MODEL] [--out FILE] [--add]
 
 Two real SGLang servers with the same model, one with each attention backend, answer the same requests in turns on
 otherwise idle cores. The temperature makes all tokens about equally likely, so completions end by chance: a long tail,
 truncated at the limit. The ratio is of each round; the result has their median and spread. Prints one JSON line.
+`--only` measures one model; `--add` adds it to those in FILE.
 """
 
 import argparse
 import asyncio
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ import numpy as np
 
 from app.rollout.remote import RemoteEngine
 from app.types import GroupRequest, Sampling
-from tests.bench.machine import machine, print_result, spread
+from tests.bench.machine import busy, conditions, earlier_result, machine, print_result, spread
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 16
 TEMPERATURE = 50.0  # nearly uniform sampling
 BACKENDS = ("torch_native", "torch_batched")
+TINY, WIDE = MODELS = ("tiny", "qwen3 of 6 layers, 256 wide")
 
 
 def requests(name: str, groups: int, max_tokens: int, temperature: float) -> list[GroupRequest]:
@@ -43,11 +44,12 @@ async def tokens_per_second(engine: RemoteEngine, group_requests: list[GroupRequ
 async def measure(model: Path, rounds: int, max_tokens: int, folder: Path) -> dict[str, Any]:
     from tests.conftest import make_engine
 
+    before = conditions()
     flags = {"max_total_tokens": 65536, "max_running_requests": 256}
     engines = {name: make_engine(model, folder, name=name, attention_backend=name, **flags) for name in BACKENDS}
     for engine in engines.values():
         await engine.start(600)
-    results = {}
+    results: dict[str, Any] = {"before": before}
     for concurrent in (32, 64, 128):
         speed: dict[str, list[float]] = {name: [] for name in BACKENDS}
         for round_number in range(1 + rounds):
@@ -59,7 +61,7 @@ async def measure(model: Path, rounds: int, max_tokens: int, folder: Path) -> di
                     speed[name].append(measured)
         ratios = [batched / native for native, batched in zip(*(speed[name] for name in BACKENDS), strict=True)]
         results[f"{concurrent} requests"] = {
-            **{f"{name}_tokens_per_second": round(statistics.median(values)) for name, values in speed.items()},
+            **{f"{name}_tokens_per_second": spread(values, 0) for name, values in speed.items()},
             "batched_over_native": spread(ratios, 2),
         }
     for engine in engines.values():
@@ -67,19 +69,22 @@ async def measure(model: Path, rounds: int, max_tokens: int, folder: Path) -> di
     return results
 
 
-async def all_models(rounds: int, max_tokens: int, folder: Path) -> dict[str, Any]:
+async def all_models(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Measure each model, or the one that is asked for."""
     from app.config.model import ModelConfig
     from app.model.hf_directory import locate
     from tests.bench.trl_baseline import save_baseline_model
 
-    tiny = locate(ModelConfig(), seed=0)
-    baseline = save_baseline_model(folder / "baseline")
+    results = {name: result for name, result in earlier_result(given.out, add=given.add).items() if name in MODELS}
+    for name in MODELS if given.only is None else [given.only]:
+        path = locate(ModelConfig(), seed=0) if name == TINY else save_baseline_model(folder / "baseline")
+        results[name] = await measure(path, given.rounds, given.max_tokens, folder)
     return {
         "what": "generation",
-        "max_tokens": max_tokens,
-        "rounds": rounds,
-        "tiny": await measure(tiny, rounds, max_tokens, folder),
-        "qwen3 of 6 layers, 256 wide": await measure(baseline, rounds, max_tokens, folder),
+        "max_tokens": given.max_tokens,
+        "rounds": given.rounds,
+        **results,
+        "busy": busy(result["before"] for result in results.values()),
         "machine": machine(),
     }
 
@@ -88,9 +93,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--only", choices=MODELS)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--add", action="store_true", help="add the model to those in FILE")
     arguments = parser.parse_args()
-    print_result(lambda folder: all_models(arguments.rounds, arguments.max_tokens, folder), arguments.out)
+    print_result(lambda folder: all_models(arguments, folder), arguments.out)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def print_result(measure: Callable[[Path], Coroutine[Any, Any, dict[str, Any]]],
             measured = asyncio.run(measure(Path(folder)))
     finally:
         ray.shutdown()
-    result = json.dumps({**measured, "before": before, "busy": busy([before])})
+    result = json.dumps({**measured, "before": before, "busy": busy([before]) or measured.get("busy", False)})
     sys.stdout.write(result + "\n")
     if out is not None:
         out.write_text(result + "\n")

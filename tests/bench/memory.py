@@ -1,12 +1,13 @@
 """Memory of one forward and backward by sequence length and vocabulary, with and without chunks of the head.
 
-    python -m tests.bench.memory [--out FILE]
+    python -m tests.bench.memory [--rounds N] [--out FILE] [--add]
 
 A random Qwen3 of one layer, 128 wide, in float32, so that the head dominates; one sequence, every token trained.
 `chunked` is the trainer's policy model. `full` is the same model with all logits at once, log_softmax and gather, the
 common way to use transformers' models. Each cell is a separate process: peak resident size during the pass minus the
 size before it; null where four copies of the logits would fill more than half of the free memory. The vocabularies are
-those of Qwen3 and Qwen3.5. Prints one JSON line.
+those of Qwen3 and Qwen3.5. Both ways take turns in each round. Prints one JSON line: the median and the spread of the
+rounds. `--add` adds rounds to those in FILE.
 """
 
 import argparse
@@ -14,12 +15,13 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.bench.machine import busy, conditions, machine, peak_rss_mib, reset_peak, rss_mib
+from tests.bench.machine import busy, conditions, earlier_result, machine, peak_rss_mib, reset_peak, rss_mib, spread
 
 VOCABULARIES = (151_936, 248_320)
 LENGTHS = (512, 1024, 2048, 4096)  # tokens
@@ -102,23 +104,44 @@ def in_subprocess(way: str, path: Path, length: int) -> int:
     return round(float(done.stdout.splitlines()[-1]))
 
 
-def table(folder: Path) -> list[dict[str, Any]]:
-    rows = []
+def one_round(folder: Path) -> dict[str, Any]:
+    """Return the load before the round, and the MiB of each cell."""
+    before = conditions()
+    cells: dict[str, int] = {}
     for vocabulary in VOCABULARIES:
         path = save_model(folder / str(vocabulary), vocabulary)
         for length in LENGTHS:
-            row: dict[str, Any] = {"vocabulary": vocabulary, "tokens": length}
             for way in WAYS:
-                measured = way == "chunked" or fits(vocabulary, length)
-                row[f"{way}_mib"] = in_subprocess(way, path, length) if measured else None
-            both = row["chunked_mib"], row["full_mib"]
-            rows.append({**row, "chunked_over_full": None if None in both else round(both[0] / both[1], 3)})
+                if way == "chunked" or fits(vocabulary, length):
+                    cells[f"{way} {vocabulary} {length}"] = in_subprocess(way, path, length)
+    return {"before": before, "mib": cells}
+
+
+def table(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the spread of each cell, and of the ratio of both ways in a round; null without such a cell."""
+    rows = []
+    for vocabulary in VOCABULARIES:
+        for length in LENGTHS:
+            cell = f"{vocabulary} {length}"
+            pairs = [[each["mib"].get(f"{way} {cell}") for way in WAYS] for each in rounds]
+            whole = [(chunked, full) for chunked, full in pairs if full is not None]
+            rows.append(
+                {
+                    "vocabulary": vocabulary,
+                    "tokens": length,
+                    "chunked_mib": spread((chunked for chunked, _ in pairs), 0),
+                    "full_mib": spread((full for _, full in whole), 0) if whole else None,
+                    "chunked_over_full": spread((chunked / full for chunked, full in whole), 3) if whole else None,
+                }
+            )
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--add", action="store_true", help="add the rounds to those in FILE")
     parser.add_argument("--way", choices=WAYS, help="measure only this one, in this process")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--tokens", type=int)
@@ -126,16 +149,17 @@ def main() -> None:
     if arguments.way:
         print(measure(arguments.way, arguments.model, arguments.tokens))
         return
-    before = conditions()
+
+    rounds = earlier_result(arguments.out, add=arguments.add).get("rounds", [])
     with tempfile.TemporaryDirectory() as folder:
-        rows = table(Path(folder))
+        rounds += [one_round(Path(folder)) for _ in range(arguments.rounds)]
     result = json.dumps(
         {
             "what": "memory",
             "hidden": HIDDEN,
-            "table": rows,
-            "before": before,
-            "busy": busy([before]),
+            "table": table(rounds),
+            "rounds": rounds,
+            "busy": busy(each["before"] for each in rounds),
             "machine": machine("torch", "transformers"),
         }
     )

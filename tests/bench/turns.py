@@ -4,7 +4,7 @@
 
 The real controller of fully_async, rollouter, episodes, worker pool and recorder in real time, with real worker
 processes at the other end of their pipes. Each episode has 8 turns of 200 sampled tokens and 100 observed ones, so the
-last request has 2,100 tokens. Engines answer at once. As in `tests.bench.controller`, completions are unpickled when
+last request has 2,100 tokens. Engines answer at once. As between Ray's processes, completions are unpickled when
 they arrive and groups pickled when they go to the trainer; Ray's own calls, and the CPU time of the workers, are not
 counted.
 """
@@ -16,10 +16,12 @@ import pickle
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from app.algorithm.packed_groups import Packed
 from app.config.model import ModelConfig, TinyConfig
 from app.environment.environment_process import WorkerSpec
 from app.environment.pool import EnvironmentPool
@@ -27,14 +29,27 @@ from app.environment.wire import Limits, RendererChoice
 from app.model.tiny.create import ensure
 from app.placement.fully_async import FullyAsync
 from app.tracking.recorder import RunFolderRecorder
-from app.types import Completion, FinishReason, GroupRequest, InFlight, VersionSpan
-from tests.bench.controller import PicklingTrainer
+from app.types import Completion, FinishReason, GroupRequest, InFlight, ScoredGroup, VersionSpan
 from tests.bench.machine import busy, conditions, machine, spread
-from tests.simulation import SimEngine, World, config
+from tests.simulation import SimEngine, SimTrainer, World, config
 
 TURNS, SAMPLED, OBSERVED = 8, 200, 100
 ENGINES, GROUP, PROMPTS, STEPS = 8, 8, 16, 4
 TARGET_US = 700
+
+
+class PicklingTrainer(SimTrainer):
+    """Pickles groups and copies their arrays into shared memory, as the trainer's proxy does."""
+
+    shared = bytearray(1024 * 1024)
+
+    async def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
+        arrays: list[pickle.PickleBuffer] = []
+        pickle.dumps(Packed(groups), protocol=5, buffer_callback=arrays.append)
+        for array in arrays:
+            view = array.raw()
+            self.shared[: view.nbytes] = view
+        await super().add_groups(groups)
 
 
 class EightTurns:

@@ -251,7 +251,7 @@ def test_an_aborted_step_puts_its_groups_back_at_the_head_and_they_train_next(tm
         with pytest.raises(TrainerError) as failed:
             await made._train(1)
         await made.recover_step(failed.value)
-        fed = [group.prompt.id for group in made.producer.buffer._groups][:4]
+        fed = [group.prompt.id for _, group in made.producer.buffer._groups][:4]
         assert len(made.producer.buffer) == 8
         world.trainer.fail = {}
         scored, _ = await made._train(1)
@@ -274,7 +274,7 @@ def test_groups_of_an_aborted_step_are_dropped_once_they_are_too_stale(tmp_path:
         with pytest.raises(TrainerError) as failed:
             await made._train(1)
         await made.recover_step(failed.value)
-        old = [group.prompt.id for group in made.producer.buffer._groups]
+        old = [group.prompt.id for _, group in made.producer.buffer._groups]
         world.trainer.fail = {}
         made.producer.staleness.on_weights_synced(1, missing=4)  # as if another trainer had gone on
         for engine in world.engines:

@@ -110,7 +110,7 @@ class Schedules(RuleBasedStateMachine):
     @rule()
     def abort_step(self) -> None:
         self.buffer.put_back(self.fed)
-        assert list(self.buffer._groups)[: len(self.fed)] == self.fed
+        assert [group for _, group in self.buffer._groups][: len(self.fed)] == self.fed
         self.fed = []
 
     @precondition(lambda self: self.training)

@@ -120,7 +120,7 @@ def train(folder: Path, model: Path, make_offload: Callable[[Any], Offload], *, 
     made.model.lora.rank = lora_rank
     trainer = Shared(model, made, Kind.adamw)
     trainer.memory_offload = make_offload(FakeRank(trainer.step))
-    world = World(made, folder, trainer=trainer)  # type: ignore[arg-type]
+    world = World(made, folder, engine_count=1, trainer=trainer)  # type: ignore[arg-type]
 
     async def story() -> None:
         context = world.context()

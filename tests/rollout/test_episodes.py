@@ -107,7 +107,7 @@ def test_the_turns_of_a_group_stay_on_one_engine_and_groups_spread_over_engines(
     served = [{request.prompt_id for request in engine.requests} for engine in setting.engines]
     assert not served[0] & served[1]
     assert [len(each) for each in served] == [2, 2]
-    assert setting.rollouter.pool._seated == [0, 0]
+    assert setting.rollouter.pool._seated.tolist() == [0, 0]
 
 
 def test_a_turn_whose_engine_dies_is_asked_again_elsewhere_and_the_environment_goes_on() -> None:

@@ -1,6 +1,7 @@
 """The pool sends a group to the engine with the fewest outstanding completions."""
 
 import asyncio
+import random
 
 import pytest
 
@@ -99,5 +100,31 @@ def test_a_lost_engine_gets_no_group_until_it_is_replaced() -> None:
         for _ in range(3):
             await asyncio.sleep(0)
         assert list(replacement.groups) == ["d"]
+
+    asyncio.run(run())
+
+
+def test_the_choice_is_that_of_a_plain_loop_over_all_engines() -> None:
+    async def run() -> None:
+        chance = random.Random(0)
+        pool = EnginePool([ManualEngine() for _ in range(20)])
+        load = dict.fromkeys(range(20), 0)
+        choices = set()
+        for number in range(300):
+            ready = [index for index in load if index not in pool.lost]
+            wanted = min(ready, key=lambda index: (load[index], index))
+            with pool.seat(chance.randint(1, 4)) as seat:
+                async with seat.engine() as (name, _):
+                    assert name == f"engine {wanted}"
+
+            completions = chance.randint(1, 9)
+            await sent(pool, str(number), completions)
+            assert str(number) in pool.engines[wanted].groups
+            load[wanted] += completions
+            choices.add(wanted)
+            if number % 20 == 5 and len(ready) > 3:
+                pool.mark_lost(pool.engines[chance.choice(ready)], EngineLost("killed"))
+        assert len(choices) == 20
+        assert len(pool.lost) == 15
 
     asyncio.run(run())

@@ -4,15 +4,13 @@ Samples are chosen regardless of their rewards: prompts are spread evenly over t
 one trajectory before any contributes a second. They show what the policy does, not its best or worst.
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 
-import numpy as np
-
+from app.tracking.run_folder import array_json
 from app.types import Episode, Group, Trajectory
 
 FOLDER = "samples"
@@ -41,7 +39,7 @@ def write_samples(
 
     path = folder / FOLDER / f"{kind}_{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(row(trajectory, decode), ensure_ascii=False) + "\n" for trajectory in chosen]
+    lines = [array_json.dumps(row(trajectory, decode)) + "\n" for trajectory in chosen]
     path.write_text("".join(lines), encoding="utf-8")
     return path
 
@@ -58,7 +56,7 @@ def choose(groups: Sequence[Group], count: int) -> list[Trajectory]:
 
 
 def row(trajectory: Trajectory, decode: Decode | None) -> dict[str, object]:
-    """Return one line of the file."""
+    """Return one line of the file, with arrays of numbers."""
     prompt, completion = trajectory.prompt, trajectory.completion
     episode = {} if trajectory.episode is None else _episode(trajectory.episode)
     return {
@@ -71,9 +69,9 @@ def row(trajectory: Trajectory, decode: Decode | None) -> dict[str, object]:
         "reward": _finite(trajectory.reward),
         "reward_components": {name: _finite(value) for name, value in trajectory.reward_components.items()},
         "versions": [[span.version, span.start, span.end] for span in completion.spans],
-        "prompt_tokens": prompt.token_ids.tolist(),
-        "tokens": completion.token_ids.tolist(),
-        "logprobs": np.round(completion.logprobs.astype(np.float64), 6).tolist(),
+        "prompt_tokens": prompt.token_ids,
+        "tokens": completion.token_ids,
+        "logprobs": completion.logprobs,
         **episode,
     }
 
@@ -86,9 +84,9 @@ def _episode(episode: Episode) -> dict[str, object]:
         "scores": {name: _finite(value) for name, value in episode.scores.items()},
         "strands": [
             {
-                "tokens": strand.token_ids.tolist(),
-                "sampled": strand.sampled.astype(int).tolist(),
-                "logprobs": np.round(strand.logprobs.astype(np.float64), 6).tolist(),
+                "tokens": strand.token_ids,
+                "sampled": strand.sampled.astype(int),
+                "logprobs": strand.logprobs,
                 "versions": [[span.version, span.start, span.end] for span in strand.spans],
             }
             for strand in episode.strands

@@ -1,0 +1,106 @@
+"""How groups travel to the trainer ranks: numbers only, as tuples, which pickle in a third of the time.
+
+The driver pickles every group of a run. A rank needs no text, no row of the data and no score, so they stay behind.
+Arrays travel out of band, without a copy.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from app.types import (
+    Completion,
+    Ending,
+    Episode,
+    FinishReason,
+    Group,
+    Prompt,
+    ScoredGroup,
+    Strand,
+    Trajectory,
+    VersionSpan,
+)
+
+Row = tuple[Any, ...]
+
+
+class Packed:
+    """Groups that are unpickled as a list of `ScoredGroup` with what `TrainStep` reads; the rest is empty."""
+
+    def __init__(self, groups: Sequence[ScoredGroup]):
+        self.groups = groups
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpack, ([_group_row(scored) for scored in self.groups],)
+
+
+def unpack(rows: Sequence[Row]) -> list[ScoredGroup]:
+    """Return the groups of `Packed`."""
+    return [_group(*row) for row in rows]
+
+
+def _group_row(scored: ScoredGroup) -> Row:
+    prompt = scored.group.prompt
+    # Nearly always the group's own prompt, which is sent once.
+    members = [
+        (None if each.prompt is prompt else _prompt_row(each.prompt), each.reward, *_sampled_rows(each))
+        for each in scored.group.trajectories
+    ]
+    return _prompt_row(prompt), scored.advantages, members
+
+
+def _prompt_row(prompt: Prompt) -> Row:
+    return prompt.id, prompt.token_ids, prompt.source
+
+
+def _sampled_rows(trajectory: Trajectory) -> tuple[Row, Row | None]:
+    """Return the rows of the completion and of the episode; a single turn has none."""
+    completion = trajectory.completion
+    spans = _span_rows(completion.spans)
+    row = (completion.token_ids, completion.logprobs, completion.finish_reason.value, spans)
+    if trajectory.episode is None:
+        return row, None
+
+    strands = [
+        (strand.token_ids, strand.sampled, strand.logprobs, _span_rows(strand.spans))
+        for strand in trajectory.episode.strands
+    ]
+    return row, (strands, trajectory.episode.ending.value)
+
+
+def _span_rows(spans: Sequence[VersionSpan]) -> Row:
+    return tuple((span.version, span.start, span.end) for span in spans)
+
+
+def _group(prompt_row: Row, advantages: np.ndarray, members: Sequence[Row]) -> ScoredGroup:
+    prompt = _prompt(prompt_row)
+    trajectories = tuple(
+        Trajectory(
+            prompt if own_prompt is None else _prompt(own_prompt),
+            _completion(*completion),
+            "",
+            reward,
+            episode=None if episode is None else _episode(*episode),
+        )
+        for own_prompt, reward, completion, episode in members
+    )
+    return ScoredGroup(Group(prompt, trajectories), advantages)
+
+
+def _prompt(row: Row) -> Prompt:
+    prompt_id, token_ids, source = row
+    return Prompt(prompt_id, token_ids, "", source)
+
+
+def _completion(token_ids: np.ndarray, logprobs: np.ndarray, reason: str, spans: Row) -> Completion:
+    return Completion(token_ids, logprobs, FinishReason(reason), _spans(spans))
+
+
+def _episode(strands: Sequence[Row], ending: str) -> Episode:
+    made = tuple(Strand(token_ids, sampled, logprobs, _spans(spans)) for token_ids, sampled, logprobs, spans in strands)
+    return Episode(made, (), Ending(ending), {}, {})
+
+
+def _spans(rows: Row) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(*row) for row in rows)

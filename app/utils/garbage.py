@@ -1,0 +1,21 @@
+"""Garbage collection of the driver, whose heap is mostly modules and prompts that live as long as the run."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def long_lived_objects_frozen() -> Iterator[None]:
+    """Leave what is alive now out of the collections in the block: each would look at all of it again.
+
+    What somebody else has frozen before stays frozen after the block, and with it the rest.
+    """
+    mine = gc.get_freeze_count() == 0
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if mine:
+            gc.unfreeze()

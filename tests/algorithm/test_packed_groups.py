@@ -1,0 +1,79 @@
+"""A rank trains on what the driver sent: nothing that a step reads is lost on the way, and texts stay behind."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from app.algorithm.packed_groups import Packed
+from app.trainer.microbatch import Sample, make_samples
+from app.types import Group, ScoredGroup
+from tests.trainer.support import scored_groups
+from tests.trainer.test_strands import episodes
+
+GROUPS = {"single turns": scored_groups(5), "episodes": episodes(5)}
+
+
+def sent(groups: list[ScoredGroup]) -> tuple[list[ScoredGroup], bytes, list[pickle.PickleBuffer]]:
+    """What a rank gets, and what travels: the pickle and the arrays beside it."""
+    arrays: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(Packed(groups), protocol=5, buffer_callback=arrays.append)
+    return pickle.loads(data, buffers=arrays), data, arrays
+
+
+def numbers(sample: Sample) -> list[object]:
+    strand = sample.strand
+    arrays = (strand.token_ids, strand.sampled, strand.logprobs)
+    rest = (sample.advantage, sample.weight, sample.key, sample.trajectory_tokens, strand.spans)
+    return [*((array.dtype, array.tolist()) for array in arrays), *rest]
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("mask_truncated", [False, True])
+def test_a_rank_makes_the_samples_that_the_driver_would_make(name: str, mask_truncated: bool) -> None:
+    groups = GROUPS[name]
+    received, _, _ = sent(groups)
+    wanted = make_samples(groups, mask_truncated=mask_truncated)
+    made = make_samples(received, mask_truncated=mask_truncated)
+    assert list(map(numbers, made)) == list(map(numbers, wanted))
+    assert len(made) >= 5
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_versions_rewards_and_truncation_arrive(name: str) -> None:
+    received, _, _ = sent(GROUPS[name])
+    for arrived, original in zip(received, GROUPS[name], strict=True):
+        assert arrived.group.prompt.id == original.group.prompt.id
+        np.testing.assert_array_equal(arrived.group.rewards, original.group.rewards)
+        assert arrived.advantages.tolist() == original.advantages.tolist()
+        for one, other in zip(arrived.group.trajectories, original.group.trajectories, strict=True):
+            assert (one.oldest_version, one.truncated, one.tokens) == (
+                other.oldest_version,
+                other.truncated,
+                other.tokens,
+            )
+
+
+def test_texts_stay_behind_and_arrays_travel_beside_the_pickle() -> None:
+    (scored,) = scored_groups(1, size=8, shortest=12)
+    text = "a completion of many words"
+    members = [replace(each, text=text, completion=replace(each.completion, text=text)) for each in members_of(scored)]
+    arrived, data, arrays = sent([replace(scored, group=Group(scored.group.prompt, tuple(members)))])
+    assert text.encode() not in data
+    assert [each.text for each in members_of(arrived[0])] == [""] * 8
+    assert len(arrays) == 1 + 1 + 2 * 8  # the prompt once, the advantages, tokens and log-probabilities
+    assert sum(buffer.raw().nbytes for buffer in arrays) >= 8 * 12 * 8
+
+
+def test_a_trajectory_keeps_a_prompt_of_its_own() -> None:
+    (scored,) = scored_groups(1, size=2)
+    first, second = members_of(scored)
+    own = replace(first.prompt, token_ids=np.array([7, 8, 9], dtype=np.int32))
+    (arrived,), _, _ = sent([replace(scored, group=Group(scored.group.prompt, (first, replace(second, prompt=own))))])
+    prompts = [each.prompt.token_ids.tolist() for each in members_of(arrived)]
+    assert prompts == [first.prompt.token_ids.tolist(), [7, 8, 9]]
+
+
+def members_of(scored: ScoredGroup) -> tuple:
+    return scored.group.trajectories
