@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+import orjson
 from omegaconf import OmegaConf
 
 from app.config import RunConfig
@@ -23,7 +24,7 @@ from app.tracking.alarms import Alarms
 from app.tracking.console import RunConsole
 from app.tracking.dashboard import DashboardOptions
 from app.tracking.report import page
-from app.tracking.run_folder import PROMPTS, WARNINGS, array_json, aside, metrics_file, samples, summary, timeline
+from app.tracking.run_folder import PROMPTS, WARNINGS, aside, metrics_file, samples, summary, timeline
 from app.tracking.run_folder.samples import Decode
 from app.tracking.run_folder.summary import Status, Summary
 from app.types import Group
@@ -252,7 +253,7 @@ class RunFolderRecorder:
 
     def _send_samples(self, step: int, groups: Sequence[Group], decode: Decode | None, kind: str) -> None:
         chosen = samples.choose(groups, min(self.config.tracking.samples_per_step, TABLE_ROWS))
-        rows = [array_json.plain(samples.row(trajectory, decode)) for trajectory in chosen]
+        rows = [orjson.loads(samples.line(samples.row(trajectory, decode))) for trajectory in chosen]
         if not rows:
             return
         for dashboard in self._open_dashboards():

@@ -1,5 +1,7 @@
 import json
 
+import numpy as np
+
 from app.config import RunConfig
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.run_folder import samples
@@ -98,3 +100,16 @@ def test_a_warning_that_cannot_be_written_does_not_end_a_run(tmp_path, caplog):
     (tmp_path / "logs").write_text("a file in the place of the folder")
     recorder.warn("engine 0 was restarted")
     assert "engine 0 was restarted" in caplog.text
+
+
+def test_numbers_of_a_line_are_those_of_a_plain_loop_also_in_arrays_with_gaps():
+    logprobs = -np.random.default_rng(0).exponential(3, 400).astype(np.float32)
+    tokens = np.arange(800, dtype=np.int32)[::2]
+    values = {"tokens": tokens, "logprobs": samples._rounded(logprobs), "text": 'é "quoted"\n', "empty": tokens[:0]}
+    read = json.loads(samples.line(values))
+    assert read == {
+        "tokens": [2 * index for index in range(400)],
+        "logprobs": [round(float(value), 6) for value in logprobs],
+        "text": 'é "quoted"\n',
+        "empty": [],
+    }
