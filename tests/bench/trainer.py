@@ -112,14 +112,16 @@ def ours(path: Path) -> Trainer:
 
     from app.config.algorithm import AlgorithmConfig, Correction
     from app.config.trainer import Checkpointing, TrainerConfig
+    from app.device.cpu import DEVICE
     from app.model.load import load
     from app.trainer.optimizer import PolicyOptimizer
     from app.trainer.step import StepSettings, TrainStep
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     policy = load(path, mesh=init_device_mesh("cpu", (1,)), device="cpu", activation_checkpointing=Checkpointing.all)
+    optimizer = PolicyOptimizer(policy.parameters(), TrainerConfig(), fused=DEVICE.fused_optimizer)
     settings = StepSettings(AlgorithmConfig(), Correction.none, 1.0, LIMIT, BUDGET)
-    step = TrainStep(policy, PolicyOptimizer(policy.parameters(), TrainerConfig()), settings, torch.device("cpu"))
+    step = TrainStep(policy, optimizer, settings, torch.device("cpu"))
 
     def train(groups: list[ScoredGroup]) -> float:
         step.begin(1)
