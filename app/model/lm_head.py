@@ -7,7 +7,7 @@ Invariants:
 
 After Liger's fused linear cross-entropy (arXiv 2410.10989) and Megatron's recomputation: the backward pass recomputes
 the logits of a chunk, which costs a third more head FLOPs and saves `tokens × vocabulary` floats. A chunk may have a
-part of the vocabulary, so that it fits into a CPU's caches: the parts' normalizers and mean logits are merged.
+part of the vocabulary, so that it fits into a CPU's caches: the parts' normalizers and entropies are merged.
 
 With p = softmax(z), z = h·Wᵀ / temperature, y the target and H the entropy of p:
     d log p_y / dz_j = [j = y] − p_j        dH / dz_j = −p_j (log p_j + H)
@@ -46,8 +46,9 @@ def token_logprobs(
         chunk_tokens: Tokens per chunk.
         chunk_vocabulary: Entries of the vocabulary per chunk; None: all.
         compiled: Whether torch compiles what is computed from a chunk's logits.
-        adds_to_grad: Whether the backward pass adds the gradient of the head to `weight.grad` itself, in place, instead
-            of returning another tensor of its size. Only for `backward` of a leaf, not for `torch.autograd.grad`.
+        adds_to_grad: Whether the backward pass adds the gradient of a float32 head to `weight.grad` itself, in place,
+            instead of returning another tensor of its size. Only for `backward` of a leaf, not for
+            `torch.autograd.grad`.
     """
     tiles = Tiles(chunk_tokens, min(chunk_vocabulary or len(weight), len(weight)))
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, targets, temperature, tiles, compiled, adds_to_grad)
@@ -101,7 +102,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.temperature = temperature
         ctx.tiles = tiles
         ctx.compiled = compiled
-        ctx.leaf = weight if adds_to_grad else None
+        ctx.leaf = weight if adds_to_grad and weight.dtype == _wide(weight) else None
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -144,7 +145,7 @@ def _statistics(
     targets: Tensor,  # [C] relative to the first of these entries; others are outside
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logit of the target (0 if it is outside), logarithm of the normalizer, and mean logit, of each token: [C] each.
+    """Logit of the target (0 if it is outside), logarithm of the normalizer, and entropy, of each token: [C] each.
 
     The last two are those of a softmax over these entries alone.
     """
@@ -156,16 +157,19 @@ def _statistics(
     logits.sub_(largest[:, None])
     weights = torch.exp(logits, out=scratch)
     total = weights.sum(dim=1)
-    mean = logits.mul_(weights).sum(dim=1) / total
-    return torch.where(inside, chosen, 0), largest + total.log(), largest + mean
+    log_total = total.log()
+    entropy = log_total - logits.mul_(weights).sum(dim=1) / total
+    return torch.where(inside, chosen, 0), largest + log_total, entropy
 
 
 def _merge(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of the target, logarithm of the normalizer, and entropy from the parts of a vocabulary."""
-    chosen, normalizers, means = (torch.stack(each) for each in zip(*parts, strict=True))  # [parts, C]
+    """Log-probability of the target, logarithm of the normalizer, and entropy from those of parts of the vocabulary."""
+    chosen, normalizers, entropies = (torch.stack(each) for each in zip(*parts, strict=True))  # [parts, C]
     normalizer = torch.logsumexp(normalizers, dim=0)
-    mean = (torch.exp(normalizers - normalizer) * means).sum(dim=0)
-    return chosen.sum(dim=0) - normalizer, normalizer, normalizer - mean
+
+    # That of the choice of a part, and that within it.
+    entropy = (torch.softmax(normalizers, dim=0) * (entropies + normalizer - normalizers)).sum(dim=0)
+    return chosen.sum(dim=0) - normalizer, normalizer, entropy
 
 
 def _logits_gradient(

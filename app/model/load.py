@@ -212,7 +212,8 @@ def _sparse_embedding_gradient(policy: PolicyModel) -> None:
     """Let a tied embedding on a CPU add the rows of its tokens to the head's gradient, not a tensor of its size."""
     embedding, head = policy.causal_lm.get_input_embeddings(), policy.causal_lm.lm_head
     tied = isinstance(embedding, nn.Embedding) and embedding.weight is head.weight
-    if tied and head.weight.device.type == "cpu" and not isinstance(policy, FSDPModule):
+    exact = head.weight.dtype == torch.float32  # rows are summed in this dtype
+    if tied and exact and head.weight.device.type == "cpu" and not isinstance(policy, FSDPModule):
         embedding.sparse = True
 
 
