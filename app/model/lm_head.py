@@ -114,8 +114,10 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(normalizer)
 
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden = _Sum(hidden) if needs_hidden else None
-        grad_weight = _Sum(weight, ctx.leaf) if needs_weight else None
+        # Products over all of the vocabulary are not summed further.
+        summed = hidden.dtype if ctx.tiles.vocabulary == len(weight) else _wide(hidden)
+        grad_hidden = _Sum(hidden, summed) if needs_hidden else None
+        grad_weight = _Sum(weight, _wide(weight), ctx.leaf) if needs_weight else None
         logits_gradient = compiled_once(_logits_gradient) if ctx.compiled else _logits_gradient
 
         chunks = _Chunks(hidden, weight, ctx.tiles, scratch=not ctx.compiled and grad_entropy is not None)
@@ -164,6 +166,10 @@ def _statistics(
 
 def _merge(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of the target, logarithm of the normalizer, and entropy from those of parts of the vocabulary."""
+    if len(parts) == 1:
+        chosen, normalizer, entropy = parts[0]
+        return chosen - normalizer, normalizer, entropy
+
     chosen, normalizers, entropies = (torch.stack(each) for each in zip(*parts, strict=True))  # [parts, C]
     normalizer = torch.logsumexp(normalizers, dim=0)
 
@@ -224,19 +230,20 @@ class _Chunks:
 
 
 class _Sum:
-    """A gradient as a sum of matrix products by rows, in float32 at least, whatever the dtype of its factors.
+    """A gradient as a sum of matrix products by rows.
 
     Args:
         of: What it is the gradient of.
+        dtype: Dtype of the sum, whatever that of its terms' factors.
         leaf: The same as a leaf, if the sum is to be added to its `grad`.
     """
 
-    def __init__(self, of: Tensor, leaf: Tensor | None = None):
+    def __init__(self, of: Tensor, dtype: torch.dtype, leaf: Tensor | None = None):
         self.dtype = of.dtype
         self.leaf = leaf
         self.begun = leaf is not None and leaf.grad is not None
         if leaf is None:
-            self.total = torch.empty_like(of, dtype=_wide(of))
+            self.total = torch.empty_like(of, dtype=dtype)
         else:
             leaf.grad = self.total = torch.empty_like(of) if leaf.grad is None else leaf.grad
 
