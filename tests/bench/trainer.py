@@ -4,8 +4,8 @@
 
 All train the same random Qwen3 (512 wide, 8 layers, the real vocabulary of 151,936) on the same trajectories with
 long-tailed lengths, with the same loss, AdamW, float32, activation checkpointing, number of threads and at most 1,600
-positions a microbatch. `ours` is the step of a rank alone: packed microbatches, the head in chunks, AdamW in one kernel.
-`plain` is the best that padded batches allow, `naive` the shortest loop to write: see plain_trainer.py.
+positions a microbatch. `ours` is the step of a rank alone: packed microbatches, the head in chunks, AdamW in one
+kernel. `plain` is the best that padded batches allow, `naive` the shortest loop to write: see plain_trainer.py.
 
 Each measurement is a separate process, and the three take turns. Memory is the peak resident size during the step,
 minus the size before the model was loaded and four times the parameters (parameters, gradients, AdamW's two moments).
