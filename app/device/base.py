@@ -51,6 +51,7 @@ class Device:
     fused_optimizer: bool = False  # torch has a fused AdamW for this device; its step counters are on the device
     compiles: bool = False  # whether `trainer.compile=auto` compiles
     head_chunk: int = 2**26  # logits that the trainer's LM head computes at once
+    head_vocabulary: int | None = None  # entries of the vocabulary among them, at most; None: all
     # Switches torch's varlen attention to faster kernels for heads of this width, and returns their name.
     activate_attention: Callable[[int], str | None] | None = None
     # Distribution with kernels that train linear attention. None: transformers computes it in a loop over chunks.

@@ -27,17 +27,24 @@ class Kernels:
     """How a policy computes."""
 
     attention: VarlenKernel | None = None  # the device's own over packed sequences; None: torch's
-    head_chunk: int = 2**24  # logits that the LM head computes at once
+    head_chunk: int = 2**21  # logits that the LM head computes at once
+    head_vocabulary: int | None = 1024  # entries of the vocabulary among them, at most; None: all
     compiled: bool = False  # whether torch compiles the norms, the MLPs and the head's loss
 
 
 CPU_KERNELS = Kernels()
 
 
+def chunk_shape(kernels: Kernels, vocabulary: int) -> tuple[int, int]:
+    """Return the tokens and the entries of the vocabulary of one chunk of the LM head."""
+    columns = min(vocabulary, kernels.head_vocabulary or vocabulary)
+    return max(1, kernels.head_chunk // columns), columns
+
+
 def kernels_of(device: Device, compiled: Compile) -> Kernels:
     """Return a device's kernels, with `trainer.compile`."""
     compiles = device.compiles if compiled is Compile.auto else compiled is Compile.on
-    return Kernels(device.attention_kernel, device.head_chunk, compiles)
+    return Kernels(device.attention_kernel, device.head_chunk, device.head_vocabulary, compiles)
 
 
 def compile_elementwise(decoder: nn.Module) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from app.config.model import LoraConfig
@@ -92,6 +93,7 @@ def load(
 
         policy.to_empty(device=device)
         _tie(owners)
+        _sparse_embedding_gradient(policy)
         _fill(causal_lm, names, checkpoint)
 
     initialize(causal_lm, seed)
@@ -204,6 +206,15 @@ def _tie(owners: list[Owners]) -> None:
     for (first, name), *others in owners:
         for module, other_name in others:
             setattr(module, other_name, getattr(first, name))
+
+
+def _sparse_embedding_gradient(policy: PolicyModel) -> None:
+    """Let a tied embedding on a CPU add the rows of its tokens to the head's gradient, not a tensor of its size."""
+    embedding, head = policy.causal_lm.get_input_embeddings(), policy.causal_lm.lm_head
+    tied = isinstance(embedding, nn.Embedding) and embedding.weight is head.weight
+    exact = head.weight.dtype == torch.float32  # rows are summed in this dtype
+    if tied and exact and head.weight.device.type == "cpu" and not isinstance(policy, FSDPModule):
+        embedding.sparse = True
 
 
 def _match(causal_lm: Any, checkpoint: Checkpoint) -> dict[str, str]:

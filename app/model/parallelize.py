@@ -3,6 +3,8 @@
     root group    embedding, final norm, LM head
     layer group   all parameters of a layer, gathered for its forward and backward pass
 
+One rank that computes in the dtype of its parameters keeps them as plain tensors: FSDP2 would copy each before use.
+
 A layer with linear attention has two FSDP groups under mixed precision, because its decays compute in float32.
 
 Adapters are in the group of the layer that they adapt. A group may hold a frozen base of another dtype beside them:
@@ -19,7 +21,7 @@ from app.model.policy import FLOAT32_PARAMETERS, PolicyModel
 
 
 def parallelize(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """Shard the parameters of a policy in place.
+    """Shard the parameters of a policy in place. On one rank that computes in their dtype there is nothing to do.
 
     Args:
         policy: The policy; its parameters may be on the meta device.
@@ -27,6 +29,9 @@ def parallelize(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtyp
         compute_dtype: Dtype of the computation, except for the decays of linear attention. Gradients are reduced in
             float32.
     """
+    if mesh.size() == 1 and all(parameter.dtype == compute_dtype for parameter in policy.parameters()):
+        return
+
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in policy.layers:
         _shard_layer(layer, mesh, precision)

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from app.model.attention import convolve_in_dtype_of_weight, isolate_sequences
-from app.model.kernels import CPU_KERNELS, Kernels, compile_elementwise
+from app.model.kernels import CPU_KERNELS, Kernels, chunk_shape, compile_elementwise
 from app.model.lm_head import token_logprobs
 from app.model.lora.layer import is_adapter
 from app.model.lora.names import adapter_tensors
@@ -78,7 +79,7 @@ class PolicyModel(nn.Module):
             targets: [N] int64.
             temperature: Sampling temperature.
             entropy_gradient: Whether the entropy carries a gradient; without, it is only a metric.
-            chunk_tokens: Tokens per chunk of the LM head; by default `Kernels.head_chunk` / vocabulary.
+            chunk_tokens: Tokens per chunk of the LM head; by default see `Kernels`.
         """
         hidden = self.causal_lm.get_decoder()(
             input_ids=input_ids,
@@ -89,14 +90,18 @@ class PolicyModel(nn.Module):
         ).last_hidden_state
 
         head = self.causal_lm.lm_head.weight
+        tokens, columns = chunk_shape(self.kernels, head.shape[0])
         return token_logprobs(
             hidden.squeeze(0).index_select(0, logit_positions),
             head,
             targets,
             temperature,
             entropy_gradient=entropy_gradient,
-            chunk_tokens=chunk_tokens or max(1, self.kernels.head_chunk // head.shape[0]),
+            chunk_tokens=chunk_tokens or tokens,
+            chunk_vocabulary=columns,
             compiled=self.kernels.compiled,
+            # FSDP2 takes the gradients of gathered parameters from autograd.
+            adds_to_grad=not isinstance(self, FSDPModule),
         )
 
 

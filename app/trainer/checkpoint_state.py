@@ -79,8 +79,9 @@ class RankState:
         self._captured: dict[str, Tensor] | None = None
         self._process_group: dist.ProcessGroup | None = None
         if dist.is_initialized():
-            shard = next(parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
-            self._host_mesh = init_device_mesh("cpu", tuple(shard.device_mesh.shape))
+            shards = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
+            if (shard := next(shards, None)) is not None:
+                self._host_mesh = init_device_mesh("cpu", tuple(shard.device_mesh.shape))
             self._process_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     @property

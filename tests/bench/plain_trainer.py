@@ -1,9 +1,9 @@
 """Plain transformers training loops for one GRPO step: the baselines of trainer.py.
 
 `plain` is the best that padded batches allow: trajectories sorted by length, padded per microbatch, as many rows as
-fit the budget of positions, logits of completion tokens only, and causal attention without a mask (padding is on the
-right, so no real token sees it). `naive` pads all trajectories to the longest of the step, passes the mask and
-computes all logits: the shortest loop to write.
+fit the budget of positions, logits of completion tokens only, causal attention without a mask (padding is on the
+right, so no real token sees it), AdamW in one kernel. `naive` pads all trajectories to the longest of the step, passes
+the mask and computes all logits: the shortest loop to write.
 
 Both compute the loss of the application: the mean over trajectories of the mean over completion tokens.
 """
@@ -42,6 +42,7 @@ class PlainTrainer:
             lr=self.config.lr,
             betas=(self.config.beta1, self.config.beta2),
             weight_decay=self.config.weight_decay,
+            fused=not naive,
         )
 
     def step(self, groups: Sequence[ScoredGroup]) -> float:

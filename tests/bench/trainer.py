@@ -4,8 +4,8 @@
 
 All train the same random Qwen3 (512 wide, 8 layers, the real vocabulary of 151,936) on the same trajectories with
 long-tailed lengths, with the same loss, AdamW, float32, activation checkpointing, number of threads and at most 1,600
-positions a microbatch. `ours` is the rank's step: FSDP2 over one rank, packed microbatches, the head in chunks.
-`plain` is the best that padded batches allow, `naive` the shortest loop to write: see plain_trainer.py.
+positions a microbatch. `ours` is the step of a rank alone: packed microbatches, the head in chunks, AdamW in one
+kernel. `plain` is the best that padded batches allow, `naive` the shortest loop to write: see plain_trainer.py.
 
 Each measurement is a separate process, and the three take turns. Memory is the peak resident size during the step,
 minus the size before the model was loaded and four times the parameters (parameters, gradients, AdamW's two moments).
@@ -112,14 +112,16 @@ def ours(path: Path) -> Trainer:
 
     from app.config.algorithm import AlgorithmConfig, Correction
     from app.config.trainer import Checkpointing, TrainerConfig
+    from app.device.cpu import DEVICE
     from app.model.load import load
     from app.trainer.optimizer import PolicyOptimizer
     from app.trainer.step import StepSettings, TrainStep
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     policy = load(path, mesh=init_device_mesh("cpu", (1,)), device="cpu", activation_checkpointing=Checkpointing.all)
+    optimizer = PolicyOptimizer(policy.parameters(), TrainerConfig(), fused=DEVICE.fused_optimizer)
     settings = StepSettings(AlgorithmConfig(), Correction.none, 1.0, LIMIT, BUDGET)
-    step = TrainStep(policy, PolicyOptimizer(policy.parameters(), TrainerConfig()), settings, torch.device("cpu"))
+    step = TrainStep(policy, optimizer, settings, torch.device("cpu"))
 
     def train(groups: list[ScoredGroup]) -> float:
         step.begin(1)

@@ -56,8 +56,9 @@ def _run(path: Path, mesh: Any, options: dict[str, Any]) -> Result:
     gradients: dict[str, Tensor] = {}
     local_rows: dict[str, int] = {}
     for name, parameter in named_checkpoint_tensors(policy):
-        assert isinstance(parameter, DTensor)
-        local_rows[name] = parameter.to_local().shape[0]
+        # One rank has nothing to shard, unless it computes in another dtype.
+        assert isinstance(parameter, DTensor) == (mesh.size() > 1 or "compute_dtype" in options)
+        local_rows[name] = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape[0]
         tensors[name] = _full(parameter)
         gradients[name] = _full(parameter.grad)
 
@@ -77,4 +78,5 @@ def _dtypes(layer: torch.nn.Module) -> dict[str, str]:
 
 
 def _full(tensor: Any) -> Tensor:
-    return tensor.detach().full_tensor().clone()
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from app.config.device import DeviceKind
 from app.config.trainer import Checkpointing, Compile
 from app.device import device_of
-from app.model.kernels import Kernels, kernels_of
+from app.model.kernels import Kernels, chunk_shape, kernels_of
 from app.model.load import load
 from tests.model.support import batch, relative, save_qwen3, weights
 from tests.trainer.ranks import run_on
@@ -34,8 +34,9 @@ def test_auto_compiles_on_cuda_only(kind: DeviceKind, setting: Compile, compiled
 
 
 def test_chunks_of_the_head_are_larger_where_a_device_has_room() -> None:
-    chunks = [kernels_of(device_of(kind), Compile.auto).head_chunk for kind in DeviceKind]
-    assert chunks == [2**24, 2**27, 2**26]
+    kernels = [kernels_of(device_of(kind), Compile.auto) for kind in DeviceKind]
+    assert [chunk_shape(each, 2**17) for each in kernels] == [(2**11, 2**10), (2**10, 2**17), (2**9, 2**17)]
+    assert [chunk_shape(each, 2**6) for each in kernels] == [(2**15, 2**6), (2**21, 2**6), (2**20, 2**6)]
 
 
 def outcome(

@@ -18,10 +18,13 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, weight, torch.randint(VOCABULARY, (TOKENS,), generator=generator)
 
 
-def test_logprobs_and_entropies_equal_a_loop_over_tokens() -> None:
+@pytest.mark.parametrize("chunk_vocabulary", [None, 1, 8, 29, 50])
+def test_logprobs_and_entropies_equal_a_loop_over_tokens(chunk_vocabulary: int | None) -> None:
     hidden, weight, targets = inputs()
     with torch.no_grad():
-        logprobs, entropies = token_logprobs(hidden, weight, targets, TEMPERATURE, chunk_tokens=4)
+        logprobs, entropies = token_logprobs(
+            hidden, weight, targets, TEMPERATURE, chunk_tokens=4, chunk_vocabulary=chunk_vocabulary
+        )
     for token in range(TOKENS):
         scores = [float(hidden[token].detach() @ weight[word].detach()) / TEMPERATURE for word in range(VOCABULARY)]
         total = sum(math.exp(score) for score in scores)
@@ -31,8 +34,9 @@ def test_logprobs_and_entropies_equal_a_loop_over_tokens() -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 13, 100])
+@pytest.mark.parametrize("chunk_vocabulary", [None, 8])
 @pytest.mark.parametrize("terms", ["logprobs", "entropy", "both"])
-def test_gradients_equal_those_of_full_logits(chunk_tokens: int, terms: str) -> None:
+def test_gradients_equal_those_of_full_logits(chunk_tokens: int, chunk_vocabulary: int | None, terms: str) -> None:
     generator = torch.Generator().manual_seed(1)
     grad_logprobs = torch.randn(TOKENS, generator=generator, dtype=torch.float64) * (terms != "entropy")
     grad_entropy = torch.randn(TOKENS, generator=generator, dtype=torch.float64) * (terms != "logprobs")
@@ -46,7 +50,13 @@ def test_gradients_equal_those_of_full_logits(chunk_tokens: int, terms: str) -> 
     hidden, weight, targets = inputs()
     with_entropy = terms != "logprobs"
     logprobs, entropies = token_logprobs(
-        hidden, weight, targets, TEMPERATURE, entropy_gradient=with_entropy, chunk_tokens=chunk_tokens
+        hidden,
+        weight,
+        targets,
+        TEMPERATURE,
+        entropy_gradient=with_entropy,
+        chunk_tokens=chunk_tokens,
+        chunk_vocabulary=chunk_vocabulary,
     )
     loss = logprobs @ grad_logprobs if terms != "entropy" else entropies @ grad_entropy
     (loss + entropies @ grad_entropy if terms == "both" else loss).backward()
@@ -69,6 +79,50 @@ def test_a_bf16_head_sums_its_gradient_in_float32() -> None:
     assert logprobs.dtype == torch.float32
     assert weight.grad is not None
     assert weight.grad.flatten().tolist() == [tokens / 2, -tokens / 2]
+
+
+def test_extreme_logits_in_one_part_of_the_vocabulary_stay_finite() -> None:
+    """Logits of ±1000 in float32: `exp` of them overflows, and parts without a large logit contribute nothing."""
+    weight = torch.tensor([[1000.0], [-1000.0], [999.0], [-1000.0], [-1000.0]])
+    hidden = torch.ones(2, 1, requires_grad=True)
+    logprobs, entropies = token_logprobs(
+        hidden, weight, torch.tensor([0, 3]), 1.0, chunk_tokens=4, chunk_vocabulary=2, entropy_gradient=True
+    )
+    p = 1 / (1 + math.exp(-1))
+    assert logprobs.tolist() == pytest.approx([math.log(p), math.log(p) - 2000], abs=1e-3)
+    assert entropies.tolist() == pytest.approx(2 * [-p * math.log(p) - (1 - p) * math.log(1 - p)], abs=1e-3)
+    logprobs.sum().backward()
+    mean = 1000 * p + 999 * (1 - p)
+    assert hidden.grad is not None
+    assert hidden.grad.flatten().tolist() == pytest.approx([1000 - mean, -1000 - mean], abs=0.1)
+
+
+def test_gradients_are_added_in_place_and_equal_those_that_autograd_adds() -> None:
+    def twice(*, adds_to_grad: bool) -> tuple[Tensor, list[int]]:
+        hidden, weight, targets = inputs()
+        places = []
+        for part in (slice(0, 8), slice(8, TOKENS)):
+            logprobs, _ = token_logprobs(
+                hidden[part], weight, targets[part], 1.0, chunk_tokens=3, chunk_vocabulary=8, adds_to_grad=adds_to_grad
+            )
+            (logprobs.sum() + (weight**2).sum()).backward()  # the weight has another gradient too, as a tied head
+            assert weight.grad is not None
+            places.append(weight.grad.data_ptr())
+        return weight.grad, places
+
+    ours, places = twice(adds_to_grad=True)
+    assert places[0] == places[1]
+    torch.testing.assert_close(ours, twice(adds_to_grad=False)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_no_tokens_give_a_gradient_of_zero() -> None:
+    hidden, weight, targets = inputs()
+    logprobs, _ = token_logprobs(
+        hidden[:0], weight, targets[:0], 1.0, chunk_tokens=3, chunk_vocabulary=8, adds_to_grad=True
+    )
+    logprobs.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.count_nonzero() == 0
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:

@@ -82,8 +82,10 @@ def plan_trainer(config: RunConfig, device: Device, model: Architecture) -> Trai
 
 def _forward_backward(config: RunConfig, device: Device, model: Architecture) -> dict[str, Items]:
     item = config.device.dtype.bytes
-    root = model.root_parameters * item
-    layer = model.layer_parameters
+    # one rank that computes in float32 gathers nothing
+    gathers = config.placement.trainer_ranks > 1 or item != FLOAT32
+    root = model.root_parameters * item * gathers
+    layer = model.layer_parameters * gathers
     head = model.vocabulary * model.hidden
 
     # a trajectory above the token budget has its own microbatch
