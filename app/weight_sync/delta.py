@@ -21,12 +21,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
 from app.weight_sync.gather import Receivers, all_gather, gather_by_rank, gather_full
-from app.weight_sync.snapshot import ShardSnapshot
+from app.weight_sync.snapshot import Changes, ShardSnapshot, diff_and_replace_all
 from app.wire import BLOCK_COUNTS, BLOCK_ITEMS, HEADER, LOW_BITS, VALUES, DeltaHeader, SparseTensorMeta
 
 MAX_ELEMENTS = 2**31 - 1  # of a tensor whose positions fit into int32
 GATHERED_ENTRY_BYTES = 6  # between trainer ranks: int32 position, 16-bit value
-Changes = tuple[Tensor, Tensor]  # of one tensor on this rank: positions [n] int32, values [n] int16 bits
 Entries = tuple[list[Tensor], Tensor]  # of all ranks: positions by tensor, values of all tensors concatenated
 
 
@@ -64,7 +63,7 @@ class DeltaEncoder:
             return self._write(self._header(index), bucket.tensors, None, buffer, receivers)
 
         comparable = [meta for meta in bucket.tensors if is_comparable(meta)]
-        changes = [self._changes(meta) for meta in comparable]
+        changes = self._changes(comparable)
         counts = self._gather_counts([positions.numel() for positions, _ in changes])  # [R][T]
         totals = [sum(column) for column in zip(*counts, strict=True)]
 
@@ -91,12 +90,17 @@ class DeltaEncoder:
             self.snapshots[meta.name] = ShardSnapshot(shard, getattr(torch, meta.dtype), on_host=self.on_host)
         self.snapshots[meta.name].replace(shard)
 
-    def _changes(self, meta: TensorMeta) -> Changes:
-        """Return the changes of this rank's shard, at positions in the full tensor. Rank 0 reports an unsharded one."""
-        tensor = self.tensors[meta.name]
-        positions, values = self.snapshots[meta.name].diff_and_replace(local_shard(tensor))
+    def _changes(self, metas: Sequence[TensorMeta]) -> list[Changes]:
+        """Return the changes of this rank's shards, at positions in the full tensors. Rank 0 reports unsharded ones."""
+        tensors = [self.tensors[meta.name] for meta in metas]
+        found = diff_and_replace_all(
+            [self.snapshots[meta.name] for meta in metas], [local_shard(tensor) for tensor in tensors]
+        )
+        return [self._in_full_tensor(tensor, *changes) for tensor, changes in zip(tensors, found, strict=True)]
+
+    def _in_full_tensor(self, tensor: Tensor, positions: Tensor, values: Tensor) -> Changes:
         if isinstance(tensor, DTensor):
-            return positions + shard_offset(tensor), values
+            return positions.add_(shard_offset(tensor)), values
         if self.rank_index == 0:
             return positions, values
         return positions[:0], values[:0]

@@ -1,7 +1,7 @@
 """Runs inside SGLang's processes: a CPU keeps the memory that weight syncs go through.
 
-SGLang allocates a buffer for each broadcast bucket and maps each bucket of shared memory anew. Touching fresh pages takes
-longer than receiving or copying the bytes: of a push of 1.2 GB, 0.4 s for the buffers and 0.05 s for the mappings.
+SGLang allocates a buffer for each broadcast bucket and maps each bucket of shared memory anew. Touching fresh pages
+takes longer than receiving or copying the bytes: 0.4 s of a sync of 1.2 GB for the buffers, 0.06 s for the mappings.
 
 Invariants:
     - At most one buffer of the largest bucket, and mappings of the sender's buffers, are kept.
