@@ -2,7 +2,7 @@
 
 A delta message is a bucket like any other, so every transport carries it. Its tensors are ordered by descending element
 size, which keeps each of them aligned: tensors that are sent whole, the changed entries of all others, and a header. An
-entry is a position in its tensor's flat checkpoint form and the new value. Of a position only the gap is sent, in a byte:
+entry is a position in its tensor's flat checkpoint form and the new value. Of a position only the gap is sent, a byte:
 the number of unchanged elements since the previous entry. Byte 255 has no entry and stands for 255 unchanged elements.
 With 16-bit values of which 1 % changed, an entry takes about three bytes.
 
