@@ -4,12 +4,17 @@ SGLang allocates a buffer for each broadcast bucket and maps each bucket of shar
 takes longer than receiving or copying the bytes: 0.4 s of a sync of 1.2 GB for the buffers, 0.06 s for the mappings.
 
 Invariants:
-    - At most one buffer of the largest bucket, and mappings of the sender's buffers, are kept.
+    - At most one buffer of the largest bucket, and mappings of as many buffers as a sender has, are kept.
+    - The kept mappings are our own. Those of torch count a file's readers, and closing the last one aborts the process
+      if the sender has removed the file.
     - A loader copies what it loads: with transport `ipc` the trainer overwrites a loaded bucket as well.
 """
 
+import mmap
+import os
 from collections.abc import Iterator, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +23,7 @@ from torch import Tensor
 
 from app.rollout.sglang_plugin.delta_loader import UPDATER
 
+SHARED_MEMORY = Path("/dev/shm")
 SENDER_BUFFERS = 2  # `BUFFERS` of app/weight_sync/sender.py
 
 
@@ -35,7 +41,7 @@ class WeightBuffers:
 
     def __init__(self) -> None:
         self._received: Tensor | None = None
-        self._mapped: list[torch.UntypedStorage] = []  # the latest one last
+        self._mapped: dict[tuple[str, int], Tensor] = {}  # whole files, by name and inode; the latest one last
 
     def receive(
         self,
@@ -59,15 +65,29 @@ class WeightBuffers:
     def keep_mapping(
         self, updater: Any, named_tensors: Any, load_format: str | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Keep the shared memory of a flattened bucket mapped. Hook before it is loaded.
-
-        torch finds a mapping that is still in use by its name, and maps no second time.
-        """
+        """Load a flattened bucket from a mapping that is kept. Hook before it is loaded."""
         if load_format == "flattened_bucket":
-            storage = named_tensors["flattened_tensor"].untyped_storage()
-            others = [each for each in self._mapped if each.data_ptr() != storage.data_ptr()]
-            self._mapped = [*others, storage][-SENDER_BUFFERS:]
+            flat = self._kept_mapping(named_tensors["flattened_tensor"])
+            named_tensors = {**named_tensors, "flattened_tensor": flat}
         return (updater,), {"named_tensors": named_tensors, "load_format": load_format}
+
+    def _kept_mapping(self, flat: Tensor) -> Tensor:
+        """Return the same bytes of the same file by our own mapping. `flat`: a shared tensor, mapped by torch."""
+        storage = flat.untyped_storage()
+        name = storage._share_filename_cpu_()[1].decode().lstrip("/")
+        with (SHARED_MEMORY / name).open("r+b") as file:
+            found = os.fstat(file.fileno())
+            key = (name, found.st_ino)
+            whole = self._mapped.pop(key, None)
+            if whole is None:
+                whole = torch.frombuffer(mmap.mmap(file.fileno(), found.st_size), dtype=torch.uint8)
+
+        # removed files hold their memory until they are unmapped
+        others = {kept: each for kept, each in self._mapped.items() if (SHARED_MEMORY / kept[0]).exists()}
+        self._mapped = dict([*others.items(), (key, whole)][-SENDER_BUFFERS:])
+
+        start = found.st_size - storage.nbytes() + flat.storage_offset()  # after torch's own header
+        return whole[start : start + flat.numel()]
 
     def _buffer(self, size: int) -> Tensor:
         if self._received is None or self._received.numel() < size:

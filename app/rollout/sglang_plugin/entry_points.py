@@ -36,11 +36,11 @@ def load() -> None:
 def _load_for_cpu() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from app.rollout.sglang_plugin import cpu_attention, cpu_gated_delta, cpu_lora, cpu_weight_buffers
+    from app.rollout.sglang_plugin import cpu_attention, cpu_gated_delta, cpu_weight_buffers, lora_layers
 
     cpu_attention.register()
     cpu_gated_delta.register()
-    cpu_lora.register()
+    lora_layers.register_for_cpu()
     cpu_weight_buffers.register()
     HookRegistry.register(SET_START_METHOD, fork_children, HookType.AFTER)
     HookRegistry.register(PROCESS_REQUESTS, sleep_while_paused, HookType.AFTER)
