@@ -115,20 +115,18 @@ def engine(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPat
     asyncio.run(started.stop())
 
 
-def make_engine(model: Path, folder: Path, *, name: str = "engine 0", seed: int = 0, **flags: object):
-    """An engine host of our own making, not started: `asyncio.run(make_engine(...).start(300))`."""
-    import ray
-
+def server_spec(
+    model: Path, folder: Path, *, name: str = "engine 0", host: str = "127.0.0.1", seed: int = 0, **flags: object
+):
+    """A server of our own making, from the session's fork server."""
     from app.device.cpu import DEVICE
-    from app.rollout.host import EngineHost, HostSpec
-    from app.rollout.remote import RemoteEngine
     from app.rollout.server import ServerSpec
     from app.utils.net import free_port
 
-    server = ServerSpec(
+    return ServerSpec(
         name=name,
         model_path=str(model),
-        host="127.0.0.1",
+        host=host,
         port=free_port(),
         key=secrets.token_urlsafe(16),
         flags={
@@ -144,13 +142,22 @@ def make_engine(model: Path, folder: Path, *, name: str = "engine 0", seed: int 
         log=folder / f"{name.replace(' ', '_')}.log",
         fork_server=shared(),
     )
+
+
+def make_engine(model: Path, folder: Path, *, name: str = "engine 0", seed: int = 0, **flags: object):
+    """An engine host of our own making, not started: `asyncio.run(make_engine(...).start(300))`."""
+    import ray
+
+    from app.rollout.host import EngineHost, HostSpec
+    from app.rollout.remote import RemoteEngine
+
     spec = HostSpec(
         name=name,
         start_timeout_s=300,
         stall_timeout_s=60,
         releases_memory=False,
         log=folder / f"{name.replace(' ', '_')}_host.log",
-        server=server,
+        server=server_spec(model, folder, name=name, seed=seed, **flags),
     )
     actor = ray.remote(EngineHost).options(max_concurrency=1024, num_cpus=0).remote(spec)
     return RemoteEngine(name, actor)

@@ -27,7 +27,7 @@ DEVICE = Device(
         # Convolution state of linear attention; bfloat16 by default.
         "SGLANG_MAMBA_CONV_DTYPE": "float32",
     },
-    lora_backend="torch_native",  # app/rollout/sglang_plugin/cpu_lora.py
+    lora_backend="torch_native",  # app/rollout/sglang_plugin/lora_layers.py
     forks_engines=True,  # as SGLang's own children: app/rollout/sglang_plugin/entry_points.py
     shares_memory=False,
     fused_optimizer=True,

@@ -8,6 +8,7 @@ of a run use it, so that the engine's log-probabilities stay the trainer's.
 import warnings
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ LEAST = 2**20  # multiplications, below which the call costs more than MKL's slo
 VENDOR = "AuthenticAMD"
 CPU_DESCRIPTION = Path("/proc/cpuinfo")
 
+_overrides: list[torch.library.Library] = []  # an override ends with its library
+
 
 @cache
 def use_onednn_matmul() -> bool:
-    """Let oneDNN compute this process's large float32 products (`aten::mm`, so backward passes too).
+    """Let oneDNN compute this process's large float32 products, those of backward passes too.
 
     Returns:
         False where it would not help: on other vendors' CPUs, without AVX-512, and in a torch without oneDNN.
@@ -28,29 +31,74 @@ def use_onednn_matmul() -> bool:
         return False
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that `mm` is overridden
-        library.impl("mm", matmul, "CPU")
+        warnings.simplefilter("ignore")  # torch warns that an operator is overridden
+        for operator in (_Matmul(), _MatmulInto(), _AddMatmul()):
+            library.impl(operator.name, operator, "CPU")
     _overrides.append(library)
     return True
-
-
-_overrides: list[torch.library.Library] = []  # an override ends with its library
 
 
 def helps() -> bool:
     """Whether oneDNN's kernels are faster here than MKL's."""
     return (
         torch.backends.mkldnn.is_available()
+        and hasattr(torch.library, "get_kernel")
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and CPU_DESCRIPTION.exists()
         and VENDOR in CPU_DESCRIPTION.read_text()
     )
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return a·b of CPU tensors of any strides. a is [M, K], b is [K, N]."""
-    if a.dtype is torch.float32 and b.dtype is torch.float32 and len(a) * b.numel() >= LEAST:
-        if a.shape[1] != len(b):
-            raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({tuple(a.shape)} and {tuple(b.shape)})")
-        return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-    return torch.mm(a, b, out=a.new_empty(len(a), b.shape[1]))
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product of a [M, K] and b [K, N], float32 of any strides."""
+    if a.shape[1] != b.shape[0]:
+        raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({tuple(a.shape)} and {tuple(b.shape)})")
+    # oneDNN is slow in reading a left factor across its rows, as for a weight's gradient: the smaller factor is copied.
+    swapped = a.stride(1) != 1 and b.stride(1) == 1 and b.numel() < a.numel()
+    if swapped:
+        a, b = b.t(), a.t()
+    product = torch.ops.mkldnn._linear_pointwise(a.contiguous(), b.t(), None, "none", [], "")
+    return product.t().contiguous() if swapped else product
+
+
+def _large(*tensors: Tensor) -> bool:
+    """Whether oneDNN is to compute with these; the first two are the factors."""
+    a, b = tensors[:2]
+    return a.shape[0] * b.numel() >= LEAST and all(each.dtype is torch.float32 for each in tensors)
+
+
+class _Operator:
+    """An operator of torch, and its kernel from before the override."""
+
+    name: str
+
+    def __init__(self) -> None:
+        self.kernel = torch.library.get_kernel(f"aten::{self.name}", "CPU")
+        self.keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+    def before(self, *arguments: Any, **named: Any) -> Tensor:
+        return self.kernel.call_boxed(self.keys, *arguments, **named)
+
+
+class _Matmul(_Operator):
+    name = "mm"
+
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        return multiply(a, b) if _large(a, b) else self.before(a, b)
+
+
+class _MatmulInto(_Operator):
+    name = "mm.out"
+
+    def __call__(self, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+        return out.copy_(multiply(a, b)) if _large(a, b, out) else self.before(a, b, out=out)
+
+
+class _AddMatmul(_Operator):
+    name = "addmm_"
+
+    def __call__(self, total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        if not _large(a, b, total):
+            return self.before(total, a, b, beta=beta, alpha=alpha)
+        product = multiply(a, b)
+        return total.copy_(product.mul_(alpha)) if beta == 0 else total.mul_(beta).add_(product, alpha=alpha)

@@ -61,7 +61,24 @@ class ReadyBucket:
 
 
 def plan_buckets(tensors: Sequence[TensorMeta], *, capacity: int) -> tuple[Bucket, ...]:
-    """Cut `tensors` into buckets of at most `capacity` bytes. A larger tensor gets its own bucket."""
+    """Cut `tensors` into as few buckets of at most `capacity` bytes as possible, the largest as small as possible.
+
+    Even buckets need smaller buffers, and nothing can be sent while the first one is gathered. A tensor larger than
+    `capacity` gets its own bucket.
+    """
+    count = len(_filled(tensors, capacity))
+    enough, too_small = capacity, 0
+    while enough - too_small > 1:
+        middle = (enough + too_small) // 2
+        if len(_filled(tensors, middle)) <= count:
+            enough = middle
+        else:
+            too_small = middle
+    return tuple(Bucket(tuple(bucket)) for bucket in _filled(tensors, enough))
+
+
+def _filled(tensors: Sequence[TensorMeta], capacity: int) -> list[list[TensorMeta]]:
+    """Fill one bucket after the other."""
     buckets: list[list[TensorMeta]] = []
     filled = 0
 
@@ -73,4 +90,4 @@ def plan_buckets(tensors: Sequence[TensorMeta], *, capacity: int) -> tuple[Bucke
         buckets[-1].append(tensor)
         filled += tensor.bytes
 
-    return tuple(Bucket(tuple(bucket)) for bucket in buckets)
+    return buckets

@@ -12,6 +12,7 @@ Invariants:
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -21,13 +22,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
 from app.weight_sync.gather import Receivers, all_gather, gather_by_rank, gather_full
-from app.weight_sync.snapshot import ShardSnapshot
-from app.wire import BLOCK_COUNTS, BLOCK_ITEMS, HEADER, LOW_BITS, VALUES, DeltaHeader, SparseTensorMeta
+from app.weight_sync.snapshot import Changes, ShardSnapshot, diff_and_replace_all
+from app.wire import GAPS, HEADER, MORE, VALUES, DeltaHeader, SparseTensorMeta
 
 MAX_ELEMENTS = 2**31 - 1  # of a tensor whose positions fit into int32
 GATHERED_ENTRY_BYTES = 6  # between trainer ranks: int32 position, 16-bit value
-Changes = tuple[Tensor, Tensor]  # of one tensor on this rank: positions [n] int32, values [n] int16 bits
 Entries = tuple[list[Tensor], Tensor]  # of all ranks: positions by tensor, values of all tensors concatenated
+Encoded = tuple[Tensor, Tensor]  # gap bytes and values of all tensors, concatenated
 
 
 class DeltaEncoder:
@@ -64,21 +65,26 @@ class DeltaEncoder:
             return self._write(self._header(index), bucket.tensors, None, buffer, receivers)
 
         comparable = [meta for meta in bucket.tensors if is_comparable(meta)]
-        changes = [self._changes(meta) for meta in comparable]
+        changes = self._changes(comparable)
         counts = self._gather_counts([positions.numel() for positions, _ in changes])  # [R][T]
         totals = [sum(column) for column in zip(*counts, strict=True)]
 
-        # sparse where that is smaller; a tensor without changes is not sent at all
+        # sparse where that is smaller for sure; a tensor without changes is not sent at all
         sparse = [SparseTensorMeta(meta.name, meta.shape, n) for meta, n in zip(comparable, totals, strict=True)]
-        smaller = {meta.name for meta, each in zip(comparable, sparse, strict=True) if each.bytes < meta.bytes}
+        smaller = {meta.name for meta, each in zip(comparable, sparse, strict=True) if each.max_bytes < meta.bytes}
         sent = [i for i, each in enumerate(sparse) if each.name in smaller and each.entries]
         whole = [meta for meta in bucket.tensors if meta.name not in smaller]
 
         entries = self._gather_entries(
             [changes[i] for i in sent], [[row[i] for i in sent] for row in counts], receivers
         )
-        header = self._header(index, tuple(sparse[i] for i in sent))
-        return self._write(header, whole, entries, buffer, receivers, changed=sum(totals))
+        changed = [sparse[i] for i in sent]
+        encoded = None
+        if entries is not None:
+            gaps, sizes = encode_gaps(entries[0])
+            encoded = gaps, entries[1]
+            changed = [replace(each, gaps=size) for each, size in zip(changed, sizes, strict=True)]
+        return self._write(self._header(index, tuple(changed)), whole, encoded, buffer, receivers, changed=sum(totals))
 
     def _header(self, index: int, changed: tuple[SparseTensorMeta, ...] = ()) -> DeltaHeader:
         return DeltaHeader(self.version, self.base, index, self.messages, changed)
@@ -91,12 +97,17 @@ class DeltaEncoder:
             self.snapshots[meta.name] = ShardSnapshot(shard, getattr(torch, meta.dtype), on_host=self.on_host)
         self.snapshots[meta.name].replace(shard)
 
-    def _changes(self, meta: TensorMeta) -> Changes:
-        """Return the changes of this rank's shard, at positions in the full tensor. Rank 0 reports an unsharded one."""
-        tensor = self.tensors[meta.name]
-        positions, values = self.snapshots[meta.name].diff_and_replace(local_shard(tensor))
+    def _changes(self, metas: Sequence[TensorMeta]) -> list[Changes]:
+        """Return the changes of this rank's shards, at positions in the full tensors. Rank 0 reports unsharded ones."""
+        tensors = [self.tensors[meta.name] for meta in metas]
+        found = diff_and_replace_all(
+            [self.snapshots[meta.name] for meta in metas], [local_shard(tensor) for tensor in tensors]
+        )
+        return [self._in_full_tensor(tensor, *changes) for tensor, changes in zip(tensors, found, strict=True)]
+
+    def _in_full_tensor(self, tensor: Tensor, positions: Tensor, values: Tensor) -> Changes:
         if isinstance(tensor, DTensor):
-            return positions + shard_offset(tensor), values
+            return positions.add_(shard_offset(tensor)), values
         if self.rank_index == 0:
             return positions, values
         return positions[:0], values[:0]
@@ -158,7 +169,7 @@ class DeltaEncoder:
         self,
         header: DeltaHeader,
         whole: Sequence[TensorMeta],
-        entries: Entries | None,
+        encoded: Encoded | None,
         buffer: Tensor | None,
         receivers: Receivers,
         *,
@@ -168,14 +179,11 @@ class DeltaEncoder:
         text = header.encode()
         metas = [*whole, TensorMeta(HEADER, "uint8", (len(text),))]
         if header.changed:
-            count = sum(tensor.entries for tensor in header.changed)
-            blocks = sum(tensor.blocks for tensor in header.changed)
-            metas.append(TensorMeta(BLOCK_COUNTS, "int32", (blocks,)))
-            metas.append(TensorMeta(LOW_BITS, "int16", (count,)))
-            metas.append(TensorMeta(VALUES, self.dtype, (count,)))
+            metas.append(TensorMeta(GAPS, "uint8", (sum(tensor.gaps for tensor in header.changed),)))
+            metas.append(TensorMeta(VALUES, self.dtype, (sum(tensor.entries for tensor in header.changed),)))
 
         message = Bucket(tuple(sorted(metas, key=lambda meta: -meta.item_bytes)))
-        contents = _contents(header, text, entries) if buffer is not None else {}
+        contents = _contents(text, encoded) if buffer is not None else {}
 
         for meta, offset in zip(message.tensors, message.offsets, strict=True):
             out = buffer[offset : offset + meta.bytes] if buffer is not None else None
@@ -197,7 +205,7 @@ def is_comparable(meta: TensorMeta) -> bool:
 def max_header_bytes(bucket: Bucket) -> int:
     """Return the largest size of a bucket's header."""
     widest = 2**63 - 1
-    rows = tuple(SparseTensorMeta(meta.name, meta.shape, widest) for meta in bucket.tensors)
+    rows = tuple(SparseTensorMeta(meta.name, meta.shape, widest, widest) for meta in bucket.tensors)
     return len(DeltaHeader(widest, widest, widest, widest, rows).encode())
 
 
@@ -221,22 +229,38 @@ def _split_payload(payload: Tensor) -> tuple[Tensor, Tensor]:
     return payload[:split].view(torch.int32), payload[split:].view(torch.int16)
 
 
-def _contents(header: DeltaHeader, text: bytes, entries: Entries | None) -> dict[str, Tensor]:
+def encode_gaps(positions: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """Encode the ascending positions of each tensor, at least one of each (app/wire.py).
+
+    Returns:
+        The bytes of all tensors [n] uint8, and how many each of them has.
+    """
+    flat = torch.cat(list(positions))
+    firsts = torch.tensor([0, *(len(each) for each in positions[:-1])], device=flat.device).cumsum(0)
+    gaps = torch.diff(flat, prepend=flat[:1]) - 1
+    gaps[firsts] = flat[firsts]
+
+    # most gaps take one byte: the others get theirs before it
+    long = (gaps >= MORE).nonzero().squeeze(1)
+    more = gaps[long].div(MORE, rounding_mode="floor").long()
+    before = torch.repeat_interleave(long, more)
+    before += torch.arange(len(before), device=flat.device)
+
+    encoded = torch.full((len(flat) + len(before),), MORE, dtype=torch.uint8, device=flat.device)
+    has_entry = torch.ones_like(encoded, dtype=torch.bool)
+    has_entry[before] = False
+    gaps[long] %= MORE
+    encoded.masked_scatter_(has_entry, gaps.to(torch.uint8))
+
+    total = torch.cat([more.new_zeros(1), more.cumsum(0)])
+    starts = firsts + total[torch.searchsorted(long, firsts)]
+    return encoded, torch.diff(starts, append=starts.new_full((1,), len(encoded))).tolist()
+
+
+def _contents(text: bytes, encoded: Encoded | None) -> dict[str, Tensor]:
     """Return the bytes of the header and of the entry lists, by their names in a message."""
     contents = {HEADER: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
-    if entries is None:
-        return contents
-
-    positions, values = entries
-    counts = [_block_counts(each, meta.blocks) for each, meta in zip(positions, header.changed, strict=True)]
-    contents[BLOCK_COUNTS] = torch.cat(counts).view(torch.uint8)
-    contents[LOW_BITS] = torch.cat(positions).to(torch.int16).view(torch.uint8)
-    contents[VALUES] = values.contiguous().view(torch.uint8)
+    if encoded is not None:
+        gaps, values = encoded
+        contents |= {GAPS: gaps, VALUES: values.contiguous().view(torch.uint8)}
     return contents
-
-
-def _block_counts(positions: Tensor, blocks: int) -> Tensor:
-    """Count the ascending positions in each block: [blocks] int32."""
-    ends = torch.arange(1, blocks + 1, device=positions.device) * BLOCK_ITEMS
-    below = torch.searchsorted(positions, ends.clamp(max=MAX_ELEMENTS).to(positions.dtype))
-    return torch.diff(below, prepend=below.new_zeros(1)).to(torch.int32)

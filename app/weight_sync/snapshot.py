@@ -1,18 +1,28 @@
 """Finds the entries of a shard that differ, bit for bit, from the last sync.
 
 Most values are unchanged after a step. So a CPU compares 64-bit words of four 16-bit values and looks only into those
-that differ, in chunks that fit into the cache. An accelerator compares in chunks that bound its temporaries.
+that differ, in chunks that fit into the cache, with a few threads: torch and numpy release Python's lock. An
+accelerator compares in chunks that bound its temporaries.
 """
 
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 WORD = 4  # 16-bit values in 64 bits
-CPU_CHUNK = 1 << 20  # elements; multiples of WORD
+WORD_BITS = 2  # of an index within a word
+CPU_CHUNK = 1 << 19  # elements; multiples of WORD
 DEVICE_CHUNK = 1 << 26
+CPU_PART = 1 << 23  # elements that one thread compares at a time; a multiple of CPU_CHUNK
+MAX_THREADS = 4  # memory, not arithmetic, is the limit
+Changes = tuple[Tensor, Tensor]  # ascending positions [n] int32, new values [n] as int16 bits
 
 
 class ShardSnapshot:
@@ -32,14 +42,14 @@ class ShardSnapshot:
             self._values[start : start + chunk.numel()].copy_(chunk)
 
     @torch.no_grad()
-    def diff_and_replace(self, shard: Tensor) -> tuple[Tensor, Tensor]:
+    def diff_and_replace(self, shard: Tensor) -> Changes:
         """Compare the shard (flat, float masters) with the snapshot and store what changed.
 
         Returns:
-            Ascending positions [n] int32 and new values [n] as int16 bits, on the shard's device.
+            Ascending positions and new values, on the shard's device.
         """
         replace = _replace_on_cpu if self.device.type == "cpu" else _replace
-        scratch = torch.zeros(min(self._chunk, self._values.numel()), dtype=self._values.dtype, device=self.device)
+        scratch = _scratch(min(self._chunk, self._values.numel()), self._values.dtype, self.device)
         positions = [torch.empty(0, dtype=torch.int32, device=self.device)]
         values = [torch.empty(0, dtype=torch.int16, device=self.device)]
 
@@ -50,14 +60,74 @@ class ShardSnapshot:
             new[: chunk.numel()].copy_(chunk)
             new[chunk.numel() :].zero_()
             position, value = replace(old.view(torch.int16), new.view(torch.int16))
-            positions.append(position.add_(start).to(torch.int32))
+            positions.append(position.to(torch.int32).add_(start))
             values.append(value)
 
         return torch.cat(positions), torch.cat(values)
 
+    def parts(self, shard: Tensor) -> Iterator["Part"]:
+        """Cut the comparison into pieces for several threads; a single one on an accelerator."""
+        if self.device.type != "cpu" or shard.numel() <= CPU_PART:
+            yield Part(self, shard, 0)
+            return
+        for start, piece in _chunks(shard, CPU_PART):
+            own = ShardSnapshot.__new__(ShardSnapshot)
+            own.device = self.device
+            own._values = self._values[start : start + _padded(piece.numel())]
+            yield Part(own, piece, start)
+
     @property
     def _chunk(self) -> int:
         return CPU_CHUNK if self.device.type == "cpu" else DEVICE_CHUNK
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A range of a shard and its snapshot."""
+
+    snapshot: ShardSnapshot
+    piece: Tensor
+    start: int
+
+    def changes(self) -> Changes:
+        """Compare and store, at positions in the whole shard."""
+        position, value = self.snapshot.diff_and_replace(self.piece)
+        return position.add_(self.start), value
+
+
+def diff_and_replace_all(snapshots: Sequence[ShardSnapshot], shards: Sequence[Tensor]) -> list[Changes]:
+    """Do `ShardSnapshot.diff_and_replace` for every shard, on a CPU with several threads."""
+    parts = [list(snapshot.parts(shard)) for snapshot, shard in zip(snapshots, shards, strict=True)]
+    flat = [part for each in parts for part in each]
+    if snapshots and snapshots[0].device.type == "cpu":
+        done = iter(list(_threads().map(Part.changes, flat)))
+    else:
+        done = iter([part.changes() for part in flat])
+    return [_joined([next(done) for _ in each]) for each in parts]
+
+
+def _joined(changes: Sequence[Changes]) -> Changes:
+    if len(changes) == 1:
+        return changes[0]
+    return torch.cat([position for position, _ in changes]), torch.cat([value for _, value in changes])
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="compare")
+
+
+_kept = threading.local()
+
+
+def _scratch(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return scratch memory; a thread keeps its own, since touching fresh pages takes longer than using them."""
+    if device.type != "cpu":
+        return torch.zeros(elements, dtype=dtype, device=device)
+    kept: Tensor | None = getattr(_kept, "scratch", None)
+    if kept is None or kept.numel() < elements:
+        kept = _kept.scratch = torch.zeros(max(elements, CPU_CHUNK), dtype=torch.int16)
+    return kept[:elements].view(dtype)
 
 
 def _padded(elements: int) -> int:
@@ -90,5 +160,5 @@ def _replace_on_cpu(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     differ = np.flatnonzero(values != old_words[words].view(np.int16))
     old_words[words] = changed_words
 
-    position = words[differ // WORD] * WORD + differ % WORD
+    position = (words.astype(np.int32) * WORD)[differ >> WORD_BITS] + (differ & WORD - 1).astype(np.int32)
     return torch.from_numpy(position), torch.from_numpy(values[differ])

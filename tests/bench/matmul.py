@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from app.device.cpu_matmul import matmul
+from app.device.cpu_matmul import multiply
 from tests.bench.machine import busy, conditions, machine, spread
 
 WIDTH, WIDER = 256, 1536  # of a layer
@@ -50,7 +50,7 @@ def main() -> None:
     results = {}
     for name, rows in ROWS.items():
         for product, (a, b) in factors(rows).items():
-            rounds = [(gflops(matmul, a, b), gflops(torch.mm, a, b)) for _ in range(arguments.rounds)]
+            rounds = [(gflops(multiply, a, b), gflops(torch.mm, a, b)) for _ in range(arguments.rounds)]
             results[f"{name}: {product}"] = {
                 "onednn_gflops": spread((onednn for onednn, _ in rounds), 0),
                 "mkl_gflops": spread((mkl for _, mkl in rounds), 0),

@@ -23,7 +23,7 @@ def test_every_tensor_is_in_one_bucket_whole_in_model_order(tensors: list[Tensor
         assert bucket.offsets[-1] + bucket.tensors[-1].bytes == bucket.bytes  # no gaps: only used bytes are sent
 
 
-@pytest.mark.parametrize(("capacity", "sizes"), [(1, [400, 800, 40]), (1200, [1200, 40]), (10**9, [1240])])
+@pytest.mark.parametrize(("capacity", "sizes"), [(1, [400, 800, 40]), (1200, [400, 840]), (10**9, [1240])])
 def test_a_tensor_larger_than_a_bucket_is_a_bucket_of_its_own(capacity: int, sizes: list[int]) -> None:
     tensors = [
         TensorMeta("a", "float32", (10, 10)),
@@ -31,3 +31,16 @@ def test_a_tensor_larger_than_a_bucket_is_a_bucket_of_its_own(capacity: int, siz
         TensorMeta("c", "bfloat16", (20,)),
     ]
     assert [bucket.bytes for bucket in plan_buckets(tensors, capacity=capacity)] == sizes
+
+
+@given(TENSORS, st.integers(1, 50_000))
+def test_no_smaller_capacity_does_with_as_many_buckets(tensors: list[TensorMeta], capacity: int) -> None:
+    buckets = plan_buckets(tensors, capacity=capacity)
+    largest = max(bucket.bytes for bucket in buckets)
+    smaller = plan_buckets(tensors, capacity=max(1, largest - 1))
+    assert len(smaller) > len(buckets) or max(bucket.bytes for bucket in smaller) == largest
+
+
+def test_buckets_are_even_where_the_tensors_allow_it() -> None:
+    tensors = [TensorMeta(f"layer.{i}", "bfloat16", (50,)) for i in range(12)]
+    assert [bucket.bytes for bucket in plan_buckets(tensors, capacity=1000)] == [600, 600]

@@ -20,9 +20,10 @@ from app import wire
 from app.config.weight_sync import SyncMode, WeightSyncConfig
 from app.errors import ConfigError
 from app.rollout.sglang_plugin.delta_loader import DeltaLoader
+from app.rollout.sglang_plugin.delta_loader import positions as decoded_positions
 from app.rollout.sglang_plugin.sparse_tensor import SparseTensor
 from app.weight_sync.buckets import Bucket, TensorMeta, plan_buckets
-from app.weight_sync.delta import DeltaEncoder, max_header_bytes
+from app.weight_sync.delta import DeltaEncoder, encode_gaps, max_header_bytes
 from app.weight_sync.gather import Receivers
 from app.weight_sync.snapshot import CPU_CHUNK, ShardSnapshot
 from tests.compose import composed
@@ -185,9 +186,9 @@ def test_only_what_changed_is_sent_and_no_message_is_larger_than_its_bucket() ->
     trainer.masters["big"][100, 200] *= 2
     ((message),) = trainer.sync(2, 1)
     assert trainer.changed == 1
-    low, values = dict(message)[wire.LOW_BITS], dict(message)[wire.VALUES]
+    gaps, values = dict(message)[wire.GAPS], dict(message)[wire.VALUES]
     position = 100 * 257 + 200
-    assert low.tolist() == [position & 0xFFFF if position < 2**15 else position - 2**16]
+    assert gaps.tolist() == [wire.MORE] * (position // wire.MORE) + [position % wire.MORE]
     assert torch.equal(values, trainer.masters["big"][100, 200].bfloat16().reshape(1))
     for tensor in trainer.masters.values():
         tensor.neg_()
@@ -195,8 +196,31 @@ def test_only_what_changed_is_sent_and_no_message_is_larger_than_its_bucket() ->
     assert trainer.bytes <= full + 200  # entries would take twice as much
 
 
-def test_positions_beyond_one_block_arrive() -> None:
-    items = 3 * wire.BLOCK_ITEMS + 5
+GAPS = [  # positions of each tensor, bytes of each
+    ([[0]], [[0]]),
+    ([[254, 255], [255]], [[254, 0], [255, 0]]),
+    ([[0, 1, 257, 512, 1023], [3]], [[0, 0, 255, 0, 254, 255, 255, 0], [3]]),
+    ([[1000], [2, 4], [600, 601]], [[255, 255, 255, 235], [2, 1], [255, 255, 90, 0]]),
+]
+
+
+@pytest.mark.parametrize(("positions", "encoded"), GAPS)
+def test_gaps_are_bytes_and_every_tensor_begins_anew(positions: list[list[int]], encoded: list[list[int]]) -> None:
+    flat, sizes = encode_gaps([torch.tensor(each, dtype=torch.int32) for each in positions])
+    assert [each.tolist() for each in flat.split(sizes)] == encoded
+    assert [decoded_positions(each).tolist() for each in flat.split(sizes)] == positions
+
+
+def test_one_percent_of_the_entries_take_three_bytes_each() -> None:
+    torch.manual_seed(0)
+    positions = (torch.rand(1_000_000) < 0.01).nonzero().squeeze(1)
+    gaps, (size,) = encode_gaps([positions.to(torch.int32)])
+    assert 1.05 < size / len(positions) < 1.12
+    assert torch.equal(decoded_positions(gaps), positions)
+
+
+def test_positions_beyond_16_bits_arrive() -> None:
+    items = 3 * 65536 + 5
     masters = {"long": torch.zeros(items)}
     bucket = Bucket((TensorMeta("long", "bfloat16", (items,)),))
     encoder = DeltaEncoder(masters, "bfloat16", on_host=False)

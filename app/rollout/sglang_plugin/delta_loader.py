@@ -19,17 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.rollout.sglang_plugin.sparse_tensor import SparseTensor
-from app.wire import (
-    BLOCK_COUNTS,
-    BLOCK_ITEMS,
-    HEADER,
-    LOW_BITS,
-    LOW_MASK,
-    VALUES,
-    DeltaHeader,
-    SparseTensorMeta,
-    decode,
-)
+from app.wire import GAPS, HEADER, MORE, VALUES, DeltaHeader, SparseTensorMeta, decode
 
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 NamedTensors = Sequence[tuple[str, Tensor]]
@@ -92,7 +82,7 @@ class DeltaLoader:
 
         failure: str | None = None
         hits: list[list[int]] = [[] for _ in header.changed]  # by tensor: entries written by each copy
-        entries = [tensors.pop(name, None) for name in (BLOCK_COUNTS, LOW_BITS, VALUES)]
+        entries = [tensors.pop(name, None) for name in (GAPS, VALUES)]
         try:
             with torch.no_grad():
                 model.load_weights([*tensors.items(), *sparse_tensors(header.changed, entries, hits)])
@@ -147,26 +137,30 @@ def sparse_tensors(
 
     Args:
         changed: The tensors, in the order of their entries.
-        entries: Block counts [blocks] int32, low position halves [n] int16, and values [n], each over all tensors.
+        entries: Gap bytes [m] uint8 and values [n], each over all tensors.
         hits: By tensor, collects the entries written.
     """
-    blocks, low, values = entries
-    if blocks is None or low is None or values is None:
+    gaps, values = entries
+    if gaps is None or values is None:
         return
 
-    first_block = 0
+    first_gap = 0
     first_entry = 0
     for tensor, tensor_hits in zip(changed, hits, strict=True):
-        counts = blocks[first_block : first_block + tensor.blocks].long()
-        own = slice(first_entry, first_entry + tensor.entries)
-        starts = torch.arange(tensor.blocks, device=low.device) * BLOCK_ITEMS
-        high = torch.repeat_interleave(starts, counts, output_size=tensor.entries)
-        position = high + (low[own].long() & LOW_MASK)
+        position = positions(gaps[first_gap : first_gap + tensor.gaps])
         layout = torch.empty(tensor.shape, dtype=values.dtype, device="meta")
-        yield tensor.name, SparseTensor(layout, position, values[own], tensor_hits)
+        value = values[first_entry : first_entry + tensor.entries]
+        yield tensor.name, SparseTensor(layout, position, value, tensor_hits)
 
-        first_block += tensor.blocks
+        first_gap += tensor.gaps
         first_entry += tensor.entries
+
+
+def positions(gaps: Tensor) -> Tensor:
+    """Decode the gap bytes of a tensor: [n] int64, ascending."""
+    has_entry = gaps != MORE
+    advanced = gaps.long().add_(has_entry).cumsum_(0)
+    return advanced.masked_select(has_entry).sub_(1)
 
 
 def all_reduce_counts(counts: list[int]) -> list[int]:
