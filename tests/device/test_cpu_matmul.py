@@ -65,7 +65,7 @@ exact = [each.detach().double().requires_grad_() for each in (x, w)]
 torch.nn.functional.linear(*exact).square().sum().backward()
 agree(x.grad, exact[0].grad)
 agree(w.grad, exact[1].grad)
-assert multiplied == [(64, 256), (64, 512), (512, 64)], multiplied  # forward, gradient of x, gradient of w
+assert sorted(multiplied) == [(64, 256), (64, 512), (512, 64)], multiplied  # forward, gradients of x and w
 
 with torch.inference_mode():
     a, b, total = torch.randn(300, 70), torch.randn(70, 900), torch.randn(300, 900)
