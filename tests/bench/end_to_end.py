@@ -1,4 +1,4 @@
-"""The whole application against TRL's GRPOTrainer.
+"""The whole application, in both placements, against TRL's GRPOTrainer.
 
     python -m tests.bench.end_to_end --peer PYTHON [--rounds N] [--tune] [--out FILE [--add]]
 
@@ -38,7 +38,7 @@ from tests.bench.machine import busy, conditions, earlier_result, machine, pss_b
 from tests.bench.trl_baseline import VOCABULARY, save_baseline_model
 
 PROMPTS_PER_STEP, GROUP_SIZE, PROMPT_TOKENS, MAX_TOKENS = 16, 8, 16, 256
-WARM_UP = 1  # steps
+WARM_UP = 1  # steps that are not counted
 MICROBATCH_TOKENS = 2048  # ours
 TRL_SETTINGS = ("--microbatch", "8")  # rows; of the rounds
 TUNED_SETTINGS = {  # of --tune
@@ -49,7 +49,8 @@ TUNED_SETTINGS = {  # of --tune
 }
 SAMPLE_SECONDS = 3.0  # sampling a dozen processes takes 0.1 s
 DEADLINE_SECONDS = 1800  # for one run
-SIDES = ("trl", "ours")
+ASYNC_WARM_UP = 4  # the same of fully_async, which first fills its buffer
+SIDES = ("trl", "ours", "ours_async")
 MARK = "POSTTRAIN_BENCH_RUN"
 
 
@@ -86,10 +87,10 @@ def trl(python: str, model: Path, prompts: Path, steps: int, settings: Sequence[
     return measured(result["seconds"], result["generation_seconds"], result["completion_tokens"], memory, detail)
 
 
-def ours(model: Path, prompts: Path, steps: int, folder: Path) -> Measured:
+def ours(model: Path, prompts: Path, steps: int, folder: Path, placement: str) -> Measured:
     run = folder / f"run-{secrets.token_hex(4)}"
     overrides = {
-        "placement": "colocate",
+        "placement": placement,
         "model": "hf",
         "model.path": model,
         "data": "arithmetic",
@@ -119,8 +120,12 @@ def ours(model: Path, prompts: Path, steps: int, folder: Path) -> Measured:
     lines = [line for line in lines if "time/step" in line][:steps]
     names = ("time/train", "time/sync", "mismatch/abs_difference", "staleness/mean")
     detail = {name: round(statistics.median(line[name] for line in lines[WARM_UP:]), 7) for name in names}
-    generate, tokens = ([line[name] for line in lines] for name in ("time/generate", "tokens/completion"))
-    return measured(step_seconds(run), generate, tokens, memory, detail)
+    generate, tokens, between = (
+        [line[name] for line in lines] for name in ("time/generate", "tokens/completion", "time/step")
+    )
+    # In fully_async a step of the metrics lasts from one sync to the next.
+    seconds = step_seconds(run) if placement == "colocate" else between
+    return measured(seconds, generate, tokens, memory, detail, WARM_UP if placement == "colocate" else ASYNC_WARM_UP)
 
 
 def step_seconds(run: Path) -> list[float]:
@@ -131,14 +136,19 @@ def step_seconds(run: Path) -> list[float]:
 
 
 def measured(
-    seconds: list[float], generate: list[float], tokens: list[float], memory: "Memory", detail: dict[str, Any]
+    seconds: list[float],
+    generate: list[float],
+    tokens: list[float],
+    memory: "Memory",
+    detail: dict[str, Any],
+    warm_up: int = WARM_UP,
 ) -> Measured:
-    """Summarize a run; the lists have an entry per step."""
-    counted = seconds[WARM_UP:]
+    """Summarize a run; the lists have an entry per step, of which the first `warm_up` are not counted."""
+    counted = seconds[warm_up:]
     return Measured(
         seconds_per_step=round(statistics.median(counted), 2),
-        generate_seconds=round(statistics.median(generate[WARM_UP:]), 2),
-        tokens_per_second=round(sum(tokens[WARM_UP:]) / sum(counted), 1),
+        generate_seconds=round(statistics.median(generate[warm_up:]), 2),
+        tokens_per_second=round(sum(tokens[warm_up:]) / sum(counted), 1),
         peak_pss_mib=round(memory.peak_mib),
         pss_mib_at_the_peak=memory.by_kind,
         detail=detail,
@@ -211,31 +221,33 @@ class Workload:
         self.steps = WARM_UP + steps
         self.folder = folder
         self.model = save_baseline_model(folder / "model")
-        self.prompts = save_prompts(folder / "prompts.jsonl", PROMPTS_PER_STEP * (self.steps + 4))
+        self.prompts = save_prompts(folder / "prompts.jsonl", PROMPTS_PER_STEP * (self.steps + ASYNC_WARM_UP + 4))
 
     def measure(self, side: str, settings: Sequence[str] = ()) -> dict[str, Any]:
         before = conditions()
         if side == "trl":
             result = trl(self.python, self.model, self.prompts, self.steps, settings)
+        elif side == "ours":
+            result = ours(self.model, self.prompts, self.steps, self.folder, "colocate")
         else:
-            result = ours(self.model, self.prompts, self.steps, self.folder)
+            steps = self.steps - WARM_UP + ASYNC_WARM_UP
+            result = ours(self.model, self.prompts, steps, self.folder, "fully_async")
         print(side, result, file=sys.stderr)  # progress: a round takes minutes
         return {**asdict(result), "before": before}
 
     def round(self) -> dict[str, Any]:
-        return {"trl": self.measure("trl", TRL_SETTINGS), "ours": self.measure("ours")}
+        return {"trl": self.measure("trl", TRL_SETTINGS), **{side: self.measure(side) for side in SIDES[1:]}}
 
 
 def summary(rounds: list[dict[str, Any]], tuning: dict[str, Any], steps: int) -> dict[str, Any]:
-    def ratio(name: str) -> dict[str, float]:
-        return spread((each["ours"][name] / each["trl"][name] for each in rounds), 2)
+    def ratio(side: str, name: str) -> dict[str, float]:
+        return spread((each[side][name] / each["trl"][name] for each in rounds), 2)
 
     names = ("seconds_per_step", "generate_seconds", "tokens_per_second", "peak_pss_mib")
     return {
         "what": "end_to_end",
-        "placement": "colocate",
-        "ours_over_trl": {name: ratio(name) for name in names},
-        "targets": {"tokens_per_second": 4.0, "peak_pss_mib": 0.5},
+        **{f"{side}_over_trl": {name: ratio(side, name) for name in names} for side in SIDES[1:]},
+        "targets": {"ours tokens_per_second": 4.0, "ours_async tokens_per_second": 6.0, "ours peak_pss_mib": 0.5},
         **{side: {name: spread((each[side][name] for each in rounds), 2) for name in names} for side in SIDES},
         "steps": steps,
         "tuning": tuning,
