@@ -267,6 +267,14 @@ def test_the_phases_of_a_weight_sync_are_stacked_in_their_order(tmp_path, group)
     assert stacked[0]["metrics"] == [f"sync/{phase}_seconds" for phase in SYNC_PHASES]
 
 
+def test_adapters_have_charts_of_their_norm_and_of_how_many_are_loaded(tmp_path, group):
+    adapters = {"lora/norm": 0.5, "lora/loaded_adapters": 2.0}
+    data = Page(run_folder(tmp_path / "run", group, change=lambda _, metrics: metrics | adapters) / "report.html").data
+    titles = {chart["metrics"][0]: (chart["section"], chart["title"]) for chart in data["charts"]}
+    assert titles["lora/norm"] == ("health", "Norm of the adapters")
+    assert titles["lora/loaded_adapters"] == ("sync", "Adapters loaded after each sync")
+
+
 def test_a_failed_run_and_an_empty_folder_have_a_report_too(tmp_path):
     with pytest.raises(RuntimeError), RunFolderRecorder(RunConfig(), tmp_path / "failed"):
         raise RuntimeError("engine <0> died")

@@ -43,6 +43,7 @@ CHARTS = (
     ),
     Chart("health", "Staleness", ("staleness/max", "staleness/mean"), ("max", "mean"), note="weight syncs"),
     Chart("health", "Gradient norm", ("grad_norm",), note="before clipping"),
+    Chart("health", "Norm of the adapters", ("lora/norm",), ("of what they add to the weights",)),
     Chart("health", "Policy loss", ("loss/policy",)),
     Chart("health", "Clipped ratios", ("clip/high_fraction", "clip/low_fraction"), ("high", "low"), "percent"),
     Chart("health", "Completion length", ("completion/length_mean", "completion/length_p95"), ("mean", "p95"), "count"),
@@ -111,6 +112,10 @@ def charts(runs: Sequence[RunData]) -> list[Chart]:
         shown.append(Chart("sync", "Time of each weight sync", metrics, phases, "seconds", "stack"))
     if "sync/bytes" in measured:
         shown.append(Chart("sync", "Bytes sent by each weight sync", ("sync/bytes",), ("bytes",), "bytes"))
+
+    if "lora/loaded_adapters" in measured:
+        labels = ("on the engine with the most",)
+        shown.append(Chart("sync", "Adapters loaded after each sync", ("lora/loaded_adapters",), labels, "count"))
 
     named = {name for chart in shown for name in chart.metrics} | {"time/step", "sync/total_seconds"}
     constant = {name for name in measured if re.fullmatch(r"eval/(.+/)?prompts", name)}
