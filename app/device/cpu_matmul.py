@@ -53,8 +53,10 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     """Return the product of a [M, K] and b [K, N], float32 of any strides."""
     if a.shape[1] != b.shape[0]:
         raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({tuple(a.shape)} and {tuple(b.shape)})")
-    # oneDNN is slow in reading a left factor across its rows, as for a weight's gradient: the smaller factor is copied.
-    swapped = a.stride(1) != 1 and b.stride(1) == 1 and b.numel() < a.numel()
+    # oneDNN is slow in reading a left factor across its rows, as for a weight's gradient. It is copied, or the product
+    # is transposed if that copies less: the other factor and the result.
+    copied = b.numel() + a.shape[0] * b.shape[1]
+    swapped = a.stride(1) != 1 and b.stride(1) == 1 and copied < a.numel()
     if swapped:
         a, b = b.t(), a.t()
     product = torch.ops.mkldnn._linear_pointwise(a.contiguous(), b.t(), None, "none", [], "")
