@@ -63,10 +63,11 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     return product.t().contiguous() if swapped else product
 
 
-def _large(*tensors: Tensor) -> bool:
-    """Whether oneDNN is to compute with these; the first two are the factors."""
-    a, b = tensors[:2]
-    return a.shape[0] * b.numel() >= LEAST and all(each.dtype is torch.float32 for each in tensors)
+def _large(a: Tensor, b: Tensor, into: Tensor | None = None) -> bool:
+    """Whether oneDNN is to compute a·b. torch's own kernel resizes, broadcasts or refuses an `into` of another shape."""
+    if a.shape[0] * b.numel() < LEAST or not a.dtype == b.dtype == torch.float32:
+        return False
+    return into is None or (into.dtype == torch.float32 and into.shape == (a.shape[0], b.shape[1]))
 
 
 class _Operator:

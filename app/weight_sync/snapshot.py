@@ -5,6 +5,7 @@ that differ, in chunks that fit into the cache, with a few threads: torch and nu
 accelerator compares in chunks that bound its temporaries.
 """
 
+import copy
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -71,8 +72,7 @@ class ShardSnapshot:
             yield Part(self, shard, 0)
             return
         for start, piece in _chunks(shard, CPU_PART):
-            own = ShardSnapshot.__new__(ShardSnapshot)
-            own.device = self.device
+            own = copy.copy(self)
             own._values = self._values[start : start + _padded(piece.numel())]
             yield Part(own, piece, start)
 

@@ -18,14 +18,20 @@ from app.device.cpu_matmul import multiply
 from tests.bench.machine import busy, conditions, machine, spread
 
 WIDTH, WIDER = 256, 1536  # of a layer
-ROWS = {"decode step of 38 requests": 38, "microbatch of 2,048 tokens": 2048}
+DECODED, TRAINED = 38, 2048  # requests of a decode step, tokens of a microbatch
 SECONDS = 0.5  # of a measurement
 
 
-def factors(rows: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def factors() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return the factors of a layer's products, in their layouts."""
-    x, w, g = torch.randn(rows, WIDTH), torch.randn(WIDER, WIDTH), torch.randn(rows, WIDER)
-    return {"forward": (x, w.t()), "gradient of the input": (g, w), "gradient of the weight": (g.t(), x)}
+    decoded, w = torch.randn(DECODED, WIDTH), torch.randn(WIDER, WIDTH)
+    x, g = torch.randn(TRAINED, WIDTH), torch.randn(TRAINED, WIDER)
+    return {
+        f"decoding {DECODED} requests": (decoded, w.t()),
+        f"forward pass of {TRAINED:,} tokens": (x, w.t()),
+        "their gradient": (g, w),
+        "the weight's gradient": (g.t(), x),
+    }
 
 
 def gflops(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], a: torch.Tensor, b: torch.Tensor) -> float:
@@ -48,14 +54,13 @@ def main() -> None:
     torch.manual_seed(0)
     before = conditions()
     results = {}
-    for name, rows in ROWS.items():
-        for product, (a, b) in factors(rows).items():
-            rounds = [(gflops(multiply, a, b), gflops(torch.mm, a, b)) for _ in range(arguments.rounds)]
-            results[f"{name}: {product}"] = {
-                "onednn_gflops": spread((onednn for onednn, _ in rounds), 0),
-                "mkl_gflops": spread((mkl for _, mkl in rounds), 0),
-                "onednn_over_mkl": spread((onednn / mkl for onednn, mkl in rounds), 2),
-            }
+    for product, (a, b) in factors().items():
+        rounds = [(gflops(multiply, a, b), gflops(torch.mm, a, b)) for _ in range(arguments.rounds)]
+        results[product] = {
+            "onednn_gflops": spread((onednn for onednn, _ in rounds), 0),
+            "mkl_gflops": spread((mkl for _, mkl in rounds), 0),
+            "onednn_over_mkl": spread((onednn / mkl for onednn, mkl in rounds), 2),
+        }
     result = {
         "what": "matmul",
         "rounds": arguments.rounds,

@@ -76,6 +76,10 @@ with torch.inference_mode():
     agree(torch.full_like(total, torch.nan).addmm_(a, b, beta=0), product)
     assert multiplied[3:] == 4 * [(300, 70)], multiplied
 
+    resized = torch.mm(a, b, out=torch.empty(0))  # torch's kernel resizes it
+    agree(resized, product)
+    assert len(multiplied) == 7, multiplied
+
     for dtype in (torch.float64, torch.bfloat16, torch.int64):  # these and small ones are left to torch
         a, b = torch.ones(1024, 3, dtype=dtype), torch.ones(3, 1024, dtype=dtype)
         assert (torch.mm(a, b) == 3).all() and (torch.ones(1024, 1024, dtype=dtype).addmm_(a, b) == 4).all()
