@@ -65,7 +65,7 @@ class EngineFactory:
                 flags=engine_flags(self.config, self.device, index=index, life=life),
                 environment={
                     **self.device.engine_env,
-                    **_engine_threads(self.config, self.device),
+                    **engine_threads(self.config, self.device),
                     **self.placement.engine_environment(index),
                 },
                 log=logs / f"engine_{index}.log",
@@ -88,7 +88,7 @@ class EngineFactory:
         return RemoteEngine(name, actor)
 
 
-def _engine_threads(config: RunConfig, device: Device) -> dict[str, str]:
+def engine_threads(config: RunConfig, device: Device) -> dict[str, str]:
     """Return the environment that divides the cores among engines on CPU; in fully_async ranks get their share too.
 
     A core is left to the processes around the engines: a thread that waits for its core makes all others wait.

@@ -64,7 +64,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _large(a: Tensor, b: Tensor, into: Tensor | None = None) -> bool:
-    """Whether oneDNN is to compute a·b. torch's own kernel resizes, broadcasts or refuses an `into` of another shape."""
+    """Whether oneDNN is to compute a·b. An `into` of another shape is for torch to resize, broadcast or refuse."""
     if a.shape[0] * b.numel() < LEAST or not a.dtype == b.dtype == torch.float32:
         return False
     return into is None or (into.dtype == torch.float32 and into.shape == (a.shape[0], b.shape[1]))

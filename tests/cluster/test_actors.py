@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from app.cluster.actors import EngineFactory, allocator_environment
+from app.cluster.actors import EngineFactory, allocator_environment, engine_threads
 from app.cluster.placement_group import reserve
 from app.device import device_of
 from tests.compose import composed
@@ -55,3 +55,21 @@ def test_buffers_that_engines_map_are_not_in_expandable_segments(monkeypatch: py
     }
     assert environment("device=cuda", "placement=fully_async") == {}
     assert environment("device=cpu") == {}
+
+
+@pytest.mark.parametrize(
+    ("cores", "overrides", "threads"),
+    [
+        (1, ["placement=colocate"], 1),
+        (2, ["placement=colocate"], 1),  # a core for the server's other processes and the driver
+        (16, ["placement=colocate"], 15),
+        (16, ["placement=colocate", "placement.devices=4"], 3),
+        (16, ["placement=fully_async"], 8),  # the other half is the trainer's
+    ],
+)
+def test_engines_on_a_cpu_leave_cores_to_the_processes_around_them(
+    cores: int, overrides: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = composed("device=cpu", *overrides)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert engine_threads(config, device_of(config.device.kind))["OMP_NUM_THREADS"] == str(threads)
