@@ -11,7 +11,7 @@ DEVICE = Device(
     visibility=None,
     engine_flags={
         "device": "cpu",
-        "attention-backend": "torch_batched",  # app/rollout/sglang_plugin/cpu_attention.py
+        "attention-backend": "torch_batched",  # app/rollout/sglang_plugin/cpu/batched_attention.py
         "sampling-backend": "pytorch",
         "disable-cuda-graph": True,
         "cuda-graph-max-bs-decode": None,

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from app.rollout.sglang_plugin.cpu_kv_cache import WorkingCopy
+from app.rollout.sglang_plugin.cpu.kv_cache import WorkingCopy
 
 
 def step(copy: WorkingCopy, requests: dict[int, int]) -> tuple[list[int], list[tuple[int, int]], set[int]]:

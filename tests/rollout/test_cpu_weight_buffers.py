@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.rollout.sglang_plugin import cpu_weight_buffers
-from app.rollout.sglang_plugin.cpu_weight_buffers import SENDER_BUFFERS, SHARED_MEMORY, WeightBuffers
+from app.rollout.sglang_plugin.cpu import weight_buffers
+from app.rollout.sglang_plugin.cpu.weight_buffers import SENDER_BUFFERS, SHARED_MEMORY, WeightBuffers
 from app.weight_sync.sender import BUFFERS
 from app.weight_sync.transport.ipc_payload import allocate_shared, shared_memory_name
 
@@ -74,7 +74,7 @@ def test_buckets_are_received_into_one_buffer_that_grows_and_is_given_up_after_a
             raise message
         target.copy_(message)
 
-    monkeypatch.setattr(cpu_weight_buffers, "dist", SimpleNamespace(broadcast=broadcast))
+    monkeypatch.setattr(weight_buffers, "dist", SimpleNamespace(broadcast=broadcast))
     buffers = WeightBuffers()
     updater = SimpleNamespace(_model_update_group={"weights": "the group"})
 

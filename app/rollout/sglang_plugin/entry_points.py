@@ -37,13 +37,15 @@ def _load_for_cpu() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from app.device.cpu_matmul import use_onednn_matmul
-    from app.rollout.sglang_plugin import cpu_attention, cpu_gated_delta, cpu_weight_buffers, lora_layers
+    from app.rollout.sglang_plugin import lora_layers
+    from app.rollout.sglang_plugin.cpu import batched_attention, gated_delta, operators, weight_buffers
 
     use_onednn_matmul()
-    cpu_attention.register()
-    cpu_gated_delta.register()
+    batched_attention.register()
+    operators.register()
+    gated_delta.register()
     lora_layers.register_for_cpu()
-    cpu_weight_buffers.register()
+    weight_buffers.register()
     HookRegistry.register(SET_START_METHOD, fork_children, HookType.AFTER)
     HookRegistry.register(PROCESS_REQUESTS, sleep_while_paused, HookType.AFTER)
     HookRegistry.register(SYNCHRONIZE, nothing_to_wait_for, HookType.REPLACE)

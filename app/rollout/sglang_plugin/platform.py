@@ -6,13 +6,13 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """A CPU whose operators are plain torch and whose attention is `cpu_attention`."""
+    """A CPU whose operators are plain torch and whose attention is `batched_attention`."""
 
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
 
     def get_default_attention_backend(self) -> str:
-        """Return the name that `cpu_attention` registers."""
+        """Return the name that `batched_attention` registers."""
         return "torch_batched"
 
     def get_dispatch_key_name(self) -> str:

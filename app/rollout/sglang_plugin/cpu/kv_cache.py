@@ -12,10 +12,11 @@ Invariants:
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-HEAD_ROOM = 64  # tokens by which requests can grow before the copy is allocated again
-SPARE = 4  # a copy with more than this many times the rows in use is allocated again, too
+HEAD_ROOM = 64  # tokens by which requests can grow before the copy does, at least
+SPARE = 4  # a copy with more than this many times the rows in use is dropped
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class WorkingCopy:
     lengths: list[int] = field(default_factory=list)  # by row: tokens of the request in the row; 0: stale
     rows: int = 0  # allocated
     columns: int = 0  # allocated
-    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # keys, values: [rows, heads, columns, D]
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # keys, values; see `layer`
 
     def forget(self, requests: Sequence[int]) -> None:
         """Make the rows of these requests stale: the pool holds other tokens now."""
@@ -56,10 +57,11 @@ class WorkingCopy:
             The row of each request, and the moves (from, to) to apply to the layers. Rows whose `lengths` are 0
             afterwards are stale.
         """
-        if len(requests) > self.rows or max(lengths) > self.columns or SPARE * len(requests) < self.rows:
+        if SPARE * len(requests) < self.rows:
             self.clear()
-            self.rows = len(requests)
-            self.columns = max(lengths) + HEAD_ROOM
+        self.rows = max(self.rows, len(requests))
+        if max(lengths) > self.columns:
+            self.columns = max(lengths) + max(HEAD_ROOM, max(lengths) // 2)
 
         moves = self._compact(set(requests))
         row_of_request = {request: row for row, request in enumerate(self.requests)}
@@ -75,6 +77,22 @@ class WorkingCopy:
             rows.append(row)
         return rows, moves
 
+    def layer(self, index: int, heads: int, key_width: int, value_width: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values with the rows and columns that `follow` asked for.
+
+        Keys are transposed for the product with queries.
+
+        Returns:
+            Keys [rows, heads · key_width, columns] and values [rows, heads, columns, value_width], float32. They have
+            what was in them before they grew; the rest is finite, so that a masked token adds nothing.
+        """
+        keys, values = self.layers.get(index, (torch.empty(0, 0, 0), torch.empty(0, 0, 0, 0)))
+        if len(keys) < self.rows or keys.shape[2] < self.columns:
+            keys = grown(keys, self.rows, heads * key_width, self.columns)
+            values = grown(values, self.rows, heads, self.columns, value_width)
+            self.layers[index] = keys, values
+        return keys, values
+
     def _compact(self, wanted: set[int]) -> list[tuple[int, int]]:
         """Drop the rows of other requests and move the last rows into the gaps. Returns the moves (from, to)."""
         count = sum(request in wanted for request in self.requests)
@@ -87,3 +105,10 @@ class WorkingCopy:
             self.lengths[target] = self.lengths[source]
         del self.requests[count:], self.lengths[count:]
         return moves
+
+
+def grown(tensor: Tensor, *shape: int) -> Tensor:
+    """Return a tensor of `shape` that begins with `tensor` in every dimension and has zeros elsewhere."""
+    larger = torch.zeros(shape, dtype=torch.float32)
+    larger[tuple(slice(size) for size in tensor.shape)] = tensor
+    return larger

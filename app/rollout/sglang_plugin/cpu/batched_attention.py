@@ -1,10 +1,10 @@
 """Runs inside SGLang's processes: attention on CPU with one call per layer, not one per request as torch_native makes.
 
     pool           one row per token, of all requests in any order   SGLang's KV cache
-    working copy   [requests, heads, tokens, width], padded          read by one decode call
+    working copy   one row per request, padded                       read by one decode call
 
 A decode step adds one token to each request, so the working copy is carried from step to step: each step writes its new
-token into the pool and into the copy (cpu_kv_cache.py). Sliding windows, cross attention and encoders fall back to
+token into the pool and into the copy (kv_cache.py). Sliding windows, cross attention and encoders fall back to
 torch_native.
 """
 
@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from app.rollout.sglang_plugin.cpu_kv_cache import WorkingCopy
+from app.rollout.sglang_plugin.cpu.kv_cache import WorkingCopy
 from app.utils.lengths import length_buckets
 
 NAME = "torch_batched"
@@ -52,10 +52,10 @@ class DecodePlan:
 
     row: Tensor  # [B] int64, of each request
     last: Tensor  # [B] int64, column of each request's new token
-    bias: Tensor  # [B, 1, 1, L] float32, by row: 0 at a request's tokens, else -inf
-    moves: tuple[Tensor, Tensor]  # rows to move: from, to
-    stale: Tensor  # [S] int64, rows to read from the pool
-    slots: Tensor  # [S, L] int64, pool slots of their tokens
+    request: Tensor | None  # [B] int64, of each row; None if the rows are in the order of the batch
+    bias: Tensor  # [B, 1, L] float32, by row: 0 at a request's tokens, else -inf
+    moves: list[tuple[int, int, int]]  # rows to move: from, to, tokens
+    stale: list[tuple[int, Tensor]]  # rows to read from the pool, and the slots of their tokens
 
 
 class BatchedAttention(TorchNativeAttnBackend):
@@ -109,24 +109,12 @@ class BatchedAttention(TorchNativeAttnBackend):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
 
         self._save(layer, forward_batch, k, v)
-        keys, values = self._updated_rows(layer, plan, q.dtype)
-        count = len(plan.row)
-        columns = plan.bias.shape[-1]
-        keys[plan.row, :, plan.last] = k.to(keys.dtype)
+        keys, values = self._updated_rows(layer, plan)
+        keys[plan.row, :, plan.last] = k.flatten(1).to(keys.dtype)
         values[plan.row, :, plan.last] = v.to(values.dtype)
-
-        # The query heads of a key head take the query-length axis, so keys and values are not repeated.
-        key_heads = layer.tp_k_head_num
-        by_row = q.new_empty(count, key_heads, layer.tp_q_head_num // key_heads, layer.qk_head_dim)
-        by_row[plan.row] = q.view(by_row.shape)
-        mixed = scaled_dot_product_attention(
-            by_row,
-            keys[:count, :, :columns],
-            values[:count, :, :columns],
-            attn_mask=plan.bias.to(q.dtype),
-            scale=layer.scaling,
-        )
-        return mixed[plan.row].reshape(count, -1)
+        if plan.request is None:
+            return attend(q, keys, values, plan.bias, layer.scaling)
+        return attend(q[plan.request], keys, values, plan.bias, layer.scaling)[plan.row]
 
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
@@ -170,20 +158,23 @@ class BatchedAttention(TorchNativeAttnBackend):
     def _plan_decode(self, requests: list[int], lengths: list[int]) -> DecodePlan:
         copy = self._copy
         rows, moves = copy.follow(requests, lengths)
+        moved = [(source, target, copy.lengths[target]) for source, target in moves]
+        in_order = rows == list(range(len(rows)))
+
         row = torch.tensor(rows)
         length = torch.tensor(lengths)
-        by_row = torch.empty_like(length)
-        by_row[row] = length
+        request = row.argsort()
+        bias = torch.zeros(len(rows), max(lengths))
+        bias.masked_fill_(torch.arange(max(lengths)) >= length[request, None], -torch.inf)
 
-        columns = torch.arange(max(lengths))
-        bias = torch.zeros(len(requests), len(columns)).masked_fill_(columns >= by_row[:, None], -torch.inf)
-        stale = [row for row, copied in enumerate(copy.lengths) if copied == 0]
-        slots = self._pool_slots([copy.requests[row] for row in stale], by_row[stale], len(columns))
-
+        stale = [
+            (index, self.req_to_token_pool.req_to_token[held, :tokens].long())
+            for index, held, tokens in zip(rows, requests, lengths, strict=True)
+            if copy.lengths[index] == 0
+        ]
         for index, tokens in zip(rows, lengths, strict=True):
             copy.lengths[index] = tokens
-        sources, targets = torch.tensor(moves, dtype=torch.int64).view(-1, 2).unbind(1)
-        return DecodePlan(row, length - 1, bias[:, None, None], (sources, targets), torch.tensor(stale), slots)
+        return DecodePlan(row, length - 1, None if in_order else request, bias[:, None], moved, stale)
 
     def _plan_bucket(
         self, bucket: list[int], requests: list[int], lengths: list[int], added_tokens: list[int]
@@ -224,28 +215,46 @@ class BatchedAttention(TorchNativeAttnBackend):
         pool = self.token_to_kv_pool
         return read(pool.get_key_buffer(layer.layer_id)), read(pool.get_value_buffer(layer.layer_id))
 
-    def _updated_rows(self, layer: Any, plan: DecodePlan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return this layer's keys and values in the working copy, after the plan's moves and reads."""
-        copy = self._copy
-        if layer.layer_id not in copy.layers:
-            shape = (copy.rows, layer.tp_k_head_num, copy.columns)
-            copy.layers[layer.layer_id] = (
-                torch.zeros(*shape, layer.qk_head_dim, dtype=dtype),
-                torch.zeros(*shape, layer.v_head_dim, dtype=dtype),
-            )
-        keys, values = copy.layers[layer.layer_id]
+    def _updated_rows(self, layer: Any, plan: DecodePlan) -> tuple[Tensor, Tensor]:
+        """Return this layer's working copy of keys and values after the plan's moves and reads."""
+        keys, values = self._copy.layer(layer.layer_id, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
+        for source, target, tokens in plan.moves:
+            keys[target, :, :tokens] = keys[source, :, :tokens]
+            values[target, :, :tokens] = values[source, :, :tokens]
 
-        sources, targets = plan.moves
-        if len(sources):
-            keys[targets] = keys[sources]
-            values[targets] = values[sources]
-
-        if len(plan.stale):
-            columns = plan.slots.shape[1]
-            fresh_keys, fresh_values = self._from_pool(layer, plan.slots, dtype)
-            keys[plan.stale, :, :columns] = fresh_keys
-            values[plan.stale, :, :columns] = fresh_values
+        if plan.stale:
+            pool_keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+            pool_values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+            for row, slots in plan.stale:
+                keys[row, :, : len(slots)] = pool_keys.index_select(0, slots).flatten(1).T
+                values[row, :, : len(slots)] = pool_values.index_select(0, slots).transpose(0, 1)
         return keys, values
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attend from one token of each row; two products, which take a third less time than `scaled_dot_product_attention`.
+
+    The query heads of a key head are rows of one product, so keys and values are not repeated.
+
+    Args:
+        q: [B, H·D].
+        keys: [B or more, K·D, L or more] float32.
+        values: [B or more, K, L or more, V] float32.
+        bias: [B, 1, L] float32, added to the scores.
+        scale: Of the scores.
+
+    Returns:
+        [B, H·V] of q's dtype.
+    """
+    count, _, columns = bias.shape
+    heads, width = values.shape[1], keys.shape[1] // values.shape[1]
+    transposed = keys.view(-1, width, keys.shape[2])[: count * heads, :, :columns]
+    scores = torch.bmm(q.reshape(count * heads, -1, width).to(keys.dtype), transposed)
+
+    by_row = scores.view(count, -1, columns)
+    torch.add(bias, by_row, alpha=scale, out=by_row)
+    mixed = torch.bmm(scores.softmax(-1), values.flatten(0, 1)[: count * heads, :columns])
+    return mixed.view(count, -1).to(q.dtype)
 
 
 def batchable(layer: Any) -> bool:

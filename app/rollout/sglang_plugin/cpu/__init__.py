@@ -1,0 +1,7 @@
+"""Runs inside SGLang's processes on a CPU only: attention, operators and buffers in place of SGLang's.
+
+    `batched_attention`   one attention call for all requests of a decode step; `kv_cache` has its rows
+    `operators`           norms, rotary embedding, SiLU and writes to the KV cache with fewer torch operators
+    `gated_delta`         Qwen3.5's linear attention
+    `weight_buffers`      memory that weight syncs go through
+"""
