@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from app.rollout.sglang_plugin.cpu.kv_cache import WorkingCopy
+from app.rollout.sglang_plugin.cpu.kv_cache import HEAD_ROOM, WorkingCopy
 
 
 def step(copy: WorkingCopy, requests: dict[int, int]) -> tuple[list[int], list[tuple[int, int]], set[int]]:
@@ -42,15 +42,37 @@ def test_a_request_that_missed_a_step_is_stale() -> None:
     assert step(copy, {1: 6, 2: 7}) == ([0, 1], [], {1})
 
 
-def test_a_copy_that_is_too_small_or_much_too_large_is_allocated_again() -> None:
+def test_a_copy_that_is_much_too_large_is_dropped() -> None:
     copy = WorkingCopy()
     step(copy, {request: 5 for request in range(8)})
-    copy.layers[0] = (torch.zeros(8), torch.zeros(8))
+    copy.layer(0, heads=1, key_width=2, value_width=2)
     step(copy, {0: 6, 1: 6})
     assert (copy.rows, len(copy.layers)) == (8, 1)
     assert step(copy, {0: 7})[2] == {0}
     assert (copy.rows, copy.layers) == (1, {})
-    assert step(copy, {0: 8, 1: 8})[2] == {0, 1}
+
+
+def test_a_copy_that_grows_keeps_what_it_holds() -> None:
+    copy = WorkingCopy()
+    step(copy, {7: 5, 3: 9})
+    keys, values = copy.layer(0, heads=2, key_width=3, value_width=4)
+    keys.normal_(), values.normal_()
+    assert step(copy, {7: 6, 3: 300, 4: 1})[2] == {1, 2}  # 3 missed steps, 4 is new
+    grown_keys, grown_values = copy.layer(0, heads=2, key_width=3, value_width=4)
+    assert grown_keys.shape == (3, 6, copy.columns)
+    assert grown_values.shape == (3, 2, copy.columns, 4)
+    assert torch.equal(grown_keys[:2, :, : keys.shape[2]], keys)
+    assert torch.equal(grown_values[:2, :, : values.shape[2]], values)
+    assert not grown_keys[2].any()
+    assert not grown_values[2].any()
+
+
+def test_rows_begin_at_cache_lines_in_different_cache_sets() -> None:
+    for length in (1, 17, 300, 4000):
+        copy = WorkingCopy()
+        step(copy, {1: length})
+        assert copy.columns > length + HEAD_ROOM - 1
+        assert copy.columns % 32 == 16
 
 
 def test_rows_hold_what_they_should_through_thousands_of_random_steps() -> None:

@@ -38,11 +38,12 @@ def _load_for_cpu() -> None:
 
     from app.device.cpu_matmul import use_onednn_matmul
     from app.rollout.sglang_plugin import lora_layers
-    from app.rollout.sglang_plugin.cpu import batched_attention, gated_delta, operators, weight_buffers
+    from app.rollout.sglang_plugin.cpu import batched_attention, gated_delta, operators, qwen3_model, weight_buffers
 
     use_onednn_matmul()
     batched_attention.register()
     operators.register()
+    qwen3_model.register()
     gated_delta.register()
     lora_layers.register_for_cpu()
     weight_buffers.register()

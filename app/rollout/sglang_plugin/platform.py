@@ -4,6 +4,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
+from app.rollout.sglang_plugin.cpu.operators import NATIVE
+
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """A CPU whose operators are plain torch and whose attention is `batched_attention`."""
@@ -17,4 +19,4 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_dispatch_key_name(self) -> str:
         """Return the name of SGLang's plain-torch operators."""
-        return "native"
+        return NATIVE

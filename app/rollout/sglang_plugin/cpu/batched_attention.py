@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from app.rollout.sglang_plugin.cpu.kv_cache import WorkingCopy
+from app.rollout.sglang_plugin.cpu.kv_cache import WorkingCopy, attend
 from app.utils.lengths import length_buckets
 
 NAME = "torch_batched"
@@ -229,32 +229,6 @@ class BatchedAttention(TorchNativeAttnBackend):
                 keys[row, :, : len(slots)] = pool_keys.index_select(0, slots).flatten(1).T
                 values[row, :, : len(slots)] = pool_values.index_select(0, slots).transpose(0, 1)
         return keys, values
-
-
-def attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Attend from one token of each row; two products, which take a third less time than `scaled_dot_product_attention`.
-
-    The query heads of a key head are rows of one product, so keys and values are not repeated.
-
-    Args:
-        q: [B, H·D].
-        keys: [B or more, K·D, L or more] float32.
-        values: [B or more, K, L or more, V] float32.
-        bias: [B, 1, L] float32, added to the scores.
-        scale: Of the scores.
-
-    Returns:
-        [B, H·V] of q's dtype.
-    """
-    count, _, columns = bias.shape
-    heads, width = values.shape[1], keys.shape[1] // values.shape[1]
-    transposed = keys.view(-1, width, keys.shape[2])[: count * heads, :, :columns]
-    scores = torch.bmm(q.reshape(count * heads, -1, width).to(keys.dtype), transposed)
-
-    by_row = scores.view(count, -1, columns)
-    torch.add(bias, by_row, alpha=scale, out=by_row)
-    mixed = torch.bmm(scores.softmax(-1), values.flatten(0, 1)[: count * heads, :columns])
-    return mixed.view(count, -1).to(q.dtype)
 
 
 def batchable(layer: Any) -> bool:

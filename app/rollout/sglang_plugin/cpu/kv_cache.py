@@ -1,4 +1,4 @@
-"""Runs inside SGLang's processes: which request each row of the padded KV cache holds, for CPU decode steps.
+"""Runs inside SGLang's processes: which request each row of the padded KV cache holds, and attention over the rows.
 
 Does not import SGLang, so that it can be tested in isolation.
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 HEAD_ROOM = 64  # tokens by which requests can grow before the copy does, at least
+STRIDE = 32  # columns are an odd multiple of half of it: rows begin at cache lines, and not all in the same cache set
 SPARE = 4  # a copy with more than this many times the rows in use is dropped
 
 
@@ -61,7 +62,8 @@ class WorkingCopy:
             self.clear()
         self.rows = max(self.rows, len(requests))
         if max(lengths) > self.columns:
-            self.columns = max(lengths) + max(HEAD_ROOM, max(lengths) // 2)
+            wanted = max(lengths) + max(HEAD_ROOM, max(lengths) // 2)
+            self.columns = -(-wanted // STRIDE) * STRIDE + (STRIDE // 2)
 
         moves = self._compact(set(requests))
         row_of_request = {request: row for row, request in enumerate(self.requests)}
@@ -112,3 +114,30 @@ def grown(tensor: Tensor, *shape: int) -> Tensor:
     larger = torch.zeros(shape, dtype=torch.float32)
     larger[tuple(slice(size) for size in tensor.shape)] = tensor
     return larger
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attend from one token of each row.
+
+    Two products take a third less time than `scaled_dot_product_attention`. The query heads of a key head are rows of
+    one product, so keys and values are not repeated.
+
+    Args:
+        q: [B, H·D].
+        keys: [B or more, K·D, L or more] float32.
+        values: [B or more, K, L or more, V] float32.
+        bias: [B, 1, L] float32, added to the scores.
+        scale: Of the scores.
+
+    Returns:
+        [B, H·V] of q's dtype.
+    """
+    count, _, columns = bias.shape
+    heads, width = values.shape[1], keys.shape[1] // values.shape[1]
+    transposed = keys.view(-1, width, keys.shape[2])[: count * heads, :, :columns]
+    scores = torch.bmm(q.reshape(count * heads, -1, width).to(keys.dtype), transposed)
+
+    by_row = scores.view(count, -1, columns)
+    torch.add(bias, by_row, alpha=scale, out=by_row)
+    mixed = torch.bmm(scores.softmax(-1), values.flatten(0, 1)[: count * heads, :columns])
+    return mixed.view(count, -1).to(q.dtype)
