@@ -1,6 +1,6 @@
 """The torch operators of one decode step: `python -m tests.rollout.decode_step MODEL`, with an engine's environment.
 
-Runs SGLang's model in this process. Prints the operators of a step with Qwen3 as one function, and again with SGLang's
+Runs SGLang's model in this process. Writes the operators of a step with Qwen3 as one function, and again with SGLang's
 modules (a model with a hook is not plain), and the largest difference of the logits.
 """
 
@@ -75,7 +75,8 @@ def main(model: str) -> None:
     modules, expected = decode(runner)
 
     difference = (logits - expected).abs().max().item()
-    print(json.dumps({"layers": len(module.layers), "whole": whole, "modules": modules, "difference": difference}))
+    counts = {"layers": len(module.layers), "whole": whole, "modules": modules, "difference": difference}
+    sys.stdout.write(json.dumps(counts) + "\n")
 
 
 if __name__ == "__main__":

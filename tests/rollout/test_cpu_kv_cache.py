@@ -42,29 +42,39 @@ def test_a_request_that_missed_a_step_is_stale() -> None:
     assert step(copy, {1: 6, 2: 7}) == ([0, 1], [], {1})
 
 
-def test_a_copy_that_is_much_too_large_is_dropped() -> None:
+def test_rows_that_are_too_short_or_much_too_long_are_read_again() -> None:
     copy = WorkingCopy()
-    step(copy, {request: 5 for request in range(8)})
-    copy.layer(0, heads=1, key_width=2, value_width=2)
-    step(copy, {0: 6, 1: 6})
-    assert (copy.rows, len(copy.layers)) == (8, 1)
-    assert step(copy, {0: 7})[2] == {0}
-    assert (copy.rows, copy.layers) == (1, {})
+    step(copy, {1: 5, 2: 5})
+    short = copy.columns
+    assert step(copy, {1: 6, 2: short + 1})[2] == {0, 1}
+    assert short < copy.columns < 2 * short + 64
+    assert step(copy, {1: 4000})[2] == {0}
+    assert step(copy, {1: 7})[2] == {0}
+    assert copy.columns == short
 
 
-def test_a_copy_that_grows_keeps_what_it_holds() -> None:
+def test_a_layer_that_gets_more_rows_keeps_what_it_holds() -> None:
     copy = WorkingCopy()
     step(copy, {7: 5, 3: 9})
-    keys, values = copy.layer(0, heads=2, key_width=3, value_width=4)
-    keys.normal_(), values.normal_()
-    assert step(copy, {7: 6, 3: 300, 4: 1})[2] == {1, 2}  # 3 missed steps, 4 is new
-    grown_keys, grown_values = copy.layer(0, heads=2, key_width=3, value_width=4)
-    assert grown_keys.shape == (3, 6, copy.columns)
-    assert grown_values.shape == (3, 2, copy.columns, 4)
-    assert torch.equal(grown_keys[:2, :, : keys.shape[2]], keys)
-    assert torch.equal(grown_values[:2, :, : values.shape[2]], values)
-    assert not grown_keys[2].any()
-    assert not grown_values[2].any()
+    for tensor in copy.layer(0, heads=2, key_width=3, value_width=4):
+        tensor.normal_()
+    held = copy.layer(0, heads=2, key_width=3, value_width=4)
+    assert [tensor.shape for tensor in held] == [(2, 6, copy.columns), (2, 2, copy.columns, 4)]
+
+    assert step(copy, {7: 6, 3: 10, 4: 1, 5: 1})[2] == {2, 3}
+    for larger, before in zip(copy.layer(0, heads=2, key_width=3, value_width=4), held, strict=True):
+        assert len(larger) == 4
+        assert torch.equal(larger[:2], before)
+        assert not larger[2:].any()
+
+
+def test_memory_is_kept_when_requests_leave() -> None:
+    copy = WorkingCopy()
+    step(copy, dict.fromkeys(range(8), 5))
+    before = copy.layer(0, heads=2, key_width=3, value_width=4)
+    step(copy, {0: 6})
+    after = copy.layer(0, heads=2, key_width=3, value_width=4)
+    assert [tensor.data_ptr() for tensor in after] == [tensor.data_ptr() for tensor in before]
 
 
 def test_rows_begin_at_cache_lines_in_different_cache_sets() -> None:

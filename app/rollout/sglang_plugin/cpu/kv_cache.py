@@ -11,13 +11,14 @@ Invariants:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor
 
-HEAD_ROOM = 64  # tokens by which requests can grow before the copy does, at least
+HEAD_ROOM = 64  # tokens by which requests can grow before the rows are read again, at least
 STRIDE = 32  # columns are an odd multiple of half of it: rows begin at cache lines, and not all in the same cache set
-SPARE = 4  # a copy with more than this many times the rows in use is dropped
+SPARE = 4  # rows with more than this many times the columns in use are read again, too
 
 
 @dataclass(slots=True)
@@ -29,23 +30,14 @@ class WorkingCopy:
 
     requests: list[int] = field(default_factory=list)  # by row: SGLang's index of the request
     lengths: list[int] = field(default_factory=list)  # by row: tokens of the request in the row; 0: stale
-    rows: int = 0  # allocated
-    columns: int = 0  # allocated
-    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # keys, values; see `layer`
+    columns: int = 0  # of each row
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # keys, values: flat, rows end to end
 
     def forget(self, requests: Sequence[int]) -> None:
         """Make the rows of these requests stale: the pool holds other tokens now."""
         for row, request in enumerate(self.requests):
             if request in requests:
                 self.lengths[row] = 0
-
-    def clear(self) -> None:
-        """Drop all rows."""
-        self.requests = []
-        self.lengths = []
-        self.rows = 0
-        self.columns = 0
-        self.layers.clear()
 
     def follow(self, requests: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """Assign a row to each request of a decode step.
@@ -58,12 +50,12 @@ class WorkingCopy:
             The row of each request, and the moves (from, to) to apply to the layers. Rows whose `lengths` are 0
             afterwards are stale.
         """
-        if SPARE * len(requests) < self.rows:
-            self.clear()
-        self.rows = max(self.rows, len(requests))
-        if max(lengths) > self.columns:
-            wanted = max(lengths) + max(HEAD_ROOM, max(lengths) // 2)
-            self.columns = -(-wanted // STRIDE) * STRIDE + (STRIDE // 2)
+        longest = max(lengths)
+        if longest > self.columns or self.columns > SPARE * (longest + HEAD_ROOM):
+            wanted = longest + max(HEAD_ROOM, longest // 2)
+            self.columns = -(-wanted // STRIDE) * STRIDE + STRIDE // 2
+            self.requests = []
+            self.lengths = []
 
         moves = self._compact(set(requests))
         row_of_request = {request: row for row, request in enumerate(self.requests)}
@@ -80,20 +72,21 @@ class WorkingCopy:
         return rows, moves
 
     def layer(self, index: int, heads: int, key_width: int, value_width: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values with the rows and columns that `follow` asked for.
+        """Return a layer's keys and values, for all rows in use and more.
 
-        Keys are transposed for the product with queries.
+        Memory is kept, as touching fresh pages takes longer than filling them. Keys are transposed for the product
+        with queries.
 
         Returns:
-            Keys [rows, heads · key_width, columns] and values [rows, heads, columns, value_width], float32. They have
-            what was in them before they grew; the rest is finite, so that a masked token adds nothing.
+            Keys [rows, heads · key_width, columns] and values [rows, heads, columns, value_width], float32. What no
+            request has written is finite, so that a masked token adds nothing.
         """
-        keys, values = self.layers.get(index, (torch.empty(0, 0, 0), torch.empty(0, 0, 0, 0)))
-        if len(keys) < self.rows or keys.shape[2] < self.columns:
-            keys = grown(keys, self.rows, heads * key_width, self.columns)
-            values = grown(values, self.rows, heads, self.columns, value_width)
-            self.layers[index] = keys, values
-        return keys, values
+        rows = len(self.requests)
+        keys, values = self.layers.get(index, (torch.zeros(0), torch.zeros(0)))
+        keys = grown(keys, rows * heads * key_width * self.columns)
+        values = grown(values, rows * heads * value_width * self.columns)
+        self.layers[index] = keys, values
+        return rows_of(keys, heads * key_width, self.columns), rows_of(values, heads, self.columns, value_width)
 
     def _compact(self, wanted: set[int]) -> list[tuple[int, int]]:
         """Drop the rows of other requests and move the last rows into the gaps. Returns the moves (from, to)."""
@@ -109,11 +102,19 @@ class WorkingCopy:
         return moves
 
 
-def grown(tensor: Tensor, *shape: int) -> Tensor:
-    """Return a tensor of `shape` that begins with `tensor` in every dimension and has zeros elsewhere."""
-    larger = torch.zeros(shape, dtype=torch.float32)
-    larger[tuple(slice(size) for size in tensor.shape)] = tensor
+def grown(flat: Tensor, size: int) -> Tensor:
+    """Return `flat`, or a larger tensor that begins with it if it has less than `size` numbers."""
+    if flat.numel() >= size:
+        return flat
+    larger = torch.zeros(max(size, flat.numel() * 3 // 2), dtype=torch.float32)
+    larger[: flat.numel()] = flat
     return larger
+
+
+def rows_of(flat: Tensor, *row: int) -> Tensor:
+    """View a flat tensor as all the rows of shape `row` that fit."""
+    rows = flat.numel() // prod(row)
+    return flat[: rows * prod(row)].view(rows, *row)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor:
