@@ -9,8 +9,8 @@ from pathlib import Path
 from app.device.cpu import DEVICE
 from tests.folders import ROOT
 
-# Of a layer, views too, and with its share of the operators of a step. SGLang's own operators: TODO
-WHOLE, MODULES = 100, 200
+# Most operators of a layer of the tiny model, views too, with its share of the step's own. SGLang's own are 125.
+WHOLE, MODULES = 100, 115
 
 
 def test_a_layer_of_a_decode_step_is_few_operators_and_computes_what_sglangs_modules_do(tiny_model: Path) -> None:
