@@ -147,9 +147,10 @@ async def in_flight(engine: RemoteEngine, given: GroupRequest, *, running: int =
     """
     task = asyncio.create_task(engine.generate(given))
     url, key = await engine.actor.__ray_call__.remote(_address_and_key)
-    while await asyncio.to_thread(_running_requests, url, key) < running:
-        assert not task.done(), f"the group ended before it was seen running: {task}"
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(60):
+        while await asyncio.to_thread(_running_requests, url, key) < running:
+            assert not task.done(), f"the group ended before it was seen running: {task}"
+            await asyncio.sleep(0.01)
     assert not task.done(), f"the group ended already: {task}"
     return task
 

@@ -86,7 +86,7 @@ def test_a_running_server_is_used_by_its_address(own: OwnServer, visitor: Remote
     """At the same time as by another host, for the same prompt."""
 
     async def run() -> None:
-        theirs = await in_flight(own.engine, request(group_size=2, temperature=HOT, max_tokens=600))
+        theirs = await in_flight(own.engine, request(group_size=2, temperature=HOT, max_tokens=2000))
         assert len(await visitor.generate(request(group_size=2))) == 2
         assert not theirs.done()
         await visitor.abort(["test/0@0"])
@@ -105,7 +105,7 @@ def test_a_wrong_key_is_one_sentence(own: OwnServer, tmp_path: Path) -> None:
 
 def test_aborted_members_that_were_still_waiting_are_empty(own: OwnServer) -> None:
     async def run() -> list[list[int]]:
-        task = await in_flight(own.engine, request(group_size=64, temperature=HOT, max_tokens=1000), running=4)
+        task = await in_flight(own.engine, request(group_size=64, temperature=HOT, max_tokens=3000), running=4)
         await own.engine.abort(["test/0@0"])
         completions = await asyncio.wait_for(task, 60)
         assert {completion.finish_reason for completion in completions} == {FinishReason.abort}

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,20 @@ from app.errors import EngineError
 from app.model.hf_import import transformers
 from app.rollout.remote import RemoteEngine
 from app.types import Completion, FinishReason, GroupRequest, InFlight
-from tests.rollout.support import HOT, in_flight, request, transformers_logprobs
+from tests.conftest import make_engine
+from tests.rollout.support import HOT, in_flight, request, transformers_logprobs, without_end
+
+LONG = 1800  # tokens: an engine samples them for seconds, so a group of them does not end between two calls
+
+
+@pytest.fixture(scope="module")
+def endless(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
+    """An engine whose completions end at their token limit only. Tests leave it idle and running."""
+    folder = tmp_path_factory.mktemp("endless")
+    started = make_engine(without_end(tiny_model, folder), folder, name="engine 1")
+    asyncio.run(started.start(300))
+    yield started
+    asyncio.run(started.end())
 
 
 def assert_whole(completions: list[Completion], given: GroupRequest) -> None:
@@ -66,43 +79,42 @@ def test_greedy_completions_are_all_the_same(engine: RemoteEngine) -> None:
     assert len({completion.token_ids.tobytes() for completion in completions}) == 1
 
 
-def test_abort_ends_the_group_of_a_prompt_and_no_other(engine: RemoteEngine) -> None:
+def test_abort_ends_the_group_of_a_prompt_and_no_other(endless: RemoteEngine) -> None:
     async def run() -> tuple[list[Completion], list[Completion]]:
-        long = [request(name, group_size=32, temperature=HOT, max_tokens=300) for name in ("a/1@0", "a/2@0")]
-        first = await in_flight(engine, long[0])
-        second = await in_flight(engine, long[1], running=33)  # at least one of them
-        assert (await engine.stats()).groups == 2
-        await engine.abort(["a/1@0", "not/there@0"])
+        long = [request(name, group_size=3, temperature=HOT, max_tokens=LONG) for name in ("a/1@0", "a/2@0")]
+        first = await in_flight(endless, long[0])
+        second = await in_flight(endless, long[1], running=4)  # at least one of them
+        assert (await endless.stats()).groups == 2
+        await endless.abort(["a/1@0", "not/there@0"])
         return await first, await second
 
     aborted, finished = asyncio.run(run())
-    partial = [completion for completion in aborted if completion.finish_reason is FinishReason.abort]
-    assert partial
-    assert max(len(completion.token_ids) for completion in partial) > 0
-    assert all(len(completion.token_ids) == len(completion.logprobs) < 300 for completion in partial)
-    assert not any(completion.finish_reason is FinishReason.abort for completion in finished)
+    assert {completion.finish_reason for completion in aborted} == {FinishReason.abort}
+    assert max(len(completion.token_ids) for completion in aborted) > 0
+    assert all(len(completion.token_ids) == len(completion.logprobs) < LONG for completion in aborted)
+    assert [len(completion.token_ids) for completion in finished] == [LONG] * 3
 
 
-def test_abort_ends_everything(engine: RemoteEngine) -> None:
+def test_abort_ends_everything(endless: RemoteEngine) -> None:
     async def run() -> list[Completion]:
-        task = await in_flight(engine, request(group_size=32, temperature=HOT, max_tokens=2000))
-        await engine.abort()
+        task = await in_flight(endless, request(group_size=4, temperature=HOT, max_tokens=LONG))
+        await endless.abort()
         return await asyncio.wait_for(task, 60)
 
-    assert any(completion.finish_reason is FinishReason.abort for completion in asyncio.run(run()))
-    assert asyncio.run(engine.stats()).groups == 0
+    assert {completion.finish_reason for completion in asyncio.run(run())} == {FinishReason.abort}
+    assert asyncio.run(endless.stats()).groups == 0
 
 
 @pytest.mark.parametrize("mode", [InFlight.in_place, InFlight.retract])
-def test_a_paused_group_continues_when_resumed(mode: InFlight, engine: RemoteEngine, tiny_model: Path) -> None:
-    given = request(group_size=16, temperature=HOT, max_tokens=240)
+def test_a_paused_group_continues_when_resumed(mode: InFlight, endless: RemoteEngine, tiny_model: Path) -> None:
+    given = request(group_size=4, temperature=HOT, max_tokens=LONG)
 
     async def run() -> list[Completion]:
-        task = await in_flight(engine, given)
-        await engine.pause(mode)
+        task = await in_flight(endless, given)
+        await endless.pause(mode)
         await asyncio.sleep(1.0)
         assert not task.done()
-        await engine.resume()
+        await endless.resume()
         return await asyncio.wait_for(task, 60)
 
     completions = asyncio.run(run())
@@ -112,26 +124,26 @@ def test_a_paused_group_continues_when_resumed(mode: InFlight, engine: RemoteEng
 
 
 @pytest.mark.parametrize("mode", [InFlight.drain, InFlight.retract])
-def test_a_paused_engine_leaves_the_cores_to_others_and_wakes_at_once(mode: InFlight, engine: RemoteEngine) -> None:
+def test_a_paused_engine_leaves_the_cores_to_others_and_wakes_at_once(mode: InFlight, endless: RemoteEngine) -> None:
     """SGLang's own loop would take a whole core while the trainer trains."""
 
     async def run() -> tuple[float, list[float]]:
-        task = await in_flight(engine, request(group_size=16, temperature=HOT, max_tokens=240))
-        await engine.pause(mode)
-        if mode is InFlight.drain:
-            await asyncio.wait_for(task, 60)
-        assert task.done() == (mode is InFlight.drain)
+        task = await in_flight(endless, request(group_size=4, temperature=HOT, max_tokens=LONG))
+        await endless.pause(mode)
         try:
+            if mode is InFlight.drain:
+                await asyncio.wait_for(task, 60)
+            assert task.done() == (mode is InFlight.drain)
             busy = scheduler_seconds()
             await asyncio.sleep(2.0)
             busy = scheduler_seconds() - busy
-        finally:  # the engine is the session's
-            wake_seconds = [await timed(engine.resume())]
+        finally:  # the engine is this module's
+            wake_seconds = [await timed(endless.resume())]
 
         for _ in range(2):
-            await engine.pause(InFlight.retract)
-            wake_seconds.append(await timed(engine.resume()))
-        await engine.abort()
+            await endless.pause(InFlight.retract)
+            wake_seconds.append(await timed(endless.resume()))
+        await endless.abort()
         await asyncio.wait_for(task, 60)
         return busy, wake_seconds
 
@@ -157,29 +169,30 @@ def scheduler_seconds() -> float:
     return sum(sum(each.cpu_times()[:2]) for each in schedulers)
 
 
-def test_drain_waits_for_what_is_in_flight_and_holds_what_comes_after(engine: RemoteEngine) -> None:
+def test_drain_waits_for_what_is_in_flight_and_holds_what_comes_after(endless: RemoteEngine) -> None:
     async def run() -> None:
-        task = await in_flight(engine, request(group_size=16, temperature=HOT, max_tokens=240))
-        await engine.pause(InFlight.drain)
-        assert (await engine.stats()).groups == 0
+        task = await in_flight(endless, request(group_size=4, temperature=HOT, max_tokens=LONG))
+        await endless.pause(InFlight.drain)
+        assert (await endless.stats()).groups == 0
         completions = await asyncio.wait_for(task, 60)
         assert not any(completion.finish_reason is FinishReason.abort for completion in completions)
 
-        later = asyncio.create_task(engine.generate(request("later/0@0")))
+        later = asyncio.create_task(endless.generate(request("later/0@0")))
         await asyncio.sleep(0.5)
         assert not later.done()
-        assert (await engine.stats()).groups == 0
-        await engine.resume()
+        assert (await endless.stats()).groups == 0
+        await endless.resume()
         assert len(await asyncio.wait_for(later, 60)) == 4
 
     asyncio.run(run())
 
 
-def test_a_prompt_that_is_in_flight_is_refused_a_second_time(engine: RemoteEngine) -> None:
+def test_a_prompt_that_is_in_flight_is_refused_a_second_time(endless: RemoteEngine) -> None:
     async def run() -> None:
-        task = await in_flight(engine, request(group_size=16, temperature=HOT, max_tokens=240))
-        with pytest.raises(EngineError, match="engine 0: prompt test/0@0 is in flight already"):
-            await engine.generate(request())
+        task = await in_flight(endless, request(group_size=4, temperature=HOT, max_tokens=LONG))
+        with pytest.raises(EngineError, match="engine 1: prompt test/0@0 is in flight already"):
+            await endless.generate(request())
+        await endless.abort()
         await task
 
     asyncio.run(run())

@@ -92,7 +92,7 @@ def test_a_request_that_is_lost_while_others_are_sampled_loses_the_engine(engine
 
 def test_requests_of_a_paused_engine_are_not_lost(engine: RemoteEngine) -> None:
     async def run() -> list[FinishReason]:
-        task = await in_flight(engine, request(group_size=8, temperature=HOT, max_tokens=500))
+        task = await in_flight(engine, request(group_size=8, temperature=HOT, max_tokens=1900))
         await engine.pause(InFlight.retract)
         await asyncio.sleep(2 * STALL_S)
         assert not task.done()
