@@ -1,8 +1,8 @@
 """Runs inside SGLang's processes: Qwen3 as one function over tensors, in place of some ten modules a layer.
 
 SGLang's modules ask for parallel groups, quantization, adapters and kernels of accelerators in each call; on a CPU that
-takes a tenth of a decode step. A model with any of these stays SGLang's: parallel ranks, adapters, quantized or
-half-precision weights, biases, scaled rotary embeddings, hooks, captured layers.
+took a tenth of a decode step of 38 requests (6 layers, 256 wide). A model with any of these stays SGLang's: parallel
+ranks, adapters, quantized or half-precision weights, biases, scaled rotary embeddings, hooks, captured layers.
 
 Invariant: only modules are kept, and their weights are looked up in each pass, so new weights count at once.
 """
