@@ -19,7 +19,6 @@ from app.errors import RunError
 
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
 ATTEMPTS_VARIABLE = "RAY_gcs_server_port_wait_time_s"  # attempts to reach the head of a cluster
-IDLE_WORKER_MS = "30000"
 RETRY_SECONDS = 1.0
 MIN_CONNECT_SECONDS = 0.1
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
@@ -47,8 +46,6 @@ async def connect(config: RunConfig, device: Device) -> None:
     os.environ |= {
         # Ray runs its workers at low priority by default, but ranks and engines are not background work.
         "RAY_worker_niceness": "0",
-        # It ends workers that it started ahead after a second, while the driver still imports what the ranks need.
-        "RAY_idle_worker_killing_time_threshold_ms": IDLE_WORKER_MS,
         # Ray hides all devices from an actor that reserves none. Engine hosts of colocate reserve none and need them.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
