@@ -1,6 +1,8 @@
 """Collections of a run do not look at what was alive when it began, and still free what it leaves."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 
@@ -57,3 +59,10 @@ def test_garbage_of_frozen_objects_is_freed_after_the_block() -> None:
         assert reference() is not None
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.parametrize(("before", "after"), [("700", "50000"), ("0", "0"), ("90_000", "90000")])
+def test_a_process_of_the_application_collects_rarely_unless_it_was_told_otherwise(before: str, after: str) -> None:
+    code = f"import gc; gc.set_threshold({before}, 7, 7); import app; print(*gc.get_threshold())"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert printed.stdout.split() == [after, "7", "7"]

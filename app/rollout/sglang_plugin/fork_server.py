@@ -28,7 +28,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from app.rollout import launcher
+from app.device.torchvision_shim import define_operators
 from app.rollout.sglang_plugin.forked_server import ANSWER_BYTES, HEADER_BYTES, PARENT_VARIABLE
 from app.utils.process import module_command
 
@@ -42,16 +42,18 @@ def main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
     listener.set_inheritable(False)
     began = time.monotonic()
+    gc.disable()
     import_sglang()
     sys.stdout.write(f"imported SGLang in {time.monotonic() - began:.1f} s, {threads()} thread(s)\n")
     sys.stdout.flush()
-    gc.collect()
     gc.freeze()  # a collection in a child would copy every page
+    gc.enable()
     serve(listener)
 
 
 def import_sglang() -> None:
     """Import what a server and its children import."""
+    define_operators()
     import sglang.launch_server
     import sglang.srt.entrypoints.http_server
     import sglang.srt.managers.detokenizer_manager
@@ -163,6 +165,8 @@ def _become_server(
 def _launch(parent: int, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     import setproctitle
     import torch
+
+    from app.rollout import launcher
 
     # The first variable must never change: see `Server.start`.
     kept = {PARENT_VARIABLE}
