@@ -27,7 +27,7 @@ from app.utils.net import url_of
 from app.utils.process import log_to, memory_use, process_group_members
 from app.utils.tasks import gather_or_raise
 
-HEALTH_POLL_SECONDS = 0.25
+HEALTH_POLL_SECONDS = 0.05
 IDLE_POLL_SECONDS = 0.02
 CHECK_SECONDS = 10.0
 OLDEST_SGLANG = "0.5.22"  # tests/device/test_versions.py runs it; without a GPU 0.5.21 does not start

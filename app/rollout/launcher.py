@@ -24,6 +24,8 @@ from app.utils.child_process import die_with_parent
 
 # With these dumps SGLang needs over a minute to exit after a crash. Set them to 1 to get them.
 CRASH_DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
+# A package of models. A server whose model is among them does not import all others.
+MODELS_VARIABLE, MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE", "app.rollout.sglang_plugin.models"
 
 
 def main(parent: int) -> None:
@@ -32,6 +34,7 @@ def main(parent: int) -> None:
     key = os.environ.pop(KEY_VARIABLE)
     for variable in CRASH_DUMPS:
         os.environ.setdefault(variable, "0")
+    os.environ.setdefault(MODELS_VARIABLE, MODELS)
     if "--enable-memory-saver" in sys.argv:
         forbid_expandable_segments(os.environ)
     watch_host()

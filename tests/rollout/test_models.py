@@ -1,0 +1,41 @@
+"""A server finds the models of our presets without importing SGLang's others, and the others when it needs one."""
+
+import importlib.util
+import logging
+from types import ModuleType
+
+import pytest
+
+from app.rollout.launcher import MODELS, MODELS_VARIABLE
+from app.rollout.sglang_plugin.models import qwen
+
+OURS = ("Qwen3ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """SGLang's registry, as a server's process imports it."""
+    monkeypatch.setenv(MODELS_VARIABLE, MODELS)
+    spec = importlib.util.find_spec("sglang.srt.models.registry")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("architecture", OURS)
+def test_a_model_of_a_preset_is_sglangs_own_and_found_without_the_others(
+    registry: ModuleType, architecture: str
+) -> None:
+    model, resolved = registry.ModelRegistry.resolve_model_cls([architecture])
+    assert resolved == architecture
+    assert model.__module__.startswith("sglang.srt.models.qwen3")
+    assert registry.ModelRegistry.is_arch_supported(architecture)
+    assert set(registry.ModelRegistry.models) == {each.__name__ for each in qwen.EntryClass}
+
+
+def test_any_other_model_is_found_too(registry: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    model, resolved = registry.ModelRegistry.resolve_model_cls(["LlamaForCausalLM"])
+    assert (model.__module__, resolved) == ("sglang.srt.models.llama", "LlamaForCausalLM")
