@@ -7,6 +7,7 @@ A resumed run takes the same path in a new process.
 """
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -106,6 +107,7 @@ class TrainingRun:
                 self.restarts += 1
                 self.recorder.warn(f"restarting the trainer: {error}")
                 await self.workers.supervisor.abort_in_flight()
+                gc.collect()  # what the lost attempt left
 
     async def _train_once(self, lost: TrainerLost | None) -> float:
         """Start a trainer and train with it until the run ends or the trainer is lost."""

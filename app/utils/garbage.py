@@ -7,12 +7,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def long_lived_objects_frozen() -> Iterator[None]:
-    """Leave what is alive now out of the collections in the block: each would look at all of it again.
+    """Leave what is there now out of the collections in the block: each would look at all of it again.
+
+    Garbage from before stays too: to look for it takes a third of a second of a run's start, and imports leave a few
+    MB. Whoever may have left more collects first.
 
     What somebody else has frozen before stays frozen after the block, and with it the rest.
     """
     mine = gc.get_freeze_count() == 0
-    gc.collect()
     gc.freeze()
     try:
         yield

@@ -16,6 +16,7 @@ def nothing_frozen() -> Iterator[None]:
     """The test session froze its own modules."""
     gc.unfreeze()
     yield
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -41,13 +42,16 @@ def test_what_others_froze_stays_frozen() -> None:
     assert gc.get_freeze_count() > 1000
 
 
-def test_garbage_of_the_block_and_from_before_it_is_freed() -> None:
+def test_garbage_of_the_block_is_freed_in_it_and_that_from_before_after_it() -> None:
+    gc.disable()
     old = weakref.ref(Cycle())
     with long_lived_objects_frozen():
-        assert old() is None
         new = weakref.ref(Cycle())
         gc.collect()
         assert new() is None
+        assert old() is not None
+    gc.collect()
+    assert old() is None
 
 
 def test_garbage_of_frozen_objects_is_freed_after_the_block() -> None:
