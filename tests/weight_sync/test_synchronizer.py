@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 from app.config.weight_sync import Verify
 from app.types import SYNC_PHASES, Completion, InFlight
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
-from tests.rollout.support import in_flight as sampling
 from tests.rollout.support import transformers_logprobs
 from tests.weight_sync.support import (
     TRANSPORTS,
@@ -172,20 +172,27 @@ def test_a_token_sampled_before_a_sync_in_place_does_not_count_as_sampled_after_
     """SGLang's overlap scheduler keeps a sampled batch through the sync, and labels it with the new version."""
     given = endless(600, version=50)
 
+    async def through_a_sync(sync: BucketedWeightSynchronizer, version: int, seconds: float) -> list[Completion]:
+        """Return the members, requested `seconds` before a pause, of which both policies sampled tokens."""
+        await set_weights(trainer, 1)
+        await sync.sync(version)
+        group = asyncio.create_task(engine.generate(replace(given, version=version)))
+        await asyncio.sleep(seconds)
+        await engine.pause(InFlight.in_place)
+        await set_weights(trainer, 2)
+        await sync.sync(version + 1)
+        return [each for each in await group if len(each.spans) == 2]
+
     async def scenario() -> list[Completion]:
         synchronizer = await make_synchronizer(
             "ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=InFlight.in_place
         )
-        await set_weights(trainer, 1)
-        await synchronizer.sync(50)
-        group = await sampling(engine, given)
-        await engine.pause(InFlight.in_place)
-        await set_weights(trainer, 2)
-        await synchronizer.sync(51)
-        return await group
+        for version, seconds in ((50, 0.05), (52, 0.1), (54, 0.2), (56, 0.8), (58, 3.2)):  # as above
+            if completions := await through_a_sync(synchronizer, version, seconds):
+                return completions
+        pytest.fail("no completion was in flight at any of the syncs")
 
-    completions = [each for each in asyncio.run(scenario()) if len(each.spans) == 2]
-    assert completions, "no completion was in flight at the sync"
+    completions = asyncio.run(scenario())
     policy = noisy_model(tiny_model, 1)
     of_the_old_policy = 0
     for completion in completions:

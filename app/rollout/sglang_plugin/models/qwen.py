@@ -1,5 +1,13 @@
 """Qwen3 and Qwen3.5."""
 
-from sglang.srt.models import qwen3, qwen3_5, qwen3_5_text
+from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+from sglang.srt.models.qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
+from sglang.srt.models.qwen3_5_text import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 
-EntryClass = [qwen3.EntryClass, *qwen3_5.EntryClass, *qwen3_5_text.EntryClass]  # the name that SGLang looks for
+EntryClass = [  # the name that SGLang looks for
+    Qwen3ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+]
