@@ -8,7 +8,6 @@
 The names below are imported on first use, so that importing a module of this package imports nothing else.
 """
 
-import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +16,6 @@ if TYPE_CHECKING:
     from app.environment.protocol import EpisodeOver, OutOfTime, OutOfTokens, OutOfTurns, Policy, Reply, Task, ToolCall
     from app.errors import ConfigError, Interrupted, RunError
     from app.types import Completion, FinishReason, Prompt, Trajectory, Turn, VersionSpan
-
-# Every process of a run imports thousands of modules, none of which is garbage. At Python's default of 700 objects
-# between collections, these take a quarter of the time.
-COLLECT_OBJECTS = 50_000
-if 0 < gc.get_threshold()[0] < COLLECT_OBJECTS:
-    gc.set_threshold(COLLECT_OBJECTS, *gc.get_threshold()[1:])
 
 __all__ = [
     "Completion",

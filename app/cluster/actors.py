@@ -20,6 +20,7 @@ from app.rollout.host import EngineHost, HostSpec
 from app.rollout.remote import RemoteEngine
 from app.rollout.server import ServerSpec
 from app.rollout.server_args import engine_flags
+from app.utils.garbage import no_collections
 
 if TYPE_CHECKING:
     from app.trainer.remote import RemoteTrainer
@@ -140,9 +141,10 @@ def make_trainer(
 ) -> "RemoteTrainer":
     """Create the trainer's ranks, without setting them up."""
     # Imported here because the driver of mode=eval needs no torch.
-    from app.trainer.rank import CONCURRENCY_GROUPS, RankSpec, TrainerRank
-    from app.trainer.remote import RemoteTrainer
-    from app.trainer.step import StepSettings
+    with no_collections():
+        from app.trainer.rank import CONCURRENCY_GROUPS, RankSpec, TrainerRank
+        from app.trainer.remote import RemoteTrainer
+        from app.trainer.step import StepSettings
 
     ranks = config.placement.trainer_ranks
     spec = RankSpec(

@@ -1,4 +1,4 @@
-"""Garbage collection of the driver, whose heap is mostly modules and prompts that live as long as the run."""
+"""Garbage collection where the heap is mostly modules and prompts, which live as long as the process."""
 
 import gc
 from collections.abc import Iterator
@@ -21,3 +21,15 @@ def long_lived_objects_frozen() -> Iterator[None]:
     finally:
         if mine:
             gc.unfreeze()
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Collect nothing in the block, which imports modules: they leave little garbage, and looking for it takes long."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -297,11 +297,12 @@ def test_a_machine_that_is_nearly_full_is_told_before_the_kernel_acts(
     world = World(made, tmp_path)
 
     async def memory(engine: SimEngine) -> MemoryUse:
-        return MemoryUse(2**30, 0.98 if engine.version >= 2 else 0.5)
+        return MemoryUse(2**40, 0.98 if engine.version >= 2 else 0.5)  # more than this process
 
     monkeypatch.setattr(SimEngine, "memory", memory)
     with pytest.raises(
-        RunError, match=r"^the machine of engine 0 has used 98.0% of its memory: .*\(the largest .* engine 0 with 1024"
+        RunError,
+        match=r"^the machine of engine 0 has used 98.0% of its memory: .*\(the largest .* engine 0 with 1048576",
     ):
         play(world)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_2\n"

@@ -75,9 +75,9 @@ def test_generation_continues_through_a_sync(in_flight: InFlight, trainer: Any, 
     async def around_a_sync(synchronizer: BucketedWeightSynchronizer, old: int, seconds: float) -> set[tuple[int, ...]]:
         """Return the versions of the members of a group requested `seconds` before the sync of policy `old + 1`."""
         await synchronizer.sync(old)
+        await set_weights(trainer, old)
         generating = asyncio.create_task(engine.generate(endless(600, version=old)))
         await asyncio.sleep(seconds)
-        await set_weights(trainer, old)
         await synchronizer.sync(old + 1)
         completions = await generating
         for completion in completions:
@@ -91,7 +91,8 @@ def test_generation_continues_through_a_sync(in_flight: InFlight, trainer: Any, 
         synchronizer = await make_synchronizer(
             "collective", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight
         )
-        for old, seconds in ((10, 0.05), (20, 0.2), (30, 0.8), (40, 3.2)):  # a busy machine starts sampling late
+        # A busy machine starts sampling late, and a fast one ends early.
+        for old, seconds in ((10, 0.05), (20, 0.1), (30, 0.2), (40, 0.4), (50, 0.8), (60, 3.2)):
             versions = await around_a_sync(synchronizer, old, seconds)
             through = (old,) if in_flight is InFlight.drain else (old, old + 1)
             # a member may end before the sync (old policy alone) or begin after it (new policy alone)
@@ -187,7 +188,7 @@ def test_a_token_sampled_before_a_sync_in_place_does_not_count_as_sampled_after_
         synchronizer = await make_synchronizer(
             "ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=InFlight.in_place
         )
-        for version, seconds in ((50, 0.05), (52, 0.1), (54, 0.2), (56, 0.8), (58, 3.2)):  # as above
+        for version, seconds in ((50, 0.05), (52, 0.1), (54, 0.2), (56, 0.4), (58, 0.8), (60, 3.2)):  # as above
             if completions := await through_a_sync(synchronizer, version, seconds):
                 return completions
         pytest.fail("no completion was in flight at any of the syncs")

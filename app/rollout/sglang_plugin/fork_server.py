@@ -30,6 +30,7 @@ from typing import NoReturn
 
 from app.device.torchvision_shim import define_operators
 from app.rollout.sglang_plugin.forked_server import ANSWER_BYTES, HEADER_BYTES, PARENT_VARIABLE
+from app.utils.garbage import no_collections
 from app.utils.process import module_command
 
 DESCRIPTORS = 2  # standard input, log
@@ -42,12 +43,11 @@ def main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
     listener.set_inheritable(False)
     began = time.monotonic()
-    gc.disable()
-    import_sglang()
+    with no_collections():
+        import_sglang()
+        gc.freeze()  # a collection in a child would copy every page
     sys.stdout.write(f"imported SGLang in {time.monotonic() - began:.1f} s, {threads()} thread(s)\n")
     sys.stdout.flush()
-    gc.freeze()  # a collection in a child would copy every page
-    gc.enable()
     serve(listener)
 
 
