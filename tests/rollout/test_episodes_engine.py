@@ -22,7 +22,7 @@ from tests.rollout.episodes import (
     tiny_prompt,
     trained,
 )
-from tests.rollout.support import HOT, in_flight
+from tests.rollout.support import HOT
 from tests.weight_sync.support import noisy_model
 
 
@@ -121,7 +121,7 @@ def test_an_episode_that_fails_while_an_engine_samples_for_it_is_played_again(
 
     class Tells(Recording):
         async def generate(self, request: GroupRequest) -> list[Completion]:
-            task = await in_flight(engine, request)
+            task = asyncio.create_task(engine.generate(request))
             (tmp_path / "sampling").touch()
             return await task
 

@@ -8,6 +8,7 @@ Writes {scenario: {stage: result}}. A stage that raised has the line and the err
 import gc
 import json
 import os
+import random
 import sys
 import tempfile
 import traceback
@@ -317,6 +318,14 @@ def play(scenario: Scenario, rank: int, ranks: int, folder: Path, port: int) -> 
     return stages.results
 
 
+def below_the_ephemeral(count: int) -> list[int]:
+    """Free ports that no other process is given while the earlier scenarios run."""
+    from app.utils.net import port_is_free
+
+    candidates = random.sample(range(20_000, 32_000), 100)
+    return [port for port in candidates if port_is_free("127.0.0.1", port)][:count]
+
+
 def run_rank(rank: int, ranks: int, scenarios: dict[str, Scenario], folder: Path, ports: list[int], out: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["RANK"] = str(rank)
@@ -338,8 +347,6 @@ def run_rank(rank: int, ranks: int, scenarios: dict[str, Scenario], folder: Path
 def main() -> None:
     import torch.multiprocessing as mp
 
-    from app.utils.net import free_port
-
     wanted = sys.argv[2:]  # names of scenarios; none: all
     set_forkserver_preload(["tests.standin.imported"])
     results: dict[str, Any] = {}
@@ -353,7 +360,7 @@ def main() -> None:
             chosen = {key: each for key, each in scenarios.items() if not wanted or key in wanted}
             if not chosen:
                 continue
-            ports = [free_port() for _ in chosen]
+            ports = below_the_ephemeral(len(chosen))
             out = folder / f"{ranks}.json"
             mp.start_processes(run_rank, (ranks, chosen, folder, ports, out), nprocs=ranks, start_method="forkserver")
             results |= json.loads(out.read_text())
