@@ -96,7 +96,6 @@ class TrainerRank:
     """
 
     def __init__(self, spec: RankSpec, rank: int):
-        gc.freeze()  # the imports: no collection needs to look at them
         log_to(spec.logs / f"trainer_{rank}.log")
         self.spec = spec
         self.rank = rank

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 def long_lived_objects_frozen() -> Iterator[None]:
     """Leave what is there now out of the collections in the block: each would look at all of it again.
 
-    Garbage from before stays too: to look for it takes a third of a second of a run's start, and imports leave a few
-    MB. Whoever may have left more collects first.
+    Garbage from before stays too: looking for it among all modules would delay the start of a run. Whoever may have
+    left more than imports do collects first.
 
     What somebody else has frozen before stays frozen after the block, and with it the rest.
     """
