@@ -5,7 +5,6 @@ import secrets
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import ray
 
@@ -20,11 +19,8 @@ from app.rollout.host import EngineHost, HostSpec
 from app.rollout.remote import RemoteEngine
 from app.rollout.server import ServerSpec
 from app.rollout.server_args import engine_flags
-from app.utils.garbage import no_collections
-
-if TYPE_CHECKING:
-    from app.trainer.remote import RemoteTrainer
-
+from app.trainer.rank import CONCURRENCY_GROUPS, RankSpec, TrainerRank
+from app.trainer.remote import RemoteTrainer
 
 ENGINE_KEY = "POSTTRAIN_SERVER_KEY"  # environment variable: the key of the servers of `rollout.urls`
 
@@ -138,14 +134,8 @@ def allocator_environment(config: RunConfig, device: Device) -> dict[str, str]:
 
 def make_trainer(
     config: RunConfig, device: Device, model_path: Path, run_folder: Path, placement: DevicePlacement
-) -> "RemoteTrainer":
+) -> RemoteTrainer:
     """Create the trainer's ranks, without setting them up."""
-    # Imported here because the driver of mode=eval needs no torch.
-    with no_collections():
-        from app.trainer.rank import CONCURRENCY_GROUPS, RankSpec, TrainerRank
-        from app.trainer.remote import RemoteTrainer
-        from app.trainer.step import StepSettings
-
     ranks = config.placement.trainer_ranks
     spec = RankSpec(
         device=config.device.kind,
@@ -154,13 +144,10 @@ def make_trainer(
         trust_remote_code=config.model.trust_remote_code,
         trainer=config.trainer,
         run_updates=config.optimizer_updates,
-        step=StepSettings(
-            algorithm=config.algorithm,
-            correction=config.correction,
-            temperature=config.rollout.temperature,
-            max_completion_tokens=config.rollout.max_completion_tokens,
-            tokens_per_microbatch=config.trainer.tokens_per_microbatch,
-        ),
+        algorithm=config.algorithm,
+        correction=config.correction,
+        temperature=config.rollout.temperature,
+        max_completion_tokens=config.rollout.max_completion_tokens,
         reference=config.algorithm.needs_reference,
         ranks=ranks,
         threads=_threads(config, ranks),

@@ -26,11 +26,15 @@ from app.rollout.rollouter import Rollouter
 from app.rollout.sglang_plugin.forked_server import fork_server
 from app.tracking.number_format import plural
 from app.types import EngineStart, TrainerMemory
+from app.utils.dotted_path import ByName
 from app.utils.tasks import gather_or_raise
 
 if TYPE_CHECKING:
+    from app.offload.trainer import Offload
     from app.trainer.remote import RemoteTrainer
     from app.weight_sync.factory import Synchronizer
+else:
+    Offload = ByName("app.offload.trainer.Offload")
 
 PHASE_POLL_SECONDS = 1.0
 
@@ -212,8 +216,6 @@ async def _set_up(trainer: "RemoteTrainer", workers: RolloutWorkers) -> None:
 
 
 async def _attach_offload(trainer: "RemoteTrainer", device: Device) -> None:
-    from app.offload.trainer import Offload
-
     await trainer.attach_offload(partial(Offload, moves=device.shares_memory))
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+if TYPE_CHECKING:
+    from torch.profiler import profile
 
 FOLDER = "profile"
 
@@ -20,6 +21,9 @@ class StepProfiler:
 
     def begin(self, step: int) -> None:
         if step in self.steps:
+            import torch
+            from torch.profiler import ProfilerActivity, profile
+
             # Includes the accelerator's activities if this torch supports them.
             supported = torch.profiler.supported_activities()
             activities = [activity for activity in ProfilerActivity.__members__.values() if activity in supported]
@@ -36,7 +40,7 @@ class StepProfiler:
     def abort(self) -> None:
         self._stop()
 
-    def _stop(self) -> profile | None:
+    def _stop(self) -> "profile | None":
         stopped = self._profile
         self._profile = None
         if stopped is not None:

@@ -2,6 +2,8 @@
 
 All ranks get the same calls in the same order. Memory offload and extensions (such as the weight sync's sender) are
 attached by their owners; this module does not import them.
+
+The driver imports this module to name the actor and its methods, so it imports torch in `setup` and not before.
 """
 
 import gc
@@ -16,30 +18,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import ray
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
+from app.config.algorithm import AlgorithmConfig, Correction
 from app.config.device import DeviceKind, Dtype
 from app.config.model import LoraConfig
 from app.config.trainer import TrainerConfig
 from app.device import device_of
-from app.device.cpu_matmul import use_onednn_matmul
 from app.device.torchvision_shim import define_operators
 from app.errors import TrainerError
-from app.model.kernels import kernels_of
-from app.model.policy import PolicyModel
-from app.trainer.checkpoint_state import RankState
-from app.trainer.optimizer import PolicyOptimizer
 from app.trainer.profile import FOLDER, StepProfiler
-from app.trainer.step import StepSettings, TrainStep
 from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
+from app.utils.garbage import no_collections
 from app.utils.net import Listener
 from app.utils.process import log_to, memory_use
+
+if TYPE_CHECKING:
+    import torch
+
+    from app.model.policy import PolicyModel
 
 log = logging.getLogger(__name__)
 # Ray's concurrency groups: calls that run in their own thread, concurrently with the step.
@@ -62,7 +62,10 @@ class RankSpec:
     trust_remote_code: bool
     trainer: TrainerConfig
     run_updates: int  # optimizer updates of the whole run
-    step: StepSettings
+    algorithm: AlgorithmConfig
+    correction: Correction  # resolved, never `auto`
+    temperature: float
+    max_completion_tokens: int
     reference: bool  # whether to keep the initial policy: a frozen copy, or with adapters the base that they adapt
     ranks: int
     threads: int  # per rank, on CPU
@@ -79,7 +82,7 @@ class MemoryOffload(Protocol):
 
     def onload(self, region: TrainerMemory) -> None: ...
 
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy(self, tensor: "torch.Tensor") -> "torch.Tensor":
         """Return a copy of a local tensor in host memory, also of an offloaded one."""
         ...
 
@@ -100,6 +103,7 @@ class TrainerRank:
         self.spec = spec
         self.rank = rank
         self.device = device_of(spec.device)
+        self.accelerator: Any = None  # torch's module of the device type, from `setup` on; None on a CPU
         self.extensions: dict[str, Any] = {}
         self.memory_offload: MemoryOffload | None = None
         self.offloaded: set[TrainerMemory] = set()
@@ -127,20 +131,27 @@ class TrainerRank:
         Returns:
             Number of the model's parameters.
         """
-        self._seed()
-        self._select_device()
-        self._join_process_group(address, port)
-        self._load_models()
-        self._make_step()
+        with no_collections():  # 4,000 modules are imported here
+            self._seed()
+            self._select_device()
+            self._join_process_group(address, port)
+            self._load_models()
+            self._make_step()
         disable_automatic_gc()
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def _seed(self) -> None:
+        import torch
+
         random.seed(self.spec.seed)
         np.random.seed(self.spec.seed)
         torch.manual_seed(self.spec.seed)
 
     def _select_device(self) -> None:
+        import torch
+
+        from app.device.cpu_matmul import use_onednn_matmul
+
         torch.set_num_threads(self.spec.threads)
         if self.spec.device is DeviceKind.cpu:
             use_onednn_matmul()
@@ -148,7 +159,8 @@ class TrainerRank:
             importlib.import_module(self.device.plugin)
         self.torch_device = self.device.torch_device(self._device_index())
         if self.device.torch_type != "cpu":
-            torch.get_device_module(self.device.torch_type).set_device(self.torch_device)
+            self.accelerator = torch.get_device_module(self.device.torch_type)
+            self.accelerator.set_device(self.torch_device)
 
     def _device_index(self) -> int:
         """Return this rank's index among the visible devices: Ray narrows visibility for some device kinds only."""
@@ -159,6 +171,8 @@ class TrainerRank:
         return visible.index(assigned[0]) if assigned[0] in visible else int(assigned[0])
 
     def _join_process_group(self, address: str, port: int) -> None:
+        import torch.distributed as dist
+
         backend = self.device.collective
         if self.device.torch_type != "cpu":
             # Gloo, for collectives of host tensors.
@@ -179,12 +193,16 @@ class TrainerRank:
         )
 
     def _load_models(self) -> None:
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+
         define_operators()
+        from app.model.kernels import kernels_of
         from app.model.load import load
 
         mesh = init_device_mesh(self.device.torch_type, (self.spec.ranks,))
 
-        def load_policy() -> PolicyModel:
+        def load_policy() -> "PolicyModel":
             return load(
                 self.spec.model_path,
                 mesh=mesh,
@@ -211,21 +229,30 @@ class TrainerRank:
             log.info("attention kernels: %s", activate(self.model.head_dim) or "torch's default")
 
     def _make_step(self) -> None:
-        peak_flops = self._peak_flops()
+        from app.trainer.checkpoint_state import RankState
+        from app.trainer.optimizer import PolicyOptimizer
+        from app.trainer.step import StepSettings, TrainStep
 
         spec = self.spec
         self.optimizer = PolicyOptimizer(
             self.model.parameters(), spec.trainer, run_updates=spec.run_updates, fused=self.device.fused_optimizer
         )
         reference = self.model if spec.reference and spec.lora.enabled else self.reference
-        self.step = TrainStep(self.model, self.optimizer, spec.step, self.torch_device, reference, peak_flops)
+        settings = StepSettings(
+            algorithm=spec.algorithm,
+            correction=spec.correction,
+            temperature=spec.temperature,
+            max_completion_tokens=spec.max_completion_tokens,
+            tokens_per_microbatch=spec.trainer.tokens_per_microbatch,
+        )
+        self.step = TrainStep(self.model, self.optimizer, settings, self.torch_device, reference, self._peak_flops())
         self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=self.spec.trainer.timeout_s)
 
     def _peak_flops(self) -> float | None:
         """Return the peak FLOP/s of this rank's device; None if it is not known. Known peaks are those of bfloat16."""
-        if self.device.torch_type == "cpu" or self.spec.dtype is not Dtype.bfloat16:
+        if self.accelerator is None or self.spec.dtype is not Dtype.bfloat16:
             return None
-        name = torch.get_device_module(self.device.torch_type).get_device_name(self.torch_device)
+        name = self.accelerator.get_device_name(self.torch_device)
         peak = self.device.peak_tflops_of(name)
         return None if peak is None else 1e12 * peak
 
@@ -253,8 +280,8 @@ class TrainerRank:
         """Discard the open step. Frees first what a failed pass holds: the reset gathers parameters again."""
         self.profiler.abort()
         gc.collect()
-        if self.device.torch_type != "cpu":
-            torch.get_device_module(self.device.torch_type).empty_cache()
+        if self.accelerator is not None:
+            self.accelerator.empty_cache()
         self.step.abort()
 
     def version(self) -> int | None:
@@ -282,8 +309,8 @@ class TrainerRank:
 
     def ready(self) -> None:
         """Return once all earlier calls are done, on the device too."""
-        if self.device.torch_type != "cpu":
-            torch.get_device_module(self.device.torch_type).synchronize(self.torch_device)
+        if self.accelerator is not None:
+            self.accelerator.synchronize(self.torch_device)
 
     # --- preconditions
 
@@ -344,11 +371,10 @@ class TrainerRank:
     @runs_concurrently("status")
     def memory(self) -> MemoryUse:
         """Return the memory in use and, of an accelerator, its peak since the last call."""
-        if self.device.torch_type == "cpu":
+        if self.accelerator is None:
             return memory_use([os.getpid()])
-        module = torch.get_device_module(self.device.torch_type)
-        peak = int(module.max_memory_allocated(self.torch_device))
-        module.reset_peak_memory_stats(self.torch_device)
+        peak = int(self.accelerator.max_memory_allocated(self.torch_device))
+        self.accelerator.reset_peak_memory_stats(self.torch_device)
         return replace(memory_use([os.getpid()]), device_peak=peak)
 
     @runs_concurrently("status")

@@ -9,7 +9,6 @@ with the run. On a CPU they are kept.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
 from app.weight_sync.delta import DeltaEncoder, max_header_bytes
 from app.weight_sync.gather import Receivers, full_tensor, gather_full
 
-SENDER_EXTENSION: Final = "weight_sync"  # the name under which a `Sender` is attached to every trainer rank
 BUFFERS = 2
 
 

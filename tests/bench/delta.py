@@ -23,9 +23,9 @@ from app.config.device import Dtype
 from app.config.weight_sync import SyncMode, Verify
 from app.types import InFlight, SyncReport
 from app.weight_sync.delta import is_comparable
-from app.weight_sync.sender import SENDER_EXTENSION
 from app.weight_sync.snapshot import ShardSnapshot
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
+from app.weight_sync.transport.base import SENDER_EXTENSION
 from tests.bench.machine import machine, print_result, spread
 from tests.bench.random_model import QWEN3_06B, save_random_qwen3
 from tests.bench.weight_sync import ratio

@@ -24,8 +24,9 @@ from app.config.device import Dtype
 from app.config.weight_sync import Verify
 from app.device.base import abort_backend
 from app.types import InFlight
-from app.weight_sync.sender import SENDER_EXTENSION, Sender
+from app.weight_sync.sender import Sender
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
+from app.weight_sync.transport.base import SENDER_EXTENSION
 from app.weight_sync.transport.process_group import SyncProcessGroup
 from tests.bench.machine import machine, print_result, spread
 from tests.bench.random_model import QWEN3_06B, save_random_qwen3

@@ -42,6 +42,7 @@ def test_a_colocate_run_finishes_and_leaves_what_it_promises(start: Callable[...
     run = start("steps=3", "tracking=wandb", "tracking.offline=true", *QUICK)
     assert run.wait() == 0, run.text
     assert run.gone_within(15), run.processes()
+    assert not run.driver_has_torch
     starting = re.findall(r"^ +(?:\d+ min )?\d+ s  (.+)$", run.text, re.M)
     assert starting[:2] == ["starting Ray", "starting 1 engine and 1 trainer rank"]
     assert {"1 engine: importing SGLang", "1 engine ready", "trainer ready"} <= set(starting)

@@ -76,7 +76,6 @@ class RankUnderTest:
         from app.config.device import DeviceKind, Dtype
         from app.config.trainer import Checkpointing, TrainerConfig
         from app.trainer.rank import RankSpec, TrainerRank
-        from app.trainer.step import StepSettings
         from tests.trainer.support import LIMIT, scored_groups
 
         self.scenario = scenario
@@ -90,9 +89,14 @@ class RankUnderTest:
             model_path=folder.parent / scenario.family,
             trust_remote_code=False,
             trainer=TrainerConfig(
-                lr=1e-3, activation_checkpointing=Checkpointing.all if scenario.extras else Checkpointing.none
+                lr=1e-3,
+                tokens_per_microbatch=40,
+                activation_checkpointing=Checkpointing.all if scenario.extras else Checkpointing.none,
             ),
-            step=StepSettings(algorithm, Correction.none, 0.7, LIMIT, 40),
+            algorithm=algorithm,
+            correction=Correction.none,
+            temperature=0.7,
+            max_completion_tokens=LIMIT,
             run_updates=1,
             reference=scenario.extras,
             ranks=ranks,
@@ -269,8 +273,8 @@ def play(scenario: Scenario, rank: int, ranks: int, folder: Path, port: int) -> 
     from app.device import npu
     from app.offload.trainer import Offload
     from app.trainer.rank import TrainerRank
-    from app.weight_sync.transport.collective import BroadcastSender
-    from app.weight_sync.transport.ipc import IpcSender
+    from app.weight_sync.transport.collective_sender import BroadcastSender
+    from app.weight_sync.transport.ipc_sender import IpcSender
 
     device = npu.DEVICE
     if scenario.cuda:

@@ -44,7 +44,7 @@ MISTAKES = {  # file, what it has, what it gets
     "a capture that does not wait for its copies": ("app/trainer/host_copy.py", "event.synchronize()", "pass"),
     "no set_device": (
         "app/trainer/rank.py",
-        "torch.get_device_module(self.device.torch_type).set_device(self.torch_device)",
+        "self.accelerator.set_device(self.torch_device)",
         "pass",
     ),
     "float64 on the device": (

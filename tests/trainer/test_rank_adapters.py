@@ -17,7 +17,6 @@ from app.config.trainer import TrainerConfig
 from app.model.policy import named_checkpoint_tensors, named_trained_tensors
 from app.offload.trainer import Offload
 from app.trainer.rank import RankSpec, TrainerRank
-from app.trainer.step import StepSettings
 from app.types import TrainerMemory
 from tests.model.support import save_qwen3
 from tests.trainer.ranks import run_on
@@ -36,9 +35,12 @@ def played(mesh: DeviceMesh, path: Path, logs: Path) -> dict[str, Any]:
         dtype=Dtype.bfloat16,
         model_path=path,
         trust_remote_code=False,
-        trainer=TrainerConfig(lr=0.01),
+        trainer=TrainerConfig(lr=0.01, tokens_per_microbatch=100),
         run_updates=2,
-        step=StepSettings(KL, Correction.none, TEMPERATURE, LIMIT, 100),
+        algorithm=KL,
+        correction=Correction.none,
+        temperature=TEMPERATURE,
+        max_completion_tokens=LIMIT,
         reference=True,
         ranks=mesh.size(),
         threads=1,

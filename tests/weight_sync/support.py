@@ -65,23 +65,18 @@ def make_trainer(
 
     from app.trainer.rank import CONCURRENCY_GROUPS, RankSpec, TrainerRank
     from app.trainer.remote import RemoteTrainer
-    from app.trainer.step import StepSettings
 
-    settings = StepSettings(
-        algorithm=AlgorithmConfig(),
-        correction=Correction.none,
-        temperature=1.0,
-        max_completion_tokens=16,
-        tokens_per_microbatch=1024,
-    )
     spec = RankSpec(
         device=DeviceKind.cpu,
         dtype=dtype,
         model_path=model,
         trust_remote_code=False,
-        trainer=TrainerConfig(),
+        trainer=TrainerConfig(tokens_per_microbatch=1024),
         run_updates=1,
-        step=settings,
+        algorithm=AlgorithmConfig(),
+        correction=Correction.none,
+        temperature=1.0,
+        max_completion_tokens=16,
         reference=False,
         ranks=ranks,
         threads=1,

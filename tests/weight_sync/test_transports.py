@@ -16,8 +16,8 @@ from app.types import VersionSpan
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
 from app.weight_sync.deadlines import Deadline
 from app.weight_sync.sender import Sender
-from app.weight_sync.transport.collective import BroadcastSender
-from app.weight_sync.transport.ipc import IpcSender
+from app.weight_sync.transport.collective_sender import BroadcastSender
+from app.weight_sync.transport.ipc_sender import IpcSender
 from app.weight_sync.verify import expect_equal
 
 

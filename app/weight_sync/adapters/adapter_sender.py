@@ -10,9 +10,8 @@ import json
 import pickle
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,29 +21,11 @@ from app.model.lora.names import served, served_config
 from app.model.policy import named_trained_tensors
 from app.trainer.rank import TrainerRank
 from app.types import TrainerMemory
+from app.weight_sync.adapters.adapter_push import AdapterPush
 from app.weight_sync.gather import Receivers, gather_full
 
-ADAPTER_EXTENSION: Final = "adapter_sync"  # the name under which an `AdapterSender` is attached to every trainer rank
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "posttrain-adapter-"  # of the folders there
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterPush:
-    """What rank 0 gathered of one policy version."""
-
-    folder: Path | None  # in shared memory, in PEFT's form
-    inline: dict[str, Any]  # without a folder: the adapter's configuration, and its tensors for one engine rank
-    bytes: int
-
-    def body(self, tensor_parallel: int) -> dict[str, Any]:
-        """Return the body of `RolloutEngine.load_adapter` for an engine of this many ranks."""
-        if self.folder is not None:
-            return {"lora_path": str(self.folder)}
-        return {
-            "config_dict": self.inline["config"],
-            "serialized_named_tensors": [self.inline["tensors"]] * tensor_parallel,
-        }
 
 
 class AdapterSender:

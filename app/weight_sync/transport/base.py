@@ -1,17 +1,20 @@
 """The transport interface. `BucketedWeightSynchronizer` is transport-agnostic."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 from app.protocols import RolloutEngine
 from app.trainer.rank import TrainerRank
 from app.weight_sync.buckets import ReadyBucket
 from app.weight_sync.deadlines import Deadline
-from app.weight_sync.sender import Sender
+
+if TYPE_CHECKING:
+    from app.weight_sync.sender import Sender
 
 P = ParamSpec("P")
 T = TypeVar("T")
 TRAINER_RANKS = "trainer ranks"  # their name in messages
+SENDER_EXTENSION: Final = "weight_sync"  # the name under which a `Sender` is attached to every trainer rank
 
 
 class TrainerGroup(Protocol):
@@ -48,7 +51,7 @@ class Transport(Protocol):
     """
 
     @property
-    def sender(self) -> type[Sender]:
+    def sender(self) -> "type[Sender]":
         """The extension of the trainer ranks."""
         ...
 
