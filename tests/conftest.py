@@ -121,13 +121,12 @@ def server_spec(
     """A server of our own making, from the session's fork server."""
     from app.device.cpu import DEVICE
     from app.rollout.server import ServerSpec
-    from app.utils.net import free_port
 
     return ServerSpec(
         name=name,
         model_path=str(model),
         host=host,
-        port=free_port(),
+        port=0,
         key=secrets.token_urlsafe(16),
         flags={
             **DEVICE.engine_flags,

@@ -22,9 +22,9 @@ from app.model.hf_directory import has_linear_attention, identity, load_tokenize
 from app.model.lora.base_weights import require_targets
 from app.placement.controller import CURSOR
 from app.reward.tryout import tokenizer_of, try_out
-from app.rollout.server import port_is_free
 from app.tracking.own_tracker import require_trackers
 from app.types import Prompt
+from app.utils.net import port_is_free
 
 
 @dataclass(frozen=True, slots=True)

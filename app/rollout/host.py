@@ -286,13 +286,17 @@ class EngineHost:
     async def _wait_healthy(self, client: Client) -> None:
         deadline = asyncio.get_running_loop().time() + self.spec.start_timeout_s
         while not await client.healthy():
+            if self._server and (address := self._server.refused_address()):
+                raise EngineError(f"{self.spec.name}: another program listens at {address}{self._log_tail()}")
             if asyncio.get_running_loop().time() > deadline:
-                tail = f"; log: {self._server.spec.log}; its last lines:\n{self._server.tail()}" if self._server else ""
                 raise EngineError(
                     f"{self.spec.name} at {client.url} did not become healthy within "
-                    f"rollout.start_timeout_s={self.spec.start_timeout_s:.0f} s{tail}"
+                    f"rollout.start_timeout_s={self.spec.start_timeout_s:.0f} s{self._log_tail()}"
                 )
             await asyncio.sleep(HEALTH_POLL_SECONDS)
+
+    def _log_tail(self) -> str:
+        return f"; log: {self._server.spec.log}; its last lines:\n{self._server.tail()}" if self._server else ""
 
     def _require_supported(self, version: str) -> None:
         """Raise `EngineError` if the running server is too old. A version that cannot be read is accepted."""

@@ -3,6 +3,7 @@
 Invariants:
     - The server runs in its own process group, with its own log and a random key.
     - No process of the group outlives the process that started it, nor the group's leader.
+    - Its port is reserved before the process starts. SGLang binds it seconds later.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from app.errors import EngineError, EngineLost
 from app.rollout.server_args import render_flags
 from app.rollout.sglang_plugin.forked_server import PARENT_VARIABLE, ForkedProcess, fork
 from app.types import EngineStart
-from app.utils.net import free_port, port_is_free
+from app.utils.net import bracketed, reserve_port
 from app.utils.process import module_command, package_path
 
 # Environment variables of the server, read by the launcher.
@@ -30,6 +32,7 @@ START_PHASES = (
     ("Load weight end", EngineStart.allocating),
     ("Load weight begin", EngineStart.loading),
 )
+BIND_ERROR = "error while attempting to bind on address"  # in SGLang's log
 STOP_SECONDS = 5.0
 logger = logging.getLogger(__name__)
 
@@ -61,12 +64,13 @@ class Server:
     """A server process.
 
     Lifecycle:
-        1. `start` once.
+        1. `start` once. From then on, `spec` has the port.
         2. `died` waits for the end of the process; `stop` kills it.
     """
 
     def __init__(self, spec: ServerSpec):
-        self.spec = spec if spec.port else replace(spec, port=free_port(spec.host))
+        self.spec = spec
+        self._reserved: socket.socket | None = None
         self._process: asyncio.subprocess.Process | ForkedProcess | None = None
         self._log_start = 0  # bytes that earlier servers left in the log
 
@@ -76,11 +80,14 @@ class Server:
         Raises:
             EngineError: The port is in use.
         """
-        if not port_is_free(self.spec.host, self.spec.port):
+        try:
+            self._reserved = reserve_port(self.spec.host, self.spec.port)
+        except OSError as error:
             raise EngineError(
                 f"{self.spec.name}: rollout.port={self.spec.port} is not accepted: the port is in use on this machine; "
                 "give a free one, or null."
-            )
+            ) from error
+        self.spec = replace(self.spec, port=self._reserved.getsockname()[1])
 
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
         environment = {
@@ -133,11 +140,21 @@ class Server:
 
     def start_phase(self) -> EngineStart:
         """Return what the starting server does, from its log."""
-        try:
-            log = self.spec.log.read_bytes()[self._log_start :].decode(errors="replace")
-        except OSError:
-            return EngineStart.importing
+        log = self._own_log()
         return next((phase for line, phase in START_PHASES if line in log), EngineStart.importing)
+
+    def refused_address(self) -> str | None:
+        """Return the server's address if it could not listen there. SGLang does not end then."""
+        if BIND_ERROR not in self._own_log():
+            return None
+        return f"{bracketed(self.spec.host)}:{self.spec.port}"
+
+    def _own_log(self) -> str:
+        """Return what the server has logged."""
+        try:
+            return self.spec.log.read_bytes()[self._log_start :].decode(errors="replace")
+        except OSError:
+            return ""
 
     def tail(self) -> str:
         """Return the last lines of the server's log, indented."""
@@ -149,10 +166,11 @@ class Server:
 
     async def stop(self) -> None:
         """Kill the process group. A server has nothing to save, and its own shutdown takes seconds."""
-        if self._process is None:
-            return
-        self._kill_process_group()
-        await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+        if self._process is not None:
+            self._kill_process_group()
+            await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+        if self._reserved is not None:
+            self._reserved.close()
 
     def _kill_process_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -17,22 +17,34 @@ class Listener:
         return self._socket.detach()
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that was free a moment ago."""
-    with _socket_for(host) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+def reserve_port(host: str, port: int = 0) -> socket.socket:
+    """Keep a port (0: a free one) for a server that starts later, until the returned socket is closed.
+
+    The socket is bound and does not listen, so a server that sets SO_REUSEADDR can still listen there. The operating
+    system gives the port to nobody else.
+
+    Raises:
+        OSError: Another socket has the port.
+    """
+    reserved = _socket_for(host)
+    try:
+        if port:  # a closed connection in TIME_WAIT does not keep a server from starting
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((host, port))
+    except OSError:
+        reserved.close()
+        raise
+    # Not before a free port is chosen: it could be one that another process has reserved.
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return reserved
 
 
 def port_is_free(host: str, port: int) -> bool:
     """Return whether a server could listen at this address of this machine."""
-    with _socket_for(host) as probe:
-        # Servers set it too: a closed port in TIME_WAIT does not keep them from starting.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
+    try:
+        reserve_port(host, port).close()
+    except OSError:
+        return False
     return True
 
 

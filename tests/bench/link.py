@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from tests.bench.machine import machine, print_result
 from tests.bench.random_model import QWEN3_06B, save_random_qwen3
 
 PREFIX = 24
+PORT = 30_000  # of the engine; nothing else runs in its namespace
 BURST = "1mb"  # of the token bucket: more than the link carries between two ticks of the kernel
 LATENCY = "50ms"  # a queue that is longer drops packets
 PROGRAMS = ("ip", "tc")
@@ -131,7 +132,7 @@ async def measure(link: Link, rounds: int, rate: float, bucket_mib: float, folde
 
     model = save_random_qwen3(folder / "model", QWEN3_06B)
     flags = {"dtype": "bfloat16", "max_total_tokens": 2048, "log_level": "warning"}
-    spec = server_spec(model, folder, host=link.engine.address, **flags)
+    spec = replace(server_spec(model, folder, host=link.engine.address, **flags), port=PORT)
     with served(spec, link.engine):
         engine = engine_at(url_of(spec.host, spec.port), spec.key, folder, "engine 0")
         await engine.start(600)

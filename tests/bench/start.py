@@ -27,7 +27,6 @@ from app.model.hf_directory import locate
 from app.rollout.client import Client
 from app.rollout.server import Server, ServerSpec
 from app.rollout.sglang_plugin.forked_server import SOCKET_VARIABLE, fork_server
-from app.utils.net import free_port
 from tests.bench.machine import busy, conditions, machine, spread
 
 POLL_SECONDS = 0.02
@@ -42,7 +41,7 @@ def spec_of(model: Path, folder: Path, name: str, forks: Path | None) -> ServerS
         name=name,
         model_path=str(model),
         host="127.0.0.1",
-        port=free_port(),
+        port=0,
         key="bench",
         flags={**DEVICE.engine_flags, "dtype": "float32", "skip-tokenizer-init": True},
         environment={**DEVICE.engine_env, "OMP_NUM_THREADS": "1"},
@@ -57,9 +56,9 @@ def started(spec: ServerSpec, seconds: list[float]) -> Iterator[None]:
     server = Server(spec)
 
     async def start() -> None:
-        client = Client(spec.name, f"http://127.0.0.1:{spec.port}", spec.key)
         began = time.perf_counter()
         await server.start()
+        client = Client(spec.name, f"http://127.0.0.1:{server.spec.port}", spec.key)
         async with asyncio.timeout(LIMIT_SECONDS):
             while not await client.healthy():  # noqa: ASYNC110 (another process)
                 await asyncio.sleep(POLL_SECONDS)

@@ -19,7 +19,6 @@ from app.rollout.host import EngineHost, HostSpec
 from app.rollout.remote import RemoteEngine
 from app.rollout.server import ServerSpec
 from app.types import Completion, GroupRequest, Sampling
-from app.utils.net import free_port
 from tests.fork_server import shared
 
 KEY = "a-key-that-nobody-may-see"
@@ -44,7 +43,7 @@ def server_spec(model: Path, folder: Path, *, name: str, **flags: object) -> Ser
         name=name,
         model_path=str(model),
         host="127.0.0.1",
-        port=free_port(),
+        port=0,
         key=KEY,
         flags={
             **DEVICE.engine_flags,

@@ -1,6 +1,7 @@
-"""The host of an engine, on a double of its server: what waits for admission, and calls whose connection breaks."""
+"""The host of an engine: what waits for admission, calls whose connection breaks, a start without a port."""
 
 import asyncio
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from app.rollout import host as module
 from app.rollout.client import ConnectionLost
 from app.rollout.host import EngineHost, HostSpec
 from app.types import GroupRequest, InFlight, Sampling
+from tests.rollout.support import host_spec, server_spec
 
 
 class SilentClient:
@@ -80,3 +82,27 @@ def test_an_engine_is_lost_when_the_connection_of_a_control_call_breaks(
             await host.pause(InFlight.retract)
 
     asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_a_start_ends_when_another_program_took_the_port(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang would wait for its own warm-up for ever, and the host for `start_timeout_s`."""
+    monkeypatch.setattr(module, "log_to", lambda path: None)
+    server = server_spec(tiny_model, tmp_path, name="engine 0")
+
+    async def story() -> None:
+        host = EngineHost(host_spec(tmp_path, name="engine 0", server=server, start_timeout_s=3600))
+        starting = asyncio.create_task(host.start())
+        while host._server is None or host._server._process is None:  # noqa: ASYNC110 (no event says so)
+            await asyncio.sleep(0.01)
+
+        with socket.socket() as taker:
+            taker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taker.bind(("127.0.0.1", host._server.spec.port))
+            taker.listen()
+            with pytest.raises(EngineError, match=r"engine 0: another program listens at 127\.0\.0\.1:\d+; log: "):
+                await starting
+        await host.stop()
+
+    asyncio.run(asyncio.wait_for(story(), 120))

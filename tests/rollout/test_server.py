@@ -93,10 +93,25 @@ def test_a_port_that_is_in_use_is_refused_with_one_sentence(tmp_path: Path) -> N
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        spec = server_spec(tmp_path, tmp_path, name="engine 3")
-        object.__setattr__(spec, "port", port)
+        spec = replace(server_spec(tmp_path, tmp_path, name="engine 3"), port=port)
         with pytest.raises(EngineError, match=rf"^engine 3: rollout\.port={port} is not accepted: the port is in use"):
             asyncio.run(Server(spec).start())
+
+
+def test_the_port_of_a_server_is_reserved_from_its_start_to_its_stop(tmp_path: Path) -> None:
+    """SGLang imports for seconds before it binds the port."""
+    server = Server(replace(server_spec(tmp_path, tmp_path, name="engine 0"), fork_server=None))
+
+    async def started() -> None:
+        await server.start()
+        address = (server.spec.host, server.spec.port)
+        with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+            other.bind(address)
+        await server.stop()
+        with socket.socket() as other:
+            other.bind(address)
+
+    asyncio.run(started())
 
 
 def test_a_server_can_take_a_title_whatever_variables_it_changes(

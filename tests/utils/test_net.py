@@ -4,21 +4,69 @@ import socket
 
 import pytest
 
-from app.utils.net import bracketed, free_port, port_is_free, url_of
+from app.utils.net import bracketed, port_is_free, reserve_port, url_of
+
+IN_USE = "Address already in use"
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", ""])
-def test_a_free_port_can_be_bound(host: str) -> None:
-    with socket.socket() as server:
-        server.bind((host, free_port(host)))
+def server_socket() -> socket.socket:
+    """A socket as servers create it."""
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return server
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["any", "fixed"])
+def test_a_reserved_port_is_kept_for_a_server(fixed: bool) -> None:
+    with reserve_port("127.0.0.1") as first:
+        port = first.getsockname()[1]
+    with reserve_port("127.0.0.1", port if fixed else 0) as reserved:
+        address = reserved.getsockname()
+        with socket.socket() as other, pytest.raises(OSError, match=IN_USE):
+            other.bind(address)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=10)
+
+        with server_socket() as server:
+            server.bind(address)
+            server.listen()
+            with socket.create_connection(address, timeout=10) as client:
+                accepted, _ = server.accept()
+                accepted.sendall(b"here")
+                assert client.recv(4) == b"here"
+                accepted.close()
+
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection is in TIME_WAIT
+        other.bind(address)
+
+
+def test_a_reserved_port_is_the_source_of_no_connection() -> None:
+    with socket.socket() as listening, reserve_port("127.0.0.1") as reserved:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        with pytest.raises(OSError, match=IN_USE):
+            socket.create_connection(
+                listening.getsockname(), timeout=10, source_address=("127.0.0.1", reserved.getsockname()[1])
+            )
+
+
+def test_ports_reserved_at_the_same_time_differ() -> None:
+    reserved = [reserve_port("127.0.0.1") for _ in range(100)]
+    assert len({each.getsockname()[1] for each in reserved}) == 100
+    for each in reserved:
+        each.close()
 
 
 def test_a_port_that_is_in_use_is_not_free() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert not port_is_free("127.0.0.1", taken.getsockname()[1])
-    assert port_is_free("127.0.0.1", free_port())
+        address = taken.getsockname()
+        assert not port_is_free(*address)
+        with pytest.raises(OSError, match=IN_USE):
+            reserve_port(*address)
+    assert port_is_free(*address)
 
 
 def test_an_ipv6_address_gets_brackets() -> None:
