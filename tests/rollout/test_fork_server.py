@@ -4,10 +4,13 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
+import pytest
 
 from app.device.cpu import DEVICE
 from app.rollout.server import Server
@@ -108,3 +111,35 @@ def test_a_host_that_goes_away_in_the_middle_of_its_request_disturbs_no_other(ti
             return parent.cmdline()
 
         assert any("fork_server" in word for word in asyncio.run(scenario()))
+
+
+@pytest.mark.parametrize(
+    "flags", [["--net"], ["--mount"], ["--pid", "--fork", "--mount-proc"]], ids=lambda flags: flags[0]
+)
+def test_a_host_in_another_container_that_shares_the_folder_forks_nothing(flags: list[str], tmp_path: Path) -> None:
+    """Its server would listen in the fork server's network, where the host does not reach it."""
+    as_root = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    inside = ["unshare", *as_root, *flags]
+    if subprocess.run([*inside, "true"], check=False, capture_output=True).returncode != 0:
+        pytest.skip("no namespaces for this user")
+
+    code = (
+        "import pathlib, sys\n"
+        "from app.rollout.sglang_plugin.forked_server import fork\n"
+        "try:\n"
+        "    fork(pathlib.Path(sys.argv[1]), [], {}, 1)\n"
+        "except OSError as error:\n"
+        "    print('refused:', error)\n"
+    )
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(path))
+        silent.listen()
+        asked = subprocess.run(
+            [*inside, sys.executable, "-c", code, str(path)], check=True, capture_output=True, text=True, timeout=60
+        )
+    refusal = {"--net": "another net namespace", "--mount": "another mnt namespace", "--pid": "/proc/0/ns/mnt"}[
+        flags[0]
+    ]
+    assert "refused:" in asked.stdout
+    assert as_root or refusal in asked.stdout

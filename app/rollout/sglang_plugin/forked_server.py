@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ IMPORT_SECONDS = 300.0  # until SGLang is imported
 STOP_SECONDS = 5.0
 LISTEN = 64
 SOCKET_VARIABLE = "POSTTRAIN_FORK_SERVER"  # the socket of a fork server that several runs share
+NAMESPACES = ("mnt", "net", "pid")  # of Linux, that a process has from the one that forks it
+CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 PARENT_VARIABLE = "POSTTRAIN_ENGINE_PARENT"  # of the environment of servers, where it is the first
 
 
@@ -107,13 +110,15 @@ def fork(path: Path, arguments: Sequence[str], environment: Mapping[str, str], l
         log: Descriptor of its output.
 
     Raises:
-        OSError: There is no fork server at `path`, it ended, or did not answer within `IMPORT_SECONDS`.
+        OSError: There is no fork server at `path` or it is another container's, it ended, or it did not answer within
+            `IMPORT_SECONDS`.
     """
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(IMPORT_SECONDS)
     theirs, ours = os.pipe()
     try:
         connection.connect(str(path))
+        _require_same_namespaces(connection)
         request = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode()
         socket.send_fds(connection, [len(request).to_bytes(HEADER_BYTES)], [theirs, log])
         connection.sendall(request)
@@ -127,3 +132,12 @@ def fork(path: Path, arguments: Sequence[str], environment: Mapping[str, str], l
         raise
     finally:
         os.close(theirs)
+
+
+def _require_same_namespaces(connection: socket.socket) -> None:
+    """Raise `OSError` if the driver runs in another container: its folders may be shared, its network is not."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    driver, _, _ = CREDENTIALS.unpack(credentials)  # of who listened first; 0 if it has no pid here
+    for name in NAMESPACES:
+        if os.readlink(f"/proc/{driver}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}"):
+            raise ConnectionRefusedError(f"the fork server is in another {name} namespace")
