@@ -1,7 +1,7 @@
 """The console of a run: a header, one line per step and evaluation, and a progress bar at the bottom.
 
-Terminals get colors and the bar (rich); files, pipes and CI get the same lines as plain text. Warnings are log records,
-which `app.tracking.logs` prints.
+Terminals get colors and the bar (rich); files, pipes and CI get the same lines as plain text, notebooks in color.
+Warnings are log records, which `app.tracking.logs` prints.
 """
 
 import sys
@@ -31,8 +31,10 @@ class RunConsole:
     def __init__(self, config: RunConfig, folder: Path, stream: TextIO | None = None) -> None:
         self._config = config
         self._folder = folder
-        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
-        self._terminal = self._console.is_terminal
+        stream = stream or sys.stdout
+        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        # FORCE_COLOR, which notebooks set, makes rich see a terminal. Colors are fine there, a bar that moves is not.
+        self._terminal = self._console.is_terminal and stream.isatty()
         self._started = time.monotonic()
         self._first_accuracy: float | None = None
         self._progress: Progress | None = None

@@ -16,9 +16,7 @@ RESULTS = ROOT / "tests" / "bench" / "results"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "placements.md")
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 
-# Quoted results from before every benchmark looked at the machine's other work. A rerun takes its name off.
-BEFORE_THE_RULE = ("learning",)
-VIRTUAL_TIME = ("overlap",)  # no load changes these
+VIRTUAL_TIME = ("overlap",)  # results that no other work of the machine changes
 
 Result = Mapping[str, Any]
 
@@ -261,12 +259,6 @@ def speed(run: Result) -> str:
     )
 
 
-def unrecorded() -> str:
-    """The results that say nothing of the machine's other work."""
-    names = ", ".join(f"`{stem}.json`" for stem in BEFORE_THE_RULE)
-    return textwrap.fill(f"Load not recorded by today's rule: {names}.", 128) + "\n" if names else ""
-
-
 LONG_TAILS = ("longest completion 3 steps", "longest completion 6 steps")  # of the overlap bench
 
 
@@ -357,8 +349,7 @@ def summary() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    block.__name__: block
-    for block in (claims, unrecorded, trainer, end_to_end, learning, placements, overlap, missed, summary)
+    block.__name__: block for block in (claims, trainer, end_to_end, learning, placements, overlap, missed, summary)
 }
 
 

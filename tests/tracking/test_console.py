@@ -133,6 +133,18 @@ def test_a_terminal_gets_a_progress_bar_with_the_status():
     assert "0/2" in stream.getvalue()
 
 
+def test_forced_colors_make_no_terminal(monkeypatch):
+    """Notebooks set FORCE_COLOR, and would show every state of the bar as a line of its own."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    stream = io.StringIO()
+    console = RunConsole(RunConfig(steps=2), Path("out/run"), stream)
+    console.status("starting the engine")
+    console.end("finished", {"steps": 2}, None, {})
+    assert "0 s  starting the engine" in stream.getvalue()
+    assert "0/2" not in stream.getvalue()
+    assert "\x1b[" in stream.getvalue()
+
+
 def test_without_a_terminal_a_status_is_a_line_with_the_time_since_the_start(monkeypatch):
     def draw(console):
         for elapsed in (0.0, 12.4, 754.0):
