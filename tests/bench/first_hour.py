@@ -34,6 +34,7 @@ from typing import Any
 from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.device import device_of
+from app.errors import ConfigError
 from app.mode.plan.memory import plan_memory
 from app.mode.plan.trainer_memory import plan_trainer
 from app.model.architecture import architecture_of
@@ -381,7 +382,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("first_hour.json"), help="default: %(default)s")
     options = parser.parse_args()
 
-    devices = 2 if options.kind == "cpu" else device_of(DeviceKind[options.kind]).count()
+    device = device_of(DeviceKind[options.kind])
+    try:
+        device.require()
+    except ConfigError as error:
+        parser.error(str(error))
+    devices = 2 if options.kind == "cpu" else device.count()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         found = checks(options.kind, devices, model_settings(options, folder), options.steps)

@@ -41,6 +41,19 @@ def test_every_command_composes() -> None:
             composed(*(each for each in check.overrides if not each.startswith("mode=")))
 
 
+def test_without_a_driver_it_is_a_sentence_and_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if device_of(DeviceKind.cuda).count():
+        pytest.skip("this machine has a CUDA device")
+    monkeypatch.setattr("sys.argv", ["first_hour", "cuda", "--tiny", "--only", "none", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        first_hour.main()
+    assert ended.value.code == 2
+    assert "device=cuda" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_one_card_leaves_out_what_needs_two(tmp_path: Path) -> None:
     left_out = [each for each in first_hour.checks("cuda", 1, [], steps=10) if each.least_devices > 1]
     assert [each.name for each in left_out] == ["syncs", "fully_async"]

@@ -5,9 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from app.config.device import DeviceKind
 from app.device import device_of
@@ -36,6 +40,21 @@ def test_hadolint_finds_nothing(name: str) -> None:
         pytest.skip("hadolint is not installed (launch/requirements/cpu.txt brings it)")
     done = subprocess.run([found, name], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("kind", list(DeviceKind))
+def test_each_device_gets_every_requirement_of_the_application(kind: DeviceKind) -> None:
+    """Images and `launch/setup.sh` install the application without its dependencies."""
+    files = (ROOT / "launch" / "requirements").glob(f"{kind.name}*.txt")
+    lines = [line.partition("#")[0].strip() for file in files for line in file.read_text().splitlines()]
+    # On a CPU SGLang is installed without its dependencies; on NPUs it is built, with those of its NPU edition.
+    of_sglang = [] if kind is DeviceKind.cpu else distribution("sglang").requires or []
+    installed = {canonicalize_name(Requirement(line).name) for line in [*lines, *of_sglang] if line}
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
+    brought = {"tokenizers": "transformers"}
+    assert {name for name in needed if name not in installed and brought.get(name) not in installed} == set()
 
 
 def test_versions_are_those_of_the_requirements() -> None:
