@@ -13,7 +13,6 @@ Invariants:
 """
 
 import asyncio
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +25,6 @@ from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
 from app.errors import RunError, TrainerLost, one_line
-
-POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +158,13 @@ async def reserve(config: RunConfig, device: Device) -> DevicePlacement:
 
 async def _reserved(group: PlacementGroup, timeout_s: float) -> bool:
     """Return whether all bundles were reserved in time."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        if group.wait(POLL_SECONDS):
-            return True
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(POLL_SECONDS)  # Ray's call blocks the event loop, which answers signals
+    try:
+        # not `group.wait`: it blocks the event loop, and cuts its timeout to whole seconds
+        async with asyncio.timeout(timeout_s):
+            await group.ready()
+    except TimeoutError:
+        return False
+    return True
 
 
 async def _locate_bundles(

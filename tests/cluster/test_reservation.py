@@ -1,0 +1,85 @@
+"""Reserving the devices of a run: free ones are seen at once, missing ones are waited for until the deadline."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from app.cluster.placement_group import reserve
+from app.device import device_of
+from app.errors import RunError
+from tests.compose import composed
+from tests.waiting import until
+
+CONFIG = composed("placement=colocate")
+DEVICE = device_of(CONFIG.device.kind)
+
+
+def with_deadline(timeout_s: float) -> None:
+    CONFIG.cluster.timeout_s = timeout_s
+
+
+@pytest.fixture
+def occupied(ray_session: None) -> Iterator[PlacementGroup]:
+    """A placement group that holds all CPUs."""
+    group = placement_group([{"CPU": 1}] * int(ray.cluster_resources()["CPU"]))
+    ray.get(group.ready(), timeout=60)
+    until(lambda: not ray.available_resources().get("CPU"), 60)  # Ray's count lags behind
+    yield group
+    remove_placement_group(group)
+
+
+def test_devices_that_are_free_are_seen_at_once(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `PlacementGroup.wait(0.25)`, which waits for 0 s: it misses a group that is ready, for up to minutes."""
+    fractions = []
+    wait = PlacementGroup.wait
+
+    def recorded(group: PlacementGroup, timeout_seconds: float) -> bool:
+        fractions.append(timeout_seconds % 1)
+        return wait(group, timeout_seconds)
+
+    monkeypatch.setattr(PlacementGroup, "wait", recorded)
+    with_deadline(60.0)
+
+    async def twelve_times() -> None:
+        async with asyncio.timeout(15):  # milliseconds each
+            for _ in range(12):
+                remove_placement_group((await reserve(CONFIG, DEVICE)).group)
+
+    asyncio.run(twelve_times())
+    assert not any(fractions)  # Ray cuts them off
+
+
+def test_devices_that_are_freed_end_the_wait(occupied: PlacementGroup) -> None:
+    with_deadline(60.0)
+
+    async def freed_while_waiting() -> PlacementGroup:
+        reserving = asyncio.create_task(reserve(CONFIG, DEVICE))
+        await asyncio.sleep(0.5)
+        assert not reserving.done()
+        remove_placement_group(occupied)
+        return (await reserving).group
+
+    remove_placement_group(asyncio.run(freed_while_waiting()))
+
+
+def test_the_error_counts_the_devices_that_are_missing(occupied: PlacementGroup) -> None:
+    with_deadline(0.5)
+    total = ray.cluster_resources()["CPU"]
+    with pytest.raises(RunError) as raised:
+        asyncio.run(reserve(CONFIG, DEVICE))
+    for part in ("needs 1 CPU", "placement=colocate", f"has {total:g}, 0 free", "cluster.timeout_s=0"):
+        assert part in str(raised.value)
+
+
+def test_the_wait_can_be_cancelled(occupied: PlacementGroup) -> None:
+    with_deadline(600.0)
+
+    async def cancelled() -> None:
+        async with asyncio.timeout(0.5):
+            await reserve(CONFIG, DEVICE)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(cancelled())
