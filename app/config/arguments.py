@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 
 from app.config import foreign_names
 from app.config.command_line import override
-from app.config.run import Mode, RunConfig
+from app.config.run import SECTIONS, Mode, RunConfig
 from app.config.setting import settings
 from app.errors import ConfigError
 
@@ -26,11 +26,15 @@ CLOSING = {"[": "]", "{": "}", "(": ")"}
 def check_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with the options of Hydra behind the settings: its parser refuses them in between.
 
+    `--help` takes the name of a section, and then shows its settings alone.
+
     Raises:
         ConfigError: An argument is neither an option of Hydra nor `key=value`, or not written as Hydra reads it.
 
     >>> check_arguments(["steps=3", "--cfg", "job", "seed=1"])
     ['steps=3', 'seed=1', '--cfg', 'job']
+    >>> check_arguments(["--help", "trainer"])
+    ["hydra.help.template='${settings_help:trainer}'", '--help']
     >>> check_arguments(["--steps=5"])
     Traceback (most recent call last):
     app.errors.ConfigError: --steps=5 is not accepted: write steps=5.
@@ -38,10 +42,15 @@ def check_arguments(arguments: Sequence[str]) -> list[str]:
     known = get_args_parser()._option_string_actions
     overrides: list[str] = []
     options: list[str] = []
+    with_help = any(word in ("--help", "-h") for word in arguments)
 
     words = deque(arguments)
     while words:
         word = words.popleft()
+        if with_help and word in SECTIONS:
+            overrides.append(f"hydra.help.template='${{settings_help:{word}}}'")
+            continue
+
         if not word.strip("-+~"):
             raise ConfigError(f"{word or 'an empty argument'} is not accepted: leave it out.")
 
@@ -131,19 +140,19 @@ def _advice(word: str, following: str | None, known: Mapping[str, Action]) -> st
     if not equals and ":" in key:
         key, equals, value = key.partition(":")
     if equals and value:
-        return f"{word} is not accepted: write {_written(key, value)}."
+        return f"{word} is not accepted: {_answer(key, value)}."
 
     if following is None:
-        return f"{word} is not accepted: write {_written(key)}."
+        return f"{word} is not accepted: {_answer(key)}."
 
-    return f"{word} {following} is not accepted: write {_written(key, following)}."
+    return f"{word} {following} is not accepted: {_answer(key, following)}."
 
 
-def _written(key: str, value: str = foreign_names.VALUE) -> str:
-    """The override to write, of the setting that another program calls `key` where it is not one of this one."""
+def _answer(key: str, value: str = foreign_names.VALUE) -> str:
+    """What to write for a setting, which may be one that another program calls `key`."""
     names = {each.key for each in settings(RunConfig)}
-    other = None if key in names else foreign_names.here(key, value)
-    return other or f"{key}={value}"
+    other = None if key in names else foreign_names.answer(key, value)
+    return other or f"write {key}={value}"
 
 
 def _check_override(word: str) -> None:

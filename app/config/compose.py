@@ -156,6 +156,12 @@ def one_sentence(error: Exception) -> str:
     if missing := re.match(r"Key '(.+)' not in '", first):
         return _unknown_key(key or missing[1])
 
+    if preset := re.match(r"In '(.+)': ConfigKeyError", first):
+        return f"the preset {preset[1]} has an unknown setting: {_unknown_key(key)}"
+
+    if twice := re.match(r"Multiple values for ([^.]+)\.", first):
+        return f"+{twice[1]}=… is not accepted: write {twice[1]}=<choice>, without the plus and once."
+
     if override := re.match(r"Error merging override (.*)", first):
         return _wrong_type(override[1], error)
 
@@ -179,6 +185,8 @@ def _unknown_choice(group: str, choice: str, lines: Sequence[str]) -> str:
     accepted = f"one of {', '.join(choices)}" if choices else "another key: there is no such group"
     if group in OWN:
         accepted += f"; your own is {OWN[group]}"
+    if reason := foreign_names.CHOICES.get(f"{group}={choice}"):
+        accepted += f"; {reason}"
     return f"{group}={choice} is not accepted: give {accepted}."
 
 
@@ -191,8 +199,8 @@ def _unknown_key(key: str, override: str = "") -> str:
         return f"{key} is not accepted: give {accepted}."
 
     value = override.partition("=")[2] or foreign_names.VALUE
-    if other := foreign_names.here(key, value):
-        return f"{key} is not a setting or group: write {other}."
+    if other := foreign_names.answer(key, value):
+        return f"{key} is not a setting or group: {other}."
 
     names = setting_names()
     near = difflib.get_close_matches(key, names, n=3)

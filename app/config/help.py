@@ -16,20 +16,23 @@ VALUE_WIDTH = 44  # columns of "key = value"
 INDENT = " " * 6
 
 
-def settings_help(*, _root_: DictConfig) -> str:
+def settings_help(section: str | None = None, *, _root_: DictConfig) -> str:
     """Render the settings of a composition; the OmegaConf resolver behind `${settings_help:}` in `conf/config.yaml`.
 
     Hydra fills the result in a `string.Template`, hence the doubled dollar signs.
     """
-    return render(_root_).replace("$", "$$")
+    return render(_root_, section).replace("$", "$$")
 
 
-def render(composed: DictConfig) -> str:
-    """Render every setting with its value in `composed`, its accepted values and its meaning."""
+def render(composed: DictConfig, section: str | None = None) -> str:
+    """Render all settings, or those of a section, each with its value in `composed`, accepted values and meaning."""
     lines: list[str] = []
     previous: type | None = None
 
     for each in settings(RunConfig):
+        if section and not each.key.startswith(f"{section}."):
+            continue
+
         if each.section is not previous:
             prefix = each.key.rpartition(".")[0] or "run"
             summary = (inspect.getdoc(each.section) or "").partition("\n")[0]

@@ -1,6 +1,7 @@
 """Arguments in another program's style, and shell completion."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -11,10 +12,11 @@ import pytest
 from hydra._internal.utils import get_args_parser
 
 from app.config.arguments import check_arguments, named_values
-from app.config.foreign_names import NAMES, VALUE
+from app.config.foreign_names import ABSENT, CHOICES, NAMES, VALUE, answer
 from app.config.run import RunConfig
 from app.config.setting import settings
 from app.errors import ConfigError
+from tests.warm import run_warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +37,8 @@ ROOT = Path(__file__).parents[2]
         "-sc query=bash",
         "--info defaults",
         "--help",
+        "--help trainer",
+        "trainer --help model=tiny",
     ],
 )
 def test_options_of_hydra_and_overrides_are_accepted(line: str) -> None:
@@ -117,7 +121,48 @@ def test_names_of_other_programs_are_answered_with_settings_that_exist() -> None
             assert key in names or (
                 key in groups and (choice == VALUE or (ROOT / f"conf/{key}/{choice}.yaml").exists())
             )
-    assert not names & set(NAMES)
+    assert not names & (set(NAMES) | set(ABSENT))
+    assert not set(NAMES) & set(ABSENT)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "start"),
+    [
+        ("actor_rollout_ref.rollout.n", "8", "write algorithm.group_size=8"),
+        ("actor_rollout_ref.rollout.name", "vllm", "there is no vLLM backend"),
+        ("actor_rollout_ref.actor.clip_ratio", "0.3", "write algorithm.clip_low=0.3 algorithm.clip_high=0.3"),
+        ("rollout-max-response-len", "64", "write rollout.max_completion_tokens=64"),
+        ("trainer.total_epochs", "15", "write steps=<value>"),
+        ("per_device_train_batch_size", "8", "write trainer.tokens_per_microbatch=<value>"),
+        ("scale_rewards", "group", "write algorithm.normalize_by_std=<value>"),
+        ("critic.optim.lam", "1", "there is no critic"),
+    ],
+)
+def test_an_answer_repeats_the_value_only_where_it_means_the_same(key: str, value: str, start: str) -> None:
+    assert (answer(key, value) or "").startswith(start)
+
+
+def test_every_foreign_choice_is_of_a_group_and_is_no_choice_of_ours() -> None:
+    for choice in CHOICES:
+        group, _, name = choice.partition("=")
+        assert (ROOT / "conf" / group).is_dir()
+        assert not (ROOT / "conf" / group / f"{name}.yaml").exists()
+
+
+def test_help_on_a_section_shows_its_settings_in_this_composition() -> None:
+    ended = run_warm("--help", "trainer", "model=qwen3_4b", "trainer.lr=0.5")
+    keys = [line.split()[0] for line in ended.stdout.splitlines() if re.match(r"  \S+ = ", line)]
+    assert keys == [each.key for each in settings(RunConfig) if each.key.startswith("trainer.")]
+    assert "trainer.lr = 0.5" in ended.stdout
+
+
+def test_an_unknown_key_of_ones_own_preset_is_answered_as_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "algorithm").mkdir()
+    (tmp_path / "algorithm/mine.yaml").write_text("defaults: [grpo, _self_]\nclip_hi: 0.3\n")
+    ended = run_warm("--config-dir", str(tmp_path), "algorithm=mine", "--cfg", "job")
+    assert ended.returncode == 2
+    assert "algorithm/mine" in ended.stderr
+    assert "algorithm.clip_high" in ended.stderr
 
 
 def test_the_version_is_that_of_the_application() -> None:
