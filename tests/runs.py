@@ -24,7 +24,7 @@ KEEP_NOTHING = ("checkpoint.keep=0", "checkpoint.export=false")
 
 
 class Run:
-    """`python -m app` in a process of its own. All its descendants carry a mark in their environment.
+    """`python -m app` in a process group of its own. All its descendants carry a mark in their environment.
 
     It keeps no model unless an override is about checkpoints. `prefix` comes before the command line, such as a command
     that enters a namespace. Its engines are forked by the session's fork server, unless `imports_sglang`; they are
@@ -54,6 +54,7 @@ class Run:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                process_group=0,
                 env={**os.environ, MARK: self.mark, **({} if imports_sglang else {SOCKET_VARIABLE: str(shared())})},
             )
 
@@ -67,6 +68,10 @@ class Run:
             assert time.monotonic() < deadline, f"no end within {seconds} s:\n{self.text}"
             time.sleep(0.2)
         return self.process.returncode
+
+    def press_ctrl_c(self) -> None:
+        """Send SIGINT to the process group, as a terminal does."""
+        os.killpg(self.process.pid, signal.SIGINT)
 
     def wait_for_step(self, step: int, seconds: float = 240) -> None:
         """Until this step stands in the metrics."""
