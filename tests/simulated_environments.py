@@ -12,6 +12,7 @@ from app.environment.episode_session import EpisodeSession
 from app.environment.protocol import Task
 from app.environment.wire import Answer, Ask, Begin, Close, Closed, End, Failed, FromDriver, Limits
 from app.environment.worker.episode import Episode
+from app.environment.worker.framing import Framing
 
 OBSERVATION = [7, 8]
 
@@ -142,7 +143,8 @@ class InProcessEnvironments:
             return worker.asks[request.number]
 
         begin = Begin(number, fields, list(prompt_ids))
-        worker.episode = Episode(begin, self.make, ask, self.renderer, self.limits, lambda policy: "")
+        framing = Framing(None, "", "")
+        worker.episode = Episode(begin, self.make, ask, self.renderer, self.limits, framing, lambda policy: "")
         worker.playing = asyncio.create_task(worker.episode.play())
         worker.playing.add_done_callback(lambda done: done.cancelled() or session.receive(done.result()))
         return session

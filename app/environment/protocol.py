@@ -126,7 +126,7 @@ class Policy(Protocol):
 
         Args:
             messages: The whole conversation. None: the prompt of the data set, as `data.template` renders it; the
-                conversation then continues with `[reply.message, …]`.
+                conversation then continues with `[reply.message, …]`, and the prompt stands before it in any rendering.
             tools: Schemas of the tools that the policy may call.
             max_tokens: Of this reply; at most `environment.max_turn_tokens`.
 

@@ -24,6 +24,7 @@ from app.environment.protocol import EpisodeOver, Message, Policy, Reply, Task, 
 from app.environment.rendering import PLAIN
 from app.environment.tool_schema import SchemaError, checked, schema_of
 from app.environment.worker.calls import Calls, Exited
+from app.environment.worker.framing import Framing
 from app.utils.dotted_path import LoadError, resolve
 
 ERROR_CHARACTERS = 500  # of an exception's message
@@ -55,7 +56,7 @@ def make(settings: Mapping[str, Any]) -> Callable[[], "ToolLoop"]:
             "environment=tools is not accepted with data.template=plain, which has no tools: give a chat model and "
             "data.template=chat."
         )
-    framing = Framing(settings.get("system"), settings.get("prefix", ""), settings.get("suffix", ""))
+    framing = Framing.of(settings)
     timeout_s = float(settings["limits"]["timeout_s"])
     return lambda: ToolLoop(tools, timeout_s, framing)
 
@@ -116,20 +117,6 @@ def _method(owner: type, name: str) -> ToolFunction:
         return ToolFunction(schema_of(name, function), function, owner)
     except SchemaError as error:
         raise SchemaError(f"the tool {name} cannot be used: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Framing:
-    """What the data puts around a question."""
-
-    system: str | None
-    prefix: str
-    suffix: str
-
-    def messages(self, question: str) -> list[Message]:
-        """Return the conversation that an episode opens with."""
-        user = {"role": "user", "content": self.prefix + question + self.suffix}
-        return [user] if self.system is None else [{"role": "system", "content": self.system}, user]
 
 
 class CallFailed(Exception):

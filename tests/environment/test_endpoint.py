@@ -146,6 +146,30 @@ def test_equal_replies_with_other_reasoning_keep_their_place_in_the_history() ->
 
 
 @pytest.mark.parametrize(
+    ("sent", "meant"),
+    [({"reasoning_content": "first"}, "first"), ({"reasoning_content": "second"}, "second"), ({}, "second")],
+)
+def test_a_sample_that_is_sent_back_is_the_one_with_its_reasoning_else_the_latest(
+    sent: dict[str, str], meant: str
+) -> None:
+    policy = ScriptedPolicy([Reply("yes", reasoning="first"), Reply("yes", reasoning="second"), Reply("end")])
+
+    async def test() -> None:
+        async with (
+            serving() as endpoint,
+            openai.AsyncOpenAI(base_url=endpoint.open(policy).url, api_key="none") as client,
+        ):
+            messages: list[Any] = [{"role": "user", "content": "x"}]
+            for _ in range(2):
+                await client.chat.completions.create(model="m", messages=messages)
+            messages += [{"role": "assistant", "content": "yes", **sent}, {"role": "user", "content": "sure?"}]
+            await client.chat.completions.create(model="m", messages=messages)
+
+    run(test)
+    assert policy.asked[2]["messages"][1]["reasoning_content"] == meant
+
+
+@pytest.mark.parametrize(
     ("limit", "code"), [(OutOfTokens(), "context_length_exceeded"), (OutOfTurns(), "episode_over")]
 )
 def test_a_limit_of_the_episode_is_a_bad_request_that_the_client_does_not_repeat(limit: Exception, code: str) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 import pytest
 
 from app.environment.protocol import OutOfTime, OutOfTokens, OutOfTurns
+from app.environment.rendering import renderer_for
 from app.environment.wire import Answer, Limits
 from app.environment.worker.clock import Clock
 from app.environment.worker.observations import shorten
 from app.environment.worker.policy import EpisodePolicy
 from tests.environment.characters import Characters, text_of, tokens
+from tests.environment.qwen import tokenizer, write_model
 
 LIMITS = Limits(max_turns=20, max_turn_tokens=None, max_observation_tokens=100, timeout_s=60.0, episode_s=60.0)
 
@@ -56,7 +58,8 @@ class Engine:
 def policy_of(engine: Engine, prompt: str = "6*7=", clock: Clock | None = None, **limits) -> EpisodePolicy:
     chosen = Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__slots__}, **limits})
     clock = clock or Clock(60.0)
-    return EpisodePolicy(engine.ask, Characters(), chosen, prompt, tokens(prompt), clock, lambda policy: "http://x/v1")
+    opening = [user(prompt)]
+    return EpisodePolicy(engine.ask, Characters(), chosen, opening, tokens(prompt), clock, lambda policy: "http://x/v1")
 
 
 def same_strands(policy: EpisodePolicy, engine: Engine) -> bool:
@@ -97,6 +100,60 @@ def test_the_prompt_of_the_data_goes_on_with_the_reply_alone():
     policy = asyncio.run(run())
     assert engine.requests == [(0, "6*7="), (0, "|more>"), (1, "6*7=")]
     assert same_strands(policy, engine)
+
+
+class Thinker:
+    """A Qwen3 that says `yes` after one thought after the other."""
+
+    def __init__(self, folder, *thoughts: str) -> None:
+        self.thoughts = list(thoughts)
+        self.strands: dict[int, list[int]] = {}
+        renderer = renderer_for("qwen3", str(write_model(folder, "qwen3")), "template", True)
+        self.policy = EpisodePolicy(self.ask, renderer, LIMITS, [], [], Clock(60.0), lambda policy: "")
+
+    async def ask(self, strand: int, append: Sequence[int], max_tokens: int | None, logprobs: bool) -> Answer:
+        said = tokenizer().encode(f"<think>\n{self.thoughts.pop(0)}\n</think>\n\nyes<|im_end|>").ids
+        self.strands[strand] = [*self.strands.get(strand, []), *append, *said]
+        return Answer(0, said, "stop")
+
+    def where(self, thought: str) -> list[int]:
+        return [strand for strand, ids in self.strands.items() if thought in tokenizer().decode(ids)]
+
+
+RESULT = {"role": "tool", "content": "3"}  # the template keeps the reasoning before it
+
+
+@pytest.mark.parametrize(("sample", "with_reasoning", "meant"), [(0, True, 0), (1, True, 1), (0, False, 1)])
+def test_of_two_samples_with_one_text_the_one_with_the_given_reasoning_goes_on(tmp_path, sample, with_reasoning, meant):
+    thinker = Thinker(tmp_path, "first", "second", "third")
+
+    async def run() -> None:
+        samples = [await thinker.policy([user("q")]) for _ in range(2)]
+        message = dict(samples[sample].message)
+        if not with_reasoning:
+            del message["reasoning_content"]
+        await thinker.policy([user("q"), message, RESULT])
+
+    asyncio.run(run())
+    assert thinker.where("third") == [meant]
+    assert len(thinker.strands) == 2
+
+
+@pytest.mark.parametrize("sample", [0, 1])
+def test_the_reasoning_of_earlier_replies_tells_two_samples_apart_too(tmp_path, sample):
+    thinker = Thinker(tmp_path, "first", "second", "same", "same", "third")
+
+    async def run() -> None:
+        histories = []
+        for reply in [await thinker.policy([user("q")]) for _ in range(2)]:
+            history = [user("q"), reply.message, RESULT]
+            again = await thinker.policy(history)
+            histories.append([*history, again.message, RESULT])
+        await thinker.policy(histories[sample])
+
+    asyncio.run(run())
+    assert thinker.where("third") == [sample]
+    assert len(thinker.strands) == 2
 
 
 def test_an_unknown_history_and_one_that_the_template_rewrites_begin_new_strands():

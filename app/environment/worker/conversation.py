@@ -19,6 +19,11 @@ def conversation_key(messages: Sequence[Message] | None, tools: Sequence[Tool] |
     return (_json(list(tools or ())), *map(message_key, messages or ()))
 
 
+def reasonings(messages: Sequence[Message]) -> tuple[str, ...]:
+    """Return the reasoning of each reply in a conversation, "" for one without."""
+    return tuple(str(each.get("reasoning_content") or "") for each in messages if each.get("role") == "assistant")
+
+
 def spoken(reply: Reply) -> str:
     """Return all that a reply says, for people."""
     parts = [f"<think>{reply.reasoning}</think>"] if reply.reasoning else []

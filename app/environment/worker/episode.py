@@ -19,6 +19,7 @@ from app.environment.values import WrongValue, scores_of, short
 from app.environment.wire import Begin, Closed, End, Failed, Limits
 from app.environment.worker.calls import Calls, Exited
 from app.environment.worker.clock import Clock
+from app.environment.worker.framing import Framing
 from app.environment.worker.log import log
 from app.environment.worker.openai_endpoint.openai_api import is_bad_request
 from app.environment.worker.policy import AskEngine, EpisodePolicy
@@ -41,6 +42,7 @@ class Episode:
         ask: Has an engine extend a strand.
         renderer: Of the model.
         limits: Of the episode.
+        framing: Of the data set's questions.
         url: Returns the base URL of an episode's policy.
     """
 
@@ -51,6 +53,7 @@ class Episode:
         ask: AskEngine,
         renderer: Renderer,
         limits: Limits,
+        framing: Framing,
         url: Callable[[EpisodePolicy], str],
     ) -> None:
         self.number = begin.episode
@@ -59,7 +62,8 @@ class Episode:
         self._limits = limits
         self._clock = Clock(limits.timeout_s)
         self._calls = Calls()
-        self.policy = EpisodePolicy(ask, renderer, limits, self._task.question, begin.prompt, self._clock, url)
+        opening = framing.messages(self._task.question)
+        self.policy = EpisodePolicy(ask, renderer, limits, opening, begin.prompt, self._clock, url)
         self._environment: Any = None
         self._aborted = asyncio.Event()
         self._at_once = False

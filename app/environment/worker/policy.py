@@ -15,7 +15,7 @@ from typing import Any
 from app.environment.protocol import EpisodeOver, Message, OutOfTime, OutOfTokens, OutOfTurns, Reply, Sampled, Tool
 from app.environment.wire import Answer, Limits
 from app.environment.worker.clock import Clock
-from app.environment.worker.conversation import Conversation, conversation_key
+from app.environment.worker.conversation import Conversation, conversation_key, reasonings
 from app.environment.worker.strands import Place, Renderer, Said, Strand, Strands
 from app.environment.worker.transcript import Transcript
 
@@ -29,8 +29,8 @@ class EpisodePolicy:
         ask: Has an engine extend a strand.
         renderer: Of the model.
         limits: Of the episode.
-        question: The data set's question, for `turns`.
-        prompt: Token ids of the data set's prompt.
+        opening: Messages of the data set's prompt.
+        prompt: Their token ids.
         clock: Measures the environment's own time.
         url: Opens an endpoint for OpenAI clients; returns its base URL.
     """
@@ -40,7 +40,7 @@ class EpisodePolicy:
         ask: AskEngine,
         renderer: Renderer,
         limits: Limits,
-        question: str,
+        opening: Sequence[Message],
         prompt: Sequence[int],
         clock: Clock,
         url: Callable[["EpisodePolicy"], str],
@@ -52,13 +52,13 @@ class EpisodePolicy:
         self._ask = ask
         self._renderer = renderer
         self._limits = limits
-        self._question = question
+        self._opening = opening
         self._prompt = list(prompt)
         self._clock = clock
         self._open = url
         self._base_url: str | None = None
         self._asked = 0
-        self._strands = Strands(renderer, limits.max_observation_tokens)
+        self._strands = Strands(renderer, limits.max_observation_tokens, opening)
         self._transcript = Transcript(clock)
         self._tasks: set[asyncio.Task[Answer]] = set()
         self._closed = False
@@ -86,7 +86,8 @@ class EpisodePolicy:
         answer = await self._sample(place, strand, max_tokens, logprobs=False)
 
         reply = self._reply(answer, strand.token_ids[:before], time.monotonic() - asked, tools)
-        self._strands.remember(conversation, reply, Said(place.strand, before + len(answer.token_ids)))
+        thoughts = (*reasonings(messages or ()), reply.reasoning)
+        self._strands.remember(conversation, reply, Said(place.strand, before + len(answer.token_ids), thoughts))
         return reply
 
     async def generate(
@@ -139,8 +140,10 @@ class EpisodePolicy:
         self, messages: Sequence[Message] | None, conversation: Conversation, tools: Sequence[Tool] | None
     ) -> tuple[Place, Sequence[Message]]:
         """Return where a conversation continues, and its messages that are new there."""
+        if messages is None and not tools:
+            return self._strands.new(self._prompt), self._opening  # as the driver rendered it
         if messages is None:
-            return self._strands.new(self._prompt), [{"role": "user", "content": self._question}]
+            return self._strands.place((), conversation, tools)[0], self._opening
         if not messages:
             raise ValueError("a conversation has at least one message; None stands for the data set's prompt")
         return self._strands.place(messages, conversation, tools)

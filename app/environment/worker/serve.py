@@ -38,6 +38,7 @@ from app.environment.wire import (
     WireError,
 )
 from app.environment.worker.episode import Episode, Make
+from app.environment.worker.framing import Framing
 from app.environment.worker.log import STDERR, log
 from app.environment.worker.policy import EpisodePolicy
 from app.environment.worker.strands import Renderer
@@ -86,6 +87,7 @@ class Worker:
         self._make: Make = _not_loaded
         self._renderer: Renderer | None = None
         self._limits: Limits | None = None
+        self._framing: Framing | None = None
         self._episodes: dict[int, Episode] = {}
         self._asks: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count()
@@ -114,6 +116,7 @@ class Worker:
     def _start(self, settings: Mapping[str, Any]) -> None:
         try:
             self._limits = Limits(**settings["limits"])
+            self._framing = Framing.of(settings["environment"])
             self._make = _load_environment(settings)
             self._renderer = _load_renderer(RendererChoice(**settings["renderer"]))
             _limit_memory(settings["memory_gib"])
@@ -127,6 +130,7 @@ class Worker:
         """Begin an episode. It is known at once: the next message may already close it."""
         assert self._renderer is not None
         assert self._limits is not None
+        assert self._framing is not None
         number = begin.episode
         asks: set[int] = set()
         seats: list[Any] = []  # at the endpoint
@@ -144,7 +148,7 @@ class Worker:
             self.lines.send(request)
             return future
 
-        episode = Episode(begin, self._make, ask, self._renderer, self._limits, url)
+        episode = Episode(begin, self._make, ask, self._renderer, self._limits, self._framing, url)
         self._episodes[number] = episode
         if self._beating is None:
             self._beating = asyncio.ensure_future(self._beat())

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from app.environment.protocol import Message, Reply, Tool
-from app.environment.worker.conversation import Conversation, message_key
+from app.environment.worker.conversation import Conversation, message_key, reasonings
 from app.environment.worker.observations import shorten
 
 
@@ -51,6 +51,7 @@ class Said:
 
     strand: int
     length: int  # tokens of the strand, the reply included
+    reasonings: tuple[str, ...]  # of the conversation's replies; of this one last
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +69,17 @@ class Strands:
     Args:
         renderer: Of the model.
         max_observation_tokens: A longer observation is cut.
+        prompt: Messages of the data set's prompt, for which a conversation of None stands.
 
     Attributes:
         all: By number.
     """
 
-    def __init__(self, renderer: Renderer, max_observation_tokens: int) -> None:
+    def __init__(self, renderer: Renderer, max_observation_tokens: int, prompt: Sequence[Message]) -> None:
         self.all: list[Strand] = []
         self._renderer = renderer
         self._max_observation_tokens = max_observation_tokens
+        self._prompt = prompt
         self._said: dict[Conversation, list[Said]] = {}
 
     def place(
@@ -85,17 +88,17 @@ class Strands:
         """Return where a conversation continues, and its messages that are new there.
 
         Args:
-            messages: The whole conversation, at least one message.
+            messages: The whole conversation; of one that began with None what followed it, which may be nothing.
             conversation: Its key.
             tools: Of the conversation.
         """
         for known in range(len(conversation) - 1, 1, -1):
             if said := self._said.get(conversation[:known]):
                 new = self._without_excess(messages[known - 1 :])
-                place = self._after(self._extendable(said), new, tools)
-                return place or self._opening(messages, tools), new
+                place = self._after(self._extendable(said, messages[: known - 1]), new, tools)
+                return place or self._opening(messages, conversation, tools), new
 
-        return self._opening(messages, tools), messages
+        return self._opening(messages, conversation, tools), messages
 
     def place_tokens(self, token_ids: list[int]) -> Place:
         """Return the place after the longest idle strand that is a prefix of these tokens."""
@@ -123,13 +126,28 @@ class Strands:
         """Note where a conversation and the reply to it end."""
         self._said.setdefault((*conversation, message_key(reply.message)), []).append(said)
 
-    def _opening(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> Place:
+    def _opening(self, messages: Sequence[Message], conversation: Conversation, tools: Sequence[Tool] | None) -> Place:
         """Return the place of a conversation that continues none, or whose history the template rewrites."""
-        return self.new(self._renderer.opening(self._readable(messages), tools))
+        whole = [*self._prompt, *messages] if self._began_with_none(conversation) else messages
+        return self.new(self._renderer.opening(self._readable(whole), tools))
 
-    def _extendable(self, said: Sequence[Said]) -> Said:
-        """Return the latest end of this conversation, if possible one that is the end of its strand."""
-        return max(said, key=lambda each: self._is_end(each.strand, each.length))
+    def _began_with_none(self, conversation: Conversation) -> bool:
+        """Whether a conversation is the data set's prompt, or begins with a reply to it, whatever its tools."""
+        first = conversation[1:2]
+        return not first or any(known[1:] == first for known in self._said)
+
+    def _extendable(self, said: Sequence[Said], messages: Sequence[Message]) -> Said:
+        """Return the end of this conversation with the same reasoning: of the last reply, then of those before it.
+
+        Of several, one that is the end of its strand; of these, the latest.
+        """
+        given = reasonings(messages)
+
+        def likeness(each: Said) -> tuple[list[bool], bool]:
+            same = [mine == its for mine, its in zip(reversed(given), reversed(each.reasonings), strict=True)]
+            return same, self._is_end(each.strand, each.length)
+
+        return max(reversed(said), key=likeness)
 
     def _is_end(self, strand: int, length: int) -> bool:
         return len(self.all[strand].token_ids) == length and not self.all[strand].in_flight

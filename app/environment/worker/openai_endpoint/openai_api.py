@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -89,14 +88,25 @@ def read_chat(body: Mapping[str, Any], given: Mapping[str, Sequence[Message]]) -
     if not isinstance(messages, list) or not messages:
         raise Refusal("messages must be a list of at least one message.")
 
-    seen: Counter[str] = Counter()
-    read: list[Message] = []
-    for message in map(read_message, messages):
-        key = key_of(message)
-        replies = given.get(key, ())
-        read.append(replies[min(seen[key], len(replies) - 1)] if replies else message)
-        seen[key] += 1
+    read: list[Message] = [read_message(message) for message in messages]
+    keys = [key_of(message) for message in read]
+    for place, key in enumerate(keys):
+        if replies := given.get(key):
+            read[place] = _meant(read[place], replies, keys[place:].count(key))
     return ChatRequest(read, body.get("tools") or None, max_tokens_of(body))
+
+
+def _meant(message: Message, replies: Sequence[Message], left: int) -> Message:
+    """Return which of the replies with one text an agent sends back.
+
+    Args:
+        message: As the agent sent it.
+        replies: The policy's replies with its text, oldest first.
+        left: Messages of the conversation with this text, from this one on: they are the latest replies.
+    """
+    reasoning = message.get("reasoning_content")
+    same = [each for each in replies if reasoning and each.get("reasoning_content") == reasoning]
+    return same[-1] if same else replies[max(0, len(replies) - left)]
 
 
 def key_of(message: Message) -> str:

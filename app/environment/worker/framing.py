@@ -1,0 +1,26 @@
+"""The messages that a question of the data set becomes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from app.environment.protocol import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """What the data puts around a question."""
+
+    system: str | None
+    prefix: str
+    suffix: str
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "Framing":
+        """Return the framing that a worker's settings name as `system`, `prefix` and `suffix`."""
+        return cls(settings.get("system"), settings.get("prefix", ""), settings.get("suffix", ""))
+
+    def messages(self, question: str) -> list[Message]:
+        """Return the conversation that an episode opens with."""
+        user = {"role": "user", "content": self.prefix + question + self.suffix}
+        return [user] if self.system is None else [{"role": "system", "content": self.system}, user]
