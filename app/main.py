@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from app.config import Mode, RunConfig, compose
 from app.config.arguments import check_arguments, named_values
 from app.config.command_line import command, override, versions
+from app.config.own_data import with_preset
 from app.errors import CONFIG_EXIT, FAILED_EXIT, ConfigError, Interrupted, RunError, exit_code, expect, say
 from app.mode import MODES, NOT_GIVEN, ModeResult
 from app.recovery.run_lock import FolderInUse
@@ -146,7 +147,7 @@ def cli() -> None:
 
     os.environ.setdefault(FULL_ERROR, "1")  # Hydra then raises composition errors instead of printing them
     try:
-        sys.argv[1:] = check_arguments(sys.argv[1:])
+        sys.argv[1:] = with_preset(check_arguments(sys.argv[1:]))
         if "--version" in sys.argv:
             sys.stdout.write(f"{versions()}\n")
             return

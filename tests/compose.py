@@ -18,4 +18,4 @@ def composed(*overrides: str) -> RunConfig:
 @cache
 def _composed(overrides: tuple[str, ...]) -> RunConfig:
     with initialize_config_dir(conf_path(), version_base="1.3"):
-        return configuration.resolve(compose("config", overrides=list(overrides)))
+        return configuration.resolve(compose("config", overrides=list(overrides), return_hydra_config=True))

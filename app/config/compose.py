@@ -4,14 +4,13 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from app.config import folder_name, foreign_names
+from app.config import folder_name, foreign_names, own_data
 from app.config.command_line import command_name
 from app.config.command_line import override as quoted
 from app.config.help import settings_help
@@ -83,9 +82,13 @@ def _require_sections(values: Any) -> None:
 def resolve(composed: DictConfig) -> RunConfig:
     """Convert a composition to a validated `RunConfig`.
 
+    Evaluation sets of other training data than the run's are removed from `composed`, too.
+
     Raises:
         ConfigError: A key is not in the schema (also one added with `+`), or a value is not accepted.
     """
+    if "hydra" in composed:
+        own_data.remove_evaluation_of_other_data(composed)
     application = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
 
     try:
@@ -106,7 +109,7 @@ def replaced_settings(composed: DictConfig) -> str | None:
     given = [override.lstrip("+~").split("=", 1)[0] for override in composed.hydra.overrides.task]
 
     replaced = []
-    for name, value in _algorithm_preset(composed, choice).items():
+    for name, value in own_data.preset(composed, "algorithm", choice)[-1].items():
         key = f"algorithm.{name}"
         final = OmegaConf.select(composed, key)
         final = final.name if isinstance(final, Enum) else final
@@ -119,16 +122,6 @@ def replaced_settings(composed: DictConfig) -> str | None:
         f"presets of models and experiments replace settings of algorithm={choice}: {', '.join(replaced)}; "
         "settings on the command line win."
     )
-
-
-def _algorithm_preset(composed: DictConfig, choice: str) -> dict[str, object]:
-    """Read the settings of an algorithm preset from the directories that Hydra searches."""
-    for source in composed.hydra.runtime.config_sources:
-        file = Path(source.path) / "algorithm" / f"{choice}.yaml"
-        if source.schema == "file" and file.is_file():
-            preset: Any = OmegaConf.to_container(OmegaConf.load(file))
-            return {name: value for name, value in preset.get("algorithm", preset).items() if name != "defaults"}
-    return {}
 
 
 def setting_names() -> list[str]:

@@ -164,7 +164,7 @@ class DataConfig:
     )
     eval_sets: dict[str, EvalSetConfig] = setting(
         {},
-        "Evaluation sets by name; {} evaluates on held-out training rows, named eval.",
+        "Evaluation sets by name; {} evaluates on held-out training rows, named eval, also where a preset has sets.",
         noun="entries as in +data.eval_sets.mine.path=FILE",
     )
     from_environment: bool = setting(

@@ -6,8 +6,6 @@ from typing import Any
 from app.config.setting import SECONDS, setting
 from app.errors import expect
 
-PREFERRED_SAMPLING = "preferred-sampling-params"  # SGLang's flag for defaults such as top_k and min_p
-
 
 @dataclass
 class RolloutConfig:
@@ -54,7 +52,9 @@ class RolloutConfig:
     )
     engine_args: dict[str, Any] = setting(
         {},
-        "SGLang server flags without the dashes; they override device.engine_args.",
+        "SGLang server flags without the dashes; they override device.engine_args. Unknown flags are refused, and "
+        "those with which training would be wrong: quantization, rl-on-policy-target, enable-deterministic-inference, "
+        "preferred-sampling-params and, on a CPU, speculative-algorithm.",
         noun="entries as in +rollout.engine_args.chunked-prefill-size=8192",
     )
 
@@ -69,14 +69,6 @@ class RolloutConfig:
             self.top_p,
             "1: engines report log-probabilities before the cut, so training would correct for the wrong policy; "
             "eval.top_p sets it for evaluations",
-        )
-        preferred = self.engine_args.get(PREFERRED_SAMPLING)
-        expect(
-            preferred is None,
-            f"rollout.engine_args.{PREFERRED_SAMPLING}",
-            preferred,
-            "rollout.temperature and rollout.max_completion_tokens: other sampling parameters would train on "
-            "log-probabilities that are not those of the sampled tokens",
         )
         for url in self.urls:
             expect(url.startswith(("http://", "https://")), "rollout.urls", url, "addresses such as http://host:30000")

@@ -9,6 +9,7 @@ from app.config.checkpoint import CheckpointConfig
 from app.config.cluster import ClusterConfig
 from app.config.data import DataConfig
 from app.config.device import DeviceConfig, DeviceKind
+from app.config.engine_flags import check_engine_flags
 from app.config.environment import EnvironmentConfig, EnvironmentKind
 from app.config.eval import EvalConfig
 from app.config.model import ModelConfig
@@ -152,6 +153,8 @@ class RunConfig:
         self.algorithm.validate()
         self.placement.validate()
         self.rollout.validate()
+        check_engine_flags("device.engine_args", self.device.engine_args, self.device.kind)
+        check_engine_flags("rollout.engine_args", self.rollout.engine_args, self.device.kind)
         self.eval.validate()
         self.tracking.validate()
         if self.model.lora.enabled:

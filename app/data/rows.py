@@ -112,7 +112,14 @@ def check_files(config: DataConfig) -> None:
 
 def _is_held_out(config: DataConfig, evaluation: EvalSetConfig) -> bool:
     """Whether an evaluation set consists of held-out training rows because there is no other split to read."""
-    return evaluation.path is None and (not config.eval_sets or not sources.has_splits(config.path))
+    if evaluation.path is not None:
+        return False
+    return not config.eval_sets or not _of_path(config) or not sources.has_splits(config.path)
+
+
+def _of_path(config: DataConfig) -> bool:
+    """Whether the training rows are those of `data.path`."""
+    return config.path is not None and config._target_ is None and not config.train_sets
 
 
 def _training(
@@ -201,8 +208,7 @@ def _fields_of(config: DataConfig, key: str, own: TrainSetConfig | EvalSetConfig
 
 
 def _held_out_warnings(config: DataConfig, names: Sequence[str]) -> list[str]:
-    of_path = config.path is not None and config._target_ is None and not config.train_sets
-    if not names or not config.eval_sets or not of_path:
+    if not names or not config.eval_sets or not _of_path(config):
         return []
     sets = ", ".join(f"data.eval_sets.{name}" for name in names)
     return [f"data.path={config.path} has no other splits: holding out {config.eval_fraction:g} of its rows for {sets}"]

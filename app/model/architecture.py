@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.config.engine_flags import CONTEXT_FLAG
 from app.config.model import TINY_PRESETS, Family, ModelConfig, TinyConfig
 from app.config.rollout import RolloutConfig
 from app.errors import ConfigError, expect, one_line
@@ -22,7 +23,6 @@ LINEAR_KEYS = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_d
 CHECKPOINT_CONFIG = "config.json"
 # Fields with the number of positions, in the order in which SGLang looks for them.
 CONTEXT_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
-CONTEXT_FLAG = "context-length"  # SGLang's flag for another context
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,8 @@ def require_context(rollout: RolloutConfig, config: dict[str, Any] | None, model
         config: Content of the model's `config.json`; None: unknown, or the tiny model.
         model: Its path or hub id; None: the tiny model.
     """
-    limit = rollout.engine_args.get(CONTEXT_FLAG)
+    flag = rollout.engine_args.get(CONTEXT_FLAG)
+    limit = None if flag is None else int(flag)
     if limit is None:
         limit = MAX_POSITIONS if model is None else context_tokens(config or {})
     if limit is None:

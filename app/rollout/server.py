@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from app.utils.process import module_command, package_path
 # Environment variables of the server, read by the launcher.
 KEY_VARIABLE = "POSTTRAIN_ENGINE_KEY"
 LOG_TAIL_LINES = 12
+USAGE_ERROR = re.compile(r"\S+: error: ")  # of argparse, after a usage of hundreds of lines
 # Lines of SGLang's log that begin a phase of its start, last one first.
 START_PHASES = (
     ("max_total_num_tokens=", EngineStart.warming_up),
@@ -157,12 +159,14 @@ class Server:
             return ""
 
     def tail(self) -> str:
-        """Return the last lines of the server's log, indented."""
+        """Return the last lines of the server's log, indented; of SGLang's usage, only what is wrong with its flags."""
         try:
             lines = self.spec.log.read_text(errors="replace").splitlines()
         except OSError as error:
             return f"  (the log cannot be read: {error})"
-        return "\n".join(f"  | {line}" for line in lines[-LOG_TAIL_LINES:])
+        last = lines[-LOG_TAIL_LINES:]
+        wrong = [line for line in last if USAGE_ERROR.match(line)]
+        return "\n".join(f"  | {line}" for line in wrong or last)
 
     async def stop(self) -> None:
         """Kill the process group. A server has nothing to save, and its own shutdown takes seconds."""

@@ -1,18 +1,11 @@
 """The presets of `data=`, composed by Hydra as on the command line."""
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from app.config import RunConfig
-from app.config import compose as configuration
 from app.config.data import Template
+from app.config.own_data import with_preset
 from app.data import rows
-from app.main import conf_path
-
-
-def composed(*overrides: str) -> RunConfig:
-    with initialize_config_dir(conf_path(), version_base="1.3"):
-        return configuration.resolve(compose("config", list(overrides)))
+from tests.compose import composed
 
 
 def test_a_local_file_in_gsm8k_format_replaces_the_hub_set(jsonl):
@@ -65,6 +58,73 @@ def test_sets_are_added_to_those_of_a_preset_and_can_be_removed():
         "mine": (["a.jsonl", "b.csv"], None),
     }
     assert composed("data=gsm8k", "~data.eval_sets.test").data.eval_sets == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "preset"),
+    [
+        (["model=hf", "data.path=a.jsonl"], "data=rows"),
+        (["+data.train_sets.mine.path=a.jsonl", "model=qwen3_4b"], "data=rows"),
+        (["model=my_own", "data._target_=my_data.halves"], "data=rows"),
+        (["model=hf", "data=gsm8k", "data.path=a.jsonl"], None),
+        (["experiment=npu4_colocate_4b", "model=hf", "data.path=a.jsonl"], None),
+        (["model=tiny_lora", "data.path=a.jsonl"], None),
+        (["data.path=a.jsonl"], None),
+        (["model=hf", "data.eval_path=a.jsonl"], None),
+        (["model=hf", "data.question=prompt"], None),
+    ],
+)
+def test_data_of_ones_own_selects_the_preset_that_changes_nothing(arguments, preset):
+    assert with_preset(arguments) == [*([preset] if preset else []), *arguments]
+
+
+def test_the_preset_of_own_rows_adds_nothing_to_a_question():
+    config = composed(*with_preset([*HUB, "data.path=a.jsonl"]))
+    data = config.data
+    assert (data.name, data.template, data.prefix, data.suffix, data.answer_after) == (
+        "rows",
+        Template.chat,
+        "",
+        "",
+        None,
+    )
+    assert (data.subset, data.eval_sets, config.reward.components) == (None, {}, {"math": 1.0})
+
+
+HUB = ("model=hf", "model.path=me/model")
+
+
+@pytest.mark.parametrize(
+    ("own", "left"),
+    [
+        ([], {"test": None}),
+        (["data._target_=my_data.halves"], {}),
+        (["data.train_sets.mine.path=a.jsonl"], {}),
+        (["data.train_sets.mine.path=a.jsonl", "data.eval_path=b.jsonl"], {}),
+        (["data.train_sets.mine.path=a.jsonl", "data.eval_sets.test.rows=9"], {"test": None}),
+        (["data.train_sets.mine.path=a.jsonl", "data.eval_sets.mine.path=b.jsonl"], {"mine": "b.jsonl"}),
+        (["data.path=me/fork"], {"test": None}),  # its own split of that name
+        (["data.eval_sets={}"], {}),
+        (["data.eval_sets={}", "data.eval_sets.mine.path=b.jsonl"], {"mine": "b.jsonl"}),
+        (["data=dapo_math"], {"aime24": "BytedTsinghua-SIA/AIME-2024"}),
+        (["data=dapo_math", "data.path=a.jsonl"], {}),
+        (["data=dapo_math", "data.path=a.jsonl", "data.eval_sets.aime24.path=b.jsonl"], {"aime24": "b.jsonl"}),
+        (["data=dapo_math", "data.eval_sets={}"], {}),
+    ],
+)
+def test_an_evaluation_set_goes_with_the_training_data_that_it_belongs_to(own, left):
+    sets = composed(*HUB, *own).data.eval_sets
+    assert {name: each.path for name, each in sets.items()} == left
+
+
+def test_training_data_without_an_evaluation_set_is_evaluated_on_held_out_rows(jsonl):
+    path = jsonl(*[{"question": f"{n}+1=", "answer": f"{n + 1}"} for n in range(40)])
+    own = [f"data.train_sets.mine.path={path}", "data.answer_after=null"]
+    loaded = rows.load(composed(*HUB, *own).data, seed=0)
+    assert {name: len(each) for name, each in loaded.evals.items()} == {"eval": 2}
+    loaded = rows.load(composed(*HUB, *own, "data.eval_sets.test.rows=1").data, seed=0)
+    assert {name: len(each) for name, each in loaded.evals.items()} == {"test": 1}
+    assert {row.source for row in loaded.train} == {"mine"}
 
 
 def test_training_sets_and_paths_are_set_on_the_command_line():

@@ -1,0 +1,89 @@
+"""Flags of SGLang's server: those that it has, and those with which training would be wrong."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from app.config.device import DeviceKind
+from app.config.engine_flags import REFUSED, check_engine_flags, known_flags
+from app.errors import ConfigError
+from app.rollout.server import Server
+from tests.compose import composed
+from tests.rollout.support import server_spec
+from tests.warm import run_warm
+
+KEY = "rollout.engine_args"
+
+
+def test_the_flags_read_from_its_source_are_those_of_sglangs_own_parser() -> None:
+    from app.device.torchvision_shim import define_operators
+
+    define_operators()
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    types = {
+        option.removeprefix("--"): action.type
+        for action in parser._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    known = known_flags()
+    assert len(types) > 300
+    assert types.keys() - known.keys() == set()
+    assert known.keys() - types.keys() == set()
+    read = {name: kind for name, kind in known.items() if kind}
+    assert {name: types[name].__name__.removeprefix("human_readable_") for name in read} == read
+    assert (read["context-length"], read["mem-fraction-static"]) == ("int", "float")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("speculative-algorithm", "NGRAM"),
+        ("enable-deterministic-inference", True),
+        ("rl-on-policy-target", "fsdp"),
+        ("quantization", "fp8"),
+        ("preferred-sampling-params", "{}"),
+        ("not-a-flag", 1),
+        ("quantizatio", "fp8"),  # an abbreviation, which argparse would take
+        ("context-length", "bogus"),
+        ("chunked-prefill-size", 0.5),
+        ("schedule-conservativeness", "high"),
+    ],
+)
+@pytest.mark.parametrize("section", ["rollout", "device"])
+def test_a_flag_with_which_training_would_be_wrong_or_fail_is_refused(flag: str, value: object, section: str) -> None:
+    config = composed()
+    getattr(config, section).engine_args = {flag: value}
+    with pytest.raises(ConfigError, match=rf"^{section}\.engine_args\.{flag}=.* is not accepted: "):
+        config.validate()
+
+
+def test_flags_that_are_off_or_right_are_accepted() -> None:
+    flags = {each.name: None for each in REFUSED} | {"chunked-prefill-size": "8192", "sleep-on-idle": False}
+    check_engine_flags(KEY, flags, DeviceKind.cpu)
+    check_engine_flags(KEY, {"speculative-algorithm": "EAGLE3"}, DeviceKind.cuda)
+    for overrides in (["model=tiny_qwen35"], ["experiment=npu8_fully_async_9b"], ["experiment=cuda8_fully_async_9b"]):
+        composed(*overrides)
+
+
+@pytest.mark.parametrize("mode", ["plan", "doctor", "train"])
+def test_a_context_that_is_no_number_is_one_sentence_in_every_mode(mode: str, tmp_path: Path) -> None:
+    ended = run_warm(f"mode={mode}", f"+{KEY}.context-length=bogus", cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    assert f"{KEY}.context-length=bogus" in ended.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_a_usage_only_the_line_with_the_error_is_shown(tmp_path: Path) -> None:
+    spec = server_spec(tmp_path, tmp_path, name="engine 0")
+    spec.log.parent.mkdir(parents=True, exist_ok=True)
+    usage = "usage: launcher.py [-h]\n" + "    [--some-flag SOME_FLAG]\n" * 20
+    spec.log.write_text(f"{usage}launcher.py: error: unrecognized arguments: --not-a-flag 1\n")
+    assert Server(spec).tail().split("\n") == ["  | launcher.py: error: unrecognized arguments: --not-a-flag 1"]
+    spec.log.write_text("a\nValueError: no error: b\nc\n")
+    assert len(Server(spec).tail().split("\n")) == 3
