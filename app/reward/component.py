@@ -3,11 +3,12 @@
 Built-in and custom components are both resolved by dotted path, so there is a single mechanism. Worker processes
 import this module at startup, so it imports nothing heavy.
 
-A custom reward has one of three signatures, told apart by the names of its parameters:
+The names of its parameters decide which of four signatures a custom reward has:
 
-    (trajectories)               a list, the completions of one prompt       returns a number for each
-    (trajectory)                 one of them                                 returns its number
-    (prompts, completions, …)    lists of texts, and of every column by name returns a number for each
+    (trajectories)               a list, the completions of one prompt       returns a score for each
+    (trajectory)                 one of them                                 returns its score
+    (prompts, completions, …)    lists of texts, and of every column by name returns a score for each
+    (solution_str, …)            one of them, as in verl                     returns its score
 """
 
 import asyncio
@@ -26,6 +27,12 @@ RewardFunction = Callable[[Sequence[Trajectory]], Scores | Awaitable[Scores]]
 IN_PROCESS = ("exact", "format", "environment")
 BUILT_IN_LIMIT_S = 5.0  # per trajectory; a judge needs more, a comparison of two answers does not
 COLUMN_PARAMETERS = ("prompts", "completions", "completion_ids")
+SIGNATURES = (
+    "(trajectories)",
+    "(trajectory)",
+    "(prompts, completions, **columns)",
+    "(data_source, solution_str, ground_truth, extra_info)",
+)
 
 
 class MissingColumn(Exception):
@@ -55,6 +62,8 @@ class RewardComponent:
             if inspect.isclass(target):
                 return _of_trajectories(target(**self.args), {})
             return _of_trajectories(functools.partial(target, **self.args), self.args)
+        except LoadError:
+            raise
         except Exception as error:  # custom constructors can raise anything
             raise LoadError(
                 f"it cannot be constructed or called with {dict(self.args)} ({error_text(error)})"
@@ -80,23 +89,53 @@ def custom(
 
 
 def _of_trajectories(reward: Any, args: Mapping[str, Any]) -> RewardFunction:
-    """Return a reward of any of the three signatures as a function of a list of trajectories.
+    """Return a reward of any of the four signatures as a function of a list of trajectories.
 
     Args:
         reward: A callable with its arguments bound.
         args: Those arguments, which columns of the same name do not replace.
+
+    Raises:
+        LoadError: It has another signature.
     """
     signature = inspect.signature(reward)
     names = list(signature.parameters)
 
     if any(name in names for name in COLUMN_PARAMETERS):
         return _of_columns(reward, args)
-    if names[:1] == ["trajectory"]:
-        signature.bind(None)
-        return _of_one(reward)
+    if "solution_str" in names:
+        return _of_one(_of_solution(reward, args))
 
-    signature.bind([])
-    return reward
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise LoadError(f"its parameters are ({', '.join(names)}): write {' or '.join(SIGNATURES)}") from error
+    return _of_one(reward) if names[0] == "trajectory" else reward
+
+
+def _of_solution(reward: Any, args: Mapping[str, Any]) -> Callable[[Trajectory], Any]:
+    """Return a reward with the parameters of verl's `compute_score` as a function of one trajectory."""
+    accepted = _accepted(reward)
+
+    def call(trajectory: Trajectory) -> Any:
+        row = trajectory.prompt.row
+        available = {
+            "data_source": row.get("data_source", trajectory.prompt.source),
+            "solution_str": trajectory.text,
+            "ground_truth": trajectory.prompt.answer,
+            "extra_info": row.get("extra_info"),
+        }
+        return reward(**{name: value for name, value in available.items() if name not in args and accepted(name)})
+
+    return call
+
+
+def _accepted(reward: Any) -> Callable[[str], bool]:
+    """Return whether a callable takes a keyword."""
+    parameters = inspect.signature(reward).parameters.values()
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    return lambda name: takes_all or name in named
 
 
 def _of_one(reward: Any) -> RewardFunction:
@@ -128,17 +167,17 @@ def _of_columns(reward: Any, args: Mapping[str, Any]) -> RewardFunction:
 
     A reward without `**kwargs` gets the columns that it names.
     """
+    accepted = _accepted(reward)
     parameters = inspect.signature(reward).parameters.values()
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    required = [each.name for each in parameters if each.name in named and each.default is each.empty]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [each.name for each in parameters if each.kind not in variadic and each.default is each.empty]
 
     def call(trajectories: Sequence[Trajectory]) -> Scores | Awaitable[Scores]:
         available = {name: values for name, values in columns(trajectories).items() if name not in args}
         missing = [name for name in required if name not in available]
         if missing:
             raise MissingColumn(f"it takes {', '.join(missing)}; there are {', '.join(available)}")
-        return reward(**{name: values for name, values in available.items() if takes_all or name in named})
+        return reward(**{name: values for name, values in available.items() if accepted(name)})
 
     return call
 

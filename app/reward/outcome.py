@@ -1,4 +1,4 @@
-"""The outcome of a reward call: one finite number per trajectory, or the failure.
+"""The outcome of a reward call: one score per trajectory, or the failure.
 
 Worker processes import this module at startup, so it imports nothing heavy.
 """
@@ -38,7 +38,15 @@ class Failure:
         return f"{self.kind.name}: {self.message}"
 
 
-Value = float | Failure
+@dataclass(frozen=True, slots=True)
+class LoggedScore:
+    """A score, and further numbers of the trajectory that the reward wants logged."""
+
+    score: float
+    logged: Mapping[str, float]
+
+
+Value = float | LoggedScore | Failure | None  # None: the reward does not apply to the trajectory
 Outcome = list[Value] | Failure  # a bare Failure: the whole call failed, because of at least one trajectory
 
 
@@ -77,16 +85,33 @@ async def _await(result: Awaitable[Any]) -> Any:
 
 
 def _validated(result: Any, count: int) -> list[Value]:
-    """Convert each value to a float or a failure; if the count is wrong, all are failures."""
+    """Convert each result to a value; if the count is wrong, all are failures."""
     if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__len__") or not hasattr(result, "__iter__"):
         wrong_type = Failure(FailureKind.value, f"returned a {type(result).__name__}, not a list of {count} numbers")
         return [wrong_type] * count
     if len(result) != count:
         return [Failure(FailureKind.value, f"returned {len(result)} values for {count} trajectories")] * count
-    return [_number(value) for value in result]
+    return [_value(each) for each in result]
 
 
-def _number(value: Any) -> Value:
+def _value(result: Any) -> Value:
+    """Convert a result: a number, None, or a mapping of `score` and whatever else shall be logged."""
+    if result is None:
+        return None
+    if not isinstance(result, Mapping):
+        return _number(result)
+
+    if "score" not in result:
+        return Failure(FailureKind.value, f"returned a mapping of {', '.join(map(str, result))}, without score")
+    score = _number(result["score"])
+    if isinstance(score, Failure):
+        return score
+
+    numbers = {str(name): _number(value) for name, value in result.items() if name != "score"}
+    return LoggedScore(score, {name: number for name, number in numbers.items() if isinstance(number, float)})
+
+
+def _number(value: Any) -> float | Failure:
     if isinstance(value, BaseException):
         return _raised(value)
     if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):

@@ -5,6 +5,7 @@
 
 Invariants:
 - Every trajectory gets a finite reward. A failed one gets 0 and its failure is counted.
+- A component that returns None for a trajectory is left out of its sum; a trajectory without any component has failed.
 - Once more than `max_failed_fraction` of a step's trajectories have failed, scoring raises a `RunError`.
 """
 
@@ -19,7 +20,7 @@ from app.config.reward import RewardConfig
 from app.errors import ConfigError, RunError
 from app.reward.component import RewardComponent, RewardFunction, built_in, custom
 from app.reward.failure_tracker import FailureTracker
-from app.reward.outcome import Failure, FailureKind, Outcome, Value, evaluate
+from app.reward.outcome import Failure, FailureKind, LoggedScore, Outcome, Value, evaluate
 from app.reward.workers.worker_pool import WorkerPool
 from app.types import Trajectory
 from app.utils.dotted_path import LoadError
@@ -28,6 +29,7 @@ from app.utils.tasks import gather_or_raise
 run_log = logging.getLogger("app.run")
 
 Values = list[dict[str, Value]]  # per trajectory, by component name
+NONE_APPLIES = Failure(FailureKind.value, "every component returned None: no reward applies to the trajectory")
 CLOSED = Failure(FailureKind.died, "the scorer was closed")
 
 
@@ -139,6 +141,8 @@ class Scorer:
 
     def _count(self, values: Values) -> None:
         for by_component in values:
+            if all(value is None for value in by_component.values()):
+                by_component[self._components[-1].name] = NONE_APPLIES
             self._failure_tracker.count(by_component)
 
     def _with_reward(self, trajectory: Trajectory, values: dict[str, Value]) -> Trajectory:
@@ -147,6 +151,11 @@ class Scorer:
         failed = False
         for component in self._components:
             value = values.get(component.name, CLOSED)
+            if value is None:
+                continue
+            if isinstance(value, LoggedScore):
+                scores |= {f"{component.name}/{name}": number for name, number in value.logged.items()}
+                value = value.score
             if isinstance(value, Failure):
                 failed = True
                 value = 0.0

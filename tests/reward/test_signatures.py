@@ -1,10 +1,13 @@
-"""The three signatures of a custom reward, and what it sees of a row."""
+"""The four signatures of a custom reward, what it sees of a row, and what it can return."""
 
 import asyncio
 from dataclasses import replace
 
 import pytest
 
+from app.algorithm.metrics import group_metrics
+from app.errors import ConfigError
+from app.types import Group
 from tests.reward.scorers import failed, running_scorer, score
 
 
@@ -49,6 +52,72 @@ def test_a_column_that_rows_lack_is_named(custom_reward, trajectory):
         assert failed(scorer) == {"value": 1}
     expected = "it takes solution, rubric; there are answer, level, prompts, completions, completion_ids."
     assert expected in warned[0]
+
+
+VERL_ROW = {"data_source": "openai/gsm8k", "extra_info": {"index": 7}}
+
+
+def test_a_reward_written_for_verl_gets_its_four_arguments(custom_reward, trajectory):
+    module = custom_reward(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1):\n"
+        "    assert (data_source, ground_truth, extra_info['index']) == ('openai/gsm8k', '42', 7)\n"
+        "    return {'score': scale * (ground_truth in solution_str), 'length': len(solution_str), 'pred': 'text'}\n"
+    )
+    batch = [trajectory(text, **VERL_ROW) for text in ("so 42", "7")]
+    with running_scorer(_target_=f"{module}.compute_score", args={"scale": 2}) as scorer:
+        scored = asyncio.run(scorer.score(batch))
+        assert failed(scorer) == {}
+    assert [one.reward for one in scored] == [2, 0]
+    assert scored[0].reward_components == {"compute_score": 2, "compute_score/length": 5}
+
+
+def test_a_reward_for_verl_may_take_fewer_arguments_and_rows_may_lack_the_columns(custom_reward, trajectory):
+    module = custom_reward(
+        "async def score(solution_str, extra_info, **others):\n"
+        "    assert extra_info is None and sorted(others) == ['data_source', 'ground_truth']\n"
+        "    return len(solution_str)\n"
+    )
+    with running_scorer(_target_=f"{module}.score") as scorer:
+        assert score(scorer, [trajectory("abc")]) == [3]
+
+
+def test_another_signature_is_refused_with_the_accepted_ones(custom_reward):
+    module = custom_reward("def score(text, reference):\n    return 1.0\n")
+    with pytest.raises(ConfigError) as refused, running_scorer(_target_=f"{module}.score"):
+        pass
+    for part in ("(text, reference)", "(trajectory)", "(data_source, solution_str, ground_truth, extra_info)"):
+        assert part in str(refused.value)
+
+
+def test_none_leaves_a_component_out_of_the_sum_and_of_its_mean(custom_reward, trajectory):
+    module = custom_reward(
+        "def code(completions, kind):\n    return [1.0 if each == 'code' else None for each in kind]\n"
+        "def brief(trajectory):\n    return 0.5\n"
+    )
+    components = {name: {"_target_": f"{module}.{name}"} for name in ("code", "brief")}
+    batch = [trajectory("a", kind="code"), trajectory("b", kind="prose")]
+    with running_scorer(components=components) as scorer:
+        scored = asyncio.run(scorer.score(batch))
+        assert failed(scorer) == {}
+    assert [one.reward for one in scored] == [1.5, 0.5]
+    assert [one.reward_components for one in scored] == [{"code": 1.0, "brief": 0.5}, {"brief": 0.5}]
+    means = group_metrics([Group(scored[0].prompt, tuple(scored))])
+    assert (means["reward/code"], means["reward/brief"]) == (1.0, 0.5)
+
+
+def test_a_trajectory_to_which_no_component_applies_has_failed(custom_reward, trajectory):
+    module = custom_reward("def never(trajectories):\n    return [None, 1.0]\n")
+    with running_scorer(_target_=f"{module}.never", max_failed_fraction=1) as scorer:
+        assert score(scorer, [trajectory("a"), trajectory("b")]) == [0, 1.0]
+        assert failed(scorer) == {"value": 1}
+
+
+@pytest.mark.parametrize("result", ["{'reward': 1.0}", "{'score': 'high'}", "{'score': float('nan')}"])
+def test_a_mapping_without_a_number_as_score_is_a_failure(custom_reward, trajectory, result):
+    module = custom_reward(f"def odd(trajectory):\n    return {result}\n")
+    with running_scorer(_target_=f"{module}.odd", max_failed_fraction=1) as scorer:
+        assert score(scorer, [trajectory("a")]) == [0]
+        assert failed(scorer) == {"value": 1}
 
 
 def test_a_reward_of_one_trajectory_fails_alone_without_a_second_call(custom_reward, trajectory, tmp_path):
