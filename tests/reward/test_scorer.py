@@ -247,7 +247,7 @@ def test_an_unreadable_answer_scores_zero_without_a_failure(trajectory, text, mo
         ("{module}.NUMBER", "it is not a function or class"),
         (
             "{module}.no_arguments",
-            "it cannot be constructed or called with {} (TypeError: too many positional arguments",
+            "its parameters are (): write (trajectories) or ",
         ),
         (
             "{module}.Needy",
