@@ -95,15 +95,13 @@ class RunConsole:
 
         self._print(line)
 
-    def end(self, status: str, totals: Mapping[str, float], error: str | None, files: Mapping[str, Path | str]) -> None:
-        """Remove the progress bar; print the status, the totals, the error, the files and what to do with them."""
+    def end(self, status: str, totals: Mapping[str, float], files: Mapping[str, Path | str]) -> None:
+        """Remove the progress bar; print the status, the totals, the files and what to do with them. Not the error."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
         self._print(end_line(status, totals, evaluation=self._config.mode is Mode.eval))
-        if error:
-            self._print(Text(f"  {error}", "red"))
         for name, path in files.items():
             self._print(Text(f"  {name:<9}", "dim").append(str(path), ""))
 
@@ -252,13 +250,25 @@ def end_line(status: str, totals: Mapping[str, float], *, evaluation: bool = Fal
     text.append(f": {plural(int(totals.get('steps', 0)), 'step')} in {duration(totals.get('total/seconds', 0.0))}")
 
     if "eval/accuracy_last" in totals:
-        text.append(f", eval accuracy {totals['eval/accuracy_first']:.1%} → {totals['eval/accuracy_last']:.1%}")
-        text.append(f" (best {totals['eval/accuracy_best']:.1%}){_of_prompts(totals)}", "dim")
+        text.append(f", eval accuracy {_accuracies(totals)}").append(_of_prompts(totals), "dim")
 
     tokens = totals.get("total/completion_tokens")
     if tokens:
         text.append(f", {count(tokens)} completion tokens")
     return text
+
+
+def _accuracies(totals: Mapping[str, float]) -> str:
+    """Return "31.0% → 93.5% (best 95.0%)", or one number of one evaluation. No checkpoint has a best before training.
+
+    >>> _accuracies({"eval/evaluations": 1, "eval/accuracy_last": 0.5, "eval/accuracy_best_step": 20})
+    '50.0%'
+    """
+    last = f"{totals['eval/accuracy_last']:.1%}"
+    untrained = " before training" if totals["eval/accuracy_best_step"] == 0 else ""
+    if totals["eval/evaluations"] == 1:
+        return last + untrained
+    return f"{totals['eval/accuracy_first']:.1%} → {last} (best {totals['eval/accuracy_best']:.1%}{untrained})"
 
 
 def _of_prompts(totals: Mapping[str, float]) -> str:

@@ -28,7 +28,7 @@ from app.tracking.run_folder import PROMPTS, WARNINGS, aside, metrics_file, samp
 from app.tracking.run_folder.samples import Decode
 from app.tracking.run_folder.summary import Status, Summary
 from app.types import Group
-from app.utils.files import describe, sync
+from app.utils.files import append, describe, sync
 
 log = logging.getLogger("app.run")
 
@@ -159,9 +159,9 @@ class RunFolderRecorder:
             filtered: Prompts that were settled without being trained on.
             unplayable: Those of `filtered` whose environments failed; the others had equal rewards.
         """
-        with (self.folder / PROMPTS).open("a", encoding="utf-8") as lines:
-            reasons = {"unplayable": [*unplayable]} if unplayable else {}
-            lines.write(json.dumps({"step": step, "trained": [*trained], "filtered": [*filtered], **reasons}) + "\n")
+        reasons = {"unplayable": [*unplayable]} if unplayable else {}
+        line = {"step": step, "trained": [*trained], "filtered": [*filtered], **reasons}
+        append(self.folder / PROMPTS, json.dumps(line) + "\n")
 
     def log_samples(self, step: int, groups: Sequence[Group], decode: Decode | None = None) -> None:
         """Write `tracking.samples_per_step` trajectories of a step; `decode` turns prompt tokens into the question."""
@@ -183,8 +183,8 @@ class RunFolderRecorder:
             path = self.folder / WARNINGS
             with suppress(OSError):  # the log below has it too
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("a", encoding="utf-8") as lines:
-                    lines.write(json.dumps({"time": round(time.time(), 1), "step": self._step, "text": text}) + "\n")
+                line = {"time": round(time.time(), 1), "step": self._step, "text": text}
+                append(path, json.dumps(line) + "\n")
 
         log.warning(text)
 
@@ -206,7 +206,7 @@ class RunFolderRecorder:
         files = self._write_report()
         totals = {**self._summary.values, "total/seconds": self._summary.seconds}
         records = {**files, **written}
-        self._console.end(status.value, totals, error, {**records, **self._kept})
+        self._console.end(status.value, totals, {**records, **self._kept})
         if unsaved is not None and status is Status.finished:
             raise unsaved
 

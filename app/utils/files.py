@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import shutil
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ def overwrite(path: Path, content: str) -> None:
     """Replace a small file, on a full disk in place: it needs no more space than the file has.
 
     Raises:
-        OSError: The disk is full, and the file does not exist or is not large enough.
+        OSError: The disk is full, and the file does not exist or is not large enough. It is left as it was.
     """
     try:
         replace_file(path, content)
@@ -59,8 +60,31 @@ def overwrite(path: Path, content: str) -> None:
         if error.errno not in NO_SPACE or not path.exists():
             raise
         with path.open("r+b", buffering=0) as stream:
-            stream.write(content.encode())
-            stream.truncate()
+            replace_end(stream, 0, content.encode())
+
+
+def append(path: Path, line: str) -> None:
+    """Append a line to a file, which is created if need be. If the line does not fit, leave the file as it was."""
+    with path.open("a+b", buffering=0) as stream:
+        replace_end(stream, stream.seek(0, os.SEEK_END), line.encode())
+
+
+def replace_end(stream: io.FileIO, start: int, data: bytes) -> None:
+    """Replace what follows `start` in an unbuffered file. If `data` does not fit, leave the file as it was."""
+    stream.seek(start)
+    before = stream.read()
+    try:
+        _write_all(stream, start, data)
+    except OSError:
+        _write_all(stream, start, before)
+        raise
+
+
+def _write_all(stream: io.FileIO, start: int, data: bytes) -> None:
+    stream.seek(start)
+    while data:  # on a full disk one call writes less, without an error
+        data = data[stream.write(data) :]
+    stream.truncate()
 
 
 def not_writable(folder: Path) -> str | None:

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from app.config import RunConfig
+from app.errors import RunError
 from app.tracking.recorder import RunFolderRecorder
-from app.utils.files import overwrite, replace_file
+from app.tracking.run_folder import summary
+from app.utils.files import append, overwrite, replace_file
 from tests.folders import run_app
 from tests.runs import Run
 
@@ -133,6 +135,39 @@ def test_a_file_is_replaced_in_place_where_nothing_else_fits(mounted: Mount) -> 
     overwrite(disk / "file", "b" * 50)
     assert (disk / "file").read_text() == "b" * 50
     assert sorted(os.listdir(disk)) == ["file", "filler"]
+
+
+def test_a_file_that_does_not_fit_in_place_keeps_its_content(mounted: Mount) -> None:
+    disk = mounted("64k")
+    (disk / "file").write_text("a" * 100)
+    fill(disk)
+    with pytest.raises(OSError, match="No space left"):
+        overwrite(disk / "file", "b" * 6000)  # of which one page would fit
+    assert (disk / "file").read_text() == "a" * 100
+
+
+def test_a_line_that_does_not_fit_is_not_half_written(mounted: Mount) -> None:
+    disk = mounted("64k")
+    append(disk / "lines", "first\n")
+    fill(disk)
+    with pytest.raises(OSError, match="No space left"):
+        append(disk / "lines", "x" * 6000 + "\n")
+    (disk / "filler").unlink()
+    append(disk / "lines", "second\n")
+    assert (disk / "lines").read_text() == "first\nsecond\n"
+
+
+def test_a_run_whose_error_is_long_has_failed_on_a_full_disk_too(mounted: Mount) -> None:
+    folder = mounted("64k") / "run"
+
+    def fail(_: RunFolderRecorder) -> None:
+        raise RunError("engine 0 died; its last lines:\n" + "x" * 8000)
+
+    with pytest.raises(RunError):
+        record(folder, then=fail)
+    found = summary.read(folder)
+    assert (found["status"], found["steps"]) == ("failed", 1)
+    assert found["error"].startswith("RunError: engine 0 died")
 
 
 def test_a_disk_without_room_for_the_folder_gets_one_sentence(mounted: Mount, tmp_path: Path, tiny_model: Path) -> None:

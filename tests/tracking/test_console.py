@@ -7,6 +7,7 @@ from app.config import Mode, RunConfig
 from app.config.checkpoint import CheckpointConfig
 from app.tracking.console import RunConsole, step_line
 from app.tracking.number_format import count, duration, seconds
+from app.tracking.run_folder.summary import Summary
 
 
 def lines(draw, steps=60):
@@ -75,23 +76,36 @@ def test_the_end_shows_status_totals_and_files():
     totals = {
         "steps": 60,
         "total/seconds": 102.0,
+        "eval/evaluations": 3,
         "eval/accuracy_first": 0.31,
         "eval/accuracy_last": 0.935,
         "eval/accuracy_best": 0.94,
+        "eval/accuracy_best_step": 40,
         "eval/prompts": 2,
         "total/completion_tokens": 98_300,
     }
-    end = lines(lambda console: console.end("finished", totals, None, {"report": Path("out/run/report.html")}))
+    end = lines(lambda console: console.end("finished", totals, {"report": Path("out/run/report.html")}))
     assert end[-2:] == [
         "finished: 60 steps in 1 min 42 s, eval accuracy 31.0% → 93.5% (best 94.0%) of 2 prompts, 98.3k completion "
         "tokens",
         "  report   out/run/report.html",
     ]
     kept = {"report": Path("out/run/report.html"), "evaluate": "python -m app mode=eval resume=out/run"}
-    end = lines(lambda console: console.end("finished", totals, None, kept))
+    end = lines(lambda console: console.end("finished", totals, kept))
     assert end[-1] == "  evaluate python -m app mode=eval resume=out/run"
-    failed = lines(lambda console: console.end("failed", {"steps": 1, "total/seconds": 3.0}, "engine 0 died", {}))
-    assert failed[-2:] == ["failed: 1 step in 3 s", "  engine 0 died"]
+    failed = lines(lambda console: console.end("failed", {"steps": 1, "total/seconds": 3.0}, {}))
+    assert failed[-1] == "failed: 1 step in 3 s"
+    untrained = {**totals, "eval/accuracy_best": 0.99, "eval/accuracy_best_step": 0}
+    assert "31.0% → 93.5% (best 99.0% before training)" in lines(lambda console: console.end("failed", untrained, {}))[-1]
+
+
+@pytest.mark.parametrize(("step", "shown"), [(0, "31.0% before training of 7"), (20, "31.0% of 7")])
+def test_one_evaluation_is_shown_as_one_number(step, shown, tmp_path):
+    run = Summary(tmp_path)
+    run.add(step, {"eval/accuracy": 0.31, "eval/prompts": 7})
+    totals = {**run.values, "total/seconds": 2.0}
+    end = lines(lambda console: console.end("interrupted", totals, {}))[-1]
+    assert end == f"interrupted: 0 steps in 2 s, eval accuracy {shown} prompts"
 
 
 def test_an_evaluation_speaks_of_its_sets_and_not_of_training():
@@ -104,7 +118,7 @@ def test_an_evaluation_speaks_of_its_sets_and_not_of_training():
     console.log_eval(20, sets)
     accuracy = {"eval/accuracy_first": 0.5, "eval/accuracy_last": 0.5, "eval/prompts": 101}
     totals = {"steps": 0, "total/seconds": 42.0, **accuracy}
-    console.end("finished", totals, None, {})
+    console.end("finished", totals, {})
     assert stream.getvalue().splitlines() == [
         "",
         "custom · evaluation · cpu",
@@ -128,7 +142,7 @@ def test_a_terminal_gets_a_progress_bar_with_the_status():
     stream = Terminal()
     console = RunConsole(RunConfig(steps=2), Path("out/run"), stream)
     console.status("starting the engine")
-    console.end("finished", {"steps": 2}, None, {})
+    console.end("finished", {"steps": 2}, {})
     assert "starting the engine" in stream.getvalue()
     assert "0/2" in stream.getvalue()
 
@@ -139,7 +153,7 @@ def test_forced_colors_make_no_terminal(monkeypatch):
     stream = io.StringIO()
     console = RunConsole(RunConfig(steps=2), Path("out/run"), stream)
     console.status("starting the engine")
-    console.end("finished", {"steps": 2}, None, {})
+    console.end("finished", {"steps": 2}, {})
     assert "0 s  starting the engine" in stream.getvalue()
     assert "0/2" not in stream.getvalue()
     assert "\x1b[" in stream.getvalue()

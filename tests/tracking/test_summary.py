@@ -1,6 +1,9 @@
 import json
 
-from app.tracking.run_folder.summary import Summary
+import pytest
+
+from app.tracking.run_folder import summary
+from app.tracking.run_folder.summary import Status, Summary
 
 
 def test_summary_follows_the_steps(tmp_path, metrics):
@@ -16,9 +19,11 @@ def test_summary_follows_the_steps(tmp_path, metrics):
     assert content == {
         "status": "running",
         "steps": 3,
+        "eval/evaluations": 3,
         "eval/accuracy_first": 0.3,
         "eval/accuracy_last": 0.8,
         "eval/accuracy_best": 0.9,
+        "eval/accuracy_best_step": 2,
         "total/completion_tokens": 300,
         "total/step_seconds": 3.0,
         "total/generate_seconds": 0.6 * 3,
@@ -39,3 +44,22 @@ def test_the_prompts_behind_an_accuracy_are_those_of_all_sets_of_the_last_evalua
     assert run.values["eval/prompts"] == 7
     run.add(5, {"eval/accuracy": 0.3, "eval/easy/prompts": 20, "eval/hard/prompts": 10, "rollout/prompts": 5})
     assert run.values["eval/prompts"] == 30
+
+
+@pytest.mark.parametrize("content", ["", '{"status": "fini', "[]", "\0" * 100])
+def test_a_summary_that_cannot_be_read_counts_as_empty_and_is_replaced(content, tmp_path):
+    (tmp_path / "summary.json").write_text(content)
+    assert summary.read(tmp_path) == {}
+    assert not summary.is_finished(tmp_path)
+    Summary(tmp_path).write()
+    assert summary.read(tmp_path)["status"] == "running"
+
+
+def test_a_long_error_keeps_its_first_and_last_characters(tmp_path):
+    run = Summary(tmp_path)
+    run.end(Status.failed, "engine 0 died; its last lines:\n" + "x" * 100_000 + "\nout of memory")
+    run.write()
+    error = summary.read(tmp_path)["error"]
+    assert len(error) < 1100
+    assert error.startswith("engine 0 died")
+    assert error.endswith("out of memory")

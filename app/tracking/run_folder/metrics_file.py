@@ -15,13 +15,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from app.utils.files import replace_file, sync
+from app.utils.files import replace_end, replace_file, sync
 
 NAME = "metrics.jsonl"
 
 
 class MetricsFile:
     """The file opened for writing, by one writer at a time. A half line of a killed writer is removed.
+
+    A row that does not fit on the disk leaves the file as it was.
 
     Example:
         with MetricsFile(folder / "metrics.jsonl") as file:
@@ -52,7 +54,7 @@ class MetricsFile:
         row = self._row if step == last else {"step": step}
         start = self._line_start if step == last else self._file.seek(0, os.SEEK_END)
         row = row | {name: _number(value) for name, value in metrics.items() if name != "step"}
-        self._replace_end(start, row)
+        replace_end(self._file, start, _lines([row]).encode())
         self._line_start, self._row = start, row
 
     def close(self) -> None:
@@ -65,23 +67,6 @@ class MetricsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _replace_end(self, start: int, row: Mapping[str, Any]) -> None:
-        """Replace what follows `start` by a row. If the disk is full, leave the file as it was."""
-        self._file.seek(start)
-        before = self._file.read()
-        line = _lines([row]).encode()
-        try:
-            self._write(start, line)
-        except OSError:
-            self._write(start, before)
-            raise
-
-    def _write(self, start: int, data: bytes) -> None:
-        self._file.seek(start)
-        while data:  # one call may write less
-            data = data[self._file.write(data) :]
-        self._file.truncate()
 
     def _last_line(self) -> tuple[int, dict[str, Any]]:
         """Remove an incomplete line at the end; return the offset and the content of the last complete line."""

@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 
 from app.types import Episode, Group, Trajectory
+from app.utils.files import replace_file
 
 FOLDER = "samples"
 Decode = Callable[[Sequence[int]], str]  # token ids → text
@@ -41,7 +42,7 @@ def write_samples(
 
     path = folder / FOLDER / f"{kind}_{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(line(row(trajectory, decode)) for trajectory in chosen))
+    replace_file(path, b"".join(line(row(trajectory, decode)) for trajectory in chosen))
     return path
 
 

@@ -1,7 +1,8 @@
 """`summary.json`: the status and the totals of a run, for scripts.
 
 Invariants:
-- The file is replaced atomically, so readers never see half of it. (On a full disk it is overwritten in place.)
+- The file is replaced atomically, so readers never see half of it. (On a full disk it is overwritten in place, and a
+  machine that stops meanwhile leaves half of it.) A file that cannot be read counts as empty.
 - Everything but status, error, seconds and the facts follows from `metrics.jsonl`, so a resumed run's summary covers
   all attempts.
 """
@@ -25,6 +26,7 @@ TOTALS = {  # total → the metric that it sums
     "total/train_seconds": "time/train",
     "total/sync_seconds": "time/sync",
 }
+MAX_ERROR = 1000  # characters: with them the file fits into one block of a full disk
 EVALUATED = re.compile(r"eval/(.+/)?prompts")  # prompts of an evaluation set
 
 
@@ -56,9 +58,12 @@ class Summary:
 
         accuracy = metrics.get("eval/accuracy")
         if accuracy is not None:
+            self.values["eval/evaluations"] = self.values.get("eval/evaluations", 0) + 1
             self.values.setdefault("eval/accuracy_first", accuracy)
             self.values["eval/accuracy_last"] = accuracy
-            self.values["eval/accuracy_best"] = max(accuracy, self.values.get("eval/accuracy_best", accuracy))
+            if accuracy > self.values.get("eval/accuracy_best", -1.0):
+                self.values["eval/accuracy_best"] = accuracy
+                self.values["eval/accuracy_best_step"] = step
 
         prompts = [value for name, value in metrics.items() if EVALUATED.fullmatch(name) and value is not None]
         if prompts:
@@ -70,8 +75,10 @@ class Summary:
                 self.values[total] = self.values.get(total, 0) + value
 
     def end(self, status: Status, error: str | None) -> None:
-        """Set the final status; `write` saves it."""
+        """Set the final status, and the error without the middle of a long one; `write` saves them."""
         self._status = status
+        if error is not None and len(error) > MAX_ERROR:
+            error = f"{error[: MAX_ERROR // 2]} … {error[-MAX_ERROR // 2 :]}"
         self._error = error
 
     def reset(self) -> None:
@@ -93,9 +100,12 @@ class Summary:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the content of `summary.json`, or an empty dictionary if there is none."""
-    path = folder / NAME
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    """Return the content of `summary.json`, or an empty dictionary if there is none, or none that can be read."""
+    try:
+        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def accuracy(values: Mapping[str, Any]) -> float:
