@@ -44,7 +44,7 @@ from app.checkpoint.folder import (
     newest_intact,
     step_of,
 )
-from app.checkpoint.run_state import RunState, read_state, write_state
+from app.checkpoint.run_state import RunState, read_state, set_accuracy, write_state
 from app.errors import CheckpointError, ConfigError
 from app.utils import files
 from app.utils.files import UNFINISHED
@@ -209,6 +209,14 @@ class CheckpointManager:
     def is_best(self, accuracy: float | None) -> bool:
         """Whether a checkpoint with this accuracy would be the best, and is to be kept for that."""
         return self.keep_best and accuracy is not None and (self._best is None or accuracy > self._best[1])
+
+    def set_accuracy(self, accuracy: float) -> None:
+        """Write the accuracy of the checkpoint that the run was rewound to, and make it the best if it is."""
+        assert self._committed is not None
+        with _explained(self._committed, "be updated"):
+            set_accuracy(self._committed, accuracy)
+            if self.is_best(accuracy):
+                self._set_best((self._committed, accuracy))
 
     def latest(self) -> Path | None:
         return latest(self.folder.parent)

@@ -1,6 +1,6 @@
 """`state.json` of a checkpoint: the driver's share, and the size and checksum of every file.
 
-    {"format": 2, "step": 20, "version": 20, "extra": {…}, "model": {…}, "accuracy": 0.93,
+    {"format": 2, "step": 20, "version": 20, "extra": {…}, "model": {…}, "accuracy": 0.93, "evaluation_due": false,
      "files": {"__0_0.distcp": {"bytes": 4096, "crc32": 305419896}, …}, "crc32": 2596996162}
 
 The last `crc32` is that of state.json without it. Format 1 has sizes only. It can still be read; damage that keeps the
@@ -10,7 +10,7 @@ size is not found then.
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class RunState:
     extra: Mapping[str, Any] = field(default_factory=dict)  # the caller's: prompt cursor, unfinished prompts, …
     model: Mapping[str, Any] = field(default_factory=dict)  # `app.model.hf_directory.identity` of the source model
     accuracy: float | None = None  # `eval/accuracy` of this step; None if it was not evaluated
+    evaluation_due: bool = False  # the run ended before the evaluation of this step: a resume begins with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,14 @@ def write_state(folder: Path, state: RunState, checksums: Mapping[str, int]) -> 
         checksums: CRC-32 of every other file, by name.
     """
     stored = {name: _StoredFile((folder / name).stat().st_size, crc32) for name, crc32 in sorted(checksums.items())}
-    body = {"format": FORMAT, **asdict(state), "files": {name: asdict(file) for name, file in stored.items()}}
-    body["crc32"] = _crc32(body)
-    files.write(folder / STATE, json.dumps(body, indent=1) + "\n")
+    files.write(folder / STATE, _text(state, stored))
+
+
+def set_accuracy(path: Path, accuracy: float) -> None:
+    """Write the accuracy of a step that was evaluated after its checkpoint was saved. Raises like `read_state`."""
+    state, stored = _read(path)
+    text = _text(replace(state, accuracy=accuracy, evaluation_due=False), stored)
+    files.replace_file(path / STATE, text, durable=True)
 
 
 def read_state(path: Path) -> RunState:
@@ -153,6 +159,12 @@ def _parse(path: Path, body: dict[str, Any]) -> tuple[RunState, dict[str, _Store
     del body["format"]
     stored = {name: _stored_file(value) for name, value in body.pop("files").items()}
     return RunState(**body), stored
+
+
+def _text(state: RunState, stored: Mapping[str, "_StoredFile"]) -> str:
+    body = {"format": FORMAT, **asdict(state), "files": {name: asdict(file) for name, file in stored.items()}}
+    body["crc32"] = _crc32(body)
+    return json.dumps(body, indent=1) + "\n"
 
 
 def _crc32(body: Mapping[str, Any]) -> int:

@@ -23,7 +23,12 @@ class CheckpointConfig:
         True,
         "Also keep the checkpoint with the highest eval/accuracy; an evaluation that is the best so far saves one.",
     )
-    grace_s: float = setting(25.0, "Time for a last checkpoint after SIGINT or SIGTERM.", above=0, noun=SECONDS)
+    grace_s: float = setting(
+        25.0,
+        "Time for a last checkpoint after SIGINT, SIGTERM or a failure; two of the longest microbatches are added.",
+        above=0,
+        noun=SECONDS,
+    )
     export: bool = setting(True, "At the end of the run, also write the model as a Hugging Face directory, export/.")
 
     @property

@@ -60,7 +60,8 @@ def run(config: RunConfig, folder: Path) -> ModeResult:
 
 def second_signal(config: RunConfig) -> str:
     """Return what a second SIGINT or SIGTERM answers."""
-    saving = f"saving the last step, for at most checkpoint.grace_s={config.checkpoint.grace_s:g} s, and "
+    grace = f"checkpoint.grace_s={config.checkpoint.grace_s:g} s after its microbatch"
+    saving = f"saving the last step, for at most {grace}, and "
     return f"the run is {saving if config.checkpoint.keep else ''}shutting down; a third signal ends that at once"
 
 
@@ -128,7 +129,8 @@ class TrainingRun:
 
             context = self._context(trainer_workers, version)
             self.workers.supervisor.attach(context.weight_sync)
-            controller = CONTROLLERS[self.config.placement.kind](context, version)
+            due = resume_point is not None and resume_point.state.evaluation_due
+            controller = CONTROLLERS[self.config.placement.kind](context, version, evaluation_due=due)
             try:
                 return await self.run(controller)
             except TrainerError as error:
@@ -138,17 +140,17 @@ class TrainingRun:
                 raise
 
     async def run(self, controller: PlacementController) -> float:
-        """Run the schedule; save a checkpoint on interrupt, export at the end."""
+        """Run the schedule; save the last step however that ends, unless the trainer failed; export at the end."""
         async with self.workers.supervisor.monitor():
             try:
                 with long_lived_objects_frozen():
                     accuracy = await controller.run()
                 await self.checkpoints.wait()
-            except asyncio.CancelledError:
-                await save_on_interrupt(controller)
-                raise
-            except RunError:
+            except TrainerError:
                 await self._settle()
+                raise
+            except (asyncio.CancelledError, Exception):
+                await save_last_step(controller)
                 raise
 
         if self.config.checkpoint.export:
@@ -246,23 +248,24 @@ def _names(paths: Sequence[Path]) -> str:
     return ", ".join(map(str, paths))
 
 
-async def save_on_interrupt(controller: PlacementController) -> None:
-    """Save the last committed step, if there is one that is not saved yet, within `checkpoint.grace_s`.
+async def save_last_step(controller: PlacementController) -> None:
+    """Abort the open step and save the last one, if there is one that is not saved yet.
 
-    Warns if the step could not be saved. A cancellation ends the attempt, and is raised after the warning.
+    Takes at most `checkpoint.grace_s` and the time that the trainer's current microbatch needs: two of the longest so
+    far, since on an accelerator another one may be queued. Warns if the step could not be saved. A cancellation ends
+    the attempt, and is raised after the warning.
     """
     config = controller.config.checkpoint
-    if not config.keep or controller.version == 0:
-        return
-
-    if controller.context.checkpoints.committed_step != controller.version:
-        controller.context.recorder.status(f"interrupted, saving step {controller.version}")
+    seconds = config.grace_s + 2 * controller.microbatch_s
     reason = "an unexpected error"
     try:
-        async with asyncio.timeout(config.grace_s):
+        async with asyncio.timeout(seconds):
             await _save_last_step(controller)
     except TimeoutError:
-        reason = f"checkpoint.grace_s={config.grace_s:g} s passed during: {controller.current_phase}"
+        limit = f"checkpoint.grace_s={config.grace_s:g} s"
+        if controller.microbatch_s:
+            limit = f"{limit} and two microbatches of {controller.microbatch_s:.3g} s"
+        reason = f"{limit} passed during: {controller.current_phase}"
     except RunError as error:
         reason = str(error)
     except asyncio.CancelledError:
@@ -271,7 +274,7 @@ async def save_on_interrupt(controller: PlacementController) -> None:
     finally:
         checkpoints = controller.context.checkpoints
         await checkpoints.settle(0)
-        if checkpoints.committed_step != controller.version:
+        if config.keep and controller.version not in (0, checkpoints.committed_step):
             controller.context.recorder.warn(f"step {controller.version} was not saved: {reason}")
 
 
@@ -279,18 +282,23 @@ async def _save_last_step(controller: PlacementController) -> None:
     trainer = controller.context.trainer
     checkpoints = controller.context.checkpoints
 
+    # Also if there is nothing to save: busy ranks could not free what a weight sync holds.
     controller.current_phase = "aborting the open step"
     await trainer.abort_step()
-    controller.current_phase = "writing the checkpoint before"
-    await checkpoints.wait()
-    if checkpoints.committed_step == controller.version:
+    if not controller.config.checkpoint.keep:
         return
 
+    controller.current_phase = "writing the checkpoint before"
+    await checkpoints.wait()
     controller.current_phase = "asking the trainer for its version"
     version = await trainer.version()
     if version is None or version > controller.version:
-        raise TrainerError("the next update had already changed the parameters")
+        controller.current_phase = "recording the last step"
+        await controller.commit_unsynced(version)
+    if controller.version in (0, checkpoints.committed_step):
+        return
 
+    controller.context.recorder.status(f"saving step {controller.version}")
     controller.current_phase = "capturing the state"
     await controller.save()
     controller.current_phase = "writing the checkpoint"

@@ -34,7 +34,7 @@ class Colocate(PlacementController):
         async with self.phase("train"):
             await self.context.time_sharing.give_to_trainer()
             scored = [self.score(group) for group in groups]
-            report = await self._train(step, scored)
+            report = await self._train(step, scored, counts)
 
         async with self.phase("sync"):
             sync = await self.context.time_sharing.give_to_engines(lambda: self.sync(step))
@@ -80,18 +80,18 @@ class Colocate(PlacementController):
         by_id = {group.prompt.id: group async for group in sampled}
         return [by_id[prompt.id] for prompt in prompts]
 
-    async def _train(self, step: int, scored: list[ScoredGroup]) -> StepReport:
+    async def _train(self, step: int, scored: list[ScoredGroup], counts: RolloutCounts) -> StepReport:
         """Train one step; if it fails and the ranks can continue, retry it on the same groups."""
         while True:
             try:
-                return await self._train_once(step, scored)
+                return await self._train_once(step, scored, counts)
             except TrainerError as error:
                 await self.recover_step(error)
 
-    async def _train_once(self, step: int, scored: list[ScoredGroup]) -> StepReport:
+    async def _train_once(self, step: int, scored: list[ScoredGroup], counts: RolloutCounts) -> StepReport:
         trainer = self.context.trainer
         await trainer.begin_step(version=step)
         if scored and self.config.algorithm.needs_old_logprobs:
             await trainer.old_logprobs(scored)
         await trainer.add_groups(scored)
-        return await self.finish_step(step, len(scored))
+        return await self.finish_step(step, scored, lambda: counts)

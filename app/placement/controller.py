@@ -10,8 +10,9 @@ Invariants:
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 from app.algorithm.advantage import score
 from app.checkpoint.run_state import RunState
@@ -32,14 +33,17 @@ EMPTY_STEPS = 3  # consecutive steps without a group; then the run ends
 class PlacementController(ABC):
     """Base of `Colocate` and `FullyAsync`."""
 
-    def __init__(self, context: RunContext, version: int = 0):
+    def __init__(self, context: RunContext, version: int = 0, *, evaluation_due: bool = False):
         self.context = context
         self.config = context.config
         self.version = version
+        self.evaluation_due = evaluation_due or (version == 0 and self.config.eval.before_train)  # of this version
         self.accuracy = 0.0  # of the last evaluation
         self._evaluated: int | None = None  # the version of the last evaluation
         self.current_phase = "start"
         self.seconds: dict[str, float] = {}  # of the phases of the current step
+        self.microbatch_s = 0.0  # of the longest microbatch so far
+        self._unsynced: _UnsyncedStep | None = None
         self._empty_steps = 0
         self._trainer_failures = 0  # in a row
 
@@ -92,14 +96,43 @@ class PlacementController(ABC):
                 "algorithm.dynamic_sampling=false."
             )
 
-    async def finish_step(self, step: int, groups: int) -> StepReport:
-        """Finish the open step. If dynamic sampling left no groups, make no update."""
-        if not groups:
+    async def finish_step(
+        self, step: int, scored: Sequence[ScoredGroup], counts: Callable[[], RolloutCounts]
+    ) -> StepReport:
+        """Finish the open step. If dynamic sampling left no groups, make no update.
+
+        A cancellation leaves the trainer's call in progress: `commit_unsynced` awaits its report.
+        """
+        if not scored:
             await self.context.trainer.abort_step()
             return StepReport(step, 0, {})
 
         async with self.context.weight_sync.updating(step):
-            return await self.context.trainer.finish_step()
+            finishing = asyncio.ensure_future(self.context.trainer.finish_step())
+            finishing.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._unsynced = _UnsyncedStep(step, scored, counts, finishing)
+            report = await asyncio.shield(finishing)
+
+        self.microbatch_s = max(self.microbatch_s, report.metrics.get("time/microbatch_max", 0.0))
+        return report
+
+    async def commit_unsynced(self, version: int | None) -> None:
+        """Record the step whose update is done although its weights were not synced. The run ends after it.
+
+        Args:
+            version: The policy version of the trainer's parameters.
+
+        Raises:
+            TrainerError: The parameters are those of no such step.
+        """
+        unsynced = self._unsynced
+        if unsynced is None or version != unsynced.step:
+            raise TrainerError("the next update had already changed the parameters")
+
+        report = await unsynced.report
+        seconds = {"step": sum(self.seconds.get(phase, 0.0) for phase in ("generate", "train", "sync")), **self.seconds}
+        sync = SyncReport(unsynced.step, 0, 0, {})
+        await self.commit(unsynced.step, unsynced.scored, unsynced.counts(), report, sync, seconds)
 
     async def sync(self, version: int) -> SyncReport:
         """Sync the weights and add the sync's phases, which are consecutive, to the timeline."""
@@ -124,7 +157,7 @@ class PlacementController(ABC):
         seconds: Mapping[str, float],
         extra: Mapping[str, float] | None = None,
     ) -> None:
-        """Record a finished step and mark its prompts as consumed. Raises `RunError` when too many rewards failed."""
+        """Record a finished step and mark its prompts as consumed."""
         context = self.context
         recorder = context.recorder
         scorer = context.rollouter.scorer
@@ -147,8 +180,9 @@ class PlacementController(ABC):
         context.cursor.mark_consumed([*trained, *filtered])
 
         self.version = step
+        self._unsynced = None
+        self.evaluation_due = is_due(self.config.eval, step=step, last_step=self.config.steps)
         self._trainer_failures = 0
-        scorer.check()
 
     async def recover_step(self, error: TrainerError) -> None:
         """Abort a failed step so that it can be retried. Raises `TrainerLost` if the ranks cannot continue."""
@@ -170,25 +204,28 @@ class PlacementController(ABC):
     # --- around steps
 
     async def evaluate_first(self) -> None:
-        """Evaluate the initial policy of a new run, if `eval.before_train`."""
-        if self.version == 0 and is_due(self.config.eval, step=0, last_step=self.config.steps):
-            self.context.recorder.status("evaluating the initial policy")
-            await self._evaluate()
+        """Evaluate the initial policy, if `eval.before_train`, or the step whose evaluation was interrupted."""
+        if not self.evaluation_due:
+            return
+        policy = f"step {self.version}" if self.version else "the initial policy"
+        self.context.recorder.status(f"evaluating {policy}")
+        await self._evaluate()
+        if self.version:
+            await in_thread(self.context.checkpoints.set_accuracy, self.accuracy)
 
     async def after_step(self) -> None:
-        """Evaluate and save when due. Raises `RunError` when a machine is nearly out of memory."""
-        if is_due(self.config.eval, step=self.version, last_step=self.config.steps):
+        """Evaluate and save when due.
+
+        Raises:
+            RunError: Too many rewards failed, or a machine is nearly out of memory.
+        """
+        self.context.rollouter.scorer.check()
+        if self.evaluation_due:
             await self._evaluate()
 
         if self._checkpoint_is_due():
             await self.save()
-
-        try:
-            self.context.memory.check()
-        except RunError:
-            if self.config.checkpoint.keep:
-                await self.save()
-            raise
+        self.context.memory.check()
 
     def _checkpoint_is_due(self) -> bool:
         """Whether this is the last step, a multiple of `checkpoint.every`, or the best one so far."""
@@ -207,7 +244,8 @@ class PlacementController(ABC):
         """Save a checkpoint of the last committed step. Training waits until the state is captured."""
         context = self.context
         cursor = {CURSOR: context.cursor.state()}
-        state = RunState(self.version, self.version, cursor, context.model, self._accuracy_now)
+        accuracy = self._accuracy_now
+        state = RunState(self.version, self.version, cursor, context.model, accuracy, self.evaluation_due)
         with context.recorder.timeline.span("driver", "checkpoint", step=self.version):
             await self._flush_records()
             await context.checkpoints.save(context.trainer, state)
@@ -229,6 +267,7 @@ class PlacementController(ABC):
             context.recorder.log_eval(self.version, results, groups, context.rollouter.tokenizer.decode)
         self.accuracy = sum(metrics["accuracy"] for metrics in results.values()) / len(results)
         self._evaluated = self.version
+        self.evaluation_due = False
 
     # --- for the watchdog
 
@@ -240,6 +279,16 @@ class PlacementController(ABC):
     def situation(self) -> str:
         """Describe what the run is waiting for, in one line."""
         return f"step {self.version + 1}, phase {self.current_phase}: {self.context.rollouter.situation()}"
+
+
+@dataclass(frozen=True, slots=True)
+class _UnsyncedStep:
+    """A step whose last call to the trainer was made and that is not committed yet."""
+
+    step: int
+    scored: Sequence[ScoredGroup]
+    counts: Callable[[], RolloutCounts]
+    report: "asyncio.Future[StepReport]"
 
 
 @contextmanager

@@ -35,8 +35,8 @@ from app.utils.tasks import root_cause
 class FullyAsync(PlacementController):
     """The schedule of `placement=fully_async`."""
 
-    def __init__(self, context: RunContext, version: int = 0):
-        super().__init__(context, version)
+    def __init__(self, context: RunContext, version: int = 0, *, evaluation_due: bool = False):
+        super().__init__(context, version, evaluation_due=evaluation_due)
         self.producer = Producer(context, version)
 
     async def _run(self) -> None:
@@ -92,7 +92,7 @@ class FullyAsync(PlacementController):
                 await self._add_all(scored)
 
             async with self.phase("finish", track="trainer", record_memory=False):
-                report = await self.finish_step(step, len(scored))
+                report = await self.finish_step(step, scored, self.producer.drain_counts)
         except TrainerError:
             self.producer.put_back([each.group for each in scored])
             raise

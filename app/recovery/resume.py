@@ -74,8 +74,8 @@ class Resumption:
     """What `resume=` means for this start."""
 
     notes: tuple[str, ...] = ()  # for the screen
-    finished: bool = False  # the run has no steps left, and no model to export
-    accuracy: float = 0.0  # of the last evaluation of a finished run
+    finished: bool = False  # nothing is left to do with these `steps`
+    accuracy: float = 0.0  # of the last evaluation, if nothing is left
     checkpoint: Path | None = None  # to start from; None also if the latest is damaged and the run picks another
 
 
@@ -116,7 +116,8 @@ def apply_resume(composed: DictConfig) -> Resumption:
         return Resumption(notes)
     step = read_state(checkpoint).step
     steps = int(composed.steps)
-    if step > steps or (step == steps and not _awaits_export(composed, folder)):
+    # A run that ended after its last step may still have to evaluate and export it.
+    if step > steps or (step == steps and summary.is_finished(folder)):
         return _finished(folder, step, notes)
     return Resumption(notes, checkpoint=checkpoint)
 
@@ -301,13 +302,9 @@ def _readable(resume: str, folder: Path) -> Path | None:
         return None
 
 
-def _awaits_export(composed: DictConfig, folder: Path) -> bool:
-    """Whether the run made its last step but ended before its model was exported."""
-    return bool(composed.checkpoint.export) and not summary.is_finished(folder)
-
-
 def _finished(folder: Path, step: int, notes: tuple[str, ...]) -> Resumption:
-    note = f"the run in {folder} finished at step {step}: give a larger steps=… to continue it."
+    state = "finished" if summary.is_finished(folder) else "is"
+    note = f"the run in {folder} {state} at step {step}: give a larger steps=… to continue it."
     return Resumption((*notes, note), finished=True, accuracy=summary.accuracy(summary.read(folder)))
 
 

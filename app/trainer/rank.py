@@ -284,6 +284,16 @@ class TrainerRank:
             self.accelerator.empty_cache()
         self.step.abort()
 
+    @runs_concurrently("interrupt")
+    def hold_passes(self) -> int:
+        """Let no further pass of the open step begin. Returns how many have begun."""
+        return self.step.gate.hold()
+
+    @runs_concurrently("interrupt")
+    def end_passes(self, passes: int) -> None:
+        """Make the call in progress raise after this many passes of the open step, the same number on all ranks."""
+        self.step.gate.stop_after(passes)
+
     def version(self) -> int | None:
         return self.step.version
 

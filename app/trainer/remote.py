@@ -20,7 +20,13 @@ T = TypeVar("T")
 STACKS_SECONDS = 10.0
 ROOT_CAUSE_GRACE_SECONDS = 5.0  # after a failure: a rank that does not return by then is stuck
 # These run in their own thread: their failure does not affect queued calls.
-CONCURRENT = (TrainerRank.write, TrainerRank.memory, TrainerRank.interrupt)
+CONCURRENT = (
+    TrainerRank.write,
+    TrainerRank.memory,
+    TrainerRank.interrupt,
+    TrainerRank.hold_passes,
+    TrainerRank.end_passes,
+)
 
 
 class RemoteTrainer:
@@ -70,6 +76,8 @@ class RemoteTrainer:
         return (await self._each(TrainerRank.finish_step))[0]
 
     async def abort_step(self) -> None:
+        begun = await self._each(TrainerRank.hold_passes)
+        await self._each(TrainerRank.end_passes, max(begun))
         await self._each(TrainerRank.abort_step)
 
     async def version(self) -> int | None:

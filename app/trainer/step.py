@@ -38,6 +38,7 @@ from app.model.policy import PolicyModel
 from app.trainer.fsdp_reset import reset_fsdp_state
 from app.trainer.microbatch import MicroBatch, Sample, SampleKey, count_ready, make_samples, pack, plan_microbatches
 from app.trainer.optimizer import PolicyOptimizer, UpdateResult, update_metrics
+from app.trainer.pass_gate import PassGate
 from app.trainer.reductions import RawSums, UnreadSums, all_gather_logprobs
 from app.trainer.throughput import ModelFlops, PhaseTimer, throughput_metrics
 from app.types import ScoredGroup, StepReport
@@ -98,6 +99,7 @@ class TrainStep:
         self.reference_flops = None if reference is None else ModelFlops.of(reference, adapters=False)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.gate = PassGate()  # through which another thread ends an open step
         self.version: int | None = 0  # policy version of the parameters; None between the updates of a step
         self._open_version: int | None = None
         self._reset()
@@ -193,6 +195,7 @@ class TrainStep:
         self._timer = PhaseTimer(self.device)
         self._in_pass = False  # stays True if a pass raises
         self._passes = 0
+        self.gate.reset()
 
     # --- microbatches
 
@@ -204,6 +207,7 @@ class TrainStep:
             budget=self.settings.tokens_per_microbatch,
         )
         for by_rank in passes:
+            self.gate.enter()
             self._in_pass = True
             yield pack([samples[index] for index in by_rank[self.rank]], self.device)
             self._in_pass = False
@@ -287,6 +291,7 @@ class TrainStep:
 
     def _update(self) -> None:
         """Update the parameters from the accumulated gradients, with the denominator of all ranks."""
+        self.gate.enter()
         with self._timer.phase("optimizer"):
             totals = (self._sums + self._unread.read()).all_reduce()
 
@@ -327,6 +332,7 @@ class TrainStep:
             **update_metrics(self._results),
             **adapter_metrics(self.model),
             **throughput,
+            "time/microbatch_max": self._timer.longest("forward") + self._timer.longest("backward"),
             "trainer/tokens": totals.input_tokens,
             "trainer/padding_fraction": totals.padding_tokens / computed if computed else 0.0,
         }

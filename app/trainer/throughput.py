@@ -36,6 +36,7 @@ class PhaseTimer:
     def __init__(self, device: torch.device):
         self._device = device
         self._seconds: dict[str, float] = defaultdict(float)
+        self._longest: dict[str, float] = defaultdict(float)
         self._events: list[tuple[str, Any, Any]] = []  # phase, start, end
 
     @contextmanager
@@ -43,7 +44,7 @@ class PhaseTimer:
         if self._device.type == "cpu":
             started = perf_counter()
             yield
-            self._seconds[name] += perf_counter() - started
+            self._add(name, perf_counter() - started)
             return
 
         module = torch.get_device_module(self._device)
@@ -59,9 +60,17 @@ class PhaseTimer:
         if self._events:
             torch.get_device_module(self._device).synchronize(self._device)
         for name, start, end in self._events:
-            self._seconds[name] += start.elapsed_time(end) / 1000
+            self._add(name, start.elapsed_time(end) / 1000)
         self._events.clear()
         return self._seconds
+
+    def longest(self, name: str) -> float:
+        """Return the seconds of the longest phase of this name, among those that `seconds` has returned."""
+        return self._longest[name]
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._seconds[name] += seconds
+        self._longest[name] = max(self._longest[name], seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,14 +89,14 @@ def saved_step(folder: Path) -> int | None:
 
 
 SECOND = (
-    "the run is saving the last step, for at most checkpoint.grace_s=60 s, and shutting down; a third signal ends that "
-    "at once"
+    "the run is saving the last step, for at most checkpoint.grace_s=60 s after its microbatch, and shutting down; a "
+    "third signal ends that at once"
 )
 
 
 def test_a_signal_saves_the_last_step_and_says_so(tmp_path: Path) -> None:
     world = interrupted(tmp_path, Interrupting())
-    assert world.recorder.statuses == ["interrupted, saving step 3"]
+    assert world.recorder.statuses == ["saving step 3"]
     assert (saved_step(tmp_path), len(world.recorder.lines), world.recorder.warnings) == (3, 3, [])
 
 

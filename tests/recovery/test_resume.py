@@ -124,18 +124,34 @@ def test_a_finished_run_has_nothing_left_to_do(steps: int, finished: bool, tmp_p
     [
         ("failed", "true", 4, False),
         ("interrupted", "true", 4, False),
-        ("failed", "false", 4, True),
+        ("failed", "false", 4, False),  # its last evaluation may be missing
+        ("interrupted", "false", 4, False),
         ("finished", "true", 4, True),
         ("failed", "true", 3, True),  # the checkpoint is not of the last step: there is nothing to export
     ],
 )
-def test_a_run_that_ended_after_its_last_step_but_before_its_export_is_resumed(
+def test_a_run_that_ended_after_its_last_step_but_did_not_finish_is_resumed(
     status: str, export: str, steps: int, finished: bool, tmp_path: Path
 ) -> None:
     run = a_run(tmp_path / "run", f"checkpoint.export={export}", "steps=4", step=4, status=status, reached=4)
     resumption = apply_resume(composed("resume=auto", f"hydra.run.dir={run}", "checkpoint.every=2", f"steps={steps}"))
     assert resumption.finished == finished
     assert resumption.checkpoint == (None if finished else run / "checkpoints" / "step_4")
+
+
+@pytest.mark.parametrize(("status", "state"), [("interrupted", "is"), ("finished", "finished")])
+def test_a_run_beyond_the_given_steps_is_called_finished_only_if_it_is(status: str, state: str, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", "steps=9", step=4, status=status, reached=4)
+    resumption = apply_resume(composed(f"resume={run}", "steps=3"))
+    assert resumption.notes == (f"the run in {run} {state} at step 4: give a larger steps=… to continue it.",)
+
+
+def test_a_summary_that_cannot_be_read_hinders_no_resume(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", "steps=4", step=4, status="finished", reached=4)
+    (run / "summary.json").write_text('{"status": "fin')
+    for resume in ("auto", str(run)):
+        resumption = apply_resume(composed(f"resume={resume}", f"hydra.run.dir={run}"))
+        assert (resumption.finished, resumption.checkpoint) == (False, run / "checkpoints" / "step_4")
 
 
 @pytest.mark.parametrize("resume", ["auto", "folder"])

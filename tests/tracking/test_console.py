@@ -96,7 +96,9 @@ def test_the_end_shows_status_totals_and_files():
     failed = lines(lambda console: console.end("failed", {"steps": 1, "total/seconds": 3.0}, {}))
     assert failed[-1] == "failed: 1 step in 3 s"
     untrained = {**totals, "eval/accuracy_best": 0.99, "eval/accuracy_best_step": 0}
-    assert "31.0% → 93.5% (best 99.0% before training)" in lines(lambda console: console.end("failed", untrained, {}))[-1]
+    assert (
+        "31.0% → 93.5% (best 99.0% before training)" in lines(lambda console: console.end("failed", untrained, {}))[-1]
+    )
 
 
 @pytest.mark.parametrize(("step", "shown"), [(0, "31.0% before training of 7"), (20, "31.0% of 7")])

@@ -37,6 +37,10 @@ async def stacks() -> str:
 async def done() -> None: ...
 
 
+async def none_begun() -> int:
+    return 0
+
+
 def test_a_rank_that_cannot_write_breaks_no_trainer_whose_other_rank_still_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +69,8 @@ def test_a_step_on_which_a_rank_is_stuck_breaks_the_trainer(tmp_path: Path, monk
 
 def test_a_step_that_cannot_be_aborted_breaks_the_trainer(tmp_path: Path) -> None:
     """Its ranks may be in the middle of a pass, with gradients that would add to those of the next step."""
-    ranks = [rank(abort_step=full_disk, ready=done), rank(abort_step=done, ready=done)]
+    gate = {"hold_passes": none_begun, "end_passes": done}
+    ranks = [rank(abort_step=full_disk, ready=done, **gate), rank(abort_step=done, ready=done, **gate)]
     trainer = RemoteTrainer(ranks, timeout_s=60, logs=tmp_path)
     with pytest.raises(TrainerError, match="trainer rank 0 failed during abort_step: OSError"):
         asyncio.run(trainer.abort_step())

@@ -1,0 +1,285 @@
+"""However a run ends, its last finished step is saved; what was due after that step is done by the resumed run."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.checkpoint.folder import best, latest
+from app.checkpoint.run_state import RunState, read_state
+from app.config.checkpoint import CheckpointConfig
+from app.config.placement import PlacementKind
+from app.errors import EngineError, RunError, TrainerError
+from app.mode.train import CONTROLLERS, TrainingRun
+from app.placement import controller as placement_controller
+from app.placement import watchdog
+from app.types import MemoryUse, StepReport
+from tests.recovery.test_engine_supervisor import without_threads
+from tests.simulation import SimEngine, SimTrainer, World, config, run_virtual
+
+BOTH = pytest.mark.parametrize("kind", list(CONTROLLERS))
+Prepare = Callable[[World, pytest.MonkeyPatch], None]
+
+
+@dataclass
+class Ranks(SimTrainer):
+    """Makes one call at a time, as the ranks do: what is called during an update waits for its end."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def finish_step(self) -> StepReport:
+        async with self.lock:
+            return await super().finish_step()
+
+    async def abort_step(self) -> None:
+        async with self.lock:
+            await super().abort_step()
+
+
+def a_world(kind: PlacementKind, folder: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int = 6) -> World:
+    without_threads(monkeypatch)
+    settings = config(kind, steps=steps, max_staleness=0)
+    settings.checkpoint = CheckpointConfig(every=0, keep=2, export=False)
+    settings.eval.every = 3
+    return World(settings, folder, trainer=Ranks(seconds=0.1, finish=0.2))
+
+
+def play(world: World, *, resumed: RunState | None = None, interrupt_at: float | None = None) -> None:
+    """The run in virtual time, from a checkpoint if given, until its end or an interrupt."""
+
+    async def story() -> None:
+        context = world.context()
+        checkpoint = latest(world.folder)
+        version = 0
+        if resumed is not None and checkpoint is not None:
+            context.checkpoints.rewind(checkpoint)
+            version = resumed.version
+        workers: Any = SimpleNamespace(
+            supervisor=context.supervisor, inputs=SimpleNamespace(prompts=SimpleNamespace(train=world.cursor))
+        )
+        run = TrainingRun(world.config, None, world.folder, world.recorder, workers)  # type: ignore[arg-type]
+        run.checkpoints = context.checkpoints
+        due = resumed is not None and resumed.evaluation_due
+        controller = CONTROLLERS[world.config.placement.kind](context, version, evaluation_due=due)
+        task = asyncio.create_task(run.run(controller))
+        if interrupt_at is not None:
+            asyncio.get_running_loop().call_later(interrupt_at, task.cancel)
+        await task
+
+    run_virtual(story())
+
+
+def saved(folder: Path) -> int | None:
+    checkpoint = latest(folder)
+    return None if checkpoint is None else read_state(checkpoint).step
+
+
+# --- failures
+
+
+def too_many_rewards_fail(world: World, _: pytest.MonkeyPatch) -> None:
+    def check() -> None:
+        if len(world.recorder.lines) == 4:
+            raise RunError("too many rewards failed")
+
+    world.scorer.check = check  # type: ignore[method-assign]
+
+
+def a_prompt_is_refused(world: World, _: pytest.MonkeyPatch) -> None:
+    def seconds(prompt_id: str) -> float:
+        if len(world.recorder.lines) == 4:
+            raise EngineError(f"engine 0 aborted prompt {prompt_id}")
+        return 1.0
+
+    world.seconds = seconds
+
+
+def the_driver_has_a_bug(world: World, _: pytest.MonkeyPatch) -> None:
+    def seconds(prompt_id: str) -> float:
+        if len(world.recorder.lines) == 4:
+            raise ZeroDivisionError
+        return 1.0
+
+    world.seconds = seconds
+
+
+def nothing_advances(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "limit_seconds", lambda _: 500.0)
+    world.seconds = lambda _: float("inf") if len(world.recorder.lines) == 4 else 1.0
+
+
+def an_engine_cannot_be_restarted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(engine: SimEngine, timeout_s: float) -> None:
+        raise EngineError("no memory is left")
+
+    def seconds(prompt_id: str) -> float:
+        if len(world.recorder.lines) == 4:
+            for engine in world.engines:
+                engine.die()
+        return 1.0
+
+    monkeypatch.setattr(SimEngine, "start", start)
+    world.seconds = seconds
+
+
+def memory_is_full(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def memory(engine: SimEngine) -> MemoryUse:
+        return MemoryUse(2**40, 0.98 if engine.version >= 4 else 0.5)
+
+    monkeypatch.setattr(SimEngine, "memory", memory)
+
+
+FAILURES: list[Prepare] = [
+    too_many_rewards_fail,
+    a_prompt_is_refused,
+    the_driver_has_a_bug,
+    nothing_advances,
+    an_engine_cannot_be_restarted,
+    memory_is_full,
+]
+
+
+@BOTH
+@pytest.mark.parametrize("fail", FAILURES, ids=lambda fail: fail.__name__)
+def test_a_failure_of_anything_but_the_trainer_saves_the_last_finished_step(
+    fail: Prepare, kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = a_world(kind, tmp_path, monkeypatch)
+    fail(world, monkeypatch)
+    with pytest.raises((RunError, ZeroDivisionError)):
+        play(world)
+    assert [line["step"] for line in world.recorder.lines] == [1, 2, 3, 4]
+    assert saved(tmp_path) == 4
+
+
+@BOTH
+def test_a_failed_sync_saves_the_step_that_was_trained(
+    kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its update is done: the parameters are those of step 4, and no longer those of step 3."""
+    world = a_world(kind, tmp_path, monkeypatch)
+    monkeypatch.setattr(world, "context", failing_sync(world, at=4))
+    with pytest.raises(RunError, match="push failed on purpose"):
+        play(world)
+    assert [line["step"] for line in world.recorder.lines] == [1, 2, 3, 4]
+    assert saved(tmp_path) == 4
+    trained = [ids for _, ids, _ in world.recorder.ledger]
+    assert trained == [[group.prompt.id for group in groups] for _, groups in world.trainer.trained]
+
+
+def failing_sync(world: World, at: int) -> Callable[[], Any]:
+    make = World.context
+
+    def context() -> Any:
+        made = make(world)
+        world.sync.fail_at = at
+        return made
+
+    return context
+
+
+@BOTH
+def test_a_failed_evaluation_saves_its_step_which_is_evaluated_by_the_resumed_run(
+    kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = a_world(kind, tmp_path, monkeypatch)
+
+    async def evaluated(*_: object) -> object:
+        raise RunError("every episode of evaluation set eval failed")
+
+    monkeypatch.setattr(placement_controller, "evaluate", evaluated)
+    with pytest.raises(RunError, match="every episode"):
+        play(world)
+    state = read_state(tmp_path / "checkpoints" / "step_3")
+    assert (saved(tmp_path), state.accuracy, state.evaluation_due) == (3, None, True)
+
+
+@BOTH
+def test_a_failed_trainer_saves_no_further_step(
+    kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = a_world(kind, tmp_path, monkeypatch)
+
+    async def finish_step() -> StepReport:
+        if len(world.recorder.lines) == 4:
+            raise TrainerError("trainer rank 0 failed during finish_step")
+        return await Ranks.finish_step(world.trainer)  # type: ignore[arg-type]
+
+    world.trainer.finish_step = finish_step  # type: ignore[method-assign]
+    with pytest.raises(TrainerError, match="failed during finish_step"):
+        play(world)
+    assert saved(tmp_path) == 3  # the best so far
+
+
+# --- interrupts
+
+
+@BOTH
+def test_an_interrupt_at_any_moment_saves_all_that_was_trained(
+    kind: PlacementKind, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generation, training, the update, the sync, the evaluation: what the ranks trained is recorded and saved."""
+    updates = []
+    for tenth in range(5, 75, 4):
+        folder = tmp_path_factory.mktemp("run")
+        world = a_world(kind, folder, monkeypatch)
+        world.push_seconds = 0.5
+        with pytest.raises(asyncio.CancelledError):
+            play(world, interrupt_at=tenth / 10)
+        done = len(world.trainer.trained)
+        updates.append(done)
+        assert world.recorder.warnings == []
+        assert saved(folder) == (done or None), tenth
+        assert [line["step"] for line in world.recorder.lines] == list(range(1, done + 1)), tenth
+        trained = [ids for _, ids, _ in world.recorder.ledger]
+        assert trained == [[group.prompt.id for group in groups] for _, groups in world.trainer.trained]
+    assert min(updates) == 0
+    assert max(updates) >= 3
+
+
+@BOTH
+@pytest.mark.parametrize(("at", "steps"), [(3, 6), (6, 6), (6, 9)])
+def test_an_interrupted_evaluation_is_done_before_anything_else(
+    at: int, steps: int, kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle, after the last step, and after what was the last step, with more steps to come."""
+    world = a_world(kind, tmp_path, monkeypatch)
+    order: list[tuple[str, int]] = []
+
+    async def evaluated(*arguments: Any) -> Any:
+        version = arguments[-1]
+        order.append(("evaluation", version))
+        if version == at and order.count(order[-1]) == 1:
+            raise asyncio.CancelledError
+        return {"eval": {"accuracy": version / 10}}, []
+
+    monkeypatch.setattr(placement_controller, "evaluate", evaluated)
+    with pytest.raises(asyncio.CancelledError):
+        play(world)
+    state = read_state(tmp_path / "checkpoints" / f"step_{at}")
+    assert (saved(tmp_path), state.accuracy, state.evaluation_due) == (at, None, True)
+
+    order.clear()
+    order.append(("evaluation", at))  # once already
+    world.config.steps = steps
+    world.recorder.evaluations.clear()
+    begin = Ranks.begin_step
+
+    async def begin_step(trainer: Ranks, *, version: int) -> None:
+        order.append(("step", version))
+        await begin(trainer, version=version)
+
+    monkeypatch.setattr(Ranks, "begin_step", begin_step)
+    world.trainer.open = None
+    play(world, resumed=state)
+    assert order[1] == ("evaluation", at)
+    assert [step for what, step in order if what == "step"][: steps - at] == list(range(at + 1, steps + 1))
+    assert [step for _, step in world.recorder.evaluations] == list(range(at, steps + 1, 3))
+
+    state = read_state(tmp_path / "checkpoints" / f"step_{at}")
+    assert (state.accuracy, state.evaluation_due) == (at / 10, False)
+    assert best(tmp_path) == tmp_path / "checkpoints" / f"step_{steps}"
