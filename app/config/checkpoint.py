@@ -24,10 +24,7 @@ class CheckpointConfig:
         "Also keep the checkpoint with the highest eval/accuracy; an evaluation that is the best so far saves one.",
     )
     grace_s: float = setting(
-        25.0,
-        "Time for a last checkpoint after SIGINT, SIGTERM or a failure; two of the longest microbatches are added.",
-        above=0,
-        noun=SECONDS,
+        25.0, "Time for a last checkpoint after a signal or a failure, beside two microbatches.", above=0, noun=SECONDS
     )
     export: bool = setting(True, "At the end of the run, also write the model as a Hugging Face directory, export/.")
 

@@ -147,7 +147,8 @@ class TrainingRun:
                     accuracy = await controller.run()
                 await self.checkpoints.wait()
             except TrainerError:
-                await self._settle()
+                if problem := await self.checkpoints.settle(self.config.checkpoint.grace_s):
+                    self.recorder.warn(problem)
                 raise
             except (asyncio.CancelledError, Exception):
                 await save_last_step(controller)
@@ -157,12 +158,6 @@ class TrainingRun:
             self.recorder.status("exporting the model")
             await export_trained(controller.context.trainer, self.config, self.folder)
         return accuracy
-
-    async def _settle(self) -> None:
-        """Let the last checkpoint finish, within `checkpoint.grace_s`. Warn if it does not."""
-        problem = await self.checkpoints.settle(self.config.checkpoint.grace_s)
-        if problem is not None:
-            self.recorder.warn(problem)
 
     async def find_resume_point(self) -> ResumePoint | None:
         """Return the checkpoint to continue from, checked against its checksums and this model; None to start anew.
@@ -256,16 +251,12 @@ async def save_last_step(controller: PlacementController) -> None:
     the attempt, and is raised after the warning.
     """
     config = controller.config.checkpoint
-    seconds = config.grace_s + 2 * controller.microbatch_s
     reason = "an unexpected error"
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(config.grace_s + 2 * controller.microbatch_s):
             await _save_last_step(controller)
     except TimeoutError:
-        limit = f"checkpoint.grace_s={config.grace_s:g} s"
-        if controller.microbatch_s:
-            limit = f"{limit} and two microbatches of {controller.microbatch_s:.3g} s"
-        reason = f"{limit} passed during: {controller.current_phase}"
+        reason = f"checkpoint.grace_s={config.grace_s:g} s passed during: {controller.current_phase}"
     except RunError as error:
         reason = str(error)
     except asyncio.CancelledError:

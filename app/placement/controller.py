@@ -12,7 +12,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 
 from app.algorithm.advantage import score
 from app.checkpoint.run_state import RunState
@@ -29,6 +28,9 @@ ABORT_SECONDS = 30.0  # deadline of an abort on a trainer that has just failed
 CURSOR = "cursor"
 EMPTY_STEPS = 3  # consecutive steps without a group; then the run ends
 
+# A step whose last call to the trainer was made and that is not committed yet.
+_Unsynced = tuple[int, Sequence[ScoredGroup], Callable[[], RolloutCounts], "asyncio.Future[StepReport]"]
+
 
 class PlacementController(ABC):
     """Base of `Colocate` and `FullyAsync`."""
@@ -43,7 +45,7 @@ class PlacementController(ABC):
         self.current_phase = "start"
         self.seconds: dict[str, float] = {}  # of the phases of the current step
         self.microbatch_s = 0.0  # of the longest microbatch so far
-        self._unsynced: _UnsyncedStep | None = None
+        self._unsynced: _Unsynced | None = None
         self._empty_steps = 0
         self._trainer_failures = 0  # in a row
 
@@ -110,29 +112,23 @@ class PlacementController(ABC):
         async with self.context.weight_sync.updating(step):
             finishing = asyncio.ensure_future(self.context.trainer.finish_step())
             finishing.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._unsynced = _UnsyncedStep(step, scored, counts, finishing)
+            self._unsynced = step, scored, counts, finishing
             report = await asyncio.shield(finishing)
 
         self.microbatch_s = max(self.microbatch_s, report.metrics.get("time/microbatch_max", 0.0))
         return report
 
     async def commit_unsynced(self, version: int | None) -> None:
-        """Record the step whose update is done although its weights were not synced. The run ends after it.
+        """Record a step whose weights were not synced, before the run ends.
 
-        Args:
-            version: The policy version of the trainer's parameters.
-
-        Raises:
-            TrainerError: The parameters are those of no such step.
+        Raises `TrainerError` unless the trainer's parameters, of policy `version`, are those of such a step.
         """
-        unsynced = self._unsynced
-        if unsynced is None or version != unsynced.step:
+        if self._unsynced is None or version != self._unsynced[0]:
             raise TrainerError("the next update had already changed the parameters")
 
-        report = await unsynced.report
+        step, scored, counts, report = self._unsynced
         seconds = {"step": sum(self.seconds.get(phase, 0.0) for phase in ("generate", "train", "sync")), **self.seconds}
-        sync = SyncReport(unsynced.step, 0, 0, {})
-        await self.commit(unsynced.step, unsynced.scored, unsynced.counts(), report, sync, seconds)
+        await self.commit(step, scored, counts(), await report, SyncReport(step, 0, 0, {}), seconds)
 
     async def sync(self, version: int) -> SyncReport:
         """Sync the weights and add the sync's phases, which are consecutive, to the timeline."""
@@ -214,11 +210,7 @@ class PlacementController(ABC):
             await in_thread(self.context.checkpoints.set_accuracy, self.accuracy)
 
     async def after_step(self) -> None:
-        """Evaluate and save when due.
-
-        Raises:
-            RunError: Too many rewards failed, or a machine is nearly out of memory.
-        """
+        """Evaluate and save when due. Raises `RunError` when too many rewards failed or memory is nearly full."""
         self.context.rollouter.scorer.check()
         if self.evaluation_due:
             await self._evaluate()
@@ -279,16 +271,6 @@ class PlacementController(ABC):
     def situation(self) -> str:
         """Describe what the run is waiting for, in one line."""
         return f"step {self.version + 1}, phase {self.current_phase}: {self.context.rollouter.situation()}"
-
-
-@dataclass(frozen=True, slots=True)
-class _UnsyncedStep:
-    """A step whose last call to the trainer was made and that is not committed yet."""
-
-    step: int
-    scored: Sequence[ScoredGroup]
-    counts: Callable[[], RolloutCounts]
-    report: "asyncio.Future[StepReport]"
 
 
 @contextmanager

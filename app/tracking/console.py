@@ -259,11 +259,7 @@ def end_line(status: str, totals: Mapping[str, float], *, evaluation: bool = Fal
 
 
 def _accuracies(totals: Mapping[str, float]) -> str:
-    """Return "31.0% → 93.5% (best 95.0%)", or one number of one evaluation. No checkpoint has a best before training.
-
-    >>> _accuracies({"eval/evaluations": 1, "eval/accuracy_last": 0.5, "eval/accuracy_best_step": 20})
-    '50.0%'
-    """
+    """Return "31.0% → 93.5% (best 95.0%)", or one number. There is no checkpoint of a best before training."""
     last = f"{totals['eval/accuracy_last']:.1%}"
     untrained = " before training" if totals["eval/accuracy_best_step"] == 0 else ""
     if totals["eval/evaluations"] == 1:

@@ -1,8 +1,8 @@
 """Ends a step before its next pass, after the same pass on every rank.
 
-    driver                                   rank
-    `hold` on every rank            ──→      no further pass begins; returns how many have begun
-    `stop_after` their maximum      ──→      passes up to that one begin, the next one raises
+    driver                               rank
+    `hold` on every rank          ──→    no further pass begins; returns how many have begun
+    `stop_after` their maximum    ──→    passes up to that one begin, the next one raises
 
 A pass is full of collectives: a rank that left before a pass that another one has begun would leave it stuck there. The
 ranks agree through the driver, so a pass costs no collective of its own.
@@ -17,33 +17,24 @@ HOLD_TIMEOUT_S = 60.0  # of a rank that was held, for the driver's second call
 
 
 class PassGate:
-    """One rank's gate. `enter` is called by the thread of the step, `hold` and `stop_after` by another one.
-
-    Example, of two ranks::
-
-        gate.enter()        # rank 0 begins pass 5; rank 1 is still in pass 4
-        gate.hold()         # 5 on rank 0, 4 on rank 1, which waits before pass 5
-        gate.stop_after(5)  # rank 1 computes pass 5 too; then both ranks raise
-    """
+    """One rank's gate. The thread of the step calls `enter`, another one `hold` and `stop_after`."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._begun = 0
-        self._limit: float | None = math.inf  # passes that may begin; None: held
+        self.reset()
 
     def reset(self) -> None:
         """Forget the passes of the last step and whether it was ended."""
         with self._changed:
             self._begun = 0
-            self._limit = math.inf
+            self._limit: float | None = math.inf  # passes that may begin; None: held
 
     def enter(self) -> None:
         """Begin a pass. Raises `TrainerError` if the step ends before it."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._limit is not None, HOLD_TIMEOUT_S):
                 raise TrainerError(f"the driver did not say within {HOLD_TIMEOUT_S:.0f} s where the step ends")
-            assert self._limit is not None
-            if self._begun >= self._limit:
+            if self._limit is not None and self._begun >= self._limit:
                 raise TrainerError(f"the step was ended after {self._begun} passes")
             self._begun += 1
 
