@@ -14,9 +14,10 @@ FSDP2 asks for one dtype of the trained parameters alone (at the first forward),
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from app.errors import TrainerError
 from app.model.policy import FLOAT32_PARAMETERS, PolicyModel
 
 
@@ -80,3 +81,30 @@ def _modules_without_float32(module: nn.Module) -> list[nn.Module]:
 
 def _has_float32(module: nn.Module) -> bool:
     return any(name.rpartition(".")[2] in FLOAT32_PARAMETERS for name, _ in module.named_parameters())
+
+
+def reset_fsdp_state(model: nn.Module) -> None:
+    """Drop unreduced gradients and reshard, after a forward or backward pass that raised. No-op for a plain module.
+
+    A failed pass leaves FSDP2 modules in the middle of it. The next forward would treat such a module as still in its
+    backward, and gradients that were not reduced yet would add to those of the next step. Neither raises an error; both
+    give wrong gradients. A collective, since it gathers parameters.
+
+    Raises:
+        TrainerError: torch is older than 2.13 and cannot reset FSDP2's state.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    if not hasattr(model, "reset_iter_state"):
+        raise TrainerError(
+            f"a forward or backward pass failed, and torch {torch.__version__} cannot reset a sharded model after "
+            "that: all later gradients would be wrong"
+        )
+
+    model.reset_iter_state()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            for parameter in module.parameters():
+                parameter.grad = None
+            module.reshard()

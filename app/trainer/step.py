@@ -34,8 +34,8 @@ from app.errors import TrainerError
 from app.model.lora.layer import adapters_off
 from app.model.lora.norm import adapter_metrics
 from app.model.packing import to_device
+from app.model.parallelize import reset_fsdp_state
 from app.model.policy import PolicyModel
-from app.trainer.fsdp_reset import reset_fsdp_state
 from app.trainer.microbatch import MicroBatch, Sample, SampleKey, count_ready, make_samples, pack, plan_microbatches
 from app.trainer.optimizer import PolicyOptimizer, UpdateResult, update_metrics
 from app.trainer.pass_gate import PassGate
