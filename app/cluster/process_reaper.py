@@ -1,46 +1,102 @@
-"""Kills the processes of a run when its driver is gone, even if the driver was killed.
+"""Kills the processes of a run and removes their files when its driver is gone, even if the driver was killed.
 
 A small child process waits until the driver closes a pipe or dies. Then it kills every process with the run's mark in
 its environment, which all processes of the run inherit (Ray's, ours, SGLang's). It also kills their descendants that it
 found while the driver was running: setting a process title may overwrite the environment, as in Ray's agents. Most
 processes exit on their own, but those agents may wait a minute for a server that is gone.
+
+Then it removes what killed processes cannot: the run's folder of temporary files, which all its processes have as
+TMPDIR (sockets of servers, Ray's session, files of rewards and environments), and its files in shared memory.
+
+Invariants:
+    - What is removed has the run's mark, which no other run has, in its name.
+    - Nothing is removed before the processes that use it are killed.
 """
 
 import os
 import secrets
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
-from app.utils.process import module_command, package_path
+from app.utils.process import MARK, SHARED_MEMORY, module_command, package_path, run_prefix
 
-MARK = "POSTTRAIN_RUN"
+MARK_BYTES = 4
 LOOK_SECONDS = 3.0  # between two scans while the driver runs
 ROUNDS = 20  # of killing
 PAUSE_SECONDS = 0.25  # between two rounds
+CLEANUP_SECONDS = 15.0
+TEMPORARY, RAY_TEMPORARY = "TMPDIR", "RAY_TMPDIR"
+RAY_PARENT_BYTES = 18  # of a path: Ray puts 70 bytes behind the run's folder, and a socket's path has at most 107
+# A cache between runs that torch keeps among the temporary files.
+COMPILED, COMPILED_DEFAULT = "TORCHINDUCTOR_CACHE_DIR", Path("~/.cache/hydra-posttrain/torchinductor")
 
 
 @contextmanager
 def process_reaper() -> Iterator[None]:
-    """Mark the processes started in the block; kill those left when the block or this process ends."""
-    os.environ[MARK] = secrets.token_hex(8)
-    environment = {**os.environ, "PYTHONPATH": package_path(os.environ.get("PYTHONPATH"))}
-    reaper = subprocess.Popen(module_command(__name__), env=environment, stdin=subprocess.PIPE, start_new_session=True)
+    """Mark the processes started in the block; when the block or this process ends, kill them and remove their files.
+
+    The block has a folder for temporary files of its own.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_environment(_run_variables(secrets.token_hex(MARK_BYTES))))
+        for variable in (TEMPORARY, RAY_TEMPORARY):
+            Path(os.environ[variable]).mkdir(mode=0o700, exist_ok=True)
+
+        environment = {**os.environ, "PYTHONPATH": package_path(os.environ.get("PYTHONPATH"))}
+        reaper = subprocess.Popen(
+            module_command(__name__), env=environment, stdin=subprocess.PIPE, start_new_session=True
+        )
+        try:
+            yield
+        finally:
+            assert reaper.stdin is not None
+            reaper.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                reaper.wait(ROUNDS * PAUSE_SECONDS + CLEANUP_SECONDS)
+
+
+def _run_variables(mark: str) -> dict[str, str]:
+    """Return what the processes of a run inherit: its mark, and where they put temporary files."""
+    folder = f"posttrain-{mark}"
+    parent = tempfile.gettempdir()
+    ray_parent = os.environ.get(RAY_TEMPORARY, parent)
+    if len(os.fsencode(ray_parent)) > RAY_PARENT_BYTES:
+        ray_parent = "/tmp"
+
+    return {
+        MARK: mark,
+        TEMPORARY: os.path.join(parent, folder),
+        RAY_TEMPORARY: os.path.join(ray_parent, folder),
+        COMPILED: os.environ.get(COMPILED, str(COMPILED_DEFAULT.expanduser())),
+    }
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables in the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    tempfile.tempdir = None  # read from the environment again
     try:
         yield
     finally:
-        assert reaper.stdin is not None
-        reaper.stdin.close()
-        del os.environ[MARK]
-        with suppress(subprocess.TimeoutExpired):
-            reaper.wait(ROUNDS * PAUSE_SECONDS)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        tempfile.tempdir = None
 
 
 def marked_processes(mark: str) -> set[psutil.Process]:
@@ -73,8 +129,18 @@ def alive(processes: set[psutil.Process]) -> set[psutil.Process]:
     return running
 
 
+def remove_files() -> None:
+    """Remove the temporary files of the run whose mark this process has, and its files in shared memory."""
+    folders = {Path(os.environ[variable]) for variable in (TEMPORARY, RAY_TEMPORARY)}
+    for path in (*folders, *SHARED_MEMORY.glob(f"{run_prefix()}*")):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def main() -> None:
-    """Wait for the driver's end, then kill until nothing is left."""
+    """Wait for the driver's end, then kill until nothing is left, and remove the files."""
     mark = os.environ[MARK]
     seen: set[psutil.Process] = set()
 
@@ -84,11 +150,12 @@ def main() -> None:
     for _ in range(ROUNDS):
         seen = alive(seen | marked_processes(mark))
         if not seen:
-            return
+            break
         for process in seen:
             with suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
         time.sleep(PAUSE_SECONDS)
+    remove_files()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Invariants:
 - At most `workers * episodes` episodes run; `begin` waits for a place.
 - A worker that ended is replaced; one whose episodes were cancelled, when the next episode begins. If its successor
-  cannot load the environment, every `begin` raises.
+  cannot be started, for whatever reason, every `begin` raises.
 - After `close`, no process of the pool is left.
 """
 
@@ -18,7 +18,7 @@ from app.environment.environment_process import WorkerSpec
 from app.environment.episode_session import EpisodeSession
 from app.environment.protocol import Task
 from app.environment.remote import EnvironmentWorker, State
-from app.errors import ConfigError, RunError
+from app.errors import RunError, one_line
 from app.utils.tasks import gather_or_raise, in_thread
 
 CHECK_S = 0.5  # between two looks at the workers
@@ -94,7 +94,7 @@ class EnvironmentPool:
         """Begin an episode in the worker with the fewest; waits for a free place.
 
         Raises:
-            RunError: The pool is closed, or a replaced worker cannot load the environment.
+            RunError: The pool is closed, or a worker could not be replaced.
         """
         queue = self._waiting.append
         while (worker := self._free()) is None:
@@ -159,13 +159,8 @@ class EnvironmentPool:
         self._replaced.add(worker)
         await in_thread(worker.reap)
         self._replaced.discard(worker)
-        try:
-            await successor.start()
-        except (ConfigError, RunError) as error:
-            self._error = RunError(f"An environment worker cannot be replaced: {error}")
-            self._wake_all()
-        else:
-            self._wake()
+        await successor.start()
+        self._wake()
 
     async def _watch(self) -> None:
         while True:
@@ -188,4 +183,10 @@ class EnvironmentPool:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = RunError(f"An environment worker cannot be replaced: {one_line(error)}")
+            self._wake_all()

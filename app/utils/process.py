@@ -1,4 +1,4 @@
-"""Helpers for our own processes: log redirection, commands, memory use."""
+"""Helpers for our own processes: log redirection, commands, memory use, the names of shared memory."""
 
 import logging
 import os
@@ -13,6 +13,16 @@ import psutil
 from app.types import MemoryUse
 
 CGROUP = Path("/sys/fs/cgroup")
+MARK = "POSTTRAIN_RUN"  # environment variable that all processes of a run inherit
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def run_prefix() -> str:
+    """Return what the names of a run's files in shared memory begin with. The process reaper removes these files.
+
+    Processes without a mark, such as actors of a cluster that the run joined, have prefixes of their own.
+    """
+    return f"posttrain-{os.environ.get(MARK) or os.getpid()}-"
 
 
 def log_to(path: Path, level: int = logging.INFO) -> None:

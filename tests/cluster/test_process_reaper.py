@@ -1,11 +1,21 @@
-"""The processes of a run end with its driver; processes that the driver started outside of the run do not."""
+"""The processes and files of a run end with its driver; what the driver started outside of the run does not."""
 
+import os
+import secrets
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
+import pytest
+import torch
 
+from app.cluster.process_reaper import process_reaper
+from app.utils.process import SHARED_MEMORY, run_prefix
+from app.weight_sync.transport.ipc_payload import allocate_shared, shared_memory_name
 from tests.waiting import until
 
 DRIVER = """
@@ -52,3 +62,78 @@ def test_a_killed_drivers_processes_end_also_without_their_mark() -> None:
         for process in (bystander, daemon):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+FILES = """
+import os, subprocess, sys, tempfile, time
+from app.cluster.process_reaper import process_reaper
+
+WRITER = "import sys, tempfile, time; open(sys.argv[1], 'x'); print(tempfile.mkdtemp(), flush=True); time.sleep(99)"
+outside = tempfile.mkdtemp()
+with process_reaper():
+    folder = tempfile.mkdtemp()
+    marked = f"/dev/shm/posttrain-{os.environ['POSTTRAIN_RUN']}-of-a-test"
+    command = [sys.executable, "-c", WRITER, marked]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    print(outside, folder, marked, writer.stdout.readline().strip(), flush=True)
+    if sys.argv[1] == "killed":
+        time.sleep(1000)
+print(tempfile.gettempdir() == os.path.dirname(outside), flush=True)
+"""
+
+
+@pytest.fixture
+def of_another_run() -> Iterator[Path]:
+    """A file in shared memory that a living run may have."""
+    path = SHARED_MEMORY / f"posttrain-{secrets.token_hex(4)}-of-a-test"
+    path.touch()
+    yield path
+    path.unlink()
+
+
+@pytest.mark.parametrize("end", ["killed", "ended"])
+def test_the_files_of_a_run_are_removed_and_no_others(end: str, tmp_path: Path, of_another_run: Path) -> None:
+    """Those of the driver and of a process that is killed with the run, in shared memory and in its TMPDIR."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    driver = subprocess.Popen([sys.executable, "-c", FILES, end], stdout=subprocess.PIPE, text=True, env=environment)
+    assert driver.stdout is not None
+    outside, *paths = (Path(each) for each in driver.stdout.readline().split())
+    if end == "killed":
+        assert all(path.exists() for path in paths)
+        driver.kill()
+    else:
+        assert driver.stdout.readline() == "True\n"  # TMPDIR is that of before
+    driver.wait(30)
+    until(lambda: not any(path.exists() for path in paths), 30)
+    assert list(tmp_path.iterdir()) == [outside]
+    assert of_another_run.exists()
+
+
+def test_names_in_shared_memory_have_the_mark_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSTTRAIN_RUN", secrets.token_hex(4))
+    buffer = allocate_shared(1000, torch.device("cpu"))
+    name = shared_memory_name(buffer)
+    assert name.startswith(run_prefix())
+    assert os.environ["POSTTRAIN_RUN"] in name
+    assert (buffer.nbytes, int(buffer.sum())) == (1000, 0)
+    del buffer
+    assert not (SHARED_MEMORY / name).exists()
+
+
+def test_rays_folder_has_a_short_path_and_all_temporary_folders_are_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's sockets are 70 bytes behind it, and a socket's path has at most 107."""
+    long = tmp_path / ("a" * 60)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with process_reaper():
+        inside = [Path(os.environ[name]) for name in ("TMPDIR", "RAY_TMPDIR")]
+        assert Path(tempfile.gettempdir()) == inside[0]
+        assert inside[0].parent == long
+        assert len(str(inside[1])) <= 37
+        assert {path.stat().st_mode & 0o777 for path in inside} == {0o700}
+    assert os.environ["TMPDIR"] == str(long)
+    assert "RAY_TMPDIR" not in os.environ
+    assert not any(path.exists() for path in inside)

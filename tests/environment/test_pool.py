@@ -1,10 +1,13 @@
 import asyncio
+import os
+import signal
 
 import psutil
 import pytest
 
 from app.environment.wire import Ask, End, Failed
 from app.errors import RunError
+from tests.descriptors import none_left
 from tests.environment.characters import text_of, tokens
 from tests.environment.pools import PATIENCE_S, a_task, play, play_one, running_pool, script
 from tests.waiting import until
@@ -399,3 +402,20 @@ def test_all_places_of_a_replaced_worker_are_taken_at_once(own):
             return (await play(await asyncio.wait_for(waiting[2], PATIENCE_S), script("x"))).end
 
     assert isinstance(asyncio.run(run()), End)
+
+
+def test_a_worker_that_cannot_be_replaced_ends_the_wait_of_every_episode(own, tmp_path):
+    """Not only those that begin later, when descriptors are free again."""
+
+    async def run():
+        async with running_pool(own(CLOSING, args={"folder": str(tmp_path)}), episodes=1) as pool:
+            await pool.begin(a_task(row={"wait": True}), tokens("6*7="))  # takes the only place
+            waiting = asyncio.create_task(pool.begin(a_task(), tokens("6*7=")))
+            with none_left():
+                os.kill(pool.pids[0], signal.SIGKILL)
+                with pytest.raises(RunError, match="cannot be replaced"):
+                    await asyncio.wait_for(waiting, PATIENCE_S)
+            with pytest.raises(RunError, match="Too many open files"):
+                await pool.begin(a_task(), tokens("6*7="))
+
+    asyncio.run(run())

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from app.config.reward import RewardConfig
+from app.errors import RunError
 from app.reward.component import custom
 from app.reward.scorer import Scorer
 from app.reward.workers import worker_process
 from app.reward.workers.worker_process import WorkerProcess
+from tests.descriptors import none_left
 from tests.reward.scorers import TOWER, failed, pids, running_scorer, score
 
 
@@ -152,3 +154,18 @@ def _running(pid: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_worker_that_cannot_be_started_again_ends_the_run_in_a_sentence(custom_reward, trajectory):
+    module = custom_reward("def run(trajectories):\n    return [1.0]\n")
+    with running_scorer(_target_=f"{module}.run", workers=1) as scorer:
+        (pool,) = scorer.pools
+
+        def scored() -> object:
+            return pool.threads.submit(pool.score, [trajectory("a")]).result(60)
+
+        assert scored() == [1.0]
+        os.kill(pool.pids[0], signal.SIGKILL)
+        with none_left(), pytest.raises(RunError, match="Too many open files"):
+            scored()
+        assert scored() == [1.0]

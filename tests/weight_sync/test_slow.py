@@ -233,7 +233,7 @@ def usage(processes: list[psutil.Process]) -> dict[str, Any]:
         "mib": round(sum(own), 1),
         "mib_of_each": own,
         "handles": sum(process.num_fds() for process in processes),
-        "shared_files": len(list(Path("/dev/shm").glob("torch_*"))),
+        "shared_files": len(list(Path("/dev/shm").glob("posttrain-*"))),
     }
 
 

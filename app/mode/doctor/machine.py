@@ -24,9 +24,9 @@ from app.model.hf_directory import local_folder
 from app.model.tiny.create import DEFAULT_CACHE
 from app.utils.files import not_writable
 from app.utils.net import port_is_free
+from app.utils.process import SHARED_MEMORY
 from app.utils.units import GIB, size
 
-SHARED_MEMORY = Path("/dev/shm")
 SHARED_GIB_FAIL = 0.25  # Ray's object store and tensors between processes live there
 SHARED_GIB_WARN = 2.0
 OPEN_FILES_WARN = 4096

@@ -64,13 +64,15 @@ class WorkerPool:
         """Return a value or a failure for each trajectory. Blocks; called in `threads`.
 
         Raises:
-            RunError: A worker that was started again cannot load the component.
+            RunError: A worker cannot be started again, or cannot load the component.
         """
         worker = self._free.get()
         try:
             return self._score(worker, trajectories)
         except LoadError as error:
             raise RunError(f"A reward worker cannot load {self.component.name}: {error}.") from error
+        except OSError as error:  # no descriptor or no memory is left for its process
+            raise RunError(f"A reward worker cannot be started for {self.component.name}: {error.strerror}.") from error
         finally:
             self._free.put(worker)
 

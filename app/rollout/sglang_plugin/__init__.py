@@ -4,6 +4,6 @@ SGLang finds it through two entry points (pyproject.toml), both in `entry_points
 
     sglang.srt.platforms → `platform`   on CPU: names `platform.TorchCpuPlatform`
     sglang.srt.plugins   → `load`       all devices: `delta_loader` (with `sparse_tensor`), `lora_layers`,
-                                        `request_report`
+                                        `request_report`, `shared_memory`
                                         on CPU also: the package `cpu`, `lora_layers` again
 """

@@ -24,11 +24,12 @@ def load() -> None:
     if DEVICE_VARIABLE not in os.environ:
         return
 
-    from app.rollout.sglang_plugin import delta_loader, lora_layers, request_report
+    from app.rollout.sglang_plugin import delta_loader, lora_layers, request_report, shared_memory
 
     delta_loader.register()
     lora_layers.register()
     request_report.register()
+    shared_memory.register()
     if os.environ[DEVICE_VARIABLE] == "cpu":
         _load_for_cpu()
 

@@ -23,6 +23,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -173,6 +174,7 @@ def _launch(parent: int, arguments: Sequence[str], environment: Mapping[str, str
     for name in os.environ.keys() - environment.keys() - kept:
         del os.environ[name]
     os.environ.update({name: value for name, value in environment.items() if name not in kept})
+    tempfile.tempdir = None  # that of the environment now
     if OMP_THREADS in environment:  # read by torch when it was imported
         torch.set_num_threads(int(environment[OMP_THREADS]))
 

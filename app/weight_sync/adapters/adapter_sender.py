@@ -21,11 +21,9 @@ from app.model.lora.names import served, served_config
 from app.model.policy import named_trained_tensors
 from app.trainer.rank import TrainerRank
 from app.types import TrainerMemory
+from app.utils.process import SHARED_MEMORY, run_prefix
 from app.weight_sync.adapters.adapter_push import AdapterPush
 from app.weight_sync.gather import Receivers, gather_full
-
-SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "posttrain-adapter-"  # of the folders there
 
 
 class AdapterSender:
@@ -94,7 +92,7 @@ def _write(tensors: dict[str, Tensor], config: dict[str, Any], size: int) -> Pat
             f"the adapter needs {size / 2**20:.0f} MiB, but {SHARED_MEMORY} has only {free / 2**20:.0f} MiB free: give "
             "the machine more shared memory"
         )
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY))
+    folder = Path(tempfile.mkdtemp(prefix=f"{run_prefix()}adapter-", dir=SHARED_MEMORY))
     try:
         (folder / "adapter_config.json").write_text(json.dumps(config))
         # clones: parts of a fused projection share their A, which safetensors refuses

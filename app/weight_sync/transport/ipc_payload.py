@@ -8,10 +8,10 @@ write such pickles and never load one.
 
 import base64
 import io
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +20,9 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from app.utils.process import SHARED_MEMORY, run_prefix
 from app.weight_sync.buckets import Bucket
 
-SHARED_MEMORY = Path("/dev/shm")
 CUDA_DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`
 
 
@@ -30,8 +30,10 @@ def allocate_shared(size: int, device: torch.device) -> Tensor:
     """Allocate `size` zeroed bytes that other processes can open by a handle."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)
-    # allocated as shared memory at once: `share_memory_` would copy, and need the memory twice
-    storage = torch.UntypedStorage._new_using_filename_cpu(size)
+    # Shared from the start: `share_memory_` would copy. A file of ours, which torch enlarges, has the run's name.
+    name = run_prefix() + secrets.token_hex(8)
+    (SHARED_MEMORY / name).touch(mode=0o600, exist_ok=False)
+    storage = torch.UntypedStorage._new_shared_filename_cpu(b"", f"/{name}".encode(), size)
     return torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
 
 

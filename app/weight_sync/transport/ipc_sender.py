@@ -6,8 +6,9 @@ from torch import Tensor
 
 from app.errors import SyncError
 from app.trainer.rank import TrainerRank
+from app.utils.process import SHARED_MEMORY
 from app.weight_sync.sender import BUFFERS, Sender
-from app.weight_sync.transport.ipc_payload import SHARED_MEMORY, allocate_shared, serialize_bucket, shared_memory_name
+from app.weight_sync.transport.ipc_payload import allocate_shared, serialize_bucket, shared_memory_name
 
 
 class IpcSender(Sender):

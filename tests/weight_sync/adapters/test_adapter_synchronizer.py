@@ -14,7 +14,7 @@ from app.errors import SyncError
 from app.model.hf_directory import locate
 from app.rollout.remote import RemoteEngine
 from app.types import Completion
-from app.weight_sync.adapters.adapter_sender import PREFIX, SHARED_MEMORY
+from app.utils.process import SHARED_MEMORY
 from tests.compose import composed
 from tests.rollout.adapters import adapter_engine, logprobs_differ
 from tests.rollout.support import HOT, in_flight, request, without_end
@@ -196,7 +196,7 @@ def test_a_server_that_is_killed_in_mid_load_costs_nothing_but_the_retry(
 
 
 def left_over() -> set[Path]:
-    return set(SHARED_MEMORY.glob(f"{PREFIX}*"))
+    return set(SHARED_MEMORY.glob("posttrain-*-adapter-*"))
 
 
 def title(process: psutil.Process) -> str:

@@ -14,7 +14,6 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.rollout.sglang_plugin.delta_loader import UPDATER
+from app.utils.process import SHARED_MEMORY
 
-SHARED_MEMORY = Path("/dev/shm")
 SENDER_BUFFERS = 2  # `BUFFERS` of app/weight_sync/sender.py
 
 
