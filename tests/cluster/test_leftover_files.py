@@ -1,66 +1,43 @@
-"""Nothing of a run stays in shared memory or among the temporary files, whatever was killed.
-
-The run has folders of its own in their places: `/dev/shm` of a mount namespace, and TMPDIR.
-"""
+"""Nothing of a run stays in `/tmp` and `/dev/shm`, which it has for itself, whatever was killed."""
 
 import os
-import shutil
 import signal
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.recovery.private_folders import PrivateFolders
 from tests.runs import Run
 from tests.waiting import until
 
-PRIVATE = 'mount --bind "$0" /dev/shm && exec "$@"'
 RUNS = {
     "colocate": ["placement=colocate"],
     "fully_async": ["placement=fully_async"],
     "lora": ["model=tiny_lora", "placement=colocate"],
 }
-COMMON = [
-    "eval.before_train=false",
-    "data.arithmetic.eval_problems=20",
-    "checkpoint.every=1",
-    "checkpoint.export=false",
-]
-
-
-class Folders:
-    """The folders that a run has as `/dev/shm` and as TMPDIR."""
-
-    def __init__(self, folder: Path, temporary: Path):
-        self.shared_memory = folder / "shared_memory"
-        self.shared_memory.mkdir()
-        self.temporary = temporary
-
-    @property
-    def files(self) -> list[str]:
-        return sorted(each.name for folder in (self.shared_memory, self.temporary) for each in folder.iterdir())
+COMMON = ["eval.before_train=false", "data.arithmetic.eval_problems=20"]
+COMMON += ["checkpoint.every=1", "checkpoint.export=false"]
 
 
 @pytest.fixture
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folders]:
-    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode != 0:
+def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[PrivateFolders]:
+    monkeypatch.delenv("TMPDIR", raising=False)
+    made = PrivateFolders.make()
+    if not made.permitted:
         pytest.skip("no mount namespaces for this user")
-    temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a short path, for Ray's sockets
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    yield Folders(tmp_path, temporary)
-    shutil.rmtree(temporary)
+    yield made
+    made.remove()
 
 
 @pytest.fixture
-def start(tmp_path: Path, tiny_model: Path, folders: Folders) -> Iterator[Callable[..., Run]]:
-    """Starts a run in its mount namespace."""
+def start(folders: PrivateFolders, tiny_model: Path) -> Iterator[Callable[..., Run]]:
+    """Starts a run that has these folders."""
     runs: list[Run] = []
 
     def start_run(*overrides: str, module: str = "app") -> Run:
-        prefix = ["unshare", "--mount", "sh", "-c", PRIVATE, str(folders.shared_memory)]
-        runs.append(Run(tmp_path, *overrides, *COMMON, module=module, prefix=prefix, imports_sglang=True))
+        prefix = folders.prefix
+        runs.append(Run(folders.base, *overrides, *COMMON, module=module, prefix=prefix, imports_sglang=True))
         return runs[-1]
 
     yield start_run
@@ -72,39 +49,39 @@ def start(tmp_path: Path, tiny_model: Path, folders: Folders) -> Iterator[Callab
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("overrides", list(RUNS.values()), ids=list(RUNS))
 def test_after_kill_9_of_an_engine_of_a_rank_and_of_the_driver(
-    overrides: list[str], start: Callable[..., Run], folders: Folders
+    overrides: list[str], start: Callable[..., Run], folders: PrivateFolders
 ) -> None:
     run = start("steps=500", *overrides)
     for part in ("sglang::scheduler", "TrainerRank"):
         run.wait_for_step(len(run.metrics()) + 2)
         os.kill(run.pid_of(part), signal.SIGKILL)
     run.wait_for_step(run.metrics()[-1]["step"] + 3)
-    files = folders.files
+    files = folders.left()
     assert any("sglang_loads" in name for name in files)
     run.process.kill()
     run.process.wait(10)
     assert run.gone_within(30), run.processes()
-    until(lambda: folders.files == [], 15)
+    until(lambda: folders.left() == [], 15)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("overrides", list(RUNS.values()), ids=list(RUNS))
-def test_after_a_run_that_ends(overrides: list[str], start: Callable[..., Run], folders: Folders) -> None:
+def test_after_a_run_that_ends(overrides: list[str], start: Callable[..., Run], folders: PrivateFolders) -> None:
     run = start("steps=2", *overrides)
     assert run.wait() == 0, run.text
-    assert folders.files == []
+    assert folders.left() == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_after_an_interrupt_in_a_weight_sync(
-    start: Callable[..., Run], folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Run], folders: PrivateFolders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLD", "sync")
-    monkeypatch.setenv("HOLD_FOLDER", str(tmp_path))
+    monkeypatch.setenv("HOLD_FOLDER", str(folders.base))
     run = start("steps=500", "weight_sync.bucket_mib=0.1", module="tests.cluster.held_app")
-    until(lambda: (tmp_path / "held").exists() or run.process.poll() is not None, 200)
+    until(lambda: (folders.base / "held").exists() or run.process.poll() is not None, 200)
     run.process.send_signal(signal.SIGINT)
     assert run.wait(100) == 130, run.text
-    assert folders.files == []
+    assert folders.left() == []

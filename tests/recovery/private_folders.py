@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PARENT = Path("/var/tmp")  # outside of what is replaced
-RAY = "ray"  # Ray keeps the logs of its sessions
-CACHES = "torchinductor_*"  # of a user
 ENTER = 'mount --bind "$0/tmp" /tmp && mount --bind "$0/shm" /dev/shm && exec "$@"'
 
 
@@ -37,11 +35,8 @@ class PrivateFolders:
         return subprocess.run([*self.prefix, "true"], capture_output=True).returncode == 0
 
     def left(self) -> list[str]:
-        """Return what is in both folders, except what Ray and torch keep for a user."""
-        entries = [entry for folder in ("tmp", "shm") for entry in (self.base / folder).iterdir()]
-        return sorted(
-            str(entry.relative_to(self.base)) for entry in entries if not entry.match(CACHES) and entry.name != RAY
-        )
+        """Return what is in both folders."""
+        return sorted(entry.name for folder in ("tmp", "shm") for entry in (self.base / folder).iterdir())
 
     def remove(self) -> None:
         shutil.rmtree(self.base)
