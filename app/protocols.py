@@ -189,8 +189,8 @@ class Trainer(Protocol):
     async def abort_step(self) -> None:
         """Discard the open step: no update, no new version. Idempotent.
 
-        A call in progress raises after its current microbatch, on all ranks after the same one. An update that has
-        begun is finished.
+        A call in progress raises after its current microbatch, on all ranks after the same one. A step whose first
+        update has begun is finished.
         """
         ...
 

@@ -28,24 +28,30 @@ class PassGate:
         with self._changed:
             self._begun = 0
             self._limit: float | None = math.inf  # passes that may begin; None: held
+            self._updating = False
 
-    def enter(self) -> None:
-        """Begin a pass. Raises `TrainerError` if the step ends before it."""
+    def enter(self, *, update: bool = False) -> None:
+        """Begin a pass or an update, after which the step goes on to its end. Raises `TrainerError` if it ends here."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._limit is not None, HOLD_TIMEOUT_S):
                 raise TrainerError(f"the driver did not say within {HOLD_TIMEOUT_S:.0f} s where the step ends")
             if self._limit is not None and self._begun >= self._limit:
                 raise TrainerError(f"the step was ended after {self._begun} passes")
             self._begun += 1
+            if update:
+                self._updating = True
+                self._limit = math.inf
 
     def hold(self) -> int:
         """Let no further pass begin, for now. Returns how many have begun."""
         with self._changed:
-            self._limit = None
+            if not self._updating:
+                self._limit = None
             return self._begun
 
     def stop_after(self, passes: int) -> None:
         """End the step after this many passes."""
         with self._changed:
-            self._limit = passes
+            if not self._updating:
+                self._limit = passes
             self._changed.notify_all()

@@ -291,7 +291,7 @@ class TrainStep:
 
     def _update(self) -> None:
         """Update the parameters from the accumulated gradients, with the denominator of all ranks."""
-        self.gate.enter()
+        self.gate.enter(update=True)
         with self._timer.phase("optimizer"):
             totals = (self._sums + self._unread.read()).all_reduce()
 

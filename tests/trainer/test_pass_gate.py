@@ -32,16 +32,16 @@ def scenario(groups: Sequence[ScoredGroup], **changes: Any) -> Scenario:
     return Scenario(AlgorithmConfig(prompts_per_step=len(groups), group_size=4, **changes), groups, budget=24)
 
 
-def end_after(step: TrainStep, passes: int) -> list[int]:
-    """Hold the step in its pass of this number and end it there. Returns a list of the passes that it begins."""
-    begun: list[int] = []
+def end_after(step: TrainStep, passes: int) -> list[bool]:
+    """Hold the step in its pass of this number and end it there. Returns, of each pass, whether it is an update."""
+    begun: list[bool] = []
     enter = step.gate.enter
 
-    def entered() -> None:
+    def entered(*, update: bool = False) -> None:
         if len(begun) == passes:
             step.gate.stop_after(step.gate.hold())
-        enter()
-        begun.append(len(begun) + 1)
+        enter(update=update)
+        begun.append(update)
 
     step.gate.enter = entered  # type: ignore[method-assign]
     return begun
@@ -80,6 +80,20 @@ def test_a_step_can_still_be_ended_before_its_update(path: Path) -> None:
         train(step, scenario(groups))
     assert step.version == 0
     assert all(torch.equal(before[name], after) for name, after in parameters(step.model).items())
+
+
+def test_a_step_whose_first_update_has_begun_is_finished(path: Path) -> None:
+    groups = scored_groups(4, shortest=3)
+    two = scenario(groups, updates_per_step=2)
+    counted = make_step(path, two)
+    begun = end_after(counted, 10_000)
+    alone = train(counted, two)
+    assert sum(begun) == 2
+
+    step = make_step(path, two)
+    end_after(step, begun.index(True) + 1)
+    assert train(step, two).metrics["grad_norm"] == alone.metrics["grad_norm"]
+    assert step.version == 1
 
 
 def test_a_held_rank_without_a_second_call_ends_with_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
