@@ -60,6 +60,7 @@ class Validate(Callback):
 
     def _start(self, composed: DictConfig) -> None:
         config = compose.resolve(composed)
+        HydraConfig.instance().set_config(composed)  # hydra.run.dir may contain ${hydra:…}
         given = _given_folder(composed)
         require_text("hydra.run.dir", given, "a folder")
         require_text("tracking.project", config.tracking.project, "a name")
@@ -70,7 +71,6 @@ class Validate(Callback):
             _report(result, None if given == NOT_GIVEN else given)
             raise SystemExit(result.exit_code)
 
-        HydraConfig.instance().set_config(composed)  # hydra.run.dir may contain ${hydra:…}
         checkpoint = _apply_resume(composed, config)
         config = compose.resolve(composed)
 

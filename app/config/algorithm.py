@@ -166,22 +166,6 @@ class AlgorithmConfig:
         """Whether π_old is always the current policy, so that no setting of the ratio can act."""
         return self.old_policy is OldPolicy.trainer and self.updates_per_step == 1
 
-    def warnings(self) -> list[str]:
-        """Return a sentence about the settings that cannot act in this combination, if there are any."""
-        if not self.ratio_is_one:
-            return []
-
-        idle = ["clip_low", "clip_high"]
-        if self.dual_clip is not None:
-            idle.append("dual_clip")
-        if self.ratio is RatioLevel.sequence:
-            idle.append("ratio=sequence")
-
-        names = [f"algorithm.{name}" for name in idle]
-        return [
-            f"{', '.join(names[:-1])} and {names[-1]} have no effect: with algorithm.updates_per_step=1 the ratio is 1"
-        ]
-
     def overlong_buffer_tokens(self, max_completion_tokens: int) -> int:
         """Number of tokens before the limit over which the length penalty grows."""
         return round(self.overlong_buffer_fraction * max_completion_tokens)

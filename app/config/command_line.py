@@ -5,6 +5,10 @@ import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 DISTRIBUTION = "hydra-posttrain"
 CONSOLE_SCRIPT = "posttrain"
@@ -30,6 +34,14 @@ def command(*overrides: str) -> str:
 def command_name() -> str:
     """Return the command as it was typed; the OmegaConf resolver behind `${command_name:}` in `conf/config.yaml`."""
     return CONSOLE_SCRIPT if Path(sys.argv[0]).name == CONSOLE_SCRIPT else "python -m app"
+
+
+def given_settings() -> list[str]:
+    """Return the names of the settings on the command line of this process; none where Hydra has read none."""
+    if not HydraConfig.initialized():
+        return []
+    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return [each.lstrip("+~").partition("=")[0] for each in overrides]
 
 
 def versions() -> str:

@@ -24,9 +24,6 @@ from app.config.trainer import TrainerConfig
 from app.config.weight_sync import WeightSyncConfig, transport_of
 from app.errors import expect
 
-FULL_LR = 1e-6  # of full fine-tuning, as in our presets
-TINY_FULL_LR = 2e-4
-
 
 class Mode(Enum):
     """What the command does; each mode is a module or package of `app.mode`."""
@@ -130,17 +127,6 @@ class RunConfig:
         colocated = self.placement.kind is PlacementKind.colocate
         releases = colocated and self.offload.engine and self.device.kind is not DeviceKind.cpu
         return self.model.lora.enabled or not releases
-
-    def warnings(self) -> list[str]:
-        """Return a sentence for each setting that cannot act, or hardly acts, in this combination."""
-        warnings = self.algorithm.warnings()
-        full = TINY_FULL_LR if self.model.path is None else FULL_LR
-        if self.model.lora.enabled and self.trainer.lr <= 2 * full:
-            warnings.append(
-                f"trainer.lr={self.trainer.lr:g} is a rate for full fine-tuning: adapters need about ten times as "
-                "much, whatever their rank"
-            )
-        return warnings
 
     def validate(self) -> None:
         """Raise `ConfigError` with one sentence on the first setting that cannot be run."""

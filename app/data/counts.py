@@ -102,7 +102,7 @@ def describe_rows(config: DataConfig, prompts_per_step: int) -> list[str]:
         ConfigError: A local file cannot be read.
     """
     if not rows.is_local(config):
-        return ["Data: rows are counted when the run starts"]
+        return [f"Data: {rows.describe_sources(config)}"]
 
     loaded = rows.load(config, seed=0)
     counts = count(loaded.train, loaded.evals, loaded, weights_of(config))

@@ -82,10 +82,34 @@ def evaluation_sets(config: DataConfig) -> dict[str, EvalSetConfig]:
 
 def is_local(config: DataConfig) -> bool:
     """Whether all rows can be loaded without network and without running a function of the user."""
-    training = [each.path for each in config.train_sets.values()] or [config.path]
-    evaluation = [each.path for each in evaluation_sets(config).values()]
-    paths = [path for path in (*training, *evaluation) if path is not None]
-    return config._target_ is None and not config.from_environment and not any(map(sources.is_remote, paths))
+    elsewhere = config._target_ is not None or config.from_environment
+    return not elsewhere and not any(map(sources.is_remote, paths(config).values()))
+
+
+def paths(config: DataConfig) -> dict[str, Any]:
+    """Return the files and hub data sets that the run reads, by setting."""
+    found: dict[str, Any] = {f"data.train_sets.{name}.path": each.path for name, each in config.train_sets.items()}
+    if _of_path(config):
+        found["data.path"] = config.path
+    for name, each in evaluation_sets(config).items():
+        if each.path is not None:
+            found["data.eval_path" if config.eval_path is not None else f"data.eval_sets.{name}.path"] = each.path
+    return found
+
+
+def describe_sources(config: DataConfig) -> str:
+    """Say what is trained and evaluated on, of data whose rows only the run reads."""
+    train = ", ".join(str(path) for key, path in paths(config).items() if not key.startswith("data.eval"))
+    if config._target_ is not None:
+        train = config._target_
+    elif config.from_environment:
+        train = "the tasks of the environment"
+
+    evaluated = []
+    for name, each in evaluation_sets(config).items():
+        own = f"split {each.split} of {config.path}" if each.path is None else each.path
+        evaluated.append(f"{name}: {'held-out rows' if _is_held_out(config, each) else own}")
+    return f"training rows of {train}; evaluation set {', '.join(evaluated)}; rows are counted when the run starts"
 
 
 def is_generated(config: DataConfig) -> bool:

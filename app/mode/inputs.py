@@ -22,8 +22,10 @@ from app.config.reward import RewardConfig
 from app.data import rows
 from app.errors import ConfigError
 from app.mode.environments import require_environment
-from app.model.architecture import checkpoint_config, require_context, require_own_preset
+from app.model.architecture import architecture_of, checkpoint_config, require_context, require_own_preset
 from app.model.hf_directory import local_folder, require_complete
+from app.model.lora.base_weights import check_targets
+from app.model.lora.count import layer_names
 from app.reward.tryout import try_out
 from app.tracking.own_tracker import require_trackers
 from app.types import Prompt
@@ -35,6 +37,9 @@ def check_sizes(config: RunConfig) -> None:
     """Raise `ConfigError` if the model and the settings of its preset do not go together."""
     require_own_preset(config.model)
     require_context(config.rollout, checkpoint_config(config.model), config.model.path)
+    model = architecture_of(config.model)
+    if config.model.lora.enabled and model is not None:
+        check_targets(config.model.lora.targets, layer_names(model))
 
 
 def check_model(config: RunConfig) -> None:

@@ -20,6 +20,8 @@ from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import require_model
 from app.cluster.memory_monitor import MemoryMonitor
 from app.config import RunConfig
+from app.config.command_line import given_settings
+from app.config.idle_settings import idle_settings
 from app.config.placement import PlacementKind
 from app.device import Device, device_of
 from app.errors import RunError, TrainerError, TrainerLost
@@ -67,7 +69,7 @@ def second_signal(config: RunConfig) -> str:
 
 async def _train(config: RunConfig, folder: Path, recorder: RunFolderRecorder) -> None:
     device = device_of(config.device.kind)
-    for sentence in config.warnings():
+    for sentence in idle_settings(config, given_settings()):
         recorder.warn(sentence)
     async with start_rollout_workers(config, device, folder, recorder) as workers:
         await TrainingRun(config, device, folder, recorder, workers).train_with_restarts()

@@ -166,9 +166,19 @@ def require_complete(folder: Path, given: str) -> None:
     """Raise `ConfigError` if a model directory lacks one of its files. `given` is how the user wrote it."""
     _expect(folder.is_dir(), given, "a directory that exists")
     _expect((folder / CONFIG).is_file(), given, f"a Hugging Face model directory; this one has no {CONFIG}")
+    has_class = _names_class(folder / CONFIG)
+    _expect(has_class, given, f"a model directory whose {CONFIG} names a class in architectures; this one names none")
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZERS)
     _expect(has_tokenizer, given, f"a model directory with a tokenizer ({' or '.join(TOKENIZERS)})")
     _expect(any(folder.glob("*.safetensors")), given, "a model directory with safetensors; this one has none")
+
+
+def _names_class(file: Path) -> bool:
+    """Whether a `config.json` names a model class, without which no engine starts; one that is not JSON fails later."""
+    try:
+        return bool(json.loads(file.read_text()).get("architectures"))
+    except (ValueError, AttributeError):
+        return True
 
 
 def _expect(condition: bool, given: str, accepted: str) -> None:

@@ -1,4 +1,4 @@
-"""Settings that cannot act are named, contradictory ones are refused, each in one sentence."""
+"""Sizes and corrections of the presets; contradictory settings are refused, each in one sentence."""
 
 import pytest
 
@@ -15,26 +15,6 @@ def test_dapo_at_the_papers_sizes_has_the_papers_step() -> None:
     assert config.updates_per_step == 16
     assert config.prompts_per_update * config.group_size == 512
     assert config.overlong_buffer_tokens(20480) == 4096
-
-
-def test_settings_that_cannot_act_are_named_in_one_sentence() -> None:
-    why = "have no effect: with algorithm.updates_per_step=1 the ratio is 1"
-    assert composed().algorithm.warnings() == [f"algorithm.clip_low and algorithm.clip_high {why}"]
-    gspo = composed("algorithm=gspo", "algorithm.updates_per_step=1", "algorithm.dual_clip=3").algorithm
-    settings = "algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip and algorithm.ratio=sequence"
-    assert gspo.warnings() == [f"{settings} {why}"]
-
-
-@pytest.mark.parametrize("override", ["algorithm.updates_per_step=2", "algorithm.old_policy=rollout"])
-def test_settings_that_act_are_not_named(override: str) -> None:
-    assert composed("algorithm.dual_clip=3", "algorithm.ratio=sequence", override).algorithm.warnings() == []
-
-
-@pytest.mark.parametrize("algorithm", ["dapo", "gspo"])
-def test_the_presets_with_several_updates_leave_nothing_without_effect(algorithm: str) -> None:
-    config = composed(f"algorithm={algorithm}").algorithm
-    assert config.warnings() == []
-    assert config.needs_old_logprobs
 
 
 def test_old_logprobs_need_a_forward_only_for_several_updates_against_the_trainer() -> None:
@@ -96,15 +76,3 @@ def test_the_correction_is_none_in_colocate_and_tis_where_staleness_can_be_above
     assert composed(*stale).correction is Correction.tis
     assert composed(*stale, "algorithm.old_policy=rollout").correction is Correction.none
     assert composed(*stale, "algorithm.correction=icepop").correction is Correction.icepop
-
-
-def test_a_rate_of_full_fine_tuning_is_named_once_where_adapters_are_trained() -> None:
-    idle = composed("model=tiny_lora").algorithm.warnings()
-    assert composed("model=tiny_lora").warnings() == idle
-    assert composed("trainer.lr=1e-6").warnings() == idle
-    (sentence,) = [each for each in composed("model=tiny_lora", "trainer.lr=2e-4").warnings() if each not in idle]
-    assert sentence.startswith(
-        "trainer.lr=0.0002 is a rate for full fine-tuning: adapters need about ten times as much"
-    )
-    assert composed("model=qwen3_4b_lora").warnings() == idle
-    assert len(composed("model=qwen3_4b_lora", "trainer.lr=1e-6").warnings()) == len(idle) + 1

@@ -1,5 +1,6 @@
 """`mode=doctor` on this machine: passes for the CPU, fails clearly for missing devices, and each check can fail."""
 
+import json
 import os
 import socket
 import subprocess
@@ -17,7 +18,10 @@ from app.mode.doctor import nvidia as doctor_nvidia
 from app.mode.doctor import software as doctor_software
 from app.mode.doctor.check import report
 from app.mode.doctor.finding import Check, CheckStatus, check, table
+from app.mode.inputs import problems
+from app.model.hf_directory import load_tokenizer
 from tests.compose import composed
+from tests.warm import run_warm
 
 ROOT = Path(__file__).parents[2]
 MISSION = ("device=npu", "placement=fully_async", "model=qwen35_9b")
@@ -255,6 +259,17 @@ def test_the_prompts_of_local_files_are_tokenized(tmp_path: Path, tiny_model: Pa
     line = [f"model.path={tiny_model}", f"data.path={rows}", "data.eval_fraction=0.5", "algorithm.prompts_per_step=8"]
     assert of(list(doctor_machine.reachable(composed(*line))), "prompts").message == "10 to train on, 10 to evaluate on"
 
+    first = of(list(doctor_machine.reachable(composed(*line, "data.shuffle=false", "data.suffix=?"))), "first prompt")
+    assert first.status is CheckStatus.ok
+    question = json.loads(first.message)
+    assert question.startswith("1+")
+    assert question.endswith("=?")
+    chat = [*line, "data.shuffle=false", "data.template=chat", "data.system=Add."]
+    tokenizer = load_tokenizer(tiny_model)
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": question.removesuffix("?")}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert json.loads(of(list(doctor_machine.reachable(composed(*chat))), "first prompt").message) == rendered
+
     short = of(list(doctor_machine.reachable(composed(*line, "rollout.max_prompt_tokens=4"))), "prompts")
     assert short.status is CheckStatus.warn
     assert "longer than rollout.max_prompt_tokens=4" in short.message
@@ -262,6 +277,46 @@ def test_the_prompts_of_local_files_are_tokenized(tmp_path: Path, tiny_model: Pa
     none = of(list(doctor_machine.reachable(composed(*line, "rollout.max_prompt_tokens=2"))), "prompts")
     assert none.status is CheckStatus.fail
     assert "all its prompts are too long" in none.message
+
+
+def test_a_warning_about_the_rows_is_shown_once(tmp_path: Path, tiny_model: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n' * 20)
+    line = [f"model.path={tiny_model}", f"data.path={rows}", f"data.eval_path={rows}"]
+    text = table(list(doctor_machine.reachable(composed(*line))))
+    assert text.count("measures memorization") == 1
+
+
+def test_the_evaluation_set_that_a_run_will_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    hub = ["model=hf", "model.path=me/model"]
+    own = of(list(doctor_machine.reachable(composed(*hub, "data._target_=no_such.halves"))), "data")
+    assert "evaluation set eval: held-out rows" in own.message
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n' * 20)
+    sets = ["data=rows", f"data.train_sets.mine.path={rows}", "data.eval_sets.far.path=someone/far"]
+    missing = of(list(doctor_machine.reachable(composed(*hub, *sets))), "data")
+    assert (missing.status, "someone/far cannot be reached" in missing.message) == (CheckStatus.fail, True)
+    assert "data.eval_sets.far.path=" in missing.hint
+
+
+def test_the_disk_of_a_run_without_a_folder_of_its_own_is_that_of_outputs(tmp_path: Path) -> None:
+    text = run_warm("mode=doctor", cwd=tmp_path).stdout
+    assert f"free for {tmp_path}/outputs" in text
+    assert "not given" not in text
+
+
+@pytest.mark.parametrize("targets", ["[qproj]", "[q_proj,v_porj]", "[in_proj_qkv]"])
+@pytest.mark.parametrize("mode", ["plan", "doctor"])
+def test_misspelled_layers_of_adapters_are_refused(mode: str, targets: str, tmp_path: Path) -> None:
+    done = run_warm(f"mode={mode}", "model=qwen3_4b_lora", f"model.lora.targets={targets}", cwd=tmp_path)
+    assert done.returncode == (2 if mode == "plan" else 1)
+    assert "model.lora.targets=" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    good = problems(composed("model=qwen3_4b_lora", "model.lora.targets=[q_proj,v_proj]", "data=arithmetic"))
+    assert "model" not in good
 
 
 def test_a_cluster_and_a_server_that_do_not_answer_fail() -> None:

@@ -66,7 +66,7 @@ def test_a_colocate_run_finishes_and_leaves_what_it_promises(start: Callable[...
         assert (run.folder / "logs" / log).exists()
     assert (run.folder / "report.html").exists()
     warnings = (run.folder / "logs" / "warnings.jsonl").read_text()
-    assert warnings.count("algorithm.clip_low and algorithm.clip_high have no effect") == 1
+    assert "no effect" not in warnings
 
     (wandb,) = recorded(run.folder)
     assert wandb.column("reward/mean") == {line["step"]: round(line["reward/mean"], 6) for line in steps}

@@ -7,8 +7,10 @@ import pytest
 
 from app.config.model import LoraConfig, ModelConfig
 from app.errors import ConfigError
+from app.mode.inputs import problems
 from app.model.hf_directory import GENERAL, identity, load_tokenizer, locate, require_window
 from app.model.hf_import import transformers
+from tests.compose import composed
 from tests.model.support import save_qwen3
 
 OLD = "a" * 40
@@ -29,6 +31,16 @@ def test_an_incomplete_directory_is_rejected_in_one_sentence(removed: str, messa
     (path / removed).unlink()
     with pytest.raises(ConfigError, match=rf"^model\.path={path} is not accepted: give .*{message}.*\.$"):
         locate(ModelConfig(path=str(path)), seed=0)
+
+
+def test_a_directory_whose_config_names_no_class_is_rejected_before_an_engine_starts(tmp_path: Path) -> None:
+    path = save_qwen3(tmp_path / "qwen3")
+    config = json.loads((path / "config.json").read_text())
+    del config["architectures"]
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=rf"^model\.path={path} is not accepted: give .*architectures"):
+        locate(ModelConfig(path=str(path)), seed=0)
+    assert "architectures" in problems(composed("model=hf", f"model.path={path}", "data=arithmetic"))["model"]
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./no-such-model", "a/b/c"])

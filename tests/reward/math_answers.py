@@ -36,6 +36,12 @@ SEPARATORS = [
     Graded("1234567", right=[r"\boxed{1,234,567}", r"\boxed{1\,234\,567}", r"\boxed{1 234 567}"]),
     Graded("357", wrong=[r"\boxed{12\,345}", r"\boxed{12 345}"]),
     Graded("10000", right=["#### 10,000 dollars"], wrong=["#### 1,000 dollars"]),
+    Graded(
+        "2125",
+        right=["the answer is 2,125.", "2,1250 was wrong, so the answer is 2125.0"],
+        wrong=["the answer is 2,1250", "so 2,12599999"],
+    ),
+    Graded("1000", right=["so 1,000.0 in total"], wrong=["in total 1,0000", "in total 1,000,0"]),
 ]
 UNITS = [
     Graded(
@@ -188,6 +194,12 @@ DIFFERENT = {  # where math-verify's verdict is not ours: ours is the human's
         ("1234567", r"\boxed{1 234 567}"),
         ("357", r"\boxed{12\,345}"),
         ("357", r"\boxed{12 345}"),
+    ],
+    "`2,1250` is not 2125": [
+        ("2125", "the answer is 2,1250"),
+        ("2125", "so 2,12599999"),
+        ("1000", "in total 1,0000"),
+        ("1000", "in total 1,000,0"),
     ],
     "`3 1/2` is 3.5, not (3 + 1)/2": [("3.5", r"\boxed{3 1/2}"), ("2", r"\boxed{3 1/2}")],
     "`1.2e3` is 1200": [("1200", r"\boxed{1.2e3}")],

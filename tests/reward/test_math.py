@@ -35,6 +35,21 @@ def test_the_page_on_rewards_lists_every_reason_and_the_number_of_answers():
     assert f"has {len(ROWS)} graded answers" in page
 
 
+@pytest.mark.parametrize("number", [7, 40, 600, 1080, 2125, 13_500, 100_000, 1_234_567])
+def test_an_unmarked_number_is_right_only_with_all_of_its_digits(number):
+    """Answers as in GSM8K: whole numbers, some with groups of thousands."""
+    reference = f"{number:,}"
+    for text in (f"So it is {number:,}.", f"The answer is ${number:,}", f"She has {number} apples.", f"= {number:,}.0"):
+        assert equal(reference, text), text
+    for text in (
+        f"So it is {number:,}0.",
+        f"The answer is {number:,}5",
+        f"She has {number}0 apples.",
+        f"= {number:,}.5",
+    ):
+        assert not equal(reference, text), text
+
+
 @pytest.mark.parametrize("reference", ["", " . ", "$$", r"\boxed{.}"])
 def test_an_empty_reference_is_an_error_not_a_zero(reference):
     with pytest.raises(ValueError, match=r"the reference answer .* is empty"):

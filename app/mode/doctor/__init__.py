@@ -4,12 +4,13 @@ import sys
 from pathlib import Path
 
 from app.config import RunConfig
-from app.mode import ModeResult
+from app.mode import NOT_GIVEN, ModeResult
 from app.mode.doctor.check import report
+from app.mode.doctor.machine import OUTPUTS
 
 
 def run(config: RunConfig, folder: Path) -> ModeResult:
     """Print the checks. The metric is the exit code."""
-    text, code = report(config, folder)
+    text, code = report(config, Path(OUTPUTS) if str(folder) == NOT_GIVEN else folder)
     sys.stdout.write(text + "\n")
     return ModeResult(float(code), code)

@@ -1,5 +1,6 @@
 """Checks of the machine: shared memory, files, disk, ports, and access to model, data, cluster and servers."""
 
+import json
 import resource
 import shutil
 import socket
@@ -34,6 +35,7 @@ FREE_GIB = 2.0  # for logs and samples
 FULL_DISK = 0.95  # Ray stops spilling objects there
 REACH_SECONDS = 10.0
 OUTPUTS = "outputs"
+PROMPT_CHARACTERS = 400  # shown of each end of a long prompt
 
 
 def machine(config: RunConfig, folder: Path = Path(OUTPUTS)) -> Iterator[Check]:
@@ -54,7 +56,8 @@ def reachable(config: RunConfig) -> Iterator[Check]:
     """Check model, data, environment, rewards and trackers as a run does, and access to hub, cluster and servers."""
     refused = problems(config)
     yield _refused("model", refused) or _model(config)
-    yield _refused("data", refused) or _data(config)
+    data = _refused("data", refused) or _data(config)
+    yield data
     rewards = [term.target for term in config.reward.terms().values() if term.target is not None]
     for subject, targets in (("reward", rewards), ("tracker", config.tracking.own)):
         if targets:
@@ -62,8 +65,9 @@ def reachable(config: RunConfig) -> Iterator[Check]:
             yield _refused(subject, refused) or accepted
     if config.environment.multi_turn:
         yield _refused("environment", refused) or _episodes(config, usable="data" not in refused)
-    if not refused and _is_local(config):
-        yield _prompts(config)
+    folder = local_folder(config.model, seed=config.seed)
+    if not refused and folder is not None and rows.is_local(config.data):
+        yield from _prompts(config, folder, data.message)
     if config.cluster.address not in (None, "auto", "local"):
         yield _cluster(str(config.cluster.address))
     for url in config.rollout.urls:
@@ -132,26 +136,37 @@ def _episodes(config: RunConfig, *, usable: bool) -> Check:
     return play_episode(config, folder)
 
 
-def _is_local(config: RunConfig) -> bool:
-    """Whether model and data are files of this machine."""
-    return (
-        config.model.path is not None and Path(config.model.path).expanduser().is_dir() and rows.is_local(config.data)
-    )
+def _prompts(config: RunConfig, folder: Path, said: str) -> Iterator[Check]:
+    """Check the tokenizer, the chat template and the lengths of the prompts, as a run does, and show the first one.
 
-
-def _prompts(config: RunConfig) -> Check:
-    """Check the tokenizer, the chat template and the lengths of the prompts, as a run does."""
-    assert config.model.path is not None
+    Args:
+        config: Of a run whose inputs are not refused.
+        folder: The model's directory.
+        said: Contains warnings that need no repetition.
+    """
     try:
-        inputs = load_from(Path(config.model.path).expanduser(), config, lambda _: None)
+        inputs = load_from(folder, config, lambda _: None)
     except ConfigError as error:
-        return Check("prompts", CheckStatus.fail, str(error), "correct the setting; mode=train ends with this sentence")
+        hint = "correct the setting; mode=train ends with this sentence"
+        yield Check("prompts", CheckStatus.fail, str(error), hint)
+        return
 
-    evaluated = sum(map(len, inputs.prompts.evals.values()))
-    message = f"{len(inputs.prompts.train):,} to train on, {evaluated:,} to evaluate on"
-    if not inputs.warnings:
-        return Check("prompts", CheckStatus.ok, message)
-    return Check("prompts", CheckStatus.warn, f"{message}; {'; '.join(inputs.warnings)}", "a run warns of this, too")
+    prompts = inputs.prompts
+    warnings = [each for each in inputs.warnings if each not in said]
+    counted = f"{len(prompts.train):,} to train on, {sum(map(len, prompts.evals.values())):,} to evaluate on"
+    message = "; ".join([counted, *warnings])
+    yield check("prompts", not warnings, message, "a run warns of this, too", otherwise=CheckStatus.warn)
+
+    (first,) = prompts.train.take(1)
+    yield Check("first prompt", CheckStatus.ok, _shown(inputs.tokenizer.decode(first.token_ids)))
+
+
+def _shown(text: str) -> str:
+    """Return a prompt as one line, without its middle if it is long."""
+    omitted = len(text) - 2 * PROMPT_CHARACTERS
+    if omitted > 0:
+        text = f"{text[:PROMPT_CHARACTERS]} … {omitted:,} characters … {text[-PROMPT_CHARACTERS:]}"
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _model(config: RunConfig) -> Check:
@@ -170,10 +185,8 @@ def _model(config: RunConfig) -> Check:
 def _data(config: RunConfig) -> Check:
     data = config.data
     if not rows.is_local(data):
-        is_hub_set = isinstance(data.path, str) and sources.is_remote(data.path)
-        if is_hub_set and data._target_ is None and not data.train_sets:
-            return _hub("data", "dataset", data.path, "data.path")
-        return Check("data", CheckStatus.ok, "rows are counted when the run starts")
+        failed = [each for each in _hub_sets(config) if each.status is CheckStatus.fail]
+        return failed[0] if failed else Check("data", CheckStatus.ok, describe_rows(data, 1)[0].removeprefix("Data: "))
 
     try:
         counted, *warnings = describe_rows(data, config.algorithm.prompts_per_step)
@@ -181,6 +194,14 @@ def _data(config: RunConfig) -> Check:
         return Check("data", CheckStatus.fail, str(error), "correct the setting or the file")
     message = "; ".join([f"{data.name}: {counted.removeprefix('Data: ')}", *map(str.strip, warnings)])
     return check("data", not warnings, message, "a run warns of this, too", otherwise=CheckStatus.warn)
+
+
+def _hub_sets(config: RunConfig) -> Iterator[Check]:
+    """Check access to each data set of the hub that the run reads."""
+    for key, path in rows.paths(config.data).items():
+        for part in [path] if isinstance(path, str) else path:
+            if sources.is_remote(part) and not Path(part).expanduser().is_dir():
+                yield _hub("data", "dataset", part, key)
 
 
 def _hub(subject: str, kind: str, name: str, key: str) -> Check:

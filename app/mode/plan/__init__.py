@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from app.config import RunConfig
+from app.config.command_line import given_settings
 from app.mode import ModeResult
 from app.mode.inputs import check_sizes, problems
 from app.mode.plan import describe
@@ -16,7 +17,7 @@ def run(config: RunConfig, _folder: Path) -> ModeResult:
         ConfigError: The model and the settings of its preset do not go together.
     """
     check_sizes(config)
-    sections = [describe.describe(config)]
+    sections = [describe.describe(config, given_settings())]
     if refused := problems(config):
         sections.append(
             "\n".join(["A run on this machine would be refused", *(f"  {each}" for each in refused.values())])

@@ -5,7 +5,10 @@ Invariants:
 - Neither torch nor Ray nor SGLang is imported.
 """
 
+from collections.abc import Collection
+
 from app.config import RunConfig
+from app.config.idle_settings import idle_clip, idle_settings
 from app.config.model import ModelConfig
 from app.config.placement import PlacementKind
 from app.data.counts import describe_rows
@@ -19,13 +22,13 @@ from app.rollout.server_args import engine_flags
 from app.tracking.number_format import plural
 
 
-def describe(config: RunConfig) -> str:
-    """Return the plan of a run."""
+def describe(config: RunConfig, given: Collection[str] = ()) -> str:
+    """Return the plan of a run. `given`: names of the settings on the command line."""
     device = device_of(config.device.kind)
     model = architecture_of(config.model)
     flags = engine_flags(config, device)
 
-    sections = [_devices(config), _batch(config), _rows(config)]
+    sections = [_devices(config), _batch(config, given), _rows(config)]
     if config.environment.multi_turn:
         sections.append(_episodes(config))
     if model is None:
@@ -80,7 +83,7 @@ def _rows(config: RunConfig) -> list[str]:
         return ["Data: refused, as the last lines say"]
 
 
-def _batch(config: RunConfig) -> list[str]:
+def _batch(config: RunConfig, given: Collection[str]) -> list[str]:
     algorithm = config.algorithm
     rollout = config.rollout
     trajectories = algorithm.trajectories_per_step
@@ -94,7 +97,7 @@ def _batch(config: RunConfig) -> list[str]:
         f"a step: up to {trajectories * rollout.max_completion_tokens:,} completion tokens",
         f"  {trajectories / config.placement.trainer_ranks:g} trajectories per trainer rank, in microbatches of up to "
         f"{config.trainer.tokens_per_microbatch:,} tokens",
-        *(f"  {sentence}" for sentence in config.warnings()),
+        *(f"  {sentence}" for sentence in (*idle_clip(config), *idle_settings(config, given))),
         f"  {_deadline(config)}",
         f"  {config.steps} steps = {config.steps * trajectories:,} trajectories, one weight sync each",
     ]

@@ -21,6 +21,11 @@ def trained_parameters(model: Architecture, lora: LoraConfig) -> int:
     return adapter_parameters(model, lora) if lora.enabled else model.parameters
 
 
+def layer_names(model: Architecture) -> set[str]:
+    """Return the names of the linear layers that can have adapters."""
+    return {*_full_attention(model), *_linear_attention(model), *_mlp(model)}
+
+
 def _features(shapes: Shapes, lora: LoraConfig) -> int:
     chosen = shapes if lora.targets == [ALL_LINEAR] else [name for name in shapes if name in lora.targets]
     return sum(sum(shapes[name]) for name in chosen)
