@@ -66,6 +66,11 @@ class Validate(Callback):
         require_text("tracking.project", config.tracking.project, "a name")
         if config.mode is Mode.plan and (sentence := compose.replaced_settings(composed)):
             say(sentence)
+        if config.mode in (Mode.plan, Mode.doctor):
+            from app.recovery.resume import apply_preview
+
+            apply_preview(composed)
+            config = compose.resolve(composed)
         if not MODES[config.mode].writes:
             result = MODES[config.mode].run(config, Path(given))
             _report(result, None if given == NOT_GIVEN else given)

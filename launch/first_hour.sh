@@ -10,8 +10,7 @@ case ${1---help} in
   cuda | npu | cpu) ;;
   *) fail "device $1 is not known: give cuda, npu or cpu" ;;
 esac
-if [ "$1" = npu ]; then source launch/toolkit.sh; fi
-python=${PYTHON:-.venv/bin/python}
-[ -x "$python" ] || python=python3
+find_python
+source launch/toolkit.sh
 ulimit -n "$(ulimit -Hn)"
 exec "$python" -m tests.bench.first_hour "$@"

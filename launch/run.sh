@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Run on one node: mode=doctor first, then the application. Arguments after the options go to the application.
 #   bash launch/run.sh [--dry-run] [--no-doctor] device=npu placement=fully_async model=qwen35_9b
+# As a job of a running Ray cluster (the head's dashboard, see launch/ray_cluster.sh):
+#   ray job submit --address http://127.0.0.1:8265 -- bash CHECKOUT/launch/run.sh experiment=npu8_fully_async_9b cluster.address=auto
 # PYTHON is the interpreter (default: the checkout's .venv, else python3).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,8 +17,8 @@ while [ $# -gt 0 ]; do
     *) break ;;
   esac
 done
-python=${PYTHON:-.venv/bin/python}
-[ -x "$python" ] || python=python3
+find_python
+source launch/toolkit.sh
 # Ray and SGLang keep many sockets and files open.
 ulimit -n "$(ulimit -Hn)"
 if $doctor; then

@@ -140,6 +140,20 @@ def apply_evaluation(composed: DictConfig) -> Resumption:
     return Resumption(notes, checkpoint=checkpoint)
 
 
+def apply_preview(composed: DictConfig) -> None:
+    """Replace `composed` by the configuration of the run that `resume` names, as the run itself would.
+
+    For `mode=plan` and `mode=doctor`, which say what that run needs.
+
+    Raises:
+        ConfigError: `resume` names no run, or an override would change a setting that must stay.
+    """
+    resume = str(composed.resume)
+    folder = _run_dir(composed) if resume in (NEVER, AUTO) else _folder_of(resume)
+    if resume != NEVER and (folder / SAVED).is_file():
+        _take_over(composed, _saved(folder), folder, (*RESUMABLE, *EVALUABLE))
+
+
 def evaluated(resume: str) -> tuple[Path, Path]:
     """Return the run and the checkpoint that `mode=eval resume=…` names. Raises `ConfigError` if it names none."""
     path = Path(resume).expanduser()

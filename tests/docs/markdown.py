@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-LAUNCHERS = ("launch/quickstart.sh", "launch/run.sh", "launch/docker.sh", "launch/slurm.sbatch")
+LAUNCHERS = ("launch/quickstart.sh", "launch/run.sh", "launch/docker.sh", "launch/slurm.sbatch", "launch/kubernetes.sh")
 
 
 @dataclass(frozen=True, slots=True)

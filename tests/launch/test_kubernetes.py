@@ -20,6 +20,22 @@ CONTAINER = {
     "type": "object",
     "required": ["name", "image", "resources"],
     "properties": {
+        "envFrom": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["secretRef"],
+                "properties": {
+                    "secretRef": {
+                        "type": "object",
+                        "required": ["name"],
+                        "properties": {"name": {"type": "string"}, "optional": {"type": "boolean"}},
+                        "additionalProperties": False,
+                    }
+                },
+                "additionalProperties": False,
+            },
+        },
         "env": {"type": "array", "items": {**STRINGS, "required": ["name", "value"]}},
         "resources": {
             "type": "object",
@@ -125,6 +141,23 @@ def test_the_entrypoint_composes_and_its_devices_are_there(kind: str) -> None:
     assert int(limits[RESOURCES[kind]]) == devices(config) == 8
     needed = bundles(config, device_of(DeviceKind(kind)))
     assert int(limits["cpu"]) >= sum(bundle["CPU"] for bundle in needed)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_a_job_that_is_retried_continues_its_run(kind: str) -> None:
+    job = load(kind)["spec"]
+    config = composed(*(word for word in job["entrypoint"].split() if "=" in word and not word.startswith("hydra.")))
+    assert (config.resume, config.checkpoint.every) == ("auto", 50)
+    assert job["backoffLimit"] == 2
+    assert f"hydra.run.dir=/storage/outputs/posttrain-{kind}" in job["entrypoint"].split()
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_secrets_reach_every_container(kind: str) -> None:
+    cluster = load(kind)["spec"]["rayClusterSpec"]
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["envFrom"] == [{"secretRef": {"name": "posttrain-secrets", "optional": True}}]
 
 
 def test_ray_on_npus_offers_the_resource_that_we_reserve() -> None:

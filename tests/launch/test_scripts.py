@@ -6,23 +6,19 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.launch.shell import PYTHON, ROOT, bash, dry_run, options
+
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.sh"), *(ROOT / "launch").glob("*.sbatch")])
 SOURCED = ["common.sh", "toolkit.sh"]
 OF_IMAGES = ["entrypoint.sh"]  # passes its arguments, --help included, to the application
 WITH_HELP = [path.name for path in SCRIPTS if path.name not in SOURCED + OF_IMAGES]
+CPUS = ["--device", "cpu", "--devices", "2"]
 MISSION = ["device=npu", "placement=fully_async", "model=qwen35_9b"]
-
-
-def bash(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    return subprocess.run(
-        ["bash", *words], cwd=cwd, capture_output=True, text=True, env={**kept, **environment}, timeout=60
-    )
 
 
 def a_checkout(folder: Path) -> Path:
@@ -86,11 +82,30 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(words: list[str]) -> None:
 
 
 def test_run_checks_the_machine_first() -> None:
-    lines = bash("launch/run.sh", "--dry-run", *MISSION, PYTHON="python3").stdout.splitlines()
-    assert lines == [f"python3 -m app {' '.join(MISSION)} mode=doctor ", f"python3 -m app {' '.join(MISSION)} "] or (
-        [line.split(" ", 1)[1] for line in lines]
-        == [f"-m app {' '.join(MISSION)} mode=doctor ", f"-m app {' '.join(MISSION)} "]
-    )
+    assert dry_run("run.sh", *MISSION) == [
+        [PYTHON, "-m", "app", *MISSION, "mode=doctor"],
+        [PYTHON, "-m", "app", *MISSION],
+    ]
+
+
+@pytest.mark.parametrize("script", [["run.sh"], ["slurm.sbatch"], ["ray_cluster.sh", *CPUS, "head"]], ids=str)
+def test_commands_of_the_environment_that_setup_made_come_before_those_on_the_path(
+    script: list[str], tmp_path: Path
+) -> None:
+    checkout = a_checkout(tmp_path)
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    for name in ("python", "ray"):
+        (checkout / ".venv" / "bin" / name).write_text('#!/usr/bin/env bash\necho "x on 1 cpu device(s)"\n')
+        (checkout / ".venv" / "bin" / name).chmod(0o755)
+    name, *words = script
+    done = bash(f"launch/{name}", "--dry-run", *words, cwd=checkout, RAY_AUTH_TOKEN="x")
+    assert done.returncode == 0, done.stderr
+    run = [word for line in done.stdout.splitlines() for word in line.split() if word.endswith(("python", "ray"))]
+    assert run
+    assert {str(Path(word).parent) for word in run} == {str(checkout / ".venv" / "bin")}
+
+    other = bash(f"launch/{name}", "--dry-run", *words, cwd=checkout, RAY_AUTH_TOKEN="x", PYTHON=PYTHON)
+    assert ".venv/bin/python" not in other.stdout.replace(PYTHON, "")
 
 
 def test_a_cluster_offers_each_devices_resource() -> None:
@@ -108,41 +123,51 @@ JOIN = ["launch/ray_cluster.sh", "--dry-run", "--device", "cuda", "--devices", "
 
 
 def test_a_worker_joins_the_head() -> None:
-    done = bash(*JOIN, PORT="7000", RAY_AUTH_TOKEN="of-the-head")
+    done = bash(*JOIN, PORT="7000", RAY="ray", RAY_AUTH_TOKEN="of-the-head")
     assert done.stdout.startswith("ray start --address=10.0.0.1:7000 --num-gpus=8")
 
 
 def test_a_cluster_has_a_token(tmp_path: Path) -> None:
     head = ["launch/ray_cluster.sh", "--dry-run", "--device", "cuda", "--devices", "8", "head"]
-    assert bash(*head, HOME=str(tmp_path)).stdout.startswith("ray get-auth-token --generate")
-    refused = bash(*JOIN, HOME=str(tmp_path))
+    there = {"HOME": str(tmp_path), "RAY": "ray"}
+    assert bash(*head, **there).stdout.startswith("ray get-auth-token --generate")
+    refused = bash(*JOIN, **there)
     assert refused.returncode == 2
     assert "copy ~/.ray/auth_token from the head" in refused.stderr
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("secret")
-    assert bash(*head, HOME=str(tmp_path)).stdout.startswith("ray start --head")
-    assert bash(*JOIN, HOME=str(tmp_path)).returncode == 0
+    assert bash(*head, **there).stdout.startswith("ray start --head")
+    assert bash(*JOIN, **there).returncode == 0
 
 
 def test_slurm_starts_a_head_a_worker_and_the_application() -> None:
-    head, worker, application = bash(
-        "launch/slurm.sbatch", "--dry-run", *MISSION, DEVICES="8", RAY_AUTH_TOKEN="x"
-    ).stdout.splitlines()
-    assert "--nodelist=node0 ray start --head" in head
-    assert "--nodelist=node1 ray start --address=node0:6379" in worker
-    assert application.rstrip().endswith(
-        f"python3 -m app {' '.join(MISSION)} cluster.address=node0:6379 cluster.timeout_s=600"
+    _, head, worker, application = dry_run(
+        "slurm.sbatch", *MISSION, DEVICES="8", RAY_AUTH_TOKEN="x", SLURM_CPUS_PER_TASK="32", SLURM_CPUS_ON_NODE="96"
     )
+    assert [options(step)["--nodelist"] for step in (head, worker, application)] == ["node0", "node1", "node0"]
+    assert head[head.index("start") + 1] == "--head"
+    assert options(worker)["--address"] == "node0:6379"
+    assert {options(step)["--cpus-per-task"] for step in (head, worker, application)} == {"32"}
+    python = application.index(PYTHON)
+    assert application[python:] == [
+        PYTHON, "-m", "app", *MISSION, "cluster.address=node0:6379", "cluster.timeout_s=600",
+    ]  # fmt: skip
 
 
 def slurm_stand_in(folder: Path) -> dict[str, str]:
     """Commands named as Slurm's that run what they are given on this machine."""
     folder.mkdir()
+    noset = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
     commands = {
         "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
         "scontrol": "echo here",
-        "ray": 'if [ "$1" = start ]; then exec sleep 60; fi',  # --block; status answers at once
-        "python": 'trap "exit 130" TERM; echo "$@" > "$SAID"; if [ "$3" = wait ]; then sleep 60 & wait; fi; exit 7',
+        # --block; status answers at once
+        "ray": f'if [ "$1" = start ]; then echo "${{{noset}-}} $*" > "$RAN.ray"; exec sleep 60; fi',
+        "python": f"""if [ "${{@: -1}}" = mode=plan ]; then exec {PYTHON} "$@"; fi
+trap "exit 130" TERM
+echo "$@" > "$RAN"
+if [ "$3" = seed=1 ]; then sleep 60 & wait; fi
+exit 7""",
     }
     for name, body in commands.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
@@ -152,23 +177,26 @@ def slurm_stand_in(folder: Path) -> dict[str, str]:
         "PYTHON": str(folder / "python"),
         "SLURM_JOB_NODELIST": "here",
         "SLURM_SUBMIT_DIR": str(ROOT),
-        "SAID": str(folder / "said"),
+        "RAN": str(folder / "ran"),
         "RAY_AUTH_TOKEN": "of-the-nodes",
     }
 
 
 def test_a_slurm_job_ends_with_the_applications_exit_code(tmp_path: Path) -> None:
     environment = slurm_stand_in(tmp_path / "bin")
-    assert bash("launch/slurm.sbatch", "device=cuda", **environment).returncode == 7
-    said = (tmp_path / "bin" / "said").read_text()
-    assert said == "-m app device=cuda cluster.address=here:6379 cluster.timeout_s=600\n"
+    assert bash("launch/slurm.sbatch", "experiment=npu8_fully_async_9b", **environment).returncode == 7
+    ran = (tmp_path / "bin" / "ran").read_text()
+    assert ran == "-m app experiment=npu8_fully_async_9b cluster.address=here:6379 cluster.timeout_s=600\n"
+    noset, *started = (tmp_path / "bin" / "ran.ray").read_text().split()
+    assert noset == "1"
+    assert options(started)["--resources"] == '{"NPU":8}'
 
 
 def test_slurms_warning_reaches_the_application(tmp_path: Path) -> None:
     environment = slurm_stand_in(tmp_path / "bin")
-    job = subprocess.Popen(["bash", "launch/slurm.sbatch", "wait"], cwd=ROOT, env={**os.environ, **environment})
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "bin" / "said").exists() and time.monotonic() < deadline:
+    job = subprocess.Popen(["bash", "launch/slurm.sbatch", "seed=1"], cwd=ROOT, env={**os.environ, **environment})
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "bin" / "ran").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     job.send_signal(signal.SIGTERM)
     assert job.wait(20) == 130
@@ -181,10 +209,76 @@ def test_docker_gets_the_devices_and_the_driver_of_npus() -> None:
     assert command.rstrip().endswith(f"hydra-posttrain:npu {' '.join(MISSION)}")
 
 
-def test_docker_keeps_secrets_off_the_command_line() -> None:
-    command = bash("launch/docker.sh", "--dry-run", "cuda", HF_TOKEN="hidden", WANDB_API_KEY="hidden").stdout
-    assert "hidden" not in command
-    assert "-e HF_TOKEN -e WANDB_API_KEY" in command
+KEYS = {
+    "HF_TOKEN": "hidden",
+    "WANDB_API_KEY": "hidden",
+    "CLEARML_API_SECRET_KEY": "hidden",
+    "HTTPS_PROXY": "hidden",
+    "no_proxy": "hidden",
+    "NCCL_SOCKET_IFNAME": "hidden",
+}
+PLACES = {"HF_HOME": "/models/hub", "WANDB_DIR": "hidden", "CLEARML_CONFIG_FILE": "hidden", "UNRELATED": "hidden"}
+
+
+def after(option: str, command: list[str]) -> set[str]:
+    """The values of an option that may be repeated."""
+    return {value for name, value in pairwise(command) if name == option}
+
+
+def test_docker_passes_keys_and_proxies_by_name() -> None:
+    (command,) = dry_run("docker.sh", "cuda", **KEYS, **PLACES)
+    assert "hidden" not in " ".join(command)
+    assert after("-e", command) == {*KEYS, "TORCHINDUCTOR_CACHE_DIR=/root/.cache/inductor"}
+    assert "/models/hub:/root/.cache/huggingface" in after("-v", command)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_docker_keeps_what_is_compiled_in_volumes_of_its_kind(kind: str) -> None:
+    (command,) = dry_run("docker.sh", kind)
+    volumes = dict(mount.split(":")[:2] for mount in after("-v", command) if not mount.startswith("/"))
+    assert {f"/root/{each}" for each in (".cache", ".triton", ".tilelang")} <= set(volumes.values())
+    assert all(name.startswith(f"hydra-posttrain-{kind}-") for name in volumes)
+    assert ("/root/atc_data" in volumes.values()) == (kind == "npu")
+
+
+def test_docker_mounts_what_settings_and_options_name(tmp_path: Path) -> None:
+    for each in ("code", "store", "data"):
+        (tmp_path / each).mkdir()
+    (tmp_path / "data" / "rows.jsonl").touch()
+    (tmp_path / ".netrc").touch()
+    rows = tmp_path / "data" / "rows.jsonl"
+    settings = [
+        "data.path=data/rows.jsonl",
+        f"data.eval_sets.mine.path={rows}",
+        "model.path=Qwen/Qwen3-4B",
+        f"hydra.run.dir={tmp_path}/store/run",
+    ]
+    words = ["--code", "code", "--mount", "store", "cuda", *settings]
+    (command,) = dry_run("docker.sh", *words, cwd=tmp_path, HOME=str(tmp_path))
+    assert command[-4:] == settings
+    assert f"PYTHONPATH={tmp_path}/code" in after("-e", command)
+    assert {
+        f"{tmp_path}/code:{tmp_path}/code:ro",
+        f"{tmp_path}/store:{tmp_path}/store",
+        f"{rows}:/workspace/data/rows.jsonl:ro",
+        f"{rows}:{rows}:ro",
+        f"{tmp_path}/.netrc:/root/.netrc:ro",
+    } <= after("-v", command)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["cuda", "data.path=/nowhere/rows.jsonl"], "/nowhere/rows.jsonl"),
+        (["cuda", "hydra.run.dir=runs/mine"], "hydra.run.dir=runs/mine"),
+        (["cuda", "resume=/elsewhere/run"], "resume=/elsewhere/run"),
+        (["--mount", "/nowhere", "cuda"], "/nowhere"),
+    ],
+)
+def test_docker_refuses_what_the_container_would_lack_or_lose(words: list[str], named: str) -> None:
+    done = bash("launch/docker.sh", "--dry-run", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert named in done.stderr
 
 
 PIP = ".venv/bin/python -m pip --disable-pip-version-check --quiet install --no-compile"
@@ -332,7 +426,8 @@ def ascend(folder: Path, *packages: str) -> Path:
     """A folder like /usr/local/Ascend. Each package's set_env.sh adds its name to TOOLKIT."""
     for package in packages:
         (folder / "Ascend" / package).mkdir(parents=True)
-        (folder / "Ascend" / package / "set_env.sh").write_text(f"export TOOLKIT=${{TOOLKIT-}}{package}\n")
+        # As CANN's: it reads variables that may be unset, and its last command may fail.
+        (folder / "Ascend" / package / "set_env.sh").write_text(f"export TOOLKIT=$TOOLKIT{package}\nfalse\n")
     return folder / "Ascend"
 
 
@@ -348,8 +443,11 @@ def ascend(folder: Path, *packages: str) -> Path:
 )
 def test_the_toolkit_is_found_in_new_and_old_folders_of_cann(packages: list[str], loaded: str, tmp_path: Path) -> None:
     root = ascend(tmp_path, *packages)
-    done = bash("-euc", 'source launch/toolkit.sh; echo "${TOOLKIT-}"', ASCEND_ROOT=str(root))
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{loaded}\n", "")
+    done = bash("-euc", 'source launch/toolkit.sh; echo "${TOOLKIT-} $-"', ASCEND_ROOT=str(root))
+    assert (done.returncode, done.stderr) == (0, "")
+    found, flags = done.stdout.split(" ")
+    assert found == loaded
+    assert {"e", "u"} <= set(flags)
 
 
 def test_a_container_is_healthy_while_its_run_writes(tmp_path: Path) -> None:

@@ -292,3 +292,21 @@ def test_a_run_on_other_data_than_the_checkpoints_is_refused_before_anything_is_
     code, text = run_app(f"resume={run}/checkpoints/step_4", cwd=tmp_path, module="tests.mode.held_app")
     assert (code, content(run)) == (2, before)
     assert text.startswith("data does not match the checkpoint: give the same rows, weights")
+
+
+@pytest.mark.parametrize(
+    "words", [["resume={run}"], ["resume={run}/checkpoints/step_4"], ["resume=auto", "hydra.run.dir={run}"]]
+)
+@pytest.mark.parametrize("more", [[], ["mode=eval", "data=gsm8k"]], ids=["train", "eval"])
+def test_a_plan_is_of_the_run_that_is_resumed(words: list[str], more: list[str], tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", "experiment=npu8_fully_async_9b", step=4)
+    before = content(tmp_path)
+    code, text = run_app(*more, *(word.format(run=run) for word in words), "mode=plan", cwd=tmp_path)
+    assert (code, text.splitlines()[0]) == (0, "qwen35_9b · grpo · fully_async on 8 npu device(s)")
+    assert content(tmp_path) == before
+
+
+def test_a_plan_of_a_run_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    code, text = run_app("mode=plan", f"resume={tmp_path}/none", cwd=tmp_path)
+    assert code == 2
+    assert text.startswith(f"resume={tmp_path}/none is not accepted")

@@ -1,0 +1,122 @@
+"""Dry runs of every experiment: the devices, CPUs and environment of what would run are those that it composes to."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from app.cluster.placement_group import bundles
+from app.config import RunConfig
+from app.device import Device, device_of
+from app.main import conf_path
+from app.mode.plan.memory import devices
+from tests.compose import composed
+from tests.launch.shell import bash, dry_run, options
+from tests.launch.test_kubernetes import RAYJOB, RESOURCES
+
+EXPERIMENTS = sorted(path.stem for path in (Path(conf_path()) / "experiment").glob("*.yaml"))
+ON_CARDS = [name for name in EXPERIMENTS if not name.startswith("tiny")]
+CPUS = 96
+
+
+def of(name: str) -> tuple[RunConfig, Device]:
+    config = composed(f"experiment={name}")
+    return config, device_of(config.device.kind)
+
+
+def offered(command: list[str], device: Device) -> dict[str, float]:
+    """The resources that `ray start` would offer."""
+    given = options(command)
+    found = {"CPU": float(given["--num-cpus"])} if "--num-cpus" in given else {}
+    if "--num-gpus" in given:
+        found["GPU"] = float(given["--num-gpus"])
+    return {**found, **json.loads(given.get("--resources", "{}"))}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_slurm_offers_the_devices_and_cpus_of_an_experiment(name: str) -> None:
+    config, device = of(name)
+    environment = {"RAY_AUTH_TOKEN": "x", "SLURM_CPUS_ON_NODE": str(CPUS)}
+    commands = dry_run("slurm.sbatch", f"experiment={name}", **environment)
+    exported = dict(word.split("=") for command in commands if command[0] == "export" for word in command[1:])
+    head, worker, application = [command for command in commands if command[0] == "srun"]
+
+    assert exported == dict(device.machine_env)
+    assert [options(step)["--cpus-per-task"] for step in (head, worker, application)] == [str(CPUS)] * 3
+    for resource in {device.resource, "CPU"}:
+        needed = sum(bundle[resource] for bundle in bundles(config, device))
+        assert offered(head, device)[resource] == offered(worker, device)[resource]
+        assert 2 * offered(head, device)[resource] >= needed
+    if device.resource != "CPU":
+        assert 2 * offered(head, device)[device.resource] == devices(config) + devices(config) % 2
+    assert f"experiment={name}" in application
+
+
+@pytest.mark.parametrize("name", ON_CARDS)
+def test_docker_passes_the_devices_of_an_experiment(name: str) -> None:
+    config, _ = of(name)
+    kind = config.device.kind.name
+    (command,) = dry_run("docker.sh", kind, f"experiment={name}")
+    cards = [word for word in command if word.startswith("--device=/dev/davinci") and word[-1].isdigit()]
+    assert (command[command.index("--gpus") + 1] == "all") if kind == "cuda" else (len(cards) >= devices(config))
+    assert command[-2:] == [f"hydra-posttrain:{kind}", f"experiment={name}"]
+
+
+@pytest.mark.parametrize("name", ON_CARDS)
+def test_kubernetes_reserves_the_devices_of_an_experiment(name: str) -> None:
+    config, device = of(name)
+    kind = config.device.kind.name
+    manifest = bash("launch/kubernetes.sh", "--dry-run", "--name", "mine", f"experiment={name}")
+    job = yaml.safe_load(manifest.stdout)
+    jsonschema.validate(job, RAYJOB)
+    words = job["spec"]["entrypoint"].split()
+    assert f"experiment={name}" in words
+    assert {"resume=auto", "hydra.run.dir=/storage/outputs/mine"} <= set(words)
+
+    cluster = job["spec"]["rayClusterSpec"]
+    limits = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    workers = cluster["workerGroupSpecs"][0]["replicas"]
+    assert int(limits[RESOURCES[kind]]) * (1 + workers) == devices(config)
+    assert int(limits["cpu"]) >= sum(bundle["CPU"] for bundle in bundles(config, device))
+    started = cluster["headGroupSpec"]["rayStartParams"]
+    ray = json.loads(json.loads(started["resources"]))["NPU"] if kind == "npu" else int(started["num-gpus"])
+    assert ray == int(limits[RESOURCES[kind]])
+
+
+def test_kubernetes_takes_the_nodes_that_a_run_needs() -> None:
+    words = ["experiment=npu8_fully_async_9b", "placement.rollout_devices=12", "model.path=/storage/Qwen3.5-9B"]
+    given = {"RESOURCE": "huawei.com/ascend-1980", "CPUS": "32", "MEMORY": "256Gi"}
+    options = ["--image", "registry/image:1", "--claim", "disk", "--secret", "keys"]
+    job = yaml.safe_load(bash("launch/kubernetes.sh", "--dry-run", *options, *words, **given).stdout)
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        pod = group["template"]["spec"]
+        assert pod["containers"][0]["image"] == "registry/image:1"
+        assert pod["containers"][0]["resources"]["limits"] == {
+            "cpu": "32",
+            "memory": "256Gi",
+            "huawei.com/ascend-1980": "8",
+        }
+        assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "keys", "optional": True}}]
+        assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "disk"}
+    assert [cluster["workerGroupSpecs"][0][key] for key in ("replicas", "minReplicas")] == [1, 1]
+    assert "model.path=/storage/Qwen3.5-9B" in job["spec"]["entrypoint"].split()
+
+
+@pytest.mark.parametrize("script", ["slurm.sbatch", "kubernetes.sh"])
+@pytest.mark.parametrize(
+    ("setting", "key"), [("experiment=npu8", "experiment=npu8"), ("rollout.tensor_parallel=3", "tensor_parallel=3")]
+)
+def test_a_setting_that_is_not_accepted_starts_nothing(script: str, setting: str, key: str) -> None:
+    done = bash(f"launch/{script}", "--dry-run", "device=npu", "placement.devices=4", setting)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert key in done.stderr
+
+
+def test_too_few_nodes_are_refused_before_ray_starts() -> None:
+    done = bash("launch/slurm.sbatch", "--dry-run", "experiment=npu8_fully_async_9b", DEVICES="2", RAY_AUTH_TOKEN="x")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "8 npu" in done.stderr
