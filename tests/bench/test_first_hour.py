@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def test_without_a_driver_it_is_a_sentence_and_runs_nothing(
 
 def test_one_card_leaves_out_what_needs_two(tmp_path: Path) -> None:
     left_out = [each for each in first_hour.checks("cuda", 1, [], steps=10) if each.least_devices > 1]
-    assert [each.name for each in left_out] == ["syncs", "fully_async"]
+    assert [each.name for each in left_out] == ["syncs", "fully_async", "published"]
     outcome = first_hour.run_check(left_out[0], tmp_path, kind="cuda", devices=1)
     assert (outcome.status, outcome.reason) == (SKIPPED, "needs 2 devices, this machine has 1")
 
@@ -77,6 +78,41 @@ def test_a_mismatch_a_stale_trajectory_and_a_slow_trainer_differ(tmp_path: Path)
         "mismatch/kl on policy",
         "trainer/mfu",
     }
+
+
+@pytest.mark.parametrize(("model", "met"), [("qwen3_4b", True), ("qwen3_4b_lora", False)])
+def test_the_mfu_that_is_expected_depends_on_the_workload(model: str, met: bool, tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run", a_step(trainer__mfu=0.15))
+    _, expectations = first_hour.read_run(composed("device=cuda", f"model={model}"), folder, "")
+    assert {each.name: each.met for each in expectations}["trainer/mfu"] == met
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "placement"),
+    [("cuda", {"published": 8}, "fully_async"), ("npu", {"published_sync": 4, "published_async": 4}, "fully_async")],
+)
+def test_published_workloads_run_on_the_published_number_of_devices(
+    kind: str, devices: dict[str, int], placement: str
+) -> None:
+    found = [each for each in first_hour.checks(kind, 8, [], steps=10, path="org/model") if each.published]
+    assert {each.name: each.least_devices for each in found} == devices
+    for check in found:
+        config = composed(*check.overrides)
+        assert (config.device.kind.name, config.placement.kind.name, config.steps) == (kind, placement, 10)
+        assert config.placement.trainer_devices + config.placement.rollout_devices == check.least_devices
+        assert config.model.path == "org/model"
+        assert (config.algorithm.prompts_per_step, config.rollout.max_completion_tokens) == (32, 2048)
+        assert check.published is not None
+        assert set(check.published.seconds) <= set(first_hour.SHOWN)
+        assert (config.placement.max_staleness == 0) == (check.name != "published_async")
+
+
+def test_the_table_has_our_seconds_beside_the_published_ones() -> None:
+    published = {"time/step": 68.0, "time/train": 16.8}
+    outcome = Outcome("published", PASSED, 600.0, {"time/step": 34.0}, published=published, source="https://where")
+    text = first_hour.table([outcome])
+    assert re.search(r"time/step: 34 .*68 s, 0\.50", text)
+    assert "https://where" in text
 
 
 def test_memory_is_compared_with_the_plan(tmp_path: Path, qwen3_4b: str) -> None:
