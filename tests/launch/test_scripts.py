@@ -427,7 +427,7 @@ def ascend(folder: Path, *packages: str) -> Path:
     for package in packages:
         (folder / "Ascend" / package).mkdir(parents=True)
         # As CANN's: it reads variables that may be unset, and its last command may fail.
-        (folder / "Ascend" / package / "set_env.sh").write_text(f"export TOOLKIT=$TOOLKIT{package}\nfalse\n")
+        (folder / "Ascend" / package / "set_env.sh").write_text(f"export TOOLKIT=${{TOOLKIT}}{package}\nfalse\n")
     return folder / "Ascend"
 
 
