@@ -145,7 +145,8 @@ def test_an_algorithm_is_the_published_one_in_every_composition(composition: lis
     settings = {each.name: getattr(config.algorithm, each.name) for each in fields(AlgorithmConfig)}
     expected = {"name": algorithm, **COMMON, **PUBLISHED[algorithm]}
     assert {name: value for name, value in settings.items() if name not in SIZES} == expected
-    assert config.correction is CORRECTIONS[config.placement.kind]
+    stale = PlacementKind.fully_async if config.placement.max_staleness else PlacementKind.colocate
+    assert config.correction is CORRECTIONS[stale]
     assert config.stream == (
         config.placement.kind is PlacementKind.fully_async and PUBLISHED[algorithm]["updates_per_step"] == 1
     )
