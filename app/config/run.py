@@ -164,7 +164,9 @@ class RunConfig:
         key = "placement.devices" if colocated else "placement.rollout_devices"
         devices = self.placement.engine_devices
         width = self.rollout.tensor_parallel
-        expect(devices % width == 0, "rollout.tensor_parallel", width, f"a divisor of {key}={devices}")
+        fitting = math.gcd(devices, width)
+        accepted = f"a divisor of {key}={devices}, such as {fitting}"
+        expect(devices % width == 0, "rollout.tensor_parallel", width, accepted)
 
     def _validate_tasks(self) -> None:
         kind = self.environment.kind

@@ -95,8 +95,10 @@ def count(
     )
 
 
-def describe_rows(config: DataConfig, prompts_per_step: int) -> list[str]:
-    """Return the section of `mode=plan`. Neither the hub nor a function of the user is asked for rows.
+def describe_rows(config: DataConfig, prompts_per_step: int, steps: int) -> list[str]:
+    """Return the section of `mode=plan`: rows, and the epochs of a run of so many steps.
+
+    Neither the hub nor a function of the user is asked for rows.
 
     Raises:
         ConfigError: A local file cannot be read.
@@ -106,7 +108,9 @@ def describe_rows(config: DataConfig, prompts_per_step: int) -> list[str]:
 
     loaded = rows.load(config, seed=0)
     counts = count(loaded.train, loaded.evals, loaded, weights_of(config))
-    return [f"Data: {counts.text}", *(f"  {each}" for each in (*loaded.warnings, *counts.repeated(prompts_per_step)))]
+    epochs = steps * prompts_per_step / sum(counts.train.values())
+    warnings = [f"  {each}" for each in (*loaded.warnings, *counts.repeated(prompts_per_step))]
+    return [f"Data: {counts.text}; {steps} steps are {epochs:.3g} epochs", *warnings]
 
 
 def weights_of(config: DataConfig) -> dict[str, float]:

@@ -71,6 +71,7 @@ class Device:
     card: str = ""  # the card that the numbers below describe
     card_memory_gib: float | None = None  # None: a share of this machine's memory
     peak_tflops: float | None = None  # of that card, dense bfloat16; None: no estimate
+    memory_gb_per_s: float | None = None  # bandwidth of that card's memory, 1e9 bytes/s; None: no estimate
     trainer_runtime_gib: float = 0.0  # per rank, not offloadable: context, kernels, collective buffers
     engine_runtime_gib: float = 0.0  # per engine rank
     push_seconds_per_gb: float = 0.0  # weight sync over `collective`

@@ -36,6 +36,7 @@ DEVICE = Device(
     card="an 80 GB H100",
     card_memory_gib=80.0,
     peak_tflops=989.0,
+    memory_gb_per_s=3350.0,
     trainer_runtime_gib=1.5,
     engine_runtime_gib=4.0,  # with the decode graphs, which no release frees
     push_seconds_per_gb=0.12,

@@ -54,6 +54,7 @@ DEVICE = Device(
     card="a 64 GB Atlas A2 card or A3 die",
     card_memory_gib=64.0,
     peak_tflops=376.0,
+    memory_gb_per_s=1600.0,
     trainer_runtime_gib=2.0,
     engine_runtime_gib=4.0,  # with the decode graphs, which no release frees
     push_seconds_per_gb=0.19,

@@ -20,6 +20,7 @@ from app.model.tiny.tokenizer import CHARACTERS, SPECIAL
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text")
 QUERY_KEY_NORMS = ("qwen3", "qwen3_5_text")
 LINEAR_KEYS = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHECKPOINT_CONFIG = "config.json"
 # Fields with the number of positions, in the order in which SGLang looks for them.
 CONTEXT_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
@@ -154,7 +155,7 @@ def checkpoint_config(model: ModelConfig) -> dict[str, Any] | None:
     """Read `config.json` from the model's directory or the hub cache. None: neither has it, or the model is tiny.
 
     Raises:
-        ConfigError: The file is not JSON.
+        ConfigError: The file is not JSON, or the model is a mixture of experts.
     """
     if model.path is None:
         return None
@@ -171,7 +172,21 @@ def checkpoint_config(model: ModelConfig) -> dict[str, Any] | None:
             f"model.path={model.path} is not accepted: give a model whose {CHECKPOINT_CONFIG} can be read "
             f"({one_line(error)})."
         ) from error
+
+    experts = any(config.get("text_config", config).get(key) for key in EXPERT_KEYS)
+    expect(not experts, "model.path", model.path, "a dense decoder: a mixture of experts is not supported")
     return config
+
+
+def unknown_shapes(model: ModelConfig) -> str:
+    """Say why there is no memory estimate for a model."""
+    config = checkpoint_config(model)
+    if config is not None:
+        return f"no estimate, model.path={model.path} is not a dense decoder of a known kind ({', '.join(DENSE)})"
+    return (
+        f"no estimate, the shapes of model.path={model.path} are not on this machine; fetch them with: "
+        f"hf download {model.path} {CHECKPOINT_CONFIG}"
+    )
 
 
 def require_own_preset(model: ModelConfig) -> None:

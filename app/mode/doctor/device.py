@@ -15,7 +15,7 @@ from app.errors import ConfigError
 from app.mode.doctor.finding import Check, CheckStatus, check
 from app.mode.doctor.nvidia import nvidia_driver
 from app.mode.plan.memory import devices, plan_memory
-from app.model.architecture import architecture_of
+from app.model.architecture import architecture_of, unknown_shapes
 from app.rollout.server_args import engine_flags
 from app.utils.units import GIB
 
@@ -112,8 +112,7 @@ def _memory(config: RunConfig, device: Device) -> Check:
     """Check the peak phase of the memory plan. The plan is an estimate, so this warns and never fails."""
     model = architecture_of(config.model)
     if model is None:
-        message = f"the shapes of {config.model.path} are not known locally"
-        return Check("memory", CheckStatus.warn, message, "see mode=plan")
+        return Check("memory", CheckStatus.warn, unknown_shapes(config.model), "see mode=plan")
 
     plan = plan_memory(config, device, model, engine_flags(config, device))
     peak = plan.peak_phase

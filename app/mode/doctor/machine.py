@@ -189,7 +189,7 @@ def _data(config: RunConfig) -> Check:
         return failed[0] if failed else Check("data", CheckStatus.ok, describe_rows(data, 1)[0].removeprefix("Data: "))
 
     try:
-        counted, *warnings = describe_rows(data, config.algorithm.prompts_per_step)
+        counted, *warnings = describe_rows(data, config.algorithm.prompts_per_step, config.steps)
     except ConfigError as error:
         return Check("data", CheckStatus.fail, str(error), "correct the setting or the file")
     message = "; ".join([f"{data.name}: {counted.removeprefix('Data: ')}", *map(str.strip, warnings)])

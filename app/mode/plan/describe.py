@@ -9,7 +9,6 @@ from collections.abc import Collection
 
 from app.config import RunConfig
 from app.config.idle_settings import idle_clip, idle_settings
-from app.config.model import ModelConfig
 from app.config.placement import PlacementKind
 from app.data.counts import describe_rows
 from app.device import device_of
@@ -17,7 +16,7 @@ from app.errors import ConfigError
 from app.mode.plan import text
 from app.mode.plan.memory import devices
 from app.mode.plan.remedies import remedies_of
-from app.model.architecture import architecture_of, checkpoint_config
+from app.model.architecture import architecture_of, unknown_shapes
 from app.rollout.server_args import engine_flags
 from app.tracking.number_format import plural
 
@@ -32,26 +31,17 @@ def describe(config: RunConfig, given: Collection[str] = ()) -> str:
     if config.environment.multi_turn:
         sections.append(_episodes(config))
     if model is None:
-        sections.append(_unknown(config.model))
+        sections.append([f"Memory: {unknown_shapes(config.model)}"])
     else:
         sections += [
             text.memory(config, device, model, flags),
             text.sync(config, device, model),
+            text.time(config, device, model, flags),
             text.disk(config, model),
         ]
         sections += remedies_of(config, device, model)
     sections += [text.engines(config, device, flags), _schedule(config)]
     return "\n\n".join("\n".join(section) for section in sections)
-
-
-def _unknown(model: ModelConfig) -> list[str]:
-    """Say why there is no memory plan."""
-    if checkpoint_config(model) is not None:
-        return [f"Memory: no estimate, model.path={model.path} is not a dense decoder of a known kind"]
-    return [
-        f"Memory: no estimate, the shapes of model.path={model.path} are not on this machine; fetch them with: "
-        f"hf download {model.path} config.json"
-    ]
 
 
 def _devices(config: RunConfig) -> list[str]:
@@ -78,7 +68,7 @@ def _devices(config: RunConfig) -> list[str]:
 
 def _rows(config: RunConfig) -> list[str]:
     try:
-        return describe_rows(config.data, config.algorithm.prompts_per_step)
+        return describe_rows(config.data, config.algorithm.prompts_per_step, config.steps)
     except ConfigError:
         return ["Data: refused, as the last lines say"]
 

@@ -4,11 +4,13 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 
 from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.config.trainer import Checkpointing
 from app.device import Device
+from app.errors import ConfigError
 from app.mode.plan.memory import MemoryPlan, plan_memory
 from app.model.architecture import QWEN3_06B, QWEN3_17B, Architecture
 from app.rollout.server_args import engine_flags, memory_fraction
@@ -19,6 +21,8 @@ LOWER_FRACTION = 0.5  # of rollout.memory_fraction, where trainer and engine sha
 SHORTEST = 1024  # completion tokens; below, a shorter limit is no remedy
 SMALLEST_GAIN = 0.01  # of the peak
 FACTORS = (2, 4, 8)  # more devices
+LORA_RANK = 32
+LORA_RATE = 10  # × the learning rate of full fine-tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,9 @@ def remedies_of(config: RunConfig, device: Device, model: Architecture) -> list[
     lines = ["To make it fit, try one or several of"]
     for change in _changes(config, device, model):
         changed = _changed(config, change)
+        if not _is_accepted(changed):
+            continue
+
         replanned = _plan(changed, device, SMALLER.get(change.model or "", model))
         if _better(plan, replanned):
             verdict = "fits" if _fits(changed, replanned) else "does not fit alone"
@@ -78,6 +85,9 @@ def _changes(config: RunConfig, device: Device, model: Architecture) -> Iterator
         )
     if colocated and memory_fraction(config, device) > LOWER_FRACTION:
         yield Change({"rollout.memory_fraction": LOWER_FRACTION})
+
+    if not config.model.lora.enabled:
+        yield Change({"model.lora.rank": LORA_RANK, "trainer.lr": float(f"{LORA_RATE * config.trainer.lr:.3g}")})
 
     yield _more_devices(config, device, model)
 
@@ -119,9 +129,17 @@ def _better(plan: MemoryPlan, other: MemoryPlan) -> bool:
 def _changed(config: RunConfig, change: Change) -> RunConfig:
     changed = copy.deepcopy(config)
     for key, value in change.settings.items():
-        section, _, name = key.partition(".")
-        setattr(getattr(changed, section), name, value)
+        section, _, name = key.rpartition(".")
+        setattr(attrgetter(section)(changed), name, value)
     return changed
+
+
+def _is_accepted(config: RunConfig) -> bool:
+    try:
+        config.validate()
+    except ConfigError:
+        return False
+    return True
 
 
 def _plan(config: RunConfig, device: Device, model: Architecture) -> MemoryPlan:

@@ -8,9 +8,9 @@ from app.config import RunConfig
 from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
 from app.mode.disk import CHECKPOINT_BYTES, plan_disk
+from app.mode.plan.duration import describe_time, step_seconds, step_tokens, sync_seconds, training_seconds
 from app.mode.plan.engine_memory import EngineMemoryPlan
 from app.mode.plan.memory import Phase, plan_memory
-from app.mode.plan.trainer_memory import uncheckpointed_layers
 from app.model.architecture import Architecture
 from app.model.lora.count import adapter_parameters
 from app.rollout.server_args import render_flags
@@ -18,11 +18,7 @@ from app.utils.units import GIB, MIB, size
 
 LARGEST_ITEMS = 4  # items shown per phase
 SMALLEST_SHOWN = 0.005 * GIB
-FORWARD_FLOPS = 2  # per parameter and token
-FORWARD_BACKWARD_FLOPS = 6
-LORA_FLOPS = 4  # a frozen weight has no gradient; those of the adapters are negligible
 SHORTEST_SYNC = 1.0  # seconds; below, latency outweighs bandwidth
-UTILIZATION = 0.4  # of peak FLOP/s, for a well-fed trainer
 
 
 def memory(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> list[str]:
@@ -79,6 +75,12 @@ def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan, fl
     return lines
 
 
+def time(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> list[str]:
+    """Expected seconds of a step, and the duration of the run."""
+    engine = plan_memory(config, device, model, flags).engine
+    return describe_time(step_seconds(config, device, model, engine, flags), config, device)
+
+
 def disk(config: RunConfig, model: Architecture) -> list[str]:
     """What the run keeps, and how much space it needs at most."""
     checkpoint = config.checkpoint
@@ -112,14 +114,14 @@ def engines(config: RunConfig, device: Device, flags: Mapping[str, object]) -> l
 
 
 def sync(config: RunConfig, device: Device, model: Architecture) -> list[str]:
-    """Bytes and expected seconds of a weight sync, and expected seconds of training per step."""
+    """Bytes and expected seconds of a weight sync."""
     if config.model.lora.enabled:
         return [*_adapter_sync(config, model), *_training(config, device, model)]
 
     item = config.device.dtype.bytes
     weights = model.parameters * item
     bucket = max(config.weight_sync.bucket_mib * MIB, model.largest_tensor * item)
-    seconds = weights / 1e9 * device.push_seconds_per_gb
+    seconds = sync_seconds(config, device, model)
 
     lines = [
         "A weight sync",
@@ -150,20 +152,13 @@ def _adapter_sync(config: RunConfig, model: Architecture) -> list[str]:
 
 
 def _training(config: RunConfig, device: Device, model: Architecture) -> list[str]:
-    if device.peak_tflops is None:
+    """A warning where training a full-length step would outlast the trainer's deadline."""
+    training = training_seconds(config, device, model)
+    if training is None or training <= config.trainer.timeout_s or config.stream:
         return []
-    recomputed = 1 - uncheckpointed_layers(model, config.trainer.activation_checkpointing) / model.layers
-    flops = LORA_FLOPS if config.model.lora.enabled else FORWARD_BACKWARD_FLOPS
-    flops_per_parameter = flops + recomputed * FORWARD_FLOPS
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
-    tokens = config.algorithm.trajectories_per_step * longest
-    rate = device.peak_tflops * 1e12 * config.placement.trainer_ranks * UTILIZATION
-    training = flops_per_parameter * model.parameters * tokens / rate
-    too_long = training > config.trainer.timeout_s and not config.stream
     return [
-        f"  training a step of full-length trajectories ({tokens:,} tokens): about {training:.0f} s at "
-        f"{UTILIZATION:.0%} of {device.peak_tflops:g} TFLOP/s per device ({device.card})"
-        + (f", LONGER THAN trainer.timeout_s={config.trainer.timeout_s:g}" if too_long else "")
+        f"  training a step of full-length trajectories ({step_tokens(config):,} tokens): about {training:.0f} s, "
+        f"LONGER THAN trainer.timeout_s={config.trainer.timeout_s:g}"
     ]
 
 

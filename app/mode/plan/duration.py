@@ -1,0 +1,133 @@
+"""How long a step and the run take, and how often the run sees each row, from rates that the plan names.
+
+Decoding is bound by memory bandwidth: each decode step reads the weights once, and the KV cache and recurrent states of
+every request in flight. Training is bound by arithmetic. All trajectories are taken at full length, so the estimate is
+an upper bound of what these rates give; shorter completions need less.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from app.config import RunConfig
+from app.config.placement import PlacementKind
+from app.device import Device
+from app.mode.plan.engine_memory import EngineMemoryPlan
+from app.mode.plan.trainer_memory import uncheckpointed_layers
+from app.model.architecture import Architecture
+from app.model.lora.count import adapter_parameters
+
+FORWARD_FLOPS = 2  # per parameter and token
+FORWARD_BACKWARD_FLOPS = 6
+LORA_FLOPS = 4  # a frozen weight has no gradient; those of the adapters are negligible
+UTILIZATION = 0.4  # of peak FLOP/s, for a well-fed trainer
+BANDWIDTH_SHARE = 0.5  # of peak memory bandwidth while decoding; a decode step also computes, samples and waits
+HOUR = 3600.0
+DAY = 24 * HOUR
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Estimated seconds of a step in which every trajectory has its full length."""
+
+    generate: float
+    train: float
+    sync: float
+    overlap: bool  # generation and training run at the same time
+
+    @property
+    def total(self) -> float:
+        """Seconds from step to step."""
+        work = max(self.generate, self.train) if self.overlap else self.generate + self.train
+        return work + self.sync
+
+
+def training_seconds(config: RunConfig, device: Device, model: Architecture) -> float | None:
+    """Estimate the training of a step; None for a device whose peak is not known."""
+    if device.peak_tflops is None:
+        return None
+
+    recomputed = 1 - uncheckpointed_layers(model, config.trainer.activation_checkpointing) / model.layers
+    flops = LORA_FLOPS if config.model.lora.enabled else FORWARD_BACKWARD_FLOPS
+    rate = device.peak_tflops * 1e12 * config.placement.trainer_ranks * UTILIZATION
+    return (flops + recomputed * FORWARD_FLOPS) * model.parameters * step_tokens(config) / rate
+
+
+def step_tokens(config: RunConfig) -> int:
+    """Tokens of a step of full-length trajectories."""
+    return config.algorithm.trajectories_per_step * (
+        config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+    )
+
+
+def sync_seconds(config: RunConfig, device: Device, model: Architecture) -> float:
+    """Estimate a weight sync from the device's measured or published rate."""
+    lora = config.model.lora
+    sent = adapter_parameters(model, lora) if lora.enabled else model.parameters
+    return sent * config.device.dtype.bytes / 1e9 * device.push_seconds_per_gb
+
+
+def step_seconds(
+    config: RunConfig, device: Device, model: Architecture, engine: EngineMemoryPlan, flags: Mapping[str, object]
+) -> StepSeconds | None:
+    """Estimate a step; None for a device whose rates are not known, or for engines that the run does not start."""
+    train = training_seconds(config, device, model)
+    decode = _decode_seconds(config, device, engine, flags)
+    if train is None or decode is None:
+        return None
+
+    overlap = config.placement.kind is PlacementKind.fully_async
+    return StepSeconds(decode, train, sync_seconds(config, device, model), overlap)
+
+
+def _decode_seconds(
+    config: RunConfig, device: Device, engine: EngineMemoryPlan, flags: Mapping[str, object]
+) -> float | None:
+    """Estimate the decoding of a step's completions on each engine."""
+    if device.memory_gb_per_s is None or config.rollout.urls or engine.cache_bytes <= 0:
+        return None
+
+    completion = config.rollout.max_completion_tokens
+    longest = config.rollout.max_prompt_tokens + completion
+    at_once = min(
+        config.requests_per_engine,
+        int(str(flags["max-running-requests"])),
+        engine.kv_tokens // longest,
+        engine.state_requests if engine.state_requests is not None else config.requests_per_engine,
+    )
+    if at_once == 0:
+        return None
+
+    # halfway through, a request has its prompt and half of its completion
+    caches = at_once * ((longest - completion / 2) * engine.token_bytes + engine.state_bytes)
+    rate = device.memory_gb_per_s * 1e9 * BANDWIDTH_SHARE
+    decode_steps = config.algorithm.trajectories_per_step * completion / config.engines / at_once
+    return decode_steps * (engine.weights + caches) / rate
+
+
+def describe_time(seconds: StepSeconds | None, config: RunConfig, device: Device) -> list[str]:
+    """The plan's section on time."""
+    if seconds is None:
+        return [f"Time: no estimate on {device.kind.name}; a run logs what remains of it"]
+
+    bound = "the longer of generation and training" if seconds.overlap else "one after the other"
+    return [
+        f"Time on {device.card}, with every trajectory at full length; shorter ones need less",
+        f"  generate about {seconds.generate:.0f} s (decoding at {BANDWIDTH_SHARE:.0%} of "
+        f"{device.memory_gb_per_s:,.0f} GB/s of memory), train about {seconds.train:.0f} s (at {UTILIZATION:.0%} of "
+        f"{device.peak_tflops:g} TFLOP/s), sync about {seconds.sync:.1f} s",
+        f"  a step: about {seconds.total:.0f} s ({bound}); {config.steps} steps: about "
+        f"{duration(config.steps * seconds.total)}, without start, evaluations and checkpoints",
+    ]
+
+
+def duration(seconds: float) -> str:
+    """Return a span of time in its largest sensible unit.
+
+    >>> duration(95), duration(5400), duration(3 * 86400)
+    ('2 minutes', '1.5 hours', '3.0 days')
+    """
+    if seconds >= 2 * DAY:
+        return f"{seconds / DAY:.1f} days"
+    if seconds >= HOUR:
+        return f"{seconds / HOUR:.1f} hours"
+    return f"{seconds / 60:.0f} minutes"

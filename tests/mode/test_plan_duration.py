@@ -1,0 +1,105 @@
+"""The plan's seconds: a hand calculation, and a published run beside it."""
+
+from pathlib import Path
+
+import pytest
+
+from app.config import RunConfig
+from app.device import device_of
+from app.errors import ConfigError
+from app.mode.plan.describe import describe
+from app.mode.plan.duration import StepSeconds, step_seconds
+from app.mode.plan.memory import plan_memory
+from app.model.architecture import QWEN3_4B, Architecture
+from app.rollout.server_args import engine_flags
+from tests.compose import composed
+
+P = 4_022_468_096  # parameters of Qwen3-4B
+KV = 36 * 2 * 8 * 128 * 2  # bytes per token: layers, keys and values, heads, width, bfloat16
+FOUR_AND_FOUR = (
+    "device=cuda",
+    "placement=fully_async",
+    "model=qwen3_4b",
+    "placement.trainer_devices=4",
+    "placement.rollout_devices=4",
+    "rollout.tensor_parallel=1",
+    "rollout.max_completion_tokens=2048",
+    "trainer.activation_checkpointing=all",
+    "rollout.max_inflight_groups=32",
+)
+
+
+def seconds(model: Architecture, *overrides: str) -> StepSeconds | None:
+    config = composed(*overrides)
+    device = device_of(config.device.kind)
+    flags = engine_flags(config, device)
+    return step_seconds(config, device, model, plan_memory(config, device, model, flags).engine, flags)
+
+
+def prompt_tokens(config: RunConfig) -> int:
+    return config.rollout.max_prompt_tokens
+
+
+def test_the_seconds_are_those_of_a_hand_calculation() -> None:
+    assert QWEN3_4B.parameters == P
+    estimate = seconds(QWEN3_4B, *FOUR_AND_FOUR)
+    assert estimate is not None
+    prompt = prompt_tokens(composed(*FOUR_AND_FOUR))
+
+    # 256 completions on 4 engines, 64 at once: 2,048 decode steps, each of which reads weights and caches
+    read = 2 * P + 64 * (prompt + 1024) * KV
+    assert estimate.generate == pytest.approx(2048 * read / (0.5 * 3350e9), rel=1e-9)
+    assert estimate.train == pytest.approx(8 * P * 256 * (prompt + 2048) / (4 * 0.4 * 989e12), rel=1e-9)
+    assert estimate.sync == pytest.approx(2 * P / 1e9 * 0.12, rel=1e-9)
+    assert estimate.total == max(estimate.generate, estimate.train) + estimate.sync
+
+
+def test_a_published_run_is_within_a_factor_of_two() -> None:
+    """Qwen3-4B, GRPO, 32 × 8 of up to 2k tokens on 4 + 4 H800: rollout 23.8 s, training 16.8 s (vime, issue 244)."""
+    estimate = seconds(QWEN3_4B, *FOUR_AND_FOUR)
+    assert estimate is not None
+    assert 23.8 / 2 < estimate.generate < 2 * 23.8  # its completions are shorter than the limit
+    assert 16.8 / 2 < estimate.train < 2 * 16.8
+
+
+def test_phases_of_colocate_add_up() -> None:
+    estimate = seconds(QWEN3_4B, "device=cuda", "model=qwen3_4b", "placement.devices=4")
+    assert estimate is not None
+    assert not estimate.overlap
+    assert estimate.total == estimate.generate + estimate.train + estimate.sync
+
+
+def test_adapters_cost_no_weight_gradients_and_hardly_a_sync() -> None:
+    full = seconds(QWEN3_4B, "device=cuda", "model=qwen3_4b", "trainer.activation_checkpointing=none")
+    adapted = seconds(QWEN3_4B, "device=cuda", "model=qwen3_4b_lora", "trainer.activation_checkpointing=none")
+    assert full is not None
+    assert adapted is not None
+    assert adapted.sync < full.sync / 10
+
+
+def test_a_cpu_has_no_estimate() -> None:
+    assert seconds(QWEN3_4B, "device=cpu", "model=qwen3_4b", "placement.devices=1", "rollout.tensor_parallel=1") is None
+
+
+def test_the_plan_counts_epochs_and_the_duration_of_the_run() -> None:
+    assert "60 steps are 0.48 epochs" in describe(composed())  # 60 · 16 prompts of 2,000 rows
+    plan = describe(composed(*FOUR_AND_FOUR, "steps=1000"))
+    (line,) = [each for each in plan.splitlines() if "1000 steps: about" in each]
+    assert "hours" in line
+
+
+def test_a_full_model_that_does_not_fit_is_advised_to_train_adapters() -> None:
+    one_card = ("device=cuda", "model=qwen3_4b", "placement.devices=1", "rollout.tensor_parallel=1")
+    plan = describe(composed(*one_card, "device.memory_gib=40"))
+    (advice,) = [each for each in plan.splitlines() if "model.lora.rank=32 trainer.lr=1e-05" in each]
+    assert advice.endswith("fits")
+    adapted = describe(composed(*one_card, "device.memory_gib=40", "model.lora.rank=32", "trainer.lr=1e-5"))
+    assert "DOES NOT FIT" not in adapted
+
+
+def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 128, "num_hidden_layers": 2}')
+    with pytest.raises(ConfigError) as refused:
+        describe(composed("device=cuda", "model=hf", f"model.path={tmp_path}"))
+    assert str(refused.value).startswith(f"model.path={tmp_path} is not accepted")
+    assert "mixture of experts" in str(refused.value)
