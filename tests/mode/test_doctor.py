@@ -103,13 +103,15 @@ def test_the_rows_of_local_files_are_counted(tmp_path: Path) -> None:
     generated = data_of()
     assert (generated.status, generated.message) == (
         CheckStatus.ok,
-        "arithmetic: 2,000 training rows, 200 held-out rows",
+        "arithmetic: 2,000 training rows, 200 held-out rows; 60 steps are 0.48 epochs",
     )
     rows = tmp_path / "rows.csv"
     rows.write_text("question,answer\n" + "1+1=,2\n" * 5)
     few = data_of(f"data.path={rows}", "data.name=mine")
     assert few.status is CheckStatus.warn
-    assert few.message.startswith("mine: 4 training rows, 1 held-out row; 1 of the 1 questions of evaluation set eval")
+    assert few.message.startswith(
+        "mine: 4 training rows, 1 held-out row; 60 steps are 240 epochs; 1 of the 1 questions of evaluation set eval"
+    )
     assert few.message.endswith("algorithm.prompts_per_step=16 exceeds the 4 training rows: each step repeats some")
     rows.write_text("question,answer\n1+1=,2\n1,2,3\n")
     broken = data_of(f"data.path={rows}")

@@ -186,7 +186,8 @@ def _data(config: RunConfig) -> Check:
     data = config.data
     if not rows.is_local(data):
         failed = [each for each in _hub_sets(config) if each.status is CheckStatus.fail]
-        return failed[0] if failed else Check("data", CheckStatus.ok, describe_rows(data, 1)[0].removeprefix("Data: "))
+        found = describe_rows(data, config.algorithm.prompts_per_step, config.steps)[0]
+        return failed[0] if failed else Check("data", CheckStatus.ok, found.removeprefix("Data: "))
 
     try:
         counted, *warnings = describe_rows(data, config.algorithm.prompts_per_step, config.steps)
