@@ -47,6 +47,10 @@ def test_ctrl_c_in_a_long_step_saves_the_step_before(placement: str, start: Call
     run = start(
         f"placement={placement}",
         devices,
+        "model=hf",
+        "data=arithmetic",
+        "rollout.max_prompt_tokens=64",
+        "rollout.max_completion_tokens=24",
         f"model.path={random_model(tmp_path / 'model')}",
         "steps=20",
         "algorithm.prompts_per_step=16",
