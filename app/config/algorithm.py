@@ -138,7 +138,10 @@ class AlgorithmConfig:
         False, "Drop groups whose raw rewards are all equal, and sample other prompts instead (DAPO)."
     )
     max_refill_rounds: int = setting(
-        10, "Rounds of dynamic sampling; the step then trains on the groups it has.", at_least=1
+        10,
+        "Rounds that replace filtered groups, and those that environments left too small; the step then trains on "
+        "the groups it has.",
+        at_least=1,
     )
 
     @property

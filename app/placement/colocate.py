@@ -29,7 +29,7 @@ class Colocate(PlacementController):
         self.seconds = {}
         async with self.phase("generate"):
             groups, counts = await self._generate()
-        self.require_groups(len(groups))
+        self.require_groups(len(groups), counts)
 
         async with self.phase("train"):
             await self.context.time_sharing.give_to_trainer()

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
-from app.algorithm.advantage import score
+from app.algorithm.advantage import SMALLEST_GROUP, score
 from app.checkpoint.run_state import RunState
 from app.errors import RunError, TrainerError, TrainerLost
 from app.eval.evaluate import evaluate, is_due
@@ -46,7 +46,7 @@ class PlacementController(ABC):
         self.seconds: dict[str, float] = {}  # of the phases of the current step
         self.microbatch_s = 0.0  # of the longest microbatch so far
         self._unsynced: _Unsynced | None = None
-        self._empty_steps = 0
+        self._empty_steps: dict[int, RolloutCounts] = {}  # the last ones, without a group, in a row
         self._trainer_failures = 0  # in a row
 
     async def run(self) -> float:
@@ -88,20 +88,37 @@ class PlacementController(ABC):
         """Compute the advantages of a group."""
         return score(group, self.config.algorithm, max_completion_tokens=self.config.rollout.max_completion_tokens)
 
-    def require_groups(self, groups: int) -> None:
-        """Raise `RunError` when several steps in a row had nothing to train on."""
-        self._empty_steps = 0 if groups else self._empty_steps + 1
-        if self._empty_steps >= EMPTY_STEPS:
-            raise RunError(
-                f"{EMPTY_STEPS} steps in a row had no group to train on: dynamic sampling filtered every group because "
-                "its rewards were all equal, so this data has nothing left to learn. Use harder or easier problems, or "
-                "algorithm.dynamic_sampling=false."
+    def require_groups(self, groups: int, counts: RolloutCounts) -> None:
+        """Raise `RunError` when several steps in a row had nothing to train on.
+
+        Args:
+            groups: Groups of the open step.
+            counts: Those of the step that were filtered or unplayable.
+        """
+        self._empty_steps = {} if groups else {**self._empty_steps, self.version + 1: counts}
+        if len(self._empty_steps) < EMPTY_STEPS:
+            return
+
+        empty = self._empty_steps.values()
+        filtered = sum(len(each.filtered) for each in empty)
+        unplayable = sum(len(each.unplayable) for each in empty)
+        causes = []
+        if unplayable:
+            causes.append(
+                f"{unplayable} groups were unplayable, since episodes failed in every attempt and left fewer than "
+                f"{SMALLEST_GROUP} members (the last: {self.context.rollouter.last_failure}); see logs/environment.log"
             )
+        if filtered:
+            causes.append(
+                f"dynamic sampling filtered {filtered} groups, since all rewards of each were equal: use harder or "
+                "easier problems, or algorithm.dynamic_sampling=false"
+            )
+        raise RunError(f"{EMPTY_STEPS} steps in a row had no group to train on: {'; '.join(causes)}.")
 
     async def finish_step(
         self, step: int, scored: Sequence[ScoredGroup], counts: Callable[[], RolloutCounts]
     ) -> StepReport:
-        """Finish the open step. If dynamic sampling left no groups, make no update.
+        """Finish the open step. Without groups make no update.
 
         A cancellation leaves the trainer's call in progress: `commit_unsynced` awaits its report.
         """

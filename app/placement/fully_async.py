@@ -9,7 +9,7 @@ Two loops run as tasks of one group; the first failure ends both.
 | loop     | consumes         | produces        | waits for             | unblocked by                        |
 |----------|------------------|-----------------|-----------------------|-------------------------------------|
 | producer | prompts (cursor) | groups (buffer) | admission capacity    | a group that ends untrained; a sync |
-| consumer | groups (buffer)  | policy versions | a group in the buffer | a group put, or filtered (`wake`)   |
+| consumer | groups (buffer)  | policy versions | a group in the buffer | a group put or rejected (`wake`)    |
 
 As in every placement, a watchdog around the run ends it when neither makes progress (`app/placement/watchdog.py`).
 
@@ -86,7 +86,7 @@ class FullyAsync(PlacementController):
         await self.context.trainer.begin_step(version=step)
         try:
             await self._collect(scored)
-            self.require_groups(len(scored))
+            self.require_groups(len(scored), self.producer.counts)
             if not self.config.stream:
                 scored = self.producer.by_dispatch_order(scored)
                 await self._add_all(scored)

@@ -38,6 +38,8 @@ class Producer:
         config = context.config
         self.context = context
         self.wanted = config.algorithm.prompts_per_step
+        # filtered and unplayable groups of a step; the first round is no refill
+        self.max_rejected = (1 + config.algorithm.max_refill_rounds) * self.wanted
         self.staleness = StalenessManager.at(
             version,
             prompts_per_step=self.wanted,
@@ -58,7 +60,8 @@ class Producer:
         """Dispatch until cancelled. Raises the first failure of a group."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                while self.staleness.capacity > 0:
+                # environments that fail at once would use up all prompts while the trainer is busy
+                while self.staleness.capacity > 0 and len(self.counts.unplayable) < self.max_rejected:
                     self._dispatch(tasks)
                 self._changed.clear()
                 await self._changed.wait()
@@ -91,9 +94,8 @@ class Producer:
         return sorted(scored, key=lambda each: self._dispatch_number[each.group.prompt.id])
 
     def refill_exhausted(self) -> bool:
-        """Whether dynamic sampling used up its refill rounds, so that the step trains on what it has."""
-        rounds = 1 + self.context.config.algorithm.max_refill_rounds  # the first round is no refill
-        return not len(self.buffer) and len(self.counts.filtered) >= rounds * self.wanted
+        """Whether the step used up its refill rounds, so that it trains on what it has."""
+        return not len(self.buffer) and len(self.counts.filtered) + len(self.counts.unplayable) >= self.max_rejected
 
     def pause_dispatch(self) -> None:
         self.staleness.dispatch_open = False
@@ -198,19 +200,22 @@ class Producer:
         if len(group.trajectories) < SMALLEST_GROUP:
             self.counts.unplayable.append(prompt.id)
             self.counts.discarded_tokens += group.completion_tokens
-            self._release(prompt)
+            self._reject(prompt)
             return
 
         if self.context.config.algorithm.dynamic_sampling and not has_reward_variance(group):
             self.counts.filtered.append(group)
-            self._release(prompt)
-            # The consumer may have to stop waiting for refills.
-            self.buffer.wake()
+            self._reject(prompt)
             return
 
         del self.running[prompt.id]
         self.staleness.accept()
         self.buffer.put(group)
+
+    def _reject(self, prompt: Prompt) -> None:
+        """Release a group that is not trained on. The consumer may have to stop waiting for refills."""
+        self._release(prompt)
+        self.buffer.wake()
 
     def _release(self, prompt: Prompt) -> None:
         del self.running[prompt.id]

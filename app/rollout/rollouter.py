@@ -143,6 +143,11 @@ class Rollouter:
         return self.episodes.failures.metrics if self.episodes else {}
 
     @property
+    def last_failure(self) -> str:
+        """Why the last episode failed; empty without one."""
+        return self.episodes.failures.last if self.episodes else ""
+
+    @property
     def progress(self) -> tuple[object, ...]:
         """A value that changes when a group finishes, a call of an engine returns, or an environment answers."""
         return self.finished, self.pool.progress, self.episodes.progress if self.episodes else 0

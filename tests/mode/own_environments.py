@@ -34,6 +34,11 @@ class Unscored:
         pass
 
 
+class NeverBegins(Guess):
+    def begin(self, task: Any) -> None:
+        raise RuntimeError("the sandbox cannot be reached")
+
+
 class Raises(Guess):
     def step(self, reply: Any) -> str | None:
         raise KeyError("board")

@@ -92,6 +92,36 @@ def test_a_run_whose_episodes_all_fail_ends_with_the_reason(start: Callable[...,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("placement", ["colocate", "fully_async"])
+def test_a_run_that_may_lose_every_episode_ends_and_names_the_environment(
+    start: Callable[..., Run], placement: str
+) -> None:
+    run = start(
+        "steps=9",
+        *SMALL[1:],
+        "environment._target_=tests.mode.own_environments.NeverBegins",
+        "environment.max_failed_fraction=1",
+        "environment.retries=0",
+        "eval.every=0",
+        f"placement={placement}",
+    )
+    assert run.wait() == 1, run.text
+    assert run.gone_within(15), run.processes()
+
+    steps = steps_of(run)
+    assert [line["rollout/groups"] for line in steps] == [0.0, 0.0]
+    assert all(line["rollout/filtered_groups"] == 0.0 for line in steps)
+    unplayable = [line["rollout/unplayable_groups"] for line in steps]
+    assert all(11 * 8 <= groups <= 11 * 8 + 64 for groups in unplayable)  # rounds of 8 prompts, and those in flight
+    error = json.loads((run.folder / "summary.json").read_text())["error"]
+    assert "the sandbox cannot be reached" in error
+    assert "unplayable" in error
+    assert "dynamic_sampling" not in error
+    failures = (run.folder / "logs" / "environment.log").read_text().count("the sandbox cannot be reached")
+    assert failures <= 3 * (11 * 8 + 64) * GROUP * 2
+
+
+@pytest.mark.slow
 def test_an_interrupt_does_not_wait_for_a_plain_step_that_takes_an_hour(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:

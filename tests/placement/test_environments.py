@@ -1,5 +1,6 @@
 """Both placements with episodes of random turns, delays and failures, in virtual time."""
 
+import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from app.config import RunConfig
 from app.config.placement import PlacementKind, Stream
+from app.environment.protocol import Task
 from app.errors import RunError
 from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
@@ -158,6 +160,76 @@ def test_environments_that_always_fail_end_the_run_with_their_reason(tmp_path: P
     with pytest.raises(RunError, match="last: the environment failed on purpose"):
         run(world)
     assert environments.open == []
+
+
+def never_ends(task: object, number: int) -> Script:
+    assert number < 4000, "the run goes on although every episode fails"
+    return Script(fails_at=0)
+
+
+@pytest.mark.parametrize("kind", PlacementKind)
+def test_a_run_whose_every_episode_may_fail_ends_and_names_the_environment(tmp_path: Path, kind: PlacementKind) -> None:
+    made = config(kind, steps=30, max_refill_rounds=2)
+    made.environment.max_failed_fraction = 1.0
+    world = World(made, tmp_path, environments=SimEnvironments(never_ends))
+    with pytest.raises(RunError) as ended:
+        run(world)
+
+    # 3 rounds of 4 prompts in each of 3 steps; in fully_async those in flight end too
+    lost = {session.task.id for session in training(world)}
+    in_flight = 0 if kind is PlacementKind.colocate else 3 * made.rollout.max_inflight_groups
+    assert 36 <= len(lost) <= 36 + in_flight
+    assert [line["rollout/groups"] for line in world.recorder.lines] == [0.0, 0.0]
+    assert all(12 <= line["rollout/unplayable_groups"] <= 12 + in_flight for line in world.recorder.lines)
+    assert "unplayable" in str(ended.value)
+    assert "the environment failed on purpose" in str(ended.value)
+    assert "dynamic_sampling" not in str(ended.value)
+    assert "filtered" not in str(ended.value)
+    assert_each_episode_ended_once(world)
+
+
+@pytest.mark.parametrize("kind", PlacementKind)
+def test_filtered_and_unplayable_groups_are_counted_apart_where_nothing_is_left(
+    tmp_path: Path, kind: PlacementKind
+) -> None:
+    def script(task: Task, number: int) -> Script:
+        assert number < 4000, "the run goes on although there is nothing to train on"
+        row = int(task.id.partition("/")[2].partition("@")[0])
+        return Script(fails_at=None if row % 2 else 0, score=1.0)
+
+    made = config(kind, steps=30, max_refill_rounds=2, dynamic_sampling=True)
+    made.environment.max_failed_fraction = 1.0
+    world = World(made, tmp_path, environments=SimEnvironments(script))
+    with pytest.raises(RunError) as ended:
+        run(world)
+
+    logged = [
+        sum(line[f"rollout/{cause}_groups"] for line in world.recorder.lines) for cause in ("unplayable", "filtered")
+    ]
+    assert min(logged) > 0
+    named = re.search(r"(\d+) groups were unplayable.* dynamic sampling filtered (\d+) groups", str(ended.value))
+    assert named is not None
+    counts = [int(count) for count in named.groups()]
+    assert sum(counts) >= 36
+    assert all(count >= before for count, before in zip(counts, logged, strict=True))
+
+
+def test_an_outage_of_the_environments_uses_up_no_more_prompts_than_a_step_may_refill(tmp_path: Path) -> None:
+    def script(task: Task, number: int) -> Script:
+        assert number < 9000, "prompts are used up for as long as the outage lasts"
+        outage = 50.0 < now() < 115.0  # from before the first sync to before the second
+        return Script(seconds=0.1, fails_at=0 if outage else None, score=float(number % 2))
+
+    made = config(steps=12, max_refill_rounds=2, max_staleness=2)
+    made.environment.max_failed_fraction = 1.0
+    world = World(made, tmp_path, lambda prompt_id: 1.0, environments=SimEnvironments(script))
+    world.trainer.seconds = 15.0  # a step takes a minute
+    run(world)
+    unplayable = [line["rollout/unplayable_groups"] for line in world.recorder.lines]
+    assert max(unplayable) >= 12
+    assert max(unplayable) <= 12 + made.rollout.max_inflight_groups
+    assert world.recorder.lines[-1]["rollout/groups"] == 4.0
+    assert_each_group_ended_once(world)
 
 
 def test_metrics_are_means_over_the_episodes_of_the_step(tmp_path: Path) -> None:

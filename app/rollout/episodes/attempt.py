@@ -1,4 +1,11 @@
-"""One attempt of an episode: the environment asks, the group's engine answers, and strands grow."""
+"""One attempt of an episode: the environment asks, the group's engine answers, and strands grow.
+
+Invariant: whenever a request is sent, the response tokens of all strands and what the requests in flight may still
+sample are together at most `Sampling.max_tokens`. A request reserves all that it may sample; the next one, in the order
+of asking, waits until as much is free. It never gets less because of others, and is refused only where the tokens that
+were sampled and observed leave no room. A wait ends, because each request in flight ends: with its completion, or with
+an error, which ends the attempt.
+"""
 
 import asyncio
 import time
@@ -54,6 +61,9 @@ class EpisodeAttempt:
         self.prompt_tokens = 0  # over all requests
         self.cached_tokens = 0
         self.engine_seconds = 0.0
+        self._reserved = 0  # tokens that requests in flight may still sample
+        self._released = asyncio.Event()  # a request in flight has ended
+        self._admission = asyncio.Lock()  # first come, first served
         self._idle_since = group.requests.timeline.now()  # no request of the episode is in flight since then
         self._answering: set[asyncio.Task[None]] = set()
 
@@ -123,17 +133,22 @@ class EpisodeAttempt:
 
     async def _extend(self, ask: Ask) -> None:
         strand = self.strands[ask.strand]
-        room = self._room(strand)
-        if room <= 0:
+        async with self._admission:
+            most = await self._reserve(strand, ask.max_tokens)
+        if most <= 0:
             self.full = True
             self.session.answer(ask, [], "full")
             return
 
-        most = room if ask.max_tokens is None else min(room, ask.max_tokens)
-        completion = await self._sample(strand, most)
-        strand.add(completion)
+        try:
+            completion = await self._sample(strand, most)
+            strand.add(completion)
+        finally:
+            self._reserved -= most
+            self._released.set()
+
         self.last = completion
-        self.full = completion.truncated and most == room
+        self.full = completion.truncated and self._room(strand) <= 0
         self.session.answer(
             ask,
             completion.token_ids.tolist(),
@@ -141,10 +156,28 @@ class EpisodeAttempt:
             completion.logprobs.tolist() if ask.logprobs else None,
         )
 
+    async def _reserve(self, strand: StrandBuilder, max_tokens: int | None) -> int:
+        """Reserve all tokens that a request may sample, once they are free. Returns none where there is no room."""
+        while True:
+            room = self._room(strand)
+            most = room if max_tokens is None else min(room, max_tokens)
+            if most <= 0:
+                return 0
+
+            if most <= self._left - self._reserved:
+                self._reserved += most
+                return most
+            self._released.clear()
+            await self._released.wait()
+
+    @property
+    def _left(self) -> int:
+        """Tokens of the trajectory that are neither sampled nor observed yet."""
+        return self.group.play.sampling.max_tokens - sum(each.response_tokens for each in self.strands)
+
     def _room(self, strand: StrandBuilder) -> int:
-        """Return how many tokens may be sampled for this strand."""
-        response = sum(each.response_tokens for each in self.strands)
-        return min(self.group.play.sampling.max_tokens - response, self.limits.context - strand.tokens)
+        """Return how many tokens may be sampled for this strand, were no other request in flight."""
+        return min(self._left, self.limits.context - strand.tokens)
 
     async def _sample(self, strand: StrandBuilder, max_tokens: int) -> Completion:
         play = self.group.play

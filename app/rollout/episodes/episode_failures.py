@@ -22,6 +22,7 @@ class EpisodeFailures:
         by_kind: Attempts that failed so far, by kind.
         lost: Episodes that failed for good, so far.
         total: Episodes that ended or failed for good, so far.
+        last: Why the last attempt failed, without a period; empty if none has.
     """
 
     def __init__(self, max_fraction: float, window: int, warn: Callable[[str], None]):
@@ -33,10 +34,12 @@ class EpisodeFailures:
         self.by_kind: Counter[str] = Counter()
         self.lost = 0
         self.total = 0
+        self.last = ""
 
     def attempt_failed(self, failed: Failed) -> None:
         """Count one attempt; the first of each kind is a warning, and then its 10th, 100th, …."""
         self.by_kind[failed.kind] += 1
+        self.last = failed.text.rstrip(".")
         count = self.by_kind[failed.kind]
         if str(count).rstrip("0") == "1":
             times = "" if count == 1 else f" ({count:,} times so far)"

@@ -97,12 +97,9 @@ def read_chat(body: Mapping[str, Any], given: Mapping[str, Sequence[Message]]) -
 
 
 def _meant(message: Message, replies: Sequence[Message], left: int) -> Message:
-    """Return which of the replies with one text an agent sends back.
+    """Return which of the replies with its text, oldest first, a message is: by its reasoning, else by its place.
 
-    Args:
-        message: As the agent sent it.
-        replies: The policy's replies with its text, oldest first.
-        left: Messages of the conversation with this text, from this one on: they are the latest replies.
+    `left`: messages of the conversation with this text, from this one on. They are the latest replies.
     """
     reasoning = message.get("reasoning_content")
     same = [each for each in replies if reasoning and each.get("reasoning_content") == reasoning]

@@ -1,0 +1,210 @@
+"""`rollout.max_completion_tokens` bounds a trajectory whose agent asks for several replies at once. In virtual time."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.config.recovery import RecoveryConfig
+from app.config.reward import RewardConfig
+from app.environment.protocol import EpisodeOver, Policy, Task
+from app.environment.wire import Limits
+from app.errors import EngineLost
+from app.model.tiny.tokenizer import build_tokenizer
+from app.reward.scorer import Scorer
+from app.rollout.episodes import EpisodeLimits, Episodes
+from app.rollout.episodes.episode_failures import EpisodeFailures
+from app.rollout.pool import EnginePool
+from app.rollout.requests import Aborted
+from app.rollout.rollouter import Rollouter
+from app.tracking.run_folder.timeline import Timeline
+from app.types import Completion, Ending, FinishReason, GroupRequest, Sampling, Trajectory
+from tests.environment.characters import Characters
+from tests.simulated_environments import InProcessEnvironments
+from tests.simulation import SimEngine, now, prompts, run_virtual
+
+LIMIT = 64  # tokens of a trajectory
+LIMITS = Limits(max_turns=99, max_turn_tokens=None, max_observation_tokens=999, timeout_s=1e6, episode_s=1e6)
+Play = Callable[[Policy], Any]
+Reply = Callable[[int], tuple[int, float]]  # of the n-th request: the tokens that it would sample, and its seconds
+
+
+class Engine(SimEngine):
+    """Samples as many tokens as `reply` says, or as it may. Records when each request is sent, and its bound."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(lambda _: 1.0, lambda prompt_id, member: True)
+        self.reply = reply
+        self.sent: list[tuple[float, int]] = []
+        self.reserved = 0
+        self.sampled = 0
+        self.first = asyncio.Event()
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        most = request.sampling.max_tokens
+        wanted, seconds = self.reply(len(self.sent))
+        self.sent.append((now(), most))
+        self.reserved += most
+        self.first.set()
+        assert self.sampled + self.reserved <= LIMIT, "more may be sampled than a trajectory has room for"
+
+        self.seconds = lambda _: seconds
+        try:
+            (completion,) = await super().generate(request)
+        finally:
+            self.reserved -= most
+        if completion.finish_reason is FinishReason.abort:
+            return [completion]
+        count = min(wanted, most)
+        self.sampled += count
+        tokens = np.full(count, 65, dtype=np.int32)
+        reason = FinishReason.length if wanted >= most else FinishReason.stop
+        spans = (replace(completion.spans[0], start=0, end=count),)
+        return [
+            replace(
+                completion, token_ids=tokens, logprobs=np.zeros(count, np.float32), spans=spans, finish_reason=reason
+            )
+        ]
+
+    @staticmethod
+    async def sampling(engines: Sequence["Engine"]) -> None:
+        """Wait until half a second after the first request."""
+        firsts = [asyncio.ensure_future(engine.first.wait()) for engine in engines]
+        await asyncio.wait(firsts, return_when=asyncio.FIRST_COMPLETED)
+        for each in firsts:
+            each.cancel()
+        await asyncio.sleep(0.5)
+
+
+class Agent:
+    def __init__(self, play: Play) -> None:
+        self.play = play
+
+    async def run(self, task: Task, policy: Policy) -> float:
+        await self.play(policy)
+        return 1.0
+
+
+def rollouter_of(play: Play, engines: Sequence[Engine]) -> Rollouter:
+    environments: Any = InProcessEnvironments(lambda: Agent(play), Characters(), LIMITS)
+    failures = EpisodeFailures(1.0, 9, lambda text: None)
+    episodes = Episodes(environments, EpisodeLimits(64, LIMIT, 0), failures, seed=0)
+    scorer = Scorer(RewardConfig(components={"environment": 1.0}))
+    return Rollouter(EnginePool(engines), scorer, build_tokenizer(256), Timeline(), RecoveryConfig(), episodes)
+
+
+async def one(rollouter: Rollouter) -> Trajectory:
+    group = await rollouter.group(prompts(1)[0], size=1, sampling=Sampling(1.0, 1.0, LIMIT), version=lambda: 0)
+    assert len(group.trajectories) == 1
+    return group.trajectories[0]
+
+
+def at_once(count: int, **limits: Any) -> Play:
+    """Ask for so many replies at the same time; those that find no room are left out."""
+
+    async def play(policy: Policy) -> None:
+        asks = (policy([{"role": "user", "content": f"q{number}"}], **limits) for number in range(count))
+        outcomes = await asyncio.gather(*asks, return_exceptions=True)
+        assert all(isinstance(each, EpisodeOver) for each in outcomes if isinstance(each, BaseException))
+
+    return play
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_a_trajectory_has_its_limit_however_many_replies_are_asked_for_at_once(count: int) -> None:
+    engine = Engine(lambda number: (1000, 1.0))
+    trajectory = run_virtual(one(rollouter_of(at_once(count), [engine])))
+    assert trajectory.response_tokens == LIMIT
+    assert trajectory.truncated
+    assert trajectory.episode is not None
+    assert trajectory.episode.ending is Ending.length
+    assert [most for _, most in engine.sent] == [LIMIT]
+
+
+def test_requests_wait_for_the_room_that_they_may_need_and_get_what_others_did_not_use() -> None:
+    engine = Engine(lambda number: (10, 1.0 + number / 10))
+    trajectory = run_virtual(one(rollouter_of(at_once(7, max_tokens=16), [engine])))
+    # 4 · 16 are reserved; from 1.0 s to 1.3 s 4 · 10 are used, and 24 left; then 14, and at last 4
+    begun = engine.sent[0][0]
+    assert [(round(at - begun, 1), most) for at, most in engine.sent] == [
+        *[(0.0, 16)] * 4,
+        (1.2, 16),
+        (2.6, 14),
+        (4.1, 4),
+    ]
+    assert trajectory.response_tokens == 6 * 10 + 4
+    assert trajectory.truncated
+
+
+def test_replies_that_have_room_together_are_sampled_together() -> None:
+    engine = Engine(lambda number: (8, 1.0))
+    trajectory = run_virtual(one(rollouter_of(at_once(8, max_tokens=8), [engine])))
+    assert engine.sent == [(engine.sent[0][0], 8)] * 8
+    assert trajectory.response_tokens == LIMIT
+
+
+def test_a_request_that_was_lost_with_its_engine_keeps_its_room_until_it_is_sampled() -> None:
+    engines = [Engine(lambda number: (30, 1.0)), Engine(lambda number: (30, 1.0))]
+    rollouter = rollouter_of(at_once(3, max_tokens=32), engines)
+
+    async def story() -> Trajectory:
+        playing = asyncio.create_task(one(rollouter))
+        await Engine.sampling(engines)
+        (busy,) = (engine for engine in engines if engine.sent)
+        busy.die(EngineLost("engine was killed"))
+        return await playing
+
+    trajectory = run_virtual(story())
+    assert sorted(len(engine.sent) for engine in engines) == [2, 3]
+    assert trajectory.response_tokens == 30 + 30 + 4
+
+
+def test_an_abort_ends_those_that_wait_for_room_and_the_prompt_is_played_again() -> None:
+    engine = Engine(lambda number: (60, 5.0))
+    rollouter = rollouter_of(at_once(4), [engine])
+
+    async def story() -> Trajectory:
+        playing = asyncio.create_task(one(rollouter))
+        await Engine.sampling([engine])
+        await rollouter.abort(["sim/0"])
+        with pytest.raises(Aborted):
+            await playing
+        return await one(rollouter)
+
+    trajectory = run_virtual(story())
+    assert trajectory.response_tokens == LIMIT
+    assert [most for _, most in engine.sent] == [LIMIT, LIMIT, 4]
+
+
+Turn = tuple[int, int | None, int, float]  # observation, max_tokens, tokens that would be sampled, seconds before it
+turns = st.tuples(st.integers(0, 12), st.none() | st.integers(1, 40), st.integers(1, 50), st.floats(0.0, 3.0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(turns, min_size=1, max_size=4), min_size=1, max_size=5))
+def test_any_conversations_at_once_end_within_the_limit(conversations: list[list[Turn]]) -> None:
+    sampled = [turn[2] for turns in conversations for turn in turns]
+    engine = Engine(lambda number: (sampled[number], 1.0))
+
+    async def talk(policy: Policy, name: int, turns: list[Turn]) -> None:
+        messages: list[Any] = [{"role": "user", "content": f"q{name}"}]
+        for observation, max_tokens, _, seconds in turns:
+            await asyncio.sleep(seconds)
+            reply = await policy(messages, max_tokens=max_tokens)
+            messages += [reply.message, {"role": "user", "content": "o" * observation}]
+
+    async def play(policy: Policy) -> None:
+        talks = [talk(policy, *each) for each in enumerate(conversations)]
+        for ended in await asyncio.gather(*talks, return_exceptions=True):
+            assert ended is None or isinstance(ended, EpisodeOver)
+
+    trajectory = run_virtual(one(rollouter_of(play, [engine])))
+    assert trajectory.response_tokens <= LIMIT
+    assert trajectory.sampled_tokens == engine.sampled
+    if engine.sampled < LIMIT and not trajectory.truncated:
+        assert len(engine.sent) == len(sampled)  # each conversation came to its end
