@@ -4,8 +4,8 @@
     python -m tests.bench.starts --runs 50 --spinning 4 --out tests/bench/results/starts_busy.json
 
 `--spinning` processes that compute without pause keep the machine busy meanwhile. A start lasts from the command until
-its first step stands in `metrics.jsonl`. `ready_s` is the time from the request of the placement group until Ray has
-created it, `reserved_s` until the run goes on, so that their difference is the wait for a group that is ready.
+its first step stands in `metrics.jsonl`. `ready_s` is the time from the request of the placement group until it is
+ready, `reserved_s` until the run goes on, so that their difference is the wait for a group that is ready.
 
 Exits with 1 if a start failed or waited for a group that was ready.
 """
@@ -28,7 +28,7 @@ from tests.bench.machine import busy, conditions, machine, spread
 from tests.bench.start import LIMIT_SECONDS, POLL_SECONDS, RUN
 from tests.bench.timed_app import TIMES_VARIABLE
 
-MAX_WAIT_SECONDS = 0.5  # for a group that is ready
+MAX_WAIT_SECONDS = 1.0  # for a group that is ready: on a busy machine the call itself takes most of a second
 LAST_LINES = 6  # of a failed start's output
 SPIN = "while True: pass"
 
