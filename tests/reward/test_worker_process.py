@@ -50,6 +50,28 @@ def test_a_worker_that_dies_is_reported_with_its_exit_status_and_log(worker, tra
     assert worker.call([trajectory("pass")], 60.0) == [1.0]
 
 
+def test_a_worker_that_is_killed_while_it_loads_is_replaced(worker, trajectory):
+    worker.call([trajectory("os._exit(3)")], 60.0)  # its successor loads in the background
+    os.kill(worker.pid, signal.SIGKILL)
+    assert worker.call([trajectory("pass")], 60.0) == [1.0]
+
+
+def test_a_trajectory_whose_worker_is_killed_keeps_its_reward(custom_reward, trajectory, tmp_path):
+    module = custom_reward(
+        "import os, pathlib\n"
+        "def killed_once(trajectory):\n"
+        "    mark = pathlib.Path(trajectory.text)\n"
+        "    if not mark.exists():\n"
+        "        mark.touch()\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "    return 1.0\n"
+    )
+    with running_scorer(_target_=f"{module}.killed_once") as scorer:
+        assert score(scorer, [trajectory(str(tmp_path / "mark"))]) == [1.0]
+        assert failed(scorer) == {}
+        assert scorer.metrics["reward/retried"] == 1
+
+
 def test_a_deadline_that_passes_names_its_setting_and_the_trajectories_and_is_in_the_log(worker, trajectory, tmp_path):
     hang = "import threading; threading.Event().wait()"
     outcome = worker.call([trajectory(hang)], 0.5)

@@ -3,6 +3,7 @@
 Invariants:
 - A worker is used by one thread at a time.
 - After a call for several trajectories fails, each is scored again, alone, so that only the offending one fails.
+- After a worker died, its trajectories are scored again: another cause than the reward may have killed it.
 """
 
 import queue
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from app.errors import RunError
 from app.reward.component import BUILT_IN_LIMIT_S, RewardComponent
-from app.reward.outcome import Failure, Outcome, Value
+from app.reward.outcome import Failure, FailureKind, Outcome, Value
 from app.reward.workers.worker_process import WorkerProcess
 from app.types import Trajectory
 from app.utils.dotted_path import LoadError
@@ -50,6 +51,7 @@ class WorkerPool:
         self._timeout_s = timeout_s if component.key is not None else min(timeout_s, BUILT_IN_LIMIT_S)
         self._warn = warn
         self._warned: set[str] = set()
+        self._stopped = False
         self._warn_lock = threading.Lock()
         self._workers = [WorkerProcess(component, log) for _ in range(workers)]
         self._free: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
@@ -83,6 +85,7 @@ class WorkerPool:
 
     def stop(self) -> None:
         """Kill the workers. Calls of `score` in flight end with failures."""
+        self._stopped = True
         for worker in self._workers:
             worker.close()
 
@@ -101,12 +104,14 @@ class WorkerPool:
 
     def _score(self, worker: WorkerProcess, trajectories: Sequence[Trajectory]) -> Outcome:
         outcome = self._call(worker, trajectories)
-        if len(trajectories) == 1 or not isinstance(outcome, Failure):
+        if self._stopped or not isinstance(outcome, Failure):
+            return outcome
+        alone = len(trajectories) == 1
+        if alone and outcome.kind is not FailureKind.died:
             return outcome
 
-        again = (
-            f"failed on a call for {len(trajectories)} trajectories ({outcome}); each of them is scored again, alone."
-        )
+        count = "1 trajectory" if alone else f"{len(trajectories)} trajectories"
+        again = f"failed on a call for {count} ({outcome}); each of them is scored again, alone."
         self._warn_once("again", again)
         self.retried += len(trajectories)
         values: list[Value] = []

@@ -53,17 +53,25 @@ class WorkerProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process and load its component, unless that is done.
+        """Start the process and load its component, unless that is done. One that dies while loading is replaced once.
 
         Raises:
             LoadError: The component cannot be loaded.
-            RunError: The process died or timed out while loading.
+            RunError: The process and its successor died while loading, or it timed out.
         """
-        if self._closed:
-            return
-        self._launch()
-        if self._pipe is not None and not self._ready:
-            self._await_ready(self._pipe)
+        for successor in (False, True):
+            if not self._closed:
+                self._launch()
+            if self._pipe is None or self._ready:
+                return
+
+            try:
+                self._await_ready(self._pipe)
+            except (EOFError, ConnectionError) as error:
+                self.kill()
+                if successor:
+                    name = self._component.name
+                    raise RunError(f"A reward worker died while loading {name}{self._see_log}.") from error
 
     def call(
         self,
@@ -144,14 +152,11 @@ class WorkerProcess:
                 self.kill()  # `close`, in another thread, may have looked for a process before this one
 
     def _await_ready(self, pipe: Connection) -> None:
-        name = self._component.name
-        try:
-            if not pipe.poll(START_LIMIT_S):
-                raise RunError(f"A reward worker did not load {name} within {START_LIMIT_S:g} s{self._see_log}.")
-            load_error = pipe.recv()
-        except (EOFError, ConnectionError) as error:
-            raise RunError(f"A reward worker died while loading {name}{self._see_log}.") from error
+        if not pipe.poll(START_LIMIT_S):
+            name = self._component.name
+            raise RunError(f"A reward worker did not load {name} within {START_LIMIT_S:g} s{self._see_log}.")
 
+        load_error = pipe.recv()
         if load_error is not None:
             raise LoadError(load_error)
         self._ready = True
