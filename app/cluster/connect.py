@@ -15,11 +15,12 @@ from app.cluster.placement_group import bundles
 from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.device import Device
-from app.errors import RunError
+from app.errors import RunError, one_line
 
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
 ATTEMPTS_VARIABLE = "RAY_gcs_server_port_wait_time_s"  # attempts to reach the head of a cluster
 RETRY_SECONDS = 1.0
+START_ATTEMPTS = 3  # of a local Ray
 MIN_CONNECT_SECONDS = 0.1
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
 
@@ -41,7 +42,7 @@ async def connect(config: RunConfig, device: Device) -> None:
     """Start a local Ray, or join the cluster at `cluster.address`. Can be cancelled while it waits for the head.
 
     Raises:
-        RunError: The cluster cannot be joined.
+        RunError: Ray does not start, or the cluster cannot be joined.
     """
     os.environ |= {
         # Ray runs its workers at low priority by default, but ranks and engines are not background work.
@@ -108,15 +109,23 @@ def _start_local(config: RunConfig, device: Device) -> None:
     # Ray counts GPUs by itself, but not NPUs.
     resources: dict[str, float] = {device.resource: device.count()} if device.kind is DeviceKind.npu else {}
 
-    ray.init(
-        address="local",  # never a cluster that another user runs on this machine
-        num_cpus=cores,
-        resources=resources,
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        job_config=DriverPath(),
-        **QUIET,
-    )
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            ray.init(
+                address="local",  # never a cluster that another user runs on this machine
+                num_cpus=cores,
+                resources=resources,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                job_config=DriverPath(),
+                **QUIET,
+            )
+            return
+        except Exception as error:  # Ray's own type where its node is not up within 30 s, as on a busy machine
+            if attempt == START_ATTEMPTS:
+                raise RunError(
+                    f"Ray did not start on this machine in {START_ATTEMPTS} attempts: {one_line(error)}"
+                ) from error
 
 
 def count_nodes() -> int:
