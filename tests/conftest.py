@@ -35,7 +35,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for outcome in ("passed", "failed", "error"):
         for report in terminalreporter.stats.get(outcome, []):
             name = report.nodeid.removeprefix("tests/")
-            found[name] = {"outcome": outcome, "seconds": round(report.duration, 1), **machine()}
+            properties = dict(report.user_properties)
+            found[name] = {"outcome": outcome, "seconds": round(report.duration, 1), **properties, **machine()}
     path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 

@@ -128,7 +128,7 @@ def assert_samples(run: Run, steps: int, max_staleness: int) -> None:
 
 
 @pytest.fixture
-def attempts() -> Iterator[Callable[[str, str], Attempts]]:
+def attempts(record_property: Callable[[str, object], None]) -> Iterator[Callable[[str, str], Attempts]]:
     """Makes the attempts of a placement. The folders of a test that fails stay."""
     made: list[Attempts] = []
 
@@ -138,6 +138,8 @@ def attempts() -> Iterator[Callable[[str, str], Attempts]]:
             folders.remove()
             pytest.skip("entering a mount namespace is not permitted here")
         made.append(Attempts(placement, kind, folders))
+        record_property("rounds", INTERRUPTS if kind == "Ctrl-C" else ROUNDS)
+        record_property("seed", made[-1].seed)
         return made[-1]
 
     yield make
