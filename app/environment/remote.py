@@ -174,7 +174,9 @@ class EnvironmentWorker:
         for session in list(self.sessions.values()):
             failure = Failed(session.number, kind, text)
             if session not in guilty:
-                failure = Failed(session.number, "lost", f"the worker ended in another episode: {text}")
+                failure = Failed(
+                    session.number, "lost", f"the worker ended while the episode waited for an engine: {text}"
+                )
             session.receive(failure)
         self._on_end(self)
 
@@ -191,12 +193,14 @@ class EnvironmentWorker:
     def _guilty(self, kind: str) -> list[EpisodeSession]:
         """Return the episodes that may have ended the worker: those whose own code was running.
 
-        Those that wait for an engine are innocent, and in a worker that fell silent those whose last message came when
-        it read no messages any more. If that leaves none, nobody knows: all are.
+        Those that wait for an engine are innocent: something else killed a worker in which all of them do. In a worker
+        that fell silent, those are too whose last message came when it read no messages any more; if that leaves none,
+        nobody knows: all are guilty.
         """
         own_code = [each for each in self.sessions.values() if not each.waits]
-        if kind == "late":
-            own_code = [each for each in own_code if each.told_s <= self._heard_s + READ_S] or own_code
+        if kind != "late":
+            return own_code
+        own_code = [each for each in own_code if each.told_s <= self._heard_s + READ_S] or own_code
         return own_code or list(self.sessions.values())
 
     def _receive(self, message: Any) -> None:

@@ -247,10 +247,24 @@ def test_an_environment_that_ends_the_worker_fails_and_those_that_wait_for_an_en
     died, lost, after, counts = asyncio.run(run())
     sentence = f"the worker process died ({status}); log: {log}"
     assert (died.kind, died.text) == ("died", sentence)
-    assert (lost.kind, lost.text) == ("lost", f"the worker ended in another episode: {sentence}")
+    assert (lost.kind, lost.text) == ("lost", f"the worker ended while the episode waited for an engine: {sentence}")
     assert isinstance(after, End)
     assert counts == {"died": 1, "lost": 1, "restarts": 1}
     assert warnings == [f"An environment worker is replaced: {sentence}."]
+
+
+def test_a_worker_that_is_killed_while_all_its_episodes_wait_for_an_engine_blames_none(own, tmp_path):
+    spec = own(ENV, args={"closed": str(tmp_path / "closed")})
+
+    async def run():
+        async with running_pool(spec) as pool:
+            sessions = [await pool.begin(a_task(row={"do": "1"}), tokens("a")) for _ in range(3)]
+            for session in sessions:
+                assert isinstance(await asyncio.wait_for(session.next(), PATIENCE_S), Ask)
+            os.kill(pool.pids[0], signal.SIGKILL)
+            return [(await play(session, script())).end.kind for session in sessions]
+
+    assert asyncio.run(run()) == ["lost"] * 3
 
 
 def test_an_environment_that_holds_the_gil_is_killed_and_its_neighbors_are_lost(own, tmp_path, monkeypatch):
