@@ -131,6 +131,8 @@ def assert_samples(run: Run, steps: int, max_staleness: int) -> None:
 def attempts(record_property: Callable[[str, object], None]) -> Iterator[Callable[[str, str], Attempts]]:
     """Makes the attempts of a placement. The folders of a test that fails stay."""
     made: list[Attempts] = []
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job, whose children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def make(placement: str, kind: str) -> Attempts:
         folders = PrivateFolders.make()
