@@ -41,13 +41,13 @@ def test_the_first_failure_of_a_component_is_a_warning_and_then_the_10th_and_100
 
 
 def test_each_component_has_a_first_warning(custom_reward, trajectory):
-    module = custom_reward("def one(trajectory):\n    return None\ndef two(trajectory):\n    return 'x'\n")
+    module = custom_reward("def one(trajectory):\n    return []\ndef two(trajectory):\n    return 'x'\n")
     components = {name: {"_target_": f"{module}.{name}"} for name in ("one", "two")}
     warned: list[str] = []
     with running_scorer(components=components, max_failed_fraction=1.0, warned=warned) as scorer:
         score(scorer, [trajectory("a")] * 3)
     assert sorted(text.partition(". ")[0] for text in warned) == [
-        "reward component one failed: value: returned 'None', a NoneType, not a number",
+        "reward component one failed: value: returned '[]', a list, not a number",
         "reward component two failed: value: returned 'x', a str, not a number",
     ]
 
