@@ -6,6 +6,7 @@ lengths share one graph per shape of the model. FSDP2's hooks stay outside: they
 compiled.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,9 @@ from app.model.attention import VarlenKernel
 
 NORM = "RMSNorm"
 MLP = "MLP"
+# Graphs of one function: the norms of a class share theirs, and differ in rank, strides, gradients and FSDP's classes.
+# Above the limit torch computes eagerly, and a recomputation may take another way than its forward pass.
+RECOMPILE_LIMIT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +55,21 @@ def compile_elementwise(decoder: nn.Module) -> None:
     """Compile the norms and MLPs of a decoder. Modules of one class share their graphs."""
     for module in decoder.modules():
         if type(module).__name__.endswith((NORM, MLP)):
-            module.forward = torch.compile(module.forward, dynamic=True)
+            module.forward = _compiled(module.forward)
 
 
 @cache
 def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the compiled function, for any number of rows."""
-    return torch.compile(function, dynamic=True)
+    return _compiled(function)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the compiled function, with room for the graphs of every caller."""
+    # A device's backward pass recomputes in a thread of its own, where torch from 2.13 on reads the configuration's
+    # defaults: the limit is an argument. Older versions have none, and one configuration for all threads.
+    compiler: Callable[..., Any] = torch.compile  # its overloads leave the argument out
+    if "recompile_limit" in inspect.signature(compiler).parameters:
+        return compiler(function, dynamic=True, recompile_limit=RECOMPILE_LIMIT)
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    return compiler(function, dynamic=True)

@@ -60,7 +60,7 @@ def pack(sequences: list[Tensor], prompt: int = 2) -> Batch:
     )
 
 
-def save_qwen3(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
+def save_qwen3(folder: Path, *, tied: bool = True, seed: int = 0, spread: float = 0.2) -> Path:
     """Save a random Qwen3 with grouped heads. Its weights are wide enough to distinguish tokens."""
     config = transformers().Qwen3Config(
         vocab_size=101,  # odd, so that two ranks hold different numbers of rows
@@ -71,20 +71,20 @@ def save_qwen3(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
         num_key_value_heads=2,
         head_dim=8,
         max_position_embeddings=256,
-        initializer_range=0.2,
+        initializer_range=spread,
         tie_word_embeddings=tied,
         dtype="float32",
     )
     return _save(transformers().Qwen3ForCausalLM, config, folder, seed)
 
 
-def save_qwen35(folder: Path, *, seed: int = 0) -> Path:
+def save_qwen35(folder: Path, *, seed: int = 0, spread: float = 0.2, layers: int = 4) -> Path:
     """Save a random Qwen3.5 in the layout of the hub: nested text model, vision tower, multi-token prediction."""
     text = {
         "vocab_size": 101,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 4,  # three of linear attention, one of full attention
+        "num_hidden_layers": layers,  # three of four have linear attention
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
@@ -93,7 +93,7 @@ def save_qwen35(folder: Path, *, seed: int = 0) -> Path:
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "max_position_embeddings": 256,
-        "initializer_range": 0.2,
+        "initializer_range": spread,
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]},
     }
