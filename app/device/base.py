@@ -26,6 +26,14 @@ def abort_backend(backend: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearKernels:
+    """Kernels of gated delta-nets over packed sequences, see app/device/cuda_linear_attention.py."""
+
+    convolve: "Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]"
+    delta_rule: "Callable[..., Tensor]"
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """What differs between CPU, CUDA and NPU."""
 
@@ -56,6 +64,7 @@ class Device:
     activate_attention: Callable[[int], str | None] | None = None
     # Distribution with kernels that train linear attention. None: transformers computes it in a loop over chunks.
     linear_attention: str | None = None
+    linear_kernels: LinearKernels | None = None  # of that distribution
     plugin: str | None = None  # module that registers the device type with torch
     packages: Mapping[str, str] = field(default_factory=dict)  # further required packages → purpose
     toolkit: tuple[str, ...] | None = None  # command that prints driver and devices

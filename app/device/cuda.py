@@ -3,6 +3,7 @@
 from app.config.device import DeviceKind
 from app.device.base import Device
 from app.device.cuda_attention import activate_flash_attention
+from app.device.cuda_linear_attention import KERNELS
 
 DEVICE = Device(
     kind=DeviceKind.cuda,
@@ -20,6 +21,7 @@ DEVICE = Device(
     head_chunk=2**27,
     activate_attention=activate_flash_attention,
     linear_attention="flash-linear-attention",
+    linear_kernels=KERNELS,
     toolkit=("nvidia-smi",),
     allocator_variables=("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
     memory_query=("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"),

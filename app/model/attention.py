@@ -4,8 +4,7 @@ Full attention, in 16 bits on an accelerator: a kernel that takes the sequence b
 (`Device.attention_kernel`) or torch's varlen kernel. Otherwise torch's causal scaled-dot-product attention on padded
 buckets of similar length, which is exact on every device and dtype, and the fastest on a CPU.
 
-Linear attention (Qwen3.5's gated delta-net) must not carry state across a boundary either. `isolate_sequences` runs
-such a mixer on the same buckets, which is correct with any kernel, including torch's reference.
+Linear attention is in app/model/linear_attention.py.
 """
 
 import inspect
@@ -128,38 +127,6 @@ def varlen(
     q, k, v = (_by_token(tensor) for tensor in (query, key, value))
     boundaries = packing.cu_seqlens
     return kernel(q, k, v, boundaries, boundaries, packing.longest, packing.longest, **options)
-
-
-def isolate_sequences(mixer: nn.Module) -> None:
-    """Make a linear-attention module process its packed input bucket by bucket. Its parameters are unchanged."""
-    forward: Callable[..., Tensor] = mixer.forward
-
-    def per_bucket(hidden_states: Tensor, *, packing: Packing, **_: Any) -> Tensor:
-        mixed = [forward(hidden_states=bucket) for bucket in packing.pad(hidden_states.squeeze(0))]
-        return packing.unpad(mixed).unsqueeze(0)
-
-    mixer.forward = per_bucket
-
-
-def convolve_in_dtype_of_weight(mixer: nn.Module) -> None:
-    """Make the convolution of a linear-attention module accept inputs of another dtype than its weight.
-
-    Beside a bf16 computation the weight is float32 (`parallelize`). Newer versions of transformers only read the weight
-    and cast the input themselves; older ones (5.12) call the module.
-    """
-    for module in mixer.modules():
-        if isinstance(module, nn.Conv1d):
-            _cast_input(module)
-
-
-def _cast_input(convolution: nn.Module) -> None:
-    forward: Callable[[Tensor], Tensor] = convolution.forward
-
-    def in_dtype_of_weight(hidden_states: Tensor) -> Tensor:
-        weight = next(convolution.parameters())
-        return forward(hidden_states.to(weight.dtype)).to(hidden_states.dtype)
-
-    convolution.forward = in_dtype_of_weight
 
 
 def _repeat(grouped: Tensor, heads: int) -> Tensor:

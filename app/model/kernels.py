@@ -17,6 +17,7 @@ from torch import nn
 
 from app.config.trainer import Compile
 from app.device import Device
+from app.device.base import LinearKernels
 from app.model.attention import VarlenKernel
 
 NORM = "RMSNorm"
@@ -31,6 +32,7 @@ class Kernels:
     """How a policy computes."""
 
     attention: VarlenKernel | None = None  # the device's own over packed sequences; None: torch's
+    linear: LinearKernels | None = None  # the device's own of linear attention; None: transformers' reference
     head_chunk: int = 2**21  # logits that the LM head computes at once
     head_vocabulary: int | None = 1024  # entries of the vocabulary among them, at most; None: all
     compiled: bool = False  # whether torch compiles the norms, the MLPs and the head's loss
@@ -48,7 +50,8 @@ def chunk_shape(kernels: Kernels, vocabulary: int) -> tuple[int, int]:
 def kernels_of(device: Device, compiled: Compile) -> Kernels:
     """Return a device's kernels, with `trainer.compile`."""
     compiles = device.compiles if compiled is Compile.auto else compiled is Compile.on
-    return Kernels(device.attention_kernel, device.head_chunk, device.head_vocabulary, compiles)
+    linear = None if device.loops_linear_attention() else device.linear_kernels
+    return Kernels(device.attention_kernel, linear, device.head_chunk, device.head_vocabulary, compiles)
 
 
 def compile_elementwise(decoder: nn.Module) -> None:

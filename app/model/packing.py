@@ -27,6 +27,7 @@ class Packing:
 
     boundaries: tuple[int, ...]  # S + 1: 0, then the end of each sequence
     cu_seqlens: Tensor  # [S + 1] int32: the same on the device
+    host_cu_seqlens: Tensor  # [S + 1] int32: and on the host
     longest: int  # tokens
     shapes: tuple[tuple[int, int], ...]  # (sequences, padded length) of each bucket
     source: Tensor  # [P] int64: token index at each padded position; padding repeats a token of its sequence
@@ -46,6 +47,7 @@ class Packing:
 
         buckets = length_buckets(lengths)
         starts = torch.tensor(boundaries)
+        cu_seqlens = starts.to(torch.int32)
         sources = []
         reals = []
         for bucket in buckets:
@@ -61,7 +63,8 @@ class Packing:
 
         return cls(
             boundaries=tuple(boundaries),
-            cu_seqlens=to_device(starts.to(torch.int32), device),
+            cu_seqlens=to_device(cu_seqlens, device),
+            host_cu_seqlens=cu_seqlens,
             longest=max(lengths),
             shapes=tuple((len(bucket), lengths[bucket[0]]) for bucket in buckets),
             source=to_device(source, device),

@@ -1,0 +1,44 @@
+"""Kernels of linear attention by definition: one sequence after the other, one token after the other, in float64."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from app.device.base import LinearKernels
+
+
+def convolve(channels: Tensor, weight: Tensor, _: Tensor, host_cu_seqlens: Tensor) -> Tensor:
+    width = weight.shape[1]
+    out = []
+    for start, end in pairwise(host_cu_seqlens.tolist()):
+        own = channels[0, start:end].double()
+        before = torch.cat([own.new_zeros(width - 1, own.shape[1]), own])
+        out += [(before[token : token + width] * weight.double().T).sum(0) for token in range(end - start)]
+    return silu(torch.stack(out))[None].to(channels.dtype)
+
+
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, _: Tensor, host_cu_seqlens: Tensor
+) -> Tensor:
+    q, k = (unit(tensor[0].double()) for tensor in (query, key))
+    v, strength = value[0].double(), beta[0].double()
+    kept = decay[0].double().exp()
+
+    out = []
+    for start, end in pairwise(host_cu_seqlens.tolist()):
+        state = q.new_zeros(q.shape[1], q.shape[2], v.shape[2])
+        for token in range(start, end):
+            state = state * kept[token, :, None, None]
+            error = v[token] - (state * k[token, :, :, None]).sum(1)
+            state = state + k[token, :, :, None] * (strength[token, :, None] * error)[:, None]
+            out.append((state * q[token, :, :, None]).sum(1) * q.shape[2] ** -0.5)
+    return torch.stack(out)[None].to(value.dtype)
+
+
+def unit(rows: Tensor) -> Tensor:
+    return rows / (rows.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+DOUBLE = LinearKernels(convolve, delta_rule)
