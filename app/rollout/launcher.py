@@ -17,6 +17,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from app.device.allocator import EXPANDABLE, without_expandable_segments
+from app.device.runtime_library import let_the_loader_find_it
 from app.device.torchvision_shim import define_operators
 from app.rollout.server import KEY_VARIABLE
 from app.rollout.sglang_plugin.forked_server import PARENT_VARIABLE
@@ -37,6 +38,7 @@ def main(parent: int) -> None:
     os.environ.setdefault(MODELS_VARIABLE, MODELS)
     if "--enable-memory-saver" in sys.argv:
         forbid_expandable_segments(os.environ)
+        let_the_loader_find_it(os.environ)
     watch_host()
     mask_in_logs(key)
 

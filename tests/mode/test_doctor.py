@@ -169,6 +169,26 @@ def test_the_driver_is_compared_with_torchs_cuda(
         assert drivers[0].hint.startswith("update the driver to 580 or later")
 
 
+@pytest.mark.parametrize("found", [True, False])
+def test_the_compiler_and_the_memory_savers_library_are_looked_for(
+    found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    if found:
+        (tmp_path / "bin" / "nvcc").write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / "nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor_nvidia, "library_folders", lambda: ["/pip/lib"] if found else [])
+    monkeypatch.setattr(doctor_nvidia, "find_library", lambda _: None)
+    compiler, library = doctor_nvidia.cuda_toolkit(memory_saver=True)
+    if found:
+        assert (compiler.message, library.message) == (str(tmp_path / "bin" / "nvcc"), "/pip/lib")
+    elif not Path("/usr/local/cuda/bin/nvcc").exists():
+        assert (compiler.status, library.status) == (CheckStatus.warn, CheckStatus.fail)
+    assert [one.subject for one in doctor_nvidia.cuda_toolkit(memory_saver=False)] == ["nvcc"]
+
+
 def test_torchs_cuda_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor_nvidia.torch_cuda() is None  # the CPU build of this machine
     (tmp_path / "version.py").write_text("debug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")

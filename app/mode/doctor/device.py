@@ -13,7 +13,7 @@ from app.device import Device
 from app.device.allocator import EXPANDABLE
 from app.errors import ConfigError
 from app.mode.doctor.finding import Check, CheckStatus, check
-from app.mode.doctor.nvidia import nvidia_driver
+from app.mode.doctor.nvidia import cuda_toolkit, nvidia_driver
 from app.mode.plan.memory import devices, plan_memory
 from app.model.architecture import architecture_of, unknown_shapes
 from app.rollout.server_args import engine_flags
@@ -28,6 +28,8 @@ def hardware(config: RunConfig, device: Device) -> Iterator[Check]:
         yield _toolkit(device.toolkit)
     if device.kind is DeviceKind.cuda:
         yield from nvidia_driver()
+        if not config.rollout.urls:
+            yield from cuda_toolkit(memory_saver=_uses_memory_saver(config, device))
     for path in device.driver_paths:
         exists = Path(path).exists()
         hint = "install the driver, or mount it into the container (launch/docker.sh shows how)"
@@ -52,9 +54,8 @@ def environment(config: RunConfig, device: Device) -> Iterator[Check]:
     if device.visibility is not None and device.visibility in os.environ:
         yield _visible(device.visibility, os.environ[device.visibility], devices(config))
 
-    memory_saver = config.placement.kind is PlacementKind.colocate and config.offload.engine and device.shares_memory
     for name in device.allocator_variables:
-        if memory_saver and EXPANDABLE in os.environ.get(name, ""):
+        if _uses_memory_saver(config, device) and EXPANDABLE in os.environ.get(name, ""):
             message = f"{name} sets {EXPANDABLE}; trainer and engines start without it"
             hint = "nothing to do: neither the memory saver nor weight_sync.transport=ipc supports it"
             yield Check("allocator", CheckStatus.warn, message, hint)
@@ -63,6 +64,10 @@ def environment(config: RunConfig, device: Device) -> Iterator[Check]:
         for name, value in device.machine_env.items():
             hint = f"start Ray on every node with {name}={value} (launch/ray_cluster.sh does)"
             yield check("cluster", os.environ.get(name) == value, name, hint, otherwise=CheckStatus.warn)
+
+
+def _uses_memory_saver(config: RunConfig, device: Device) -> bool:
+    return config.placement.kind is PlacementKind.colocate and config.offload.engine and device.shares_memory
 
 
 def _toolkit(command: tuple[str, ...]) -> Check:

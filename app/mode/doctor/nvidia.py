@@ -1,11 +1,15 @@
-"""Check of the NVIDIA driver against the CUDA version of the installed torch. Nothing is imported."""
+"""Checks of the NVIDIA driver against the CUDA of the installed torch, and of the toolkit. Nothing is imported."""
 
+import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
+from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
 
+from app.device.runtime_library import library_folders
 from app.mode.doctor.finding import Check, CheckStatus, check
 
 QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -25,6 +29,20 @@ def nvidia_driver() -> Iterator[Check]:
     hint = f"update the driver to {needed} or later; data-center GPUs also run with NVIDIA's cuda-compat package"
     # Where neither is done, torch finds no device, and the check of the devices fails.
     yield check("driver", int(driver.partition(".")[0]) >= needed, message, hint, otherwise=CheckStatus.warn)
+
+
+def cuda_toolkit(*, memory_saver: bool) -> Iterator[Check]:
+    """Look for the compiler, and for the library that the memory saver is linked to."""
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    inside = (shutil.which("nvcc", path=f"{home}/bin") for home in homes if home)
+    compiler = shutil.which("nvcc") or next(filter(None, inside), None)
+    hint = "install the CUDA toolkit, or set CUDA_HOME: SGLang and TileLang compile kernels at their first use"
+    yield check("nvcc", compiler is not None, compiler or "not found", hint, otherwise=CheckStatus.warn)
+
+    if memory_saver:
+        library = find_library("cudart") or next(iter(library_folders()), None)
+        hint = "install nvidia-cuda-runtime, or the CUDA toolkit: the memory saver needs it; else offload.engine=false"
+        yield check("libcudart", library is not None, library or "not found", hint)
 
 
 def driver_version() -> str | None:
