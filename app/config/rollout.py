@@ -46,7 +46,7 @@ class RolloutConfig:
     memory_fraction: float | None = setting(
         None,
         "Share of a device's memory for the engine's weights and KV cache; null is 0.7 on devices shared with the "
-        "trainer and on NPUs, and 0.8 on GPUs of its own.",
+        "trainer and on NPUs, and 0.75 on GPUs of its own.",
         above=0,
         below=1,
     )

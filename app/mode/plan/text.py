@@ -9,8 +9,8 @@ from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
 from app.mode.disk import CHECKPOINT_BYTES, plan_disk
 from app.mode.plan.duration import describe_time, step_seconds, step_tokens, sync_seconds, training_seconds
-from app.mode.plan.engine_memory import EngineMemoryPlan
-from app.mode.plan.memory import Phase, plan_memory
+from app.mode.plan.engine_memory import EngineMemoryPlan, plan_engine
+from app.mode.plan.memory import Phase, capacity, plan_memory
 from app.model.architecture import Architecture
 from app.model.lora.count import adapter_parameters
 from app.rollout.server_args import render_flags
@@ -19,6 +19,8 @@ from app.utils.units import GIB, MIB, size
 LARGEST_ITEMS = 4  # items shown per phase
 SMALLEST_SHOWN = 0.005 * GIB
 SHORTEST_SYNC = 1.0  # seconds; below, latency outweighs bandwidth
+RADIX_OFF = "disable-radix-cache"
+RADIX_GAIN = 1.5  # times the completions, from which on repeated prefills of a prompt cost less
 
 
 def memory(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> list[str]:
@@ -35,7 +37,7 @@ def memory(config: RunConfig, device: Device, model: Architecture, flags: Mappin
     left = total - peak.bytes
     fit = f"{_gib(left)} left" if left >= 0 else f"DOES NOT FIT: {_gib(-left)} too much"
     lines.append(f"  peak: {peak.device}, {peak.name}: {_gib(peak.bytes)} of {_gib(total)}, {fit}")
-    return [*lines, *_caches(config, model, plan.engine, flags)]
+    return [*lines, *_caches(config, model, plan.engine, flags), *_radix_cache(config, device, model, flags)]
 
 
 def _items(phase: Phase) -> str:
@@ -79,6 +81,28 @@ def time(config: RunConfig, device: Device, model: Architecture, flags: Mapping[
     """Expected seconds of a step, and the duration of the run."""
     engine = plan_memory(config, device, model, flags).engine
     return describe_time(step_seconds(config, device, model, engine, flags), config, device)
+
+
+def _radix_cache(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> list[str]:
+    """Completions of half the full length at a time with and without the radix cache, for recurrent states only."""
+    if config.rollout.urls or model.linear is None:
+        return []
+
+    limit = capacity(config, device).bytes
+    half = (config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens) // 2
+    fitting = []
+    for off in (False, True):
+        engine = plan_engine(config, device, model, {**flags, RADIX_OFF: off}, limit)
+        requests = min(engine.state_requests or 0, engine.kv_tokens // half, int(str(flags["max-running-requests"])))
+        fitting.append(requests)
+
+    cached, alone = fitting
+    line = f"  radix cache: {cached:,} completions of {half:,} tokens at a time with it, {alone:,} without"
+    if flags.get(RADIX_OFF):
+        return [f"{line}; it is off: each completion and turn prefills its whole prompt"]
+    if alone < RADIX_GAIN * cached or config.environment.multi_turn:
+        return [line]
+    return [f"{line}: +rollout.engine_args.{RADIX_OFF}=true pays, though each completion then prefills its prompt"]
 
 
 def disk(config: RunConfig, model: Architecture) -> list[str]:
