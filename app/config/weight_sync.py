@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from app.config.device import DeviceKind
-from app.config.setting import SECONDS, setting
+from app.config.setting import SECONDS, is_dotted_path, setting
 from app.errors import expect
 
 
@@ -48,6 +49,14 @@ class WeightSyncConfig:
         "between processes on one device; auto is ipc where trainer and engines share devices, and of adapters shared "
         "memory on one machine and HTTP between several.",
     )
+    _target_: str | None = setting(
+        None,
+        "Dotted path of a transport of your own, a class as `Transport` in app/weight_sync/transport/base.py, in place "
+        "of the one that transport names. It is called with backend, tensor_parallel and args.",
+    )
+    args: dict[str, Any] = setting(
+        {}, "Keyword arguments of weight_sync._target_.", noun="entries as in +weight_sync.args.path=/mnt/weights"
+    )
     mode: SyncMode = setting(
         SyncMode.full,
         "full sends all weights; delta sends only the weights that changed since the last sync where that is smaller, "
@@ -70,18 +79,24 @@ class WeightSyncConfig:
         "first compares the first sync, and the first sync of a trained policy, with the exported checkpoint; always "
         "also compares the engines' checksums after every sync.",
     )
+    rebuild_group: bool = setting(
+        False,
+        "Disconnect trainer and engines after every sync and connect anew for the next, in seconds. Between syncs the "
+        "process group then takes no memory, streams and ports of the devices.",
+    )
     timeout_s: float = setting(300.0, "Deadline of each wait within a sync.", above=0, noun=SECONDS)
 
     def validate_for_adapters(self) -> None:
         """Raise `ConfigError` for settings that only a sync of all weights has."""
         why = "with model.lora.rank above 0, where a sync sends the adapters alone"
         expect(self.transport is TransportKind.auto, "weight_sync.transport", self.transport, f"auto {why}")
+        expect(self._target_ is None, "weight_sync._target_", self._target_, f"null {why}")
         expect(self.mode is SyncMode.full, "weight_sync.mode", self.mode, f"full {why}")
         compares = "never with model.lora.rank above 0: mode=parity compares adapters"
         expect(self.verify is Verify.never, "weight_sync.verify", self.verify, compares)
 
     def validate(self, *, dtype_bytes: int, starts_engines: bool, engines_keep_weights: bool) -> None:
-        """Raise `ConfigError` where delta syncs cannot work.
+        """Raise `ConfigError` for a malformed target, and where delta syncs cannot work.
 
         Args:
             dtype_bytes: Size of one weight in the engines.
@@ -89,6 +104,10 @@ class WeightSyncConfig:
             engines_keep_weights: Whether weights stay in the engines between syncs. Memory that a memory saver
                 released comes back undefined.
         """
+        target = self._target_
+        accepted = "a path such as my_package.my_module.MyTransport"
+        expect(target is None or is_dotted_path(target), "weight_sync._target_", target, accepted)
+        expect(target is not None or not self.args, "weight_sync.args", self.args, "{} without weight_sync._target_")
         if self.mode is SyncMode.full:
             return
 

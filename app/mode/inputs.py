@@ -7,6 +7,7 @@
 | reward      | a custom one that cannot be loaded, or fails on local rows       | failures on other rows             |
 | environment | one that cannot be loaded, if the model is on this machine       | what it does in an episode         |
 | tracker     | a custom one that cannot be loaded                               | what it does                       |
+| transport   | a custom one that cannot be loaded                               | what it does                       |
 
 `mode=plan` prints the sentences, `mode=doctor` has a line for each subject, and a run raises them before it starts.
 """
@@ -29,6 +30,7 @@ from app.model.lora.count import layer_names
 from app.reward.tryout import try_out
 from app.tracking.own_tracker import require_trackers
 from app.types import Prompt
+from app.weight_sync.own_transport import own_transport
 
 NO_TOKENS = np.zeros(1, np.int32)
 
@@ -98,12 +100,18 @@ def check_tracker(config: RunConfig) -> None:
     require_trackers(config.tracking)
 
 
+def check_transport(config: RunConfig) -> None:
+    """Raise `ConfigError` if a transport of the user cannot be loaded."""
+    own_transport(config.weight_sync)
+
+
 CHECKS: Mapping[str, Callable[[RunConfig], None]] = {
     "model": check_model,
     "data": check_data,
     "reward": check_reward,
     "environment": check_environment,
     "tracker": check_tracker,
+    "transport": check_transport,
 }
 
 

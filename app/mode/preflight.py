@@ -25,6 +25,7 @@ from app.reward.tryout import tokenizer_of, try_out
 from app.tracking.own_tracker import require_trackers
 from app.types import Prompt
 from app.utils.net import port_is_free
+from app.weight_sync.own_transport import own_transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ def load_from(path: Path, config: RunConfig, status: Callable[[str], None]) -> R
 
     status("trying the reward")
     require_trackers(config.tracking)
+    own_transport(config.weight_sync)
     warnings += try_out(tried_reward(config), _some_prompts(config, prompts), tokenizer_of(tokenizer))
     return RunInputs(path, tokenizer, prompts, tuple(warnings))
 

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from app.model.attention import mix_packed
 from app.model.kernels import CPU_KERNELS, Kernels, chunk_shape, compile_elementwise
-from app.model.linear_attention import mix_packed
 from app.model.lm_head import token_logprobs
 from app.model.lora.layer import is_adapter
 from app.model.lora.names import adapter_tensors

@@ -102,6 +102,9 @@ class Offload:
         storages = _storages(self._tensors(region))
         copy = self._copies.get(region)
         if copy is None or not copy.fits(storages):
+            if copy is not None:
+                del copy, self._copies[region]
+                self._free_pinned_memory()
             copy = HostCopy(storages, pin=self._device_module is not None)
             self._copies[region] = copy
 
@@ -111,6 +114,14 @@ class Offload:
             self._free(storage)
         if self._device_module is not None:
             self._device_module.empty_cache()
+
+    def _free_pinned_memory(self) -> None:
+        """Return the pinned memory of a dropped copy to the machine: torch would keep it for copies of its size."""
+        module = self._device_module
+        # torch_npu's name, then torch's from 2.13 on
+        free = getattr(module, "host_empty_cache", None) or getattr(torch.accelerator, "empty_host_cache", None)
+        if module is not None and free is not None:
+            free()
 
     def _move_to_device(self, region: TrainerMemory) -> None:
         copy = self._copies[region]

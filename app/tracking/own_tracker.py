@@ -12,8 +12,6 @@ All calls come from one thread of its own, in order. They may block and raise: s
 """
 
 import inspect
-import os
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 from app.config.tracking import TrackingConfig
 from app.errors import ConfigError
 from app.tracking.dashboard import DashboardOptions
-from app.utils.dotted_path import LoadError, error_text, resolve
+from app.utils.dotted_path import LoadError, error_text, resolve_own
 
 IMPORT_LIMIT_S = 60.0
 
@@ -30,7 +28,7 @@ class OwnTracker:
     """An open run in a tracker of the user's own. Methods that it lacks are skipped."""
 
     def __init__(self, path: str, options: DashboardOptions) -> None:
-        self._tracker: Any = _class_of(path)(options, **options.args)
+        self._tracker: Any = resolve_own(path)(options, **options.args)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._tracker.log(step, metrics)
@@ -70,7 +68,7 @@ def _problem_in_time(path: str, args: Mapping[str, Any]) -> str | None:
 
 def _problem(path: str, args: Mapping[str, Any]) -> str | None:
     try:
-        made = _class_of(path)
+        made = resolve_own(path)
         inspect.signature(made).bind(None, **args)
     except LoadError as error:
         return str(error)
@@ -79,13 +77,6 @@ def _problem(path: str, args: Mapping[str, Any]) -> str | None:
     if inspect.isclass(made) and not callable(getattr(made, "log", None)):
         return "it has no method log"
     return None
-
-
-def _class_of(path: str) -> Callable[..., Any]:
-    """Import a tracker. The working directory comes last: it may have modules with the names of our dependencies."""
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    return resolve(path)
 
 
 def _nothing(*_: object) -> None:

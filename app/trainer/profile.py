@@ -11,15 +11,18 @@ FOLDER = "profile"
 
 
 class StepProfiler:
-    """Profiles from `begin` to `finish` of the chosen steps. Does nothing in other steps."""
+    """Profiles from `begin` of the chosen steps to the end of their weight sync. Does nothing in other steps."""
 
     def __init__(self, steps: Sequence[int], folder: Path, rank: int):
         self.steps = frozenset(steps)
         self.folder = folder
         self.rank = rank
+        self._step = 0
         self._profile: profile | None = None
 
     def begin(self, step: int) -> None:
+        self.finish()  # a step without a sync
+        self._step = step
         if step in self.steps:
             import torch
             from torch.profiler import ProfilerActivity, profile
@@ -30,12 +33,12 @@ class StepProfiler:
             self._profile = profile(activities=activities)
             self._profile.start()
 
-    def finish(self, step: int) -> None:
+    def finish(self) -> None:
         """Write `profile/step_N_rank_R.json`, a Chrome trace."""
         finished = self._stop()
         if finished is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            finished.export_chrome_trace(str(self.folder / f"step_{step}_rank_{self.rank}.json"))
+            finished.export_chrome_trace(str(self.folder / f"step_{self._step}_rank_{self.rank}.json"))
 
     def abort(self) -> None:
         self._stop()

@@ -272,9 +272,7 @@ class TrainerRank:
         self.step.old_logprobs(groups)
 
     def finish_step(self) -> StepReport:
-        report = self.step.finish()
-        self.profiler.finish(report.version)
-        return report
+        return self.step.finish()
 
     def abort_step(self) -> None:
         """Discard the open step. Frees first what a failed pass holds: the reset gathers parameters again."""

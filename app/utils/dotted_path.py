@@ -1,6 +1,8 @@
 """Import what a dotted path names: custom rewards and trackers, and classes that only the trainer ranks import."""
 
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -65,6 +67,13 @@ def resolve(path: str) -> Callable[..., Any]:
         return resolved
 
     raise LoadError(f"there is no module {'.'.join(names[:-1])} (searched the working directory and PYTHONPATH)")
+
+
+def resolve_own(path: str) -> Callable[..., Any]:
+    """Import what a user wrote. The working directory comes last: it may have modules named as our dependencies."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    return resolve(path)
 
 
 def error_text(error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """Composes a run's weight synchronizer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from app.config import RunConfig
@@ -8,12 +8,17 @@ from app.config.weight_sync import TransportKind, transport_of
 from app.device import Device
 from app.protocols import RolloutEngine
 from app.weight_sync.adapters.adapter_synchronizer import AdapterSynchronizer
+from app.weight_sync.own_transport import own_transport
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from app.weight_sync.transport.base import TrainerGroup, Transport
 from app.weight_sync.transport.collective import CollectiveTransport
 from app.weight_sync.transport.ipc import IpcTransport
 from app.weight_sync.verify import Verifier
 
+TRANSPORTS: Mapping[TransportKind, Callable[..., Transport]] = {
+    TransportKind.collective: CollectiveTransport,
+    TransportKind.ipc: IpcTransport,
+}
 Synchronizer = BucketedWeightSynchronizer | AdapterSynchronizer
 
 
@@ -40,12 +45,9 @@ def make_synchronizer(
             one_machine=one_machine and not config.rollout.urls,
         )
 
-    transport: Transport
     kind = transport_of(config.weight_sync, shared_devices=config.shared_devices, device=device.kind)
-    if kind is TransportKind.ipc:
-        transport = IpcTransport(tensor_parallel=tensor_parallel)
-    else:
-        transport = CollectiveTransport(backend=device.collective, tensor_parallel=tensor_parallel)
+    make = own_transport(config.weight_sync) or TRANSPORTS[kind]
+    transport = make(backend=device.collective, tensor_parallel=tensor_parallel, **config.weight_sync.args)
 
     verifier = Verifier(config.weight_sync.verify, folder / "verify")
     return BucketedWeightSynchronizer(

@@ -93,6 +93,7 @@ class Sender:
         self.wait(timeout_s)
         if not self._keeps_buffers:
             self.release()
+        self.trainer_rank.profiler.finish()
 
     def release(self) -> None:
         """Free the buffers. The next sync allocates them again."""

@@ -112,6 +112,8 @@ class BucketedWeightSynchronizer:
             await self.transport.abort(self.trainer)
             raise
 
+        if self.config.rebuild_group:
+            await self.transport.abort(self.trainer)
         self._synced_version = version
         self._deltas = 0 if base is None else self._deltas + 1
         return self._report(version, sent, clock, reused)

@@ -5,9 +5,10 @@ import pytest
 from app.config import RunConfig
 from app.device import device_of
 from app.mode.plan.memory import MemoryPlan, Phase, capacity, devices, plan_memory
+from app.mode.plan.text import sync
 from app.model.architecture import QWEN3_4B, QWEN35_9B, VISION_PARAMETERS, Architecture
 from app.rollout.server_args import engine_flags
-from app.utils.units import GIB
+from app.utils.units import GIB, MIB
 from tests.compose import composed
 
 P = 8_953_803_264  # parameters of Qwen3.5-9B
@@ -208,3 +209,15 @@ def test_engines_with_adapters_keep_their_weights_while_the_trainer_trains() -> 
     items = planned(QWEN35_9B, "device=cuda", "model=qwen35_9b_lora")["shared device", "backward of a layer"].items
     assert items["engine weights"] == 2 * (P + VISION_PARAMETERS)
     assert "KV cache" not in items
+
+
+def test_the_plan_prints_what_a_tensor_larger_than_a_bucket_costs() -> None:
+    def lines(*overrides: str) -> list[str]:
+        config = composed("device=cuda", "placement=fully_async", "model=qwen35_9b", *overrides)
+        return sync(config, device_of(config.device.kind), QWEN35_9B)
+
+    embedding = 248_320 * 4096 * 2
+    (line,) = [line for line in lines() if "largest tensor" in line]
+    assert f"{embedding / MIB:,.0f} MiB" in line
+    assert f"{2 * embedding / GIB:.2f} GiB" in line
+    assert not [line for line in lines("weight_sync.bucket_mib=2048") if "largest tensor" in line]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +108,29 @@ def test_training_is_the_same_to_the_last_bit(
         assert all(torch.equal(one, other) for one, other in zip(moved[kind], still[kind], strict=True))
     first, second, third = moved["freed"]  # the optimizer has its state after the first update
     assert 0 < 1.9 * first < second == third
+
+
+def test_pinned_memory_of_a_dropped_copy_is_returned(
+    path: Path, groups: list[ScoredGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the optimizer grows after its first update, and only its copy is replaced."""
+    returned = []
+    monkeypatch.setattr(Offload, "_free_pinned_memory", lambda offload: returned.append(set(offload._copies)))
+    two_steps(None, path, groups, offload=True)
+    assert len(returned) == 1
+    assert TrainerMemory.optimizer not in returned[0]
+
+
+@pytest.mark.parametrize("name", ["host_empty_cache", None])
+def test_the_devices_or_torchs_function_returns_pinned_memory(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    device_module = SimpleNamespace(**({name: lambda: calls.append("device")} if name else {}))
+    monkeypatch.setattr(Offload, "_device_module", device_module)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: calls.append("torch"), raising=False)
+    Offload(SimpleNamespace(), moves=True)._free_pinned_memory()  # type: ignore[arg-type]
+    assert calls == ["device" if name else "torch"]
 
 
 def test_chunks_smaller_than_a_tensor_keep_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:

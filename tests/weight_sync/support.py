@@ -110,6 +110,7 @@ async def make_synchronizer(
     mode: SyncMode = SyncMode.full,
     full_every: int = 0,
     backend: str = "gloo",
+    rebuild_group: bool = False,
 ) -> BucketedWeightSynchronizer:
     """Create and prepare a synchronizer."""
     implementation: Transport
@@ -118,7 +119,12 @@ async def make_synchronizer(
     else:
         implementation = CollectiveTransport(backend=backend, tensor_parallel=tensor_parallel)
     config = WeightSyncConfig(
-        bucket_mib=bucket_mib, verify=verify, timeout_s=timeout_s, mode=mode, full_every=full_every
+        bucket_mib=bucket_mib,
+        verify=verify,
+        timeout_s=timeout_s,
+        mode=mode,
+        full_every=full_every,
+        rebuild_group=rebuild_group,
     )
     synchronizer = BucketedWeightSynchronizer(
         trainer, engines, config, implementation, Verifier(verify, folder / "verify"), in_flight=in_flight

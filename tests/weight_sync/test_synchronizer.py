@@ -51,6 +51,26 @@ def test_a_sync_equals_loading_the_export(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("rebuild", [False, True])
+def test_a_group_is_rebuilt_at_every_sync_where_it_is_set(
+    rebuild: bool, trainer: Any, engine: Any, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        synchronizer = await make_synchronizer(
+            "collective", trainer, [engine], tmp_path, verify=Verify.never, rebuild_group=rebuild
+        )
+        reports, sums = [], set()
+        for version, seed in ((5, 0), (6, 1), (7, 0)):
+            await set_weights(trainer, seed)
+            reports.append(await synchronizer.sync(version))
+            assert (synchronizer.transport._name is None) == rebuild
+            sums.add(await checksum(engine))
+        assert [report.group_reused for report in reports] == [False, not rebuild, not rebuild]
+        assert len(sums) == 2
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_logprobs_after_a_sync_are_those_of_the_synced_weights(
     transport: str, trainer: Any, engine: Any, tiny_model: Path, tmp_path: Path

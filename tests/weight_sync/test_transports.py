@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +13,18 @@ from app.config.device import DeviceKind, Dtype
 from app.config.weight_sync import TransportKind, WeightSyncConfig, transport_of
 from app.device import device_of
 from app.errors import ConfigError, EngineError, SyncError
+from app.mode.inputs import problems
+from app.trainer.profile import StepProfiler
 from app.types import VersionSpan
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
 from app.weight_sync.deadlines import Deadline
+from app.weight_sync.factory import make_synchronizer
+from app.weight_sync.own_transport import own_transport
 from app.weight_sync.sender import Sender
 from app.weight_sync.transport.collective_sender import BroadcastSender
 from app.weight_sync.transport.ipc_sender import IpcSender
 from app.weight_sync.verify import expect_equal
+from tests.compose import composed
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("npu", "hccl")])
@@ -70,6 +76,7 @@ def test_buffers_on_a_device_are_freed_after_each_sync_and_those_of_a_cpu_are_ke
         model=SimpleNamespace(causal_lm=torch.nn.Module(), checkpoint_names={}),
         device=device_of(DeviceKind.cuda),
         require_onloaded=lambda *_: None,
+        profiler=StepProfiler([], Path(), 0),
     )
     sender = QuietSender(rank)
     bucket = Bucket((TensorMeta("weight", "bfloat16", (8,)),))
@@ -142,3 +149,34 @@ def test_version_spans_cover_the_completion(reported: list[Any], expected: list[
     from app.rollout.client import spans
 
     assert spans({"weight_versions": reported}, 9, 2) == tuple(VersionSpan(*each) for each in expected)
+
+
+class Own:
+    """A transport of the user's own that is none."""
+
+    sender = None
+    route = ""
+
+
+@pytest.mark.parametrize(
+    ("target", "named"),
+    [
+        ("tests.weight_sync.test_transports.Own", "lacks connect, request_body, abort"),
+        ("tests.weight_sync.test_transports.Missing", "has no Missing"),
+    ],
+)
+def test_a_transport_of_ones_own_is_refused_before_anything_starts(target: str, named: str) -> None:
+    config = composed("placement=fully_async", f"weight_sync._target_={target}")
+    with pytest.raises(ConfigError, match=named) as raised:
+        own_transport(config.weight_sync)
+    assert f"weight_sync._target_={target}" in str(raised.value)
+    assert problems(config)["transport"] == str(raised.value)
+
+
+def test_a_transport_of_ones_own_replaces_the_named_one(tmp_path: Path) -> None:
+    target = "app.weight_sync.transport.collective.CollectiveTransport"
+    for kind in ("collective", "ipc"):
+        placement = "fully_async" if kind == "collective" else "colocate"
+        config = composed(f"placement={placement}", f"weight_sync._target_={target}", f"weight_sync.transport={kind}")
+        made = make_synchronizer(config, device_of(config.device.kind), None, [], tmp_path, one_machine=True)
+        assert (type(made.transport).__name__, made.transport.backend) == ("CollectiveTransport", "gloo")

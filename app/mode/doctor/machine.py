@@ -59,7 +59,8 @@ def reachable(config: RunConfig) -> Iterator[Check]:
     data = _refused("data", refused) or _data(config)
     yield data
     rewards = [term.target for term in config.reward.terms().values() if term.target is not None]
-    for subject, targets in (("reward", rewards), ("tracker", config.tracking.own)):
+    transports = [config.weight_sync._target_] if config.weight_sync._target_ else []
+    for subject, targets in (("reward", rewards), ("tracker", config.tracking.own), ("transport", transports)):
         if targets:
             accepted = Check(subject, CheckStatus.ok, f"{', '.join(targets)} can be loaded")
             yield _refused(subject, refused) or accepted

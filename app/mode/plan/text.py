@@ -33,6 +33,11 @@ def memory(config: RunConfig, device: Device, model: Architecture, flags: Mappin
     for phase in plan.phases:
         lines.append(f"  {phase.device:<14}  {phase.name:<{width}}  {_gib(phase.bytes):>9}  = {_items(phase)}")
 
+    if config.shared_devices and device.shares_memory and config.placement.trainer_ranks > 1:
+        lines.append(
+            f"  the runtime of {device.trainer_runtime_gib:g} GiB has {device.collective}'s buffers; torch has no call "
+            "that releases them while engines generate"
+        )
     peak = plan.peak_phase
     left = total - peak.bytes
     fit = f"{_gib(left)} left" if left >= 0 else f"DOES NOT FIT: {_gib(-left)} too much"
@@ -152,6 +157,11 @@ def sync(config: RunConfig, device: Device, model: Architecture) -> list[str]:
         f"  {model.parameters:,} parameters in {config.device.dtype.name}: {weights:,} bytes ({_gib(weights)}) in at "
         f"least {math.ceil(weights / bucket)} bucket(s) of up to {bucket / MIB:,.0f} MiB",
     ]
+    if model.largest_tensor * item > config.weight_sync.bucket_mib * MIB:
+        lines.append(
+            f"  the largest tensor is a bucket of {bucket / MIB:,.0f} MiB by itself, since SGLang loads whole tensors: "
+            f"rank 0 and each engine rank hold {_gib(2 * bucket)} during a sync"
+        )
     if seconds >= SHORTEST_SYNC:
         lines.append(f"  about {seconds:.1f} s at {device.push_seconds_per_gb:g} s per GB over {device.collective}")
     else:

@@ -63,6 +63,7 @@ class AdapterSender:
 
     def release(self) -> None:
         """Remove the last push from shared memory. Idempotent. Engines that read it keep what they need."""
+        self.trainer_rank.profiler.finish()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None

@@ -28,7 +28,7 @@ class IpcTransport:
     sender = IpcSender
     route = "update_weights_from_tensor"
 
-    def __init__(self, *, tensor_parallel: int):
+    def __init__(self, *, tensor_parallel: int, backend: str | None = None):  # it has no process group
         self.tensor_parallel = tensor_parallel
 
     async def connect(self, deadline: Deadline, trainer: TrainerGroup, engines: Sequence[RolloutEngine]) -> bool:
