@@ -181,12 +181,12 @@ def test_the_compiler_and_the_memory_savers_library_are_looked_for(
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(doctor_nvidia, "library_folders", lambda: ["/pip/lib"] if found else [])
     monkeypatch.setattr(doctor_nvidia, "find_library", lambda _: None)
-    compiler, library = doctor_nvidia.cuda_toolkit(memory_saver=True)
+    compiler, library = doctor_nvidia.nvidia_toolkit(memory_saver=True)
     if found:
         assert (compiler.message, library.message) == (str(tmp_path / "bin" / "nvcc"), "/pip/lib")
     elif not Path("/usr/local/cuda/bin/nvcc").exists():
         assert (compiler.status, library.status) == (CheckStatus.warn, CheckStatus.fail)
-    assert [one.subject for one in doctor_nvidia.cuda_toolkit(memory_saver=False)] == ["nvcc"]
+    assert [one.subject for one in doctor_nvidia.nvidia_toolkit(memory_saver=False)] == ["nvcc"]
 
 
 def test_torchs_cuda_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

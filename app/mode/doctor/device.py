@@ -13,7 +13,7 @@ from app.device import Device
 from app.device.allocator import EXPANDABLE
 from app.errors import ConfigError
 from app.mode.doctor.finding import Check, CheckStatus, check
-from app.mode.doctor.nvidia import cuda_toolkit, nvidia_driver
+from app.mode.doctor.nvidia import nvidia_driver, nvidia_toolkit
 from app.mode.plan.memory import devices, plan_memory
 from app.model.architecture import architecture_of, unknown_shapes
 from app.rollout.server_args import engine_flags
@@ -29,7 +29,7 @@ def hardware(config: RunConfig, device: Device) -> Iterator[Check]:
     if device.kind is DeviceKind.cuda:
         yield from nvidia_driver()
         if not config.rollout.urls:
-            yield from cuda_toolkit(memory_saver=_uses_memory_saver(config, device))
+            yield from nvidia_toolkit(memory_saver=_uses_memory_saver(config, device))
     for path in device.driver_paths:
         exists = Path(path).exists()
         hint = "install the driver, or mount it into the container (launch/docker.sh shows how)"

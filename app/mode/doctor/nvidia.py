@@ -31,7 +31,7 @@ def nvidia_driver() -> Iterator[Check]:
     yield check("driver", int(driver.partition(".")[0]) >= needed, message, hint, otherwise=CheckStatus.warn)
 
 
-def cuda_toolkit(*, memory_saver: bool) -> Iterator[Check]:
+def nvidia_toolkit(*, memory_saver: bool) -> Iterator[Check]:
     """Look for the compiler, and for the library that the memory saver is linked to."""
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
     inside = (shutil.which("nvcc", path=f"{home}/bin") for home in homes if home)
