@@ -16,7 +16,7 @@ from app.model.policy import FLOAT32_PARAMETERS
 from app.rollout.host import OLDEST_SGLANG
 from app.rollout.server_args import MAX_BATCH, engine_flags
 from tests.compose import composed
-from tests.device import sglang_api, sglang_requests, torch_npu_api
+from tests.device import sglang_api, sglang_requests
 from tests.device.packages import Package, installed, metadata, wheel
 
 OLDEST, NEWEST = "sglang==0.5.22", "sglang==0.5.23"
@@ -231,31 +231,6 @@ def test_torch_npu_is_built_for_the_torch_of_the_requirements(wheels: Path) -> N
     assert package.mentions(f'"{npu.collective}"', "torch_npu/_init")
     for name in ("empty_cache", "mem_get_info", "max_memory_allocated", "device_count", "is_available"):
         assert package.mentions(f"def {name}", "torch_npu/npu"), name
-
-
-def test_our_collectives_fit_the_functions_that_torch_npu_puts_in_their_place() -> None:
-    assert {
-        "all_gather_into_tensor",
-        "all_gather_single",
-        "broadcast",
-        "all_reduce",
-        "_new_process_group_helper",
-    } <= set(torch_npu_api.our_calls())
-    recorded = torch_npu_api.recorded()
-    assert tuple(recorded) == torch_npu_api.VERSIONS
-    for version, signatures in recorded.items():
-        assert "gather" in signatures, version
-        # an NPU never gets there: shards are all-gathered
-        assert torch_npu_api.misfits(signatures) == {"gather": ["group_dst"]}, version
-    assert not device_of(DeviceKind.npu).has_gather
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("version", torch_npu_api.VERSIONS)
-def test_the_recorded_functions_of_torch_npu_are_those_of_its_wheel(version: str, wheels: Path) -> None:
-    package = wheel(version, wheels)
-    assert torch_npu_api.signatures(package) == torch_npu_api.recorded()[version]
-    assert package.mentions(".abort_hccl_comm(", "torch_npu/distributed")  # with one text
 
 
 @pytest.mark.slow

@@ -115,8 +115,8 @@ def test_the_readers_own_presets_are_found_from_their_folder(option: str, folder
 def test_a_script_or_benchmark_exists_and_its_settings_compose(command: Command, folder: Path) -> None:
     words = arguments(command, folder)
     if "-m" in words and words[0] != "bash":
-        module = words[words.index("-m") + 1]
-        assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+        module = ROOT / words[words.index("-m") + 1].replace(".", "/")
+        assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
         return
 
     (script,) = [word for word in words if word.startswith("launch/")]

@@ -105,15 +105,17 @@ def groups(tokens: int) -> list[Any]:
 
 
 @contextmanager
-def fake_ranks(ranks: int) -> Iterator[Any]:
-    dist.init_process_group(f"cpu:fake,{TYPE}:fake", rank=0, world_size=ranks, store=fake_pg.FakeStore())
+def fake_ranks(ranks: int, rank: int = 0, device: str = TYPE) -> Iterator[Any]:
+    """The mesh as one of these ranks sees it; collectives do nothing."""
+    backends = ",".join(f"{each}:fake" for each in {"cpu", device})
+    dist.init_process_group(backends, rank=rank, world_size=ranks, store=fake_pg.FakeStore())
     try:
-        yield init_device_mesh(TYPE, (ranks,))
+        yield init_device_mesh(device, (ranks,))
     finally:
         dist.destroy_process_group()
 
 
-def build(case: Case, mesh: Any) -> Any:
+def build(case: Case, mesh: Any, device: torch.device | None = None) -> Any:
     """`load`, in its own order, without a checkpoint."""
     from app.config.device import DeviceKind
     from app.config.model import LoraConfig
@@ -143,7 +145,7 @@ def build(case: Case, mesh: Any) -> Any:
         return load.load(
             Path(),
             mesh=mesh,
-            device=torch.device(TYPE, INDEX),
+            device=device or torch.device(TYPE, INDEX),
             compute_dtype=torch.bfloat16,
             kernels=kernels,
             activation_checkpointing=Checkpointing[case.checkpointing],

@@ -1,0 +1,122 @@
+"""Building, sharding and gathering a weight sync at the rank counts of real runs, without devices.
+
+The model and the sender are the application's, at full size, on fake tensors: torch checks every shape and computes
+nothing. A fake process group makes this process one of 1 to 16 ranks.
+
+torch's LocalTensorMode, which would compute the numbers of all ranks in one process, does not carry FSDP2 (torch 2.13):
+every rank gets the shard of rank 0, and resharding resizes a storage that its tensors do not have.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from app.config.device import DeviceKind, Dtype
+from app.device import device_of
+from app.model.architecture import QWEN3_4B, QWEN35_9B
+from app.model.parallelize import own_rows
+from app.utils.units import MIB
+from app.weight_sync.buckets import Bucket, TensorMeta, plan_buckets
+from app.weight_sync.sender import Sender
+from tests.compose import composed
+from tests.standin.fake_memory import Case, build, fake_ranks
+
+MODELS = {"qwen3_4b": QWEN3_4B, "qwen35_9b": QWEN35_9B}
+LAYERS = 4  # one layer of each kind, the others have the same shapes
+RANKS = (1, 2, 4, 8, 16)
+UNEVEN = 6  # ranks, which divide the rows of few tensors
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank has of the model, and what it sends."""
+
+    tensors: list[TensorMeta]
+    buckets: tuple[Bucket, ...]
+    rows: dict[str, tuple[int, int]]
+    buffers: list[int]  # bytes
+
+
+def sender_of(model: Any, rank: int, kind: DeviceKind) -> Sender:
+    trainer_rank: Any = SimpleNamespace(
+        model=model,
+        rank=rank,
+        device=device_of(kind),
+        torch_device=torch.device("cpu"),
+        spec=SimpleNamespace(dtype=Dtype.bfloat16),
+        require_onloaded=lambda *_: None,
+    )
+    return Sender(trainer_rank)
+
+
+@cache
+def synced(name: str, ranks: int, rank: int, kind: DeviceKind, layers: int | None = LAYERS) -> Rank:
+    """Build rank `rank` of `ranks`, and gather every bucket of a weight sync there."""
+    with fake_ranks(ranks, rank, "cpu") as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+        model = build(Case(name, ranks, layers=layers), mesh, torch.device("cpu"))
+        sender = sender_of(model, rank, kind)
+        sender.prepare(plan_buckets(sender.describe(), capacity=bucket_bytes()), None)
+        sender.begin(1, None)
+        for index in range(len(sender.buckets)):
+            sender.send_and_gather_next(index)
+
+        rows = {}
+        for tensor_name, tensor in sender.tensors.items():
+            own = own_rows(tensor) if isinstance(tensor, DTensor) else slice(0, tensor.shape[0])
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            assert local.shape[0] == own.stop - own.start, tensor_name
+            rows[tensor_name] = own.start, own.stop
+        return Rank(sender.describe(), tuple(sender.buckets), rows, [len(buffer) for buffer in sender.buffers])
+
+
+def bucket_bytes() -> int:
+    return composed("model=qwen3_4b", "device=cuda").weight_sync.bucket_mib * MIB
+
+
+@pytest.mark.parametrize("kind", [DeviceKind.cuda, DeviceKind.npu])
+@pytest.mark.parametrize("ranks", [*RANKS, UNEVEN])
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_share_out_every_tensor_and_gather_every_bucket(name: str, ranks: int, kind: DeviceKind) -> None:
+    """NPUs all-gather where CUDA gathers on rank 0, and rows that do not divide take a third way."""
+    first, last = synced(name, ranks, 0, kind), synced(name, ranks, ranks - 1, kind)
+    assert first.tensors == last.tensors
+    assert first.buckets == last.buckets
+    for tensor in first.tensors:
+        rows = tensor.shape[0]
+        share = -(-rows // ranks)
+        assert first.rows[tensor.name] == (0, min(share, rows)), tensor
+        assert last.rows[tensor.name] == (min((ranks - 1) * share, rows), rows), tensor
+
+    assert [len(last.buffers), len(first.buffers)] == [0 if ranks > 1 else 2, min(2, len(first.buckets))]
+    assert set(first.buffers) == {max(bucket.bytes for bucket in first.buckets)}
+
+
+def test_six_ranks_have_uneven_shards() -> None:
+    rows = synced("qwen3_4b", UNEVEN, UNEVEN - 1, DeviceKind.cuda).rows
+    first = synced("qwen3_4b", UNEVEN, 0, DeviceKind.cuda).rows
+    shares = {name: (first[name][1] - first[name][0], stop - start) for name, (start, stop) in rows.items()}
+    assert shares[EMBEDDING] == (25_323, 25_321)
+    assert shares["model.layers.0.self_attn.q_norm.weight"] == (22, 18)
+    assert synced("qwen35_9b", 16, 15, DeviceKind.npu).rows["model.layers.0.linear_attn.A_log"] == (30, 32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_buckets_of_a_whole_model_hold_all_its_parameters(name: str) -> None:
+    model = MODELS[name]
+    rank = synced(name, 8, 0, DeviceKind.cuda, None)
+    assert sum(tensor.bytes // tensor.item_bytes for tensor in rank.tensors) == model.parameters
+    assert [tensor for bucket in rank.buckets for tensor in bucket.tensors] == rank.tensors
+
+    capacity = bucket_bytes()
+    assert all(bucket.bytes <= capacity or len(bucket.tensors) == 1 for bucket in rank.buckets)
+    largest = max(tensor.bytes for tensor in rank.tensors)
+    assert largest == 2 * model.largest_tensor
+    for bucket in rank.buckets:
+        assert all(offset % t.item_bytes == 0 for offset, t in zip(bucket.offsets, bucket.tensors, strict=True))
