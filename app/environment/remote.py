@@ -162,7 +162,7 @@ class EnvironmentWorker:
         """
         if self.state is State.ended:
             return
-        guilty = self._guilty(kind)
+        blamed = self._blamed(kind)
         self.state = State.ended
         self.problem = text
         self._process.kill()
@@ -173,7 +173,7 @@ class EnvironmentWorker:
 
         for session in list(self.sessions.values()):
             failure = Failed(session.number, kind, text)
-            if session not in guilty:
+            if session not in blamed:
                 failure = Failed(
                     session.number, "lost", f"the worker ended while the episode waited for an engine: {text}"
                 )
@@ -190,12 +190,11 @@ class EnvironmentWorker:
             return False
         return self._heard_s < session.closing_s < now - AT_ONCE_S
 
-    def _guilty(self, kind: str) -> list[EpisodeSession]:
-        """Return the episodes that may have ended the worker: those whose own code was running.
+    def _blamed(self, kind: str) -> list[EpisodeSession]:
+        """Return the episodes to blame for the worker's end: those whose own code was running.
 
-        Those that wait for an engine are innocent: something else killed a worker in which all of them do. In a worker
-        that fell silent, those are too whose last message came when it read no messages any more; if that leaves none,
-        nobody knows: all are guilty.
+        If all of them waited for an engine, something else killed the worker. In a worker that fell silent, an episode
+        whose last message is newer than the worker's last read is not blamed, unless that leaves none.
         """
         own_code = [each for each in self.sessions.values() if not each.waits]
         if kind != "late":
