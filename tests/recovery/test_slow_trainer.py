@@ -65,7 +65,7 @@ def test_ctrl_c_in_a_long_step_saves_the_step_before(placement: str, start: Call
     run.wait_for_step(2, 600)
     last = run.metrics()[-1]
     train, microbatch = last["time/train"], last["time/microbatch_max"]
-    assert train > 6 * microbatch
+    assert train > 3 * microbatch
 
     time.sleep(last["time/generate"] * (placement == "colocate") + 0.25 * train)
     os.kill(run.process.pid, signal.SIGINT)
