@@ -182,13 +182,14 @@ def test_the_driver_killed_at_random_moments(placement: str, attempts: Callable[
 
 @BOTH
 def test_ctrl_c_at_random_moments(placement: str, attempts: Callable[[str, str], Attempts]) -> None:
-    """Each third time while it starts. What was finished is saved."""
+    """Each third time while it starts: by Python's own handler before the run has one. What was finished is saved."""
     each = attempts(placement, "Ctrl-C")
     for number in range(INTERRUPTS):
         run = each.start()
-        each.wait_for_moment(run, during_start=number % 3 == 2)
+        starting = number % 3 == 2
+        each.wait_for_moment(run, during_start=starting)
         run.press_ctrl_c()
-        assert run.wait(90) == 130, run.text
+        assert run.wait(90) in ([130, -signal.SIGINT] if starting else [130]), run.text
         each.assert_nothing_left(run)
         if reached(run):
             assert_ledger(run.folder, saved_on_sigterm(run))
