@@ -22,6 +22,7 @@ ROUNDS = int(os.environ.get("KILLS_ROUNDS", "20"))
 INTERRUPTS = ROUNDS // 2
 GROUP, EVALUATE_EVERY = 8, 3
 START_SECONDS = 25.0  # from the command to the first step, about
+LIMIT_SECONDS = 900.0  # for the next step, on a busy machine
 STEP_SECONDS = 3.0  # a few steps, or an evaluation, or a restart's beginning
 TOOLS = [
     "experiment=tiny_tools",
@@ -41,7 +42,7 @@ TOOLS = [
     "resume=auto",
 ]
 LONG = "steps=100000"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 
 class Attempts:
@@ -64,7 +65,7 @@ class Attempts:
         """Wait for a random moment after the next step, or while the run starts."""
         seconds = self.random.uniform(0.0, START_SECONDS if during_start else STEP_SECONDS)
         if not during_start:
-            run.wait_for_step(reached(run) + 1)
+            run.wait_for_step(reached(run) + 1, LIMIT_SECONDS)
         after = "the start" if during_start else f"step {reached(run)}"
         sys.stdout.write(f"seed {self.seed!r}: {seconds:.2f} s after {after}\n")
         time.sleep(seconds)
@@ -74,7 +75,7 @@ class Attempts:
         """Make three more steps in a new process, and check the whole run."""
         steps = reached(self.runs[-1]) + 3
         run = self.start(f"steps={steps}")
-        assert run.wait(400) == 0, run.text
+        assert run.wait(LIMIT_SECONDS) == 0, run.text
         self.assert_nothing_left(run)
         assert run.summary()["status"] == "finished"
         assert_ledger(run.folder, steps)
@@ -159,9 +160,9 @@ def test_parts_killed_at_random_moments(placement: str, kind: str, attempts: Cal
     for _ in range(ROUNDS):
         each.wait_for_moment(run)
         kill(run, each.random.choice(["engine", "scheduler"]) if kind == "engine" else kind)
-    run.wait_for_step(reached(run) + 3)
+    run.wait_for_step(reached(run) + 3, LIMIT_SECONDS)
     run.press_ctrl_c()
-    assert run.wait(90) == 130, run.text
+    assert run.wait(LIMIT_SECONDS) == 130, run.text
     each.assert_nothing_left(run)
     assert_ledger(run.folder, saved_on_sigterm(run))
     each.finish()
@@ -189,7 +190,7 @@ def test_ctrl_c_at_random_moments(placement: str, attempts: Callable[[str, str],
         starting = number % 3 == 2
         each.wait_for_moment(run, during_start=starting)
         run.press_ctrl_c()
-        assert run.wait(90) in ([130, -signal.SIGINT] if starting else [130]), run.text
+        assert run.wait(LIMIT_SECONDS) in ([130, -signal.SIGINT] if starting else [130]), run.text
         each.assert_nothing_left(run)
         if reached(run):
             assert_ledger(run.folder, saved_on_sigterm(run))
