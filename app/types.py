@@ -63,8 +63,11 @@ class Prompt:
     token_ids: np.ndarray  # [P] int32
     answer: str
     source: str  # name of the data set
-    question: str = ""  # of the row, without data.prefix, data.suffix and chat template
+    question: str = (
+        ""  # of the row, without data.prefix, data.suffix and chat template; of messages, the last one's text
+    )
     row: Mapping[str, Any] = field(default_factory=dict)  # every column of the row, as JSON values
+    messages: tuple[Mapping[str, Any], ...] = ()  # of a prompt that is a conversation, as the chat template gets them
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,9 +130,15 @@ class DataConfig:
         noun="entries as in +data.train_sets.mine.path=FILE",
     )
     question: str = setting(
-        "question", "Field with the question; dots reach into nested fields and lists: prompt.0.content."
+        "question",
+        "Field with the question, which is text or a list of chat messages; dots reach into nested fields and lists: "
+        "extra.0.text.",
     )
-    answer: str = setting("answer", "Field with the reference answer; dots as in data.question.")
+    answer: str | None = setting(
+        "answer",
+        "Field with the reference answer, dots as in data.question; null where rows have none, and the rewards are "
+        "your own or the environment's.",
+    )
     answer_after: str | None = setting(
         None, "Take the answer after the last occurrence of this text, such as '####'; null takes the whole field."
     )
@@ -184,6 +190,8 @@ class DataConfig:
         expect(self.question != "", "data.question", "''", "the name of a field of the rows")
         expect(self.answer != "", "data.answer", "''", "the name of a field of the rows")
         expect(self.answer_after != "", "data.answer_after", "''", "null or a text such as '####'")
+        marked = self.answer is None and self.answer_after is not None
+        expect(not marked, "data.answer_after", self.answer_after, "null with data.answer=null")
 
         self._validate_sources()
         self._validate_arithmetic()

@@ -4,8 +4,8 @@ A preset may set what acts in most runs only (`eval.every=20`, in a run of three
 the command line, and of the algorithm those without their default.
 """
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator
+from dataclasses import fields
 
 from app.config.algorithm import AlgorithmConfig, Correction
 from app.config.data import Template
@@ -18,99 +18,40 @@ TINY_FULL_LR = 2e-4
 RATIO_IS_ONE = "with algorithm.updates_per_step=1 the ratio is 1"
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """When settings have no effect."""
+def _rules(run: RunConfig) -> dict[str, tuple[bool, str]]:
+    """Return by settings, or sections and mappings with all of theirs: whether they have no effect, and why."""
+    algorithm = run.algorithm
+    colocate = run.placement.kind is PlacementKind.colocate
+    icepop = run.correction is Correction.icepop
+    masks = run.correction is Correction.sequence_mask
+    unprofiled = all(step > run.steps for step in run.trainer.profile_steps)
 
-    keys: tuple[str, ...]  # settings, or sections and mappings with all of theirs
-    why: str
-    applies: Callable[[RunConfig], bool]
-
-
-RULES = (
-    Rule(
-        ("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip", "algorithm.ratio"),
-        RATIO_IS_ONE,
-        lambda run: run.algorithm.ratio_is_one,
-    ),
-    Rule(("algorithm.tis_max",), "the correction is not tis", lambda run: run.correction is not Correction.tis),
-    Rule(
-        ("algorithm.icepop_low", "algorithm.icepop_high"),
-        "algorithm.correction is not icepop",
-        lambda run: run.correction is not Correction.icepop,
-    ),
-    Rule(
-        ("algorithm.sequence_mask_low", "algorithm.sequence_mask_high"),
-        "algorithm.correction is not sequence_mask",
-        lambda run: run.correction is not Correction.sequence_mask,
-    ),
-    Rule(
-        ("algorithm.overlong_penalty",),
-        "algorithm.overlong_buffer_fraction is 0",
-        lambda run: run.algorithm.overlong_buffer_fraction == 0,
-    ),
-    Rule(
-        ("algorithm.max_refill_rounds",),
-        "algorithm.dynamic_sampling is false",
-        lambda run: not run.algorithm.dynamic_sampling,
-    ),
-    Rule(
-        ("trainer.lr_min_fraction",),
-        "trainer.schedule is constant",
-        lambda run: run.trainer.schedule is Schedule.constant,
-    ),
-    Rule(
-        ("trainer.beta1", "trainer.beta2"),
-        "trainer.optimizer is sgd",
-        lambda run: run.trainer.optimizer is Optimizer.sgd,
-    ),
-    Rule(
-        ("trainer.profile_steps",),
-        "the run has fewer steps",
-        lambda run: all(step > run.steps for step in run.trainer.profile_steps),
-    ),
-    Rule(
-        ("checkpoint.every", "checkpoint.keep_best"),
-        "checkpoint.keep is 0",
-        lambda run: run.checkpoint.keep == 0,
-    ),
-    Rule(("eval.top_p",), "eval.temperature is 0, which is greedy", lambda run: run.eval.temperature == 0),
-    Rule(
-        ("eval.every",),
-        "the run has fewer steps, and is evaluated after the last one",
-        lambda run: run.eval.every > run.steps,
-    ),
-    Rule(
-        ("data.thinking",),
-        "data.template is plain",
-        lambda run: run.data.template is Template.plain,
-    ),
-    Rule(
-        ("environment",),
-        "environment=single_turn has no episodes",
-        lambda run: not run.environment.multi_turn,
-    ),
-    Rule(
-        ("model.lora.alpha", "model.lora.targets"),
-        "model.lora.rank is 0",
-        lambda run: not run.model.lora.enabled,
-    ),
-    Rule(
-        ("placement.devices",),
-        "placement=fully_async has placement.trainer_devices and placement.rollout_devices",
-        lambda run: run.placement.kind is PlacementKind.fully_async,
-    ),
-    Rule(
-        ("placement.trainer_devices", "placement.rollout_devices"),
-        "placement=colocate has placement.devices",
-        lambda run: run.placement.kind is PlacementKind.colocate,
-    ),
-    Rule(
-        ("rollout.engine_args", "device.engine_args", "rollout.memory_fraction", "rollout.port"),
-        "rollout.urls names servers that are running",
-        lambda run: bool(run.rollout.urls),
-    ),
-)
+    clip = "algorithm.clip_low algorithm.clip_high algorithm.dual_clip algorithm.ratio"
+    pairs = "placement.trainer_devices placement.rollout_devices"
+    engines = "rollout.engine_args device.engine_args rollout.memory_fraction rollout.port"
+    return {
+        clip: (algorithm.ratio_is_one, RATIO_IS_ONE),
+        "algorithm.tis_max": (run.correction is not Correction.tis, "the correction is not tis"),
+        "algorithm.icepop_low algorithm.icepop_high": (not icepop, "the correction is not icepop"),
+        "algorithm.sequence_mask_low algorithm.sequence_mask_high": (not masks, "the correction is not sequence_mask"),
+        "algorithm.overlong_penalty": (
+            algorithm.overlong_buffer_fraction == 0,
+            "algorithm.overlong_buffer_fraction is 0",
+        ),
+        "algorithm.max_refill_rounds": (not algorithm.dynamic_sampling, "algorithm.dynamic_sampling is false"),
+        "trainer.lr_min_fraction": (run.trainer.schedule is Schedule.constant, "trainer.schedule is constant"),
+        "trainer.beta1 trainer.beta2": (run.trainer.optimizer is Optimizer.sgd, "trainer.optimizer is sgd"),
+        "trainer.profile_steps": (unprofiled, "the run has fewer steps"),
+        "checkpoint.every checkpoint.keep_best": (run.checkpoint.keep == 0, "checkpoint.keep is 0"),
+        "eval.top_p": (run.eval.temperature == 0, "eval.temperature is 0, which is greedy"),
+        "eval.every": (run.eval.every > run.steps, "the run has fewer steps, and is evaluated after the last one"),
+        "data.thinking": (run.data.template is Template.plain, "data.template is plain"),
+        "environment": (not run.environment.multi_turn, "environment=single_turn has no episodes"),
+        "model.lora.alpha model.lora.targets": (not run.model.lora.enabled, "model.lora.rank is 0"),
+        "placement.devices": (not colocate, f"placement=fully_async has {pairs.replace(' ', ' and ')}"),
+        pairs: (colocate, "placement=colocate has placement.devices"),
+        engines: (bool(run.rollout.urls), "rollout.urls names servers that are running"),
+    }
 
 
 def idle_settings(run: RunConfig, given: Collection[str]) -> list[str]:
@@ -123,10 +64,11 @@ def idle_settings(run: RunConfig, given: Collection[str]) -> list[str]:
     settings = {key for key in given if "." in key}  # without the choices of groups
     chosen = sorted(settings | {*_not_default(run.algorithm)})
     sentences = []
-    for rule in RULES:
-        idle = [key for key in chosen if key in rule.keys or key.startswith(tuple(f"{each}." for each in rule.keys))]
-        if idle and rule.applies(run):
-            sentences.append(f"{_listed(idle)} no effect: {rule.why}")
+    for keys, (applies, why) in _rules(run).items():
+        named = tuple(f"{each}." for each in keys.split())
+        idle = [key for key in chosen if f"{key}.".startswith(named)]
+        if idle and applies:
+            sentences.append(f"{_listed(idle)} no effect: {why}")
     return [*sentences, *_learns_nothing(run)]
 
 

@@ -9,6 +9,7 @@ from app.config.setting import SECONDS, is_dotted_path, setting
 from app.errors import expect
 
 BUILT_IN = ("exact", "format", "math", "environment")  # each is a module of `app.reward`
+COMPARING = ("exact", "math")  # with the answer of the row
 TARGET = "the dotted path of a function or class, such as my_package.my_module.my_reward"
 ENTRY_KEYS = ("weight", "_target_", "args")
 
@@ -68,6 +69,11 @@ class RewardConfig:
         "Try your own rewards on made-up completions of a few rows before anything starts; false only loads them, for "
         "a reward that needs a service which is up later.",
     )
+
+    @property
+    def needs_answer(self) -> str | None:
+        """A built-in component that compares with a row's answer, if there is one."""
+        return next((name for name, term in self.terms().items() if term.target is None and name in COMPARING), None)
 
     def terms(self) -> dict[str, RewardTerm]:
         """Return the components by name. The settings must be valid."""

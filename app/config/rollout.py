@@ -52,9 +52,8 @@ class RolloutConfig:
     )
     engine_args: dict[str, Any] = setting(
         {},
-        "SGLang server flags without the dashes; they override device.engine_args. Unknown flags are refused, and "
-        "those with which training would be wrong: quantization, rl-on-policy-target, enable-deterministic-inference, "
-        "preferred-sampling-params and, on a CPU, speculative-algorithm.",
+        "SGLang server flags without the dashes, over those of device.engine_args; unknown ones are refused, and those "
+        "with which training would be wrong.",
         noun="entries as in +rollout.engine_args.chunked-prefill-size=8192",
     )
 

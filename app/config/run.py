@@ -155,6 +155,9 @@ class RunConfig:
         self._validate_devices()
         self._validate_stream()
         self._validate_tasks()
+        compares = self.reward.needs_answer
+        why = f"a field of the rows with reward={compares}, which compares with it; or a reward of your own"
+        expect(self.data.answer is not None or compares is None, "data.answer", None, why)
         scored = self.environment.scores or "environment" not in self.reward.components
         why = f"another reward with {self.environment.choice}, which has no score of its own"
         expect(scored, "reward", "environment", why)

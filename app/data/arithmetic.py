@@ -24,4 +24,4 @@ def problems(config: ArithmeticConfig, seed: int) -> tuple[list[Row], list[Row]]
 
 def _row(left: int, right: int, index: int) -> Row:
     columns = {"question": f"{left}+{right}=", "answer": str(left + right)}
-    return Row(**columns, source=NAME, index=index, columns=columns)
+    return Row(columns["question"], columns["answer"], NAME, index, columns)

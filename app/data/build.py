@@ -63,7 +63,7 @@ def build(
 
 
 def _prompts(members: Sequence[Row], config: DataConfig, tokenizer: Any, *, set_name: str | None) -> list[Prompt]:
-    encoded = template.encode([row.question for row in members], config, tokenizer)
+    encoded = template.encode(members, config, tokenizer)
 
     prompts = []
     for row, token_ids in zip(members, encoded, strict=True):
@@ -80,6 +80,7 @@ def _prompts(members: Sequence[Row], config: DataConfig, tokenizer: Any, *, set_
                 source=row.source,
                 question=row.question,
                 row=row.columns,
+                messages=template.conversation(row, config),
             )
         )
     return prompts

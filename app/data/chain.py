@@ -30,4 +30,4 @@ def _row(number: int, index: int) -> Row:
     addend = FACTORS[third]
 
     columns = {"question": f"{left}*{right}+{addend}=", "answer": str(left * right + addend)}
-    return Row(**columns, source=NAME, index=index, columns=columns)
+    return Row(columns["question"], columns["answer"], NAME, index, columns)

@@ -1,15 +1,18 @@
-"""Map a raw record to a row: dotted field paths, and the answer inside a worked solution.
+"""Map a raw record to a row: dotted field paths, chat messages, and the answer inside a worked solution.
 
 Invariants:
-- A row has a question and an answer: text that UTF-8 can encode, and not blank, unless it may be. A record without
-  them raises a `ConfigError` that names the key, the file and the row, counted from 1.
+- A row has a question and, if the run needs it, an answer: text that UTF-8 can encode, and not blank, unless it may be.
+  A record without them raises a `ConfigError` that names the key, the file and the row, counted from 1.
+- A question out of a conversation is the whole conversation.
 """
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from app.data.records.messages import Message, WrongMessages, checked, is_list_of_messages
 from app.errors import ConfigError
 
 
@@ -17,11 +20,17 @@ from app.errors import ConfigError
 class Row:
     """A question with its reference answer, before templating. All sources produce this."""
 
-    question: str
-    answer: str
+    question: str  # of messages: what the last one says
+    answer: str  # empty with data.answer=null
     source: str  # name of the data set
     index: int  # in its file, from 0; independent of dropped rows
     columns: Mapping[str, Any]  # all of them, as JSON values
+    messages: tuple[Message, ...] = ()  # if the question is a column of chat messages
+
+    @property
+    def asked(self) -> str:
+        """What rows with the same prompt have in common: the question, or more than one message."""
+        return self.question if len(self.messages) < 2 else json.dumps(self.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +39,7 @@ class FieldMap:
 
     key: str  # section named in errors, e.g. "data" or "data.eval_sets.test"
     question: str
-    answer: str
+    answer: str | None  # None: rows have none
     answer_after: str | None
     may_be_blank: bool = False  # an environment may have its own ways to ask and to judge
 
@@ -47,11 +56,36 @@ class FieldMap:
             ConfigError: If the record has no question or no answer.
         """
         columns = {sys.intern(str(name)): plain(value) for name, value in record.items() if not _is_bytes(value)}
-        question = self._text(columns, "question", self.question, place)
-        answer = self._text(columns, "answer", self.answer, place)
-        if self.answer_after:
+        messages = self._messages(columns, place)
+        question = messages[-1]["content"] if messages else self._text(columns, "question", self.question, place)
+        answer = "" if self.answer is None else self._text(columns, "answer", self.answer, place)
+        if self.answer is not None and self.answer_after:
             answer = self._after(answer, self.answer_after, place)
-        return Row(question=question, answer=answer, source=source, index=index, columns=columns)
+        return Row(question, answer, source, index, columns, messages)
+
+    def _messages(self, record: Mapping[str, Any], place: str) -> tuple[Message, ...]:
+        """Return the messages of the question's field; none if it has text."""
+        self._require_whole(record, place)
+        value = find(record, self.question)
+        if not is_list_of_messages(value):
+            return ()
+        try:
+            messages = checked(value)
+        except WrongMessages as error:
+            raise self._error("question", self.question, f"{error} in {place}") from error
+        for message in messages:
+            self._require_unicode("question", self.question, message["content"], place)
+        return messages
+
+    def _require_whole(self, record: Mapping[str, Any], place: str) -> None:
+        """Raise `ConfigError` for a path to one message of several: `prompt.0.content` may be the system message's."""
+        steps = self.question.split(".")
+        for count in range(1, len(steps)):
+            path = ".".join(steps[:count])
+            parent = find(record, path)
+            if is_list_of_messages(parent) and len(parent) > 1:
+                accepted = f"{path}, all of its messages: {place} has {len(parent)} of them"
+                raise self._error("question", self.question, accepted)
 
     def _text(self, record: Mapping[str, Any], name: str, path: str, place: str) -> str:
         value = find(record, path)
@@ -66,13 +100,16 @@ class FieldMap:
         if not text.strip() and not self.may_be_blank:
             raise self._error(name, path, f"a text field; it is empty in {place}")
 
+        self._require_unicode(name, path, text, place)
+        return text
+
+    def _require_unicode(self, name: str, path: str, text: str, place: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             surrogate = ascii(text[error.start])
             accepted = f"a field of valid Unicode; {place} has the unpaired surrogate {surrogate}"
             raise self._error(name, path, accepted) from error
-        return text
 
     def _after(self, answer: str, marker: str, place: str) -> str:
         _, match, last = answer.rpartition(marker)

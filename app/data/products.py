@@ -27,4 +27,4 @@ def _row(pair: int, index: int) -> Row:
     right = FACTORS[second]
 
     columns = {"question": f"{left}*{right}=", "answer": str(left * right)}
-    return Row(**columns, source=NAME, index=index, columns=columns)
+    return Row(columns["question"], columns["answer"], NAME, index, columns)

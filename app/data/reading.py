@@ -10,9 +10,11 @@ from app.data.fields import FieldMap, Row
 from app.data.records.formats import Records
 from app.errors import ConfigError
 
+MEDIA = frozenset(("image", "images", "video", "videos", "audio", "audios"))  # columns of other trainers
+
 
 class BrokenRows:
-    """Counts the broken rows that a run skips, over all of its sets.
+    """Counts the broken rows that a run skips, and the columns that it cannot use, over all of its sets.
 
     Args:
         limit: `data.max_broken_rows`; the next broken row is an error.
@@ -21,6 +23,7 @@ class BrokenRows:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._skipped: dict[str, list[ConfigError]] = {}  # by file or data set
+        self._unused: dict[str, set[str]] = {}  # columns, by file or data set
 
     @property
     def count(self) -> int:
@@ -28,11 +31,20 @@ class BrokenRows:
 
     @property
     def warnings(self) -> list[str]:
-        """One sentence for each file that had broken rows."""
-        return [
+        """One sentence for each file that had broken rows, or columns that no prompt can have."""
+        skipped = [
             f"skipped {len(errors)} broken row(s) of {where}; the first: {errors[0]}"
             for where, errors in self._skipped.items()
         ]
+        unused = [
+            f"columns of {where} are not used, since prompts are text: {', '.join(sorted(names))}"
+            for where, names in self._unused.items()
+        ]
+        return [*skipped, *unused]
+
+    def leave_out(self, where: str, columns: Iterable[str]) -> None:
+        """Count columns of a file as unused."""
+        self._unused.setdefault(where, set()).update(columns)
 
     def skip(self, where: str, error: ConfigError) -> None:
         """Count a broken row of a file. Raises its error if too many were skipped before."""
@@ -78,6 +90,8 @@ def _mapped(records: Records, fields: FieldMap, source: str, broken: BrokenRows)
                 raise record.values
             place = f"row {record.number} of {record.where}"
             row = fields.row(record.values, source=source, index=index, place=place)
+            if unused := MEDIA.intersection(record.values) | {*record.left_out}:
+                broken.leave_out(record.where, unused)
         except ConfigError as error:
             broken.skip(record.where, error)
         else:
@@ -87,6 +101,6 @@ def _mapped(records: Records, fields: FieldMap, source: str, broken: BrokenRows)
 def _distinct(rows: Iterable[Row]) -> Iterator[Row]:
     seen: set[tuple[str, str]] = set()
     for row in rows:
-        if (row.question, row.answer) not in seen:
-            seen.add((row.question, row.answer))
+        if (row.asked, row.answer) not in seen:
+            seen.add((row.asked, row.answer))
             yield row

@@ -256,8 +256,8 @@ def _hold_out(rows: list[Row], fraction: float) -> tuple[list[Row], list[Row]]:
 
 
 def _overlap_warnings(train: Sequence[Row], name: str, evaluation: Sequence[Row]) -> list[str]:
-    questions = {row.question for row in train}
-    shared = sum(row.question in questions for row in evaluation)
+    asked = {row.asked for row in train}
+    shared = sum(row.asked in asked for row in evaluation)
     if not shared:
         return []
     return [

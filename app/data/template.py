@@ -1,7 +1,7 @@
 """Encode questions as token ids: plain text, or the tokenizer's chat template.
 
 Invariants:
-- A chat prompt has only the special tokens of its template.
+- A chat prompt has only the special tokens of its template, and the text of every message but an assistant's.
 - A plain prompt has the special tokens that the tokenizer adds by default (such as beginning-of-sequence).
 """
 
@@ -11,24 +11,25 @@ from typing import Any
 import numpy as np
 
 from app.config.data import DataConfig, Template
+from app.data.fields import Row
+from app.data.records.messages import Message, WrongMessages, framed
 from app.errors import ConfigError, expect
 
 
-def encode(questions: Sequence[str], config: DataConfig, tokenizer: Any) -> list[np.ndarray]:
-    """Encode the prompt of every question: [P] int32 each.
+def encode(members: Sequence[Row], config: DataConfig, tokenizer: Any) -> list[np.ndarray]:
+    """Encode the prompt of every row: [P] int32 each.
 
     Args:
-        questions: Questions without prefix and suffix.
+        members: Rows, without prefix and suffix.
         config: Settings of `data=`.
         tokenizer: Any Hugging Face tokenizer.
 
     Raises:
         ConfigError: If the chat template is missing or rejects the messages.
     """
-    if not questions:
+    if not members:
         return []
 
-    texts = [config.prefix + question + config.suffix for question in questions]
     chat = config.template is Template.chat
     if chat:
         expect(
@@ -37,24 +38,73 @@ def encode(questions: Sequence[str], config: DataConfig, tokenizer: Any) -> list
             config.template,
             "plain; this model's tokenizer has no chat template",
         )
-        texts = [_render(text, config, tokenizer) for text in texts]
+        texts = [_render(row, config, tokenizer) for row in members]
+    else:
+        texts = [_plain(row, config) for row in members]
 
     encoded = tokenizer(texts, add_special_tokens=not chat)["input_ids"]
     return [np.asarray(ids, dtype=np.int32) for ids in encoded]
 
 
-def _render(text: str, config: DataConfig, tokenizer: Any) -> str:
+def check(members: Sequence[Row], config: DataConfig) -> None:
+    """Raise the `ConfigError` that `encode` would raise whatever the tokenizer is."""
+    for row in members:
+        if config.template is Template.chat:
+            conversation(row, config)
+        else:
+            _plain(row, config)
+
+
+def conversation(row: Row, config: DataConfig) -> tuple[Message, ...]:
+    """Return the messages of a row whose question is a conversation, with what the data puts around them; else none.
+
+    Raises:
+        ConfigError: They have a system message, and `data.system` is another.
+    """
+    try:
+        return framed(row.messages, config.system, config.prefix, config.suffix) if row.messages else ()
+    except WrongMessages as error:
+        raise ConfigError(
+            f"data.system={config.system} is not accepted: give {error}, as those of row {row.index + 1} of "
+            f"{row.source} have."
+        ) from error
+
+
+def _plain(row: Row, config: DataConfig) -> str:
+    if row.messages:
+        raise ConfigError(
+            f"data.template=plain is not accepted: give chat, which renders messages; data.question={config.question} "
+            f"holds messages in row {row.index + 1} of {row.source}."
+        )
+    return config.prefix + row.question + config.suffix
+
+
+def _render(row: Row, config: DataConfig, tokenizer: Any) -> str:
     from jinja2.exceptions import TemplateError
 
-    system = [] if config.system is None else [{"role": "system", "content": config.system}]
-    messages = [*system, {"role": "user", "content": text}]
-
+    question = ({"role": "user", "content": row.question},)
+    messages = conversation(row, config) or framed(question, config.system, config.prefix, config.suffix)
     try:
-        return tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, enable_thinking=config.thinking
         )
     except TemplateError as error:
+        which = f"those of row {row.index + 1} of {row.source}" if row.messages else "these"
         raise ConfigError(
             f"data.template=chat is not accepted: give plain, or other messages; the tokenizer's chat template "
-            f"rejects these ({error})."
+            f"rejects {which} ({error})."
         ) from error
+
+    if row.messages:
+        _require_all(messages, text, row, config)
+    return text
+
+
+def _require_all(messages: Sequence[Message], text: str, row: Row, config: DataConfig) -> None:
+    """Raise `ConfigError` if the template left a message out. Of an assistant's it may leave out the reasoning."""
+    for message in messages:
+        if message["role"] != "assistant" and message["content"].strip() not in text:
+            raise ConfigError(
+                f"data.question={config.question} is not accepted: give messages that the model's chat template "
+                f"renders; it leaves out that of the role {message['role']} in row {row.index + 1} of {row.source}."
+            )

@@ -51,12 +51,13 @@ class Task:
     """One row of the data set."""
 
     id: str  # of the prompt, "<source>/<row>@<epoch>"
-    question: str
+    question: str  # of messages, the last one's text
     answer: str
     source: str  # name of the data set
     row: Mapping[str, Any] = field(default_factory=dict)  # every column of the row, as JSON values
     seed: int = 0  # the same for all members of a group
     training: bool = True  # False in an evaluation
+    messages: Sequence[Message] = ()  # of a prompt that is a conversation: all of it, which policy(None) opens with
 
 
 @dataclass(frozen=True, slots=True)

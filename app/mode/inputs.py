@@ -19,8 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from app.config import RunConfig
+from app.config.data import DataConfig
 from app.config.reward import RewardConfig
-from app.data import rows
+from app.data import rows, template
+from app.data.fields import Row
 from app.errors import ConfigError
 from app.mode.environments import require_environment
 from app.model.architecture import architecture_of, checkpoint_config, require_context, require_own_preset
@@ -53,8 +55,11 @@ def check_model(config: RunConfig) -> None:
 
 
 def check_data(config: RunConfig) -> None:
-    """Raise `ConfigError` if a local file cannot be read. Hub data sets are not read."""
+    """Raise `ConfigError` if a local file cannot be read, or holds messages that `data` cannot render."""
     rows.check_files(config.data)
+    if rows.is_local(config.data):
+        loaded = rows.load(config.data, seed=config.seed)
+        template.check([*loaded.train, *(row for each in loaded.evals.values() for row in each)], config.data)
 
 
 def check_reward(config: RunConfig) -> None:
@@ -79,13 +84,16 @@ def _some_prompts(config: RunConfig) -> list[Prompt]:
         return []
     try:
         loaded = rows.load(config.data, seed=config.seed)
+        return [
+            _untokenized(row, config.data) for row in (loaded.train[0], *(each[0] for each in loaded.evals.values()))
+        ]
     except ConfigError:
         return []
-    first = [loaded.train[0], *(each[0] for each in loaded.evals.values())]
-    return [
-        Prompt(f"{row.source}/{row.index}", NO_TOKENS, row.answer, row.source, row.question, row.columns)
-        for row in first
-    ]
+
+
+def _untokenized(row: Row, data: DataConfig) -> Prompt:
+    messages = template.conversation(row, data)
+    return Prompt(f"{row.source}/{row.index}", NO_TOKENS, row.answer, row.source, row.question, row.columns, messages)
 
 
 def check_environment(config: RunConfig) -> None:

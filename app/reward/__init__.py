@@ -14,8 +14,8 @@ A custom reward is an importable Python function, named in the configuration:
 
 Signatures: see `app/reward/component.py`. Each may be `async def`. A class is instantiated once per worker with its
 arguments and then called like the function, so it can hold a model, a compiled pattern or a client. Useful fields of a
-trajectory: `text` (without special tokens), `prompt.question`, `prompt.answer`, `prompt.row` (every column),
-`prompt.source`, `completion.token_ids`, `completion.truncated`.
+trajectory: `text` (without special tokens), `prompt.question`, `prompt.messages`, `prompt.answer`, `prompt.row` (every
+column), `prompt.source`, `completion.token_ids`, `completion.truncated`.
 
 Each component runs in `reward.workers` worker processes of its own. A call that hangs is killed after
 `reward.timeout_s` per trajectory. When a call raises, hangs or kills its worker, each of its trajectories is retried

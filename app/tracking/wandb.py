@@ -125,7 +125,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Any:
     data = [
         [
             row["prompt"],
-            row["question"],
+            row["prompt_text"],
             row["completion"],
             row["answer"] if isinstance(row["answer"], str) else json.dumps(row["answer"], ensure_ascii=False),
             row["reward"],

@@ -10,6 +10,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from app.config import compose as configuration
+from app.config.own_data import with_preset
 from app.errors import ConfigError
 from app.main import conf_path
 from tests.compose import composed
@@ -99,7 +100,7 @@ def test_a_command_of_the_application_composes(command: Command, folder: Path) -
         return
 
     for job in (jobs[0], jobs[-1]):
-        composed(*job)
+        composed(*with_preset(job))
 
 
 @pytest.mark.parametrize("option", ["--config-dir", "hydra.searchpath="])

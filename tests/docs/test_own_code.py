@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from app.config.tracking import TrackingConfig
+from app.data import rows
 from app.tracking.own_tracker import require_trackers
 from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
 from tests.compose import composed
@@ -49,6 +50,17 @@ def trajectory(text: str, answer: str = "46", **row: object) -> Trajectory:
 def test_every_page_shows_the_same_first_reward() -> None:
     shown = {text for page in PAGES for _, text in code_blocks(page) if "def brief_and_right" in text}
     assert len(shown) == 1
+
+
+def test_the_rows_with_messages_of_the_page_are_read(tmp_path: Path) -> None:
+    (text,) = [text for language, text in code_blocks(EXTENDING) if language == "json"]
+    file = tmp_path / "chat.jsonl"
+    file.write_text(text)
+    config = composed("data=rows", f"data.path={file}", f"data.eval_path={file}", "data.question=prompt").data
+    found = [
+        (row.question, row.answer, [each["role"] for each in row.messages]) for row in rows.load(config, seed=0).train
+    ]
+    assert found == [("12+34=", "46", ["system", "user"]), ("And 1?", "3", ["user", "assistant", "user"])]
 
 
 def test_the_rewards_of_the_page_score(modules: Path) -> None:

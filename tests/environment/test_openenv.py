@@ -5,6 +5,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +120,17 @@ def settings(
 
 
 def play(
-    policy: ScriptedPolicy, guessing: Guessing, renderer: str = "plain", timeout_s: float = 60.0, **args: Any
+    policy: ScriptedPolicy,
+    guessing: Guessing,
+    renderer: str = "plain",
+    timeout_s: float = 60.0,
+    task: Task = TASK,
+    **args: Any,
 ) -> dict[str, float]:
     async def run() -> dict[str, float]:
         async with serving(guessing) as url:
             make = await asyncio.to_thread(openenv.make, settings(url, renderer, timeout_s, **args))
-            return await make().run(TASK, policy)
+            return await make().run(task, policy)
 
     return asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -148,6 +154,18 @@ def test_an_episode_sums_its_rewards_and_ends_when_the_server_is_done() -> None:
     assert policy.asked[1]["messages"][2] == {"role": "user", "content": "wrong"}
     assert policy.asked[1]["tools"] is None
     assert len(policy.strands) == 1
+
+
+@pytest.mark.parametrize("last", ["user", "tool"])
+def test_a_conversation_of_the_data_stands_before_the_first_observation(last: str) -> None:
+    earlier = [{"role": "system", "content": "You play."}, {"role": "user", "content": "Ready?"}]
+    messages = [*earlier, {"role": last, "content": TASK.question}]
+    policy = ScriptedPolicy([Reply(act(7))])
+    play(policy, Guessing(), "qwen3", task=replace(TASK, messages=messages))
+    opening = {"role": "user", "content": "Find the number.\n\nhigher than 0"}
+    if last == "tool":  # which stays the tool's
+        opening = {"role": "user", "content": "higher than 0"}
+    assert policy.asked[0]["messages"] == [*(earlier if last == "user" else messages), opening]
 
 
 def test_a_policy_with_tools_acts_by_a_call_and_hears_its_result() -> None:

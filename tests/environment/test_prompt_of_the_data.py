@@ -102,13 +102,15 @@ def thought(family: str, number: int) -> str:
     return f"{opened}{THOUGHTS[number % 4]}\n</think>\n\n{REPLIES[number % 4]}{END}"
 
 
-def requests(spec: WorkerSpec, model: tuple[str, Path], prompt: str, *stories: str) -> list[list[tuple[int, str]]]:
+def requests(
+    spec: WorkerSpec, model: tuple[str, Path], prompt: str, *stories: str, messages: Sequence[dict[str, Any]] = ()
+) -> list[list[tuple[int, str]]]:
     """Play an episode of each story with one worker; the strand and the whole text of each request."""
 
     async def play(pool: EnvironmentPool, story: str) -> list[tuple[int, str]]:
         strands: dict[int, list[int]] = {}
         sent: list[tuple[int, str]] = []
-        session = await pool.begin(a_task(question=QUESTION, row={"story": story}), ids(prompt))
+        session = await pool.begin(a_task(question=QUESTION, row={"story": story}, messages=messages), ids(prompt))
         while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), Ask):
             strand = strands.setdefault(event.strand, [])
             strand += event.append
@@ -169,6 +171,24 @@ def test_a_history_whose_reasoning_is_kept_is_one_strand_that_begins_with_the_pr
     for turn, said in enumerate(["higher", "lower", "higher"]):
         expected.append(f"{expected[-1]}{thought(family, turn)}\n<|im_start|>user\n{said}{END}\n{generation}")
     assert sent == [(0, text) for text in expected]
+
+
+def test_a_conversation_of_the_data_stands_before_an_episode_whole(folder: Path, model: tuple[str, Path]) -> None:
+    path = model[1]
+    conversation = [
+        {"role": "system", "content": "You are a player."},
+        user("Do you know the game?"),
+        {"role": "assistant", "content": "Yes."},
+        user(QUESTION),
+    ]
+    prompt = by_transformers(path, conversation)
+    spec = spec_of(folder, AGENT, model, FRAMING)  # which the driver has put around the messages before
+    (sent,) = requests(spec, model, prompt, "tools", messages=conversation)
+    assert [text for _, text in sent] == [
+        by_transformers(path, conversation, [TOOL]),
+        by_transformers(path, [*conversation, replied(0), user("Go on.")], [TOOL]),
+        by_transformers(path, [*conversation, replied(0), user("Now without.")]),
+    ]
 
 
 def test_agents_that_ask_with_the_prompt_of_the_data(folder: Path, model: tuple[str, Path]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,9 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def play(renderer: Renderer, tools: Sequence[str], *script: str, timeout_s: float = 60.0, **data: str) -> Scripted:
+def play(
+    renderer: Renderer, tools: Sequence[str], *script: str, timeout_s: float = 60.0, task: Task = TASK, **data: str
+) -> Scripted:
     policy = Scripted(renderer, *script)
     paths = [f"{HERE}.{name}" for name in tools]
     factory = make({"tools": paths, "renderer": CHAT, "limits": {"timeout_s": timeout_s}, **data})
@@ -91,12 +94,27 @@ def play(renderer: Renderer, tools: Sequence[str], *script: str, timeout_s: floa
     async def episode() -> None:
         environment = factory()
         try:
-            assert await environment.run(TASK, policy) is None
+            assert await environment.run(task, policy) is None
         finally:
             await environment.close()
 
     asyncio.run(episode())
     return policy
+
+
+def test_a_conversation_of_the_data_opens_an_episode_with_tools(renderer: Renderer) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": "Hello, too."},
+        {"role": "user", "content": TASK.question},
+    ]
+    policy = play(renderer, ["search"], f"Me.{END}", task=replace(TASK, messages=messages), suffix=" Not again.")
+    schemas = [tool.schema for tool in load_tools([f"{HERE}.search"]).values()]
+    assert policy.messages == messages
+    assert policy.strand[
+        : len(policy.strand) - len(tokenizer().encode(f"Me.{END}", add_special_tokens=False).ids)
+    ] == renderer.opening(messages, schemas)
 
 
 def test_results_are_read_in_one_strand_until_a_reply_calls_nothing(renderer: Renderer) -> None:

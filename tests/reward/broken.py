@@ -1,4 +1,4 @@
-"""Rewards that fail, and one that works."""
+"""Rewards that fail, and two that work."""
 
 import time
 
@@ -13,3 +13,8 @@ def hangs(trajectories):
 
 def works(trajectories):
     return [1.0] * len(trajectories)
+
+
+def reads_messages(trajectories):
+    assert all(each.prompt.messages[-1]["content"] == each.prompt.question for each in trajectories)
+    return [float(len(each.prompt.messages)) for each in trajectories]

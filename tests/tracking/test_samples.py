@@ -23,7 +23,8 @@ def test_a_line_has_question_answer_completion_and_reward(tmp_path, group):
     assert first == {
         "prompt": "arithmetic/7@0",
         "source": "arithmetic",
-        "question": "q[7, 1, 2]",
+        "question": "",
+        "prompt_text": "q[7, 1, 2]",
         "answer": "7",
         "completion": "text 0",
         "finish_reason": "stop",

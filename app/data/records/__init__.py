@@ -1,1 +1,1 @@
-"""Raw records: where they come from (files, the hub) and how files store them."""
+"""Raw records: where they come from (files, the hub), how files store them, and their chat messages."""

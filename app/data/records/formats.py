@@ -11,7 +11,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ class Record:
     where: str  # file or data set named in errors
     number: int  # line or row in it, from 1
     values: dict[str, Any] | ConfigError  # the error of a row that cannot be parsed
+    left_out: Sequence[str] = ()  # columns of bytes
 
 
 Records = Iterator[Record]
@@ -140,8 +141,9 @@ def _parquet(file: Path, key: str) -> Records:
 
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            batches = table.iter_batches(batch_size=BATCH_ROWS, columns=columns(table.schema_arrow))
-            yield from numbered(batches, str(file))
+            kept = columns(table.schema_arrow)
+            left_out = [name for name in table.schema_arrow.names if name not in kept]
+            yield from numbered(table.iter_batches(batch_size=BATCH_ROWS, columns=kept), str(file), left_out)
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise path_error(key, str(file), f"a readable Parquet file ({brief(error)})") from error
 
@@ -157,13 +159,13 @@ def _has_bytes(kind: Any) -> bool:
     return any(map(_has_bytes, children)) if children else "binary" in str(kind)
 
 
-def numbered(batches: Iterable[Any], where: str) -> Records:
-    """Number the rows of Arrow batches from 1."""
+def numbered(batches: Iterable[Any], where: str, left_out: Sequence[str]) -> Records:
+    """Number the rows of Arrow batches from 1. `left_out`: columns that the batches do not have."""
     number = 0
     for batch in batches:
         for values in batch.to_pylist():
             number += 1
-            yield Record(where, number, values)
+            yield Record(where, number, values, left_out)
 
 
 def brief(error: Exception) -> str:

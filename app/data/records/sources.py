@@ -104,5 +104,7 @@ def _hub(path: str, subset: str | None, split: str, key: str) -> Records:
                 accepted = f"a local file: the hub cannot be reached from here, and its cache has no {where}"
             raise path_error(key, path, accepted) from error
 
-    table = table.select_columns(formats.columns(table.features.arrow_schema))
-    yield from formats.numbered(table.with_format("arrow").iter(batch_size=formats.BATCH_ROWS), path)
+    kept = formats.columns(table.features.arrow_schema)
+    left_out = [name for name in table.column_names if name not in kept]
+    batches = table.select_columns(kept).with_format("arrow").iter(batch_size=formats.BATCH_ROWS)
+    yield from formats.numbered(batches, path, left_out)

@@ -89,7 +89,7 @@ class OpenEnv:
         reset = {"seed": task.seed, **task.row, **self._reset}
         async with open_session(self._server, reset) as (session, observation):
             rewards = [observation.reward]
-            messages: list[Message] = [{"role": "user", "content": self._opening(task, observation)}]
+            messages = self._opening(task, observation)
             try:
                 while not observation.done:
                     reply = await policy(messages, tools=self._tools or None)
@@ -100,12 +100,14 @@ class OpenEnv:
                 pass  # the policy has noted which limit it was
         return {"reward": sum(rewards), "last_reward": rewards[-1]}
 
-    def _opening(self, task: Task, observation: Observation) -> str:
-        """What the policy reads first: question, observation, and without tools how to act."""
-        parts = [task.question, observation.text]
+    def _opening(self, task: Task, observation: Observation) -> list[Message]:
+        """What the policy reads first: earlier messages, then question, observation, and without tools how to act."""
+        asks = not task.messages or task.messages[-1]["role"] == "user"  # else a tool's result is the last one
+        parts = [task.question if asks else "", observation.text]
         if not self._tools:
             parts.append(f"Act by replying with one JSON object of this schema: {json.dumps(self._schema)}")
-        return "\n\n".join(part for part in parts if part)
+        earlier = task.messages[:-1] if asks else task.messages
+        return [*earlier, {"role": "user", "content": "\n\n".join(part for part in parts if part)}]
 
     async def _step(self, session: Session, reply: Reply, policy: Policy) -> Observation:
         """Act as the policy said. An action that is no call counts as one, so that failures are a share of actions."""

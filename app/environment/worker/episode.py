@@ -62,7 +62,7 @@ class Episode:
         self._limits = limits
         self._clock = Clock(limits.timeout_s)
         self._calls = Calls()
-        opening = framing.messages(self._task.question)
+        opening = framing.messages(self._task)
         self.policy = EpisodePolicy(ask, renderer, limits, opening, begin.prompt, self._clock, url)
         self._environment: Any = None
         self._aborted = asyncio.Event()

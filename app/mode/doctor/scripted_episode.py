@@ -11,6 +11,7 @@ from pathlib import Path
 
 from app.config import RunConfig
 from app.data import rows
+from app.data.template import conversation
 from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
 from app.environment.rendering import renderer_for
@@ -78,9 +79,9 @@ def _task(config: RunConfig, folder: Path) -> Task:
     if not rows.is_local(config.data):
         return Task("doctor/0@0", QUESTION, ANSWER, "doctor", training=False)
     row = rows.load(config.data, seed=config.seed).train[0]
-    return Task(
-        f"{row.source}/{row.index}@0", row.question, row.answer, row.source, dict(row.columns), config.seed, False
-    )
+    messages = conversation(row, config.data)
+    name = f"{row.source}/{row.index}@0"
+    return Task(name, row.question, row.answer, row.source, dict(row.columns), config.seed, False, messages)
 
 
 def _round_trip(choice: RendererChoice, task: Task, tokenize: Tokenize) -> None:
@@ -88,7 +89,7 @@ def _round_trip(choice: RendererChoice, task: Task, tokenize: Tokenize) -> None:
     question = [{"role": "user", "content": task.question or QUESTION}]
     try:
         renderer = renderer_for(choice.name, choice.model_path, choice.thinking, choice.enable_thinking)
-        opening = renderer.opening(question)
+        opening = renderer.opening(task.messages or question)
         reply = [*tokenize(ANSWER)]
         following = renderer.following([*opening, *reply], question)
         text = renderer.parse(reply, opening).text

@@ -105,7 +105,8 @@ class Episodes:
 
     def _task(self, prompt: Prompt, *, training: bool) -> Task:
         seed = zlib.crc32(f"{self.seed}/{prompt.id}".encode())
-        return Task(prompt.id, prompt.question, prompt.answer, prompt.source, dict(prompt.row), seed, training)
+        row = dict(prompt.row)
+        return Task(prompt.id, prompt.question, prompt.answer, prompt.source, row, seed, training, prompt.messages)
 
     def _on_message(self) -> None:
         self.progress += 1

@@ -169,7 +169,7 @@ def _sample_rows(path: Path) -> Iterator[dict[str, Any]]:
         logprobs = [value for strand in strands for value in strand.get("logprobs") or []]
         yield {
             "prompt": row.get("prompt"),
-            "question": _short(row.get("question")),
+            "question": _short(row.get("prompt_text", row.get("question"))),  # earlier runs have the text there
             "answer": _short(row.get("answer")),
             "completion": _short(row.get("completion")),
             "finish": row.get("finish_reason"),

@@ -30,7 +30,7 @@ def write_samples(
         step: The step of the trajectories.
         groups: All groups of the step.
         count: How many trajectories to write.
-        decode: Converts prompt tokens to the question's text; None leaves the question out.
+        decode: Converts prompt tokens to text; None leaves the prompt's text out.
         kind: `step` for training data, `eval` for the samples of an evaluation after that step.
 
     Returns:
@@ -70,7 +70,8 @@ def row(trajectory: Trajectory, decode: Decode | None) -> dict[str, object]:
     return {
         "prompt": prompt.id,
         "source": prompt.source,
-        "question": decode(prompt.token_ids.tolist()) if decode else None,
+        "question": prompt.question,
+        "prompt_text": decode(prompt.token_ids.tolist()) if decode else None,
         "answer": prompt.answer,
         "completion": trajectory.text,
         "finish_reason": completion.finish_reason.value,
