@@ -104,6 +104,28 @@ def test_a_gsm8k_file_is_trained_on_with_template_and_math_verify(start: Callabl
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("what", [["placement=colocate"], ["placement=fully_async"], ["mode=eval"]])
+def test_rows_of_messages_are_trained_and_evaluated_on(
+    what: list[str], start: Callable[..., Run], tmp_path: Path
+) -> None:
+    earlier = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+    earlier.append({"role": "assistant", "content": "2"})
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": [*earlier, {"role": "user", "content": f"{n}+1="}], "answer": f"{n + 1}"} for n in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = [f"data.path={file}", "data.question=prompt", "data.template=chat", "algorithm.prompts_per_step=4"]
+    run = start(*what, *line, "reward._target_=tests.reward.broken.reads_messages", "steps=2", *QUICK)
+    assert run.wait() == 0, run.text
+    rewards = [line[name] for line in run.metrics() for name in ("reward/mean", "eval/reward") if name in line]
+    assert set(rewards) == {4.0}  # messages
+    file = sorted((run.folder / "samples").glob("*.jsonl"))[-1]
+    sample = json.loads(file.read_text().splitlines()[0])
+    assert sample["prompt_text"].count("<|im_start|>") == 5
+    assert sample["prompt_text"].startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1=<|im_end|>")
+    assert sample["question"] in sample["prompt_text"]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "placement", [["colocate"], ["fully_async", "placement.max_staleness=0", "placement.in_flight=drain"]]
