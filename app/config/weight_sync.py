@@ -52,7 +52,7 @@ class WeightSyncConfig:
     _target_: str | None = setting(
         None,
         "Dotted path of a transport of your own, a class as `Transport` in app/weight_sync/transport/base.py, in place "
-        "of the one that transport names. It is called with backend, tensor_parallel and args.",
+        "of the one that transport names, called with backend, tensor_parallel and args.",
     )
     args: dict[str, Any] = setting(
         {}, "Keyword arguments of weight_sync._target_.", noun="entries as in +weight_sync.args.path=/mnt/weights"
