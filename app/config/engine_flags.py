@@ -7,7 +7,6 @@ from its source, since importing it takes seconds.
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,34 +21,19 @@ FLAG = re.compile(r"--[a-z][\w-]*")
 NUMBERS = {"int": int, "float": float}
 
 
-@dataclass(frozen=True, slots=True)
-class RefusedFlag:
-    """A flag with which training would be wrong."""
-
-    name: str
-    reason: str
-    device: DeviceKind | None = None  # None: on all
-
-
 SEED_42 = "null: a request without a seed of its own then samples with seed 42, so a group is one completion repeated"
-REFUSED = (
-    RefusedFlag(
-        "preferred-sampling-params",
-        "rollout.temperature and rollout.max_completion_tokens: other sampling parameters would train on "
-        "log-probabilities that are not those of the sampled tokens",
-    ),
-    # SGLang 0.5.23, speculative/eagle_utils.py: _verify_uses_greedy
-    RefusedFlag(
-        "speculative-algorithm",
-        "null on a CPU: there SGLang accepts the most likely token whatever the temperature, so nothing is explored",
-        DeviceKind.cpu,
-    ),
-    # SGLang 0.5.23, sampling/sampling_batch_info.py: sampling_seed
-    RefusedFlag("enable-deterministic-inference", SEED_42),
-    RefusedFlag("rl-on-policy-target", SEED_42),
-    # SGLang 0.5.23, layers/quantization/fp8.py: a processed weight has no loader
-    RefusedFlag("quantization", "null: quantized weights cannot be loaded a second time, which every weight sync does"),
-)
+REFUSED = {  # with what is accepted, and why; sources: SGLang 0.5.23
+    "preferred-sampling-params": "rollout.temperature and rollout.max_completion_tokens: other sampling parameters "
+    "would train on log-probabilities that are not those of the sampled tokens",
+    "enable-deterministic-inference": SEED_42,  # sampling/sampling_batch_info.py: sampling_seed
+    "rl-on-policy-target": SEED_42,
+    # layers/quantization/fp8.py: a processed weight has no loader
+    "quantization": "null: quantized weights cannot be loaded a second time, which every weight sync does",
+}
+REFUSED_ON_CPU = {  # speculative/eagle_utils.py: _verify_uses_greedy
+    "speculative-algorithm": "null on a CPU: there SGLang accepts the most likely token whatever the temperature, so "
+    "nothing is explored",
+}
 
 
 def check_engine_flags(key: str, flags: Mapping[str, Any], device: DeviceKind) -> None:
@@ -61,15 +45,14 @@ def check_engine_flags(key: str, flags: Mapping[str, Any], device: DeviceKind) -
         device: Of the engines.
     """
     known = known_flags()
+    refused = REFUSED | (REFUSED_ON_CPU if device is DeviceKind.cpu else {})
     for name, value in flags.items():
         shown = f"{key}.{name}"
         expect(not known or name in known, shown, value, "a flag of the installed SGLang, without its dashes")
         if value is None or value is False:
             continue
 
-        for refused in REFUSED:
-            applies = refused.name == name and refused.device in (None, device)
-            expect(not applies, shown, value, refused.reason)
+        expect(name not in refused, shown, value, refused.get(name, ""))
         number = known.get(name, "int" if name == CONTEXT_FLAG else "")
         if number:
             expect(_is_number(value, number), shown, value, "a whole number" if number == "int" else "a number")

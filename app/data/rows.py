@@ -119,11 +119,7 @@ def is_generated(config: DataConfig) -> bool:
 
 
 def check_files(config: DataConfig) -> None:
-    """Raise the `ConfigError` that `load` would raise for local files. Runs no function and reads no hub data set."""
-    if is_local(config):
-        load(config, seed=0)
-        return
-
+    """Raise the `ConfigError` that `load` would raise for its sets that are files, where others are not."""
     broken = BrokenRows(config.max_broken_rows)
     training = [each.path for each in config.train_sets.values()] or [config.path]
     elsewhere = config._target_ is not None or config.from_environment

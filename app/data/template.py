@@ -40,7 +40,8 @@ def encode(members: Sequence[Row], config: DataConfig, tokenizer: Any) -> list[n
         )
         texts = [_render(row, config, tokenizer) for row in members]
     else:
-        texts = [_plain(row, config) for row in members]
+        check(members, config)
+        texts = [config.prefix + row.question + config.suffix for row in members]
 
     encoded = tokenizer(texts, add_special_tokens=not chat)["input_ids"]
     return [np.asarray(ids, dtype=np.int32) for ids in encoded]
@@ -49,10 +50,11 @@ def encode(members: Sequence[Row], config: DataConfig, tokenizer: Any) -> list[n
 def check(members: Sequence[Row], config: DataConfig) -> None:
     """Raise the `ConfigError` that `encode` would raise whatever the tokenizer is."""
     for row in members:
-        if config.template is Template.chat:
-            conversation(row, config)
-        else:
-            _plain(row, config)
+        if conversation(row, config) and config.template is Template.plain:
+            raise ConfigError(
+                f"data.template=plain is not accepted: give chat, which renders messages; "
+                f"data.question={config.question} holds messages in row {row.index + 1} of {row.source}."
+            )
 
 
 def conversation(row: Row, config: DataConfig) -> tuple[Message, ...]:
@@ -68,15 +70,6 @@ def conversation(row: Row, config: DataConfig) -> tuple[Message, ...]:
             f"data.system={config.system} is not accepted: give {error}, as those of row {row.index + 1} of "
             f"{row.source} have."
         ) from error
-
-
-def _plain(row: Row, config: DataConfig) -> str:
-    if row.messages:
-        raise ConfigError(
-            f"data.template=plain is not accepted: give chat, which renders messages; data.question={config.question} "
-            f"holds messages in row {row.index + 1} of {row.source}."
-        )
-    return config.prefix + row.question + config.suffix
 
 
 def _render(row: Row, config: DataConfig, tokenizer: Any) -> str:

@@ -56,10 +56,11 @@ def check_model(config: RunConfig) -> None:
 
 def check_data(config: RunConfig) -> None:
     """Raise `ConfigError` if a local file cannot be read, or holds messages that `data` cannot render."""
-    rows.check_files(config.data)
-    if rows.is_local(config.data):
-        loaded = rows.load(config.data, seed=config.seed)
-        template.check([*loaded.train, *(row for each in loaded.evals.values() for row in each)], config.data)
+    if not rows.is_local(config.data):
+        rows.check_files(config.data)
+        return
+    loaded = rows.load(config.data, seed=config.seed)
+    template.check([*loaded.train, *(row for each in loaded.evals.values() for row in each)], config.data)
 
 
 def check_reward(config: RunConfig) -> None:

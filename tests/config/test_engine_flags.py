@@ -63,7 +63,7 @@ def test_a_flag_with_which_training_would_be_wrong_or_fail_is_refused(flag: str,
 
 
 def test_flags_that_are_off_or_right_are_accepted() -> None:
-    flags = {each.name: None for each in REFUSED} | {"chunked-prefill-size": "8192", "sleep-on-idle": False}
+    flags = dict.fromkeys(REFUSED) | {"chunked-prefill-size": "8192", "sleep-on-idle": False}
     check_engine_flags(KEY, flags, DeviceKind.cpu)
     check_engine_flags(KEY, {"speculative-algorithm": "EAGLE3"}, DeviceKind.cuda)
     for overrides in (["model=tiny_qwen35"], ["experiment=npu8_fully_async_9b"], ["experiment=cuda8_fully_async_9b"]):
