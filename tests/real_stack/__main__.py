@@ -27,7 +27,9 @@ def main() -> int:
     parser.add_argument("device", choices=sorted(STACKS))
     parser.add_argument("--environment", type=Path, help="a virtual environment to use instead of a fresh one")
     parser.add_argument("--folder", type=Path, help="where to make a fresh environment and keep it; default: nowhere")
-    parser.add_argument("--only", action="append", help="name of a check; may be repeated. Writes no outcome")
+    parser.add_argument(
+        "--only", action="append", help="name of a check, may be repeated: its outcome replaces that in the file"
+    )
     parser.add_argument("--outcomes", type=Path, help="the JSON file to write")
     parser.add_argument("--run", help=argparse.SUPPRESS)  # one check, in this process
     arguments = parser.parse_args()
@@ -50,11 +52,14 @@ def main() -> int:
         packages = record.packages_of(python)
 
     failed = [name for name, outcome in outcomes.items() if outcome["outcome"] != "passed"]
-    if arguments.only is None:
-        path = arguments.outcomes or record.path_of(arguments.device)
+    path = arguments.outcomes or record.path_of(arguments.device)
+    if arguments.only is not None and path.exists():
+        before = record.read(path)
+        found = {**before, "checks": before["checks"] | outcomes}
+    else:
         seconds = None if arguments.environment else round(installed)
-        found = {"install_seconds": seconds, "unverified": stack.UNVERIFIED, "checks": outcomes, "packages": packages}
-        record.write(path, found)
+        found = {"install_seconds": seconds, "checks": outcomes}
+    record.write(path, {**found, "unverified": stack.UNVERIFIED, "packages": packages})
     print(f"{len(outcomes) - len(failed)} of {len(outcomes)} checks passed", *failed)
     return 1 if failed or not outcomes else 0
 

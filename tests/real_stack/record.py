@@ -31,8 +31,8 @@ def write(path: Path, record: dict[str, Any]) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def read(device: str) -> dict[str, Any]:
-    return json.loads(path_of(device).read_text())
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
 
 
 def moved_pins(device: str, packages: dict[str, str]) -> dict[str, tuple[str, str | None]]:
