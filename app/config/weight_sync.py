@@ -81,8 +81,8 @@ class WeightSyncConfig:
     )
     rebuild_group: bool = setting(
         False,
-        "Disconnect trainer and engines after every sync and connect anew for the next, in seconds. Between syncs the "
-        "process group then takes no memory, streams and ports of the devices.",
+        "Connect trainer and engines anew for every sync, which takes seconds and leaves no memory, streams and ports "
+        "to the process group in between.",
     )
     timeout_s: float = setting(300.0, "Deadline of each wait within a sync.", above=0, noun=SECONDS)
 
