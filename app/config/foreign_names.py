@@ -99,9 +99,7 @@ REASONS = {  # why there is no such setting, and the ends of its names
 }
 ABSENT = {name: reason for reason, names in REASONS.items() for name in names.split()}
 CHOICES = {  # choices of a group that other programs have
-    "algorithm=gae": CRITIC,
     "algorithm=ppo": CRITIC,
-    "algorithm=reinforce": "algorithm.normalize_by_std=false with algorithm=grpo subtracts the group's mean alone",
     "algorithm=reinforce++": "REINFORCE++ normalizes over a whole step, which streaming cannot",
     "algorithm=rloo": "algorithm.normalize_by_std=false with algorithm=grpo is RLOO up to a constant factor",
 }

@@ -21,8 +21,7 @@ FORWARD_BACKWARD_FLOPS = 6
 LORA_FLOPS = 4  # a frozen weight has no gradient; those of the adapters are negligible
 UTILIZATION = 0.4  # of peak FLOP/s, for a well-fed trainer
 BANDWIDTH_SHARE = 0.5  # of peak memory bandwidth while decoding; a decode step also computes, samples and waits
-HOUR = 3600.0
-DAY = 24 * HOUR
+HOUR, DAY = 3600.0, 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +53,8 @@ def training_seconds(config: RunConfig, device: Device, model: Architecture) -> 
 
 def step_tokens(config: RunConfig) -> int:
     """Tokens of a step of full-length trajectories."""
-    return config.algorithm.trajectories_per_step * (
-        config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
-    )
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+    return config.algorithm.trajectories_per_step * longest
 
 
 def sync_seconds(config: RunConfig, device: Device, model: Architecture) -> float:
@@ -88,12 +86,9 @@ def _decode_seconds(
 
     completion = config.rollout.max_completion_tokens
     longest = config.rollout.max_prompt_tokens + completion
-    at_once = min(
-        config.requests_per_engine,
-        int(str(flags["max-running-requests"])),
-        engine.kv_tokens // longest,
-        engine.state_requests if engine.state_requests is not None else config.requests_per_engine,
-    )
+    at_once = min(config.requests_per_engine, int(str(flags["max-running-requests"])), engine.kv_tokens // longest)
+    if engine.state_requests is not None:
+        at_once = min(at_once, engine.state_requests)
     if at_once == 0:
         return None
 
