@@ -1,6 +1,11 @@
 """`python -m app`."""
 
-from app.main import cli
+import sys
 
-if __name__ == "__main__":
-    cli()
+try:
+    from app.main import cli
+
+    if __name__ == "__main__":
+        cli()
+except KeyboardInterrupt:  # before a run answers signals itself
+    sys.exit(130)

@@ -1,6 +1,6 @@
 """Settings of TRL, verl, prime-rl, slime and the Hugging Face trainer: what to write here, or why there is nothing.
 
-The answers to an unknown setting, and the tables of `docs/coming_from.md`.
+They answer an unknown setting, and agree with the tables of `docs/coming_from.md`.
 """
 
 VALUE = "<value>"
