@@ -65,8 +65,7 @@ def test_a_colocate_run_finishes_and_leaves_what_it_promises(start: Callable[...
     for log in ("driver.log", "engine_0.log", "trainer_0.log"):
         assert (run.folder / "logs" / log).exists()
     assert (run.folder / "report.html").exists()
-    warnings = (run.folder / "logs" / "warnings.jsonl").read_text()
-    assert "no effect" not in warnings
+    assert not (run.folder / "logs" / "warnings.jsonl").exists()  # the default run has nothing to warn of
 
     (wandb,) = recorded(run.folder)
     assert wandb.column("reward/mean") == {line["step"]: round(line["reward/mean"], 6) for line in steps}
