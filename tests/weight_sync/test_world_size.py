@@ -7,7 +7,7 @@ torch's LocalTensorMode, which would compute the numbers of all ranks in one pro
 every rank gets the shard of rank 0, and resharding resizes a storage that its tensors do not have.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from app.config.device import DeviceKind, Dtype
+from app.config.model import LoraConfig
 from app.device import device_of
 from app.model.architecture import QWEN3_4B, QWEN35_9B
+from app.model.lora.count import adapter_parameters
 from app.model.parallelize import own_rows
 from app.utils.units import MIB
+from app.weight_sync.adapters.adapter_sender import AdapterSender
 from app.weight_sync.buckets import Bucket, TensorMeta, plan_buckets
 from app.weight_sync.sender import Sender
 from tests.compose import composed
@@ -31,6 +34,8 @@ MODELS = {"qwen3_4b": QWEN3_4B, "qwen35_9b": QWEN35_9B}
 LAYERS = 4  # one layer of each kind, the others have the same shapes
 RANKS = (1, 2, 4, 8, 16)
 UNEVEN = 6  # ranks, which divide the rows of few tensors
+LORA = LoraConfig(rank=32)
+FULL_LAYERS = {"qwen3_4b": LAYERS, "qwen35_9b": 1}  # of the first four
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -44,16 +49,15 @@ class Rank:
     buffers: list[int]  # bytes
 
 
-def sender_of(model: Any, rank: int, kind: DeviceKind) -> Sender:
-    trainer_rank: Any = SimpleNamespace(
+def rank_of(model: Any, rank: int, kind: DeviceKind) -> Any:
+    return SimpleNamespace(
         model=model,
         rank=rank,
         device=device_of(kind),
         torch_device=torch.device("cpu"),
-        spec=SimpleNamespace(dtype=Dtype.bfloat16),
+        spec=SimpleNamespace(dtype=Dtype.bfloat16, lora=LORA),
         require_onloaded=lambda *_: None,
     )
-    return Sender(trainer_rank)
 
 
 @cache
@@ -61,7 +65,7 @@ def synced(name: str, ranks: int, rank: int, kind: DeviceKind, layers: int | Non
     """Build rank `rank` of `ranks`, and gather every bucket of a weight sync there."""
     with fake_ranks(ranks, rank, "cpu") as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         model = build(Case(name, ranks, layers=layers), mesh, torch.device("cpu"))
-        sender = sender_of(model, rank, kind)
+        sender = Sender(rank_of(model, rank, kind))
         sender.prepare(plan_buckets(sender.describe(), capacity=bucket_bytes()), None)
         sender.begin(1, None)
         for index in range(len(sender.buckets)):
@@ -120,3 +124,22 @@ def test_the_buckets_of_a_whole_model_hold_all_its_parameters(name: str) -> None
     assert largest == 2 * model.largest_tensor
     for bucket in rank.buckets:
         assert all(offset % t.item_bytes == 0 for offset, t in zip(bucket.offsets, bucket.tensors, strict=True))
+
+
+@pytest.mark.parametrize("kind", [DeviceKind.cuda, DeviceKind.npu])
+@pytest.mark.parametrize("ranks", [*RANKS, UNEVEN])
+@pytest.mark.parametrize("name", MODELS)
+def test_rank_0_gathers_every_adapter_whole(name: str, ranks: int, kind: DeviceKind) -> None:
+    served: list[dict[str, tuple[int, ...]]] = []
+    for rank in (0, ranks - 1):
+        with fake_ranks(ranks, rank, "cpu") as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+            model = build(Case(name, ranks, layers=LAYERS, rank=LORA.rank), mesh, torch.device("cpu"))
+            sender = AdapterSender(rank_of(model, rank, kind))
+            trained = sum(tensor.numel() for tensor in sender.tensors.values())
+            served.append({key: tuple(part.shape) for each in sender.tensors for key, part in sender._gather(each)})
+
+    architecture = replace(MODELS[name], layers=LAYERS, full_layers=FULL_LAYERS[name])
+    assert trained == adapter_parameters(architecture, LORA)
+    assert all(LORA.rank in shape for shape in served[0].values())
+    assert len(served[0]) >= len(sender.tensors)
+    assert ranks == 1 or served[1] == {}
