@@ -2,7 +2,7 @@
 
 Invariants:
 - Messages are taken whole or refused: no message and no role is left out.
-- The last message is a user's or a tool's, so that the policy speaks next.
+- The last message is a user's or a tool's, so that the policy replies to it.
 """
 
 from collections.abc import Mapping, Sequence
