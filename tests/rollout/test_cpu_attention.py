@@ -43,4 +43,4 @@ def test_requests_that_come_and_go_have_the_logprobs_of_transformers(engine: Rem
     groups = asyncio.run(staggered(engine, requests))
     lengths = {len(completion.token_ids) for group in groups for completion in group}
     assert len(lengths) > 15
-    assert largest_difference(tiny_model, requests, groups) < 1e-5
+    assert largest_difference(tiny_model, requests, groups) < 1e-4

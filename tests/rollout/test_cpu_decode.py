@@ -20,7 +20,7 @@ def test_a_layer_of_a_decode_step_is_few_operators_and_computes_what_sglangs_mod
     result = json.loads(ran.stdout.splitlines()[-1])
     layers, whole, modules = result["layers"], result["whole"], result["modules"]
 
-    assert result["difference"] < 1e-5
+    assert result["difference"] < 1e-4
     assert whole["aten.bmm"] == modules["aten.bmm"] == 2 * layers
     assert "aten._scaled_dot_product_flash_attention_for_cpu" not in modules
     assert sum(whole.values()) < WHOLE * layers

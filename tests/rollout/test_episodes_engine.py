@@ -41,7 +41,7 @@ def test_every_request_begins_with_its_strand_and_all_turns_have_the_logprobs_of
     strands = [strand for trajectory in trajectories for strand in trajectory.strands]
     assert asked(recording) == trained(strands)
     policy = noisy_model(tiny_model, 0)
-    assert largest_difference_of_strands(policy, strands, temperature) < 1e-5
+    assert largest_difference_of_strands(policy, strands, temperature) < 1e-4
     shifted = [replace(strand, sampled=np.roll(strand.sampled, -1)) for strand in strands]
     assert largest_difference_of_strands(policy, shifted, temperature) > 1e-3
 
