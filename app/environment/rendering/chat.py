@@ -8,7 +8,6 @@ Invariants:
   the Jinja template would strip it at the next user message: it is what the policy was conditioned on.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,11 +60,6 @@ class ChatRenderer:
         self._keeping = self._create(mode, "all")
         self._keep_thinking = keep_thinking
 
-        # version 0.1.8, which verifiers 0.2.1 needs, does not look at the prompt
-        parse = self._by_template.parse_response
-        takes_prompt = "prompt_ids" in inspect.signature(parse).parameters
-        self._parse = parse if takes_prompt else lambda sampled, tools, prompt_ids: parse(sampled, tools=tools)
-
         markers = ("<|im_start|>", "<think>", "</think>")
         self._start, *self._think = (self._tokenizer.convert_tokens_to_ids(marker) for marker in markers)
 
@@ -112,7 +106,7 @@ class ChatRenderer:
         """Return text, reasoning and tool calls of a reply; problems of a call stand in its status."""
         sampled = list(token_ids)
         try:
-            parsed = self._parse(sampled, tools=_dicts(tools), prompt_ids=list(prompt_ids))
+            parsed = self._by_template.parse_response(sampled, tools=_dicts(tools), prompt_ids=list(prompt_ids))
         except (ValueError, RecursionError):  # numbers of 5,000 digits, 10,000 brackets
             text = self._tokenizer.decode(sampled, skip_special_tokens=True)
             return Reply(text, "", (ToolCall("", {}, UNREADABLE),), truncated=False, token_ids=tuple(sampled))
@@ -141,7 +135,7 @@ def _dicts(tools: Tools | None) -> list[dict[str, Any]] | None:
 
 
 def _tool_call(call: Any, index: int, tools: Tools | None) -> ToolCall:
-    status = str(getattr(call.status, "value", call.status))  # `str` of the Enum of 0.1.8 is its name
+    status = str(call.status)
     name = call.name or ""
     arguments = call.arguments if call.arguments is not None else {}
 

@@ -64,13 +64,6 @@ class TokenizerFile:
         ids: list[int] = self._backend.encode(_readable(text), add_special_tokens=add_special_tokens).ids
         return ids
 
-    def __call__(
-        self, text: str, add_special_tokens: bool = False, return_offsets_mapping: bool = True
-    ) -> dict[str, Any]:
-        """Return the ids of `text`, and of each the range of its characters. `renderers` 0.1.8 asks for both."""
-        encoding = self._backend.encode(_readable(text), add_special_tokens=add_special_tokens)
-        return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
-
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Return the text of `token_ids`."""
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -5,21 +5,15 @@
 verifiers renders a conversation by its `renderers` package and POSTs token ids to a loopback endpoint, which continues
 the strand that they begin with. So branches, compaction and parallel agents need nothing special here.
 
-| verifiers | renderers | API                                     | `environment.args`                         |
-|-----------|-----------|-----------------------------------------|--------------------------------------------|
-| 0.4.x     | its own   | v1: `Taskset`, `Env`                    | `EnvConfig`: `taskset`, agents by name, `id` |
-| 0.2.1     | 0.1.8     | v0: the module's `load_environment()`   | arguments of `load_environment`            |
-
+`environment.args` are verifiers' own: an `EnvConfig` with `taskset` and the agents by name.
 `environment.args.tasks=100` takes the first 100 tasks only. `task.row["index"]` is the number of an episode's task.
 """
 
 import importlib.metadata
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +21,8 @@ from app.environment.protocol import Policy, Task
 from app.environment.verifiers.environment_host import Host, Settings
 from app.utils.dotted_path import LoadError
 
-V1 = "0.4."  # any of them
-V0, V0_RENDERERS = "0.2.1", "0.1.8"
-PINS = f"verifiers 0.4.x, or verifiers {V0} with renderers {V0_RENDERERS}"
-PACKAGES = ("verifiers", "renderers")
+PINS = "verifiers 0.4.x"
+PACKAGES = ("verifiers",)
 RENDERERS = ("qwen3", "qwen3.5")
 
 
@@ -71,7 +63,12 @@ def make(settings: Mapping[str, Any]) -> Make:
     Raises:
         LoadError: It cannot be used in this interpreter.
     """
-    host_type = _host_type()
+    version = _installed()
+    if version is None:
+        raise LoadError(f"verifiers is not installed; install {PINS}")
+    if not supported({"verifiers": version}):
+        raise LoadError(f"verifiers {version} is not supported; install {PINS}")
+
     renderer = settings["renderer"]
     if renderer["name"] not in RENDERERS:
         raise LoadError(
@@ -84,42 +81,21 @@ def make(settings: Mapping[str, Any]) -> Make:
         raise LoadError(f"environment.args.tasks={json.dumps(tasks)} is not a number of tasks")
 
     _find_programs()
-    with _signals_kept():
-        host = host_type(Settings(str(settings["id"]), args, tasks, settings["limits"]["max_turns"], renderer))
+    host = Host(Settings(str(settings["id"]), args, tasks, settings["limits"]["max_turns"], renderer))
     rows = host.rows()
     if not rows:
         raise LoadError(f"{settings['id']} has no tasks")
     return Make(host, {"tasks": len(rows)} | ({"rows": rows} if settings.get("list_tasks") else {}))
 
 
-def _host_type() -> Callable[[Settings], Host]:
-    """Return the host for the installed version of verifiers."""
-    installed = {package: _installed(package) for package in PACKAGES}
-    version = installed["verifiers"]
-    if version is None:
-        raise LoadError(f"verifiers is not installed; install {PINS}")
-    if not supported(installed):
-        raise LoadError(f"verifiers {version} with renderers {installed['renderers']} is not supported; install {PINS}")
-
-    if version.startswith(V1):
-        from app.environment.verifiers.v1 import HostV1
-
-        return HostV1
-
-    from app.environment.verifiers.v0 import HostV0
-
-    return HostV0
-
-
 def supported(installed: Mapping[str, str | None]) -> bool:
-    """Return whether these versions of `PACKAGES` are among the pins."""
-    version = installed["verifiers"] or ""
-    return version.startswith(V1) or (version == V0 and installed["renderers"] == V0_RENDERERS)
+    """Return whether these versions of `PACKAGES` are those of `PINS`."""
+    return (installed["verifiers"] or "").startswith("0.4.")
 
 
-def _installed(package: str) -> str | None:
+def _installed() -> str | None:
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
         return None
 
@@ -130,14 +106,3 @@ def _find_programs() -> None:
     path = os.environ.get("PATH", "")
     if folder not in path.split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([folder, path])
-
-
-@contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Undo what an environment does to the worker's signal handlers: v0 installs its own when it is loaded."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)

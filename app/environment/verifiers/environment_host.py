@@ -1,15 +1,18 @@
-"""What both generations of verifiers have in common here."""
+"""verifiers 0.4: a taskset of tasks, and an `Env` whose agents play them by programs called harnesses."""
 
 import asyncio
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn
 
 from app.environment.protocol import Policy
 from app.environment.rendering import renderer_for
 from app.environment.rendering.chat import ChatRenderer
-from app.environment.worker.openai_endpoint.endpoint import Endpoint
+from app.environment.worker.openai_endpoint.endpoint import Endpoint, Seat
+from app.utils.dotted_path import LoadError
 
 MODEL = "policy"
 API_KEY = "POSTTRAIN_NO_KEY"  # an environment variable that nobody sets: the endpoint takes no key
@@ -41,21 +44,163 @@ class Settings:
         )
 
 
-class Host(Protocol):
+class Untrained:
+    """The policy of an agent that is not trained: refused, because all that the policy says is trained on."""
+
+    url = ""
+
+    def __init__(self, agent: str) -> None:
+        self._agent = agent
+
+    def count(self, name: str, amount: float = 1.0) -> None: ...
+
+    async def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        await self.generate()
+
+    async def generate(self, *_: Any, **__: Any) -> NoReturn:
+        raise EnvironmentFailed(
+            f"its agent {self._agent} is not trained, but would be played by the policy: "
+            f"give it a model by environment.args.{self._agent}.client and .model"
+        )
+
+
+class Host:
     """A loaded environment, which plays all episodes of a worker."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Load the environment and its tasks.
+
+        Raises:
+            LoadError: There is no such package, or its tasks have no end.
+        """
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+        taskset = {**settings.args.get("taskset", {}), "id": settings.package}
+        try:
+            config = resolve_env_config({**settings.args, "taskset": taskset})
+        except ModuleNotFoundError as error:
+            missing = error.name or str(error).partition(". ")[0]
+            raise LoadError(f"environment.id={settings.package} is not installed ({missing})") from error
+
+        self._settings = settings
+        self._env = load_environment(_with_our_limits(config, settings))
+        if settings.tasks is None and not self._env.taskset.bounded:
+            raise LoadError("its tasks have no end: give their number, environment.args.tasks")
+        self._tasks = list(itertools.islice(self._env.taskset, settings.tasks))
+        self._endpoint: Endpoint | None = None
+        self._starting = asyncio.Lock()
+        self._served = AsyncExitStack()  # until the worker's process ends
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the tasks: index, id, question and answer."""
-        ...
+        return [
+            {
+                "index": index,
+                "id": str(task.data.name or task.data.id or index),
+                "question": question_of(task.data.prompt),
+                "answer": str(getattr(task.data, "answer", None) or ""),
+            }
+            for index, task in enumerate(self._tasks)
+        ]
 
     async def play(self, index: int, policy: Policy) -> dict[str, float]:
         """Play an episode of a task and return its scores, the reward first."""
-        ...
+        from verifiers.v1.clients import ModelContext, TrainClientConfig
+
+        endpoint = await self._start()
+        client = TrainClientConfig(
+            base_url=endpoint.shared_url,
+            api_key_var=API_KEY,
+            renderer=self._settings.renderer_config(),
+            renderer_model_name=self._settings.renderer["model_path"],
+        )
+        seats: list[Seat] = []
+
+        def agent_begins(trace: Any) -> None:
+            # verifiers sends the id of the trace as the session
+            speaker: Policy = policy if trace.agent.trainable else Untrained(trace.agent.name or "agent")
+            seats.append(endpoint.open(speaker, session=trace.id))
+
+        try:
+            (slot,) = self._env.slots(self._tasks[index])
+            episode = await self._env.run_slot(slot, ModelContext(MODEL, client), on_trace=agent_begins)
+        finally:
+            for seat in seats:
+                endpoint.shut(seat)
+
+        if not episode.ok:
+            over = next((seat.over for seat in seats if seat.over), None)
+            raise over or EnvironmentFailed(_error_of(episode))
+        return _scores(episode)
+
+    async def _start(self) -> Endpoint:
+        """Start what all episodes share: verifiers' own servers, and the endpoint."""
+        async with self._starting:
+            if self._endpoint is None:
+                await self._served.enter_async_context(self._env.serving())
+                self._endpoint = Endpoint(asyncio.get_running_loop(), log)
+            return self._endpoint
 
 
-def new_endpoint() -> Endpoint:
-    """Return the endpoint of a host. Called on the worker's event loop."""
-    return Endpoint(asyncio.get_running_loop(), log)
+def _with_our_limits(config: Any, settings: Settings) -> Any:
+    """Return an environment's configuration under the run's limits.
+
+    An agent speaks `environment.max_turns` times at most. Nothing is tried twice: that is the run's to decide. An agent
+    whose harness runs no code of the policy needs no sandbox; without this it would get a remote one.
+    """
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.configs.retries import RetryConfig
+    from verifiers.v1.runtimes import PrimeConfig, SubprocessConfig
+    from verifiers.v1.utils.loaders import harness_class
+
+    harnesses = config.agent_harnesses()
+    changes: dict[str, Any] = {"retries": RetryConfig()}
+    for name, agent in agent_config_fields(config).items():
+        most = min(settings.max_turns, agent.max_turns or settings.max_turns)
+        change = {"max_turns": most, "retries": RetryConfig()}
+        chosen = "runtime" in settings.args.get(name, {}) or not isinstance(agent.runtime, PrimeConfig)
+        if not chosen and not harness_class(harnesses[name].id).EXECUTES_CODE:
+            change["runtime"] = SubprocessConfig()
+        changes[name] = agent.model_copy(update=change)
+    return config.model_copy(update=changes)
+
+
+def _error_of(episode: Any) -> str:
+    """Return what went wrong in an episode, in one line."""
+    errors = [*episode.errors, *(trace.last_error for trace in episode.traces if trace.last_error)]
+    if not errors:
+        return "verifiers reports no error and no result"
+    lines = str(errors[-1].message).strip().splitlines() or [""]
+    return f"{errors[-1].type}: {lines[-1]}"
+
+
+def _scores(episode: Any) -> dict[str, float]:
+    """Return the reward, then its parts and the metrics; several runs of one agent count by their mean.
+
+    Raises:
+        EnvironmentFailed: Several agents are trained, each with a reward of its own.
+    """
+    traces = [trace for trace in episode.traces if trace.agent.trainable]
+    agents = sorted({trace.agent.name or "agent" for trace in traces})
+    if len(agents) != 1:
+        raise EnvironmentFailed(
+            f"it trains the agents {', '.join(agents)}, but an episode has one reward"
+            if agents
+            else "none of its agents is trained"
+        )
+
+    values: dict[str, list[float]] = {"reward": [trace.reward for trace in traces]}
+    for trace in traces:
+        for name, reward in trace.rewards.items():
+            _add(values, name, reward and reward.score)
+        for name, metric in trace.metrics.items():
+            _add(values, name, metric)
+    return {name: sum(each) / len(each) for name, each in values.items()}
+
+
+def _add(values: dict[str, list[float]], name: str, value: Any) -> None:
+    if value is not None and name != "reward":
+        values.setdefault(name, []).append(float(value))
 
 
 def log(sentence: str) -> None:
