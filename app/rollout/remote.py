@@ -6,12 +6,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 
 from app.errors import EngineError, EngineLost, RunError, one_line
 from app.rollout.host import EngineHost
 from app.types import Completion, EngineMemory, EngineStart, EngineStats, GroupRequest, InFlight, MemoryUse
-from app.utils.actor_death import cause_of_death
+from app.utils.ray_calls import reply, run_error
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -115,19 +115,11 @@ class RemoteEngine:
         if method is EngineHost.update:
             name = f"update by {args[0]}"
         try:
-            return await asyncio.wait_for(
-                _awaitable(getattr(self.actor, method.__name__).remote(*args, **kwargs)), seconds
-            )
+            reference = getattr(self.actor, method.__name__).remote(*args, **kwargs)
+            result: T = await asyncio.wait_for(reply(reference), seconds)
+            return result
         except TimeoutError:
             raise NoReply(f"{self.name}: {name} did not return within {seconds:.0f} s") from None
-        except RayTaskError as error:
-            if isinstance(error.cause, RunError):
-                raise error.cause from None
-            cause = f"{type(error.cause).__name__}: {one_line(error.cause)}"
-            raise EngineError(f"{self.name}: {name} failed: {cause}") from error
-        except RayActorError as error:
-            raise EngineLost(f"{self.name}: its host died during {name}: {cause_of_death(error)}") from error
-
-
-async def _awaitable(reference: Any) -> Any:
-    return await reference
+        except RayError as error:
+            failure = run_error(error, f"{self.name}: its host", name, failed=EngineError, lost=EngineLost)
+            raise failure from failure.__cause__

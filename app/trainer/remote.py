@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 
 from app.algorithm.packed_groups import Packed
-from app.errors import RunError, TrainerError, TrainerLost, one_line
+from app.errors import TrainerError, TrainerLost, one_line
 from app.trainer.rank import MemoryOffload, TrainerRank
 from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
-from app.utils.actor_death import cause_of_death
+from app.utils.ray_calls import reply, run_error
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -128,7 +128,7 @@ class RemoteTrainer:
 
     async def stacks(self) -> str:
         """Return the stacks of all ranks that still answer."""
-        pending = [asyncio.wait_for(_awaitable(rank.stacks.remote()), STACKS_SECONDS) for rank in self.ranks]
+        pending = [asyncio.wait_for(reply(rank.stacks.remote()), STACKS_SECONDS) for rank in self.ranks]
         answers = await asyncio.gather(*pending, return_exceptions=True)
         return "\n".join(
             answer if isinstance(answer, str) else f"--- rank {rank}: no answer ({answer!r})"
@@ -209,7 +209,8 @@ class RemoteTrainer:
         # A call's own error replaces its probe's.
         error = dict(errors)[culprit] or first.exception()
         assert error is not None
-        return _to_run_error(error, f"trainer rank {culprit}", method.__name__)
+        who = f"trainer rank {culprit}"
+        return run_error(error, who, method.__name__, failed=TrainerError, lost=TrainerLost)
 
 
 def _shared(groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
@@ -224,23 +225,6 @@ def _shared(groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
 
 def _task(reference: Any) -> asyncio.Future[Any]:
     """Return a task whose failure asyncio does not report when its caller was cancelled meanwhile."""
-    task = asyncio.ensure_future(_awaitable(reference))
+    task = asyncio.ensure_future(reply(reference))
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
-
-
-async def _awaitable(reference: Any) -> Any:
-    return await reference
-
-
-def _to_run_error(error: BaseException, who: str, call: str) -> BaseException:
-    """Convert a Ray error. A `RunError` of the rank is returned as it is; any other error becomes the cause."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, RunError):
-        return cause
-    if isinstance(error, RayActorError):
-        return TrainerLost(f"{who} died during {call}: {cause_of_death(error)}")
-
-    failure = TrainerError(f"{who} failed during {call}: {type(cause).__name__}: {one_line(cause)}")
-    failure.__cause__ = error
-    return failure

@@ -1,6 +1,9 @@
-"""Where and why an actor died, from messages of Ray 2.60."""
+"""Errors of actor calls, and where and why an actor died, from messages of Ray 2.60."""
 
-from app.utils.actor_death import cause_of_death
+from ray.exceptions import RayActorError, RayTaskError
+
+from app.errors import EngineError, EngineLost, SyncError
+from app.utils.ray_calls import cause_of_death, run_error
 
 FACTS = """
 \tclass_name: EngineHost
@@ -37,3 +40,29 @@ def test_a_message_without_a_node_is_its_first_line() -> None:
     assert cause_of_death(RuntimeError("The actor is temporarily unavailable.\nmore")) == (
         "The actor is temporarily unavailable."
     )
+
+
+class Boom(Exception):
+    """What a call of an actor raised."""
+
+
+def converted(error: BaseException) -> BaseException:
+    return run_error(error, "engine 2: its host", "start", failed=EngineError, lost=EngineLost)
+
+
+def test_an_error_of_the_run_stays_as_it_is() -> None:
+    cause = SyncError("bucket 3")
+    assert converted(RayTaskError("start", "", cause)) is cause
+
+
+def test_another_error_of_a_call_becomes_its_cause() -> None:
+    error = RayTaskError("start", "", Boom("first\nsecond"))
+    failure = converted(error)
+    assert (type(failure), failure.__cause__) == (EngineError, error)
+    assert str(failure) == "engine 2: its host failed during start: Boom: first"
+
+
+def test_a_dead_actor_is_lost() -> None:
+    error = RayActorError(error_msg=LOST_NODE)
+    assert type(converted(error)) is EngineLost
+    assert "10.77.0.2" in str(converted(error))
