@@ -15,9 +15,10 @@ import ray
 import torch
 
 from app.device.cpu import DEVICE
-from app.rollout.host import EngineHost, HostSpec
+from app.rollout.host import EngineHost
 from app.rollout.remote import RemoteEngine
 from app.rollout.server import ServerSpec
+from app.rollout.server_connection import HostSpec
 from app.types import Completion, GroupRequest, Sampling
 from tests.fork_server import shared
 
@@ -155,7 +156,7 @@ async def in_flight(engine: RemoteEngine, given: GroupRequest, *, running: int =
 
 
 def _address_and_key(host: Any) -> tuple[str, str]:
-    return host._client.url, host.spec.key or host.spec.server.key
+    return host._connection.client().url, host.spec.key or host.spec.server.key
 
 
 def _running_requests(url: str, key: str) -> int:

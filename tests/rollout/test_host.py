@@ -11,8 +11,10 @@ import pytest
 
 from app.errors import EngineError, EngineLost
 from app.rollout import host as module
+from app.rollout import server_connection
 from app.rollout.client import ConnectionLost
-from app.rollout.host import EngineHost, HostSpec
+from app.rollout.host import EngineHost
+from app.rollout.server_connection import HostSpec
 from app.types import GroupRequest, InFlight, Sampling
 from tests.rollout.support import host_spec, server_spec
 
@@ -38,10 +40,10 @@ class BrokenClient(SilentClient):
 def started(client: object, monkeypatch: pytest.MonkeyPatch, folder: Path) -> EngineHost:
     """A host of this client. Call it in a running event loop."""
     monkeypatch.setattr(module, "log_to", lambda path: None)
-    monkeypatch.setattr(module, "DEATH_SECONDS", 0.05)
+    monkeypatch.setattr(server_connection, "DEATH_TIMEOUT_S", 0.05)
     host = EngineHost(HostSpec("engine 0", 1.0, 1.0, False, folder / "host.log", url="http://127.0.0.1:1"))
-    host._client = client  # type: ignore[assignment]
-    host._failure = asyncio.get_running_loop().create_future()
+    host._connection._client = client  # type: ignore[assignment]
+    host._connection._failure = asyncio.get_running_loop().create_future()
     return host
 
 
@@ -77,7 +79,7 @@ def test_an_engine_is_lost_when_the_connection_of_a_control_call_breaks(
 ) -> None:
     async def story() -> None:
         host = started(BrokenClient(), monkeypatch, tmp_path)
-        host._server = SimpleNamespace()  # type: ignore[assignment]  # one that is still alive
+        host._connection._server = SimpleNamespace()  # type: ignore[assignment]  # one that is still alive
         with pytest.raises(EngineLost, match="/pause_generation failed"):
             await host.pause(InFlight.retract)
 
@@ -94,12 +96,12 @@ def test_a_start_ends_when_another_program_took_the_port(
     async def story() -> None:
         host = EngineHost(host_spec(tmp_path, name="engine 0", server=server, start_timeout_s=3600))
         starting = asyncio.create_task(host.start())
-        while host._server is None or host._server._process is None:  # noqa: ASYNC110 (no event says so)
+        while host._connection._server is None or host._connection._server._process is None:  # noqa: ASYNC110 (no event says so)
             await asyncio.sleep(0.01)
 
         with socket.socket() as taker:
             taker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            taker.bind(("127.0.0.1", host._server.spec.port))
+            taker.bind(("127.0.0.1", host._connection._server.spec.port))
             taker.listen()
             with pytest.raises(EngineError, match=r"engine 0: another program listens at 127\.0\.0\.1:\d+; log: "):
                 await starting

@@ -235,15 +235,16 @@ class Proxy:
 
 async def address_of(engine: Any) -> tuple[str, str]:
     """Return the URL and key of an engine's server."""
-    return await engine.actor.__ray_call__.remote(lambda host: (host._client.url, host.spec.server.key))
+    return await engine.actor.__ray_call__.remote(lambda host: (host._connection.client().url, host.spec.server.key))
 
 
 def engine_at(url: str, key: str, folder: Path, name: str) -> Any:
     """Create an engine for a running server, not started yet."""
     import ray
 
-    from app.rollout.host import EngineHost, HostSpec
+    from app.rollout.host import EngineHost
     from app.rollout.remote import RemoteEngine
+    from app.rollout.server_connection import HostSpec
 
     spec = HostSpec(
         name=name,

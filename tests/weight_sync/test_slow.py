@@ -206,7 +206,7 @@ def test_many_pushes_do_not_grow(
             synchronizer = await make_synchronizer(
                 transport, trainer, [engine], tmp_path, bucket_mib=0.05, verify=Verify.never, in_flight=InFlight.retract
             )
-            server = await engine.actor.__ray_call__.remote(lambda host: host._server.pid)
+            server = await engine.actor.__ray_call__.remote(lambda host: host._connection.pid)
             processes = [psutil.Process(await trainer.ranks[0].pid.remote()), psutil.Process(server)]
             processes += processes[1].children(recursive=True)  # trainer rank, server and its children
             usages = []

@@ -170,11 +170,11 @@ def test_requests_during_a_drain_are_sampled_by_the_new_policy(trainer: Any, eng
 
 
 def generating(host: Any) -> bool:
-    return bool(host._in_flight)
+    return len(host._requests) > 0
 
 
 def draining(host: Any) -> bool:
-    return not host._admitting.is_set()
+    return not host._requests._admitting.is_set()
 
 
 async def until(engine: Any, state: Callable[[Any], bool], work: "asyncio.Task[Any]") -> bool:

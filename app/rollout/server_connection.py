@@ -1,0 +1,229 @@
+"""The connection of a host to its server: starts the process or uses a running one, and knows when it has failed."""
+
+import asyncio
+from collections.abc import Awaitable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from packaging.version import InvalidVersion, Version
+
+from app.errors import EngineError, EngineLost
+from app.model.hf_directory import load_tokenizer
+from app.rollout.client import Client, ConnectionLost, NoAnswer
+from app.rollout.server import Server, ServerSpec
+from app.types import EngineStart
+from app.utils.net import url_of
+from app.utils.process import process_group_members
+
+HEALTH_POLL_S = 0.05
+CHECK_TIMEOUT_S = 10.0
+OLDEST_SGLANG = "0.5.22"  # tests/device/test_versions.py runs it; without a GPU 0.5.21 does not start
+SCHEDULER_ROUTE = "/server_info"  # answered by the scheduler; /health needs only the HTTP process
+DEATH_TIMEOUT_S = 3.0  # from a lost connection until the operating system reports the server's death
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpec:
+    """Settings of a host. It starts `server`, or uses the running server at `url` with `key`."""
+
+    name: str  # "engine 0"
+    start_timeout_s: float
+    stall_timeout_s: float
+    releases_memory: bool  # False: release and reload do nothing (there is no device memory on CPU)
+    log: Path  # of the host; the server has its own
+    serves_adapters: bool = False  # True: every request names an adapter, and the weights of the model stay
+    server: ServerSpec | None = None
+    url: str | None = None
+    key: str | None = field(default=None, repr=False)
+    # Ray resource and visibility variable: `server` gets the devices that Ray gave to this actor, if it gave any.
+    devices: tuple[str, str] | None = None
+
+
+def own_devices(devices: tuple[str, str] | None) -> dict[str, str]:
+    """Return the environment that limits a server to the devices of this Ray actor; empty if it has none.
+
+    Only the actor can tell: after the loss of a node, Ray may have moved it to devices of other numbers.
+
+    Args:
+        devices: Ray resource and visibility variable.
+    """
+    if devices is None:
+        return {}
+
+    import ray
+
+    resource, variable = devices
+    own = ray.get_runtime_context().get_accelerator_ids().get(resource, [])
+    return {variable: ",".join(map(str, own))} if own else {}
+
+
+class ServerConnection:
+    """The client of one server, and the failure that ended it.
+
+    Invariants:
+    - The first failure is final: every call that is waiting, and every later one, raises it.
+    - A server of `spec.url` is never stopped, only left.
+
+    Lifecycle: `start` once, then calls, any number concurrently, then `stop` once, in any state.
+
+    Args:
+        spec: Names the server.
+
+    Attributes:
+        tokenizer: Of the model; None of a running server, whose model directory may not be on this machine.
+    """
+
+    def __init__(self, spec: HostSpec):
+        self.tokenizer: Any = None
+        self._spec = spec
+        self._server: Server | None = None
+        if spec.server is not None:
+            environment = {**spec.server.environment, **own_devices(spec.devices)}
+            self._server = Server(replace(spec.server, environment=environment))
+
+        self._client: Client | None = None
+        self._failure: asyncio.Future[EngineError] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
+
+    def client(self) -> Client:
+        """Return the client. Raises the engine's failure, or `EngineError` before `start`."""
+        if self._client is None or self._failure is None:
+            raise EngineError(f"{self._spec.name} was not started")
+        if self._failure.done():
+            raise self._failure.result()
+        return self._client
+
+    @property
+    def pid(self) -> int | None:
+        """The process group of the server; None of a server that ran already."""
+        return self._server.pid if self._server else None
+
+    @property
+    def start_phase(self) -> EngineStart:
+        """What `start` does now."""
+        return EngineStart.warming_up if self._server is None else self._server.start_phase()
+
+    @property
+    def processes(self) -> list[int]:
+        """The pids of the server; none of a server that ran already."""
+        return process_group_members(self._server.pid) if self._server else []
+
+    async def start(self) -> Mapping[str, Any]:
+        """Start the server, or connect to the running one, and wait until it is healthy. Returns SGLang's info."""
+        self._failure = asyncio.get_running_loop().create_future()
+        if self._server is not None:
+            await self._server.start()
+            self.watch(self._server.died())
+            server = self._server.spec
+            trusted = bool(server.flags.get("trust-remote-code"))
+            model = Path(server.model_path)
+            self.tokenizer = await asyncio.to_thread(load_tokenizer, model, trust_remote_code=trusted)
+            self._client = Client(self._spec.name, url_of(server.host, server.port), server.key)
+        else:
+            assert self._spec.url is not None
+            self._client = Client(self._spec.name, self._spec.url, self._spec.key)
+
+        await self.race(self._wait_healthy(self._client))
+        info: Mapping[str, Any] = await self.race(self._client.get(SCHEDULER_ROUTE))
+        if self._server is None:
+            self._require_supported(str(info.get("version", "")))
+        return info
+
+    async def stop(self) -> None:
+        """Kill the server, unless it was running already, and close the client."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        if self._client is not None:
+            await self._client.close()
+        if self._server is not None:
+            await self._server.stop()
+
+    def watch(self, failure: Coroutine[Any, Any, EngineError]) -> None:
+        """Wait for a failure in the background; it becomes the engine's."""
+
+        async def wait() -> None:
+            self.fail(await failure)
+
+        self._watchers.append(asyncio.create_task(wait()))
+
+    def fail(self, error: EngineError) -> None:
+        """End the engine with this error, unless it has failed already."""
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_result(error)
+
+    async def post(self, route: str, body: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
+        """Post a request and return the reply. `seconds` is its deadline, if not the client's own."""
+        deadline = {} if seconds is None else {"seconds": seconds}
+        return await self.race(self.client().post(route, body, **deadline))
+
+    async def control(self, route: str, body: Mapping[str, Any]) -> None:
+        """Make a call that the scheduler handles between two batches.
+
+        Without a reply the engine is lost: the server may or may not have done it.
+        """
+        try:
+            await self.post(route, body, self._spec.stall_timeout_s)
+        except (NoAnswer, ConnectionLost) as error:
+            self.fail(EngineLost(f"{error} (rollout.stall_timeout_s)" if isinstance(error, NoAnswer) else str(error)))
+            self.client()  # raises it
+
+    async def check(self) -> None:
+        """Raise `EngineLost` if the server died or its scheduler does not answer. Works on a paused engine too."""
+        if not await self.race(self.client().healthy(SCHEDULER_ROUTE, CHECK_TIMEOUT_S)):
+            late = f"within {CHECK_TIMEOUT_S:.0f} s"
+            self.fail(EngineLost(f"{self._spec.name} did not answer to {SCHEDULER_ROUTE} {late}"))
+        self.client()  # raises it
+
+    async def race(self, work: Awaitable[T]) -> T:
+        """Return the result of `work`, or raise the engine's failure if that comes first."""
+        assert self._failure is not None
+        task: asyncio.Future[T] = asyncio.ensure_future(work)
+        racers: list[asyncio.Future[Any]] = [task, self._failure]
+        try:
+            await asyncio.wait(racers, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            finished = task.done()
+            if not finished:
+                task.cancel()
+
+        error = task.exception() if finished and not task.cancelled() else None
+        if isinstance(error, ConnectionLost):
+            if self._server:
+                # Often the first sign of a crash. Wait for its error, which shows the exit code and the log.
+                await asyncio.wait([self._failure], timeout=DEATH_TIMEOUT_S)
+            else:
+                # A server that comes back at this address may have other weights.
+                self.fail(EngineLost(str(error)))
+
+        if self._failure.done() and (not finished or error is not None):
+            raise self._failure.result()
+        return task.result()
+
+    async def _wait_healthy(self, client: Client) -> None:
+        deadline = asyncio.get_running_loop().time() + self._spec.start_timeout_s
+        while not await client.healthy():
+            if self._server and (address := self._server.refused_address()):
+                raise EngineError(f"{self._spec.name}: another program listens at {address}{self._log_tail()}")
+            if asyncio.get_running_loop().time() > deadline:
+                raise EngineError(
+                    f"{self._spec.name} at {client.url} did not become healthy within "
+                    f"rollout.start_timeout_s={self._spec.start_timeout_s:.0f} s{self._log_tail()}"
+                )
+            await asyncio.sleep(HEALTH_POLL_S)
+
+    def _log_tail(self) -> str:
+        return f"; log: {self._server.spec.log}; its last lines:\n{self._server.tail()}" if self._server else ""
+
+    def _require_supported(self, version: str) -> None:
+        """Raise `EngineError` if the running server is too old. A version that cannot be read is accepted."""
+        try:
+            too_old = Version(version) < Version(OLDEST_SGLANG)
+        except InvalidVersion:
+            return
+        if too_old:
+            raise EngineError(
+                f"{self._spec.name} at {self._spec.url} runs SGLang {version}: servers of rollout.urls must run SGLang "
+                f"{OLDEST_SGLANG} or newer"
+            )
