@@ -148,9 +148,8 @@ def make_engine(model: Path, folder: Path, *, name: str = "engine 0", seed: int 
     """An engine host of our own making, not started: `asyncio.run(make_engine(...).start(300))`."""
     import ray
 
-    from app.rollout.host import EngineHost
+    from app.rollout.host import EngineHost, HostSpec
     from app.rollout.remote import RemoteEngine
-    from app.rollout.server_connection import HostSpec
 
     spec = HostSpec(
         name=name,

@@ -15,11 +15,10 @@ from app.config.placement import PlacementKind
 from app.config.weight_sync import TransportKind, transport_of
 from app.device import Device
 from app.device.allocator import expandable_segments_off
-from app.rollout.host import EngineHost
+from app.rollout.host import EngineHost, HostSpec
 from app.rollout.remote import RemoteEngine
 from app.rollout.server import ServerSpec
 from app.rollout.server_args import engine_flags
-from app.rollout.server_connection import HostSpec
 from app.trainer.rank import CONCURRENCY_GROUPS, RankSpec, TrainerRank
 from app.trainer.remote import RemoteTrainer
 

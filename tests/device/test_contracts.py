@@ -13,8 +13,8 @@ from app.config.device import DeviceKind
 from app.device import device_of
 from app.mode.plan.engine_memory import STATES_PER_REQUEST, TRACKING_STATES
 from app.model.policy import FLOAT32_PARAMETERS
+from app.rollout.host.server_connection import OLDEST_SGLANG
 from app.rollout.server_args import MAX_BATCH, engine_flags
-from app.rollout.server_connection import OLDEST_SGLANG
 from tests.compose import composed
 from tests.device import sglang_api, sglang_requests
 from tests.device.packages import Package, installed, metadata, wheel

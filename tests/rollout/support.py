@@ -15,10 +15,9 @@ import ray
 import torch
 
 from app.device.cpu import DEVICE
-from app.rollout.host import EngineHost
+from app.rollout.host import EngineHost, HostSpec
 from app.rollout.remote import RemoteEngine
 from app.rollout.server import ServerSpec
-from app.rollout.server_connection import HostSpec
 from app.types import Completion, GroupRequest, Sampling
 from tests.fork_server import shared
 

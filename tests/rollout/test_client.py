@@ -15,8 +15,8 @@ from aiohttp import web
 from app.errors import EngineError
 from app.rollout import client as clients
 from app.rollout.client import Client, ConnectionLost, parse, spans, spans_in_place
+from app.rollout.host.requests_in_flight import MAX_ABORT_CALLS
 from app.rollout.remote import RemoteEngine
-from app.rollout.requests_in_flight import MAX_ABORT_CALLS
 from app.types import Completion, FinishReason, VersionSpan
 from tests.rollout.support import _address_and_key, host_spec, remote, request
 

@@ -242,9 +242,8 @@ def engine_at(url: str, key: str, folder: Path, name: str) -> Any:
     """Create an engine for a running server, not started yet."""
     import ray
 
-    from app.rollout.host import EngineHost
+    from app.rollout.host import EngineHost, HostSpec
     from app.rollout.remote import RemoteEngine
-    from app.rollout.server_connection import HostSpec
 
     spec = HostSpec(
         name=name,

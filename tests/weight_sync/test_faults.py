@@ -10,7 +10,7 @@ from aiohttp import web
 
 from app.config.weight_sync import Verify
 from app.errors import EngineError, SyncError
-from app.rollout.server_connection import OLDEST_SGLANG
+from app.rollout.host.server_connection import OLDEST_SGLANG
 from tests.weight_sync.support import (
     TRANSPORTS,
     Rule,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from app.errors import EngineError
 from app.rollout.client import spans_in_place
+from app.rollout.host.server_connection import ServerConnection
 from app.rollout.progress import ProgressClock
 from app.rollout.served_adapters import Adapter
-from app.rollout.server_connection import ServerConnection
 from app.types import Completion, EngineStats, GroupRequest
 from app.utils.tasks import gather_or_raise
 

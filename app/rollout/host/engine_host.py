@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 from app.errors import EngineError
+from app.rollout.host.requests_in_flight import RequestsInFlight
+from app.rollout.host.server_connection import HostSpec, ServerConnection
 from app.rollout.progress import ProgressMonitor
-from app.rollout.requests_in_flight import RequestsInFlight
 from app.rollout.served_adapters import Adapter, Adapters, adapter_limit
-from app.rollout.server_connection import HostSpec, ServerConnection
 from app.types import Completion, EngineMemory, EngineStart, EngineStats, GroupRequest, InFlight, MemoryUse
 from app.utils.process import log_to, memory_use
 
