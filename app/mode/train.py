@@ -1,9 +1,19 @@
-"""`mode=train`. Restart loop: restore the latest checkpoint, train, and restart when the trainer is lost.
+"""`mode=train`: a run from its start to its end.
 
-    start trainer → restore → sync → train … → finished
-         ↑ engines abort requests in flight ← trainer lost (at most recovery.max_restarts times)
+    main             compose the configuration, check the inputs, make the run's folder
+    run              open the records, and cancel everything below on SIGINT and SIGTERM
+    ├ rollout workers     Ray, engines, reward and environment workers: once (mode/session.py)
+    └ train_with_restarts
+      ├ trainer workers   ranks and their weight sync: again after each loss of the trainer
+      ├ restore           the latest checkpoint, the prompt cursor, the records; or begin anew
+      ├ controller.run    placement/colocate.py or placement/fully_async.py, until `steps`:
+      │                       generate → score → train → sync → commit the step → evaluate, save when due
+      ├ save_last_step    if anything but the trainer ended it (placement/last_step.py)
+      └ export            the model, as a Hugging Face directory
 
-A resumed run takes the same path in a new process.
+A trainer that is lost ends one pass of `train_with_restarts`: engines abort what is in flight, new ranks start, and the
+run goes on from the latest checkpoint, at most `recovery.max_restarts` times. A resumed run takes the same path in a
+new process.
 """
 
 import asyncio
@@ -24,7 +34,7 @@ from app.config.command_line import given_settings
 from app.config.idle_settings import idle_settings
 from app.config.placement import PlacementKind
 from app.device import Device, device_of
-from app.errors import RunError, TrainerError, TrainerLost
+from app.errors import TrainerError, TrainerLost
 from app.mode import ModeResult
 from app.mode.session import RolloutWorkers, TrainerWorkers, start_rollout_workers, start_trainer_workers
 from app.model.hf_directory import identity
@@ -32,6 +42,7 @@ from app.placement.colocate import Colocate
 from app.placement.context import RunContext
 from app.placement.controller import CURSOR, PlacementController
 from app.placement.fully_async import FullyAsync
+from app.placement.last_step import save_last_step
 from app.placement.time_sharing import TimeSharing
 from app.protocols import Trainer
 from app.recovery.resume import checkpoint_of
@@ -243,56 +254,3 @@ class TrainingRun:
 
 def _names(paths: Sequence[Path]) -> str:
     return ", ".join(map(str, paths))
-
-
-async def save_last_step(controller: PlacementController) -> None:
-    """Abort the open step and save the last one, if there is one that is not saved yet.
-
-    Takes at most `checkpoint.grace_s` and the time that the trainer's current microbatch needs: two of the longest so
-    far, since on an accelerator another one may be queued. Warns if the step could not be saved. A cancellation ends
-    the attempt, and is raised after the warning.
-    """
-    config = controller.config.checkpoint
-    reason = "an unexpected error"
-    try:
-        async with asyncio.timeout(config.grace_s + 2 * controller.microbatch_s):
-            await _save_last_step(controller)
-    except TimeoutError:
-        reason = f"checkpoint.grace_s={config.grace_s:g} s passed during: {controller.current_phase}"
-    except RunError as error:
-        reason = str(error)
-    except asyncio.CancelledError:
-        reason = f"a third signal arrived during: {controller.current_phase}"
-        raise
-    finally:
-        checkpoints = controller.context.checkpoints
-        await checkpoints.settle(0)
-        if config.keep and controller.version not in (0, checkpoints.committed_step):
-            controller.context.recorder.warn(f"step {controller.version} was not saved: {reason}")
-
-
-async def _save_last_step(controller: PlacementController) -> None:
-    trainer = controller.context.trainer
-    checkpoints = controller.context.checkpoints
-
-    # Also if there is nothing to save: busy ranks could not free what a weight sync holds.
-    controller.current_phase = "aborting the open step"
-    await trainer.abort_step()
-    if not controller.config.checkpoint.keep:
-        return
-
-    controller.current_phase = "writing the checkpoint before"
-    await checkpoints.wait()
-    controller.current_phase = "asking the trainer for its version"
-    version = await trainer.version()
-    if version is None or version > controller.version:
-        controller.current_phase = "recording the last step"
-        await controller.commit_unsynced(version)
-    if controller.version in (0, checkpoints.committed_step):
-        return
-
-    controller.context.recorder.status(f"saving step {controller.version}")
-    controller.current_phase = "capturing the state"
-    await controller.save()
-    controller.current_phase = "writing the checkpoint"
-    await checkpoints.wait()

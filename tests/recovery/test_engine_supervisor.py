@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from app.checkpoint import manager
 from app.config.placement import PlacementKind
 from app.errors import EngineError, EngineLost, RunError, TrainerError, TrainerLost
-from app.mode.train import save_last_step
 from app.placement import controller
 from app.placement.colocate import Colocate
 from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
+from app.placement.last_step import save_last_step
 from app.recovery import engine_supervisor
 from app.types import InFlight, MemoryUse
 from app.utils import tasks
