@@ -109,12 +109,10 @@ class Validate(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print a table of the sweep's runs, and write their report and tables."""
-        from app.tracking.report.sweep import end_sweep, table
+        from app.tracking.report.sweep import end_sweep
 
-        folder = Path(str(config.hydra.sweep.dir))
-        if any(folder.glob("*/summary.json")):
-            say(table(folder))
-            say("\n".join(end_sweep(folder)))
+        if lines := end_sweep(Path(str(config.hydra.sweep.dir))):
+            say("\n".join(lines))
 
 
 @hydra.main(version_base="1.3", config_path=conf_path(), config_name="config")

@@ -20,9 +20,9 @@ COMPARISONS = Path("outputs/comparisons")
 
 
 def run(config: RunConfig, folder: Path) -> ModeResult:
-    """Write the report and print its path. Raises `ConfigError` for a folder without runs."""
+    """Write the report and print its path, and the tables of a comparison. Raises `ConfigError` without any run."""
     if config.tracking.compare:
-        say(str(_comparison(config.tracking.compare, folder)))
+        say("\n".join(_comparison(config.tracking.compare, folder)))
         return ModeResult()
 
     runs = find_runs(folder)
@@ -32,20 +32,24 @@ def run(config: RunConfig, folder: Path) -> ModeResult:
             "tracking.compare; a report needs at least one run folder."
         )
 
-    say(str(_report_of_run(folder) if runs == [folder] else write_comparison(runs, folder)))
+    say(str(_report_of_run(folder)) if runs == [folder] else "\n".join(write_comparison(runs, folder)))
     return ModeResult()
 
 
 def _report_of_run(folder: Path) -> Path:
     try:
         with run_lock(folder):
-            return write_report([folder], folder / NAME)
+            return write_report(folder, folder / NAME)
     except FolderInUse:
-        return write_report([folder], folder.with_name(f"{folder.name}.{NAME}"))
+        return write_report(folder, folder.with_name(f"{folder.name}.{NAME}"))
 
 
-def _comparison(compared: Sequence[str], folder: Path) -> Path:
-    """Compare the runs in these folders. The report goes to `folder`, or to a new folder if none was given."""
+def _comparison(compared: Sequence[str], folder: Path) -> list[str]:
+    """Compare the runs in these folders. The files go to `folder`, or to a new folder if none was given.
+
+    Returns:
+        Lines for the screen.
+    """
     runs: dict[Path, Path] = {}  # by its real folder, so that a run counts once
     for each in compared:
         found = find_runs(Path(each))

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from app.config import Mode, RunConfig
 from app.config.checkpoint import CheckpointConfig
+from app.tracking.evaluation_table import evaluation_rows
 from app.tracking.number_format import aligned, count, duration, plural, seconds
-from app.tracking.report.evaluation import evaluation_rows
 
 PHASES = (("generate", "cyan"), ("train", "magenta"), ("sync", "yellow"))
 BAR_CELLS = 12

@@ -1,7 +1,8 @@
 """Numbers and tables formatted for people."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+MISSING = "—"
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -42,6 +43,24 @@ def duration(value: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def percent(value: float) -> str:
+    """Format a fraction.
+
+    >>> percent(0.123)
+    '12.3%'
+    """
+    return f"{value:.1%}"
+
+
+def measured(value: float | None, form: Callable[[float], str]) -> str:
+    """Format a number that may not have been measured.
+
+    >>> measured(0.5, percent), measured(None, percent)
+    ('50.0%', '—')
+    """
+    return MISSING if value is None else form(value)
 
 
 def plural(number: int, noun: str, many: str | None = None) -> str:

@@ -20,10 +20,9 @@ from omegaconf import OmegaConf
 from app.config import RunConfig
 from app.errors import Interrupted
 from app.tracking import dashboards
-from app.tracking.alarms import Alarms
 from app.tracking.console import RunConsole
 from app.tracking.dashboard import DashboardOptions
-from app.tracking.report import page
+from app.tracking.rules.checker import Alarms
 from app.tracking.run_folder import PROMPTS, WARNINGS, aside, metrics_file, samples, summary, timeline
 from app.tracking.run_folder.samples import Decode
 from app.tracking.run_folder.summary import Status, Summary
@@ -123,9 +122,9 @@ class RunFolderRecorder:
         self._console.step(step, metrics)
 
         for alarm in self._alarms.check(step, metrics):
-            self.warn(alarm.text)
+            self.warn(f"step {step}: {alarm.text}")
             for dashboard in self._open_dashboards():
-                dashboard.alert(step, alarm.name, f"{alarm.problem} {alarm.advice}")
+                dashboard.alert(step, alarm.name, alarm.text)
 
         self._try(timeline.NAME, partial(self.timeline.write_if_due, self.folder))
 
@@ -259,15 +258,17 @@ class RunFolderRecorder:
         for dashboard in self._open_dashboards():
             dashboard.samples(step, kind, rows)
 
-    def _try(self, what: str, write: Callable[[], object]) -> None:
-        """Write something for people to read. A run does not end for want of it."""
+    def _try(self, what: str, write: Callable[[], object]) -> bool:
+        """Write something for people to read, and return whether it was. A run does not end for want of it."""
         try:
             write()
+            return True
         except OSError as error:
             self.warn(f"{what} could not be written: {describe(error)}")
         except Exception as error:
             log.exception("%s could not be written", what)
             self.warn(f"{what} could not be written ({type(error).__name__}): see logs/driver.log.")
+        return False
 
     def _open_dashboards(self) -> list[dashboards.DashboardWorker]:
         if self._dashboards is None:
@@ -292,15 +293,10 @@ class RunFolderRecorder:
         )
 
     def _write_report(self) -> dict[str, Path]:
-        try:
-            return {"report": page.write_report([self.folder], self.folder / page.NAME)}
-        except OSError as error:
-            self.warn(f"{page.NAME} could not be written: {describe(error)}")
-            return {}
-        except Exception as error:  # the run's records are complete; a report must not make it fail
-            log.exception("report.html could not be written")
-            self.warn(f"report.html could not be written ({error}): see logs/driver.log.")
-            return {}
+        from app.tracking.report.page import NAME, write_report
+
+        report = self.folder / NAME
+        return {"report": report} if self._try(NAME, partial(write_report, self.folder, report)) else {}
 
 
 def evaluation_metrics(results: Mapping[str, Metrics]) -> dict[str, float]:

@@ -62,13 +62,21 @@ def comparing(*folders: Path) -> RunConfig:
 def test_listed_runs_are_compared_in_a_new_folder_and_stay_as_they_were(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = a_run(tmp_path / "a" / "one", "seed=1"), a_run(tmp_path / "b" / "two", "seed=2")
+    one = a_run(tmp_path / "a" / "one", "seed=1")
+    two = a_run(tmp_path / "b" / "two", "seed=2", accuracy=0.75)
     before = content(tmp_path)
     monkeypatch.chdir(tmp_path)
     report.run(comparing(one, two), Path(NOT_GIVEN))
 
     (folder,) = (tmp_path / "outputs" / "comparisons").iterdir()
-    assert capsys.readouterr().err == f"{(folder / 'report.html').relative_to(tmp_path)}\n"
+    assert [line.split() for line in capsys.readouterr().err.splitlines()] == [
+        ["run", "seed", "status", "steps", "first", "accuracy", "last", "best", "time"],
+        ["one", "1", "failed", "1", "—", "50.0%", "—", "—"],
+        ["two", "2", "failed", "1", "—", "75.0%", "—", "—"],
+        [],
+        ["report:", str((folder / "report.html").relative_to(tmp_path))],
+        ["tables:", str((folder / "runs.csv").relative_to(tmp_path))],
+    ]
     assert (folder / "runs.csv").read_text().splitlines()[0].startswith("folder,seed,status")
     assert {name: value for name, value in content(tmp_path).items() if not name.startswith("outputs")} == before
 

@@ -1,18 +1,24 @@
-"""What tells runs apart."""
+"""What tells runs apart, and the tables at the end of a sweep and of `mode=report`."""
 
+import csv
 import doctest
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
-from app.tracking.report import comparison, evaluation
-from app.tracking.report.comparison import Spread, compare, percent
+from app.config import RunConfig
+from app.tracking import evaluation_table, number_format
+from app.tracking.report import comparison
+from app.tracking.report.comparison import Spread, compare
 from app.tracking.report.data import RunData
+from app.tracking.report.sweep import end_sweep
 
 
 def a_run(name: str, config: dict[str, Any], *overrides: str, **summary: Any) -> RunData:
-    return RunData(Path(name), name, name, summary, [], [], {}, config, list(overrides), [], [])
+    return RunData(Path(name), summary, [], [], {}, config, list(overrides), [], [])
 
 
 def test_only_what_varies_is_shown_and_the_seed_last() -> None:
@@ -84,26 +90,23 @@ def test_keys_with_the_same_last_word_are_written_out() -> None:
     assert compare(runs).labels == ["eval.temperature", "rollout.temperature", "seed"]
 
 
-def test_means_cover_the_finished_runs_of_a_setting() -> None:
+def test_means_cover_the_finished_runs_of_a_setting_and_the_best_comes_first() -> None:
     runs = [
-        a_run(f"{lr}{seed}", {"seed": seed, "lr": lr}, status=status, **{"eval/accuracy_last": accuracy})
+        a_run(f"{lr}{seed}", {"seed": seed, "lr": lr}, status=status, **{"eval/accuracy_best": accuracy})
         for lr, seed, status, accuracy in (
+            (2, 0, "finished", 0.5),
             (1, 0, "finished", 0.6),
             (1, 1, "finished", 0.8),
             (1, 2, "failed", 0.0),
-            (2, 0, "finished", 0.5),
         )
     ]
     first, second = compare(runs).seed_groups()
-    assert (first.values, len(first.runs)) == (["1"], 2)
-    spread = first.spread("eval/accuracy_last")
+    assert (first.values, len(first.runs)) == (("1",), 2)
+    spread = first.spread("eval/accuracy_best")
     assert spread is not None
     assert (spread.mean, spread.deviation) == (pytest.approx(0.7), pytest.approx(0.02**0.5))
-    assert second.spread("eval/accuracy_last") == Spread(0.5, None)
-    assert first.cells == ["1", "2", "—", "70.0% ± 14.1%", "—", "—"]
-    assert second.cells == ["2", "1", "—", "50.0%", "—", "—"]
+    assert second.spread("eval/accuracy_best") == Spread(0.5, None)
     assert first.spread("total/seconds") is None
-    assert percent(0.123) == "12.3%"
 
 
 def test_one_seed_each_has_no_means() -> None:
@@ -111,7 +114,67 @@ def test_one_seed_each_has_no_means() -> None:
     assert compare(runs).seed_groups() == []
 
 
-@pytest.mark.parametrize("module", [comparison, evaluation])
+def a_job(folder: Path, overrides: list[str], **summary: Any) -> None:
+    config = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.from_dotlist(overrides))
+    (folder / "config").mkdir(parents=True)
+    OmegaConf.save(config, folder / "config" / "config.yaml")
+    OmegaConf.save(OmegaConf.create(overrides), folder / "config" / "overrides.yaml")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "time/step": 1.0}\n')
+    accuracies = {f"eval/accuracy_{each}": summary.pop(each) for each in ("first", "last", "best") if each in summary}
+    content = {"status": "finished", "steps": 5, **accuracies, "total/seconds": 60.0, **summary}
+    (folder / "summary.json").write_text(json.dumps(content))
+
+
+def test_a_sweep_ends_with_its_runs_the_best_first_and_the_errors_of_failed_ones(tmp_path: Path) -> None:
+    given = ["steps=60"]
+    a_job(tmp_path / "0-a", [*given, "trainer.lr=0.1"], steps=60, first=0.285, last=0.9, best=0.91)
+    a_job(tmp_path / "1-b", [*given, "trainer.lr=0.2"], steps=60, first=0.285, last=0.98, best=0.98)
+    a_job(tmp_path / "2-c", [*given, "trainer.lr=0.3"], status="failed", steps=3, error="RunError: no way\nmore")
+    (tmp_path / "3-refused").mkdir()
+    (tmp_path / ".submitit").mkdir()
+    assert end_sweep(tmp_path) == [
+        str(tmp_path),
+        "run  lr   status       steps  first accuracy  last   best   time",
+        "1    0.2  finished     60     28.5%           98.0%  98.0%  1 min 00 s",
+        "0    0.1  finished     60     28.5%           90.0%  91.0%  1 min 00 s",
+        "2    0.3  failed       3      —               —      —      1 min 00 s",
+        "3         not started         —               —      —      —",
+        "2: RunError: no way",
+        "",
+        f"report: {tmp_path / 'report.html'}",
+        f"tables: {tmp_path / 'runs.csv'}",
+    ]
+    assert not (tmp_path / "seeds.csv").exists()
+    assert end_sweep(tmp_path / "3-refused") == []
+
+
+def test_a_sweep_over_seeds_ends_with_means_on_the_screen_in_the_report_and_in_csv_files(tmp_path: Path) -> None:
+    for job, (lr, seed, last) in enumerate(((0.1, 0, 0.7), (0.1, 1, 0.5), (0.2, 0, 0.9), (0.2, 1, 0.9))):
+        overrides = [f"trainer.lr={lr}", f"seed={seed}", "steps=5", "eval.every=0"]
+        a_job(tmp_path / f"{job}-x", overrides, first=0.25, last=last, best=last)
+    seeds = ["25.0% ± 0.0%", "60.0% ± 14.1%", "60.0% ± 14.1%", "1 min 00 s ± 0 s"]
+    lines = end_sweep(tmp_path)
+    assert lines[2].split("  ")[0] == "2"
+    assert lines[7].startswith("mean ± standard deviation")
+    assert lines[10].split() == ["0.1", "2", *" ".join(seeds).split()]
+    assert "".join(f"<td>{cell}</td>" for cell in ("0.1", "2", *seeds)) in (tmp_path / "report.html").read_text()
+
+    with (tmp_path / "runs.csv").open() as file:
+        runs = list(csv.DictReader(file))
+    assert [(run["trainer.lr"], run["seed"], run["eval/accuracy_last"]) for run in runs] == [
+        ("0.2", "0", "0.9"),
+        ("0.2", "1", "0.9"),
+        ("0.1", "0", "0.7"),
+        ("0.1", "1", "0.5"),
+    ]
+    with (tmp_path / "seeds.csv").open() as file:
+        mean = list(csv.DictReader(file))[1]
+    assert (mean["trainer.lr"], mean["runs"], mean["total/seconds/mean"]) == ("0.1", "2", "60.0")
+    assert float(mean["eval/accuracy_last/mean"]) == 0.6
+    assert float(mean["eval/accuracy_last/std"]) == pytest.approx(0.02**0.5)
+
+
+@pytest.mark.parametrize("module", [comparison, evaluation_table, number_format])
 def test_the_examples_in_the_docstrings_hold(module: Any) -> None:
     results = doctest.testmod(module)
     assert results.attempted > 0

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from app.tracking.report.data import RunData
 from app.types import SYNC_PHASES
@@ -15,23 +15,17 @@ class Chart:
     section: str  # learning, health, episodes, time, speed, sync, more
     title: str
     metrics: tuple[str, ...]
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...]
     form: str = "number"  # number, percent, seconds, count, bytes
     kind: str = "line"  # line, stack
     log: bool = False
     note: str = ""
 
-    @property
-    def plain(self) -> dict[str, object]:
-        """The chart as `page.js` reads it, with labels made from the metric names if it has none."""
-        labels = self.labels or tuple(name.split("/", 1)[-1].replace("_", " ") for name in self.metrics)
-        return {**asdict(self), "labels": labels}
-
 
 CHARTS = (
     Chart("learning", "Reward", ("reward/mean",), ("mean",)),
     Chart("learning", "Accuracy", ("eval/accuracy", "reward/accuracy"), ("held-out", "training"), "percent"),
-    Chart("learning", "Entropy", ("entropy",), note="nats per token"),
+    Chart("learning", "Entropy", ("entropy",), ("entropy",), note="nats per token"),
     Chart("health", "Engine/trainer mismatch", ("mismatch/kl",), ("KL",), log=True),
     Chart("health", "KL", ("kl/old", "kl/reference"), ("to the old policy", "to the reference")),
     Chart(
@@ -42,9 +36,9 @@ CHARTS = (
         "percent",
     ),
     Chart("health", "Staleness", ("staleness/max", "staleness/mean"), ("max", "mean"), note="weight syncs"),
-    Chart("health", "Gradient norm", ("grad_norm",), note="before clipping"),
+    Chart("health", "Gradient norm", ("grad_norm",), ("grad norm",), note="before clipping"),
     Chart("health", "Norm of the adapters", ("lora/norm",), ("of what they add to the weights",)),
-    Chart("health", "Policy loss", ("loss/policy",)),
+    Chart("health", "Policy loss", ("loss/policy",), ("policy",)),
     Chart("health", "Clipped ratios", ("clip/high_fraction", "clip/low_fraction"), ("high", "low"), "percent"),
     Chart("health", "Completion length", ("completion/length_mean", "completion/length_p95"), ("mean", "p95"), "count"),
     Chart(
@@ -79,47 +73,47 @@ CHARTS = (
     Chart("speed", "Generation", ("throughput/completion_tokens_per_second",), ("completion tokens/s",), "count"),
     Chart("speed", "Host memory in use", ("memory/host_used_fraction",), ("fullest host",), "percent"),
     Chart("speed", "Training", ("trainer/tokens_per_second",), ("tokens/s",), "count"),
+    Chart(
+        "sync",
+        "Time of each weight sync",
+        tuple(f"sync/{phase}_seconds" for phase in SYNC_PHASES),
+        SYNC_PHASES,
+        "seconds",
+        "stack",
+    ),
+    Chart("sync", "Bytes sent by each weight sync", ("sync/bytes",), ("bytes",), "bytes"),
+    Chart(
+        "sync",
+        "Adapters loaded after each sync",
+        ("lora/loaded_adapters",),
+        ("on the engine with the most",),
+        "count",
+    ),
 )
+FAMILIES = (  # section, title, the metrics of one chart with their label, form
+    ("learning", "At least one of k is correct", r"reward/(pass@.+)", "percent"),
+    ("episodes", "Scores of the environment", "environment/score_(.+)", "number"),
+    ("episodes", "Episodes that failed so far", "environment/failed_(.+)", "number"),
+    ("speed", "Memory (MiB, largest process of each role)", "memory/(.+)_mib", "count"),
+)
+NOT_SHOWN = r"time/step|sync/total_seconds|eval/(.+/)?prompts"  # sums of what is shown, and constants
 
 
 def charts(runs: Sequence[RunData]) -> list[Chart]:
     """Return a chart for every measured metric.
 
-    Those of `CHARTS`, the families below, and one each for the rest, such as what an environment counts itself.
+    Those of `CHARTS` and `FAMILIES`, and one each for the rest, such as what an environment counts itself.
     """
     measured = sorted({name for run in runs for name in run.series if run.values(name)})
     shown = [chart for chart in CHARTS if any(name in measured for name in chart.metrics)]
 
-    passes = tuple(name for name in measured if name.startswith("reward/pass@"))
-    if passes:
-        labels = tuple(name.removeprefix("reward/") for name in passes)
-        shown.append(Chart("learning", "At least one of k is correct", passes, labels, "percent"))
+    for section, title, pattern, form in FAMILIES:
+        found = {name: match[1].replace("_", " ") for name in measured if (match := re.fullmatch(pattern, name))}
+        if found:
+            shown.append(Chart(section, title, tuple(found), tuple(found.values()), form))
 
-    for prefix, title in (("score", "Scores of the environment"), ("failed", "Episodes that failed so far")):
-        names = tuple(name for name in measured if name.startswith(f"environment/{prefix}_"))
-        if names:
-            labels = tuple(name.removeprefix(f"environment/{prefix}_").replace("_", " ") for name in names)
-            shown.append(Chart("episodes", title, names, labels))
-
-    memory = tuple(name for name in measured if name.startswith("memory/") and name.endswith("_mib"))
-    if memory:
-        labels = tuple(name.removeprefix("memory/").removesuffix("_mib").replace("_", " ") for name in memory)
-        shown.append(Chart("speed", "Memory (MiB, largest process of each role)", memory, labels, "count"))
-
-    phases = tuple(phase for phase in SYNC_PHASES if f"sync/{phase}_seconds" in measured)
-    if phases:
-        metrics = tuple(f"sync/{phase}_seconds" for phase in phases)
-        shown.append(Chart("sync", "Time of each weight sync", metrics, phases, "seconds", "stack"))
-    if "sync/bytes" in measured:
-        shown.append(Chart("sync", "Bytes sent by each weight sync", ("sync/bytes",), ("bytes",), "bytes"))
-
-    if "lora/loaded_adapters" in measured:
-        labels = ("on the engine with the most",)
-        shown.append(Chart("sync", "Adapters loaded after each sync", ("lora/loaded_adapters",), labels, "count"))
-
-    named = {name for chart in shown for name in chart.metrics} | {"time/step", "sync/total_seconds"}
-    constant = {name for name in measured if re.fullmatch(r"eval/(.+/)?prompts", name)}
-    rest = [name for name in measured if name not in named | constant]
+    named = {name for chart in shown for name in chart.metrics}
+    rest = [name for name in measured if name not in named and not re.fullmatch(NOT_SHOWN, name)]
     return shown + [
         Chart("episodes" if name.startswith("environment/") else "more", name, (name,), (name,)) for name in rest
     ]

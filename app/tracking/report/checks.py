@@ -1,7 +1,6 @@
 """The three questions of a report: did it learn, where does the time go, is it healthy?
 
-Each gets a short answer, an explanation and a tone. The health answer summarizes `app.tracking.rules` over the whole
-run: rules about its outcome (`at_end`) are judged by the last step, the others by all steps.
+Each gets a short answer, an explanation and a tone. The health answer is that of `app.tracking.rules` over all steps.
 """
 
 import math
@@ -11,7 +10,9 @@ from statistics import fmean, median
 
 from app.tracking.number_format import count, duration, plural, seconds
 from app.tracking.report.data import RunData
-from app.tracking.rules import RULES, History
+from app.tracking.rules.checker import Reading, check_rules
+from app.tracking.rules.rule import History, Rule
+from app.tracking.rules.table import RULES
 
 SOLVED = 0.8  # training accuracy above which most groups are all correct
 NOISE = 0.02  # smaller changes of accuracy do not count as learning
@@ -172,30 +173,29 @@ def rules_check(run: RunData) -> HealthCheck:
 def rule_checks(run: RunData) -> list[RuleCheck]:
     """Check each rule whose metric was measured."""
     history = History(max_staleness=run.config.get("placement.max_staleness", math.inf))
-    readings: dict[str, list[tuple[float, str | None]]] = {name: [] for name in RULES}
+    steps = []
     for row in run.rows:
         history.add(row)
-        for name, rule in RULES.items():
-            if rule.applies(history):
-                readings[name].append((history.last(rule.metric)[0], rule.check(history)))
+        steps.append(check_rules(history))
+    solved = fmean(run.values("reward/accuracy")[-5:] or [0.0]) > SOLVED
 
-    if fmean(run.values("reward/accuracy")[-5:] or [0.0]) > SOLVED:
-        # The rewards of a group are equal because its answers are right.
-        readings["no reward variance"] = [(value, None) for value, _ in readings["no reward variance"]]
+    checks = []
+    for name, rule in RULES.items():
+        readings = [step[name] for step in steps if name in step]
+        if readings:
+            expected = solved and name == "no reward variance"  # the answers of a group are all correct
+            checks.append(_rule_check(name, rule, readings[-1:] if rule.at_end else readings, expected))
+    return checks
 
-    return [_rule_check(name, measured) for name, measured in readings.items() if measured]
 
-
-def _rule_check(name: str, readings: list[tuple[float, str | None]]) -> RuleCheck:
-    """Summarize the value and the problem of each step."""
-    rule = RULES[name]
-    judged = readings[-1:] if rule.at_end else readings
-    value = max((value for value, _ in judged if math.isfinite(value)), default=math.nan)
+def _rule_check(name: str, rule: Rule, readings: list[Reading], expected: bool) -> RuleCheck:
+    """Summarize the readings that judge a rule; a problem that is `expected` is none."""
+    value = max((reading.value for reading in readings if math.isfinite(reading.value)), default=math.nan)
     shown = count(value) if value >= 1000 else f"{value:.3g}"
     if rule.metric.endswith("_fraction"):
         shown = f"{value:.1%}"
 
-    problems = [problem for _, problem in judged if problem is not None]
-    if problems:
+    problems = [reading.problem for reading in readings if reading.problem is not None]
+    if problems and not expected:
         return RuleCheck(name, shown, Tone.warning, f"{problems[-1]} {rule.advice}")
     return RuleCheck(name, shown, Tone.good, f"{rule.metric}, {'last step' if rule.at_end else 'largest'}")

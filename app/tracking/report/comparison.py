@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from app.tracking.number_format import duration
-from app.tracking.report.data import MISSING, RunData
+from app.tracking.number_format import MISSING
+from app.tracking.report.data import RunData
 from app.tracking.run_folder.summary import Status
 
 SEED = "seed"
+BEST = "eval/accuracy_best"
 # The settings that a choice of a group (`algorithm=dapo`) shows in.
 CHOICES = {
     "model": "model.name",
@@ -22,8 +23,6 @@ CHOICES = {
     "device": "device.kind",
 }
 # Where a run's records go, and where its servers listen, changes no result.
-NUMBERS = ("eval/accuracy_first", "eval/accuracy_last", "eval/accuracy_best", "total/seconds")  # of `summary.json`
-SEED_COLUMNS = ("seeds", "first accuracy", "last", "best", "time")
 NOT_COMPARED = re.compile(r"tracking\..*|rollout\.(port|urls)|cluster\.address")
 
 
@@ -43,7 +42,7 @@ class Spread:
 class SeedGroup:
     """The finished runs that differ in nothing but their seed."""
 
-    values: list[str]  # of `Comparison.settings`
+    values: tuple[str, ...]  # of `Comparison.settings`
     runs: list[RunData]
 
     def spread(self, total: str) -> Spread | None:
@@ -53,20 +52,10 @@ class SeedGroup:
             return None
         return Spread(fmean(values), stdev(values) if len(values) > 1 else None)
 
-    @property
-    def cells(self) -> list[str]:
-        """The group's row: its values, then `SEED_COLUMNS`."""
-        shown = [str(len(self.runs))]
-        for name in NUMBERS:
-            spread = self.spread(name)
-            form = duration if name == "total/seconds" else percent
-            shown.append(MISSING if spread is None else spread.text(form))
-        return [*self.values, *shown]
-
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Several runs and the settings that tell them apart."""
+    """Several runs, the best first, and the settings that tell them apart."""
 
     runs: Sequence[RunData]
     keys: list[str]  # the settings that vary, the seed last
@@ -83,7 +72,7 @@ class Comparison:
         return [label(key, self.keys) for key in self.keys]
 
     def seed_groups(self) -> list[SeedGroup]:
-        """Group the finished runs by their settings, in order of their first run; empty if no setting has two seeds."""
+        """Group the finished runs by their settings, the best mean first; empty if no setting has two seeds."""
         groups: dict[tuple[str, ...], list[RunData]] = {}
         for run in self.runs:
             if run.summary.get("status") == Status.finished.value:
@@ -91,18 +80,15 @@ class Comparison:
 
         if SEED not in self.keys or all(len(runs) < 2 for runs in groups.values()):
             return []
-        return [SeedGroup(list(values), runs) for values, runs in groups.items()]
-
-
-def percent(value: float) -> str:
-    """Format a fraction."""
-    return f"{value:.1%}"
+        found = [SeedGroup(values, runs) for values, runs in groups.items()]
+        return sorted(found, key=lambda group: -(group.spread(BEST) or Spread(-1.0, None)).mean)
 
 
 def compare(runs: Sequence[RunData]) -> Comparison:
-    """Find what varies between the runs, and name them by it."""
-    keys = distinguishing(runs)
-    return Comparison(runs, keys, _names(runs, keys))
+    """Rank the runs by their best evaluation, find what varies between them, and name them by it."""
+    ranked = sorted(runs, key=lambda run: -run.summary.get(BEST, -1.0))
+    keys = distinguishing(ranked)
+    return Comparison(ranked, keys, _names(ranked, keys))
 
 
 def distinguishing(runs: Sequence[RunData]) -> list[str]:
@@ -172,7 +158,7 @@ def _key(override: str) -> str:
 
 def _names(runs: Sequence[RunData], keys: Sequence[str]) -> list[str]:
     """Name the runs by their values; by their folders too where the values are equal or unknown."""
-    folders = _folder_names(runs)
+    folders = folder_names(runs)
     named = [_by_values(run, keys) if run.config and keys else "" for run in runs]
     return [
         name if name and named.count(name) == 1 else f"{name} ({folder})" if name else folder
@@ -189,7 +175,7 @@ def _by_values(run: RunData, keys: Sequence[str]) -> str:
     return ", ".join(parts)
 
 
-def _folder_names(runs: Sequence[RunData]) -> list[str]:
+def folder_names(runs: Sequence[RunData]) -> list[str]:
     """Return unique short names: the folder names, with as many parent folders as needed."""
     for length in range(1, 6):
         names = ["/".join(run.folder.absolute().parts[-length:]) for run in runs]

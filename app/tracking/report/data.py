@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from app.config import Mode, RunConfig
+from app.tracking.number_format import MISSING
 from app.tracking.run_folder import CONFIG, WARNINGS, metrics_file, samples, summary
 from app.tracking.run_folder.aside import is_aside
 
@@ -23,7 +24,6 @@ SAMPLED_STEPS = 40
 TEXT_LIMIT = 6000  # characters per question or completion
 TURN_LIMIT = 2000  # characters per turn of an episode
 MOST_TURNS = 30  # of an episode: its first and its last ones
-MISSING = "—"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,6 @@ class RunData:
     """One run. Missing files leave their fields empty."""
 
     folder: Path
-    name: str
-    label: str  # model · algorithm · placement · device
     summary: Mapping[str, Any]
     rows: list[dict[str, Any]]  # `metrics.jsonl`: one for each step
     steps: list[int]  # [P] the steps of the curves
@@ -49,7 +47,13 @@ class RunData:
     @property
     def is_evaluation(self) -> bool:
         """Whether this is a run of `mode=eval`, which has no training steps."""
-        return _is_evaluation(self.config)
+        return bool(self.config.get("mode") == Mode.eval.name)
+
+    @property
+    def label(self) -> str:
+        """Model · algorithm · placement · device."""
+        keys = ("model.name", "algorithm.name", "placement.kind", "device.kind")
+        return " · ".join(str(self.config[key]) for key in keys if key in self.config) or self.folder.name
 
     @property
     def changed(self) -> dict[str, tuple[Any, Any]]:
@@ -70,8 +74,6 @@ def read_run(folder: Path) -> RunData:
 
     return RunData(
         folder=folder,
-        name=folder.name,
-        label=_label(config) or folder.name,
         summary=summary.read(folder),
         rows=rows,
         steps=steps,
@@ -79,7 +81,7 @@ def read_run(folder: Path) -> RunData:
         config=config,
         overrides=overrides,
         warnings=read_warnings(folder / WARNINGS),
-        samples=read_samples(folder, "eval" if _is_evaluation(config) else "step"),
+        samples=read_samples(folder, "eval" if config.get("mode") == Mode.eval.name else "step"),
     )
 
 
@@ -211,15 +213,6 @@ def _short(text: str | None, limit: int = TEXT_LIMIT) -> str | None:
     return f"{text[:half]}\n… {len(text) - limit} characters …\n{text[-half:]}"
 
 
-def _is_evaluation(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("mode") == Mode.eval.name)
-
-
 def _mean(bucket: list[dict[str, Any]], name: str) -> float | None:
     values = [row[name] for row in bucket if row.get(name) is not None]
     return sum(values) / len(values) if values else None
-
-
-def _label(config: Mapping[str, Any]) -> str:
-    keys = ("model.name", "algorithm.name", "placement.kind", "device.kind")
-    return " · ".join(str(config[key]) for key in keys if key in config)

@@ -1,73 +1,55 @@
 """`report.html`: one run, or several side by side, in a single file that works offline.
 
 The page answers three questions (`app.tracking.report.checks`), then shows curves, time, samples and configuration.
-Text and tables are rendered here; `page.js` draws the charts at any width from the JSON in the file. All text of a run
-is escaped, so that a completion cannot become markup.
+Text and tables are rendered here; `page.js` draws the charts with uPlot, which is in the file too, from the JSON in the
+file. All text of a run is escaped, so that a completion cannot become markup.
 """
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from statistics import median_high
 from string import Template
 
-from app.tracking.number_format import count, duration, plural, seconds
+from app.tracking.evaluation_table import evaluation_rows, set_metrics
+from app.tracking.number_format import MISSING, count, duration, plural, seconds
 from app.tracking.report.charts import charts
 from app.tracking.report.checks import Tone, health_checks, phase_means, rule_checks
-from app.tracking.report.comparison import SEED_COLUMNS, Comparison, compare, percent, value_text
-from app.tracking.report.data import MISSING, RunData, read_run
-from app.tracking.report.evaluation import evaluation_rows, set_metrics
+from app.tracking.report.comparison import Comparison, compare, value_text
+from app.tracking.report.comparison_table import SEED_TITLE, run_table, seed_table
+from app.tracking.report.data import RunData, read_run
 from app.tracking.run_folder.summary import Status
 from app.utils.files import replace_file
 
 NAME = "report.html"
-PAGE = Path(__file__).parent
-HEAD = (
-    "run",
-    "status",
-    "steps",
-    "first accuracy",
-    "last",
-    "best",
-    "step time",
-    "tok/s",
-    "time",
-    "learned",
-    "healthy",
-    "folder",
-)
+ASSETS = Path(__file__).parent / "assets"
+DETAILS = ("step time", "tok/s", "learned", "healthy")  # of a run, beside the columns of `run_table`
 
 
-def write_report(folders: Sequence[Path], out: Path) -> Path:
-    """Write a report about one run, or a comparison of several.
+def write_report(folder: Path, out: Path) -> Path:
+    """Write the report of one run, and return `out`."""
+    return write_page(compare([read_run(folder)]), out)
 
-    Args:
-        folders: The run folders.
-        out: The file to write. Its folder is created.
 
-    Returns:
-        `out`.
+def write_page(comparison: Comparison, out: Path) -> Path:
+    """Write a report about one run, or about several side by side, and return `out`. Its folder is created."""
+    runs, names = comparison.runs, comparison.names
+    single = runs[0] if len(runs) == 1 else None
+    assets = {path.name: path.read_text(encoding="utf-8") for path in ASSETS.iterdir()}
 
-    Raises:
-        ValueError: There are no run folders.
-    """
-    if not folders:
-        raise ValueError("a report needs at least one run folder")
-    runs = [read_run(folder) for folder in folders]
-    comparison = compare(runs)
-    names = comparison.names
-
-    page = Template((PAGE / "page.html").read_text(encoding="utf-8")).substitute(
-        title=escape(runs[0].label if len(runs) == 1 else f"{len(runs)} runs"),
-        style=(PAGE / "style.css").read_text(encoding="utf-8"),
-        script=(PAGE / "page.js").read_text(encoding="utf-8"),
-        header=_header(runs),
-        answers=_answers(runs[0]) if len(runs) == 1 else _comparison(comparison),
+    page = Template(assets["page.html"]).substitute(
+        title=escape(single.label if single else f"{len(runs)} runs"),
+        style=assets["uplot.min.css"] + assets["style.css"],
+        uplot=assets["uplot.min.js"],
+        script=assets["page.js"],
+        header=_header(single) if single else _header_of_several(runs),
+        answers=_answers(single) if single else _comparison(comparison),
         warnings=_warnings(runs, names),
-        checks=_checks(runs[0]) if len(runs) == 1 else "",
-        configuration=_changes(runs[0]) if len(runs) == 1 else _differences(runs, names),
+        checks=_checks(single) if single else "",
+        configuration=_changes(single) if single else _differences(runs, names),
         data=_embedded(runs, names),
         created=time.strftime("%Y-%m-%d %H:%M"),
     )
@@ -80,7 +62,7 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
 def _embedded(runs: Sequence[RunData], names: Sequence[str]) -> str:
     """Return numbers and samples as JSON. `<` is escaped, so that no text can close the script element."""
     content = {
-        "charts": [chart.plain for chart in charts([run for run in runs if not run.is_evaluation])],
+        "charts": [asdict(chart) for chart in charts([run for run in runs if not run.is_evaluation])],
         "runs": [
             {
                 "name": name,
@@ -99,11 +81,11 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def _header(runs: Sequence[RunData]) -> str:
-    if len(runs) > 1:
-        return f"<h1>{len(runs)} runs side by side</h1><p class='sub'>{escape(str(runs[0].folder.parent))}</p>"
+def _header_of_several(runs: Sequence[RunData]) -> str:
+    return f"<h1>{len(runs)} runs side by side</h1><p class='sub'>{escape(str(runs[0].folder.parent))}</p>"
 
-    run = runs[0]
+
+def _header(run: RunData) -> str:
     status = str(run.summary.get("status", "unknown"))
     what = "evaluation" if run.is_evaluation else plural(run.summary.get("steps", 0), "step")
     totals = [what, duration(run.summary.get("total/seconds", 0.0))]
@@ -134,46 +116,38 @@ def _answers(run: RunData) -> str:
 
 def _results(run: RunData) -> str:
     """Return a table of the evaluation sets of `mode=eval`, in place of the three questions."""
-    rows = [list(map(escape, row)) for row in evaluation_rows(set_metrics(run.rows[-1] if run.rows else {}))]
+    table = _table(_escaped(evaluation_rows(set_metrics(run.rows[-1] if run.rows else {}))))
     note = "<p class='none'>± is the standard error of the mean over the prompts.</p>"
-    table = _table(tuple(map(escape, rows[0])), rows[1:])
     return f"<section><h2>Accuracy</h2><div class='scroll compare'>{table}</div>{note}</section>"
 
 
 def _comparison(comparison: Comparison) -> str:
-    """Return a table with one row for each run and, if there are several seeds, one with means over the seeds."""
-    rows = [
-        [
-            f"<span class='key' data-run='{index}'></span>{escape(name)}",
-            escape(str(run.summary.get("status", "unknown"))),
-            str(run.summary.get("steps", 0)),
-            *(_percent(run.summary.get(f"eval/accuracy_{which}")) for which in ("first", "last", "best")),
-            _median(run.values("time/step"), seconds),
-            _median(run.values("throughput/completion_tokens_per_second"), count),
-            duration(run.summary.get("total/seconds", 0.0)),
-            *(f"{_dot(check.tone)}{escape(check.answer)}" for check in health_checks(run)[::2]),
-            f"<code>{escape(run.name)}</code>",
-        ]
-        for index, (run, name) in enumerate(zip(comparison.runs, comparison.names, strict=True))
+    """Return the table of the runs and, if a setting ran with several seeds, the one of means over the seeds."""
+    head, *rows = _escaped(run_table(comparison).text)
+    marked = [
+        [f"<span class='key' data-run='{index}'></span>{name}", *cells, *_details(run)]
+        for index, ((name, *cells), run) in enumerate(zip(rows, comparison.runs, strict=True))
     ]
-    return f"<section><div class='scroll compare'>{_table(HEAD, rows)}</div>{_over_seeds(comparison)}</section>"
+    shown = f"<div class='scroll compare'>{_table([[*head, *DETAILS], *marked])}</div>"
+
+    if seeds := seed_table(comparison):
+        title = f"<h2 class='table-title'>{SEED_TITLE.capitalize()}</h2>"
+        shown += f"{title}<div class='scroll compare'>{_table(_escaped(seeds.text))}</div>"
+    return f"<section>{shown}</section>"
 
 
-def _over_seeds(comparison: Comparison) -> str:
-    groups = comparison.seed_groups()
-    if not groups:
-        return ""
-
-    settings = comparison.labels[: len(comparison.settings)]
-    table = _table([*map(escape, settings), *SEED_COLUMNS], [list(map(escape, group.cells)) for group in groups])
-    title = "Mean ± standard deviation over the seeds of finished runs"
-    return f"<h2 class='table-title'>{title}</h2><div class='scroll compare'>{table}</div>"
+def _details(run: RunData) -> list[str]:
+    """Return the cells of `DETAILS`."""
+    speeds = (("time/step", seconds), ("throughput/completion_tokens_per_second", count))
+    medians = [form(median_high(values)) if (values := run.values(name)) else MISSING for name, form in speeds]
+    learned, _, healthy = health_checks(run)
+    return [*medians, *(f"{_dot(check.tone)}{escape(check.answer)}" for check in (learned, healthy))]
 
 
 def _checks(run: RunData) -> str:
     checks = rule_checks(run)
     rows = [[f"{_dot(check.tone)}{escape(check.name)}", escape(check.value), escape(check.meaning)] for check in checks]
-    return _table(("check", "value", "meaning"), rows) if rows else ""
+    return _table([["check", "value", "meaning"], *rows]) if rows else ""
 
 
 def _dot(tone: Tone) -> str:
@@ -202,7 +176,7 @@ def _changes(run: RunData) -> str:
         values = (escape(value_text(each)) for each in (value, default))
         rows.append([f"<code>{escape(key)}</code>", *values, source])
 
-    table = _table(("setting", "this run", "without presets", "set by"), rows) if rows else ""
+    table = _table([["setting", "this run", "without presets", "set by"], *rows]) if rows else ""
     return f"<p>Command line overrides: {overrides}</p><div class='scroll'>{table}</div>"
 
 
@@ -216,19 +190,15 @@ def _differences(runs: Sequence[RunData], names: Sequence[str]) -> str:
 
     if not rows:
         return "<p class='none'>The runs have the same configuration.</p>"
-    return f"<div class='scroll'>{_table(('setting', *map(escape, names)), rows)}</div>"
+    return f"<div class='scroll'>{_table([['setting', *map(escape, names)], *rows])}</div>"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table. The cells are markup."""
-    top = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+def _escaped(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [[escape(cell) for cell in row] for row in rows]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table whose first row is its head. The cells are markup."""
+    top = "".join(f"<th>{cell}</th>" for cell in rows[0])
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows[1:])
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _percent(value: float | None) -> str:
-    return MISSING if value is None else percent(value)
-
-
-def _median(values: list[float], form: Callable[[float], str]) -> str:
-    return form(median_high(values)) if values else MISSING

@@ -6,8 +6,7 @@ arithmetic  200      34.5% ± 3.4%   41.0%   47.5%   5.2     0.0%
 
 from collections.abc import Mapping
 
-from app.tracking.report.comparison import percent
-from app.tracking.report.data import MISSING
+from app.tracking.number_format import measured, percent
 
 PREFIX = "eval/"
 ONLY = "eval"  # the name of a single set, whose metrics have none
@@ -37,28 +36,21 @@ def evaluation_rows(results: Mapping[str, Mapping[str, float]]) -> list[list[str
     passes = sorted({name for metrics in results.values() for name in metrics if name.startswith("pass@")}, key=_k)
     rows = [["set", "prompts", "accuracy", *passes, "tokens", "truncated"]]
     for name, metrics in results.items():
+        accuracy = measured(metrics.get("accuracy"), percent)
+        if "accuracy_stderr" in metrics:
+            accuracy += f" ± {percent(metrics['accuracy_stderr'])}"
         rows.append(
             [
                 name,
-                _form(metrics.get("prompts"), "{:.0f}"),
-                _accuracy(metrics),
-                *(_form(metrics.get(each), "{:.1%}") for each in passes),
-                _form(metrics.get("length_mean"), "{:.1f}"),
-                _form(metrics.get("truncated_fraction"), "{:.1%}"),
+                measured(metrics.get("prompts"), "{:.0f}".format),
+                accuracy,
+                *(measured(metrics.get(each), percent) for each in passes),
+                measured(metrics.get("length_mean"), "{:.1f}".format),
+                measured(metrics.get("truncated_fraction"), percent),
             ]
         )
     return rows
 
 
-def _accuracy(metrics: Mapping[str, float]) -> str:
-    shown = _form(metrics.get("accuracy"), "{:.1%}")
-    error = metrics.get("accuracy_stderr")
-    return shown if error is None else f"{shown} ± {percent(error)}"
-
-
 def _k(name: str) -> int:
     return int(name.removeprefix("pass@"))
-
-
-def _form(value: float | None, form: str) -> str:
-    return MISSING if value is None else form.format(value)

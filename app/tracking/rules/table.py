@@ -1,124 +1,11 @@
-"""What counts as an unhealthy metric, for the alarms of a run in progress and for the checks of its report.
+"""What counts as an unhealthy metric. Thresholds favor few false alarms.
 
-Thresholds favor few false alarms. The rules cover failures that users of RL systems tend to notice days late:
-
-- no reward variance: at least 95% of the groups have equal rewards, for 3 steps
-- mismatch: on fresh data, the engine/trainer KL is above 0.1, or above 0.001 and 10 times its median
-- drift: on stale data, the same KL is above 0.3, or above 0.1 and 10 times its median
-- KL to the old policy, KL to the reference: above 0.1 and 10 times the median
-- entropy collapse: entropy is below 5% of its mean over the first 5 steps while accuracy is below 70%
-- truncated completions: at least 80% of the completions hit the token limit, for 2 steps
-- throughput: below half of the median, for 3 steps
-- staleness: a trajectory exceeds `placement.max_staleness`, or the mean is at least 90% of a bound of 2 or more, for 5
-  steps
-- discarded tokens: at least 20% of the sampled tokens became too stale to train on, for 5 steps
-- engine restarts: an engine was restarted
-- reward failures: at least 5% of the rewards failed
-- failed episodes: at least 5% of the episodes so far failed in every attempt
-- tool calls: at least 95% of them failed, for 3 steps
-- sequences of an episode: at least 4 on average (report only: agents may have several conversations)
-- waiting for environments: where engines and trainer take turns, at least 80% of an episode's time, for 3 steps
-- gradient not finite: an update of the step was skipped
-- gradient norm: an update's is above 100 before clipping (report only: a large norm may be clipped for good)
-
-Medians cover the `WINDOW` most recent steps and need 5 earlier steps (throughput: 10).
+The rules cover failures that users of RL systems tend to notice days late.
 """
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from statistics import fmean, median
 
-WINDOW = 30  # steps
-
-
-class History:
-    """The most recent steps of a run.
-
-    Example:
-        history = History(max_staleness=0)
-        history.add({"entropy": 1.2})
-        history.add({"entropy": 1.1})
-        history.last("entropy", 2)  # [1.2, 1.1]
-        history.before("entropy")  # [1.2]
-    """
-
-    def __init__(self, *, max_staleness: float = 0) -> None:
-        self.max_staleness = max_staleness
-        self.initial_entropy: list[float] = []
-        self._steps: list[Mapping[str, float]] = []  # oldest first
-
-    def add(self, metrics: Mapping[str, float | None]) -> None:
-        """Append the metrics of the next step. None is what `metrics.jsonl` holds for NaN and infinity."""
-        values = {name: math.nan if value is None else value for name, value in metrics.items()}
-        self._steps = [*self._steps, values][-WINDOW:]
-
-        entropy = values.get("entropy", math.nan)
-        if math.isfinite(entropy) and len(self.initial_entropy) < 5:
-            self.initial_entropy.append(entropy)
-
-    def last(self, name: str, count: int = 1) -> list[float]:
-        """Return a metric's values in the last `count` steps, or an empty list unless all of them have it."""
-        values = [step[name] for step in self._steps[-count:] if name in step]
-        return values if len(values) == count else []
-
-    def before(self, name: str, skip: int = 1) -> list[float]:
-        """Return a metric's finite values in the steps before the last `skip`."""
-        return [step[name] for step in self._steps[:-skip] if math.isfinite(step.get(name, math.nan))]
-
-    @property
-    def stale(self) -> bool:
-        """Whether the last step trained on trajectories of an older policy."""
-        return max(self.last("staleness/max"), default=0.0) > 0
-
-
-Problem = Callable[[History, str], str | None]  # history, metric name → one sentence about the last step
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A threshold on one metric and what to do about it."""
-
-    metric: str
-    problem: Problem
-    advice: str
-    at_end: bool = False  # the report judges the last step; False: all steps
-    report_only: bool = False  # no alarm
-    stale: bool | None = None  # the rule is for stale (True) or fresh (False) data only; None: for both
-
-    def applies(self, history: History) -> bool:
-        """Whether the last step has the metric, measured on the kind of data that the rule is for."""
-        return bool(history.last(self.metric)) and self.stale in (None, history.stale)
-
-    def check(self, history: History) -> str | None:
-        """Return one sentence about a problem in the last step, or None."""
-        return self.problem(history, self.metric) if self.applies(history) else None
-
-
-def at_least(limit: float, sentence: str, *, steps: int = 1) -> Problem:
-    """Problem: the metric is at least `limit`, or not finite, in each of the last `steps` steps."""
-
-    def problem(history: History, name: str) -> str | None:
-        values = history.last(name, steps)
-        return sentence.format(values[-1]) if values and not any(value < limit for value in values) else None
-
-    return problem
-
-
-def spike(sentence: str, *, floor: float, limit: float = math.inf) -> Problem:
-    """Problem: the metric is above `limit`, or above both `floor` and 10 times its median."""
-
-    def problem(history: History, name: str) -> str | None:
-        value = history.last(name)[0]
-        earlier = history.before(name)
-        usual = median(earlier) if len(earlier) >= 5 else math.inf
-
-        if value > limit or value > max(floor, 10 * usual):
-            comparison = f", median {usual:.2g}" if usual < math.inf else ""
-            return f"{sentence}: {name} is {value:.3g}{comparison}."
-        return None
-
-    return problem
+from app.tracking.rules.rule import History, Rule, at_least, spike
 
 
 def no_reward_variance(history: History, name: str) -> str | None:
@@ -178,14 +65,6 @@ def engine_restarted(history: History, name: str) -> str | None:
     if count > max(history.before(name)[-1:], default=0):
         return f"An engine was restarted ({count:.0f} so far)."
     return None
-
-
-def engines_wait(history: History, name: str) -> str | None:
-    """Problem: no engine works for most of an episode. Where generation and training overlap, others fill the gap."""
-    values = history.last(name, 3)
-    if not values or min(values) < 0.8 or history.last("idle/rollout"):
-        return None
-    return f"For {values[-1]:.0%} of an episode's time no engine works for it: devices wait for the environments."
 
 
 GRADIENT_ADVICE = "Try a smaller trainer.lr. If it persists, look at mismatch/max_ratio and the longest samples."
@@ -277,9 +156,12 @@ RULES = {
     ),
     "waiting for environments": Rule(
         "environment/wait_fraction",
-        engines_wait,
+        at_least(
+            0.8, "For {:.0%} of an episode's time no engine works for it: devices wait for the environments.", steps=3
+        ),
         "Try more environment.workers, a larger algorithm.prompts_per_step, or placement=fully_async, where engines "
         "play other episodes meanwhile.",
+        unless="idle/rollout",  # generation and training overlap: other episodes fill the gap
     ),
     "gradient not finite": Rule(
         "updates/skipped",
