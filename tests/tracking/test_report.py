@@ -16,7 +16,7 @@ from app.mode.preflight import RunInputs
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.report import data as report_data
 from app.tracking.report.charts import charts
-from app.tracking.report.checks import Tone, learning_check, phase_means, rule_checks, rules_check, time_check
+from app.tracking.report.checks import Tone, learning_check, rule_checks, rules_check, time_check
 from app.tracking.report.page import write_report
 from app.tracking.report.sweep import write_comparison
 from app.types import SYNC_PHASES
@@ -101,7 +101,6 @@ def test_metrics_and_samples_are_in_the_file_and_cannot_become_markup(tmp_path, 
     run = data["runs"][0]
     assert run["steps"] == list(range(21))
     assert run["series"]["reward/mean"][:3] == [None, 0.05, 0.1]
-    assert run["phases"] == {"generate": 0.6, "train": 0.3, "sync": 0.06, "other": pytest.approx(0.04)}
     assert [at["step"] for at in run["samples"]] == list(range(1, 21))
     row = run["samples"][0]["rows"][1]
     assert (row["question"], row["reward"], row["components"]) == ("</script><b>what is & why", 1.0, {"exact": 1.0})
@@ -193,7 +192,6 @@ def test_shares_of_time_are_shares_of_the_sums(tmp_path):
             recorder.log(step, {"reward/mean": 0.0, **times})
     run = report_data.read_run(tmp_path)
     assert "The mean step takes 7.00 s: generate 60%, train 40%, other 0%." in time_check(run).explanation
-    assert phase_means(run) == {"generate": 4.2, "train": 2.8, "other": 0.0}
 
 
 def test_warnings_about_the_inputs_are_in_the_report(tmp_path, monkeypatch):
@@ -240,7 +238,7 @@ def test_problems_are_named(tmp_path, group):
 
     folder = run_folder(tmp_path / "run", group, change=change)
     run = report_data.read_run(folder)
-    problems = [check.name for check in rule_checks(run) if check.tone is Tone.warning]
+    problems = [check.question for check in rule_checks(run) if check.tone is Tone.warning]
     assert problems == ["no reward variance", "mismatch"]
     assert rules_check(run).explanation == "Unusual: no reward variance, mismatch; 2 warnings."
     words = Page(folder / "report.html").words

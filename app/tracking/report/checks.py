@@ -37,40 +37,30 @@ class Tone(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class HealthCheck:
-    """The answer to one of the three questions."""
+class Check:
+    """The answer to one of the three questions, or the value of a rule over a whole run."""
 
-    question: str
-    answer: str  # a few words
+    question: str  # or the rule's name
+    answer: str  # a few words, or the rule's value
     explanation: str
     tone: Tone
 
 
-@dataclass(frozen=True, slots=True)
-class RuleCheck:
-    """A rule of `app.tracking.rules` over a whole run."""
-
-    name: str
-    value: str
-    tone: Tone  # good or warning
-    meaning: str  # of the value; the problem and the advice where there is one
-
-
-def health_checks(run: RunData) -> list[HealthCheck]:
+def health_checks(run: RunData) -> list[Check]:
     """Answer the three questions."""
     return [learning_check(run), time_check(run), rules_check(run)]
 
 
-def learning_check(run: RunData) -> HealthCheck:
+def learning_check(run: RunData) -> Check:
     """Judge learning by the held-out accuracy; without one, by the reward of the first and the last steps."""
     question = "Did it learn?"
     accuracy = run.values("eval/accuracy")
     if len(accuracy) >= 2:
-        return HealthCheck(question, *_accuracy_change(accuracy))
+        return Check(question, *_accuracy_change(accuracy))
 
     reward = run.values("reward/mean")
     if len(reward) < 4:
-        return HealthCheck(question, "Too early", "There are too few steps to tell.", Tone.plain)
+        return Check(question, "Too early", "There are too few steps to tell.", Tone.plain)
 
     fifth = max(1, len(reward) // 5)
     first = fmean(reward[:fifth])
@@ -80,8 +70,8 @@ def learning_check(run: RunData) -> HealthCheck:
         f"Mean reward went from {first:.3g} (first fifth) to {last:.3g} (last fifth). There was no evaluation."
     )
     if last - first > spread:
-        return HealthCheck(question, "Yes", explanation, Tone.good)
-    return HealthCheck(question, "Not visibly", explanation, Tone.warning)
+        return Check(question, "Yes", explanation, Tone.good)
+    return Check(question, "Not visibly", explanation, Tone.warning)
 
 
 def _accuracy_change(accuracy: list[float]) -> tuple[str, str, Tone]:
@@ -100,14 +90,21 @@ def _accuracy_change(accuracy: list[float]) -> tuple[str, str, Tone]:
     return "Yes", explanation, Tone.good
 
 
-def time_check(run: RunData) -> HealthCheck:
+def time_check(run: RunData) -> Check:
     """Name the phase with the largest share of the time of all steps, and how to shorten it."""
     question = "Where does the time go?"
-    if not run.values("time/step"):
-        return HealthCheck(question, "Not measured", "No step was finished.", Tone.plain)
+    steps = [row for row in run.rows if row.get("time/step") is not None]
+    if not steps:
+        return Check(question, "Not measured", "No step was finished.", Tone.plain)
 
-    step = fmean(row["time/step"] for row in measured_steps(run))
-    shares = {name: value / step for name, value in phase_means(run).items()}
+    # Sums, because the medians of the phases do not add up to the median step.
+    whole = math.fsum(row["time/step"] for row in steps)
+    shares = {
+        name: math.fsum(row.get(f"time/{name}") or 0.0 for row in steps) / whole
+        for name in ("generate", "train", "sync")
+        if run.values(f"time/{name}")
+    }
+    shares["other"] = max(0.0, 1 - sum(shares.values()))  # 0 where phases overlap
     longest = max(shares, key=lambda name: shares[name])
     label, remedy = PHASES[longest]
 
@@ -115,7 +112,7 @@ def time_check(run: RunData) -> HealthCheck:
     speed = f", {count(median(rate))} completion tokens/s" if rate else ""
     phases = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     overlap = " (phases overlap)" if sum(shares.values()) > 1.05 else ""
-    explanation = f"The mean step takes {seconds(step)}{speed}: {phases}{overlap}."
+    explanation = f"The mean step takes {seconds(whole / len(steps))}{speed}: {phases}{overlap}."
 
     total = run.summary.get("total/seconds", 0.0)
     outside = total - run.summary.get("total/step_seconds", total)
@@ -125,52 +122,29 @@ def time_check(run: RunData) -> HealthCheck:
 
     overhead = longest in ("sync", "other") and shares[longest] > 0.4
     tone = Tone.warning if overhead else Tone.plain
-    return HealthCheck(question, f"{label} ({min(shares[longest], 1):.0%})", explanation, tone)
+    return Check(question, f"{label} ({min(shares[longest], 1):.0%})", explanation, tone)
 
 
-def measured_steps(run: RunData) -> list[dict[str, float]]:
-    """Return the rows of finished steps, which have a time."""
-    return [row for row in run.rows if row.get("time/step") is not None]
-
-
-def phase_means(run: RunData) -> dict[str, float]:
-    """Return the seconds per step of each phase and of the time outside of phases (0 where phases overlap).
-
-    Means over all steps, unlike medians, add up to the mean step.
-    """
-    steps = measured_steps(run)
-    if not steps:
-        return {}
-
-    means: dict[str, float] = {}
-    for name in ("generate", "train", "sync"):
-        values = [row[f"time/{name}"] for row in steps if row.get(f"time/{name}") is not None]
-        if values:
-            means[name] = math.fsum(values) / len(steps)
-    whole = fmean(row["time/step"] for row in steps)
-    return {**means, "other": max(0.0, whole - sum(means.values()))}
-
-
-def rules_check(run: RunData) -> HealthCheck:
+def rules_check(run: RunData) -> Check:
     """Summarize the rules, the warnings and how the run ended."""
     question = "Is it healthy?"
     if run.summary.get("status") == "failed":
         error = str(run.summary.get("error", "No error was recorded."))
-        return HealthCheck(question, "It failed", error, Tone.bad)
+        return Check(question, "It failed", error, Tone.bad)
 
     checks = rule_checks(run)
     if not checks:
         explanation = f"No step was measured; {plural(len(run.warnings), 'warning')}."
-        return HealthCheck(question, "Nothing to check", explanation, Tone.plain)
+        return Check(question, "Nothing to check", explanation, Tone.plain)
 
-    problems = [check.name for check in checks if check.tone is Tone.warning]
+    problems = [check.question for check in checks if check.tone is Tone.warning]
     warnings = plural(len(run.warnings), "warning")
     if problems:
-        return HealthCheck(question, "Look closer", f"Unusual: {', '.join(problems)}; {warnings}.", Tone.warning)
-    return HealthCheck(question, "Yes", f"{plural(len(checks), 'check')} passed; {warnings}.", Tone.good)
+        return Check(question, "Look closer", f"Unusual: {', '.join(problems)}; {warnings}.", Tone.warning)
+    return Check(question, "Yes", f"{plural(len(checks), 'check')} passed; {warnings}.", Tone.good)
 
 
-def rule_checks(run: RunData) -> list[RuleCheck]:
+def rule_checks(run: RunData) -> list[Check]:
     """Check each rule whose metric was measured."""
     history = History(max_staleness=run.config.get("placement.max_staleness", math.inf))
     steps = []
@@ -188,7 +162,7 @@ def rule_checks(run: RunData) -> list[RuleCheck]:
     return checks
 
 
-def _rule_check(name: str, rule: Rule, readings: list[Reading], expected: bool) -> RuleCheck:
+def _rule_check(name: str, rule: Rule, readings: list[Reading], expected: bool) -> Check:
     """Summarize the readings that judge a rule; a problem that is `expected` is none."""
     value = max((reading.value for reading in readings if math.isfinite(reading.value)), default=math.nan)
     shown = count(value) if value >= 1000 else f"{value:.3g}"
@@ -197,5 +171,5 @@ def _rule_check(name: str, rule: Rule, readings: list[Reading], expected: bool) 
 
     problems = [reading.problem for reading in readings if reading.problem is not None]
     if problems and not expected:
-        return RuleCheck(name, shown, Tone.warning, f"{problems[-1]} {rule.advice}")
-    return RuleCheck(name, shown, Tone.good, f"{rule.metric}, {'last step' if rule.at_end else 'largest'}")
+        return Check(name, shown, f"{problems[-1]} {rule.advice}", Tone.warning)
+    return Check(name, shown, f"{rule.metric}, {'last step' if rule.at_end else 'largest'}", Tone.good)

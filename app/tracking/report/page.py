@@ -17,7 +17,7 @@ from string import Template
 from app.tracking.evaluation_table import evaluation_rows, set_metrics
 from app.tracking.number_format import MISSING, count, duration, plural, seconds
 from app.tracking.report.charts import charts
-from app.tracking.report.checks import Tone, health_checks, phase_means, rule_checks
+from app.tracking.report.checks import Tone, health_checks, rule_checks
 from app.tracking.report.comparison import Comparison, compare, value_text
 from app.tracking.report.comparison_table import SEED_TITLE, run_table, seed_table
 from app.tracking.report.data import RunData, read_run
@@ -68,7 +68,6 @@ def _embedded(runs: Sequence[RunData], names: Sequence[str]) -> str:
                 "name": name,
                 "steps": run.steps,
                 "series": {key: [_short(value) for value in values] for key, values in run.series.items()},
-                "phases": phase_means(run),
                 "samples": run.samples,
             }
             for run, name in zip(runs, names, strict=True)
@@ -146,7 +145,10 @@ def _details(run: RunData) -> list[str]:
 
 def _checks(run: RunData) -> str:
     checks = rule_checks(run)
-    rows = [[f"{_dot(check.tone)}{escape(check.name)}", escape(check.value), escape(check.meaning)] for check in checks]
+    rows = [
+        [f"{_dot(check.tone)}{escape(check.question)}", escape(check.answer), escape(check.explanation)]
+        for check in checks
+    ]
     return _table([["check", "value", "meaning"], *rows]) if rows else ""
 
 

@@ -141,28 +141,10 @@ document.querySelectorAll("[data-charts]").forEach((section) => {
       addFigure(grid, chart, stack(chart, run), SEVERAL ? `${chart.title} · ${run.name}` : chart.title));
   });
   if (own.length) return;
-  const needed = { time: RUNS.some((run) => Object.keys(run.phases).length), health: section.querySelector("table") };
-  if (needed[section.id]) grid.remove();
+  if (section.querySelector("table")) grid.remove();
   else { section.remove(); document.querySelector(`nav a[href="#${section.id}"]`)?.remove(); }
 });
 
-// ---- the mean step of each run, as one bar
-const shares = document.getElementById("shares");  // removed where no step was measured
-if (shares) shares.className = SEVERAL ? "share" : "share single";
-const longest = Math.max(...RUNS.map((run) => Object.values(run.phases).reduce((a, b) => a + b, 0)));
-RUNS.forEach((run, r) => {
-  const whole = Object.values(run.phases).reduce((a, b) => a + b, 0);
-  if (!whole) return;
-  const bar = make("div", { class: "bar", style: `width:${(100 * whole) / longest}%` });
-  Object.entries(run.phases).forEach(([name, value]) => {
-    if (value <= 0) return;
-    const share = value / whole, label = share > 0.16 ? `${name} ${FORMS.seconds(value)}` : "";
-    const text = name === "other" ? "color:var(--ink)" : "";
-    bar.append(make("div", { style: `flex:${100 * share} 0 0;background:${PHASE_COLORS[name]};${text}`, title: `${name} ${FORMS.seconds(value)} (${FORMS.percent(share)})` }, label));
-  });
-  if (SEVERAL) shares.append(make("span", { class: "who" }, make("span", { class: "key", style: `background:${runColor(r)}` }), run.name));
-  shares.append(bar);
-});
 document.querySelectorAll("[data-run]").forEach((key) => { key.style.background = runColor(+key.dataset.run); });
 
 // ---- samples
@@ -209,9 +191,6 @@ function showSamples() {
   const matches = { all: () => true, high: (row) => row.reward > 0, low: (row) => !(row.reward > 0) }[pick.filter.value];
   pick.cards.replaceChildren(...at.rows.filter(matches).map(sampleCard));
 }
-function turn(by) { pick.step.value = +pick.step.value + by; showSamples(); }
-document.getElementById("earlier").addEventListener("click", () => turn(-1));
-document.getElementById("later").addEventListener("click", () => turn(1));
 [pick.run, pick.step, pick.filter].forEach((control) => control.addEventListener("input", showSamples));
 pick.step.max = Math.max(0, RUNS[0].samples.length - 1);
 pick.step.value = pick.step.max;
