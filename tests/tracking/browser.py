@@ -25,6 +25,11 @@ PROBE = """
 document.querySelectorAll("details").forEach((each) => { each.open = true; });
 const waiting = setInterval(() => {
   if (figures.some((figure) => !figure.plot)) return;
+  if (location.hash === "#switch") {
+    location.hash = "";
+    document.getElementById("theme").click();
+    return; // look when it has been drawn anew
+  }
   clearInterval(waiting);
 
   const charts = figures.map((figure) => {
@@ -63,11 +68,11 @@ class Visit:
     console: list[str]  # every line that the page wrote to the console, errors of its scripts included
 
 
-def visit(page: Path, folder: Path, *, dark: bool) -> Visit:
-    """Open a copy of the page in a new profile, both in `folder`."""
+def visit(page: Path, folder: Path, *, dark: bool = False, switch: bool = False) -> Visit:
+    """Open a copy of the page in a new profile, both in `folder`; `switch` clicks the button of the theme."""
     copy = folder / "probed.html"
     copy.write_text(page.read_text().replace("</body>", f"{PROBE}</body>"))
-    done = _chromium(copy, folder, "--dump-dom", dark=dark)
+    done = _chromium(f"{copy}#switch" if switch else str(copy), folder, "--dump-dom", dark=dark)
     found = done.stdout.partition('<pre id="probe">')[2].partition("</pre>")[0]
     return Visit(
         json.loads(unescape(found)) if found else {}, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -76,14 +81,14 @@ def visit(page: Path, folder: Path, *, dark: bool) -> Visit:
 
 def picture(page: Path, out: Path, folder: Path, *, dark: bool) -> None:
     """Save a picture of the top of the page."""
-    _chromium(page, folder, f"--screenshot={out}", dark=dark)
+    _chromium(str(page.absolute()), folder, f"--screenshot={out}", dark=dark)
 
 
-def _chromium(page: Path, folder: Path, do: str, *, dark: bool) -> subprocess.CompletedProcess[str]:
+def _chromium(page: str, folder: Path, do: str, *, dark: bool) -> subprocess.CompletedProcess[str]:
     assert CHROMIUM is not None
     scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
     profile = f"--user-data-dir={folder / 'profile'}"
-    command = [CHROMIUM, *FLAGS.split(), scheme, profile, do, f"file://{page.absolute()}"]
+    command = [CHROMIUM, *FLAGS.split(), scheme, profile, do, f"file://{page}"]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
 
 

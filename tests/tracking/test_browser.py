@@ -62,10 +62,10 @@ def check_looks(seen: Visit, *, dark: bool) -> None:
     assert [chart["title"] for chart in page["charts"] if not chart["drawn"]] == []
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_every_chart_of_a_run_has_a_point_for_each_step(runs: list[Path], tmp_path: Path, dark: bool) -> None:
-    seen = visit(runs[0] / "report.html", tmp_path, dark=dark)
-    check_looks(seen, dark=dark)
+@pytest.mark.parametrize("theme", ["light", "dark", "switched"])
+def test_every_chart_of_a_run_has_a_point_for_each_step(runs: list[Path], tmp_path: Path, theme: str) -> None:
+    seen = visit(runs[0] / "report.html", tmp_path, dark=theme == "dark", switch=theme == "switched")
+    check_looks(seen, dark=theme != "light")
     charts = {chart["title"]: chart for chart in seen.seen["charts"]}
     assert charts["Reward"]["points"] == [STEPS]
     assert charts["Accuracy"]["points"] == [1 + STEPS // EVERY, STEPS]
@@ -95,4 +95,4 @@ def test_a_comparison_has_a_curve_for_each_run(runs: list[Path], tmp_path: Path,
 def test_an_error_of_a_script_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "broken.html"
     page.write_text("<body><script>missing()</script></body>")
-    assert "missing is not defined" in visit(page, tmp_path, dark=False).console[0]
+    assert "missing is not defined" in visit(page, tmp_path).console[0]

@@ -143,8 +143,8 @@ def test_a_long_episode_shows_its_first_and_its_last_turns(tmp_path):
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples/step_1.jsonl").write_text(json.dumps({"prompt": "a", "turns": turns, "logprobs": []}) + "\n")
     (row,) = report_data.read_samples(tmp_path, "step")[0]["rows"]
-    assert len(row["turns"]) == report_data.MOST_TURNS + 1
-    assert row["turns"][report_data.MOST_TURNS // 2]["text"] == "… 10 turns …"
+    assert len(row["turns"]) == report_data.MAX_TURNS + 1
+    assert row["turns"][report_data.MAX_TURNS // 2]["text"] == "… 10 turns …"
     assert row["turns"][-1]["text"].startswith("39393")
     assert max(len(turn["text"]) for turn in row["turns"]) < report_data.TURN_LIMIT + 40
 

@@ -23,7 +23,7 @@ POINTS = 600
 SAMPLED_STEPS = 40
 TEXT_LIMIT = 6000  # characters per question or completion
 TURN_LIMIT = 2000  # characters per turn of an episode
-MOST_TURNS = 30  # of an episode: its first and its last ones
+MAX_TURNS = 30  # of an episode: its first and its last ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +191,8 @@ def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
     shown = [{**turn, "text": _short(turn.get("text"), TURN_LIMIT)} for turn in turns]
-    half = MOST_TURNS // 2
-    if left_out := max(0, len(turns) - MOST_TURNS):
+    half = MAX_TURNS // 2
+    if left_out := max(0, len(turns) - MAX_TURNS):
         shown = [
             *shown[:half],
             {"role": "", "text": f"… {left_out} turns …", "tokens": 0, "seconds": 0},

@@ -2,7 +2,6 @@
 // Shows the charts and samples of the JSON in the page.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs, SEVERAL = RUNS.length > 1;
-const PHASE_COLORS = { generate: "var(--s0)", train: "var(--s1)", sync: "var(--s2)", other: "var(--rest)" };
 const PALETTE = 6;
 const color = (index) => `var(--s${index % PALETTE})`;
 // More runs than palette colors: hues evenly around the circle, in two lightnesses, so that no two runs share a color.
@@ -63,7 +62,7 @@ function stack(chart, run) {
     const label = chart.labels[chart.metrics.indexOf(metric)];
     const y = x.map((step) => run.series[metric][run.steps.indexOf(step)] || 0);
     y.forEach((v, i) => { below[i] += v; });
-    return { label, x, y: [...below], shown: y, color: PHASE_COLORS[label] || color(chart.metrics.indexOf(metric)) };
+    return { label, x, y: [...below], shown: y, color: color(chart.metrics.indexOf(metric)) };
   }).reverse();
 }
 // Centered moving average, which does not lag behind the curve.
@@ -132,7 +131,7 @@ function addFigure(grid, chart, drawn, title) {
     else figure.plot = plot(node, chart, drawn);
   })).observe(node);
 }
-function redraw() { figures.forEach((figure) => figure.plot?.redraw(false)); }
+function redraw() { figures.forEach((figure) => figure.plot?.redraw()); }
 document.querySelectorAll("[data-charts]").forEach((section) => {
   const grid = section.querySelector(".grid"), own = DATA.charts.filter((c) => c.section === section.dataset.charts).flatMap(split);
   own.forEach((chart) => {
@@ -171,15 +170,14 @@ function sampleCard(row) {
   if (row.answer !== null) block("reference answer", row.answer, "question");
   return card;
 }
-// An episode: what the policy said, and in another color what it read.
+// An episode: what the policy sampled, and in another color what it read.
 function conversation(row, block) {
   row.turns.forEach((turn, i) => {
-    const said = turn.role === "assistant";
     const facts = [turn.role || "left out"];
     if (turn.tokens) facts.push(`${turn.tokens} tokens`);
     if (turn.seconds >= 0.001) facts.push(FORMS.seconds(turn.seconds));
     if (i === 0) facts.unshift(row.prompt);
-    block(facts.filter(Boolean).join(" · "), turn.text || "(empty)", said ? "turn said" : "turn read");
+    block(facts.filter(Boolean).join(" · "), turn.text || "(empty)", turn.role === "assistant" ? "turn sampled" : "turn read");
   });
 }
 function showSamples() {
