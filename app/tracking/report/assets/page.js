@@ -82,7 +82,8 @@ function seriesOf(line, y, chart) {
     return last === undefined ? "–" : FORMS[chart.form](last);
   };
   const points = { show: !bars && y.filter((v) => v != null).length <= 25, size: 6, fill: () => paint(line.color) };
-  const drawn = bars ? { fill: () => paint(line.color), width: 0, paths: uPlot.paths.bars({ size: [1, Infinity], gap: 1 }) } : { width: 2 };
+  const paths = bars && y.length <= 100 ? uPlot.paths.bars({ size: [1, Infinity], gap: 1 }) : undefined; // else an area
+  const drawn = bars ? { fill: () => paint(line.color), width: 0, paths } : { width: 2 };
   return { label: line.label, stroke: () => paint(line.color), spanGaps: true, value, points, ...drawn };
 }
 function yRange(chart, low, high) {
@@ -105,7 +106,7 @@ function plot(node, chart, drawn) {
   const axis = { stroke: () => paint("var(--soft)"), font: "11px system-ui, sans-serif", ticks: { show: false }, grid: { stroke: () => paint("var(--grid)"), width: 1 } };
   const colors = [null, ...series.slice(1).map((s) => drawn.find((line) => line.label === s.label).color)];
   return new uPlot({
-    width: node.clientWidth, height: HEIGHT, padding: [8, 12, 0, 0],
+    width: node.clientWidth, height: HEIGHT, padding: [8, 16, 0, 0],
     cursor: { sync: { key: "steps" }, y: false },
     legend: { markers: { width: 0, fill: (_, i) => colors[i] } },
     scales: {
@@ -113,7 +114,7 @@ function plot(node, chart, drawn) {
       y: log ? { distr: 3 } : { range: (_, low, high) => yRange(chart, low, high) },
     },
     axes: [
-      { ...axis, grid: { show: false }, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5] },
+      { ...axis, grid: { show: false }, size: 26, values: (_, ticks) => ticks.map(String), incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5] },
       { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : FORMS[chart.form](tick, 5))) },
     ],
     series,
@@ -131,6 +132,10 @@ function addFigure(grid, chart, drawn, title) {
     else figure.plot = plot(node, chart, drawn);
   })).observe(node);
 }
+function drop(section) {
+  section.remove();
+  document.querySelector(`nav a[href="#${section.id}"]`)?.remove();
+}
 function redraw() { figures.forEach((figure) => figure.plot?.redraw()); }
 document.querySelectorAll("[data-charts]").forEach((section) => {
   const grid = section.querySelector(".grid"), own = DATA.charts.filter((c) => c.section === section.dataset.charts).flatMap(split);
@@ -141,7 +146,7 @@ document.querySelectorAll("[data-charts]").forEach((section) => {
   });
   if (own.length) return;
   if (section.querySelector("table")) grid.remove();
-  else { section.remove(); document.querySelector(`nav a[href="#${section.id}"]`)?.remove(); }
+  else drop(section);
 });
 
 document.querySelectorAll("[data-run]").forEach((key) => { key.style.background = runColor(+key.dataset.run); });
@@ -193,7 +198,7 @@ function showSamples() {
 pick.step.max = Math.max(0, RUNS[0].samples.length - 1);
 pick.step.value = pick.step.max;
 showSamples();
-if (RUNS.every((run) => !run.samples.length)) document.getElementById("samples").remove();
+if (RUNS.every((run) => !run.samples.length)) drop(document.getElementById("samples"));
 
 document.getElementById("theme").addEventListener("click", () => {
   const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
