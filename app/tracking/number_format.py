@@ -9,8 +9,8 @@ UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 def count(value: float) -> str:
     """Format a count with three digits and a unit.
 
-    >>> count(17), count(1234.5), count(45_600_000)
-    ('17', '1.23k', '45.6M')
+    >>> count(0.4), count(17), count(999.6), count(1234.5), count(45_600_000)
+    ('0', '17', '1.00k', '1.23k', '45.6M')
     """
     for size, unit in UNITS:
         if abs(value) >= size * 0.9995:

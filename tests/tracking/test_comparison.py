@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from app.config import RunConfig
 from app.tracking import evaluation_table, number_format
 from app.tracking.report import comparison
-from app.tracking.report.comparison import Spread, compare
+from app.tracking.report.comparison import compare, spread
 from app.tracking.report.data import RunData
 from app.tracking.report.sweep import end_sweep
 
@@ -63,7 +63,7 @@ def test_where_records_go_and_servers_listen_is_no_difference() -> None:
     ]
     made = compare(runs)
     assert made.keys == ["seed"]
-    assert [len(group.runs) for group in made.seed_groups()] == [2]
+    assert [len(group) for group in made.seed_groups().values()] == [2]
 
 
 def test_the_checkpoint_tells_evaluations_apart_and_not_training_runs() -> None:
@@ -100,18 +100,16 @@ def test_means_cover_the_finished_runs_of_a_setting_and_the_best_comes_first() -
             (1, 2, "failed", 0.0),
         )
     ]
-    first, second = compare(runs).seed_groups()
-    assert (first.values, len(first.runs)) == (("1",), 2)
-    spread = first.spread("eval/accuracy_best")
-    assert spread is not None
-    assert (spread.mean, spread.deviation) == (pytest.approx(0.7), pytest.approx(0.02**0.5))
-    assert second.spread("eval/accuracy_best") == Spread(0.5, None)
-    assert first.spread("total/seconds") is None
+    groups = compare(runs).seed_groups()
+    assert [(values, len(finished)) for values, finished in groups.items()] == [(("1",), 2), (("2",), 1)]
+    assert spread(groups[("1",)], "eval/accuracy_best") == (pytest.approx(0.7), pytest.approx(0.02**0.5))
+    assert spread(groups[("2",)], "eval/accuracy_best") == (0.5, None)
+    assert spread(groups[("1",)], "total/seconds") == (None, None)
 
 
 def test_one_seed_each_has_no_means() -> None:
     runs = [a_run(str(seed), {"seed": seed, "lr": seed}, status="finished") for seed in (0, 1)]
-    assert compare(runs).seed_groups() == []
+    assert compare(runs).seed_groups() == {}
 
 
 def a_job(folder: Path, overrides: list[str], **summary: Any) -> None:

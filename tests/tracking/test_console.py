@@ -6,7 +6,6 @@ import pytest
 from app.config import Mode, RunConfig
 from app.config.checkpoint import CheckpointConfig
 from app.tracking.console import RunConsole, step_line
-from app.tracking.number_format import count, duration, seconds
 from app.tracking.run_folder.summary import Summary
 
 
@@ -174,9 +173,3 @@ def test_without_a_terminal_a_status_is_a_line_with_the_time_since_the_start(mon
         "        12 s  starting Ray",
         " 12 min 34 s  starting Ray",
     ]
-
-
-def test_numbers_are_short():
-    assert [count(value) for value in (0.4, 17, 999.6, 1234.5, 45_600_000)] == ["0", "17", "1.00k", "1.23k", "45.6M"]
-    assert [seconds(value) for value in (0.0123, 9.99, 75.24, 4000.0)] == ["0.01 s", "9.99 s", "75.2 s", "4000 s"]
-    assert [duration(value) for value in (42.4, 102, 7384)] == ["42 s", "1 min 42 s", "2 h 03 min"]

@@ -4,7 +4,7 @@ Runs that differ in nothing but `seed` are one setting. Its results cover the fi
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
@@ -27,33 +27,6 @@ NOT_COMPARED = re.compile(r"tracking\..*|rollout\.(port|urls)|cluster\.address")
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """Mean and sample standard deviation."""
-
-    mean: float
-    deviation: float | None  # None for a single value
-
-    def text(self, form: Callable[[float], str]) -> str:
-        """Format as `mean ± deviation`."""
-        return form(self.mean) if self.deviation is None else f"{form(self.mean)} ± {form(self.deviation)}"
-
-
-@dataclass(frozen=True, slots=True)
-class SeedGroup:
-    """The finished runs that differ in nothing but their seed."""
-
-    values: tuple[str, ...]  # of `Comparison.settings`
-    runs: list[RunData]
-
-    def spread(self, total: str) -> Spread | None:
-        """Return the spread of a number of `summary.json`, or None if no run has it."""
-        values = [float(run.summary[total]) for run in self.runs if total in run.summary]
-        if not values:
-            return None
-        return Spread(fmean(values), stdev(values) if len(values) > 1 else None)
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
     """Several runs, the best first, and the settings that tell them apart."""
 
@@ -71,17 +44,22 @@ class Comparison:
         """A short name of each key."""
         return [label(key, self.keys) for key in self.keys]
 
-    def seed_groups(self) -> list[SeedGroup]:
-        """Group the finished runs by their settings, the best mean first; empty if no setting has two seeds."""
+    def seed_groups(self) -> dict[tuple[str, ...], list[RunData]]:
+        """Return the finished runs by their values of `settings`, the best mean first; empty without a second seed."""
         groups: dict[tuple[str, ...], list[RunData]] = {}
         for run in self.runs:
             if run.summary.get("status") == Status.finished.value:
                 groups.setdefault(values_of(run, self.settings), []).append(run)
 
         if SEED not in self.keys or all(len(runs) < 2 for runs in groups.values()):
-            return []
-        found = [SeedGroup(values, runs) for values, runs in groups.items()]
-        return sorted(found, key=lambda group: -(group.spread(BEST) or Spread(-1.0, None)).mean)
+            return {}
+        return dict(sorted(groups.items(), key=lambda group: -(spread(group[1], BEST)[0] or 0.0)))
+
+
+def spread(runs: Sequence[RunData], total: str) -> tuple[float | None, float | None]:
+    """Return mean and sample standard deviation of a number of `summary.json`, as far as there are values."""
+    values = [float(run.summary[total]) for run in runs if total in run.summary]
+    return (fmean(values) if values else None, stdev(values) if len(values) > 1 else None)
 
 
 def compare(runs: Sequence[RunData]) -> Comparison:

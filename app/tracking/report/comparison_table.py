@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from app.tracking.number_format import MISSING, aligned, duration, measured, percent
-from app.tracking.report.comparison import Comparison, Spread, folder_names, values_of
+from app.tracking.number_format import aligned, duration, measured, percent
+from app.tracking.report.comparison import Comparison, folder_names, spread, values_of
 from app.tracking.report.data import RunData
 
 SEED_TITLE = "mean ± standard deviation over the seeds of finished runs"
@@ -60,12 +60,14 @@ def seed_table(comparison: Comparison) -> Table | None:
     numbers: list[list[object]] = [
         [*comparison.settings, "runs", *(f"{name}/{part}" for name in NAMES for part in ("mean", "std"))]
     ]
-    for group in groups:
-        spreads = [group.spread(name) for name in NAMES]
-        results = [_spread(spread, form) for spread, (_, _, form) in zip(spreads, RESULTS, strict=True)]
-        text.append([*group.values, str(len(group.runs)), *results])
-        parts = [part for spread in spreads for part in ((spread.mean, spread.deviation) if spread else ("", ""))]
-        numbers.append([*group.values, len(group.runs), *parts])
+    for values, runs in groups.items():
+        spreads = [spread(runs, name) for name in NAMES]
+        results = [
+            measured(mean, form) if deviation is None else f"{measured(mean, form)} ± {form(deviation)}"
+            for (mean, deviation), (_, _, form) in zip(spreads, RESULTS, strict=True)
+        ]
+        text.append([*values, str(len(runs)), *results])
+        numbers.append([*values, len(runs), *(number for pair in spreads for number in pair)])
     return Table(text, numbers)
 
 
@@ -85,7 +87,3 @@ def short_names(runs: Sequence[RunData]) -> list[str]:
     numbers = [match.group() for run in runs if (match := re.match(r"\d+(?=-|$)", run.folder.name))]
     unique = len(numbers) == len(runs) == len(set(numbers))
     return numbers if unique else folder_names(runs)
-
-
-def _spread(spread: Spread | None, form: Callable[[float], str]) -> str:
-    return MISSING if spread is None else spread.text(form)
