@@ -16,6 +16,8 @@ from pathlib import Path
 
 from app.checkpoint.folder import latest
 from app.checkpoint.manager import CheckpointManager
+from app.checkpoint.model_card import NAME as CARD
+from app.checkpoint.model_card import model_card
 from app.checkpoint.run_state import RunState, lora_of, read_intact, read_state
 from app.config import RunConfig
 from app.config.command_line import command, override
@@ -71,6 +73,7 @@ def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
     """Copy the model directory `source` to `out`, with the tensors of a checkpoint in place of its own.
 
     Of a checkpoint with adapters, those are merged into the tensors of `source`.
+    The cards describe the run in `out.parent`.
 
     Raises:
         CheckpointError: The checkpoint is damaged.
@@ -78,11 +81,12 @@ def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
     """
     from safetensors import SafetensorError
 
-    lora = lora_of(read_intact(checkpoint))
+    state = read_intact(checkpoint)
     unfinished = out.with_name(f"{out.name}.new{files.UNFINISHED}")
     try:
         files.remove(unfinished)
-        _write(checkpoint, source, lora, unfinished)
+        _write(checkpoint, source, lora_of(state), unfinished)
+        _write_cards(unfinished, out.parent, source, state.step)
         if out.exists():
             files.delete(out)
         unfinished.rename(out)
@@ -107,6 +111,12 @@ def _write(checkpoint: Path, source: Path, lora: LoraConfig, out: Path) -> None:
     adapters = dict(read_weights(checkpoint))
     export(source, merged(source, adapters, lora.scale), out)
     export_adapter(adapters, adapter_config(lora, adapters, str(source)), out / ADAPTER)
+
+
+def _write_cards(out: Path, run: Path, source: Path, step: int) -> None:
+    (out / CARD).write_text(model_card(run, source, step))
+    if (out / ADAPTER).is_dir():
+        (out / ADAPTER / CARD).write_text(model_card(run, source, step, adapter=True))
 
 
 def _discard(unfinished: Path) -> None:

@@ -31,7 +31,7 @@ SHAPES = (
     "head_dim",
     "tie_word_embeddings",
 )
-HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.py"]
+HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.py", "README.md", "LICENSE*"]
 
 
 def locate(config: ModelConfig, *, seed: int) -> Path:
@@ -50,7 +50,7 @@ def locate(config: ModelConfig, *, seed: int) -> Path:
         return ensure(config, seed=seed)
 
     local = Path(config.path).expanduser()
-    folder = local.absolute() if local.exists() or _is_path(config.path) else _download(config.path, config.revision)
+    folder = local.absolute() if local.exists() or is_path(config.path) else _download(config.path, config.revision)
     require_complete(folder, config.path)
     return folder
 
@@ -66,7 +66,7 @@ def local_folder(config: ModelConfig, *, seed: int) -> Path | None:
     local = Path(config.path).expanduser()
     if local.is_dir():
         return local.absolute()
-    if _is_path(config.path):
+    if is_path(config.path):
         return None
 
     from huggingface_hub import try_to_load_from_cache
@@ -136,7 +136,7 @@ def _declared_tokenizer(path: Path) -> str | None:
     return config.get("tokenizer_class") if "auto_map" not in config else None
 
 
-def _is_path(path: str) -> bool:
+def is_path(path: str) -> bool:
     """Whether this can only be a path: a hub id is `name` or `owner/name`."""
     return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
 

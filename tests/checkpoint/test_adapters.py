@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from app.checkpoint.manager import CheckpointManager
@@ -187,6 +188,10 @@ def test_the_merged_export_and_peft_with_the_adapter_have_the_log_probabilities_
     adapted = PeftModel.from_pretrained(loaded, out / "adapter", autocast_adapter_dtype=False)
     torch.testing.assert_close(logprobs_of(adapted), ours.double(), atol=1e-4, rtol=0)
 
+    assert [ModelCard.load(each / "README.md").data.library_name for each in (out, out / "adapter")] == [
+        "transformers",
+        "peft",
+    ]
     stored = load_file(out / "adapter" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
     loaded_names = {name for name in adapted.state_dict() if "lora_" in name}

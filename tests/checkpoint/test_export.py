@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from app.checkpoint import export as exporter
@@ -95,6 +96,7 @@ def test_an_export_replaces_the_previous_one_and_leaves_nothing_else(tmp_path: P
     export_run(config_of(source, resume=str(run / "checkpoints" / "step_3")), tmp_path / "nowhere")
     assert {each.name for each in run.iterdir()} == {"checkpoints", "export", "driver.lock"}
     assert not (run / "export" / "old.txt").exists()
+    assert ModelCard.load(run / "export" / "README.md").data.library_name == "transformers"
 
 
 def test_an_export_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:

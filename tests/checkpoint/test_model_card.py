@@ -1,0 +1,100 @@
+"""The model card of an export, as huggingface_hub reads it."""
+
+import json
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from huggingface_hub import ModelCard
+from omegaconf import OmegaConf
+
+from app.checkpoint.model_card import model_card
+from app.tracking.run_folder import CONFIG
+from tests.compose import composed
+
+BASE_CARD = """---
+license: other
+license_name: qwen
+license_link: https://example.org/LICENSE
+tags: [chat]
+---
+# The base
+"""
+ROWS = (
+    {"step": 0, "eval/accuracy": 0.25, "eval/prompts": 200},
+    {"step": 1, "train/loss": 0.5},
+    {"step": 20, "eval/accuracy": 0.5, "eval/easy/prompts": 100, "eval/hard/prompts": 50},
+    {"step": 40, "eval/accuracy": 0.75, "eval/prompts": 200},
+)
+
+
+def card_of(folder: Path, *overrides: str, step: int = 20, adapter: bool = False, base_card: str = "") -> ModelCard:
+    run, source = folder / "run", folder / "base"
+    (run / CONFIG).mkdir(parents=True)
+    source.mkdir(exist_ok=True)
+    OmegaConf.save(OmegaConf.structured(composed(*overrides)), run / CONFIG / "config.yaml")
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    if base_card:
+        (source / "README.md").write_text(base_card)
+    return ModelCard(model_card(run, source, step, adapter=adapter))
+
+
+def facts(card: ModelCard) -> dict[str, str]:
+    rows = [line.strip("| ").split(" | ") for line in card.text.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+def block(card: ModelCard) -> Sequence[str]:
+    return card.text.partition("```python\n")[2].partition("```")[0].splitlines()
+
+
+def test_a_card_says_how_the_model_was_trained(tmp_path: Path) -> None:
+    card = card_of(tmp_path, "device=cuda", "model=qwen3_4b", "data=gsm8k", "algorithm=dapo", base_card=BASE_CARD)
+    assert card.data.to_dict() == {
+        "base_model": "Qwen/Qwen3-4B",
+        "datasets": ["openai/gsm8k"],
+        "library_name": "transformers",
+        "license": "other",
+        "license_name": "qwen",
+        "license_link": "https://example.org/LICENSE",
+        "pipeline_tag": "text-generation",
+        "tags": ["dapo", "reinforcement-learning"],
+    }
+    assert facts(card) == {
+        "base model": "Qwen/Qwen3-4B",
+        "steps": "20",
+        "`algorithm.name`": "dapo",
+        "`algorithm.prompts_per_step`": "32",
+        "`algorithm.group_size`": "8",
+        "`data.name`": "gsm8k",
+        "`trainer.lr`": "1e-06",
+        "first evaluation": "25.0% after step 0 (n = 200)",
+        "last evaluation": "50.0% after step 20 (n = 150)",
+        "trained with": f"hydra-posttrain {version('hydra-posttrain')}",
+    }
+    assert block(card)[3].startswith("model = AutoModelForCausalLM.from_pretrained(")
+
+
+def test_the_card_of_an_adapter_is_loaded_onto_its_base(tmp_path: Path) -> None:
+    card = card_of(tmp_path, "device=cuda", "model=qwen3_4b_lora", step=0, adapter=True)
+    assert (card.data.library_name, card.data.base_model) == ("peft", "Qwen/Qwen3-4B")
+    assert "lora" in card.data.tags
+    assert facts(card)["`model.lora.rank`"] == "32"
+    assert "last evaluation" not in facts(card)
+    compile("\n".join(block(card)), "card", "exec")
+    assert 'from_pretrained("Qwen/Qwen3-4B"' in block(card)[-1]
+
+
+def test_a_card_names_no_local_path_and_needs_no_readable_card_of_the_base(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n')
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    overrides = ("model=hf", f"model.path={base}", f"data.path={rows}")
+    card = card_of(tmp_path, *overrides, base_card="---\nlicense: [mit\n---\n")
+    assert str(tmp_path) not in str(card)
+    assert facts(card)["base model"] == "base"
+    assert card.data.base_model is None
+    assert card.data.datasets is None
+    assert card.data.license is None
