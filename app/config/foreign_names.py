@@ -88,12 +88,18 @@ REASONS = {  # why there is no such setting, and the ends of its names
     SEQUENCE_PARALLEL: "context_parallel_size cp ulysses_sequence_parallel_size",
     CRITIC: "critic gae_lambda gamma lam",
     PARALLEL: "expert_model_parallel_size expert_parallel megatron pipeline_model_parallel_size",
-    "there is no quantized training: model.lora.rank is what saves memory": "load_in_4bit load_in_8bit",
+    "there is no quantized training: model.lora.rank is what saves memory": "fp8 load_in_4bit load_in_8bit",
+    "there is no other optimizer than AdamW": "optim",
+    "a penalty would sample from another distribution than the one that is trained": (
+        "frequency_penalty presence_penalty repetition_penalty"
+    ),
     "every step is logged": "logging_steps",
     NODES: "nnodes num_nodes",
-    "a run leaves a Hugging Face directory: hf upload <repository> <run>/export": "push_to_hub",
+    "a run leaves a Hugging Face directory: hf upload <repository> <run>/export": "hub_model_id push_to_hub",
     "the reference policy is the model that the run starts from: algorithm.kl=k3 computes it": "ref_model",
-    "a reward model is a reward function that asks its server: reward._target_=my_module.my_reward": "reward_model",
+    "a reward model is a reward that asks its server: reward._target_=my_reward_model.RewardModel": (
+        "reward_model reward_model.enable reward_model.path reward_model.model.path"
+    ),
     VLLM: "rollout.name use_vllm vllm vllm_gpu_memory_utilization vllm_mode",
     "there is no supervised stage: start from a model that is tuned already, with model.path=<directory>": "sft",
 }

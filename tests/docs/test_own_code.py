@@ -1,5 +1,6 @@
 """The rewards and the tracker that the pages show, written to modules and used as in a run."""
 
+import asyncio
 import json
 import sys
 import threading
@@ -9,18 +10,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from app.config.tracking import TrackingConfig
 from app.data import rows
+from app.model.hf_import import transformers
+from app.model.tiny.tokenizer import build_tokenizer
+from app.rollout.host import EngineHost
 from app.tracking.own_tracker import require_trackers
 from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
 from tests.compose import composed
 from tests.docs.markdown import PAGES, ROOT, code_blocks
 from tests.reward.scorers import failed, running_scorer, score
+from tests.rollout.support import KEY, host_spec, server_spec
 from tests.tracking.conftest import make_metrics
 from tests.tracking.test_dashboards import make_config, record, warnings
 
-MODULES = ("my_rewards", "my_judge", "my_tracker")
+MODULES = ("my_rewards", "my_judge", "my_reward_model", "my_tracker")
 EXTENDING = ROOT / "docs" / "extending.md"
 
 
@@ -106,6 +112,70 @@ def test_the_judge_of_the_page_asks_a_server(modules: Path, judge_url: str) -> N
     with running_scorer(_target_="my_judge.Judge", args={"url": judge_url, "model": "judge"}) as scorer:
         assert score(scorer, [trajectory(text) for text in ("46", "", "47")]) == [0.8, 0, 0.8]
         assert failed(scorer) == {"exception": 1}
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model of random weights, with the tokenizer and the chat template of the tiny model."""
+    package = transformers()
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer(512)
+    config = package.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        num_labels=1,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.3,
+    )
+    folder = tmp_path_factory.mktemp("classifier")
+    package.LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def classify_url(classifier: Path, tmp_path: Path) -> Iterator[str]:
+    """SGLang's server of the classifier; its key is KEY."""
+    host = EngineHost(
+        host_spec(
+            tmp_path, name="classifier", server=server_spec(classifier, tmp_path, name="classifier", is_embedding=True)
+        )
+    )
+    with asyncio.Runner() as runner:
+        url = runner.run(host.start())["url"]
+        yield f"{url}/classify"
+        runner.run(host.stop())
+
+
+def logits(classifier: Path, conversations: list[list[dict[str, str]]]) -> list[float]:
+    """Those of transformers, one conversation at a time."""
+    package = transformers()
+    model = package.AutoModelForSequenceClassification.from_pretrained(classifier, dtype=torch.float32)
+    tokenizer = package.AutoTokenizer.from_pretrained(classifier)
+    inputs = [tokenizer.apply_chat_template(turns, return_dict=True, return_tensors="pt") for turns in conversations]
+    with torch.no_grad():
+        return [model(**each).logits.item() for each in inputs]
+
+
+@pytest.mark.slow
+def test_the_reward_model_of_the_page_scores_as_transformers(
+    modules: Path, classifier: Path, classify_url: str
+) -> None:
+    args = {"url": classify_url, "tokenizer": str(classifier), "key": KEY}
+    texts = ["46", "", "12+34 is 46, which I know."]
+    expected = logits(
+        classifier,
+        [[{"role": "user", "content": "12+34="}, {"role": "assistant", "content": text}] for text in texts],
+    )
+    assert np.ptp(expected) > 0.1
+    with running_scorer(_target_="my_reward_model.RewardModel", args=args) as scorer:
+        assert score(scorer, [trajectory(text) for text in texts]) == pytest.approx(expected, abs=1e-4)
+        assert failed(scorer) == {}
 
 
 def test_the_tracker_of_the_page_records_a_run(modules: Path) -> None:
