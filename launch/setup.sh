@@ -45,6 +45,7 @@ install_cpu() {
   install -r "$requirements/cpu.txt"
   # These packages require the accelerator stack, which a CPU does not have.
   install --no-deps -r "$requirements/cpu-no-deps.txt"
+  run .venv/bin/python launch/torchvision_operators.py
 }
 
 install_cuda() {
@@ -70,7 +71,7 @@ install_npu() {
   install -c "$packages/constraints.txt" -r "$requirements/npu.txt"
 }
 
-sources=(pyproject.toml launch/setup.sh "$requirements/$device"*.txt)
+sources=(pyproject.toml launch/setup.sh launch/torchvision_operators.py "$requirements/$device"*.txt)
 [ "$device" != npu ] || sources+=(Dockerfile.npu launch/npu_packages.sh)
 wanted="$device $(cat "${sources[@]}" | sha256sum | cut -d' ' -f1)"
 present=$(cat .venv/installed 2> /dev/null || true)

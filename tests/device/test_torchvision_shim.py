@@ -1,5 +1,6 @@
 """torchvision's two operators are declared only where torch cannot load torchvision's own library."""
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -68,6 +69,29 @@ def test_both_are_declared_where_its_library_does_not_load(tmp_path: Path) -> No
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "_C.so").touch()
     assert run(tmp_path, FAILS) == ["False", "True", "True"]
+
+
+def test_setup_declares_both_in_an_environment_whose_torchvision_has_none(tmp_path: Path) -> None:
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "extension.py").write_text("import torch\n")
+    (package / "__init__.py").write_text(
+        "import torch\nfrom torchvision import extension\n"
+        "print(torch.ops.torchvision.nms, torch.ops.torchvision.qnms)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def python(*words: str) -> str:
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    declare = str(ROOT / "launch" / "torchvision_operators.py")
+    python(declare)
+    once = (package / "extension.py").read_text()
+    python(declare)
+    assert (package / "extension.py").read_text() == once
+    assert python("-c", "import torchvision") == "torchvision.nms torchvision.qnms"
 
 
 @pytest.mark.slow

@@ -297,19 +297,25 @@ esac
 
 
 @pytest.mark.parametrize(
-    ("device", "installs"),
+    ("device", "installs", "then"),
     [
-        ("cpu", ["-r launch/requirements/cpu.txt", "--no-deps -r launch/requirements/cpu-no-deps.txt"]),
-        ("cuda", ["-r launch/requirements/cuda.txt"]),
+        (
+            "cpu",
+            ["-r launch/requirements/cpu.txt", "--no-deps -r launch/requirements/cpu-no-deps.txt"],
+            [".venv/bin/python launch/torchvision_operators.py"],
+        ),
+        ("cuda", ["-r launch/requirements/cuda.txt"], []),
     ],
 )
 def test_setup_installs_the_requirements_of_the_device_and_the_application(
-    device: str, installs: list[str], tmp_path: Path
+    device: str, installs: list[str], then: list[str], tmp_path: Path
 ) -> None:
     done = bash("launch/setup.sh", "--dry-run", device, cwd=a_checkout(tmp_path))
     expected = [
         "python3 -m venv .venv",
-        *[f"{PIP} {words}" for words in [*installs, "--no-deps --editable ."]],
+        *[f"{PIP} {words}" for words in installs],
+        *then,
+        f"{PIP} --no-deps --editable .",
         COMPILE,
     ]
     assert [line.rstrip() for line in done.stdout.splitlines()] == expected
