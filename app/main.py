@@ -6,6 +6,7 @@ the codes). With HYDRA_FULL_ERROR=1 in the environment every error keeps its tra
 
 import math
 import os
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -111,8 +112,11 @@ class Validate(Callback):
         """Print a table of the sweep's runs, and write their report and tables."""
         from app.tracking.report.sweep import end_sweep
 
-        if lines := end_sweep(Path(str(config.hydra.sweep.dir))):
+        folder = Path(str(config.hydra.sweep.dir))
+        if lines := end_sweep(folder):
             say("\n".join(lines))
+        elif all(file.name == "multirun.yaml" for file in folder.rglob("*") if file.is_file()):
+            shutil.rmtree(folder, ignore_errors=True)  # plans write nothing; the folder and this file are Hydra's
 
 
 @hydra.main(version_base="1.3", config_path=conf_path(), config_name="config")
