@@ -1,7 +1,7 @@
 """ClearML: a task with the resolved configuration as hyperparameters, scalars, and alarms in its console.
 
 Credentials come from the environment (`CLEARML_API_ACCESS_KEY` …) or ClearML's own file. `tracking.offline=true` or
-`CLEARML_OFFLINE_MODE=1` record offline: the session stays in ClearML's cache and is copied as a zip to
+`CLEARML_OFFLINE_MODE=1` record offline: the session is in ClearML's cache and becomes a zip in
 `tracking/clearml/` at the end; `Task.import_offline_session` uploads it. ClearML's patching of streams, frameworks,
 arguments and seeds is off.
 """
@@ -14,6 +14,8 @@ from typing import Any
 
 from app.tracking.dashboard import DashboardOptions, Progress
 
+logger = logging.getLogger(__name__)
+
 
 class ClearML:
     """A ClearML task. A resumed run continues its task, except offline, where it is a new session.
@@ -22,6 +24,8 @@ class ClearML:
     """
 
     def __init__(self, options: DashboardOptions) -> None:
+        import clearml.logger
+        import clearml.task
         from clearml import Task
 
         self._folder = options.folder
@@ -31,6 +35,9 @@ class ClearML:
         if offline or (task_id is not None and task_id.startswith("offline-")):
             task_id = None
 
+        if offline:  # it would print, twice, where the session is that `close` moves
+            setattr(clearml.logger, "print", logger.info)  # noqa: B010
+            setattr(clearml.task, "print", logger.info)  # noqa: B010
         Task.set_offline(offline)
         Task.set_random_seed(None)  # keeps ClearML from seeding this process
         # Keeps ClearML from forking the driver, which would add 10 s to its exit. The attribute is not in its types.
@@ -71,7 +78,8 @@ class ClearML:
         self._task.close()
         if session is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            shutil.copy(session.with_suffix(".zip"), self._folder)
+            shutil.move(session.with_suffix(".zip"), self._folder)
+            shutil.rmtree(session, ignore_errors=True)
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,9 +61,11 @@ def test_tensorboard_reads_back_the_curve_of_a_resumed_run_without_duplicates(tm
     assert warnings(tmp_path) == []
 
 
-def test_clearml_offline_keeps_scalars_and_hyperparameters(tmp_path, metrics, monkeypatch):
+def test_clearml_offline_keeps_scalars_and_hyperparameters(tmp_path, metrics, monkeypatch, capfd):
     monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
     record(make_config("clearml"), tmp_path / "run", metrics, (1, 2, 3))
+    assert "session stored in" not in capfd.readouterr().out
+    assert list((tmp_path / "cache").rglob("offline-*")) == []
     assert warnings(tmp_path / "run") == []
     rewards, task = clearml_session(next((tmp_path / "run/tracking/clearml").glob("offline-*.zip")))
     assert rewards == [(1, 0.1), (2, 0.2), (3, 0.3)]
