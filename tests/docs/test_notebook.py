@@ -2,7 +2,11 @@
 
 import ast
 import asyncio
+import html
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,19 @@ def printed(cell: dict[str, Any]) -> str:
     """What a cell shows in the file."""
     shown = [output.get("text") or output["data"]["text/plain"] for output in cell["outputs"]]
     return "".join("".join(lines) for lines in shown)
+
+
+def test_the_site_shows_its_cells_and_outputs_as_a_page(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert built.returncode == 0, built.stderr
+    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "notebook" / "index.html").read_text()))
+    for cell in cells():
+        for line in ["".join(cell["source"]), printed(cell)]:
+            assert line.strip().splitlines()[0] in text
+    assert 'href="../notebook/"' in (site / "python" / "index.html").read_text()
+    assert (site / NOTEBOOK.name).read_bytes() == NOTEBOOK.read_bytes()
 
 
 def test_its_commands_compose_or_are_refused_as_shown() -> None:
