@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.tracking.dashboard import DashboardOptions, Progress
+from app.tracking.report.data import flatten
 
 logger = logging.getLogger(__name__)
 
@@ -88,20 +89,4 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     >>> flat({"steps": 3, "model": {"name": "tiny", "tiny": {"heads": 4}}})
     {'run/steps': 3, 'model/name': 'tiny', 'model/tiny.heads': 4}
     """
-    parameters: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            parameters.update({f"{name}/{key}": leaf for key, leaf in _leaves(value, "")})
-        else:
-            parameters[f"run/{name}"] = value
-    return parameters
-
-
-def _leaves(node: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    leaves: list[tuple[str, Any]] = []
-    for name, value in node.items():
-        if isinstance(value, Mapping) and value:
-            leaves += _leaves(value, f"{prefix}{name}.")
-        else:
-            leaves.append((f"{prefix}{name}", value))
-    return leaves
+    return {key.replace(".", "/", 1) if "." in key else f"run/{key}": value for key, value in flatten(config).items()}

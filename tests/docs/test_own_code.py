@@ -1,9 +1,11 @@
 """The rewards and the tracker that the pages show, written to modules and used as in a run."""
 
 import asyncio
+import importlib
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -136,6 +138,53 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     package.LlamaForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+class Classifier(BaseHTTPRequestHandler):
+    """A stand-in for SGLang's `/classify`: the score is the number of tokens; `/hang` never replies."""
+
+    groups: list[list[list[int]]]
+
+    def do_POST(self) -> None:
+        group = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["input_ids"]
+        self.groups.append(group)
+        if self.path == "/hang":
+            time.sleep(2)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps([{"embedding": [float(len(tokens))]} for tokens in group]).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Keep quiet."""
+
+
+def test_a_group_is_one_request_to_the_reward_model_with_a_deadline(modules: Path) -> None:
+    tokenizer = build_tokenizer(512)
+    tokenizer.save_pretrained(modules / "classifier")
+    batch = [trajectory("46"), trajectory("")]
+    conversations = [
+        [{"role": "user", "content": "12+34="}, {"role": "assistant", "content": each.text}] for each in batch
+    ]
+    tokens = [tokenizer.apply_chat_template(turns, return_dict=False) for turns in conversations]
+    Classifier.groups = []
+    reward = importlib.import_module("my_reward_model").RewardModel
+
+    async def scores(path: str, timeout_s: float) -> list[float]:
+        model = reward(f"http://127.0.0.1:{server.server_port}{path}", str(modules / "classifier"), timeout_s)
+        try:
+            return await model(batch)
+        finally:
+            await model.session.close()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Classifier) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert asyncio.run(scores("/classify", 60)) == [len(each) for each in tokens]
+        assert Classifier.groups == [tokens]
+        with pytest.raises(TimeoutError):
+            asyncio.run(scores("/hang", 0.1))
+        server.shutdown()
 
 
 @pytest.fixture
