@@ -29,13 +29,20 @@ from app.utils import files
 from app.utils.tasks import in_thread
 
 FOLDER, FINAL, ADAPTER = "export", "final", "adapter"
+CHAT_TEMPLATE = "chat_template.jinja"  # before one in tokenizer_config.json
 
 
-async def export_trained(trainer: Trainer, config: RunConfig, folder: Path) -> Path:
+async def export_trained(trainer: Trainer, config: RunConfig, folder: Path, chat_template: str | None) -> Path:
     """Export the trainer's parameters at the end of the run in `folder`.
 
     Exports the last checkpoint if it is of the last step. Otherwise writes one to `final/`, which is deleted after the
     export. If the export fails, `final/` stays, and `mode=export resume=<folder>/final` retries.
+
+    Args:
+        trainer: Holds the parameters.
+        config: Of the run.
+        folder: Of the run.
+        chat_template: Text of `model.chat_template`, as the run began with it.
 
     Returns:
         The exported directory.
@@ -51,7 +58,7 @@ async def export_trained(trainer: Trainer, config: RunConfig, folder: Path) -> P
 
     final = CheckpointManager(folder / FINAL, keep=1, timeout_s=config.trainer.timeout_s)
     checkpoint = await final.save(
-        trainer, RunState(config.steps, config.steps, model=identity(source, config.model.lora))
+        trainer, RunState(config.steps, config.steps, model=identity(source, config.model.lora, chat_template))
     )
     await final.wait()
     out = await _export(checkpoint, source, folder / FOLDER, config.trainer.timeout_s)
@@ -82,11 +89,14 @@ def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
     from safetensors import SafetensorError
 
     state = read_intact(checkpoint)
+    template = state.model.get("chat_template")
     unfinished = out.with_name(f"{out.name}.new{files.UNFINISHED}")
     try:
         files.remove(unfinished)
         _write(checkpoint, source, lora_of(state), unfinished)
         _write_cards(unfinished, out.parent, source, state.step)
+        if template is not None:
+            (unfinished / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
         if out.exists():
             files.delete(out)
         unfinished.rename(out)

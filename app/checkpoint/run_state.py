@@ -116,6 +116,11 @@ def require_model(state: RunState, model: Mapping[str, Any], path: Path) -> None
                 f"checkpoint {path} holds adapters of another base model: the weights in {model.get('source')} are not "
                 f"those that {state.model.get('source')} had"
             )
+        if key == "chat_template" and ours != theirs:
+            raise CheckpointError(
+                f"checkpoint {path} was trained with another chat template: model.chat_template must have the text "
+                "that it had when the checkpoint was written"
+            )
         if key != "source" and ours != theirs:
             raise CheckpointError(
                 f"checkpoint {path} is of another model: its {key} is {theirs}, this model's is {ours}"

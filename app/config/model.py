@@ -94,6 +94,12 @@ class ModelConfig:
     )
     revision: str | None = setting(None, "Commit, tag or branch of a hub model; null is its default branch.")
     trust_remote_code: bool = setting(False, "Run model code that ships with the checkpoint.")
+    chat_template: str | None = setting(
+        None,
+        "File with a Jinja chat template in place of the model's own: for prompts of data.template=chat, for "
+        "conversations and evaluations, and in exports.",
+        noun="a file with a Jinja template",
+    )
     tiny: TinyConfig = field(default_factory=TinyConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -123,6 +129,12 @@ class ModelConfig:
         if path is not None and path.startswith((".", "/", "~")):
             is_directory = Path(path).expanduser().is_dir()
             expect(is_directory, "model.path", path, "an existing directory of the Hugging Face form, or a hub id")
+
+        if self.chat_template is not None:
+            is_file = Path(self.chat_template).expanduser().is_file()
+            expect(
+                is_file, "model.chat_template", self.chat_template, "an existing file with a Jinja template, or null"
+            )
 
         on_hub = path is not None and not Path(path).expanduser().is_dir()
         expect(self.revision is None or on_hub, "model.revision", self.revision, "null, or a hub id as model.path")

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from app.environment.protocol import EpisodeOver, Message, Policy, Reply, Task, ToolCall
-from app.environment.rendering import PLAIN
+from app.environment.rendering import renderer_for
 from app.environment.tool_schema import SchemaError, checked, schema_of
 from app.environment.worker.calls import Calls, Exited
 from app.environment.worker.framing import Framing
@@ -51,11 +51,12 @@ def make(settings: Mapping[str, Any]) -> Callable[[], "ToolLoop"]:
         ValueError: One sentence that names the tool that cannot be used, or the format that has no tools.
     """
     tools = load_tools(settings.get("tools") or [])
-    if settings["renderer"]["name"] == PLAIN:
-        raise ValueError(
-            "environment=tools is not accepted with data.template=plain, which has no tools: give a chat model and "
-            "data.template=chat."
+    try:
+        renderer_for(**settings["renderer"]).opening(
+            [{"role": "user", "content": ""}], [tool.schema for tool in tools.values()]
         )
+    except ValueError as error:
+        raise ValueError(f"environment=tools is not accepted: {error}") from error
     framing = Framing.of(settings)
     timeout_s = float(settings["limits"]["timeout_s"])
     return lambda: ToolLoop(tools, timeout_s, framing)

@@ -29,6 +29,7 @@ class RendererChoice:
     model_path: str
     thinking: str  # earlier reasoning at a new user message: as the template, or keep
     enable_thinking: bool = False  # the template's argument
+    template: str | None = None  # text of a chat template in place of the model's own
 
 
 @dataclass(frozen=True, slots=True)

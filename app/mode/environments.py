@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,13 @@ from app.config import RunConfig
 from app.config.data import Template
 from app.environment.environment_process import WorkerSpec
 from app.environment.pool import EnvironmentPool
-from app.environment.rendering import family_of
+from app.environment.rendering import CHAT, PLAIN, renderer_for
+from app.environment.rendering.agreement import QUESTION, first_difference
+from app.environment.rendering.chat import ChatRenderer
+from app.environment.rendering.chat_template import ChatTemplate
 from app.environment.wire import Limits, RendererChoice
 from app.errors import ConfigError, RunError
+from app.model.hf_directory import own_template
 
 LOG = "environment.log"
 SCORE = "environment"  # the reward component that takes the score of the environment
@@ -31,7 +36,7 @@ def worker_spec(config: RunConfig, model_path: Path, *, list_tasks: bool = False
         tried: The worker checks what all workers of the run need together, such as sessions of a server.
 
     Raises:
-        ConfigError: The model's chat format is not known.
+        ConfigError: `model.chat_template` cannot be read.
     """
     settings = config.environment
     limits = Limits(
@@ -59,11 +64,42 @@ def worker_spec(config: RunConfig, model_path: Path, *, list_tasks: bool = False
 
 
 def _renderer(config: RunConfig, model_path: Path) -> RendererChoice:
+    name = CHAT if config.data.template is Template.chat else PLAIN
+    thinking, template = config.environment.thinking.value, own_template(config.model)
+    return RendererChoice(name, str(model_path), thinking, config.data.thinking, template)
+
+
+def require_rendering(config: RunConfig, model_path: Path, tokenizer: Any) -> None:
+    """Raise `ConfigError` if conversations cannot be rendered as transformers renders them.
+
+    Args:
+        config: Of the run.
+        model_path: The model's directory.
+        tokenizer: The model's, of transformers, with the chat template of the run.
+    """
+    choice = _renderer(config, model_path)
     try:
-        family = family_of(model_path, config.data.template is Template.chat)
+        if choice.template is not None:
+            ChatTemplate(model_path, choice.template, choice.enable_thinking).render([QUESTION])
+    except ValueError as error:
+        raise ConfigError(
+            f"model.chat_template={config.model.chat_template} is not accepted: give a Jinja template that renders a "
+            f"question; {str(error).rstrip('.')}."
+        ) from error
+
+    if choice.name != CHAT or not config.environment.multi_turn:
+        return
+    try:
+        renderer = renderer_for(*astuple(choice))
+        assert isinstance(renderer, ChatRenderer)
+        difference = first_difference(renderer, tokenizer, enable_thinking=choice.enable_thinking)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return RendererChoice(family, str(model_path), config.environment.thinking.value, config.data.thinking)
+    if difference:
+        raise ConfigError(
+            f"model.path={model_path} is not accepted with an environment and data.template=chat: {difference}; give "
+            "another model.chat_template, or data.template=plain."
+        )
 
 
 def require_environment(config: RunConfig, model_path: Path) -> Sequence[Mapping[str, Any]]:

@@ -34,7 +34,7 @@ def export_run(config: RunConfig, folder: Path) -> Path:
     checkpoint = _find_checkpoint(config, folder)
     state = read_state(checkpoint)
     source = source_of(config, state)
-    require_model(state, identity(source, lora_of(state)), checkpoint)
+    require_model(state, identity(source, lora_of(state), state.model.get("chat_template")), checkpoint)
 
     parent = checkpoint.parent
     run = parent.parent if parent.name == CHECKPOINTS else parent

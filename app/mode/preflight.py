@@ -15,10 +15,17 @@ from app.config import Mode, RunConfig
 from app.data.rows import Tasks
 from app.device import Device, device_of
 from app.errors import ConfigError
-from app.mode.environments import require_environment
+from app.mode.environments import require_environment, require_rendering
 from app.mode.inputs import check_sizes, tried_reward
 from app.model.architecture import checkpoint_config, require_context
-from app.model.hf_directory import has_linear_attention, identity, load_tokenizer, locate, require_window
+from app.model.hf_directory import (
+    has_linear_attention,
+    identity,
+    load_tokenizer,
+    locate,
+    own_template,
+    require_window,
+)
 from app.model.lora.base_weights import require_targets
 from app.placement.controller import CURSOR
 from app.reward.tryout import tokenizer_of, try_out
@@ -33,6 +40,7 @@ class RunInputs:
     """The model directory, the tokenizer and the tokenized prompts of a run."""
 
     model_path: Path
+    chat_template: str | None  # text of `model.chat_template`
     tokenizer: Any
     prompts: data.PromptData
     warnings: tuple[str, ...] = ()  # for the run to record
@@ -87,7 +95,9 @@ def load_from(path: Path, config: RunConfig, status: Callable[[str], None]) -> R
     require_window(path, tokens=window)
     if config.model.lora.enabled:
         require_targets(path, config.model.lora)
-    tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+    template = own_template(config.model)
+    tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code, chat_template=template)
+    require_rendering(config, path, tokenizer)
 
     tasks: Tasks = ()
     if config.environment.multi_turn:
@@ -110,7 +120,7 @@ def load_from(path: Path, config: RunConfig, status: Callable[[str], None]) -> R
     require_trackers(config.tracking)
     own_transport(config.weight_sync)
     warnings += try_out(tried_reward(config), _some_prompts(config, prompts), tokenizer_of(tokenizer))
-    return RunInputs(path, tokenizer, prompts, tuple(warnings))
+    return RunInputs(path, template, tokenizer, prompts, tuple(warnings))
 
 
 def _some_prompts(config: RunConfig, prompts: data.PromptData) -> list[Prompt]:
@@ -141,7 +151,7 @@ def _slow_attention(path: Path, device: Device) -> list[str]:
 
 def _require_same_run(config: RunConfig, inputs: RunInputs, checkpoint: Path) -> None:
     state = read_state(checkpoint)
-    require_model(state, identity(inputs.model_path, config.model.lora), checkpoint)
+    require_model(state, identity(inputs.model_path, config.model.lora, inputs.chat_template), checkpoint)
 
     if config.mode is Mode.train:
         cursor = inputs.prompts.train

@@ -169,8 +169,14 @@ class TrainingRun:
 
         if self.config.checkpoint.export:
             self.recorder.status("exporting the model")
-            await export_trained(controller.context.trainer, self.config, self.folder)
+            template = self.workers.inputs.chat_template
+            await export_trained(controller.context.trainer, self.config, self.folder, template)
         return accuracy
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        inputs = self.workers.inputs
+        return identity(inputs.model_path, self.config.model.lora, inputs.chat_template)
 
     async def find_resume_point(self) -> ResumePoint | None:
         """Return the checkpoint to continue from, checked against its checksums and this model; None to start anew.
@@ -184,7 +190,7 @@ class TrainingRun:
 
         point = await self.checkpoints.resume_point(named)
         if point is not None:
-            require_model(point.state, identity(self.workers.inputs.model_path, self.config.model.lora), point.path)
+            require_model(point.state, self._identity, point.path)
         return point
 
     async def restore_or_initialize(self, trainer: Trainer, point: ResumePoint | None) -> int:
@@ -248,7 +254,7 @@ class TrainingRun:
             recorder=self.recorder,
             checkpoints=self.checkpoints,
             memory=MemoryMonitor(trainer_workers.trainer, workers.pool, self.recorder.warn),
-            model=identity(workers.inputs.model_path, config.model.lora),
+            model=self._identity,
         )
 
 

@@ -79,12 +79,22 @@ def local_folder(config: ModelConfig, *, seed: int) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a model directory. Raises `ConfigError` if its files cannot be read."""
+def load_tokenizer(path: Path, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Any:
+    """Load the tokenizer of a model directory.
+
+    Args:
+        path: The directory.
+        trust_remote_code: Run code that ships with the model.
+        chat_template: Text of a template in place of the model's own.
+
+    Raises:
+        ConfigError: Its files cannot be read.
+    """
+    own = {} if chat_template is None else {"chat_template": chat_template}
     try:
         if _declared_tokenizer(path) == GENERAL:
-            return general_tokenizer().from_pretrained(path)
-        return transformers().AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            return general_tokenizer().from_pretrained(path, **own)
+        return transformers().AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **own)
     # transformers and tokenizers pass on any error that a broken file causes.
     except Exception as error:
         why = f"{type(error).__name__}: {_brief(error)}"
@@ -93,15 +103,30 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
         ) from error
 
 
-def identity(path: Path, lora: LoraConfig) -> dict[str, Any]:
+def own_template(config: ModelConfig) -> str | None:
+    """Return the text of `model.chat_template`, or None. Raises `ConfigError` if the file cannot be read."""
+    if config.chat_template is None:
+        return None
+    try:
+        return Path(config.chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"model.chat_template={config.chat_template} is not accepted: give a readable file with a Jinja template "
+            f"({type(error).__name__})."
+        ) from error
+
+
+def identity(path: Path, lora: LoraConfig, chat_template: str | None = None) -> dict[str, Any]:
     """Return the fields that must match between a checkpoint and its model, and the directory as `source`.
 
-    A checkpoint with adapters does not hold the weights of its base, so these are identified too, as `base`.
+    A checkpoint with adapters does not hold the weights of its base, so these are identified too, as `base`. The text
+    of a chat template that is not the model's own is `chat_template`, which an export of the checkpoint gets.
     """
     config = _text_config(path)
     shapes = {key: config[key] for key in SHAPES if key in config}
     adapters = {"base": fingerprint(path), "lora": asdict(lora)} if lora.enabled else {}
-    return {**shapes, **adapters, "source": str(path.absolute())}
+    template = {} if chat_template is None else {"chat_template": chat_template}
+    return {**shapes, **adapters, **template, "source": str(path.absolute())}
 
 
 def require_window(path: Path, *, tokens: int) -> None:

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = ["eval.before_train=false", "data.arithmetic.eval_problems=20"]
 
 
-def trained(source: Path, run: Path) -> TrainStep:
+def trained(source: Path, run: Path, chat_template: str | None = None) -> TrainStep:
     """Return the trainer of a run whose only checkpoint is that of step 3."""
     scenario = Scenario(GRPO, scored_groups(2), trainer=TrainerConfig(lr=0.05))
     step, state = trainer_of(source, scenario)
@@ -49,7 +49,8 @@ def trained(source: Path, run: Path) -> TrainStep:
 
     async def save() -> None:
         checkpoints = CheckpointManager(run, keep=1)
-        await checkpoints.save(OneProcess(state), RunState(3, 3, model=identity(source, LoraConfig())))
+        model = identity(source, LoraConfig(), chat_template)
+        await checkpoints.save(OneProcess(state), RunState(3, 3, model=model))
         await checkpoints.wait()
 
     asyncio.run(save())
@@ -58,6 +59,14 @@ def trained(source: Path, run: Path) -> TrainStep:
 
 def config_of(source: Path, **settings: str) -> RunConfig:
     return RunConfig(model=ModelConfig(path=str(source)), **settings)  # type: ignore[arg-type]
+
+
+def test_an_export_has_the_chat_template_of_its_run(tmp_path: Path) -> None:
+    source, own = save_qwen3(tmp_path / "source"), "{{ messages[0].content }}\n"
+    (source / "chat_template.jinja").write_text("the model's")
+    trained(source, tmp_path / "run", own)
+    assert (export_run(config_of(source), tmp_path / "run") / "chat_template.jinja").read_text() == own
+    assert (source / "chat_template.jinja").read_text() == "the model's"
 
 
 @pytest.mark.parametrize("make", [save_qwen3, save_qwen35])
@@ -140,7 +149,7 @@ def test_an_export_at_the_end_of_a_run_has_a_deadline_that_names_it(
     save(run, [3])
     try:
         with pytest.raises(RunError) as late:
-            asyncio.run(exporter.export_trained(Mock(), config, run))
+            asyncio.run(exporter.export_trained(Mock(), config, run, None))
     finally:
         go.set()
     checkpoint = run / "checkpoints" / "step_3"

@@ -39,7 +39,7 @@ class Characters:
         return Reply(text)
 
 
-def renderer_for(name: str, model_path: str, thinking: str, enable_thinking: bool) -> Characters:
+def renderer_for(name: str, model_path: str, thinking: str, enable_thinking: bool, template: str | None) -> Characters:
     if name != "characters":
         raise ValueError(f"{name} is not a renderer: give characters.")
     return Characters()

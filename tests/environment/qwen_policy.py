@@ -30,7 +30,7 @@ def write_policy(folder: Path, lessons: Callable[[Renderer], Sequence[Lesson]]) 
         lessons: What it learns to say, rendered in its format, without the thinking mode.
     """
     write_model(folder, "qwen3")
-    renderer = renderer_for("qwen3", str(folder))
+    renderer = renderer_for("chat", str(folder))
 
     eos, pad = (tokenizer().token_to_id(token) for token in (END, "<|endoftext|>"))
     config = transformers().Qwen3Config(

@@ -133,7 +133,7 @@ def spec_of(
 ) -> WorkerSpec:
     target = f"{environment_module(folder, source, characters=False)}.Env"
     environment = {"kind": "own", "target": target, "args": {}, **frame}
-    renderer = RendererChoice(model[0], str(model[1]), thinking, enable_thinking=True)
+    renderer = RendererChoice("plain" if model[0] == "plain" else "chat", str(model[1]), thinking, enable_thinking=True)
     return WorkerSpec(environment, renderer, Limits(9, None, 100, 30.0, 100.0))
 
 

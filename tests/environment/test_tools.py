@@ -24,7 +24,7 @@ CHAT = {"name": "qwen3"}
 
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    return renderer_for("qwen3", str(write_model(tmp_path_factory.mktemp("model"), "qwen3")))
+    return renderer_for("chat", str(write_model(tmp_path_factory.mktemp("model"), "qwen3")))
 
 
 @pytest.fixture(autouse=True)

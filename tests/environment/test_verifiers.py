@@ -14,6 +14,7 @@ import pytest
 from app.environment import verifiers
 from app.environment.environment_process import WorkerSpec
 from app.environment.protocol import Task
+from app.environment.verifiers.environment_host import own_renderer
 from app.environment.wire import Ask, End, Failed, Limits, RendererChoice
 from app.errors import ConfigError
 from app.utils.dotted_path import LoadError
@@ -71,11 +72,27 @@ class NoHost:
         return []
 
 
-def test_a_renderer_without_roles_and_a_wrong_number_of_tasks_are_refused(installed: Installed) -> None:
+def test_a_model_that_verifiers_renders_otherwise_is_refused(installed: Installed, tmp_path: Path) -> None:
     installed(verifiers="0.4.7")
-    plain = {"name": "plain", "model_path": "", "thinking": "template"}
-    with pytest.raises(LoadError, match=r"give a model of qwen3 or qwen3\.5, and data\.template=chat$"):
-        verifiers.make(settings(renderer=plain))
+    folder = write_model(tmp_path / "model", "qwen3")
+    source = (folder / "chat_template.jinja").read_text()
+    for name, template in (("plain", source), ("chat", source.replace("# Tools", "# My tools"))):
+        choice = {"name": name, "model_path": str(folder), "thinking": "template", "template": template}
+        with pytest.raises(LoadError, match="the chat templates of qwen3 and"):
+            verifiers.make(settings(renderer=choice))
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_verifiers_renders_as_the_model_does(tmp_path: Path, family: str, enabled: bool) -> None:
+    folder = write_model(tmp_path / "model", family)
+    choice = {"name": "chat", "model_path": str(folder), "thinking": "keep", "enable_thinking": enabled}
+    config = own_renderer(choice)
+    assert (config.name, config.enable_thinking, config.thinking_retention) == (family, enabled, "all")
+
+
+def test_a_wrong_number_of_tasks_is_refused(installed: Installed) -> None:
+    installed(verifiers="0.4.7")
     for tasks, shown in ((0, "0"), (-1, "-1"), ("3", '"3"'), (True, "true")):
         with pytest.raises(LoadError, match=rf"^environment\.args\.tasks={shown} is not a number of tasks$"):
             verifiers.make(settings(args={"tasks": tasks}))
@@ -84,6 +101,7 @@ def test_a_renderer_without_roles_and_a_wrong_number_of_tasks_are_refused(instal
 def test_an_environment_without_tasks_is_refused(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(verifiers="0.4.7")
     monkeypatch.setattr(verifiers, "Host", NoHost)
+    monkeypatch.setattr(verifiers, "own_renderer", lambda choice: None)
     with pytest.raises(LoadError, match=r"^some_env has no tasks$"):
         verifiers.make(settings())
 
@@ -132,7 +150,7 @@ class Runner:
     ) -> list[Played]:
         environment = {"kind": "verifiers", "id": package, "args": args, "list_tasks": True}
         limits = Limits(max_turns, None, 1000, timeout_s=200.0, episode_s=400.0)
-        renderer = RendererChoice("qwen3", str(self.model), "template")
+        renderer = RendererChoice("chat", str(self.model), "template")
         spec = WorkerSpec(environment, renderer, limits, 8.0, str(python))
         return asyncio.run(asyncio.wait_for(self._run(spec, episodes), 280))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from app.environment.environment_process import WorkerSpec
-from app.environment.rendering import renderer_for
+from app.environment.rendering.tokenizer_file import TokenizerFile
 from app.environment.wire import Ask, End, Limits, RendererChoice
 from tests.environment.pools import PATIENCE_S, a_task, running_pool
 from tests.environment.qwen import write_model
@@ -16,9 +16,11 @@ LIMITS = Limits(max_turns=8, max_turn_tokens=None, max_observation_tokens=100, t
 
 def play_texts(kind: dict, name: str, model: Path, prompt: str, *replies: str) -> tuple[End, list[tuple[int, str]]]:
     """Play one episode; returns its end, and strand and text of what was appended for each request."""
-    renderer = renderer_for(name, str(model))
-    encode, decode = renderer._tokenizer.encode, renderer._tokenizer.decode
-    spec = WorkerSpec({"args": {}, **kind}, RendererChoice(name, str(model), "template"), LIMITS)
+    tokenizer = TokenizerFile(model)
+    encode, decode = tokenizer.encode, tokenizer.decode
+    spec = WorkerSpec(
+        {"args": {}, **kind}, RendererChoice("plain" if name == "plain" else "chat", str(model), "template"), LIMITS
+    )
 
     async def run():
         said = iter(replies)

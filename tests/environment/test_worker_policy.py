@@ -108,7 +108,7 @@ class Thinker:
     def __init__(self, folder, *thoughts: str) -> None:
         self.thoughts = list(thoughts)
         self.strands: dict[int, list[int]] = {}
-        renderer = renderer_for("qwen3", str(write_model(folder, "qwen3")), "template", True)
+        renderer = renderer_for("chat", str(write_model(folder, "qwen3")), "template", True)
         self.policy = EpisodePolicy(self.ask, renderer, LIMITS, [], [], Clock(60.0), lambda policy: "")
 
     async def ask(self, strand: int, append: Sequence[int], max_tokens: int | None, logprobs: bool) -> Answer:

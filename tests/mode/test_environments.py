@@ -84,13 +84,6 @@ def test_a_job_of_a_sweep_loads_its_environment_while_its_loop_runs(tiny_model: 
     assert workers() == []
 
 
-def test_a_model_without_a_renderer_is_refused_by_its_family(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model", "qwen3")
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ConfigError, match="the family llama has no renderer"):
-        worker_spec(composed(*own("Guess"), "data.template=chat"), folder)
-
-
 def test_the_renderer_opens_replies_as_the_data_does(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "qwen3")
     for thinking in (False, True):

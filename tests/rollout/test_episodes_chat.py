@@ -72,12 +72,12 @@ def model(tmp_path: Path) -> Path:
 
 def with_tools(model: Path, **settings: Any) -> WorkerSpec:
     environment = {"kind": "tools", "tools": TOOLS, **settings}
-    return WorkerSpec(environment, RendererChoice("qwen3", str(model), "template"), Limits(5, None, 100, 30.0, 100.0))
+    return WorkerSpec(environment, RendererChoice("chat", str(model), "template"), Limits(5, None, 100, 30.0, 100.0))
 
 
 def played(spec: WorkerSpec, model: Path, *script: str, size: int = 2) -> tuple[Talker, Group]:
     engine = Talker(script)
-    question = renderer_for("qwen3", str(model)).opening([{"role": "user", "content": QUESTION}])
+    question = renderer_for("chat", str(model)).opening([{"role": "user", "content": QUESTION}])
     prompt = Prompt("rooms/0@0", np.array(question, dtype=np.int32), "Room 7", "rooms", QUESTION, {"answer": "Room 7"})
 
     async def run() -> Group:
@@ -97,7 +97,7 @@ def sampled_and_not(strand: Strand) -> tuple[list[str], list[str]]:
 def test_only_what_the_engine_said_is_marked_and_each_request_is_the_strand_so_far(model: Path) -> None:
     engine, made = played(with_tools(model), model, CALL, NOTE + NOTE + END, "Room 7" + END)
     schemas = [dict(tool.schema) for tool in load_tools(TOOLS).values()]
-    opening = renderer_for("qwen3", str(model)).opening([{"role": "user", "content": QUESTION}], schemas)
+    opening = renderer_for("chat", str(model)).opening([{"role": "user", "content": QUESTION}], schemas)
     assert len(made.trajectories) == 2
     assert len(engine.asked) == 6
 
@@ -134,7 +134,7 @@ def test_what_goes_wrong_in_a_call_is_heard_and_not_sampled(model: Path) -> None
 @pytest.mark.parametrize("thinking", ["template", "keep"])
 def test_earlier_reasoning_is_stripped_as_the_template_does_or_kept(model: Path, own: Any, thinking: str) -> None:
     spec = own(ASKS_AGAIN, model=model)
-    choice = RendererChoice("qwen3", str(model), thinking, enable_thinking=True)
+    choice = RendererChoice("chat", str(model), thinking, enable_thinking=True)
     spec = WorkerSpec(spec.environment, choice, spec.limits)
     first, last = "<think>\nHm.\n</think>\n\nRoom 7" + END, "<think>\nYes.\n</think>\n\nRoom 7" + END
     engine, made = played(spec, model, first, last, size=1)
@@ -150,7 +150,7 @@ def test_earlier_reasoning_is_stripped_as_the_template_does_or_kept(model: Path,
 @pytest.mark.parametrize("enabled", [False, True])
 def test_data_thinking_reaches_the_generation_prompt(model: Path, own: Any, enabled: bool) -> None:
     spec = own(ASKS_AGAIN, model=model)
-    choice = RendererChoice("qwen3", str(model), "template", enable_thinking=enabled)
+    choice = RendererChoice("chat", str(model), "template", enable_thinking=enabled)
     engine, _ = played(WorkerSpec(spec.environment, choice, spec.limits), model, *["Room 7" + END] * 2, size=1)
     for request in engine.asked:
         assert decoded(request.token_ids).endswith("<think>\n\n</think>\n\n") is not enabled

@@ -198,7 +198,7 @@ def test_warnings_about_the_inputs_are_in_the_report(tmp_path, monkeypatch):
     """The data is read before the run's folder exists."""
     sentence = "9 of the 10 questions of evaluation set mine are also in the training set"
     counts = RowCounts({"mine": 47}, {"mine": 10}, [], 0, {})
-    inputs = RunInputs(tmp_path, None, SimpleNamespace(counts=counts), (sentence,))
+    inputs = RunInputs(tmp_path, None, None, SimpleNamespace(counts=counts), (sentence,))
     monkeypatch.setattr(session, "take_inputs", lambda config, status: inputs)
 
     def stop(*_, **__):

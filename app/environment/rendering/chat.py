@@ -1,27 +1,43 @@
-"""Chat templates of the Qwen families, by the `renderers` package.
+r"""Conversations by a model's own chat template; its replies are read by the `renderers` package.
+
+What follows a reply is rendered by the template after a made-up reply, from the token on that ends it:
+
+    … <|im_start|>assistant\n MADE UP <|im_end|> │ \n<|im_start|>user\n More! <|im_end|>\n<|im_start|>assistant\n
+    strand as sampled ……………………………… <|im_end|> │ appended
 
 Invariants:
-- What `following` returns stands after the strand token for token; the package's own extension of a strand is taken
-  only if it begins with the whole strand.
+- What `following` returns stands after the strand token for token; nothing that was sampled is tokenized again.
+- A strand ends where the template would write its history in another way. With the template's thinking mode off, the
+  empty think block of each generation prompt is not such a difference: it is what the policy was conditioned on.
 - A reply is parsed by token id: markers that are spelled out as text are text.
-- With the template's thinking mode off, the empty think block of each generation prompt stays in the history, where
-  the Jinja template would strip it at the next user message: it is what the policy was conditioned on.
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from app.environment.protocol import Message, Reply, ToolCall
+from app.environment.rendering import reply_parser
 from app.environment.rendering.base import Tools
-from app.environment.rendering.chat_messages import messages_in
-from app.environment.rendering.chat_template import thinking_of
-from app.environment.rendering.tokenizer_file import TokenizerFile, import_package
+from app.environment.rendering.chat_messages import START, messages_in
+from app.environment.rendering.chat_template import ChatTemplate
+from app.environment.rendering.tokenizer_file import TokenizerFile
 
-CLASSES = {  # name → module, renderer, its configuration
-    "qwen3": ("renderers.qwen3", "Qwen3Renderer", "Qwen3RendererConfig"),
-    "qwen3.5": ("renderers.qwen35", "Qwen35Renderer", "Qwen35RendererConfig"),
-}
+QUESTION: Message = {"role": "user", "content": "How much is it?"}
+MADE_UP = "Here stands a reply."
+ANSWER: Message = {"role": "assistant", "content": MADE_UP}
+RESULT: Message = {"role": "tool", "content": "3", "name": "add", "tool_call_id": "functions.add:0"}
+THOUGHT = "So I thought."
+THOUGHTS: tuple[Message, ...] = (  # as a field, and in the text
+    {**ANSWER, "reasoning_content": THOUGHT},
+    {**ANSWER, "content": f"<think>\n{THOUGHT}\n</think>\n\n{MADE_UP}"},
+)
+OPEN, CLOSE = "<think>", "</think>"
+EMPTY_BLOCK = re.compile(r"<think>\s*(</think>\s*|$)")
+
 OK = "ok"
 PROBLEMS = {  # the package's status of a call → what the policy is told
     "invalid_json": "the arguments of the call are not valid JSON",
@@ -35,99 +51,153 @@ NOT_AN_OBJECT = "the arguments of the call are not a JSON object"
 
 
 class ChatRenderer:
-    """Messages by a Qwen chat template.
+    """Messages by a chat template.
 
     Attributes:
-        thinking_mode: `enable_thinking` of the `renderers` package that agrees with the model's own template.
+        tokenizer: Of the model.
+        tool_syntax: Name of the syntax in which the template writes tool calls; None if there is none.
     """
 
-    def __init__(self, name: str, folder: Path, keep_thinking: bool, enable_thinking: bool) -> None:
-        """Load the tokenizer and check that the model's own template agrees.
+    def __init__(self, folder: Path, keep_thinking: bool, enable_thinking: bool, template: str | None) -> None:
+        """Load the tokenizer and the template.
 
         Raises:
-            ValueError: The tokenizer lacks a marker, `renderers` is missing, or the model has another template.
+            ValueError: One of them cannot be read, or no token that ends a reply follows it in the template.
         """
-        self._name = name
-        self._tokenizer = TokenizerFile(folder)
-        modes = {mode: self._create(mode, None) for mode in (False, True)}
-
-        def rendering(messages: Sequence[Message], tools: Tools | None, mode: bool) -> list[int]:
-            return _opening(modes[mode], messages, tools)
-
-        mode = thinking_of(rendering, name, self._tokenizer, enable_thinking)
-        self.thinking_mode = mode
-        self._by_template = modes[mode]
-        self._keeping = self._create(mode, "all")
+        self.tokenizer = TokenizerFile(folder)
+        self._template = ChatTemplate(folder, template, enable_thinking)
         self._keep_thinking = keep_thinking
-
-        markers = ("<|im_start|>", "<think>", "</think>")
-        self._start, *self._think = (self._tokenizer.convert_tokens_to_ids(marker) for marker in markers)
-
-    def _create(self, enable_thinking: bool, retention: str | None) -> Any:
-        module, renderer, config = CLASSES[self._name]
-        settings = getattr(import_package("renderers.configs"), config)(
-            enable_thinking=enable_thinking, thinking_retention=retention
-        )
-        try:
-            return getattr(import_package(module), renderer)(self._tokenizer, settings)
-        except AssertionError as error:  # how the package reports a missing marker
-            folder = self._tokenizer.name_or_path
-            raise ValueError(
-                f"{folder} has not the tokenizer of {self._name} ({str(error).rstrip('.')}); "
-                "give a chat model, or data.template=plain."
-            ) from error
+        self._thinking = enable_thinking
+        self._histories: dict[tuple[bool, bool], tuple[bool, bool]] = {}
+        self.after_reply([QUESTION], None)
 
     def opening(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Return the conversation by the template, up to where the policy speaks."""
-        return _opening(self._by_template, messages, tools)
+        if tools and self.tool_syntax is None:
+            raise ValueError(
+                f"the chat template of {self.tokenizer.name_or_path} has no known syntax of tool calls: give a model "
+                "that has one, or model.chat_template."
+            )
+        return self.tokenizer.encode(self._template.render(messages, tools))
 
     def following(
         self, token_ids: Sequence[int], messages: Sequence[Message], tools: Tools | None = None
     ) -> list[int] | None:
         """Return the tokens after a strand, or None where the template would rewrite it."""
-        strand = list(token_ids)
-        if self._start not in strand:
+        if any(message["role"] == "assistant" for message in messages):
+            return None
+        by_user = any(message["role"] == "user" for message in messages)
+        extends, strips = self._history(by_user, bool(tools))
+        if not extends:
             return None
 
-        # the last generation prompt and the reply after it
-        cut = len(strand) - 1 - strand[::-1].index(self._start)
-        nothing_to_strip = not any(marker in strand for marker in self._think)
-        renderer = self._keeping if self._keep_thinking or nothing_to_strip else self._by_template
-        extended = renderer.bridge_to_next_turn(
-            strand[:cut], strand[cut:], [dict(message) for message in messages], tools=_dicts(tools)
-        )
-
-        if extended is None or extended.token_ids[: len(strand)] != strand:
+        text = self.tokenizer.decode(token_ids)
+        reasoned = any(marker in EMPTY_BLOCK.sub("", text) for marker in (OPEN, CLOSE))
+        if strips and reasoned and not self._keep_thinking:
             return None
-        appended: list[int] = extended.token_ids[len(strand) :]
-        return appended
+
+        close, appended = self.after_reply(messages, tools)
+        if token_ids[-1] == close:
+            return appended
+        unfinished = self.tokenizer.encode(CLOSE) if text.rfind(OPEN) > text.rfind(CLOSE) else []
+        return [*unfinished, close, *appended]
 
     def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Tools | None = None) -> Reply:
         """Return text, reasoning and tool calls of a reply; problems of a call stand in its status."""
         sampled = list(token_ids)
+        said = sampled[:-1] if sampled and sampled[-1] in self.tokenizer.stop_ids else sampled
         try:
-            parsed = self._by_template.parse_response(sampled, tools=_dicts(tools), prompt_ids=list(prompt_ids))
+            parsed = self._parse(said, tools=_dicts(tools), prompt_ids=list(prompt_ids))
         except (ValueError, RecursionError):  # numbers of 5,000 digits, 10,000 brackets
-            text = self._tokenizer.decode(sampled, skip_special_tokens=True)
+            text = self.tokenizer.decode(sampled, skip_special_tokens=True)
             return Reply(text, "", (ToolCall("", {}, UNREADABLE),), truncated=False, token_ids=tuple(sampled))
 
         calls = tuple(_tool_call(call, index, tools) for index, call in enumerate(parsed.tool_calls))
         reasoning = (parsed.reasoning_content or "").strip()
-        return Reply(parsed.content, reasoning, calls, truncated=False, token_ids=tuple(sampled))
+        return Reply(parsed.content.strip(), reasoning, calls, truncated=False, token_ids=tuple(sampled))
 
     def read(self, token_ids: Sequence[int]) -> list[Message]:
-        """Return the messages between the template's markers; a tool's result has the role `tool`."""
-        return messages_in(self._tokenizer.decode(token_ids))
+        """Return the messages between ChatML's markers; of another template, all of it as one message."""
+        text = self.tokenizer.decode(token_ids)
+        if self.tokenizer.convert_tokens_to_ids(START) is not None:
+            return messages_in(text)
+        return [{"role": "user", "content": text}] if text else []
 
     def shorten(self, text: str, max_tokens: int) -> str:
-        return self._tokenizer.shorten(text, max_tokens)
+        return self.tokenizer.shorten(text, max_tokens)
 
+    @property
+    def tool_syntax(self) -> str | None:
+        return self._tool_parser[0] if self._tool_parser else None
 
-def _opening(renderer: Any, messages: Sequence[Message], tools: Tools | None) -> list[int]:
-    rendered: list[int] = renderer.render_ids(
-        [dict(message) for message in messages], tools=_dicts(tools), add_generation_prompt=True
-    )
-    return rendered
+    @cached_property
+    def _parse(self) -> reply_parser.Parse:
+        return self._tool_parser[1] if self._tool_parser else reply_parser.text_parser(self.tokenizer)
+
+    @cached_property
+    def _tool_parser(self) -> tuple[str, reply_parser.Parse] | None:
+        """What reads the template's tool calls; None if it has no place for tools, or writes them in an unknown way."""
+        tools = [reply_parser.TOOL]
+        calling = {"role": "assistant", "content": "", "tool_calls": [reply_parser.CALL]}
+        opening = self._template.render([QUESTION], tools)
+        if opening == self._template.render([QUESTION]):
+            return None
+        try:
+            whole = self._template.render([QUESTION, calling], tools, prompt=False)
+            answered = self.tokenizer.encode(self._template.render([QUESTION, calling, RESULT], tools))
+            close, rest = self.after_reply([RESULT], tools)
+        except ValueError:
+            return None
+        if answered[-len(rest) - 1 :] != [close, *rest]:
+            return None
+
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(opening, whole, strict=False)))
+        call = self.tokenizer.encode(whole[common:])
+        end = next((at for at, token in enumerate(call) if token in self.tokenizer.stop_ids), len(call))
+        return reply_parser.tool_parser(
+            self.tokenizer, self.tokenizer.encode(whole[:common]), call[:end], self._thinking
+        )
+
+    def after_reply(self, messages: Sequence[Message], tools: Tools | None) -> tuple[int, list[int]]:
+        """Return the token that ends a reply before these messages, and the tokens after it.
+
+        Raises:
+            ValueError: The template rejects the messages, leaves out the reply, or does not end it.
+        """
+        whole = self._template.render([QUESTION, ANSWER, *messages], tools)
+        tail = self.tokenizer.encode(whole.partition(MADE_UP)[2])
+        end = next((at for at, token in enumerate(tail) if token in self.tokenizer.stop_ids), len(tail))
+        between = self.tokenizer.decode(tail[:end]).strip()
+
+        if end == len(tail) or between:
+            stops = ", ".join(sorted(self.tokenizer.decode([token]) for token in self.tokenizer.stop_ids))
+            found = f"{self.tokenizer.decode(tail[:8])!r}" if tail else "no reply"
+            raise ValueError(
+                f"model.path={self.tokenizer.name_or_path} is not accepted with an environment and "
+                f"data.template=chat: the model ends a reply with {stops or 'no token'} (eos_token_id), and its chat "
+                f"template writes {found} after it."
+            )
+        return tail[end], tail[end + 1 :]
+
+    def _history(self, by_user: bool, with_tools: bool) -> tuple[bool, bool]:
+        """Return what such messages do to the conversation before them.
+
+        Args:
+            by_user: Whether there is one of the user among them; else they are results of tools.
+            with_tools: Whether tools are declared.
+
+        Returns:
+            Whether the template writes a question and the reply to it as without them; whether it leaves out the
+            reasoning of that reply.
+        """
+        if (by_user, with_tools) not in self._histories:
+            tools = [reply_parser.TOOL] if with_tools else None
+            follows = QUESTION if by_user else RESULT
+            opening = EMPTY_BLOCK.sub("", self._template.render([QUESTION], tools))
+            whole = EMPTY_BLOCK.sub("", self._template.render([QUESTION, ANSWER, follows], tools))
+            strips = not any(THOUGHT in self._template.render([QUESTION, each, follows], tools) for each in THOUGHTS)
+            self._histories[by_user, with_tools] = whole.startswith(opening), strips
+        return self._histories[by_user, with_tools]
 
 
 def _dicts(tools: Tools | None) -> list[dict[str, Any]] | None:

@@ -1,86 +1,64 @@
-"""Check that a model's own Jinja chat template says what its renderer says, before anything is sampled.
-
-A family's name is not enough: checkpoints of one `model_type` may ship different templates.
-"""
+"""A model's own Jinja chat template, as transformers renders it, without transformers."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 from app.environment.protocol import Message
-from app.environment.rendering.tokenizer_file import TokenizerFile, import_package, read_json
+from app.environment.rendering.tokenizer_file import import_package, read_json
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add numbers, é <b>.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
-    },
-}
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "1 + 2"}}}
-QUESTION = {"role": "user", "content": "How much is it?"}
-THOUGHT = {"role": "assistant", "reasoning_content": "I think.", "content": "It is 3."}
-CALLING = {"role": "assistant", "content": "I ask.", "tool_calls": [CALL]}
-RESULT = {"role": "tool", "content": "3"}
-QUESTIONS: tuple[tuple[str, tuple[Message, ...], bool], ...] = (  # name, conversation, with tools
-    ("a question", (QUESTION,), False),
-    ("a question with tools", ({"role": "system", "content": "Be brief."}, QUESTION), True),
-)
-HISTORIES: tuple[tuple[str, tuple[Message, ...], bool], ...] = (
-    ("a question after an answer", (QUESTION, THOUGHT, QUESTION), False),
-    ("results of tools", (QUESTION, CALLING, RESULT, RESULT), True),
-)
-
-Rendering = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None, bool], list[int]]
-"""Conversation, tools, thinking mode → tokens up to where the policy speaks."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def thinking_of(rendering: Rendering, name: str, tokenizer: TokenizerFile, enable_thinking: bool) -> bool:
-    r"""Compare a renderer with the template of the model directory, if there is one, on four conversations.
+class ChatTemplate:
+    """A compiled template with the variables that transformers gives to it."""
 
-    Questions are compared by tokens. Histories are compared by text, since the renderer cuts an assistant's text before
-    a tool call by itself (".", "\n\n" for ".\n\n"), and with the thinking mode on: off, it keeps empty think blocks.
+    def __init__(self, folder: Path, source: str | None, enable_thinking: bool) -> None:
+        """Compile a template.
 
-    Args:
-        rendering: The renderer.
-        name: Its name.
-        tokenizer: The model's tokenizer.
-        enable_thinking: The argument that the driver gives to the template.
+        Args:
+            folder: Model directory.
+            source: Text of a template to use in place of the model's own.
+            enable_thinking: The template's argument, which is `data.thinking`.
 
-    Returns:
-        The renderer's thinking mode that agrees with the template under `enable_thinking`. A template that knows no
-        thinking mode ignores the argument.
+        Raises:
+            ValueError: There is none, or it is not valid Jinja.
+        """
+        source = template_of(folder) if source is None else source
+        if source is None:
+            raise ValueError(f"{folder} has no chat template: give model.chat_template, or data.template=plain.")
+        try:
+            self._template = _environment().from_string(source)
+        except import_package("jinja2").TemplateError as error:
+            raise ValueError(f"the chat template is not valid Jinja ({error}).") from error
 
-    Raises:
-        ValueError: One sentence that names the conversation on which they differ.
-    """
-    source = template_of(Path(tokenizer.name_or_path))
-    if source is None:
-        return enable_thinking
+        declared = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
+        tokens = {name: _text(declared.get(name)) for name in SPECIAL_TOKENS}
+        self._variables: dict[str, Any] = {name: token for name, token in tokens.items() if token is not None}
+        self._variables["enable_thinking"] = enable_thinking
 
-    def agree(probe: tuple[str, tuple[Message, ...], bool], asked: bool, rendered: bool) -> bool:
-        _, messages, with_tools = probe
-        tools = [TOOL] if with_tools else None
-        text = render_template(source, messages, tools, asked)
-        found = rendering(messages, tools, rendered)
-        # what an assistant said may be cut into other tokens of the same text
-        return tokenizer.decode(found) == text if probe in HISTORIES else found == tokenizer.encode(text)
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, prompt: bool = True
+    ) -> str:
+        """Return a conversation as text.
 
-    mode = enable_thinking
-    if not agree(QUESTIONS[0], enable_thinking, mode):
-        mode = not enable_thinking
-    differing = [probe[0] for probe in QUESTIONS if not agree(probe, enable_thinking, mode)]
-    differing += [probe[0] for probe in HISTORIES if not agree(probe, True, True)]
+        Args:
+            messages: The whole conversation.
+            tools: Schemas of the tools.
+            prompt: Whether the text ends where the policy speaks.
 
-    if differing:
-        raise ValueError(
-            f"model.path={tokenizer.name_or_path} is not accepted with an environment and data.template=chat: "
-            f"its chat template differs from that of {name} for {differing[0]}; give a model with the family's "
-            f"template, or data.template=plain."
-        )
-    return mode
+        Raises:
+            ValueError: The template rejects the messages.
+        """
+        try:
+            text: str = self._template.render(
+                messages=list(messages), tools=tools or None, add_generation_prompt=prompt, **self._variables
+            )
+        except Exception as error:  # the template is a program of the model's
+            raise ValueError(f"the chat template cannot be used ({error}).") from error
+        return text
 
 
 def template_of(folder: Path) -> str | None:
@@ -95,33 +73,42 @@ def template_of(folder: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def render_template(
-    source: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, enable_thinking: bool
-) -> str:
-    """Return a conversation by a Jinja template, up to where the policy speaks, as transformers renders it.
+def _environment() -> Any:
+    """Return a Jinja environment with what transformers adds to it."""
+    jinja2, sandbox = import_package("jinja2"), import_package("jinja2.sandbox")
 
-    Raises:
-        ValueError: The template is invalid or rejects the messages.
-    """
-    sandbox = import_package("jinja2.sandbox")
+    class Generation(import_package("jinja2.ext").Extension):  # type: ignore[misc]
+        """`{% generation %}` marks replies for training elsewhere; its body is rendered."""
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body).set_lineno(line)
+
     environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _reject
-
-    try:
-        template = environment.from_string(source)
-        text: str = template.render(
-            messages=list(messages), tools=tools, add_generation_prompt=True, enable_thinking=enable_thinking
-        )
-    except import_package("jinja2").TemplateError as error:
-        raise ValueError(f"the chat template cannot be used ({error}).") from error
-    return text
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _text(token: Any) -> str | None:
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _reject(message: str) -> NoReturn:

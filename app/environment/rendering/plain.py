@@ -22,7 +22,9 @@ class PlainRenderer:
     def opening(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Return the prompt, with the special tokens that the tokenizer adds by default."""
         if tools:
-            raise ValueError("plain text has no tool calls: give data.template=chat and a model with a chat template.")
+            raise ValueError(
+                "data.template=plain has no tool calls: give data.template=chat and a model with a chat template."
+            )
         return self._tokenizer.encode(_text(messages), add_special_tokens=True)
 
     def following(

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.environment.protocol import Policy, Task
-from app.environment.verifiers.environment_host import Host, Settings
+from app.environment.verifiers.environment_host import Host, Settings, own_renderer
 from app.utils.dotted_path import LoadError
 
 PINS = "verifiers 0.4.x"
 PACKAGES = ("verifiers",)
-RENDERERS = ("qwen3", "qwen3.5")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +68,17 @@ def make(settings: Mapping[str, Any]) -> Make:
     if not supported({"verifiers": version}):
         raise LoadError(f"verifiers {version} is not supported; install {PINS}")
 
-    renderer = settings["renderer"]
-    if renderer["name"] not in RENDERERS:
-        raise LoadError(
-            f"it speaks by chat templates: give a model of {' or '.join(RENDERERS)}, and data.template=chat"
-        )
-
     args = dict(settings.get("args") or {})
     tasks = args.pop("tasks", None)
     if tasks is not None and (type(tasks) is not int or tasks < 1):
         raise LoadError(f"environment.args.tasks={json.dumps(tasks)} is not a number of tasks")
 
     _find_programs()
-    host = Host(Settings(str(settings["id"]), args, tasks, settings["limits"]["max_turns"], renderer))
+    choice = settings["renderer"]
+    renderer = own_renderer(choice)
+    host = Host(
+        Settings(str(settings["id"]), args, tasks, settings["limits"]["max_turns"], str(choice["model_path"]), renderer)
+    )
     rows = host.rows()
     if not rows:
         raise LoadError(f"{settings['id']} has no tasks")

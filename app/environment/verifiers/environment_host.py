@@ -8,13 +8,19 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from app.environment.protocol import Policy
+from app.environment.protocol import Message, Policy
 from app.environment.rendering import renderer_for
-from app.environment.rendering.chat import ChatRenderer
+from app.environment.rendering.agreement import SCRIPT
+from app.environment.rendering.chat import EMPTY_BLOCK, ChatRenderer
+from app.environment.rendering.reply_parser import TOOL
 from app.environment.worker.openai_endpoint.endpoint import Endpoint, Seat
 from app.utils.dotted_path import LoadError
 
 MODEL = "policy"
+RENDERERS = ("qwen3", "qwen3.5")  # of verifiers' own that are compared with the model's template
+CONVERSATIONS = [
+    (messages, with_tools) for _, before, after, with_tools in SCRIPT for messages in (before[:-1], (*before, *after))
+]
 API_KEY = "POSTTRAIN_NO_KEY"  # an environment variable that nobody sets: the endpoint takes no key
 
 
@@ -30,18 +36,50 @@ class Settings:
     args: Mapping[str, Any]
     tasks: int | None  # the first ones only
     max_turns: int
-    renderer: Mapping[str, Any]  # name, model_path, thinking and enable_thinking, as of `renderer_for`
+    model_path: str
+    renderer: Any  # configuration of verifiers' own renderer, of `own_renderer`
 
-    def renderer_config(self) -> Any:
-        """Return the model's configuration in the `renderers` package, as the worker's own renderer has it."""
-        from renderers import config_from_name
 
-        name, thinking = self.renderer["name"], self.renderer["thinking"]
-        ours = renderer_for(name, self.renderer["model_path"], thinking, self.renderer.get("enable_thinking", False))
-        assert isinstance(ours, ChatRenderer)
-        return type(config_from_name(name))(
-            enable_thinking=ours.thinking_mode, thinking_retention="all" if thinking == "keep" else None
-        )
+def own_renderer(choice: Mapping[str, Any]) -> Any:
+    """Return the configuration of the `renderers` package that renders as the model's chat template does.
+
+    verifiers renders by that package, which holds the templates of families.
+
+    Args:
+        choice: Arguments of `renderer_for`.
+
+    Raises:
+        LoadError: There is none.
+    """
+    ours = renderer_for(**choice)
+    if isinstance(ours, ChatRenderer) and ours.tool_syntax in RENDERERS:
+        from renderers.base import create_renderer
+        from renderers.configs import config_from_name
+
+        kind = type(config_from_name(ours.tool_syntax))
+        retention = "all" if choice["thinking"] == "keep" else None
+        for thinking in (True, False):
+            config = kind(enable_thinking=thinking, thinking_retention=retention)
+            try:
+                theirs = create_renderer(ours.tokenizer, config)
+            except AssertionError:  # the tokenizer lacks a marker
+                break
+            if all(_agree(ours, theirs, messages, with_tools) for messages, with_tools in CONVERSATIONS):
+                return config
+    raise LoadError(
+        f"verifiers renders conversations by the chat templates of {' and '.join(RENDERERS)}: give a model with one of "
+        "them, and data.template=chat"
+    )
+
+
+def _agree(ours: ChatRenderer, theirs: Any, messages: Sequence[Message], with_tools: bool) -> bool:
+    """Whether both give the same text, but for empty think blocks, which verifiers keeps."""
+    tools = [dict(TOOL)] if with_tools else None
+    pair = ours.opening(messages, tools), theirs.render_ids(list(messages), tools=tools, add_generation_prompt=True)
+    if not any(message["role"] == "assistant" for message in messages):
+        return pair[0] == pair[1]
+    mine, its = (EMPTY_BLOCK.sub("", ours.tokenizer.decode(ids)) for ids in pair)
+    return mine == its
 
 
 class Untrained:
@@ -111,8 +149,8 @@ class Host:
         client = TrainClientConfig(
             base_url=endpoint.shared_url,
             api_key_var=API_KEY,
-            renderer=self._settings.renderer_config(),
-            renderer_model_name=self._settings.renderer["model_path"],
+            renderer=self._settings.renderer,
+            renderer_model_name=self._settings.model_path,
         )
         seats: list[Seat] = []
 

@@ -17,6 +17,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +226,7 @@ def _load_renderer(choice: RendererChoice) -> Renderer:
     from app.environment.rendering import renderer_for
 
     try:
-        renderer: Renderer = renderer_for(choice.name, choice.model_path, choice.thinking, choice.enable_thinking)
+        renderer: Renderer = renderer_for(*astuple(choice))
     except Exception as error:  # a missing package, or what a tokenizer's files hold
         problem = str(error) if isinstance(error, ValueError) else error_text(error)
         raise LoadError(

@@ -6,7 +6,7 @@ No engine is needed. Before it, the renderer makes a round trip: render → repl
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from app.config import RunConfig
@@ -88,7 +88,7 @@ def _round_trip(choice: RendererChoice, task: Task, tokenize: Tokenize) -> None:
     """Raise `ConfigError` if what is rendered, replied and read differs."""
     question = [{"role": "user", "content": task.question or QUESTION}]
     try:
-        renderer = renderer_for(choice.name, choice.model_path, choice.thinking, choice.enable_thinking)
+        renderer = renderer_for(*astuple(choice))
         opening = renderer.opening(task.messages or question)
         reply = [*tokenize(ANSWER)]
         following = renderer.following([*opening, *reply], question)
