@@ -96,7 +96,7 @@ REFUSED = [  # overrides, fragments of the sentence
         ["environment=tools", "environment.tools=[search]"],
         ["environment.tools=search", "paths such as my_tools.search"],
     ),
-    (["model.chat_template=no.jinja"], ["model.chat_template=no.jinja", "a file with a Jinja template"]),
+    (["model.chat_template=no.jinja"], ["model.chat_template=no.jinja", "an existing file with a Jinja template"]),
     (["environment=verifiers"], ["environment.id=null", "the package of the environment"]),
     (["environment=openenv"], ["environment.url=null", "ws://localhost:8000"]),
     (

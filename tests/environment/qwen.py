@@ -5,6 +5,7 @@ copies that TRL 1.16.0 ships as `trl/chat_templates/{qwen3,qwen3_5_think,qwen3_5
 """
 
 import json
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 TEMPLATES = Path(__file__).parent / "templates"
 TEMPLATE = {"qwen3": "qwen3.jinja", "qwen3.5": "qwen3_5_think.jinja"}
 MODEL_TYPE = {"qwen3": "qwen3", "qwen3.5": "qwen3_5"}
+
+FOLDER = tempfile.TemporaryDirectory(prefix="model-")  # removed when the process ends
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
 SPECIAL_PADS = ("<|image_pad|>", "<|video_pad|>")
@@ -53,3 +56,9 @@ def write_model(folder: Path, name: str, template: str | None = None) -> Path:
     text = (TEMPLATES / TEMPLATE[name]).read_text() if template is None else template
     (folder / "chat_template.jinja").write_text(text)
     return folder
+
+
+@cache
+def chat_choice() -> dict[str, str]:
+    """What `renderer_for` takes for a model whose template has tools."""
+    return {"name": "chat", "model_path": str(write_model(Path(FOLDER.name), "qwen3"))}

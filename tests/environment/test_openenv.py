@@ -18,6 +18,7 @@ from app.environment.protocol import OutOfTurns, Reply, Task, ToolCall
 from app.utils.dotted_path import LoadError
 from tests.environment.interpreters import BUILD_S
 from tests.environment.openenv_server import EchoServer, echo_server
+from tests.environment.qwen import chat_choice
 from tests.environment.scripted_policy import ScriptedPolicy
 from tests.waiting import until
 
@@ -116,7 +117,8 @@ def settings(
     url: str | None, renderer: str = "plain", timeout_s: float = 60.0, sessions: int | None = None, **args: Any
 ) -> dict[str, Any]:
     limits = {"timeout_s": timeout_s}
-    return {"url": url, "args": args, "renderer": {"name": renderer}, "limits": limits, "sessions": sessions}
+    choice = {**chat_choice(), "name": renderer}
+    return {"url": url, "args": args, "renderer": choice, "limits": limits, "sessions": sessions}
 
 
 def play(
@@ -161,7 +163,7 @@ def test_a_conversation_of_the_data_stands_before_the_first_observation(last: st
     earlier = [{"role": "system", "content": "You play."}, {"role": "user", "content": "Ready?"}]
     messages = [*earlier, {"role": last, "content": TASK.question}]
     policy = ScriptedPolicy([Reply(act(7))])
-    play(policy, Guessing(), "qwen3", task=replace(TASK, messages=messages))
+    play(policy, Guessing(), "chat", task=replace(TASK, messages=messages))
     opening = {"role": "user", "content": "Find the number.\n\nhigher than 0"}
     if last == "tool":  # which stays the tool's
         opening = {"role": "user", "content": "higher than 0"}
@@ -172,7 +174,7 @@ def test_a_policy_with_tools_acts_by_a_call_and_hears_its_result() -> None:
     call = Reply("", tool_calls=(ToolCall("step", {"guess": "5"}, "ok", "c1"),))
     policy = ScriptedPolicy([call, Reply("", tool_calls=(ToolCall("step", {"guess": 7}, "ok", "c2"),))])
 
-    assert play(policy, Guessing(), "qwen3") == {"reward": 0.75, "last_reward": 1.0}
+    assert play(policy, Guessing(), "chat") == {"reward": 0.75, "last_reward": 1.0}
     (tool,) = policy.asked[0]["tools"]
     assert tool["function"]["name"] == "step"
     assert tool["function"]["parameters"]["properties"] == {"guess": {"type": "integer"}}

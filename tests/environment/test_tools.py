@@ -14,17 +14,16 @@ from app.environment.rendering import Renderer, renderer_for
 from app.environment.tool_schema import checked, schema_of
 from app.environment.tools import load_tools, make
 from tests.environment import my_tools
-from tests.environment.qwen import tokenizer, write_model
+from tests.environment.qwen import chat_choice, tokenizer
 
 HERE = "tests.environment.my_tools"
 TASK = Task("a/0@0", "Who wrote it?", "me", "a", {}, seed=0, training=True)
 END = "<|im_end|>"
-CHAT = {"name": "qwen3"}
 
 
 @pytest.fixture(scope="module")
-def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    return renderer_for("chat", str(write_model(tmp_path_factory.mktemp("model"), "qwen3")))
+def renderer() -> Renderer:
+    return renderer_for(**chat_choice())
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +88,7 @@ def play(
 ) -> Scripted:
     policy = Scripted(renderer, *script)
     paths = [f"{HERE}.{name}" for name in tools]
-    factory = make({"tools": paths, "renderer": CHAT, "limits": {"timeout_s": timeout_s}, **data})
+    factory = make({"tools": paths, "renderer": chat_choice(), "limits": {"timeout_s": timeout_s}, **data})
 
     async def episode() -> None:
         environment = factory()
@@ -207,7 +206,7 @@ def test_a_late_tool_is_an_observation_and_the_next_one_has_a_thread(renderer: R
 def test_an_aborted_episode_ends_its_tool_and_closes_its_instances(renderer: Renderer) -> None:
     async def episode() -> None:
         environment = make(
-            {"tools": [f"{HERE}.Notes", f"{HERE}.sleep"], "renderer": CHAT, "limits": {"timeout_s": 600.0}}
+            {"tools": [f"{HERE}.Notes", f"{HERE}.sleep"], "renderer": chat_choice(), "limits": {"timeout_s": 600.0}}
         )()
         policy = Scripted(renderer, call("write", text="a") + call("sleep") + END)
         running = asyncio.ensure_future(environment.run(TASK, policy))
@@ -229,7 +228,7 @@ def test_limits_of_the_episode_end_it_without_an_error(renderer: Renderer) -> No
             raise OutOfTokens("full")
 
     async def episode() -> None:
-        await make({"tools": [f"{HERE}.search"], "renderer": CHAT, "limits": {"timeout_s": 1}})().run(
+        await make({"tools": [f"{HERE}.search"], "renderer": chat_choice(), "limits": {"timeout_s": 1}})().run(
             TASK, Full(renderer)
         )
 
@@ -308,19 +307,20 @@ def test_a_whole_number_is_a_number_and_a_null_is_none() -> None:
 )
 def test_what_cannot_be_a_tool_is_refused_by_name(names: list[str], problem: str) -> None:
     with pytest.raises(ValueError, match=r"^environment\.tools=.* is not accepted: [^\n]*\.$") as refused:
-        make({"tools": [f"{HERE}.{name}" for name in names], "renderer": CHAT, "limits": {"timeout_s": 60}})
+        make({"tools": [f"{HERE}.{name}" for name in names], "renderer": chat_choice(), "limits": {"timeout_s": 60}})
     assert problem in str(refused.value)
     if names:
         assert str(refused.value).startswith(f"environment.tools={HERE}.{names[-1]} is not accepted: ")
 
 
 def test_a_format_without_tools_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^environment=tools is not accepted with data.template=plain, [^\n]*\.$"):
-        make({"tools": [f"{HERE}.search"], "renderer": {"name": "plain"}, "limits": {"timeout_s": 60}})
+    plain = {**chat_choice(), "name": "plain"}
+    with pytest.raises(ValueError, match=r"^environment=tools is not accepted: data\.template=plain has no [^\n]*\.$"):
+        make({"tools": [f"{HERE}.search"], "renderer": plain, "limits": {"timeout_s": 60}})
 
 
 def test_a_missing_module_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"environment\.tools=no_such\.tool is not accepted: there is no module no_such"
     ):
-        make({"tools": ["no_such.tool"], "renderer": CHAT, "limits": {"timeout_s": 60}})
+        make({"tools": ["no_such.tool"], "renderer": chat_choice(), "limits": {"timeout_s": 60}})

@@ -26,6 +26,7 @@ from app.environment.openenv.action import ActionError, read_action
 from app.environment.openenv.capacity import most_sessions
 from app.environment.openenv.ws_session import Observation, Server, Session, open_session
 from app.environment.protocol import EpisodeOver, Message, Policy, Reply, Task, Tool
+from app.environment.rendering import PLAIN, renderer_for
 from app.utils.dotted_path import LoadError
 
 PACKAGES = ("aiohttp",)  # in the interpreter of the workers
@@ -57,7 +58,9 @@ def make(settings: Mapping[str, Any]) -> partial["OpenEnv"]:
     schema = _action_schema(url, settings["url"])
     _require_sessions(url, settings["url"], settings.get("sessions") or 0)
     tool = {"type": "function", "function": {"name": "step", "description": "Act.", "parameters": schema}}
-    tools = [] if settings["renderer"]["name"] == "plain" else [tool]  # its template has none
+    choice = settings["renderer"]
+    has_tools = choice["name"] != PLAIN and renderer_for(**choice).tool_syntax is not None
+    tools = [tool] if has_tools else []
     server = Server(url, float(settings["limits"]["timeout_s"]))
     return partial(OpenEnv, server, schema, tools, dict(settings.get("args") or {}))
 

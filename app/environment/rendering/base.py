@@ -9,7 +9,12 @@ Tools = Sequence[Tool]
 
 
 class Renderer(Protocol):
-    """Messages as the tokens of one family's chat template, and replies as text."""
+    """Messages as the tokens of a chat template, or of plain text, and replies as text."""
+
+    @property
+    def tool_syntax(self) -> str | None:
+        """Name of the syntax of tool calls; None where there are no tools."""
+        ...
 
     def opening(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Return the tokens of a conversation, up to where the policy speaks.

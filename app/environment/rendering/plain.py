@@ -16,6 +16,8 @@ from app.environment.rendering.tokenizer_file import TokenizerFile
 class PlainRenderer:
     """Messages without a chat template."""
 
+    tool_syntax = None
+
     def __init__(self, folder: Path) -> None:
         self._tokenizer = TokenizerFile(folder)
 
