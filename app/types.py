@@ -77,6 +77,9 @@ class Sampling:
     temperature: float  # 0: greedy
     top_p: float
     max_tokens: int  # completion tokens
+    top_k: int | None = None  # None: the whole vocabulary
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()  # texts that end a completion, as its last tokens
 
 
 class Ending(Enum):

@@ -42,6 +42,9 @@ WRITTEN = {  # what to write, and the ends of the dotted names of other programs
     f"environment.max_turns={VALUE}": "environment.max_steps max_assistant_turns",
     f"eval.before_train={VALUE}": "val_before_train",
     f"eval.every={VALUE}": "eval_steps test_freq",
+    f"eval.min_p={VALUE}": "eval_min_p val_kwargs.min_p",
+    f"eval.top_k={VALUE}": "eval_top_k val_kwargs.top_k",
+    f"eval.top_p={VALUE}": "eval_top_p val_kwargs.top_p",
     f"hydra.run.dir={VALUE}": "checkpoint.dir default_local_dir log_dir out output_dir run_dir save_dir",
     f"model.lora.alpha={VALUE}": "lora_alpha",
     LORA: "lora_r lora_rank use_lora use_peft",
@@ -59,6 +62,7 @@ WRITTEN = {  # what to write, and the ends of the dotted names of other programs
     ),
     f"rollout.max_prompt_tokens={VALUE}": "max_prompt_length",
     f"rollout.memory_fraction={VALUE}": "gpu_memory_utilization",
+    f"rollout.stop={VALUE}": "rollout_stop stop stop_strings",
     f"rollout.temperature={VALUE}": "temperature",
     f"rollout.tensor_parallel={VALUE}": "rollout_num_gpus_per_engine tensor_model_parallel_size",
     STEPS: "epochs max_steps num_rollout num_train_epochs total_epochs",
@@ -79,6 +83,10 @@ WRITTEN = {  # what to write, and the ends of the dotted names of other programs
 NAMES = {name: written for written, names in WRITTEN.items() for name in names.split()}
 
 CRITIC = "there is no critic: advantages compare the completions of a group"
+CUT = (
+    "engines report log-probabilities before a cut or a penalty, so training would correct for the wrong policy; "
+    "evaluations have eval.top_k, eval.min_p and eval.top_p"
+)
 NODES = "nodes join through Ray: start them with launch/ray_cluster.sh or launch/slurm.sbatch, or set cluster.address"
 PARALLEL = "FSDP2 shards the trainer over placement.trainer_devices; there is no other parallelism of the trainer"
 SEQUENCE_PARALLEL = "there is no sequence parallelism: a sequence is trained on one device, as mode=plan checks"
@@ -86,6 +94,7 @@ VLLM = "there is no vLLM backend: SGLang generates; its flags are +rollout.engin
 
 REASONS = {  # why there is no such setting, and the ends of its names
     SEQUENCE_PARALLEL: "context_parallel_size cp ulysses_sequence_parallel_size",
+    CUT: "frequency_penalty min_p presence_penalty repetition_penalty rollout_top_k top_k top_p",
     CRITIC: "critic gae_lambda gamma lam",
     PARALLEL: "expert_model_parallel_size expert_parallel megatron pipeline_model_parallel_size",
     "there is no quantized training: model.lora.rank is what saves memory": "fp8 load_in_4bit load_in_8bit",

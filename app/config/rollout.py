@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from app.config.setting import SECONDS, setting
+from app.config.setting import SECONDS, TEXTS, setting
 from app.errors import expect
 
 
@@ -18,6 +18,11 @@ class RolloutConfig:
         "Nucleus sampling threshold of training: only 1 is accepted, see eval.top_p for evaluations.",
         above=0,
         at_most=1,
+    )
+    stop: list[str] = setting(
+        [],
+        "Texts that end a completion; their tokens stay in it, and are trained on as any that were sampled.",
+        noun=TEXTS,
     )
     max_prompt_tokens: int = setting(64, "Longer prompts are dropped from the data, and counted.", at_least=1)
     max_completion_tokens: int = setting(64, "Tokens after which a completion is truncated.", at_least=1)
@@ -60,6 +65,7 @@ class RolloutConfig:
     def validate(self) -> None:
         """Raise `ConfigError` for an address without a scheme, and for sampling that has no right log-probabilities.
 
+        A stop string leaves them right: it ends a completion, and every token of it was sampled from the policy.
         SGLang reports log-probabilities of the whole distribution, before top-p, top-k or min-p cut it.
         """
         expect(
@@ -69,5 +75,6 @@ class RolloutConfig:
             "1: engines report log-probabilities before the cut, so training would correct for the wrong policy; "
             "eval.top_p sets it for evaluations",
         )
+        expect("" not in self.stop, "rollout.stop", self.stop, f"{TEXTS}, none of them empty")
         for url in self.urls:
             expect(url.startswith(("http://", "https://")), "rollout.urls", url, "addresses such as http://host:30000")

@@ -117,6 +117,16 @@ class RunConfig:
         return Correction.tis if stale else Correction.none
 
     @property
+    def eval_stop(self) -> list[str]:
+        """Texts that end a completion of an evaluation: `eval.stop` with null resolved."""
+        return self.rollout.stop if self.eval.stop is None else self.eval.stop
+
+    @property
+    def stop_strings(self) -> bool:
+        """Whether engines look for stop strings, for which they need a tokenizer."""
+        return bool(self.rollout.stop or self.eval_stop)
+
+    @property
     def serves_adapters(self) -> bool:
         """Whether the engines serve adapters. An evaluation runs on a whole model, into which they are merged."""
         return self.model.lora.enabled and self.mode is not Mode.eval

@@ -20,6 +20,7 @@ from app.errors import expect
 
 T = TypeVar("T")
 SECONDS = "a number of seconds"
+TEXTS = "a list of texts"
 NOUNS: dict[object, str] = {
     bool: "true or false",
     int: "a whole number",

@@ -39,7 +39,14 @@ async def evaluate(
     be in flight: they slow the evaluation down and do not change it.
     """
     settings = config.eval
-    sampling = Sampling(settings.temperature, settings.top_p, config.rollout.max_completion_tokens)
+    sampling = Sampling(
+        settings.temperature,
+        settings.top_p,
+        config.rollout.max_completion_tokens,
+        settings.top_k,
+        settings.min_p,
+        tuple(config.eval_stop),
+    )
     # as many completions in flight as in training
     limit = max(1, config.rollout.max_inflight_groups * config.algorithm.group_size // settings.samples)
 

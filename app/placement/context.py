@@ -39,4 +39,5 @@ class RunContext:
     def sampling(self) -> Sampling:
         """Sampling parameters of training rollouts."""
         rollout = self.config.rollout
-        return Sampling(rollout.temperature, rollout.top_p, rollout.max_completion_tokens)
+        limit = rollout.max_completion_tokens
+        return Sampling(rollout.temperature, rollout.top_p, limit, stop=tuple(rollout.stop))

@@ -107,7 +107,10 @@ class Client:
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
+                "top_k": -1 if sampling.top_k is None else sampling.top_k,
+                "min_p": sampling.min_p,
                 "max_new_tokens": sampling.max_tokens,
+                "stop": list(sampling.stop),
             },
             "return_logprob": True,
             "stream": False,

@@ -28,7 +28,7 @@ def engine_flags(config: RunConfig, device: Device, *, index: int = 0, life: int
         "dtype": config.device.dtype.name,
         "tp-size": config.rollout.tensor_parallel,
         "random-seed": engine_seed(config.seed, index, life),
-        "skip-tokenizer-init": True,
+        "skip-tokenizer-init": not config.stop_strings,
         "mem-fraction-static": memory_fraction(config, device),
         "max-running-requests": batch,
         "cuda-graph-max-bs-decode": batch,

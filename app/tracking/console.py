@@ -145,6 +145,10 @@ def work_of(config: RunConfig) -> str:
     engines = plural(config.engines, "engine")
     if config.mode is Mode.eval:
         sampling = f"temperature {config.eval.temperature:g}, top_p {config.eval.top_p:g}"
+        if config.eval.top_k is not None:
+            sampling += f", top_k {config.eval.top_k}"
+        if config.eval.min_p:
+            sampling += f", min_p {config.eval.min_p:g}"
         return f"{plural(config.eval.samples, 'completion')} per prompt, {sampling} · {engines}"
 
     algorithm = config.algorithm

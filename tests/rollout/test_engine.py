@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ LONG = 1800  # tokens: an engine samples them for seconds, so a group of them do
 
 @pytest.fixture(scope="module")
 def endless(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
-    """An engine whose completions end at their token limit only. Tests leave it idle and running."""
+    """An engine whose completions end at their token limit, or at stop strings. Tests leave it idle and running."""
     folder = tmp_path_factory.mktemp("endless")
-    started = make_engine(without_end(tiny_model, folder), folder, name="engine 1")
+    started = make_engine(without_end(tiny_model, folder), folder, name="engine 1", skip_tokenizer_init=False)
     asyncio.run(started.start(300))
     yield started
     asyncio.run(started.end())
@@ -42,6 +43,16 @@ def assert_whole(completions: list[Completion], given: GroupRequest) -> None:
         ends = [0, *(span.end for span in completion.spans)]
         assert [span.start for span in completion.spans] == ends[:-1]
         assert ends[-1] == len(completion.token_ids)
+
+
+def ranks_of_tokens(policy: Any, completion: Completion, given: GroupRequest) -> list[int]:
+    """How many tokens are likelier than each sampled one, by transformers."""
+    prompt = len(given.token_ids)
+    tokens = torch.as_tensor(np.concatenate([given.token_ids, completion.token_ids]), dtype=torch.int64)
+    with torch.no_grad():
+        logits = policy(input_ids=tokens[None]).logits[0, prompt - 1 : -1]
+    chosen = logits.gather(1, tokens[prompt:, None])
+    return (logits > chosen).sum(1).tolist()
 
 
 def assert_logprobs(model: Path, completions: list[Completion], given: GroupRequest) -> None:
@@ -77,6 +88,33 @@ def test_greedy_completions_are_all_the_same(engine: RemoteEngine) -> None:
     given = request(group_size=3, temperature=0.0, max_tokens=12)
     completions = asyncio.run(engine.generate(given)) + asyncio.run(engine.generate(given))
     assert len({completion.token_ids.tobytes() for completion in completions}) == 1
+
+
+@pytest.mark.parametrize(("cut", "ranks"), [({"top_k": 2}, {0, 1}), ({"min_p": 1.0}, {0})])
+def test_a_cut_changes_what_is_sampled_and_not_the_logprobs_that_are_reported(
+    cut: dict[str, Any], ranks: set[int], engine: RemoteEngine, tiny_model: Path
+) -> None:
+    given = request(group_size=8, temperature=2.0, max_tokens=24)
+    given = replace(given, sampling=replace(given.sampling, **cut))
+    completions = asyncio.run(engine.generate(given))
+
+    policy = transformers().AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    sampled = [rank for completion in completions for rank in ranks_of_tokens(policy, completion, given)]
+    assert set(sampled) == ranks
+    assert_logprobs(tiny_model, completions, given)  # of the whole distribution: why training refuses a cut
+
+
+def test_a_completion_ends_with_its_stop_string_whose_tokens_have_logprobs(
+    endless: RemoteEngine, tiny_model: Path
+) -> None:
+    given = request(group_size=8, temperature=HOT, max_tokens=LONG)
+    given = replace(given, sampling=replace(given.sampling, stop=("7", "12")))
+    completions = asyncio.run(endless.generate(given))
+    assert_whole(completions, given)
+    assert {completion.finish_reason for completion in completions} == {FinishReason.stop}
+    texts = [completion.text or "" for completion in completions]
+    assert all(text.endswith(("7", "12")) and not {"7", "12"} & {text[:-1], *text[:-1]} for text in texts)
+    assert_logprobs(tiny_model, completions, given)
 
 
 def test_abort_ends_the_group_of_a_prompt_and_no_other(endless: RemoteEngine) -> None:
