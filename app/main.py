@@ -86,6 +86,7 @@ class Validate(Callback):
 
             require_writable("hydra.run.dir", composed.hydra.run.dir)
             preflight(config, checkpoint)
+            composed.steps = config.steps  # of the epochs
         if checkpoint is None:  # a resume replaces checkpoints of its own
             require_space(config, Path(str(composed.hydra.run.dir)))
 
@@ -128,6 +129,11 @@ def main(composed: DictConfig) -> float:
         config = compose.resolve(composed)
         if multirun:
             expect(config.resume == "never", "resume", config.resume, "never in a sweep, whose jobs all start anew")
+            if config.mode is Mode.train and config.epochs is not None:
+                from app.mode.preflight import preflight
+
+                preflight(config)
+                composed.steps = config.steps
         result = _run(composed, config, folder)
     except (RunError, ConfigError) as error:
         if FULL_ERROR_REQUESTED:

@@ -11,12 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from app.config import folder_name, foreign_names, own_data
-from app.config.command_line import command_name
+from app.config.command_line import command_name, given_settings
 from app.config.command_line import override as quoted
 from app.config.help import settings_help
 from app.config.run import RunConfig
 from app.config.setting import Setting, settings
-from app.errors import ConfigError, yaml_text
+from app.errors import ConfigError, expect, yaml_text
 
 # Groups whose choices can be replaced by code of the user's own.
 OWN = {
@@ -100,6 +100,8 @@ def resolve(composed: DictConfig) -> RunConfig:
 
     assert isinstance(config, RunConfig)
     config.validate()
+    both = config.epochs is not None and "steps" in given_settings()
+    expect(not both, "steps", config.steps, f"no steps with epochs={config.epochs}, which sets them, or epochs=null")
     return config
 
 

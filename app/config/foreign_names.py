@@ -39,6 +39,7 @@ WRITTEN = {  # what to write, and the ends of the dotted names of other programs
     f"data.path={VALUE}": "dataset_name prompt_data train_files",
     f"data.question={VALUE}": "prompt_key",
     "device.dtype=bfloat16": "bf16",
+    f"epochs={VALUE}": "num_train_epochs total_epochs",
     f"environment.max_turns={VALUE}": "environment.max_steps max_assistant_turns",
     f"eval.before_train={VALUE}": "val_before_train",
     f"eval.every={VALUE}": "eval_steps test_freq",
@@ -65,7 +66,7 @@ WRITTEN = {  # what to write, and the ends of the dotted names of other programs
     f"rollout.stop={VALUE}": "rollout_stop stop stop_strings",
     f"rollout.temperature={VALUE}": "temperature",
     f"rollout.tensor_parallel={VALUE}": "rollout_num_gpus_per_engine tensor_model_parallel_size",
-    STEPS: "epochs max_steps num_rollout num_train_epochs total_epochs",
+    STEPS: "max_steps num_rollout",
     f"tracking.project={VALUE}": "project_name wandb.project",
     f"tracking.run_name={VALUE}": "exp_name experiment_name run_name wandb.name",
     f"tracking={VALUE}": "logger report_to",
@@ -124,7 +125,7 @@ def answer(key: str, value: str = VALUE) -> str | None:
     """Return what to write instead of a setting of another program, or why there is none; None for an unknown name.
 
     >>> answer("actor_rollout_ref.rollout.n", "8"), answer("trainer.total_epochs", "15"), answer("seed")
-    ('write algorithm.group_size=8', 'write steps=<value>', None)
+    ('write algorithm.group_size=8', 'write epochs=15', None)
     >>> answer("use_vllm", "true")
     'there is no vLLM backend: SGLang generates; its flags are +rollout.engine_args.<flag>=<value>'
     """

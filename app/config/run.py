@@ -51,6 +51,11 @@ class RunConfig:
         0, "Seed of the data order, of sampling, and of the tiny model's weights.", at_least=0, at_most=2**31 - 1
     )
     steps: int = setting(60, "Training steps of the run.", at_least=1)
+    epochs: float | None = setting(
+        None,
+        "Times that the run trains on every training row, which sets its steps; null trains for the given steps.",
+        above=0,
+    )
     resume: str = setting(
         "never",
         "never refuses a folder that holds a run, auto resumes the run in hydra.run.dir or starts it, the path of a "

@@ -113,6 +113,15 @@ def describe_rows(config: DataConfig, prompts_per_step: int, steps: int) -> list
     return [f"Data: {counts.text}; {steps} steps are {epochs:.3g} epochs", *warnings]
 
 
+def steps_of_epochs(epochs: float, rows: int, prompts_per_step: int) -> int:
+    """Return the steps that train on every row `epochs` times; the last one takes the first rows of the next epoch.
+
+    >>> steps_of_epochs(2, 40, 16), steps_of_epochs(0.1, 30, 3)
+    (5, 1)
+    """
+    return math.ceil(round(epochs * rows / prompts_per_step, 6))
+
+
 def weights_of(config: DataConfig) -> dict[str, float]:
     """Return the weight of each training set by its name; empty if there is one without a name."""
     return {name: each.weight for name, each in config.train_sets.items()}

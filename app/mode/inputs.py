@@ -22,6 +22,7 @@ from app.config import RunConfig
 from app.config.data import DataConfig
 from app.config.reward import RewardConfig
 from app.data import rows, template
+from app.data.counts import steps_of_epochs
 from app.data.fields import Row
 from app.errors import ConfigError
 from app.mode.environments import require_environment
@@ -35,6 +36,20 @@ from app.types import Prompt
 from app.weight_sync.own_transport import own_transport
 
 NO_TOKENS = np.zeros(1, np.int32)
+
+
+def with_counted_steps(config: RunConfig) -> RunConfig:
+    """Return the configuration with the steps of its epochs; unchanged if only a run can count the rows.
+
+    Prompts that are too long are counted, since only a tokenizer finds them. A run drops them before it counts.
+    """
+    if config.epochs is None or not rows.is_local(config.data):
+        return config
+    try:
+        count = len(rows.load(config.data, seed=config.seed).train)
+    except ConfigError:  # `check_data` finds it, too
+        return config
+    return replace(config, steps=steps_of_epochs(config.epochs, count, config.algorithm.prompts_per_step))
 
 
 def check_sizes(config: RunConfig) -> None:

@@ -77,6 +77,8 @@ def _require_unchanged(composed: DictConfig, folder: Path) -> None:
         raise changed from None
     with open_dict(again):
         del again["hydra"]
+        if again.epochs is not None:
+            again.steps = composed.steps  # counted since
 
     if resumption.finished:
         raise RunError(f"the run in {folder} has just finished in another process")

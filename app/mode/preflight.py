@@ -12,6 +12,7 @@ from typing import Any
 import app.data.build as data
 from app.checkpoint.run_state import read_state, require_model
 from app.config import Mode, RunConfig
+from app.data.counts import steps_of_epochs
 from app.data.rows import Tasks
 from app.device import Device, device_of
 from app.errors import ConfigError
@@ -51,10 +52,10 @@ _loaded: list[tuple[RunConfig, RunInputs]] = []
 
 
 def preflight(config: RunConfig, checkpoint: Path | None = None) -> None:
-    """Check and load the inputs of a run.
+    """Check and load the inputs of a run, and count the steps of its epochs.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run; its `steps` follow from `epochs`, if that is set.
         checkpoint: The checkpoint that the run starts from, if any.
 
     Raises:
@@ -64,6 +65,9 @@ def preflight(config: RunConfig, checkpoint: Path | None = None) -> None:
     inputs = _load(config, status=lambda _: None)
     if checkpoint is not None:
         _require_same_run(config, inputs, checkpoint)
+    if config.mode is Mode.train and config.epochs is not None:
+        prompts = len(inputs.prompts.train)
+        config.steps = steps_of_epochs(config.epochs, prompts, config.algorithm.prompts_per_step)
     _loaded[:] = [(config, inputs)]
 
 

@@ -32,6 +32,7 @@ SAVED = Path(CONFIG) / "config.yaml"
 RESULTS = (metrics_file.NAME, "parity.json")  # a folder with one of them holds a run
 RESUMABLE = (
     "steps",
+    "epochs",
     "checkpoint",
     "cluster",
     "eval.every",
@@ -116,6 +117,8 @@ def apply_resume(composed: DictConfig) -> Resumption:
         return Resumption(notes)
     step = read_state(checkpoint).step
     steps = int(composed.steps)
+    if composed.epochs not in (None, saved.epochs):  # the steps are counted with the rows
+        return Resumption(notes, checkpoint=checkpoint)
     # A run that ended after its last step may still have to evaluate and export it.
     if step > steps or (step == steps and summary.is_finished(folder)):
         return _finished(folder, step, notes)
@@ -255,6 +258,8 @@ def _take_over(composed: DictConfig, saved: DictConfig, folder: Path, changeable
                 composed[key] = saved[key]
         for key, value in allowed.items():
             OmegaConf.update(composed, key, value, merge=False)
+        if "steps" in given and "epochs" not in given:
+            composed.epochs = None
     return notes
 
 

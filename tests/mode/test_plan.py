@@ -8,13 +8,29 @@ from pathlib import Path
 
 import pytest
 
-from app.mode.inputs import problems
+from app.mode.inputs import problems, with_counted_steps
 from app.mode.plan.describe import describe
 from tests.compose import composed
 
 ROOT = Path(__file__).parents[2]
 MISSION = ("device=npu", "placement=fully_async", "model=qwen35_9b")
 HEAVY = ("torch", "ray", "sglang", "transformers", "torch_npu")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "shown"),
+    [
+        (["epochs=2", "data.arithmetic.problems=40"], 5, "5 steps are 2 epochs"),
+        (["epochs=0.5", "data.arithmetic.problems=32"], 1, "1 steps are 0.5 epochs"),
+        (["epochs=2", "model=hf", "model.path=me/model"], 300, "counts the steps of epochs=2"),  # rows of a hub
+    ],
+)
+def test_a_plan_counts_the_steps_of_epochs_where_rows_are_local(overrides: list[str], steps: int, shown: str) -> None:
+    counted = with_counted_steps(composed(*overrides))
+    plan = describe(counted)
+    assert counted.steps == steps
+    assert shown in plan
+    assert f"  {steps} steps = " in plan
 
 
 def test_the_mission_plan_takes_less_than_five_seconds_and_writes_nothing(tmp_path: Path) -> None:

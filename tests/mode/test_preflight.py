@@ -49,6 +49,24 @@ def test_the_context_of_a_hub_model_is_compared_once_it_is_there(
         preflight(composed(*line))
 
 
+def test_the_steps_of_epochs_are_counted_from_the_prompts_that_are_left(tiny_model: Path, tmp_path: Path) -> None:
+    rows = [{"question": f"{n}+1=", "answer": f"{n + 1}"} for n in range(40)]
+    rows += [{"question": f"{'1+' * 300}1=", "answer": "301"} for _ in range(10)]  # longer than 512 tokens
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = [f"data.path={file}", "data.answer_after=null", "data.eval_rows=4", "algorithm.prompts_per_step=16"]
+    config = composed(*line, "epochs=2")
+    preflight(config)
+    inputs = take_inputs(config, lambda _: None)
+    left = len(inputs.prompts.train)
+    assert inputs.prompts.dropped > 0
+    assert config.steps == -(-2 * left // 16)
+
+    evaluation = composed(*line, "epochs=2", "mode=eval")
+    preflight(evaluation)
+    assert evaluation.steps == 60
+
+
 def test_the_run_takes_what_preflight_loaded(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[object] = []
     build = data.build

@@ -146,6 +146,25 @@ def test_a_run_beyond_the_given_steps_is_called_finished_only_if_it_is(status: s
     assert resumption.notes == (f"the run in {run} {state} at step 4: give a larger steps=… to continue it.",)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "finished", "epochs", "steps"),
+    [
+        ([], True, 2.0, 5),
+        (["epochs=2"], True, 2.0, 5),  # the command of a scheduler that starts the run again
+        (["epochs=4"], False, 4.0, 5),  # counted when the rows are loaded
+        (["steps=9"], False, None, 9),
+        (["steps=9", "epochs=null"], False, None, 9),
+    ],
+)
+def test_a_run_of_epochs_is_continued_for_more_epochs_or_for_steps(
+    overrides: list[str], finished: bool, epochs: float | None, steps: int, tmp_path: Path
+) -> None:
+    run = a_run(tmp_path / "run", "epochs=2", "steps=5", step=5, status="finished", reached=5)
+    made = composed(f"resume={run}", *overrides)
+    assert apply_resume(made).finished == finished
+    assert (made.epochs, made.steps) == (epochs, steps)
+
+
 def test_a_summary_that_cannot_be_read_hinders_no_resume(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", "steps=4", step=4, status="finished", reached=4)
     (run / "summary.json").write_text('{"status": "fin')

@@ -6,7 +6,7 @@ from pathlib import Path
 from app.config import RunConfig
 from app.config.command_line import given_settings
 from app.mode import ModeResult
-from app.mode.inputs import check_sizes, problems
+from app.mode.inputs import check_sizes, problems, with_counted_steps
 from app.mode.plan import describe
 
 
@@ -17,6 +17,7 @@ def run(config: RunConfig, _folder: Path) -> ModeResult:
         ConfigError: The model and the settings of its preset do not go together.
     """
     check_sizes(config)
+    config = with_counted_steps(config)
     sections = [describe.describe(config, given_settings())]
     if refused := problems(config):
         sections.append(

@@ -11,6 +11,7 @@ from app.config import RunConfig
 from app.config.idle_settings import idle_clip, idle_settings
 from app.config.placement import PlacementKind
 from app.data.counts import describe_rows
+from app.data.rows import is_local
 from app.device import device_of
 from app.errors import ConfigError
 from app.mode.plan import text
@@ -68,9 +69,12 @@ def _devices(config: RunConfig) -> list[str]:
 
 def _rows(config: RunConfig) -> list[str]:
     try:
-        return describe_rows(config.data, config.algorithm.prompts_per_step, config.steps)
+        lines = describe_rows(config.data, config.algorithm.prompts_per_step, config.steps)
     except ConfigError:
         return ["Data: refused, as the last lines say"]
+    if config.epochs is not None and not is_local(config.data):
+        lines.append(f"  a run counts the steps of epochs={config.epochs:g}; this plan is of {config.steps} steps")
+    return lines
 
 
 def _batch(config: RunConfig, given: Collection[str]) -> list[str]:
