@@ -308,6 +308,11 @@ class RunRecorder(StatusRecorder, Protocol):
         """The run's folder."""
         ...
 
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run ends early, after the step recorded last, by its evaluations; None to go on."""
+        ...
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a finished step."""
         ...

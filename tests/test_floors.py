@@ -8,6 +8,7 @@ APP = Path(__file__).parent.parent / "app"
 FLOORS = (  # from the ground up; packages of one floor never import each other
     ("types", "errors", "wire", "run_report"),
     ("config", "protocols", "utils"),
+    ("stop",),
     ("algorithm", "data", "device", "environment", "reward", "tracking"),
     ("model",),
     ("rollout", "trainer"),

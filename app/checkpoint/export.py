@@ -32,7 +32,9 @@ FOLDER, FINAL, ADAPTER = "export", "final", "adapter"
 CHAT_TEMPLATE = "chat_template.jinja"  # before one in tokenizer_config.json
 
 
-async def export_trained(trainer: Trainer, config: RunConfig, folder: Path, chat_template: str | None) -> Path:
+async def export_trained(
+    trainer: Trainer, config: RunConfig, folder: Path, *, step: int, chat_template: str | None
+) -> Path:
     """Export the trainer's parameters at the end of the run in `folder`.
 
     Exports the last checkpoint if it is of the last step. Otherwise writes one to `final/`, which is deleted after the
@@ -42,6 +44,7 @@ async def export_trained(trainer: Trainer, config: RunConfig, folder: Path, chat
         trainer: Holds the parameters.
         config: Of the run.
         folder: Of the run.
+        step: The last one.
         chat_template: Text of `model.chat_template`, as the run began with it.
 
     Returns:
@@ -53,13 +56,12 @@ async def export_trained(trainer: Trainer, config: RunConfig, folder: Path, chat
     """
     source = locate(config.model, seed=config.seed)
     last = latest(folder)
-    if last is not None and read_state(last).step == config.steps:
+    if last is not None and read_state(last).step == step:
         return await _export(last, source, folder / FOLDER, config.trainer.timeout_s)
 
     final = CheckpointManager(folder / FINAL, keep=1, timeout_s=config.trainer.timeout_s)
-    checkpoint = await final.save(
-        trainer, RunState(config.steps, config.steps, model=identity(source, config.model.lora, chat_template))
-    )
+    state = RunState(step, step, model=identity(source, config.model.lora, chat_template))
+    checkpoint = await final.save(trainer, state)
     await final.wait()
     out = await _export(checkpoint, source, folder / FOLDER, config.trainer.timeout_s)
     shutil.rmtree(folder / FINAL)

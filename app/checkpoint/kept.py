@@ -1,6 +1,6 @@
 """What a run has kept, for its last lines and `summary.json`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +35,8 @@ class Kept:
             facts["checkpoint/best_accuracy"] = self.accuracy
         return facts
 
-    def lines(self, next_steps: int | None) -> Mapping[str, str]:
-        """What is where; after a finished run also how to evaluate it, and to continue it up to `next_steps`."""
+    def lines(self, continued: Sequence[str] = ()) -> Mapping[str, str]:
+        """What is where; after a finished run also how to evaluate it, and to continue it with these overrides."""
         lines: dict[str, str] = {}
         if self.model is not None:
             lines["model"] = str(self.model)
@@ -44,10 +44,10 @@ class Kept:
             lines["last"] = str(self.last)
         if self.best is not None and self.accuracy is not None:
             lines["best"] = f"{self.best}  (eval accuracy {self.accuracy:.1%})"
-        if self.last is not None and next_steps is not None:
+        if self.last is not None and continued:
             resume = override("resume", self.folder)
             lines["evaluate"] = command("mode=eval", resume)
-            lines["continue"] = command(resume, override("steps", next_steps))
+            lines["continue"] = command(resume, *continued)
         return lines
 
 

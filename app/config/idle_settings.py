@@ -45,6 +45,7 @@ def _rules(run: RunConfig) -> dict[str, tuple[bool, str]]:
         "checkpoint.every checkpoint.keep_best": (run.checkpoint.keep == 0, "checkpoint.keep is 0"),
         "eval.top_p eval.top_k eval.min_p": (run.eval.temperature == 0, "eval.temperature is 0, which is greedy"),
         "eval.every": (run.eval.every > run.steps, "the run has fewer steps, and is evaluated after the last one"),
+        "stop": (run.eval.every >= run.steps, "the run is evaluated after its last step only"),
         "data.thinking": (run.data.template is Template.plain, "data.template is plain"),
         "environment": (not run.environment.multi_turn, "environment=single_turn has no episodes"),
         "model.lora.alpha model.lora.targets": (not run.model.lora.enabled, "model.lora.rank is 0"),

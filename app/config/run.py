@@ -19,6 +19,7 @@ from app.config.recovery import RecoveryConfig
 from app.config.reward import RewardConfig
 from app.config.rollout import RolloutConfig
 from app.config.setting import check_bounds, setting
+from app.config.stop import StopConfig
 from app.config.tracking import TrackingConfig
 from app.config.trainer import TrainerConfig
 from app.config.weight_sync import WeightSyncConfig, transport_of
@@ -75,6 +76,7 @@ class RunConfig:
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    stop: StopConfig = field(default_factory=StopConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -157,6 +159,8 @@ class RunConfig:
         check_engine_flags("device.engine_args", self.device.engine_args, self.device.kind)
         check_engine_flags("rollout.engine_args", self.rollout.engine_args, self.device.kind)
         self.eval.validate()
+        for key in self.stop.given:
+            expect(self.eval.every > 0, "eval.every", 0, f"the steps between evaluations, which {key} compares")
         self.tracking.validate()
         if self.model.lora.enabled:
             self.weight_sync.validate_for_adapters()

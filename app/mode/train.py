@@ -30,7 +30,7 @@ from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import require_model
 from app.cluster.memory_monitor import MemoryMonitor
 from app.config import RunConfig
-from app.config.command_line import given_settings
+from app.config.command_line import given_settings, override
 from app.config.idle_settings import idle_settings
 from app.config.placement import PlacementKind
 from app.device import Device, device_of
@@ -67,8 +67,15 @@ def run(config: RunConfig, folder: Path) -> ModeResult:
             finished = True
         finally:
             kept = kept_in(folder, exported=finished and config.checkpoint.export)
-            recorder.keep(kept.lines(2 * config.steps if finished else None), kept.facts)
+            recorder.keep(kept.lines(_continued(config, recorder.stop_reason) if finished else ()), kept.facts)
+        if reason := recorder.stop_reason:
+            recorder.note(f"stopped early: {reason}", {"stop/reason": reason})
     return ModeResult(recorder.accuracy)
+
+
+def _continued(config: RunConfig, stopped: str | None) -> Sequence[str]:
+    """Return the overrides with which a finished run can be continued."""
+    return [f"{key}=null" for key in config.stop.given] if stopped else [override("steps", 2 * config.steps)]
 
 
 def second_signal(config: RunConfig) -> str:
@@ -169,8 +176,10 @@ class TrainingRun:
 
         if self.config.checkpoint.export:
             self.recorder.status("exporting the model")
-            template = self.workers.inputs.chat_template
-            await export_trained(controller.context.trainer, self.config, self.folder, template)
+            step, template = controller.version, self.workers.inputs.chat_template
+            await export_trained(
+                controller.context.trainer, self.config, self.folder, step=step, chat_template=template
+            )
         return accuracy
 
     @property

@@ -23,7 +23,9 @@ from app.checkpoint.run_state import STATE, read_state
 from app.config import Mode, RunConfig
 from app.config.command_line import override
 from app.config.compose import one_sentence
+from app.config.stop import StopConfig
 from app.errors import ConfigError, DamagedCheckpoint, yaml_text
+from app.stop.early_stop import stop_reason
 from app.tracking.run_folder import CONFIG, metrics_file, summary
 
 NEVER = "never"
@@ -42,6 +44,7 @@ RESUMABLE = (
     "placement.rollout_devices",
     "trainer.profile_steps",
     "recovery",
+    "stop",
     "rollout.memory_fraction",
     "rollout.max_inflight_groups",
     "rollout.port",
@@ -122,6 +125,8 @@ def apply_resume(composed: DictConfig) -> Resumption:
     # A run that ended after its last step may still have to evaluate and export it.
     if step > steps or (step == steps and summary.is_finished(folder)):
         return _finished(folder, step, notes)
+    if reason := _stopped(composed, folder, step):
+        return _finished(folder, step, notes, reason)
     return Resumption(notes, checkpoint=checkpoint)
 
 
@@ -219,8 +224,9 @@ def _without_checkpoint(composed: DictConfig, saved: DictConfig, folder: Path, n
     done = int(summary.read(folder).get("steps", 0))
     steps = int(composed.steps if "steps" in _given(composed) else saved.steps)
 
-    if finished and done >= steps:
-        return _finished(folder, done, notes)
+    reason = _stopped(saved, folder, done)
+    if finished and (done >= steps or reason):
+        return _finished(folder, done, notes, reason)
     if finished:
         raise ConfigError(
             f"steps={steps} is not accepted: the run in {folder} finished at step {done} and left no checkpoint to "
@@ -321,9 +327,21 @@ def _readable(resume: str, folder: Path) -> Path | None:
         return None
 
 
-def _finished(folder: Path, step: int, notes: tuple[str, ...]) -> Resumption:
+def _stopped(composed: DictConfig, folder: Path, step: int) -> str | None:
+    """Return why the finished run in the folder, continued with these settings, would stop early where it ended."""
+    if not summary.is_finished(folder) or summary.read(folder).get("steps") != step:
+        return None
+    rows = metrics_file.read(folder / metrics_file.NAME)
+    accuracies = {row["step"]: row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None}
+    stop = StopConfig(composed.stop.at_accuracy, composed.stop.patience)
+    return stop_reason(stop, accuracies, step=step, last_step=int(composed.steps))
+
+
+def _finished(folder: Path, step: int, notes: tuple[str, ...], stopped: str | None = None) -> Resumption:
     state = "finished" if summary.is_finished(folder) else "is"
     note = f"the run in {folder} {state} at step {step}: give a larger steps=… to continue it."
+    if stopped:
+        note = f"the run in {folder} stopped early ({stopped}): change that setting, or give null, to continue it."
     return Resumption((*notes, note), finished=True, accuracy=summary.accuracy(summary.read(folder)))
 
 

@@ -149,7 +149,7 @@ def test_an_export_at_the_end_of_a_run_has_a_deadline_that_names_it(
     save(run, [3])
     try:
         with pytest.raises(RunError) as late:
-            asyncio.run(exporter.export_trained(Mock(), config, run, None))
+            asyncio.run(exporter.export_trained(Mock(), config, run, step=3, chat_template=None))
     finally:
         go.set()
     checkpoint = run / "checkpoints" / "step_3"

@@ -10,7 +10,7 @@ def test_the_last_lines_name_the_model_the_checkpoints_and_the_commands(tmp_path
     run = tmp_path / "a run"
     checkpoints = save(run).folder
     kept = kept_in(run, exported=True)
-    assert kept.lines(120) == {
+    assert kept.lines(["steps=120"]) == {
         "model": str(run / "export"),
         "last": str(checkpoints / "step_50"),
         "best": f"{checkpoints / 'step_20'}  (eval accuracy 80.0%)",
@@ -28,14 +28,14 @@ def test_the_last_lines_name_the_model_the_checkpoints_and_the_commands(tmp_path
 
 def test_a_run_that_did_not_finish_names_no_model_and_one_that_kept_nothing_says_nothing(tmp_path: Path) -> None:
     save(tmp_path / "run", [(10, None)])
-    assert kept_in(tmp_path / "run", exported=False).lines(None) == {
+    assert kept_in(tmp_path / "run", exported=False).lines() == {
         "last": str(tmp_path / "run" / "checkpoints" / "step_10")
     }
     nothing = kept_in(tmp_path / "other", exported=False)
-    assert (nothing.lines(120), nothing.facts) == ({}, {})
+    assert (nothing.lines(["steps=120"]), nothing.facts) == ({}, {})
 
 
 def test_a_damaged_best_does_not_hide_how_the_run_ended(tmp_path: Path) -> None:
     folder = save(tmp_path).folder
     (folder / "step_20" / "state.json").write_text("{")
-    assert kept_in(tmp_path, exported=False).lines(None) == {}
+    assert kept_in(tmp_path, exported=False).lines() == {}

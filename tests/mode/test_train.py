@@ -40,7 +40,7 @@ QUICK = ["eval.before_train=false", "data.arithmetic.eval_problems=20"]
 
 
 def test_a_colocate_run_finishes_and_leaves_what_it_promises(start: Callable[..., Run]) -> None:
-    length = ("epochs=3", "data.arithmetic.problems=16")
+    length = ("epochs=9", "data.arithmetic.problems=16", "eval.every=3", "stop.at_accuracy=0.01")
     run = start(*length, "tracking=wandb", "tracking.offline=true", *QUICK)
     assert run.wait() == 0, run.text
     assert run.gone_within(15), run.processes()
@@ -62,10 +62,14 @@ def test_a_colocate_run_finishes_and_leaves_what_it_promises(start: Callable[...
     lines = (run.folder / "prompts.jsonl").read_text().splitlines()
     trained = [prompt for line in lines for prompt in json.loads(line)["trained"]]
     assert sorted(trained) == sorted(f"arithmetic/{row}@{epoch}" for row in range(16) for epoch in range(3))
-    assert "\nsteps: 3\nepochs: 3.0\n" in (run.folder / "config" / "config.yaml").read_text()
+    assert "\nsteps: 9\nepochs: 9.0\n" in (run.folder / "config" / "config.yaml").read_text()
     summary = run.summary()
     assert (summary["status"], summary["steps"]) == ("finished", 3)
     assert 0 <= summary["eval/accuracy_last"] <= 1
+    reason = summary["stop/reason"]
+    assert "stop.at_accuracy=0.01" in reason
+    assert reason in run.text
+    assert reason in (run.folder / "report.html").read_text()
     sample = json.loads((run.folder / "samples" / "step_3.jsonl").read_text().splitlines()[0])
     assert sample["reward"] in (0.0, 1.0)
     for log in ("driver.log", "engine_0.log", "trainer_0.log"):

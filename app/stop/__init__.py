@@ -1,0 +1,1 @@
+"""Early stop: the end of a run before its last step, by its evaluations."""

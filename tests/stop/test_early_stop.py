@@ -1,0 +1,124 @@
+"""Runs that end before their last step, by their evaluations."""
+
+import doctest
+import json
+from pathlib import Path
+
+import pytest
+
+from app.checkpoint.folder import latest
+from app.config.checkpoint import CheckpointConfig
+from app.config.placement import PlacementKind
+from app.config.stop import StopConfig
+from app.mode.train import CONTROLLERS
+from app.recovery.resume import apply_resume
+from app.stop import early_stop
+from app.stop.early_stop import stop_reason
+from app.tracking.recorder import RunFolderRecorder
+from app.tracking.report.page import write_report
+from tests.folders import a_run
+from tests.folders import composed_by_hydra as composed
+from tests.recovery.test_engine_supervisor import without_threads
+from tests.simulation import World, config, run_virtual
+
+
+@pytest.mark.parametrize(
+    ("stop", "accuracies", "stops"),
+    [
+        (StopConfig(), [0.1, 0.9, 0.1], []),
+        (StopConfig(at_accuracy=0.9), [0.95, 0.8, 0.9, 0.91], [2, 3]),  # 0 is before training
+        (StopConfig(patience=2), [0.5, 0.4, 0.5, 0.6, 0.6], [2]),  # an equal one is no new best
+        (StopConfig(patience=2), [0.1, 0.6, 0.4, 0.5, 0.6], [3, 4]),
+        (StopConfig(patience=1, at_accuracy=0.6), [0.1, 0.6, 0.7], [1, 2]),
+    ],
+)
+def test_a_run_stops_at_an_accuracy_or_without_a_new_best(
+    stop: StopConfig, accuracies: list[float], stops: list[int]
+) -> None:
+    seen: dict[int, float] = {}
+    found = []
+    for step, accuracy in enumerate(accuracies):
+        seen[step] = accuracy
+        if stop_reason(stop, seen, step=step, last_step=60):
+            found.append(step)
+    assert found == stops
+
+
+def test_neither_the_last_step_nor_one_without_an_evaluation_stops_a_run() -> None:
+    stop = StopConfig(at_accuracy=0.5)
+    assert stop_reason(stop, {10: 0.9}, step=10, last_step=11) is not None
+    assert stop_reason(stop, {10: 0.9}, step=10, last_step=10) is None
+    assert stop_reason(stop, {10: 0.9}, step=11, last_step=20) is None
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    results = doctest.testmod(early_stop)
+    assert (results.attempted > 0, results.failed) == (True, 0)
+
+
+@pytest.mark.parametrize("kind", list(CONTROLLERS))
+@pytest.mark.parametrize(("stop", "last"), [(StopConfig(at_accuracy=0.9), 2), (StopConfig(patience=2), 6)])
+def test_a_run_ends_where_its_evaluations_stop_it_and_saves_that_step(
+    kind: PlacementKind, stop: StopConfig, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_threads(monkeypatch)
+    settings = config(kind, steps=20, max_staleness=0, every=2)
+    settings.checkpoint = CheckpointConfig(every=0, keep=2, export=False)
+    settings.stop = stop
+    world = World(settings, tmp_path, right=lambda prompt_id, member: True)
+
+    async def story() -> None:
+        context = world.context()
+        await CONTROLLERS[kind](context).run()
+        await context.checkpoints.wait()
+
+    with RunFolderRecorder(settings, tmp_path) as recorder:
+        world.recorder = recorder  # type: ignore[assignment]
+        run_virtual(story())
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == last
+    assert latest(tmp_path) == tmp_path / "checkpoints" / f"step_{last}"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "overrides", "finished"),
+    [
+        (4, [], True),
+        (4, ["steps=90"], True),  # its evaluations would stop it again
+        (4, ["stop.at_accuracy=0.95"], False),
+        (4, ["stop.at_accuracy=null"], False),
+        (None, [], True),
+    ],
+)
+def test_a_run_that_stopped_early_is_finished_until_its_settings_let_it_go_on(
+    checkpoint: int | None, overrides: list[str], finished: bool, tmp_path: Path
+) -> None:
+    run = a_run(
+        tmp_path / "run",
+        "steps=60",
+        "stop.at_accuracy=0.9",
+        step=checkpoint,
+        reached=4,
+        status="finished",
+        accuracy=0.92,
+    )
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 4, "eval/accuracy": 0.92}\n')
+    resumption = apply_resume(composed(f"resume={run}", *overrides))
+    assert (resumption.finished, resumption.accuracy) == (finished, 0.92 if finished else 0.0)
+    if finished:
+        assert "stop.at_accuracy=0.9" in resumption.notes[-1]
+
+
+def test_an_interrupted_run_is_resumed_though_its_evaluation_would_stop_it(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", "stop.at_accuracy=0.9", step=4, reached=4, status="interrupted")
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 4, "eval/accuracy": 0.92}\n')
+    assert apply_resume(composed(f"resume={run}")).checkpoint == run / "checkpoints" / "step_4"
+
+
+def test_the_report_says_why_a_run_stopped(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", status="finished")
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**summary, "stop/reason": "stop.patience=3: no <better> one"}))
+    page = write_report([run], run / "report.html").read_text()
+    assert "stopped early: stop.patience=3: no &lt;better&gt; one" in page
