@@ -188,6 +188,7 @@ REFUSED = [  # overrides, fragments of the sentence
     (["rollout.temperature=-1"], ["rollout.temperature=-1.0", "above 0"]),
     (["trainer.activation_checkpointing=true"], ["trainer.activation_checkpointing=true", "none, some, all"]),
     (["trainer.compile=maybe"], ["trainer.compile=maybe", "auto, on, off"]),
+    (["trainer.lr_scale=0"], ["trainer.lr_scale=0.0", "above 0"]),
     (["trainer.lr=0"], ["trainer.lr=0.0", "above 0"]),
     (["algorithm.updates_per_step=5"], ["algorithm.updates_per_step=5", "divisor"]),
     (["algorithm.kl=k1"], ["algorithm.kl=k1", "one of none, k2, k3", "zero on average"]),

@@ -97,7 +97,7 @@ def _learns_nothing(run: RunConfig) -> Iterator[str]:
         yield "reward.components has weights of 0 only: every reward is 0, and nothing is learned"
 
     full = TINY_FULL_LR if run.model.path is None else FULL_LR
-    if run.model.lora.enabled and run.trainer.lr <= 2 * full:
+    if run.model.lora.enabled and run.trainer.peak_lr <= 2 * full:
         yield (
             f"trainer.lr={run.trainer.lr:g} is a rate for full fine-tuning: adapters need about ten times as much, "
             "whatever their rank"

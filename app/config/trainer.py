@@ -42,6 +42,7 @@ class TrainerConfig:
     """Optimizer, microbatches and deadlines of the FSDP2 trainer."""
 
     lr: float = setting(1e-6, "Learning rate at the end of the warm-up, from which trainer.schedule goes on.", above=0)
+    lr_scale: float = setting(1.0, "Factor of trainer.lr, to sweep around the learning rate of a preset.", above=0)
     warmup_steps: int = setting(0, "Optimizer updates of linear learning-rate warm-up.", at_least=0)
     schedule: Schedule = setting(
         Schedule.constant,
@@ -76,3 +77,8 @@ class TrainerConfig:
     profile_steps: list[int] = setting(
         [], "Steps to record with the torch profiler, one trace per rank.", noun="a list of steps"
     )
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate at the end of the warm-up."""
+        return self.lr * self.lr_scale

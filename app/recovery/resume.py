@@ -8,6 +8,7 @@ Invariants:
 - Nothing here writes. Whatever is refused is refused before a folder is touched.
 """
 
+import shlex
 from collections.abc import Collection
 from contextlib import suppress
 from copy import deepcopy
@@ -18,10 +19,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from app.checkpoint.export import FOLDER as EXPORT
 from app.checkpoint.folder import FOLDER, LATEST, find, latest, named, there_are
 from app.checkpoint.run_state import STATE, read_state
 from app.config import Mode, RunConfig
-from app.config.command_line import override
+from app.config.command_line import command, override
 from app.config.compose import one_sentence
 from app.config.stop import StopConfig
 from app.errors import ConfigError, DamagedCheckpoint, yaml_text
@@ -300,11 +302,27 @@ def _checked(
         name = fixed[0]
         raise ConfigError(
             f"{given[key]} is not accepted: the run in {folder} keeps {name}={_shown(saved, name)}, not "
-            f"{_shown(composed, name)}; only these settings may differ from the run's: {', '.join(changeable)}."
+            f"{_shown(composed, name)}; only these settings may differ from the run's: {', '.join(changeable)}"
+            f"{_new_run(folder, key, given[key]) if changeable is RESUMABLE else ''}."
         )
     if differing:
         return f"{given[key]} is ignored where the run was given other values: it keeps {', '.join(differing)}"
     return None
+
+
+def _new_run(folder: Path, key: str, given: str) -> str:
+    """Name the command of a run that starts from this one's model with an override that cannot be resumed with."""
+    if key.partition(".")[0] == "model":
+        return ""
+    saved = folder / CONFIG / "overrides.yaml"
+    overrides: Any = OmegaConf.to_container(OmegaConf.load(saved)) if saved.is_file() else []
+    replaced = {key, "model.path", *ALWAYS}
+    kept = [shlex.quote(each) for each in overrides if each.lstrip("+~").partition("=")[0] not in replaced]
+
+    line = command(*kept, override("model.path", folder / EXPORT), shlex.quote(given))
+    if not (folder / EXPORT).is_dir():
+        line = f"{command('mode=export', override('resume', folder))} && {line}"
+    return f"; another run can start from its model, with a new optimizer: {line}"
 
 
 def _given(composed: DictConfig) -> dict[str, str]:

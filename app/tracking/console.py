@@ -6,8 +6,10 @@ Warnings are log records, which `app.tracking.logs` prints.
 
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import TextIO
 
 from rich.console import Console
@@ -23,6 +25,9 @@ from app.tracking.number_format import aligned, count, duration, plural, seconds
 PHASES = (("generate", "cyan"), ("train", "magenta"), ("sync", "yellow"))
 BAR_CELLS = 12
 ELAPSED_WIDTH = 12  # of "12 min 34 s"
+MEDIAN_STEPS = 20
+ESTIMATE_STEPS = 10
+ESTIMATE_S = 120.0
 
 
 class RunConsole:
@@ -38,6 +43,8 @@ class RunConsole:
         self._started = time.monotonic()
         self._first_accuracy: float | None = None
         self._progress: Progress | None = None
+        self._step_seconds: deque[float] = deque(maxlen=MEDIAN_STEPS)
+        self._unannounced_s = 0.0  # of steps since the last line with an estimate
         self._header()
 
     def status(self, text: str) -> None:
@@ -63,11 +70,27 @@ class RunConsole:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the metrics of a step that were measured, in one line."""
         line = step_line(step, self._config.steps, metrics, bar=self._terminal)
+        line.append(self._time_left(step, metrics.get("time/step", 0.0)), "dim")
         if self._terminal:
             line.truncate(self._console.width, overflow="ellipsis")
         self._print(line)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, status="")
+
+    def _time_left(self, step: int, step_s: float) -> str:
+        """Return an estimate for every tenth plain line, or every two minutes of steps; else, or at the end, nothing.
+
+        It is the median of the last steps times the steps that are left. Evaluations and checkpoints come on top.
+        """
+        self._step_seconds.append(step_s)
+        self._unannounced_s += step_s
+        left = self._config.steps - step
+        due = step % ESTIMATE_STEPS == 0 or self._unannounced_s >= ESTIMATE_S
+        if self._terminal or not due or left <= 0:
+            return ""
+
+        self._unannounced_s = 0.0
+        return f"   about {duration(left * median(self._step_seconds))} left"
 
     def log_eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """Print an evaluation.

@@ -41,8 +41,8 @@ def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
 def learning_rate(config: TrainerConfig, update: int, *, run_updates: int) -> float:
     """Return the learning rate of an update.
 
-    The warm-up rises to `trainer.lr` in its last update. The decay starts at `trainer.lr` in the update after that, and
-    would reach its floor one update after the last.
+    The warm-up rises to `trainer.lr` · `trainer.lr_scale` in its last update. The decay starts there in the update
+    after that, and would reach its floor one update after the last.
 
     Args:
         config: Settings of `trainer`.
@@ -51,15 +51,15 @@ def learning_rate(config: TrainerConfig, update: int, *, run_updates: int) -> fl
     """
     warmup = config.warmup_steps
     if update < warmup:
-        return config.lr * (update + 1) / warmup
+        return config.peak_lr * (update + 1) / warmup
     if config.schedule is Schedule.constant:
-        return config.lr
+        return config.peak_lr
 
     progress = min(1.0, (update - warmup) / max(1, run_updates - warmup))
     remaining = 1 - progress
     if config.schedule is Schedule.cosine:
         remaining = (1 + cos(pi * progress)) / 2
-    return config.lr * (config.lr_min_fraction + (1 - config.lr_min_fraction) * remaining)
+    return config.peak_lr * (config.lr_min_fraction + (1 - config.lr_min_fraction) * remaining)
 
 
 class PolicyOptimizer:
@@ -191,5 +191,5 @@ def _make(parameters: list[torch.nn.Parameter], config: TrainerConfig, *, fused:
         {"params": vectors, "weight_decay": 0.0},
     ]
     if config.optimizer is Optimizer.sgd:
-        return torch.optim.SGD(param_groups, lr=config.lr)
-    return torch.optim.AdamW(param_groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=fused or None)
+        return torch.optim.SGD(param_groups, lr=config.peak_lr)
+    return torch.optim.AdamW(param_groups, lr=config.peak_lr, betas=(config.beta1, config.beta2), fused=fused or None)

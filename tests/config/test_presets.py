@@ -412,6 +412,13 @@ def test_the_command_line_wins_over_an_experiment() -> None:
     assert config.rollout.engine_args["chunked-prefill-size"] == 8192
 
 
+@pytest.mark.parametrize(("model", "lr"), [("tiny", 2e-4), ("qwen3_4b", 1e-6), ("tiny_lora", 2e-3)])
+def test_the_sweep_of_learning_rates_is_around_that_of_the_preset(model: str, lr: float) -> None:
+    scales = sweep("learning_rate").hydra.sweeper.params["trainer.lr_scale"].split(",")
+    swept = [composed(f"model={model}", f"trainer.lr_scale={scale}").trainer.peak_lr for scale in scales]
+    assert swept == pytest.approx([0.3 * lr, lr, 3 * lr])
+
+
 @pytest.mark.parametrize("name", [name for name in SWEEPS if name != "optuna"])
 def test_every_job_of_a_sweep_composes(name: str) -> None:
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper

@@ -1,8 +1,10 @@
 """Which folder and which settings a resumed run gets, and what is refused before anything is touched."""
 
+import shlex
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from app.checkpoint.run_state import RunState, write_state
 from app.config.model import LoraConfig
@@ -46,10 +48,31 @@ def test_an_override_that_would_change_the_run_is_refused_with_both_values(
     run = a_run(tmp_path / "run", "algorithm=grpo", step=4)
     with pytest.raises(ConfigError) as refused:
         apply_resume(composed(f"resume={run}", "steps=9", override))
-    assert str(refused.value) == (
+    assert str(refused.value).startswith(
         f"{override} is not accepted: the run in {run} keeps {kept}; only these settings may differ from the run's: "
-        f"{', '.join(RESUMABLE)}."
+        f"{', '.join(RESUMABLE)}"
     )
+    names_the_way = f"{shlex.quote(f'model.path={run}/export')} {shlex.quote(override)}" in str(refused.value)
+    assert names_the_way != override.startswith("model.")
+
+
+@pytest.mark.parametrize("exported", [True, False])
+def test_the_way_to_another_learning_rate_is_a_command_that_composes(exported: bool, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", "algorithm=dapo", step=4)
+    overrides = ["algorithm=dapo", "trainer.lr=0.1", "resume=auto", "data.system='a b'", "steps=7"]
+    (run / "config" / "overrides.yaml").write_text(OmegaConf.to_yaml(overrides))
+    if exported:
+        (run / "export").mkdir()
+    with pytest.raises(ConfigError) as refused:
+        apply_resume(composed(f"resume={run}", "trainer.lr=0.05"))
+
+    *first, line = str(refused.value).removesuffix(".").partition("optimizer: ")[2].split(" && ")
+    assert [shlex.split(each) for each in first] == [
+        ["python", "-m", "app", "mode=export", f"resume={run}"] for _ in range(not exported)
+    ]
+    made = composed(*shlex.split(line)[3:])
+    assert (made.algorithm.name, made.steps, made.data.system, made.trainer.lr) == ("dapo", 7, "a b", 0.05)
+    assert (made.model.path, made.resume) == (f"{run}/export", "never")
 
 
 def test_the_same_presets_are_accepted_again_and_give_way_to_what_the_run_was_given(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,27 @@ def test_a_step_is_one_plain_line_without_a_terminal(metrics):
         " step  3/60   reward  0.300   accuracy  30.0%     1.23k tok/s    1.00 s"
         "    generate 0.60 s  train 0.30 s  sync 0.05 s"
     )
+
+
+def test_every_tenth_plain_line_has_the_time_left_by_the_median_of_the_last_steps():
+    seconds = {step: 9.0 if step % 20 == 5 else 0.5 for step in range(1, 61)}
+
+    def draw(console):
+        for step, value in seconds.items():
+            console.step(step, {"time/step": value})
+
+    found = [re.search(r"step +(\d+)/60.* about (.+) left$", line) for line in lines(draw)]
+    estimates = {int(each[1]): each[2] for each in found if each}
+    assert estimates == {10: "25 s", 20: "20 s", 30: "15 s", 40: "10 s", 50: "5 s"}
+
+
+def test_slow_steps_have_an_estimate_every_two_minutes():
+    def draw(console):
+        for step in range(1, 8):
+            console.step(step, {"time/step": 50.0})
+
+    shown = [line.rpartition("   ")[2] for line in lines(draw) if "left" in line]
+    assert shown == ["about 47 min 30 s left", "about 45 min 00 s left"]
 
 
 def test_the_bar_shows_the_phases_in_proportion(metrics):

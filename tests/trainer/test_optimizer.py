@@ -27,6 +27,13 @@ def test_the_learning_rate_rises_over_the_warm_up_and_stays() -> None:
     assert [update(optimizer, 0.0).lr for _ in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
 
 
+def test_the_scale_is_a_factor_of_the_whole_schedule() -> None:
+    scaled = rates(9, lr=0.2, lr_scale=3.0, warmup_steps=2, schedule=Schedule.cosine, lr_min_fraction=0.1)
+    assert scaled == pytest.approx(rates(9, lr=0.6, warmup_steps=2, schedule=Schedule.cosine, lr_min_fraction=0.1))
+    optimizer = PolicyOptimizer(matrix_and_norm(), TrainerConfig(lr=0.2, lr_scale=3.0, optimizer=Optimizer.sgd))
+    assert update(optimizer, 0.0).lr == pytest.approx(0.6)
+
+
 def rates(run_updates: int, **settings: Any) -> list[float]:
     config = TrainerConfig(**settings)
     return [learning_rate(config, update, run_updates=run_updates) for update in range(run_updates)]
