@@ -14,6 +14,7 @@ import torch
 
 from app.errors import EngineError
 from app.model.hf_import import transformers
+from app.model.tiny.tokenizer import CHARACTERS, END, SPECIAL
 from app.rollout.remote import RemoteEngine
 from app.types import Completion, FinishReason, GroupRequest, InFlight
 from tests.conftest import make_engine
@@ -24,9 +25,9 @@ LONG = 1800  # tokens: an engine samples them for seconds, so a group of them do
 
 @pytest.fixture(scope="module")
 def endless(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
-    """An engine whose completions end at their token limit, or at stop strings. Tests leave it idle and running."""
+    """An engine whose completions end at their token limit only. Tests leave it idle and running."""
     folder = tmp_path_factory.mktemp("endless")
-    started = make_engine(without_end(tiny_model, folder), folder, name="engine 1", skip_tokenizer_init=False)
+    started = make_engine(without_end(tiny_model, folder), folder, name="engine 1")
     asyncio.run(started.start(300))
     yield started
     asyncio.run(started.end())
@@ -105,15 +106,27 @@ def test_a_cut_changes_what_is_sampled_and_not_the_logprobs_that_are_reported(
 
 
 def test_a_completion_ends_with_its_stop_string_whose_tokens_have_logprobs(
-    endless: RemoteEngine, tiny_model: Path
+    ray_session: None, tiny_model: Path, tmp_path: Path
 ) -> None:
-    given = request(group_size=8, temperature=HOT, max_tokens=LONG)
+    given = request(group_size=16, temperature=HOT, max_tokens=LONG)
     given = replace(given, sampling=replace(given.sampling, stop=("7", "12")))
-    completions = asyncio.run(endless.generate(given))
+
+    async def run() -> list[Completion]:
+        started = make_engine(tiny_model, tmp_path, name="engine 2", skip_tokenizer_init=False)
+        await started.start(300)
+        try:
+            return await started.generate(given)
+        finally:
+            await started.end()
+
+    completions = asyncio.run(run())
     assert_whole(completions, given)
     assert {completion.finish_reason for completion in completions} == {FinishReason.stop}
-    texts = [completion.text or "" for completion in completions]
-    assert all(text.endswith(("7", "12")) and not {"7", "12"} & {text[:-1], *text[:-1]} for text in texts)
+    vocabulary = (*SPECIAL, *CHARACTERS)
+    texts = ["".join(vocabulary[token] for token in completion.token_ids) for completion in completions]
+    assert all(text.endswith(("7", "12", END)) for text in texts)
+    assert sum(not text.endswith(END) for text in texts) > 4
+    assert not any(stop in text[:-1] for text in texts for stop in ("7", "12"))
     assert_logprobs(tiny_model, completions, given)
 
 
