@@ -120,5 +120,5 @@ def test_the_report_says_why_a_run_stopped(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", status="finished")
     summary = json.loads((run / "summary.json").read_text())
     (run / "summary.json").write_text(json.dumps({**summary, "stop/reason": "stop.patience=3: no <better> one"}))
-    page = write_report([run], run / "report.html").read_text()
+    page = write_report(run, run / "report.html").read_text()
     assert "stopped early: stop.patience=3: no &lt;better&gt; one" in page
