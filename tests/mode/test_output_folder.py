@@ -10,7 +10,7 @@ import pytest
 from hydra._internal.config_loader_impl import get_overrides_dirname
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 
 from app.config import compose as configuration
 from app.errors import RunError
@@ -101,6 +101,21 @@ def test_sweeps_started_in_the_same_second_get_folders_of_their_own(tiny_model: 
         assert [path.name for path in sorted(folder.iterdir()) if path.is_dir()] == jobs
         assert [metrics(folder / job)[0]["lr"] for job in jobs] == [0.1, 0.3]
         assert (folder / jobs[1] / "config" / "overrides.yaml").read_text() == "- trainer.lr=0.3\n"
+
+
+def test_the_steps_of_epochs_are_saved_for_one_run_and_for_each_job_of_a_sweep(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "go").touch()
+    rows = "data.arithmetic.problems=40"  # and 16 prompts a step
+    code, text = run_app("epochs=3", rows, f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path, module=HELD)
+    assert code == 0, text
+    assert "8 steps of 16 prompts" in text
+    code, text = run_app("-m", "epochs=1,2", rows, f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path, module=HELD)
+    assert code == 0, text
+    jobs = sorted(each for each in (tmp_path / "sweep").iterdir() if each.is_dir())
+    folders = [tmp_path / "run", *jobs]
+    assert [OmegaConf.load(each / "config" / "config.yaml").steps for each in folders] == [8, 3, 5]
 
 
 def test_the_folder_of_an_earlier_sweep_is_refused(tmp_path: Path) -> None:

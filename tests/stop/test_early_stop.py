@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 
 from app.checkpoint.folder import latest
+from app.config import RunConfig
 from app.config.checkpoint import CheckpointConfig
 from app.config.placement import PlacementKind
 from app.config.stop import StopConfig
+from app.mode import train
 from app.mode.train import CONTROLLERS
 from app.recovery.resume import apply_resume
 from app.stop import early_stop
 from app.stop.early_stop import stop_reason
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.report.page import write_report
+from tests.checkpoint.test_best import save
 from tests.folders import a_run
 from tests.folders import composed_by_hydra as composed
 from tests.recovery.test_engine_supervisor import without_threads
@@ -114,6 +117,29 @@ def test_an_interrupted_run_is_resumed_though_its_evaluation_would_stop_it(tmp_p
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 4, "eval/accuracy": 0.92}\n')
     assert apply_resume(composed(f"resume={run}")).checkpoint == run / "checkpoints" / "step_4"
+
+
+@pytest.mark.parametrize(("accuracy", "stops"), [(0.8, False), (0.95, True)])
+def test_the_summary_the_last_lines_and_the_report_say_why_a_run_stopped(
+    accuracy: float, stops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = config(steps=6, every=2)
+    settings.stop = StopConfig(at_accuracy=0.9, patience=4)
+
+    async def trained(_config: RunConfig, _folder: Path, recorder: RunFolderRecorder) -> None:
+        recorder.log(2, {"time/step": 1.0})
+        recorder.log_eval(2, {"eval": {"accuracy": accuracy}})
+
+    monkeypatch.setattr(train, "_train", trained)
+    save(tmp_path, [(2, accuracy)])
+    train.run(settings, tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    output = capsys.readouterr().out
+    assert (summary["status"], "stop/reason" in summary) == ("finished", stops)
+    assert ("stop.at_accuracy=null stop.patience=null" in output) == stops
+    assert ("steps=12" in output) != stops
+    for text in (output, (tmp_path / "report.html").read_text()):
+        assert ("stopped early: stop.at_accuracy=0.9 is reached" in text) == stops
 
 
 def test_the_report_says_why_a_run_stopped(tmp_path: Path) -> None:
