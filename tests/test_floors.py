@@ -8,7 +8,7 @@ APP = Path(__file__).parent.parent / "app"
 FLOORS = (  # from the ground up; packages of one floor never import each other
     ("types", "errors", "wire", "run_report"),
     ("config", "protocols", "utils"),
-    ("stop",),
+    ("stop", "worker"),
     ("algorithm", "data", "device", "environment", "reward", "tracking"),
     ("model",),
     ("rollout", "trainer"),
@@ -26,9 +26,11 @@ SHARED_NAMES = {  # base names that several packages may use
     "episode": "the driver's half and the worker's half of an episode",
     "export": "`mode=export` and the exporter of `checkpoint.export`",
     "policy": "the model, and what an environment calls to ask it",
-    "pool": "the driver's engines and its environment workers",
-    "remote": "the driver's proxies of an engine, of the trainer and of an environment worker",
-    "wire": "the format of a delta sync and the messages of an environment worker",
+    "pool": "the driver's engines and its workers",
+    "process": "helpers for our own processes, and the process of a worker",
+    "remote": "the driver's proxies of an engine, of the trainer and of a worker",
+    "serve": "the start of a worker, and the episodes of an environment worker",
+    "wire": "the format of a delta sync and the messages of workers",
 }
 
 

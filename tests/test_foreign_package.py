@@ -12,15 +12,19 @@ from tests.folders import ROOT
 
 CONSOLE_SCRIPT = "import sys\nfrom app.main import cli\nsys.exit(cli())\n"  # as pip writes it
 HELPERS = """
+import asyncio
 from app.cluster.process_reaper import process_reaper
-from app.reward.component import custom
-from app.reward.workers.worker_process import WorkerProcess
+from app.config.reward import RewardConfig
+from app.reward.scorer import Scorer
+
+async def start():
+    scorer = Scorer(RewardConfig(_target_="my_rewards.always_one"))
+    await scorer.start()
+    print(bool(scorer.pools[0].pids))
+    scorer.close()
 
 with process_reaper():
-    worker = WorkerProcess(custom("my_rewards.always_one", {}), None)
-    worker.start()
-    print(worker.pid is not None)
-    worker.kill()
+    asyncio.run(start())
 """
 REWARD = "def always_one(trajectories):\n    return [1.0 for _ in trajectories]\n"
 QUICK = ["steps=1", "algorithm.prompts_per_step=2", "algorithm.group_size=2", "eval.every=0", "eval.before_train=false"]

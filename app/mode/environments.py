@@ -4,7 +4,6 @@ import asyncio
 import re
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import astuple
 from pathlib import Path
@@ -21,6 +20,7 @@ from app.environment.rendering.chat_template import ChatTemplate
 from app.environment.wire import Limits, RendererChoice
 from app.errors import ConfigError, RunError
 from app.model.hf_directory import own_template
+from app.utils.tasks import run_apart
 
 LOG = "environment.log"
 SCORE = "environment"  # the reward component that takes the score of the environment
@@ -118,13 +118,7 @@ def require_environment(config: RunConfig, model_path: Path) -> Sequence[Mapping
             rows: Sequence[Mapping[str, Any]] = pool.info["rows"] if list_tasks else ()
             return rows
 
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(start())
-    # a job of a sweep loads its inputs on its loop, which waits; the worker dies with its thread, which waits for it
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: asyncio.run(start())).result()
+    return run_apart(start())
 
 
 @asynccontextmanager

@@ -123,6 +123,7 @@ async def start_rollout_workers(
             warn=recorder.warn,
         )
         stack.callback(scorer.close)
+        await scorer.start()
 
         recorder.status("starting Ray")
         stack.callback(_shutdown_ray)

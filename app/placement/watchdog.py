@@ -21,10 +21,10 @@ from app.environment import remote as environment
 from app.errors import EngineError, RunError
 from app.protocols import RolloutEngine
 from app.recovery.engine_supervisor import LONGEST_BACKOFF_SECONDS
-from app.reward.workers.worker_process import START_LIMIT_S
 from app.rollout.pool import EnginePool
 from app.rollout.remote import CALL_SECONDS, END_SECONDS, START_GRACE_SECONDS
 from app.utils.tasks import root_cause, task_stacks
+from app.worker.remote import START_TIMEOUT_S
 
 POLL_SECONDS = 15.0
 STATS_SECONDS = 10.0  # deadline of an engine to report its tokens; without a report they count as unchanged
@@ -65,7 +65,7 @@ def limit_seconds(config: RunConfig) -> float:
     """Return the seconds without progress that end a run: more than any single call may take."""
     group_size = max(config.algorithm.group_size, config.eval.samples)
     # together, then one by one; each that hangs costs its worker, which is started again
-    rewards = group_size * (2 * config.reward.timeout_s + START_LIMIT_S)
+    rewards = group_size * (2 * config.reward.timeout_s + START_TIMEOUT_S)
     restart = config.rollout.start_timeout_s + START_GRACE_SECONDS + END_SECONDS + LONGEST_BACKOFF_SECONDS
     deadlines = (
         config.trainer.timeout_s,

@@ -9,7 +9,6 @@ Invariants:
 - Once more than `max_failed_fraction` of a step's trajectories have failed, scoring raises a `RunError`.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from app.errors import ConfigError, RunError
 from app.reward.component import RewardComponent, RewardFunction, built_in, custom
 from app.reward.failure_tracker import FailureTracker
 from app.reward.outcome import Failure, FailureKind, LoggedScore, Outcome, Value, evaluate
-from app.reward.workers.worker_pool import WorkerPool
+from app.reward.reward_pool import CLOSED, RewardPool
 from app.types import Trajectory
 from app.utils.dotted_path import LoadError
 from app.utils.tasks import gather_or_raise
@@ -30,13 +29,13 @@ run_log = logging.getLogger("app.run")
 
 Values = list[dict[str, Value]]  # per trajectory, by component name
 NONE_APPLIES = Failure(FailureKind.value, "every component returned None: no reward applies to the trajectory")
-CLOSED = Failure(FailureKind.died, "the scorer was closed")
 
 
 class Scorer:
     """Scores trajectories with the configured components; any number of `score` calls may be in flight.
 
         scorer = Scorer(config.reward, step_trajectories=128, log=folder / "logs/reward.log", warn=recorder.warn)
+        await scorer.start()
         scored = await scorer.score(trajectories)  # reward and reward_components filled in
         scorer.check()                             # at the end of each step
         scorer.close()
@@ -45,10 +44,7 @@ class Scorer:
         config: The `reward` section.
         step_trajectories: Trajectories per step, the window over which failures are counted.
         log: File for the output of the workers (None: stderr).
-        warn: Shows a warning; called from any thread.
-
-    Raises:
-        ConfigError: A custom reward cannot be loaded.
+        warn: Shows a warning.
     """
 
     def __init__(
@@ -66,11 +62,26 @@ class Scorer:
             component.name: component.load() for component in self._components if not component.isolated
         }
         self.pools = [
-            WorkerPool(component, workers=config.workers, timeout_s=config.timeout_s, log=log, warn=warn)
+            RewardPool(component, workers=config.workers, timeout_s=config.timeout_s, log=log, warn=warn)
             for component in self._components
             if component.isolated
         ]
-        self._start_workers()
+
+    async def start(self) -> None:
+        """Start all workers in the background. Wait only for custom rewards, which may fail to load.
+
+        Raises:
+            ConfigError: A custom reward cannot be loaded.
+        """
+        starts = [(pool.component, pool.start_workers()) for pool in self.pools]
+        for component, workers in starts:
+            if component.key is None:
+                continue
+            try:
+                await workers
+            except (LoadError, OSError, RunError) as error:
+                self.close()
+                raise not_accepted(component, error) from error
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the same trajectories, in order, with `reward` and `reward_components` (unweighted) filled in.
@@ -115,27 +126,11 @@ class Scorer:
     def close(self) -> None:
         """Stop the workers. Calls of `score` in flight end with failures."""
         for pool in self.pools:
-            pool.stop()
-        for pool in self.pools:
             pool.close()
 
-    def _start_workers(self) -> None:
-        """Start all workers in the background. Wait only for custom rewards, which may fail to load."""
-        starts = [(pool.component, pool.start()) for pool in self.pools]
-        for component, workers in starts:
-            if component.key is None:
-                continue
-            try:
-                for worker in workers:
-                    worker.result()
-            except (LoadError, RunError) as error:
-                self.close()
-                raise not_accepted(component, error) from error
-
-    async def _score_chunk(self, pool: WorkerPool, trajectories: Sequence[Trajectory], values: Values) -> None:
+    async def _score_chunk(self, pool: RewardPool, trajectories: Sequence[Trajectory], values: Values) -> None:
         """Fill in the values of one component, and count the trajectories that have all their values now."""
-        loop = asyncio.get_running_loop()
-        outcome = await loop.run_in_executor(pool.threads, pool.score, trajectories)
+        outcome = await pool.score(trajectories)
         _record(values, pool.component.name, outcome)
         self._count([each for each in values if len(each) == len(self._components)])
 
@@ -182,7 +177,9 @@ def components_of(config: RewardConfig) -> list[RewardComponent]:
 def not_accepted(component: RewardComponent, error: Exception) -> ConfigError:
     """Return the error of a custom reward that cannot be loaded."""
     accepted = "a function or class that can be called with trajectories"
-    return ConfigError(f"{component.key}={component.target} is not accepted: give {accepted}; {error}.")
+    return ConfigError(
+        f"{component.key}={component.target} is not accepted: give {accepted}; {str(error).rstrip('.')}."
+    )
 
 
 def _chunks(trajectories: Sequence[Trajectory], *, per_trajectory: bool) -> Iterator[slice]:

@@ -4,6 +4,7 @@ For each prompt the reward scores a group of two: its answer as the completion, 
 on all of them would fail on everything, and is refused.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +15,12 @@ from app.config.reward import RewardConfig
 from app.errors import ConfigError, RunError, say
 from app.reward.component import RewardComponent
 from app.reward.outcome import Failure, FailureKind, Value
+from app.reward.reward_pool import RewardPool
 from app.reward.scorer import components_of, not_accepted
-from app.reward.workers.worker_process import NO_LOG, WorkerProcess
 from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
 from app.utils.dotted_path import LoadError
+from app.utils.tasks import run_apart
+from app.worker.remote import NO_LOG
 
 MOST_PROMPTS = 3
 ENOUGH_S = 10.0  # of trying one component: no further prompt after that
@@ -44,19 +47,9 @@ def try_out(config: RewardConfig, prompts: Sequence[Prompt], tokenize: Tokenize)
     """
     warnings: list[str] = []
     for component in components_of(config):
-        if component.key is None:
-            continue
-
-        worker = WorkerProcess(component, NO_LOG)
-        try:
-            worker.start()
-            if config.tryout:
-                warnings += _try_component(worker, component, prompts[:MOST_PROMPTS], tokenize, config.timeout_s)
-        except (LoadError, RunError) as error:
-            raise not_accepted(component, error) from error
-        finally:
-            worker.close()
-            worker.kill()
+        if component.key is not None:
+            tried = prompts[:MOST_PROMPTS] if config.tryout else []
+            warnings += run_apart(_try_component(component, tried, tokenize, config.timeout_s))
     return warnings
 
 
@@ -68,16 +61,29 @@ def made_up(prompt: Prompt, text: str, tokenize: Tokenize) -> Trajectory:
     return Trajectory(prompt, Completion(token_ids, logprobs, FinishReason.stop, spans, text), text)
 
 
-def _try_component(
-    worker: WorkerProcess, component: RewardComponent, prompts: Sequence[Prompt], tokenize: Tokenize, timeout_s: float
+async def _try_component(
+    component: RewardComponent, prompts: Sequence[Prompt], tokenize: Tokenize, timeout_s: float
 ) -> list[str]:
+    pool = RewardPool(component, workers=1, timeout_s=timeout_s, log=NO_LOG, warn=lambda _: None)
+    try:
+        await pool.start_workers()
+        return await _try_prompts(pool, prompts, tokenize, timeout_s)
+    except (LoadError, OSError, RunError) as error:
+        raise not_accepted(component, error) from error
+    finally:
+        pool.close()
+        await asyncio.sleep(0)  # closes its pipe
+
+
+async def _try_prompts(pool: RewardPool, prompts: Sequence[Prompt], tokenize: Tokenize, timeout_s: float) -> list[str]:
+    component = pool.component
     values: list[Value] = []
     slowest_s = 0.0
     begin = time.monotonic()
     for prompt in prompts:
         call_begin = time.monotonic()
         group = [made_up(prompt, text, tokenize) for text in (prompt.answer, "")]
-        values += _score(worker, component, group, timeout_s)
+        values += await _score(pool, group, timeout_s)
 
         slowest_s = max(slowest_s, time.monotonic() - call_begin)
         if time.monotonic() - begin > ENOUGH_S:
@@ -89,14 +95,15 @@ def _try_component(
     return _warnings(component, failures, len(values), slowest_s)
 
 
-def _score(worker: WorkerProcess, component: RewardComponent, group: list[Trajectory], timeout_s: float) -> list[Value]:
+async def _score(pool: RewardPool, group: list[Trajectory], timeout_s: float) -> list[Value]:
     """Score one group, its members alone if that fails. The first deadline that passes ends the tryout."""
+    component = pool.component
     limit_s = min(timeout_s, MOST_S)
 
-    def waiting() -> None:
+    def report_slow() -> None:
         say(f"trying reward component {component.name}: no result after {SLOW_S:g} s; it has {limit_s:g} s")
 
-    outcome = worker.call(group, limit_s, slow_after_s=SLOW_S, on_slow=waiting)
+    outcome = await pool.call(group, limit_s, SLOW_S, report_slow)
     if not isinstance(outcome, Failure):
         return outcome
     if outcome.kind is FailureKind.timeout:
@@ -105,7 +112,7 @@ def _score(worker: WorkerProcess, component: RewardComponent, group: list[Trajec
 
     values: list[Value] = []
     for trajectory in group:
-        single = worker.call([trajectory], limit_s)
+        single = await pool.call([trajectory], limit_s, SLOW_S, report_slow)
         values += [single] if isinstance(single, Failure) else single
     return values
 

@@ -21,7 +21,7 @@ from app.device.runtime_library import let_the_loader_find_it
 from app.device.torchvision_shim import define_operators
 from app.rollout.server import KEY_VARIABLE
 from app.rollout.sglang_plugin.forked_server import PARENT_VARIABLE
-from app.utils.child_process import die_with_parent
+from app.worker.process import die_with_parent
 
 # With these dumps SGLang needs over a minute to exit after a crash. Set them to 1 to get them.
 CRASH_DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")

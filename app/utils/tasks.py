@@ -6,6 +6,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 from app.errors import Interrupted, RunError
@@ -44,6 +45,16 @@ async def until_signal(work: Coroutine[Any, Any, T], on_second: Callable[[], Non
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+
+
+def run_apart(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, also from a function that is called on an event loop, which then stands still."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:

@@ -25,7 +25,7 @@ PARTS = {  # a part of the command line of each
     "engine": "app.rollout.launcher",
     "scheduler": "sglang::scheduler",
     "environment worker": "environment/worker/__main__.py",
-    "reward worker": "app.reward.workers.worker",
+    "reward worker": "app.reward.handler",
 }
 PROBLEMS = 2000  # an epoch
 LONG = [

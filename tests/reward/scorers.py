@@ -1,27 +1,40 @@
-"""A scorer for the length of a test, and what it says."""
+"""A scorer for the length of a test, on an event loop of its own, and what it says."""
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from app.config.reward import RewardConfig
 from app.reward.scorer import Scorer
+from app.types import Trajectory
 
 TOWER = "\\boxed{9^{9^{9^{9}}}}"
 
 
+class RunningScorer(Scorer):
+    """A scorer that has started."""
+
+    runner: asyncio.Runner
+
+    def scored(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        return self.runner.run(self.score(trajectories))
+
+
 @contextlib.contextmanager
-def running_scorer(step_trajectories: int = 1000, log=None, warned=None, **settings) -> Iterator[Scorer]:
+def running_scorer(step_trajectories: int = 1000, log=None, warned=None, **settings) -> Iterator[RunningScorer]:
     warn = [].append if warned is None else warned.append
-    scorer = Scorer(RewardConfig(**settings), step_trajectories=step_trajectories, log=log, warn=warn)
-    try:
-        yield scorer
-    finally:
-        scorer.close()
+    with asyncio.Runner() as runner:
+        scorer = RunningScorer(RewardConfig(**settings), step_trajectories=step_trajectories, log=log, warn=warn)
+        scorer.runner = runner
+        try:
+            runner.run(scorer.start())
+            yield scorer
+        finally:
+            scorer.close()
 
 
-def score(scorer: Scorer, trajectories) -> list[float]:
-    return [scored.reward for scored in asyncio.run(scorer.score(trajectories))]
+def score(scorer: RunningScorer, trajectories) -> list[float]:
+    return [scored.reward for scored in scorer.scored(trajectories)]
 
 
 def pids(scorer: Scorer) -> list[int]:

@@ -1,8 +1,8 @@
 import pytest
 
 from app.errors import RunError
+from app.reward import reward_pool
 from app.reward.outcome import FailureKind
-from app.reward.workers import worker_pool
 from tests.reward.scorers import running_scorer, score
 
 
@@ -55,7 +55,7 @@ def test_each_component_has_a_first_warning(custom_reward, trajectory):
 def test_a_call_that_is_slow_or_repeated_is_a_warning_before_anything_has_failed_for_good(
     custom_reward, trajectory, monkeypatch
 ):
-    monkeypatch.setattr(worker_pool, "SLOW_AFTER_S", 0.1)
+    monkeypatch.setattr(reward_pool, "SLOW_SECONDS", 0.1)
     module = custom_reward("import time\ndef sleepy(trajectories):\n    time.sleep(1000)\n")
     warned: list[str] = []
     with running_scorer(_target_=f"{module}.sleepy", timeout_s=0.25, max_failed_fraction=1.0, warned=warned) as scorer:

@@ -1,4 +1,3 @@
-import asyncio
 import math
 import os
 import threading
@@ -10,18 +9,16 @@ import pytest
 from app.config import RunConfig
 from app.config.reward import RewardConfig
 from app.errors import ConfigError
-from app.reward.scorer import Scorer
-from app.reward.workers import worker_pool
+from app.reward import reward_pool
 from tests.reward.scorers import TOWER, failed, pids, running_scorer, score
+from tests.waiting import until
 
 # weighted sums
 
 
 def test_the_reward_is_the_weighted_sum_and_components_are_reported_unweighted(trajectory):
     with running_scorer(components={"math": 1.0, "format": 0.25, "exact": -0.5}) as scorer:
-        boxed, plain, wrong = asyncio.run(
-            scorer.score([trajectory("\\boxed{42}"), trajectory("42"), trajectory("\\boxed{1}")])
-        )
+        boxed, plain, wrong = scorer.scored([trajectory("\\boxed{42}"), trajectory("42"), trajectory("\\boxed{1}")])
     assert boxed.reward == 1.25
     assert boxed.reward_components == {"math": 1.0, "format": 1.0, "exact": 0.0}
     assert plain.reward == 0.5
@@ -31,7 +28,7 @@ def test_the_reward_is_the_weighted_sum_and_components_are_reported_unweighted(t
 
 def test_a_component_of_weight_zero_is_only_measured(trajectory):
     with running_scorer(components={"exact": 1.0, "format": 0.0}) as scorer:
-        (scored,) = asyncio.run(scorer.score([trajectory("\\boxed{42}")]))
+        (scored,) = scorer.scored([trajectory("\\boxed{42}")])
     assert scored.reward == 0.0
     assert scored.reward_components == {"exact": 0.0, "format": 1.0}
 
@@ -62,7 +59,7 @@ def test_a_function_gets_the_trajectories_of_one_prompt_and_its_arguments(custom
     )
     batch = [trajectory("a", prompt_id="set/1@0")] * 3 + [trajectory("b", prompt_id="set/2@0")] * 2
     with running_scorer(_target_=f"{module}.ranked", args={"scale": 0.5}) as scorer:
-        scored = asyncio.run(scorer.score(batch))
+        scored = scorer.scored(batch)
     assert [one.reward for one in scored] == [8, 8.5, 9, 8, 8.5]
     assert scored[1].reward_components == {"ranked": 8.5}
 
@@ -206,7 +203,7 @@ def test_anything_but_one_finite_number_per_trajectory_is_counted_and_scores_zer
 
 def test_a_failed_component_makes_the_whole_reward_zero(trajectory):
     with running_scorer(components={"math": 1.0, "format": 0.5}, timeout_s=0.5) as scorer:
-        (scored,) = asyncio.run(scorer.score([trajectory(TOWER)]))
+        (scored,) = scorer.scored([trajectory(TOWER)])
     assert scored.reward == 0.0
     assert scored.reward_components == {"math": 0.0, "format": 1.0}
 
@@ -219,14 +216,14 @@ def test_a_pathological_answer_costs_at_most_the_limit_and_the_worker_is_replace
         assert score(scorer, [trajectory(TOWER)]) == [0]
         assert time.perf_counter() - begin < 60
         assert pids(scorer) != [before]
-        assert not os.path.exists(f"/proc/{before}")
+        until(lambda: not os.path.exists(f"/proc/{before}"), 60.0)
         assert score(scorer, [trajectory("\\boxed{42}"), trajectory("9**9**9**9"), trajectory("42")]) == [1, 0, 1]
         assert failed(scorer) == {"timeout": 2}
 
 
 @pytest.mark.parametrize("text", ["\\boxed{" * 500, "(" * 5000, "$" * 5000, "1," * 5000, "9" * 20000, "\\frac{" * 500])
 def test_an_unreadable_answer_scores_zero_without_a_failure(trajectory, text, monkeypatch):
-    monkeypatch.setattr(worker_pool, "BUILT_IN_LIMIT_S", 20.0)
+    monkeypatch.setattr(reward_pool, "BUILT_IN_LIMIT_S", 20.0)
     with running_scorer(components={"math": 1.0}, timeout_s=20.0) as scorer:
         assert score(scorer, [trajectory(text)]) == [0]
         assert failed(scorer) == {}
@@ -260,8 +257,8 @@ def test_a_reward_that_cannot_be_loaded_is_a_configuration_error(custom_reward, 
         "NUMBER = 3\ndef no_arguments():\n    return []\nclass Needy:\n    def __init__(self, needed):\n        pass\n"
     )
     target, reason = target.replace("{module}", module), reason.replace("{module}", module)
-    with pytest.raises(ConfigError) as caught:
-        Scorer(RewardConfig(_target_=target))
+    with pytest.raises(ConfigError) as caught, running_scorer(_target_=target):
+        pass
     assert str(caught.value).startswith(f"reward._target_={target} is not accepted: give a function or class that can")
     assert reason in str(caught.value)
 
@@ -272,13 +269,13 @@ def test_a_reward_that_cannot_be_loaded_is_a_configuration_error(custom_reward, 
         ("import no_such_library\n", "needs a module that is missing (No module named 'no_such_library')"),
         ("1 / 0\n", "cannot be imported (ZeroDivisionError: division by zero at "),
         ("def broken(:\n", "cannot be imported (SyntaxError: "),
-        ("import os\nos._exit(1)\n", "died while loading reward"),
+        ("import os\nos._exit(1)\n", "of the reward reward could not start: the worker process died (exit code 1)"),
     ],
 )
 def test_a_module_that_fails_to_import_says_why(custom_reward, source, reason):
     module = custom_reward(source)
-    with pytest.raises(ConfigError) as caught:
-        Scorer(RewardConfig(_target_=f"{module}.reward"))
+    with pytest.raises(ConfigError) as caught, running_scorer(_target_=f"{module}.reward"):
+        pass
     assert reason in str(caught.value)
 
 

@@ -1,6 +1,5 @@
 """The four signatures of a custom reward, what it sees of a row, and what it can return."""
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -65,7 +64,7 @@ def test_a_reward_written_for_verl_gets_its_four_arguments(custom_reward, trajec
     )
     batch = [trajectory(text, **VERL_ROW) for text in ("so 42", "7")]
     with running_scorer(_target_=f"{module}.compute_score", args={"scale": 2}) as scorer:
-        scored = asyncio.run(scorer.score(batch))
+        scored = scorer.scored(batch)
         assert failed(scorer) == {}
     assert [one.reward for one in scored] == [2, 0]
     assert scored[0].reward_components == {"compute_score": 2, "compute_score/length": 5}
@@ -97,7 +96,7 @@ def test_none_leaves_a_component_out_of_the_sum_and_of_its_mean(custom_reward, t
     components = {name: {"_target_": f"{module}.{name}"} for name in ("code", "brief")}
     batch = [trajectory("a", kind="code"), trajectory("b", kind="prose")]
     with running_scorer(components=components) as scorer:
-        scored = asyncio.run(scorer.score(batch))
+        scored = scorer.scored(batch)
         assert failed(scorer) == {}
     assert [one.reward for one in scored] == [1.5, 0.5]
     assert [one.reward_components for one in scored] == [{"code": 1.0, "brief": 0.5}, {"brief": 0.5}]
@@ -178,7 +177,7 @@ def test_own_and_built_in_components_are_summed_with_weights(custom_reward, traj
     }
     batch = [trajectory("\\boxed{42}"), trajectory("please, \\boxed{42}"), trajectory("7")]
     with running_scorer(components=components, workers=2) as scorer:
-        scored = asyncio.run(scorer.score(batch))
+        scored = scorer.scored(batch)
         assert failed(scorer) == {}
     assert [one.reward for one in scored] == [1.75, 1.25, 0.5]
     assert scored[1].reward_components == {"math": 1, "format": 1, "brief": 0, "polite": 1}
@@ -189,6 +188,6 @@ def test_a_component_that_hangs_does_not_keep_the_others_from_their_values(custo
     module = custom_reward("import time\ndef stuck(trajectories):\n    time.sleep(1000)\n")
     components = {"math": 1.0, "stuck": {"_target_": f"{module}.stuck"}}
     with running_scorer(components=components, timeout_s=1.0) as scorer:
-        (scored,) = asyncio.run(scorer.score([trajectory("\\boxed{42}")]))
+        (scored,) = scorer.scored([trajectory("\\boxed{42}")])
     assert scored.reward == 0
     assert scored.reward_components == {"math": 1, "stuck": 0}

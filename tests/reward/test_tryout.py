@@ -120,7 +120,7 @@ def test_without_the_tryout_a_reward_is_only_loaded(custom_reward, prompts):
 
 
 def test_built_in_components_are_not_tried(prompts, monkeypatch):
-    monkeypatch.setattr(tryout, "WorkerProcess", None)
+    monkeypatch.setattr(tryout, "RewardPool", None)
     assert tried(prompts, components={"math": 1.0, "exact": 0.5}) == []
 
 

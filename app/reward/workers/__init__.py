@@ -1,1 +1,0 @@
-"""Reward worker processes: custom rewards, and those that could hang, run where they can be killed."""

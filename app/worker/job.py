@@ -1,0 +1,99 @@
+"""The driver's view of one job in a worker: its messages, and how it ended."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from app.worker.wire import Close, Closed, Failed, Request
+
+ABORTED = "it was aborted"
+
+
+class Job:
+    """One job that runs in a worker.
+
+    Lifecycle: `next` until it returns the last message; `close` at any time.
+
+    Args:
+        number: Of the job, unique in its pool.
+        send: Sends the worker a message.
+        kill_worker: Ends the worker, given the kind of the failure and a text.
+        on_end: Called when the job has ended.
+
+    Attributes:
+        sent_s: When the worker last got a message about this job, as `time.monotonic()`.
+        closing_s: When it got the message to abort it, or None.
+        at_once: It was cancelled, and its worker is killed rather than waited for.
+        failure: How the job failed; None before its end, and if it ended well or was aborted.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        send: Callable[[Any], None],
+        kill_worker: Callable[[str, str], None],
+        on_end: Callable[["Job"], None],
+    ) -> None:
+        self.number = number
+        self.sent_s = time.monotonic()
+        self.closing_s: float | None = None
+        self.at_once = False
+        self.failure: Failed | None = None
+        self.kill_worker = kill_worker
+        self._send = send
+        self._on_end = on_end
+        self._messages: asyncio.Queue[Any] = asyncio.Queue()
+        self._requests: set[int] = set()
+        self._ended = asyncio.Event()
+
+    @property
+    def waits(self) -> bool:
+        """Whether the job waits for an answer of the driver, so that none of its own code runs."""
+        return bool(self._requests)
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    async def next(self) -> Any:
+        """Return the next request or the last message: the result, or Failed, of the kind `aborted` if it was aborted.
+
+        After the last message nothing follows.
+        """
+        return await self._messages.get()
+
+    def answer(self, request: Request, message: Any) -> None:
+        """Send the answer to a request; without effect when the job has ended."""
+        self._requests.discard(request.number)
+        if not self.ended:
+            self.sent_s = time.monotonic()
+            self._send(message)
+
+    async def close(self, *, at_once: bool = False) -> None:
+        """Abort the job unless it has ended, and wait until it has, or its worker is killed.
+
+        Args:
+            at_once: Code that runs in a thread, or blocks the worker's event loop, is not waited for until its
+                deadline: after some seconds the worker is killed.
+        """
+        if not self.ended and self.closing_s is None:
+            self.closing_s = time.monotonic()
+            self.at_once = at_once
+            self._send(Close(self.number, at_once))
+        await self._ended.wait()
+
+    def receive(self, message: Any) -> None:
+        """Take a message of the worker about this job."""
+        if self.ended:
+            return
+        if isinstance(message, Request):
+            self._requests.add(message.number)
+            self._messages.put_nowait(message)
+            return
+
+        self.failure = message if isinstance(message, Failed) else None
+        self._ended.set()
+        aborted = Failed(self.number, "aborted", ABORTED)
+        self._messages.put_nowait(aborted if isinstance(message, Closed) else message)
+        self._on_end(self)

@@ -1,0 +1,201 @@
+"""A pool of workers: begins jobs where there is room, and replaces workers that hang or die.
+
+Invariants:
+- At most `workers * jobs` jobs run; `begin` waits for room.
+- A worker that ended is replaced; one whose jobs were cancelled, when the next job begins. If its successor cannot be
+  started, for whatever reason, every `begin` raises.
+- A worker that dies while it starts is replaced once: another cause than its code may have killed it.
+- After `close`, no process of the pool is left.
+"""
+
+import asyncio
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from app.errors import RunError, one_line
+from app.utils.tasks import gather_or_raise, in_thread
+from app.worker.job import Job
+from app.worker.remote import RemoteWorker, State, WorkerDied, WorkerSpec
+
+CHECK_SECONDS = 0.5  # between two looks at the workers
+
+
+class WorkerPool:
+    """Worker processes, each of which runs several jobs at once. Used on one event loop.
+
+    Lifecycle: start_workers → begin_job* → close.
+
+    Args:
+        spec: What each worker runs.
+        workers: Processes.
+        jobs: That one process runs at once.
+        warn: Called with a sentence when a worker is replaced.
+
+    Attributes:
+        failures: Failed jobs by kind.
+        restarts: Workers that were replaced.
+        closed: `close` was called.
+    """
+
+    def __init__(self, spec: WorkerSpec, *, workers: int, jobs: int, warn: Callable[[str], None]) -> None:
+        self.failures: Counter[str] = Counter()
+        self.restarts = 0
+        self._spec = spec
+        self._size = workers
+        self._max_jobs = jobs
+        self._warn = warn
+        self._workers: list[RemoteWorker] = []
+        self._ended: list[RemoteWorker] = []  # to be replaced by the next `begin`
+        self._replaced: set[RemoteWorker] = set()  # killed, not yet reaped
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._numbers = itertools.count()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._error: RunError | None = None
+        self.closed = False
+
+    def start_workers(self) -> asyncio.Task[None]:
+        """Start all workers in the background. Once this has failed, every `begin_job` raises.
+
+        The task raises:
+            LoadError: The handler refuses its settings; its own text.
+            OSError: A process cannot be started.
+            RunError: A worker died twice or took too long.
+        """
+        self._workers = [self._new_worker() for _ in range(self._size)]
+        return self._spawn(self._start_all())
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """What the handler reports about itself."""
+        return self._workers[0].info if self._workers else {}
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers that run."""
+        return [worker.pid for worker in self._workers if worker.pid is not None and worker.state is not State.ended]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Failed jobs by kind, and `restarts`."""
+        return {**self.failures, "restarts": self.restarts}
+
+    async def begin_job(self, payload: Any) -> Job:
+        """Begin a job in the worker with the fewest; waits for room.
+
+        Raises:
+            RunError: The pool is closed, or a worker could not be replaced.
+        """
+        queue = self._waiting.append
+        while (worker := self._free()) is None:
+            while self._ended:
+                self._spawn(self._replace(self._ended.pop()))
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            queue(turn)
+            queue = self._waiting.appendleft  # it was the first
+            try:
+                await turn
+            except asyncio.CancelledError:
+                self._wake()  # its turn may have come already
+                raise
+
+        job = worker.begin(next(self._numbers), payload)
+        if self._free() is not None:
+            self._wake()
+        return job
+
+    def close(self) -> None:
+        """Kill all workers. Jobs in flight end as `lost`. Idempotent."""
+        self.closed = True
+        for task in self._tasks:
+            task.cancel()
+        for worker in self._workers:
+            worker.end("lost", f"the workers of {self._spec.name} were closed")
+        for worker in (*self._workers, *self._replaced):
+            worker.reap()
+        self._wake_all()
+
+    def _free(self) -> RemoteWorker | None:
+        """Return the worker with the fewest jobs and room for another."""
+        if self._error is not None:
+            raise self._error
+        if self.closed or not self._workers:
+            raise RunError(f"The workers of {self._spec.name} {'are closed' if self.closed else 'have not started'}.")
+        ready = [each for each in self._workers if each.state is State.ready and len(each.jobs) < self._max_jobs]
+        return min(ready, key=lambda each: len(each.jobs), default=None)
+
+    def _job_ended(self, job: Job) -> None:
+        if job.failure is not None:
+            self.failures[job.failure.kind] += 1
+        self._wake()
+
+    def _worker_ended(self, worker: RemoteWorker) -> None:
+        if worker.loaded and not self.closed:
+            if worker.cancelled and all(turn.done() for turn in self._waiting):
+                self._ended.append(worker)  # a job that was woken just now looks again
+            else:
+                self._spawn(self._replace(worker))
+
+    def _new_worker(self) -> RemoteWorker:
+        return RemoteWorker(self._spec, self._job_ended, self._worker_ended)
+
+    async def _start_all(self) -> None:
+        try:
+            await gather_or_raise(*(self._start(worker) for worker in self._workers))
+        except BaseException:
+            self.close()
+            raise
+        self._spawn(self._watch())
+
+    async def _start(self, worker: RemoteWorker) -> None:
+        try:
+            await worker.start()
+        except WorkerDied:
+            successor = await self._take_place(worker)
+            await successor.start()
+        self._wake()
+
+    async def _replace(self, worker: RemoteWorker) -> None:
+        self.restarts += 1
+        self._warn(f"A worker of {self._spec.name} is replaced: {worker.problem}.")
+        await self._start(await self._take_place(worker))
+
+    async def _take_place(self, worker: RemoteWorker) -> RemoteWorker:
+        """Return the successor of a worker that has ended."""
+        successor = self._new_worker()
+        self._workers[self._workers.index(worker)] = successor
+        self._replaced.add(worker)
+        await in_thread(worker.reap)
+        self._replaced.discard(worker)
+        return successor
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            for worker in list(self._workers):
+                worker.check()
+
+    def _wake(self) -> None:
+        """Let the first that waits look for room; it wakes no other unless it is cancelled."""
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+    def _wake_all(self) -> None:
+        while self._waiting:
+            self._wake()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = RunError(f"A worker of {self._spec.name} cannot be started: {one_line(error)}")
+            self._wake_all()

@@ -1,0 +1,136 @@
+"""A child process that ends with its parent, as a group. Imports only the standard library."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+STDERR = 2
+EXIT_TIMEOUT_S = 1.0  # between the end of a worker's pipe and its exit
+KILL_TIMEOUT_S = 10.0  # a killed process ends at once, unless it is stuck in a driver or a network file system
+PARENT_ONLY = ("PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH", "__PYVENV_LAUNCHER__")  # not for another interpreter
+SCRIPT = Path(__file__).with_name("__main__.py")
+
+
+def die_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when the thread that started it ends (Linux only).
+
+    Args:
+        parent: The parent's process id, read before this process was started.
+
+    Raises:
+        SystemExit: The parent has ended already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit(1)
+
+
+class WorkerProcess:
+    """A process group. Nothing but `start` raises, and everything else is idempotent.
+
+    Lifecycle: start → kill → reap, or start → end.
+
+    Args:
+        handler: Module that it serves with.
+        python: Interpreter. None: ours, with our `sys.path`. Another one has the working directory and its own
+            packages.
+        log: File that its output is appended to (None: stderr).
+    """
+
+    def __init__(self, handler: str, python: str | None, log: Path | None) -> None:
+        self._handler = handler
+        self._python = python
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None before the start."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> socket.socket:
+        """Start the process and return our end of its pipe.
+
+        Raises:
+            OSError: The interpreter cannot be run, or no descriptor or memory is left.
+        """
+        ours, its = socket.socketpair()
+        with its:
+            try:
+                self._process = self._spawn(its.fileno())
+            except BaseException:
+                ours.close()
+                raise
+        return ours
+
+    def has_exited(self) -> bool:
+        """Whether the process has ended, without reaping it: until then its id, and its group's, are its own."""
+        if self._process is None:
+            return False
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return True
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process and its children. A reaped group is skipped: its id may have been reused."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it exited in the meantime
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Wait for the killed process."""
+        self._wait(KILL_TIMEOUT_S)
+
+    def end(self) -> str:
+        """Kill what is left of a process that has ended or is about to.
+
+        Its children are killed before it is reaped, while its id is its own.
+
+        Returns:
+            How it ended, for a sentence: ` (exit code 3)`, ` (signal 9)`, or nothing if that is not known.
+        """
+        self.kill()
+        code = self._wait(EXIT_TIMEOUT_S)
+        if code is None:
+            return ""
+        return f" (signal {-code})" if code < 0 else f" (exit code {code})"
+
+    def _wait(self, timeout_s: float) -> int | None:
+        if self._process is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel
+            return self._process.wait(timeout_s)
+        return None
+
+    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
+        """Start the process as the leader of a process group, so that `kill` also reaches its children."""
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+        if self._python is None:
+            environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        else:
+            environment = {name: value for name, value in environment.items() if name not in PARENT_ONLY}
+
+        if self._log is not None:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+        output = STDERR if self._log is None else os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            return subprocess.Popen(
+                [self._python or sys.executable, str(SCRIPT), str(descriptor), str(os.getpid()), self._handler],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[descriptor],
+                process_group=0,
+            )
+        finally:
+            if output != STDERR:
+                os.close(output)

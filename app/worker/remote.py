@@ -1,0 +1,255 @@
+"""The driver's proxy of one worker process: start it, begin jobs in it, and end it when it hangs or dies.
+
+Invariants:
+- Nothing that a worker sends is unpickled, and a line that is no message ends the worker.
+- A worker that ends takes its process group with it, so the children of its jobs do not outlive it.
+- Each of its jobs gets exactly one last message, also when the worker dies.
+"""
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from app.errors import RunError
+from app.utils.dotted_path import LoadError
+from app.worker.job import Job
+from app.worker.process import WorkerProcess
+from app.worker.wire import Beat, Begin, Closed, Codec, Failed, Lines, Ready, Refused, Start, WireError
+
+START_TIMEOUT_S = 120.0  # includes the imports of custom code
+SILENCE_TIMEOUT_S = 10.0  # beyond `step_timeout_s`, without a beat
+AT_ONCE_TIMEOUT_S = 5.0  # without a beat since a job was to close at once
+ABORT_TIMEOUT_S = 15.0  # beyond twice `step_timeout_s`: for a step to end, and for `close`
+READ_TIMEOUT_S = 5.0  # after its last beat, in which a worker may have read a message
+NO_LOG = Path(os.devnull)
+
+
+class WorkerDied(RunError):
+    """A worker died while it started."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What each worker of a pool runs.
+
+    Attributes:
+        name: For messages: `the environment`.
+        handler: Module whose `load` takes the settings.
+        settings: JSON values.
+        codec: Of the handler's messages.
+        python: Interpreter; None: ours.
+        log: File for its output (None: stderr).
+        step_timeout_s: Longest stretch of a job's own code. A worker that sends nothing for longer is killed. Infinite:
+            a worker does not beat, and the owner of its jobs has deadlines.
+        job: Type of its jobs.
+    """
+
+    name: str
+    handler: str
+    settings: Mapping[str, Any]
+    codec: Codec
+    python: str | None = None
+    log: Path | None = None
+    step_timeout_s: float = math.inf
+    job: type[Job] = Job
+
+
+class State(Enum):
+    """Of a worker."""
+
+    starting = "starting"
+    ready = "ready"
+    retiring = "retiring"  # takes no new jobs, since code of an earlier one still runs in it
+    ended = "ended"
+
+
+class RemoteWorker:
+    """One worker process. Used on one event loop, whose thread outlives it (`die_with_parent`).
+
+    Lifecycle: start → begin* → end.
+
+    Args:
+        spec: What it runs.
+        on_job_end: Called when a job has ended.
+        on_end: Called when the worker has.
+
+    Attributes:
+        state: What it does.
+        loaded: It has loaded its handler.
+        info: What the handler reports about itself.
+        jobs: Those that run in it, by number.
+        problem: Why it ended.
+        cancelled: Its last jobs were to close at once, so that the run may not need a successor.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, on_job_end: Callable[[Job], None], on_end: Callable[["RemoteWorker"], None]
+    ) -> None:
+        self.state = State.starting
+        self.loaded = False
+        self.info: Mapping[str, Any] = {}
+        self.jobs: dict[int, Job] = {}
+        self.problem = ""
+        self.cancelled = False
+        self._spec = spec
+        self._on_job_end = on_job_end
+        self._on_end = on_end
+        self._process = WorkerProcess(spec.handler, spec.python, spec.log)
+        self._lines = Lines(spec.codec, self._receive, self._pipe_ended)
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._received_s = time.monotonic()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Start the process and load the handler.
+
+        Raises:
+            LoadError: The handler refuses its settings; its own text.
+            OSError: The process cannot be started.
+            RunError: The process took too long; as a `WorkerDied`, it died.
+        """
+        if self.state is State.ended:  # closed before it could start
+            await self._started
+        end = self._process.start()
+        try:
+            await asyncio.get_running_loop().create_connection(lambda: self._lines, sock=end)
+        except BaseException:
+            end.close()
+            raise
+
+        self._lines.send(Start(self._spec.settings))
+        try:
+            await asyncio.wait_for(asyncio.shield(self._started), START_TIMEOUT_S)
+        except TimeoutError:
+            self.end("late", f"it did not load {self._spec.name} within {START_TIMEOUT_S:g} s{self._see_log}")
+            await self._started  # raises
+
+    def begin(self, number: int, payload: Any) -> Job:
+        """Begin a job. Called while `state` is ready."""
+        if not self.jobs:
+            self._received_s = time.monotonic()  # it does not beat without jobs
+        job = self._spec.job(number, self._lines.send, self.end, self._job_ended)
+        self.jobs[number] = job
+        self._lines.send(Begin(number, payload))
+        return job
+
+    def check(self) -> None:
+        """End the worker if it hangs or has died, or does not close an aborted job."""
+        if self.state is State.ended or self._process.pid is None:
+            return
+        if self._process.has_exited():  # a child that it forked may hold its pipe
+            self._died("")
+            return
+
+        now = time.monotonic()
+        timeout_s = self._spec.step_timeout_s
+        overdue = now - 2 * timeout_s - ABORT_TIMEOUT_S
+        if self.jobs and now - self._received_s > timeout_s + SILENCE_TIMEOUT_S:
+            silence = now - self._received_s
+            self.end("late", f"the worker was silent for {silence:.0f} s: {self._blocks}")
+        elif any(self._ignores(each, now) for each in self.jobs.values()):
+            self.end("late", f"{self._blocks}, and the run does not wait for it")
+        elif any(each.closing_s is not None and each.closing_s < overdue for each in self.jobs.values()):
+            self.end("late", "an aborted job did not end")
+
+    def end(self, kind: str, text: str) -> None:
+        """Kill the process and its children. Its jobs end as Failed.
+
+        Args:
+            kind: Of the failure of the jobs whose own code was running. The others are `lost`.
+            text: Why, as a sentence without its period.
+        """
+        self._end(kind, text, RunError)
+
+    def reap(self) -> None:
+        """Wait for the killed process, blocking: milliseconds, unless much memory is freed."""
+        self._process.reap()
+
+    def _end(self, kind: str, text: str, error: type[RunError]) -> None:
+        if self.state is State.ended:
+            return
+        blamed = self._blamed(kind)
+        self.state = State.ended
+        self.problem = text
+        self._process.kill()
+        self._lines.close()
+        if not self._started.done():
+            self._started.set_exception(error(f"A worker of {self._spec.name} could not start: {text}."))
+            self._started.exception()  # retrieved: `start` may have been cancelled
+
+        for job in list(self.jobs.values()):
+            lost = Failed(job.number, "lost", f"the worker ended while this job waited for an answer: {text}")
+            job.receive(Failed(job.number, kind, text) if job in blamed else lost)
+        self._on_end(self)
+
+    def _ignores(self, job: Job, now: float) -> bool:
+        """Whether the worker has been silent since this job was to close at once."""
+        if not job.at_once or job.closing_s is None:
+            return False
+        return self._received_s < job.closing_s < now - AT_ONCE_TIMEOUT_S
+
+    def _blamed(self, kind: str) -> list[Job]:
+        """Return the jobs to blame for the worker's end: those whose own code was running.
+
+        If all of them waited for an answer, something else killed the worker. In a worker that fell silent, a job
+        whose last message is newer than the worker's last read is not blamed, unless that leaves none.
+        """
+        own_code = [each for each in self.jobs.values() if not each.waits]
+        if kind != "late":
+            return own_code
+        own_code = [each for each in own_code if each.sent_s <= self._received_s + READ_TIMEOUT_S] or own_code
+        return own_code or list(self.jobs.values())
+
+    def _receive(self, message: Any) -> None:
+        self._received_s = time.monotonic()
+        match message:
+            case Ready():
+                self.info = message.info
+                self.state = State.ready
+                self.loaded = True
+                self._started.set_result(None)
+            case Refused():
+                self._started.set_exception(LoadError(message.text))
+                self.end("died", message.text)
+            case Beat():
+                pass
+            case _:
+                self._route(message)
+
+    def _route(self, message: Any) -> None:
+        if isinstance(message, Failed | Closed) and message.stuck and self.state is State.ready:
+            self.state = State.retiring
+            self.problem = "code of an earlier job does not end"
+        job = self.jobs.get(message.job)
+        if job is not None:
+            job.receive(message)
+
+    def _job_ended(self, job: Job) -> None:
+        del self.jobs[job.number]
+        self.cancelled = job.at_once
+        self._on_job_end(job)
+        if self.state is State.retiring and not self.jobs:
+            self.end("late", self.problem)
+
+    def _pipe_ended(self, error: WireError | None) -> None:
+        self._died("" if error is None else f"; it wrote to the worker's pipe: {error}")
+
+    def _died(self, reason: str) -> None:
+        self._end("died", f"the worker process died{self._process.end()}{reason}{self._see_log}", WorkerDied)
+
+    @property
+    def _blocks(self) -> str:
+        return f"{self._spec.name} blocks its event loop or holds the GIL"
+
+    @property
+    def _see_log(self) -> str:
+        return "" if self._spec.log in (None, NO_LOG) else f"; log: {self._spec.log}"
