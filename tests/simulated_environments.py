@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.environment.episode_session import EpisodeSession
+from app.environment.pool import EpisodeSession
 from app.environment.protocol import Task
-from app.environment.wire import Answer, Ask, Begin, Close, Closed, End, Failed, FromDriver, Limits
+from app.environment.wire import Answer, Ask, End, Limits
 from app.environment.worker.episode import Episode
 from app.environment.worker.framing import Framing
+from app.worker.wire import Begin, Close, Closed, Failed
 
 OBSERVATION = [7, 8]
 
@@ -101,7 +102,7 @@ class SimSession:
         append = OBSERVATION if self._turn else self._prompt_ids
         self._turn += 1
         self._waiting = asyncio.Event()
-        return Ask(next(self._asks), self.number, 0, append, None, False)
+        return Ask(self.number, next(self._asks), 0, append, None, False)
 
     def answer(self, ask: Ask, token_ids: Sequence[int], finish: str, logprobs: Sequence[float] | None = None) -> None:
         assert self._waiting is not None
@@ -134,15 +135,15 @@ class InProcessEnvironments:
         worker = _InProcessWorker()
         number = next(self.numbers)
         fields = {each.name: getattr(task, each.name) for each in dataclasses.fields(task)}
-        session = EpisodeSession(number, task.id, worker, lambda session: None)
+        session = EpisodeSession(number, worker.send, lambda kind, text: None, lambda session: None)
 
         def ask(strand: int, append: Sequence[int], most: int | None, logprobs: bool) -> "asyncio.Future[Answer]":
-            request = Ask(next(self.numbers), number, strand, append, most, logprobs)
+            request = Ask(number, next(self.numbers), strand, append, most, logprobs)
             worker.asks[request.number] = asyncio.get_running_loop().create_future()
             session.receive(request)
             return worker.asks[request.number]
 
-        begin = Begin(number, fields, list(prompt_ids))
+        begin = Begin(number, {"task": fields, "prompt": list(prompt_ids)})
         framing = Framing(None, "", "")
         worker.episode = Episode(begin, self.make, ask, self.renderer, self.limits, framing, lambda policy: "")
         worker.playing = asyncio.create_task(worker.episode.play())
@@ -157,7 +158,7 @@ class _InProcessWorker:
     def __init__(self) -> None:
         self.asks: dict[int, asyncio.Future[Answer]] = {}
 
-    def send(self, message: FromDriver) -> None:
+    def send(self, message: Any) -> None:
         match message:
             case Answer():
                 self.asks.pop(message.ask).set_result(message)

@@ -26,10 +26,10 @@ SHARED_NAMES = {  # base names that several packages may use
     "episode": "the driver's half and the worker's half of an episode",
     "export": "`mode=export` and the exporter of `checkpoint.export`",
     "policy": "the model, and what an environment calls to ask it",
+    "handler": "what reward workers and environment workers run",
     "pool": "the driver's engines and its workers",
     "process": "helpers for our own processes, and the process of a worker",
     "remote": "the driver's proxies of an engine, of the trainer and of a worker",
-    "serve": "the start of a worker, and the episodes of an environment worker",
     "wire": "the format of a delta sync and the messages of workers",
 }
 

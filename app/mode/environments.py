@@ -11,8 +11,7 @@ from typing import Any
 
 from app.config import RunConfig
 from app.config.data import Template
-from app.environment.environment_process import WorkerSpec
-from app.environment.pool import EnvironmentPool
+from app.environment.pool import EnvironmentPool, EnvironmentSpec
 from app.environment.rendering import CHAT, PLAIN, renderer_for
 from app.environment.rendering.agreement import QUESTION, first_difference
 from app.environment.rendering.chat import ChatRenderer
@@ -26,7 +25,9 @@ LOG = "environment.log"
 SCORE = "environment"  # the reward component that takes the score of the environment
 
 
-def worker_spec(config: RunConfig, model_path: Path, *, list_tasks: bool = False, tried: bool = False) -> WorkerSpec:
+def worker_spec(
+    config: RunConfig, model_path: Path, *, list_tasks: bool = False, tried: bool = False
+) -> EnvironmentSpec:
     """Return what each worker runs.
 
     Args:
@@ -60,7 +61,7 @@ def worker_spec(config: RunConfig, model_path: Path, *, list_tasks: bool = False
         "scored": SCORE in config.reward.components,
         "sessions": settings.workers * settings.episodes if tried else None,
     }
-    return WorkerSpec(environment, _renderer(config, model_path), limits, settings.memory_gib, settings.python)
+    return EnvironmentSpec(environment, _renderer(config, model_path), limits, settings.memory_gib, settings.python)
 
 
 def _renderer(config: RunConfig, model_path: Path) -> RendererChoice:

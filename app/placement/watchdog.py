@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Protocol
 
 from app.config import RunConfig
-from app.environment import remote as environment
 from app.errors import EngineError, RunError
 from app.protocols import RolloutEngine
 from app.recovery.engine_supervisor import LONGEST_BACKOFF_SECONDS
 from app.rollout.pool import EnginePool
 from app.rollout.remote import CALL_SECONDS, END_SECONDS, START_GRACE_SECONDS
 from app.utils.tasks import root_cause, task_stacks
-from app.worker.remote import START_TIMEOUT_S
+from app.worker.remote import ABORT_TIMEOUT_S, SILENCE_TIMEOUT_S, START_TIMEOUT_S
 
 POLL_SECONDS = 15.0
 STATS_SECONDS = 10.0  # deadline of an engine to report its tokens; without a report they count as unchanged
@@ -83,9 +82,9 @@ def _episode_seconds(config: RunConfig) -> float:
     """Return the most seconds between two messages of environments: a step, its abort and a new worker, in a row."""
     if not config.environment.multi_turn:
         return 0.0
-    step = config.environment.timeout_s + environment.SILENCE_S
-    abort = 2 * config.environment.timeout_s + environment.ABORT_LIMIT_S
-    return step + abort + environment.START_LIMIT_S
+    step = config.environment.timeout_s + SILENCE_TIMEOUT_S
+    abort = 2 * config.environment.timeout_s + ABORT_TIMEOUT_S
+    return step + abort + START_TIMEOUT_S
 
 
 async def _watch(run: Watched, pool: EnginePool, limit: float, folder: Path) -> None:

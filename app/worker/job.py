@@ -63,7 +63,7 @@ class Job:
         """
         return await self._messages.get()
 
-    def answer(self, request: Request, message: Any) -> None:
+    def reply(self, request: Request, message: Any) -> None:
         """Send the answer to a request; without effect when the job has ended."""
         self._requests.discard(request.number)
         if not self.ended:

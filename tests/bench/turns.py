@@ -23,8 +23,7 @@ import numpy as np
 
 from app.algorithm.packed_groups import Packed
 from app.config.model import ModelConfig, TinyConfig
-from app.environment.environment_process import WorkerSpec
-from app.environment.pool import EnvironmentPool
+from app.environment.pool import EnvironmentPool, EnvironmentSpec
 from app.environment.wire import Limits, RendererChoice
 from app.model.tiny.create import ensure
 from app.placement.fully_async import FullyAsync
@@ -98,7 +97,7 @@ def measure(folder: Path, model: Path) -> tuple[float, int]:
     world = World(settings, folder, engine_count=ENGINES, eval_rows=1, rows=500, trainer=PicklingTrainer())
     world.push_seconds = 0.0
     target = f"{EightTurns.__module__}.{EightTurns.__qualname__}".replace("__main__", "tests.bench.turns")
-    spec = WorkerSpec(
+    spec = EnvironmentSpec(
         {"kind": "own", "target": target, "args": {}, "tools": [], "id": None, "url": None},
         RendererChoice("plain", str(model), "template"),
         Limits(TURNS, None, 2048, 60.0, 600.0),

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from app.environment.environment_process import WorkerSpec
-from app.environment.episode_session import EpisodeSession
-from app.environment.pool import EnvironmentPool
+from app.environment.pool import EnvironmentPool, EnvironmentSpec, EpisodeSession
 from app.environment.protocol import Task
-from app.environment.wire import Ask, End, Failed, Limits, RendererChoice
+from app.environment.wire import Ask, End, Limits, RendererChoice
+from app.worker.wire import Failed
 from tests.environment.characters import text_of, tokens
 
 PATIENCE_S = 60.0  # for anything that should happen
@@ -48,7 +47,7 @@ class Maker:
         memory_gib: float = 8.0,
         model: Path | None = None,
         **limits,
-    ) -> WorkerSpec:
+    ) -> EnvironmentSpec:
         """The spec; `model` has a tokenizer for plain text."""
         module = environment_module(self.folder, source, characters=model is None)
         chosen = {
@@ -61,7 +60,7 @@ class Maker:
         }
         environment = {"kind": "own", "target": f"{module}.{name}", "args": args or {}}
         renderer = RendererChoice("plain" if model else "characters", str(model or ""), "template")
-        return WorkerSpec(environment, renderer, Limits(**chosen), memory_gib, python)
+        return EnvironmentSpec(environment, renderer, Limits(**chosen), memory_gib, python)
 
 
 @dataclass
@@ -114,7 +113,7 @@ def a_task(**changes) -> Task:
 
 @contextlib.asynccontextmanager
 async def running_pool(
-    spec: WorkerSpec, *, workers: int = 1, episodes: int = 4, log: Path | None = None, warn=None
+    spec: EnvironmentSpec, *, workers: int = 1, episodes: int = 4, log: Path | None = None, warn=None
 ) -> AsyncIterator[EnvironmentPool]:
     """A pool that has started; afterwards no process and no descriptor of it is left."""
     before = set(os.listdir("/proc/self/fd"))

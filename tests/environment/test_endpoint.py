@@ -11,11 +11,12 @@ import aiohttp
 import openai
 import pytest
 
-from app.environment.environment_process import WorkerSpec
+from app.environment.pool import EnvironmentSpec
 from app.environment.protocol import OutOfTokens, OutOfTurns, Reply, ToolCall
-from app.environment.wire import End, Failed
+from app.environment.wire import End
 from app.environment.worker.openai_endpoint import http_server
 from app.environment.worker.openai_endpoint.endpoint import SESSION_HEADER, Endpoint
+from app.worker.wire import Failed
 from tests.environment.pools import Maker, play_one, running_pool
 from tests.environment.scripted_policy import ScriptedPolicy, decode, encode
 
@@ -459,7 +460,7 @@ def test_a_bug_of_an_agent_after_a_limit_stays_a_failure(own: Maker) -> None:
     assert end.text.startswith("run raised KeyError: 'a bug'")
 
 
-def _played(spec: WorkerSpec) -> End | Failed:
+def _played(spec: EnvironmentSpec) -> End | Failed:
     async def run() -> End | Failed:
         async with running_pool(spec) as pool:
             return (await play_one(pool, "a", "b", "c")).end

@@ -5,8 +5,9 @@ import signal
 import psutil
 import pytest
 
-from app.environment.wire import Ask, End, Failed
+from app.environment.wire import Ask, End
 from app.errors import RunError
+from app.worker.wire import Failed
 from tests.descriptors import none_left
 from tests.environment.characters import text_of, tokens
 from tests.environment.pools import PATIENCE_S, a_task, play, play_one, running_pool, script
@@ -126,7 +127,7 @@ def test_an_aborted_episode_is_closed_once_and_its_place_is_free(own, tmp_path, 
             return aborted, after.end, pool.counts
 
     aborted, after, counts = asyncio.run(run())
-    assert aborted == Failed(0, "aborted", "the episode was aborted")
+    assert aborted == Failed(0, "aborted", "it was aborted")
     assert isinstance(after, End)
     assert counts == {"restarts": 0}
     assert notes(tmp_path) == [
@@ -171,7 +172,7 @@ def test_an_aborted_episode_whose_step_hangs_is_closed_and_its_worker_replaced(o
 
 
 def test_a_worker_that_does_not_close_an_aborted_episode_is_killed(own, tmp_path, monkeypatch):
-    monkeypatch.setattr("app.environment.remote.ABORT_LIMIT_S", 0.0)
+    monkeypatch.setattr("app.worker.remote.ABORT_TIMEOUT_S", 0.0)
     spec = own(
         """
         import time
@@ -195,7 +196,7 @@ def test_a_worker_that_does_not_close_an_aborted_episode_is_killed(own, tmp_path
             return await session.next(), pool.counts
 
     failed, counts = asyncio.run(run())
-    assert (failed.kind, failed.text) == ("late", "an aborted episode did not end")
+    assert (failed.kind, failed.text) == ("late", "an aborted job did not end")
     assert counts == {"late": 1, "restarts": 1}
 
 
@@ -253,7 +254,7 @@ def test_closing_the_pool_ends_episodes_and_those_that_wait(own):
             assert isinstance(await session.next(), Ask)
             pool.close()
             pool.close()
-            with pytest.raises(RunError, match="The environment pool is closed"):
+            with pytest.raises(RunError, match="The workers of the environment are closed"):
                 await waiting
             await session.close()
             return await session.next()
@@ -413,7 +414,7 @@ def test_a_worker_that_cannot_be_replaced_ends_the_wait_of_every_episode(own, tm
             waiting = asyncio.create_task(pool.begin(a_task(), tokens("6*7=")))
             with none_left():
                 os.kill(pool.pids[0], signal.SIGKILL)
-                with pytest.raises(RunError, match="cannot be replaced"):
+                with pytest.raises(RunError, match="cannot be started"):
                     await asyncio.wait_for(waiting, PATIENCE_S)
             with pytest.raises(RunError, match="Too many open files"):
                 await pool.begin(a_task(), tokens("6*7="))

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from app.environment.environment_process import WorkerSpec
-from app.environment.pool import EnvironmentPool
-from app.environment.wire import Ask, End, Failed, Limits, RendererChoice
+from app.environment.pool import EnvironmentPool, EnvironmentSpec
+from app.environment.wire import Ask, End, Limits, RendererChoice
 from app.model.tiny.tokenizer import build_tokenizer
+from app.worker.wire import Failed
 from tests.environment.pools import PATIENCE_S, a_task, environment_module, running_pool
 from tests.environment.qwen import tokenizer, write_model
 
@@ -103,7 +103,7 @@ def thought(family: str, number: int) -> str:
 
 
 def requests(
-    spec: WorkerSpec, model: tuple[str, Path], prompt: str, *stories: str, messages: Sequence[dict[str, Any]] = ()
+    spec: EnvironmentSpec, model: tuple[str, Path], prompt: str, *stories: str, messages: Sequence[dict[str, Any]] = ()
 ) -> list[list[tuple[int, str]]]:
     """Play an episode of each story with one worker; the strand and the whole text of each request."""
 
@@ -130,11 +130,11 @@ def requests(
 
 def spec_of(
     folder: Path, source: str, model: tuple[str, Path], frame: dict[str, str], thinking: str = "template"
-) -> WorkerSpec:
+) -> EnvironmentSpec:
     target = f"{environment_module(folder, source, characters=False)}.Env"
     environment = {"kind": "own", "target": target, "args": {}, **frame}
     renderer = RendererChoice("plain" if model[0] == "plain" else "chat", str(model[1]), thinking, enable_thinking=True)
-    return WorkerSpec(environment, renderer, Limits(9, None, 100, 30.0, 100.0))
+    return EnvironmentSpec(environment, renderer, Limits(9, None, 100, 30.0, 100.0))
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_plain_text_begins_with_the_prompt_of_the_data_too(folder: Path) -> None
     target = f"{environment_module(folder, PLAIN_AGENT, characters=False)}.Env"
     environment = {"kind": "own", "target": target, "args": {}, "prefix": "1", "suffix": "="}
     renderer = RendererChoice("plain", str(folder / "tiny"), "template")
-    spec = WorkerSpec(environment, renderer, Limits(9, None, 100, 30.0, 100.0))
+    spec = EnvironmentSpec(environment, renderer, Limits(9, None, 100, 30.0, 100.0))
 
     async def run() -> list[str]:
         appended = []

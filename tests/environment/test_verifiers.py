@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from app.environment import verifiers
-from app.environment.environment_process import WorkerSpec
+from app.environment.pool import EnvironmentSpec
 from app.environment.protocol import Task
 from app.environment.verifiers.environment_host import own_renderer
-from app.environment.wire import Ask, End, Failed, Limits, RendererChoice
+from app.environment.wire import Ask, End, Limits, RendererChoice
 from app.errors import ConfigError
 from app.utils.dotted_path import LoadError
+from app.worker.wire import Failed
 from tests.environment.interpreters import BUILD_S, interpreter
 from tests.environment.openenv_server import echo_server
 from tests.environment.pools import PATIENCE_S, running_pool
@@ -151,10 +152,10 @@ class Runner:
         environment = {"kind": "verifiers", "id": package, "args": args, "list_tasks": True}
         limits = Limits(max_turns, None, 1000, timeout_s=200.0, episode_s=400.0)
         renderer = RendererChoice("chat", str(self.model), "template")
-        spec = WorkerSpec(environment, renderer, limits, 8.0, str(python))
+        spec = EnvironmentSpec(environment, renderer, limits, 8.0, str(python))
         return asyncio.run(asyncio.wait_for(self._run(spec, episodes), 280))
 
-    async def _run(self, spec: WorkerSpec, episodes: Sequence[tuple[int, Sequence[str]]]) -> list[Played]:
+    async def _run(self, spec: EnvironmentSpec, episodes: Sequence[tuple[int, Sequence[str]]]) -> list[Played]:
         async with running_pool(spec, episodes=max(1, len(episodes))) as pool:
             self.info = dict(pool.info)
 

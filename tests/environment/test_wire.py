@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from app.environment.wire import Close, Lines, WireError
+from app.worker.wire import Close, Codec, Lines, WireError
 
 
 def test_messages_to_an_end_that_is_gone_are_dropped_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -11,7 +11,7 @@ def test_messages_to_an_end_that_is_gone_are_dropped_without_a_warning(caplog: p
 
     async def run() -> None:
         end, other = socket.socketpair()
-        lines = Lines(lambda message: None, ended.append)
+        lines = Lines(Codec(), lambda message: None, ended.append)
         await asyncio.get_running_loop().create_connection(lambda: lines, sock=end)
         other.close()
         for episode in range(10):  # before the loop learns that the other end is gone

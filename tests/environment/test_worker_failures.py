@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.environment.wire import Ask, End, Failed
+from app.environment.wire import Ask, End
+from app.worker.wire import Failed
 from tests.environment.characters import tokens
 from tests.environment.pools import PATIENCE_S, a_task, play, play_one, running_pool, script
 from tests.waiting import until
@@ -247,10 +248,10 @@ def test_an_environment_that_ends_the_worker_fails_and_those_that_wait_for_an_en
     died, lost, after, counts = asyncio.run(run())
     sentence = f"the worker process died ({status}); log: {log}"
     assert (died.kind, died.text) == ("died", sentence)
-    assert (lost.kind, lost.text) == ("lost", f"the worker ended while the episode waited for an engine: {sentence}")
+    assert (lost.kind, lost.text) == ("lost", f"the worker ended while this job waited for an answer: {sentence}")
     assert isinstance(after, End)
     assert counts == {"died": 1, "lost": 1, "restarts": 1}
-    assert warnings == [f"An environment worker is replaced: {sentence}."]
+    assert warnings == [f"A worker of the environment is replaced: {sentence}."]
 
 
 def test_a_worker_that_is_killed_while_all_its_episodes_wait_for_an_engine_blames_none(own, tmp_path):
@@ -268,7 +269,7 @@ def test_a_worker_that_is_killed_while_all_its_episodes_wait_for_an_engine_blame
 
 
 def test_an_environment_that_holds_the_gil_is_killed_and_its_neighbors_are_lost(own, tmp_path, monkeypatch):
-    monkeypatch.setattr("app.environment.remote.SILENCE_S", 2.0)
+    monkeypatch.setattr("app.worker.remote.SILENCE_TIMEOUT_S", 2.0)
     spec = own(ENV, args={"closed": str(tmp_path / "closed")}, timeout_s=1.0)
     backtrack = "re.match('(a+)+$', 'a' * 60 + 'b')"
 

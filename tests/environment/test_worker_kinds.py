@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from app.environment.environment_process import WorkerSpec
+from app.environment.pool import EnvironmentSpec
 from app.environment.rendering.tokenizer_file import TokenizerFile
 from app.environment.wire import Ask, End, Limits, RendererChoice
 from tests.environment.pools import PATIENCE_S, a_task, running_pool
@@ -18,7 +18,7 @@ def play_texts(kind: dict, name: str, model: Path, prompt: str, *replies: str) -
     """Play one episode; returns its end, and strand and text of what was appended for each request."""
     tokenizer = TokenizerFile(model)
     encode, decode = tokenizer.encode, tokenizer.decode
-    spec = WorkerSpec(
+    spec = EnvironmentSpec(
         {"args": {}, **kind}, RendererChoice("plain" if name == "plain" else "chat", str(model), "template"), LIMITS
     )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.environment.environment_process import WorkerSpec
+from app.environment.pool import EnvironmentSpec
 from app.environment.wire import End, RendererChoice
 from app.errors import ConfigError, RunError
 from tests.environment.pools import PATIENCE_S, a_task, play_one, running_pool
@@ -24,7 +24,7 @@ PLAIN = "class Env:\n    def begin(self, task): ...\n    def step(self, reply): 
 ROOT = Path(__file__).parents[2]
 
 
-def refusal(spec: WorkerSpec, kind: type[Exception] = ConfigError, **pool) -> str:
+def refusal(spec: EnvironmentSpec, kind: type[Exception] = ConfigError, **pool) -> str:
     """The sentence with which a pool does not start; nothing of it is left."""
 
     async def run():
@@ -36,7 +36,7 @@ def refusal(spec: WorkerSpec, kind: type[Exception] = ConfigError, **pool) -> st
     return str(refused.value)
 
 
-def end_of(spec: WorkerSpec, *replies: str) -> End:
+def end_of(spec: EnvironmentSpec, *replies: str) -> End:
     async def run():
         async with running_pool(spec) as pool:
             return (await play_one(pool, *replies)).end
@@ -111,15 +111,17 @@ def test_an_interpreter_that_cannot_be_run_is_refused(own, python, reason):
 def test_a_program_that_is_no_interpreter_is_reported_with_its_end(own, tmp_path):
     log = tmp_path / "environment.log"
     sentence = refusal(own(PLAIN, python="/bin/false"), RunError, log=log)
-    assert sentence == f"An environment worker could not start: the worker process died (exit code 1); log: {log}."
+    assert (
+        sentence == f"A worker of the environment could not start: the worker process died (exit code 1); log: {log}."
+    )
 
 
 def test_an_old_interpreter_is_refused_by_its_version(own, tmp_path):
     # the script itself, in an interpreter that says that it is old
-    script = ROOT / "app" / "environment" / "worker" / "__main__.py"
+    script = ROOT / "app" / "worker" / "__main__.py"
     fake = (
         "import sys, runpy; sys.version_info = (3, 9, 1, 'final', 0); "
-        f"sys.argv = ['x', '1', '0']; runpy.run_path({str(script)!r}, run_name='__main__')"
+        f"sys.argv = ['x', '1', '0', 'handler']; runpy.run_path({str(script)!r}, run_name='__main__')"
     )
     said = subprocess.run([sys.executable, "-c", fake], capture_output=True, text=True, check=True).stdout
     assert "it is Python 3.9.1; give 3.11 or later." in said
@@ -158,13 +160,13 @@ def test_an_unknown_renderer_is_refused(own):
 
 def test_an_environment_that_ends_the_process_while_it_is_imported_is_reported(own):
     sentence = refusal(own("import os; os._exit(7)\n" + PLAIN), RunError, workers=2)
-    assert sentence == "An environment worker could not start: the worker process died (exit code 7)."
+    assert sentence == "A worker of the environment could not start: the worker process died (exit code 7)."
 
 
 def test_an_environment_whose_import_hangs_is_given_up(own, monkeypatch):
-    monkeypatch.setattr("app.environment.remote.START_LIMIT_S", 1.0)
+    monkeypatch.setattr("app.worker.remote.START_TIMEOUT_S", 1.0)
     sentence = refusal(own("import threading; threading.Event().wait()\n" + PLAIN), RunError)
-    assert sentence == "An environment worker could not start: it did not load the environment within 1 s."
+    assert sentence == "A worker of the environment could not start: it did not load the environment within 1 s."
 
 
 def test_a_replaced_worker_that_cannot_load_the_environment_ends_every_wait(own, tmp_path):
@@ -186,7 +188,7 @@ def test_a_replaced_worker_that_cannot_load_the_environment_ends_every_wait(own,
 
     died, sentence = asyncio.run(run())
     assert died.kind == "died"
-    assert sentence.startswith("An environment worker cannot be replaced: environment._target_=")
+    assert sentence.startswith("A worker of the environment cannot be started: environment._target_=")
     assert "(OSError: gone at " in sentence
 
 
@@ -197,12 +199,12 @@ def test_a_worker_dies_with_its_parent_and_ignores_its_ctrl_c(own, tmp_path):
     driver = f"""
         import asyncio
         from app.environment.pool import EnvironmentPool
-        from app.environment.environment_process import WorkerSpec
+        from app.environment.pool import EnvironmentSpec
         from app.environment.wire import Limits, RendererChoice
         from tests.environment.pools import a_task
 
         async def main():
-            spec = WorkerSpec({dict(spec.environment)!r}, {spec.renderer!r}, {spec.limits!r})
+            spec = EnvironmentSpec({dict(spec.environment)!r}, {spec.renderer!r}, {spec.limits!r})
             pool = EnvironmentPool(spec, workers=2, episodes=2, log=None, warn=print)
             await pool.start()
             await pool.begin(a_task(), [1])

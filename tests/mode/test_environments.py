@@ -31,7 +31,7 @@ def workers() -> list[str]:
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             lines.append(" ".join(child.cmdline()))
-    return [line for line in lines if "environment/worker" in line]
+    return [line for line in lines if "app.environment.worker" in line]
 
 
 def episodes(*overrides: str) -> Check:

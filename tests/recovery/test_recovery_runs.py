@@ -24,7 +24,7 @@ PARTS = {  # a part of the command line of each
     "rank": "TrainerRank",
     "engine": "app.rollout.launcher",
     "scheduler": "sglang::scheduler",
-    "environment worker": "environment/worker/__main__.py",
+    "environment worker": "app.environment.worker.handler",
     "reward worker": "app.reward.handler",
 }
 PROBLEMS = 2000  # an epoch

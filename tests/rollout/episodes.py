@@ -13,7 +13,7 @@ import torch
 
 from app.config.recovery import RecoveryConfig
 from app.config.reward import RewardConfig
-from app.environment.environment_process import WorkerSpec
+from app.environment.pool import EnvironmentSpec
 from app.model.tiny.tokenizer import build_tokenizer
 from app.reward.scorer import Scorer
 from app.rollout.episodes import EpisodeLimits, Episodes
@@ -70,7 +70,7 @@ class Scripted:
 
 @contextlib.asynccontextmanager
 async def rollouter_of(
-    spec: WorkerSpec,
+    spec: EnvironmentSpec,
     engines: Sequence[Any],
     *,
     retries: int = 0,

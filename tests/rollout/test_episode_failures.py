@@ -2,9 +2,9 @@
 
 import pytest
 
-from app.environment.wire import Failed
 from app.errors import RunError
 from app.rollout.episodes.episode_failures import EpisodeFailures
+from app.worker.wire import Failed
 
 RAISED = Failed(0, "raised", "step raised KeyError: 'board' at envs.py:7")
 

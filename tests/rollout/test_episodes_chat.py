@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.environment.environment_process import WorkerSpec
+from app.environment.pool import EnvironmentSpec
 from app.environment.rendering import renderer_for
 from app.environment.tools import load_tools
 from app.environment.wire import Limits, RendererChoice
@@ -70,12 +70,14 @@ def model(tmp_path: Path) -> Path:
     return write_model(tmp_path / "model", "qwen3")
 
 
-def with_tools(model: Path, **settings: Any) -> WorkerSpec:
+def with_tools(model: Path, **settings: Any) -> EnvironmentSpec:
     environment = {"kind": "tools", "tools": TOOLS, **settings}
-    return WorkerSpec(environment, RendererChoice("chat", str(model), "template"), Limits(5, None, 100, 30.0, 100.0))
+    return EnvironmentSpec(
+        environment, RendererChoice("chat", str(model), "template"), Limits(5, None, 100, 30.0, 100.0)
+    )
 
 
-def played(spec: WorkerSpec, model: Path, *script: str, size: int = 2) -> tuple[Talker, Group]:
+def played(spec: EnvironmentSpec, model: Path, *script: str, size: int = 2) -> tuple[Talker, Group]:
     engine = Talker(script)
     question = renderer_for("chat", str(model)).opening([{"role": "user", "content": QUESTION}])
     prompt = Prompt("rooms/0@0", np.array(question, dtype=np.int32), "Room 7", "rooms", QUESTION, {"answer": "Room 7"})
@@ -135,7 +137,7 @@ def test_what_goes_wrong_in_a_call_is_heard_and_not_sampled(model: Path) -> None
 def test_earlier_reasoning_is_stripped_as_the_template_does_or_kept(model: Path, own: Any, thinking: str) -> None:
     spec = own(ASKS_AGAIN, model=model)
     choice = RendererChoice("chat", str(model), thinking, enable_thinking=True)
-    spec = WorkerSpec(spec.environment, choice, spec.limits)
+    spec = EnvironmentSpec(spec.environment, choice, spec.limits)
     first, last = "<think>\nHm.\n</think>\n\nRoom 7" + END, "<think>\nYes.\n</think>\n\nRoom 7" + END
     engine, made = played(spec, model, first, last, size=1)
     (trajectory,) = made.trajectories
@@ -151,7 +153,7 @@ def test_earlier_reasoning_is_stripped_as_the_template_does_or_kept(model: Path,
 def test_data_thinking_reaches_the_generation_prompt(model: Path, own: Any, enabled: bool) -> None:
     spec = own(ASKS_AGAIN, model=model)
     choice = RendererChoice("chat", str(model), "template", enable_thinking=enabled)
-    engine, _ = played(WorkerSpec(spec.environment, choice, spec.limits), model, *["Room 7" + END] * 2, size=1)
+    engine, _ = played(EnvironmentSpec(spec.environment, choice, spec.limits), model, *["Room 7" + END] * 2, size=1)
     for request in engine.asked:
         assert decoded(request.token_ids).endswith("<think>\n\n</think>\n\n") is not enabled
 

@@ -16,7 +16,7 @@ from typing import Any
 from app.environment.own import Stepwise, check_methods, score_of
 from app.environment.protocol import EpisodeOver, Task
 from app.environment.values import WrongValue, scores_of, short
-from app.environment.wire import Begin, Closed, End, Failed, Limits
+from app.environment.wire import End, Limits
 from app.environment.worker.calls import Calls, Exited
 from app.environment.worker.clock import Clock
 from app.environment.worker.framing import Framing
@@ -25,6 +25,7 @@ from app.environment.worker.openai_endpoint.openai_api import is_bad_request
 from app.environment.worker.policy import AskEngine, EpisodePolicy
 from app.environment.worker.strands import Renderer
 from app.utils.dotted_path import LoadError, error_text
+from app.worker.wire import Begin, Closed, Failed
 
 CANCEL_LIMIT_S = 5.0  # for code that was cancelled to end
 AT_ONCE_S = 1.0  # for the same, and for a call in a thread, where the run itself ends
@@ -56,14 +57,14 @@ class Episode:
         framing: Framing,
         url: Callable[[EpisodePolicy], str],
     ) -> None:
-        self.number = begin.episode
-        self._task = Task(**begin.task)
+        self.number = begin.job
+        self._task = Task(**begin.payload["task"])
         self._make = make
         self._limits = limits
         self._clock = Clock(limits.timeout_s)
         self._calls = Calls()
         opening = framing.messages(self._task)
-        self.policy = EpisodePolicy(ask, renderer, limits, opening, begin.prompt, self._clock, url)
+        self.policy = EpisodePolicy(ask, renderer, limits, opening, begin.payload["prompt"], self._clock, url)
         self._environment: Any = None
         self._aborted = asyncio.Event()
         self._at_once = False
@@ -205,6 +206,6 @@ class Episode:
 
 def _stuck(outcome: End | Failed | Closed) -> Failed | Closed:
     if isinstance(outcome, Closed):
-        return Closed(outcome.episode, stuck=True)
+        return Closed(outcome.job, stuck=True)
     assert isinstance(outcome, Failed)
-    return Failed(outcome.episode, outcome.kind, outcome.text, stuck=True)
+    return Failed(outcome.job, outcome.kind, outcome.text, stuck=True)

@@ -15,13 +15,14 @@ from app.data.template import conversation
 from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
 from app.environment.rendering import renderer_for
-from app.environment.wire import Ask, End, Failed, RendererChoice
+from app.environment.wire import Ask, End, RendererChoice
 from app.errors import ConfigError
 from app.mode.doctor.finding import Check, CheckStatus
 from app.mode.environments import require_environment, tried_pool, without_log, worker_spec
 from app.model.hf_directory import load_tokenizer
 from app.reward.tryout import Tokenize, tokenizer_of
 from app.tracking.number_format import plural
+from app.worker.wire import Failed
 
 SUBJECT = "episodes"  # the environment is that of the variables
 MOST_REPLIES = 3

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from app.environment.episode_session import EpisodeSession
-from app.environment.wire import Ask, End, Failed
+from app.environment.pool import EpisodeSession
+from app.environment.wire import Ask, End
 from app.rollout.episodes.episode_group import EpisodeGroup
 from app.rollout.episodes.strand_builder import StrandBuilder
 from app.types import (
@@ -28,6 +28,7 @@ from app.types import (
     Turn,
     VersionSpan,
 )
+from app.worker.wire import Failed
 
 SHOWN_S = 0.02  # a shorter stretch of an environment's own code is not on the timeline
 
@@ -79,7 +80,7 @@ class EpisodeAttempt:
                     case Ask():
                         problem = self._append(message)
                         if problem is not None:
-                            return Failed(message.episode, "value", problem)
+                            return Failed(message.job, "value", problem)
                         self._answering.add(asyncio.create_task(self._answer(message)))
                     case End():
                         return self._trajectory(message, time.perf_counter() - begun)

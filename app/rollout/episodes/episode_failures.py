@@ -6,8 +6,8 @@ An episode that failed for good has no reward: it leaves its group.
 from collections import Counter
 from collections.abc import Callable
 
-from app.environment.wire import Failed
 from app.errors import RunError
+from app.worker.wire import Failed
 
 
 class EpisodeFailures:

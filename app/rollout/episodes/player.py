@@ -16,13 +16,13 @@ from collections.abc import Sequence
 
 from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
-from app.environment.wire import Failed
 from app.rollout.episodes.attempt import EpisodeAttempt, EpisodeLimits
 from app.rollout.episodes.episode_failures import EpisodeFailures
 from app.rollout.episodes.episode_group import EpisodeGroup, Play
 from app.rollout.pool import EnginePool
 from app.rollout.requests import Requests
 from app.types import Prompt, Trajectory
+from app.worker.wire import Failed
 
 MOST_LOST = 10  # attempts of one episode whose worker ended because of another episode
 

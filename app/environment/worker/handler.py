@@ -1,10 +1,4 @@
-"""The loop of a worker: episodes begin, ask and end as the driver's messages come.
-
-Invariants:
-- The worker dies with its parent, even if the parent is killed: the kernel sends SIGKILL (Linux).
-- Ctrl-C and SIGTERM are handled by the driver, so that environments can be closed; the worker ignores them.
-- Only the event loop writes to the pipe. What an environment prints goes to the log.
-"""
+"""What an environment worker runs: episodes begin, ask and end as the driver's messages come."""
 
 import asyncio
 import faulthandler
@@ -12,7 +6,6 @@ import importlib
 import itertools
 import os
 import resource
-import signal
 import socket
 import sys
 import traceback
@@ -21,74 +14,39 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from app.environment.wire import (
-    Answer,
-    Ask,
-    Beat,
-    Begin,
-    Close,
-    Closed,
-    End,
-    Failed,
-    Limits,
-    Lines,
-    Ready,
-    Refused,
-    RendererChoice,
-    Start,
-    WireError,
-)
+from app.environment.wire import CODEC, Answer, Ask, End, Limits, RendererChoice
 from app.environment.worker.episode import Episode, Make
 from app.environment.worker.framing import Framing
 from app.environment.worker.log import STDERR, log
 from app.environment.worker.policy import EpisodePolicy
 from app.environment.worker.strands import Renderer
-from app.utils.child_process import die_with_parent
 from app.utils.dotted_path import LoadError, error_text
+from app.worker.wire import Beat, Begin, Close, Closed, Failed, Lines, WireError
 
-BEAT_S = 1.0
-SILENT_S = 10.0  # without a beat; then all stacks go to the log
+BEAT_SECONDS = 1.0
+MAX_SILENCE_SECONDS = 10.0  # without a beat; then all stacks go to the log
 GIB = 1 << 30
 ENDPOINT = "app.environment.worker.openai_endpoint.endpoint"  # imported by its first use
 
 
-def serve(descriptor: int, parent: int) -> None:
-    """Serve the driver until it closes the pipe. Does not return."""
-    die_with_parent(parent)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave_to_the_driver)
-    os.set_inheritable(descriptor, False)
-    os.register_at_fork(after_in_child=lambda: os.close(descriptor))  # a child of an environment has no part in it
-    sys.path.insert(0, os.getcwd())
-
-    asyncio.run(_serve(socket.socket(fileno=descriptor)))
+def load(settings: Mapping[str, Any]) -> "EnvironmentHandler":
+    """Load the environment and the renderer. Raises `LoadError`, whose message is a sentence."""
+    make = _load_environment(settings)
+    renderer = _load_renderer(RendererChoice(**settings["renderer"]))
+    _limit_memory(settings["memory_gib"])
+    return EnvironmentHandler(make, renderer, Limits(**settings["limits"]), Framing.of(settings["environment"]))
 
 
-def _leave_to_the_driver(number: int, frame: Any) -> None:
-    """Do nothing. Unlike an ignored signal, this is not inherited by what an environment starts."""
+class EnvironmentHandler:
+    """Plays the episodes of one worker process."""
 
-
-async def _serve(pipe: socket.socket) -> None:
-    worker = Worker()
-    await worker.loop.create_connection(lambda: worker.lines, sock=pipe)
-    await worker.loop.create_future()  # never done: `_ended` ends the process
-
-
-class Worker:
-    """Plays the episodes of one worker process.
-
-    Attributes:
-        lines: The worker's end of the pipe.
-        loop: The event loop.
-    """
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.lines = Lines(self._receive, self._ended)
-        self._make: Make = _not_loaded
-        self._renderer: Renderer | None = None
-        self._limits: Limits | None = None
-        self._framing: Framing | None = None
+    def __init__(self, make: Make, renderer: Renderer, limits: Limits, framing: Framing) -> None:
+        self.info: Mapping[str, Any] = getattr(make, "info", {})
+        self._make = make
+        self._renderer = renderer
+        self._limits = limits
+        self._framing = framing
+        self._lines = Lines(CODEC, self._receive, self._ended)
         self._episodes: dict[int, Episode] = {}
         self._asks: dict[int, asyncio.Future[Answer]] = {}
         self._numbers = itertools.count()
@@ -96,10 +54,17 @@ class Worker:
         self._beating: asyncio.Task[None] | None = None
         self._server: Any = None  # the endpoint, once an episode uses it
 
+    def serve(self, pipe: socket.socket) -> None:
+        """Play episodes. Does not return: the process ends with the pipe."""
+        asyncio.run(self._serve(pipe))
+
+    async def _serve(self, pipe: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.create_connection(lambda: self._lines, sock=pipe)
+        await loop.create_future()  # never done: `_ended` ends the process
+
     def _receive(self, message: Any) -> None:
         match message:
-            case Start():
-                self._start(message.settings)
             case Begin():
                 self._begin(message)
             case Answer():
@@ -107,32 +72,16 @@ class Worker:
                 if future is not None and not future.done():
                     future.set_result(message)
             case Close():
-                if message.episode in self._episodes:
-                    self._episodes[message.episode].abort(at_once=message.at_once)
+                if message.job in self._episodes:
+                    self._episodes[message.job].abort(at_once=message.at_once)
 
     def _ended(self, error: WireError | None) -> None:
         """Exit, without waiting for threads and tasks of environments, which may hang."""
         os._exit(0)
 
-    def _start(self, settings: Mapping[str, Any]) -> None:
-        try:
-            self._limits = Limits(**settings["limits"])
-            self._framing = Framing.of(settings["environment"])
-            self._make = _load_environment(settings)
-            self._renderer = _load_renderer(RendererChoice(**settings["renderer"]))
-            _limit_memory(settings["memory_gib"])
-        except LoadError as error:
-            self.lines.send(Refused(str(error)))
-            return
-
-        self.lines.send(Ready(dict(getattr(self._make, "info", {}))))
-
     def _begin(self, begin: Begin) -> None:
         """Begin an episode. It is known at once: the next message may already close it."""
-        assert self._renderer is not None
-        assert self._limits is not None
-        assert self._framing is not None
-        number = begin.episode
+        number = begin.job
         asks: set[int] = set()
         seats: list[Any] = []  # at the endpoint
 
@@ -142,11 +91,11 @@ class Worker:
             return base_url
 
         def ask(strand: int, append: Sequence[int], max_tokens: int | None, logprobs: bool) -> "asyncio.Future[Answer]":
-            request = Ask(next(self._numbers), number, strand, append, max_tokens, logprobs)
-            future: asyncio.Future[Answer] = self.loop.create_future()
+            request = Ask(number, next(self._numbers), strand, append, max_tokens, logprobs)
+            future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
             self._asks[request.number] = future
             asks.add(request.number)
-            self.lines.send(request)
+            self._lines.send(request)
             return future
 
         episode = Episode(begin, self._make, ask, self._renderer, self._limits, self._framing, url)
@@ -173,12 +122,12 @@ class Worker:
             self._asks.pop(each, None)
         for seat in seats:
             self._endpoint().shut(seat)
-        self.lines.send(outcome)
+        self._lines.send(outcome)
 
     def _endpoint(self) -> Any:
         """Return the HTTP server of this worker's episodes."""
         if self._server is None:
-            self._server = importlib.import_module(ENDPOINT).Endpoint(self.loop, log)
+            self._server = importlib.import_module(ENDPOINT).Endpoint(asyncio.get_running_loop(), log)
         return self._server
 
     async def _beat(self) -> None:
@@ -186,22 +135,18 @@ class Worker:
         for number in itertools.count():
             if not self._episodes:
                 break
-            self.lines.send(Beat(number))
-            faulthandler.dump_traceback_later(SILENT_S, exit=False, file=STDERR)
-            await asyncio.sleep(BEAT_S)
+            self._lines.send(Beat(number))
+            faulthandler.dump_traceback_later(MAX_SILENCE_SECONDS, exit=False, file=STDERR)
+            await asyncio.sleep(BEAT_SECONDS)
         faulthandler.cancel_dump_traceback_later()
         self._beating = None
-
-
-def _not_loaded() -> Any:
-    raise RuntimeError("an episode began before the environment was loaded")
 
 
 def _load_environment(settings: Mapping[str, Any]) -> Make:
     """Return what makes an environment: what `make` of the module of this kind returns.
 
     Args:
-        settings: Of the `Start` message. `make` gets them with those of `limits` and `environment` beside them. The
+        settings: Of the worker. `make` gets them with those of `limits` and `environment` beside them. The
             attribute `info` of what it returns, if there is one, goes to the driver.
 
     Raises:
