@@ -34,7 +34,7 @@ from app.recovery.engine_supervisor import EngineSupervisor
 from app.recovery.retrying_sync import RetryingWeightSync
 from app.reward.scorer import Scorer
 from app.rollout.episodes import EpisodeLimits, Episodes
-from app.rollout.episodes.episode_failures import EpisodeFailures
+from app.rollout.episodes.player import episode_failures
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.tracking.run_folder.timeline import Timeline
@@ -491,7 +491,7 @@ class World:
         rollout, settings = self.config.rollout, self.config.environment
         limits = EpisodeLimits(rollout.max_prompt_tokens, rollout.max_completion_tokens, settings.retries)
         window = self.config.algorithm.trajectories_per_step
-        failures = EpisodeFailures(settings.max_failed_fraction, window, self.recorder.warn)
+        failures = episode_failures(settings.max_failed_fraction, window, self.recorder.warn)
         return Episodes(self.environments, limits, failures, self.config.seed)
 
     def replace(self, place: int) -> SimEngine:

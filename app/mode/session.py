@@ -20,7 +20,7 @@ from app.mode.preflight import RunInputs, take_inputs
 from app.placement.time_sharing import TimeSharing
 from app.protocols import StatusRecorder
 from app.recovery.engine_supervisor import EngineSupervisor
-from app.rollout.episodes import EpisodeLimits, Episodes
+from app.rollout.episodes import EpisodeLimits, Episodes, episode_failures
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.rollout.sglang_plugin.forked_server import fork_server
@@ -146,7 +146,6 @@ async def _start_environments(
 ) -> Episodes:
     """Start the workers of the environment, which end with `stack`."""
     from app.environment.pool import EnvironmentPool
-    from app.rollout.episodes.episode_failures import EpisodeFailures
 
     settings = config.environment
     pool = EnvironmentPool(
@@ -160,7 +159,7 @@ async def _start_environments(
     await pool.start()
 
     limits = EpisodeLimits(config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens, settings.retries)
-    failures = EpisodeFailures(settings.max_failed_fraction, config.algorithm.trajectories_per_step, recorder.warn)
+    failures = episode_failures(settings.max_failed_fraction, config.algorithm.trajectories_per_step, recorder.warn)
     return Episodes(pool, limits, failures, config.seed)
 
 

@@ -58,7 +58,7 @@ class RewardHandler:
         with asyncio.Runner() as runner:
             for line in pipe.makefile("rb"):
                 begin = CODEC.decode(line)
-                trajectories = unpack_trajectories(begin.payload)
+                trajectories = pickle.loads(base64.b64decode(begin.payload))
                 outcome = evaluate(self._reward, trajectories, runner)
                 self._log(trajectories, outcome)
                 pipe.sendall(CODEC.encode(Scored(begin.job, pack_outcome(outcome))))
@@ -73,14 +73,8 @@ class RewardHandler:
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory]) -> str:
-    """Return trajectories as JSON text."""
-    return base64.b64encode(pickle.dumps(list(trajectories), pickle.HIGHEST_PROTOCOL)).decode()
-
-
-def unpack_trajectories(packed: str) -> list[Trajectory]:
-    """Inverse of `pack_trajectories`."""
-    trajectories: list[Trajectory] = pickle.loads(base64.b64decode(packed))
-    return trajectories
+    """Return the payload of a call, as JSON text."""
+    return base64.b64encode(pickle.dumps(trajectories, pickle.HIGHEST_PROTOCOL)).decode()
 
 
 def pack_outcome(outcome: Outcome) -> Any:

@@ -91,7 +91,7 @@ class RewardPool(WorkerPool):
         loop = asyncio.get_running_loop()
         timers = [
             loop.call_later(slow_after_s, on_slow),
-            loop.call_later(timeout_s, job.kill_worker, "late", late),
+            loop.call_later(timeout_s, job.kill, "late", late),
         ]
         try:
             message = await job.next()

@@ -18,12 +18,12 @@ from pathlib import Path
 from app.config.reward import RewardConfig
 from app.errors import ConfigError, RunError
 from app.reward.component import RewardComponent, RewardFunction, built_in, custom
-from app.reward.failure_tracker import FailureTracker
 from app.reward.outcome import Failure, FailureKind, LoggedScore, Outcome, Value, evaluate
 from app.reward.reward_pool import CLOSED, RewardPool
 from app.types import Trajectory
 from app.utils.dotted_path import LoadError
 from app.utils.tasks import gather_or_raise
+from app.worker.failures import FailureWindow
 
 run_log = logging.getLogger("app.run")
 
@@ -55,8 +55,19 @@ class Scorer:
         log: Path | None = None,
         warn: Callable[[str], None] = run_log.warning,
     ) -> None:
-        self._failure_tracker = FailureTracker(config.max_failed_fraction, step_trajectories, warn)
-
+        self._failures = FailureWindow(
+            "trajectories failed",
+            "reward.max_failed_fraction",
+            config.max_failed_fraction,
+            step_trajectories,
+            consequence=(
+                "A failed trajectory scores 0; above "
+                f"reward.max_failed_fraction={config.max_failed_fraction:g} of a step the run stops. "
+                "All failures are in logs/reward.log."
+            ),
+            warn=warn,
+            kinds=[kind.name for kind in FailureKind],
+        )
         self._components = components_of(config)
         self._in_process: dict[str, RewardFunction] = {
             component.name: component.load() for component in self._components if not component.isolated
@@ -110,18 +121,18 @@ class Scorer:
 
     def check(self) -> None:
         """Check the failures at the end of a step, even one with fewer than `step_trajectories`; raises `RunError`."""
-        self._failure_tracker.check()
+        self._failures.end_window()
 
     @property
     def failures(self) -> dict[FailureKind, int]:
         """Failed trajectories so far, by kind."""
-        return self._failure_tracker.failures
+        return {kind: self._failures.by_kind[kind.name] for kind in FailureKind}
 
     @property
     def metrics(self) -> dict[str, float]:
         """`reward/failed_*` by kind and `reward/retried`, in trajectories so far; `reward/failed_fraction`."""
         retried = sum(pool.retried for pool in self.pools)
-        return {**self._failure_tracker.metrics, "reward/retried": float(retried)}
+        return {**self._failures.metrics, "reward/retried": float(retried)}
 
     def close(self) -> None:
         """Stop the workers. Calls of `score` in flight end with failures."""
@@ -138,7 +149,13 @@ class Scorer:
         for by_component in values:
             if all(value is None for value in by_component.values()):
                 by_component[self._components[-1].name] = NONE_APPLIES
-            self._failure_tracker.count(by_component)
+            failed = {name: value for name, value in by_component.items() if isinstance(value, Failure)}
+            for name, failure in failed.items():
+                self._failures.warn(name, f"reward component {name}", str(failure))
+            if failed:
+                name, failure = next(iter(failed.items()))
+                self._failures.by_kind[failure.kind.name] += 1
+            self._failures.count(f"component {name}, {failure}" if failed else None)
 
     def _with_reward(self, trajectory: Trajectory, values: dict[str, Value]) -> Trajectory:
         scores: dict[str, float] = {}

@@ -140,7 +140,10 @@ class Rollouter:
     @property
     def failure_metrics(self) -> dict[str, float]:
         """Failed episodes so far; nothing without an environment."""
-        return self.episodes.failures.metrics if self.episodes else {}
+        if self.episodes is None:
+            return {}
+        failures = self.episodes.failures
+        return {**failures.metrics, "environment/failed_episodes": float(failures.failed)}
 
     @property
     def last_failure(self) -> str:

@@ -40,7 +40,7 @@ class Job:
         self.closing_s: float | None = None
         self.at_once = False
         self.failure: Failed | None = None
-        self.kill_worker = kill_worker
+        self._kill_worker = kill_worker
         self._send = send
         self._on_end = on_end
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
@@ -69,6 +69,11 @@ class Job:
         if not self.ended:
             self.sent_s = time.monotonic()
             self._send(message)
+
+    def kill(self, kind: str, text: str) -> None:
+        """Kill the worker, unless the job has ended; it ends as Failed of this kind."""
+        if not self.ended:
+            self._kill_worker(kind, text)
 
     async def close(self, *, at_once: bool = False) -> None:
         """Abort the job unless it has ended, and wait until it has, or its worker is killed.

@@ -17,7 +17,7 @@ from app.environment.pool import EnvironmentSpec
 from app.model.tiny.tokenizer import build_tokenizer
 from app.reward.scorer import Scorer
 from app.rollout.episodes import EpisodeLimits, Episodes
-from app.rollout.episodes.episode_failures import EpisodeFailures
+from app.rollout.episodes.player import episode_failures
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.tracking.run_folder.timeline import Timeline
@@ -81,7 +81,7 @@ async def rollouter_of(
 ) -> AsyncIterator[Rollouter]:
     """A rollouter with an environment; afterwards no process and no descriptor of its workers is left."""
     async with running_pool(spec, episodes=64, log=log, **pool) as environments:
-        failures = EpisodeFailures(1.0, 10**6, lambda sentence: None)
+        failures = episode_failures(1.0, 10**6, lambda sentence: None)
         episodes = Episodes(environments, EpisodeLimits(max_prompt, room, retries), failures, seed=0)
         scorer = Scorer(RewardConfig(components={"environment": 1.0}))
         yield Rollouter(EnginePool(engines), scorer, build_tokenizer(256), Timeline(), RecoveryConfig(), episodes)

@@ -18,7 +18,7 @@ from app.errors import EngineLost
 from app.model.tiny.tokenizer import build_tokenizer
 from app.reward.scorer import Scorer
 from app.rollout.episodes import EpisodeLimits, Episodes
-from app.rollout.episodes.episode_failures import EpisodeFailures
+from app.rollout.episodes.player import episode_failures
 from app.rollout.pool import EnginePool
 from app.rollout.requests import Aborted
 from app.rollout.rollouter import Rollouter
@@ -92,7 +92,7 @@ class Agent:
 
 def rollouter_of(play: Play, engines: Sequence[Engine]) -> Rollouter:
     environments: Any = InProcessEnvironments(lambda: Agent(play), Characters(), LIMITS)
-    failures = EpisodeFailures(1.0, 9, lambda text: None)
+    failures = episode_failures(1.0, 9, lambda text: None)
     episodes = Episodes(environments, EpisodeLimits(64, LIMIT, 0), failures, seed=0)
     scorer = Scorer(RewardConfig(components={"environment": 1.0}))
     return Rollouter(EnginePool(engines), scorer, build_tokenizer(256), Timeline(), RecoveryConfig(), episodes)

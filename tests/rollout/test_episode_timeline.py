@@ -12,7 +12,7 @@ import pytest
 from app.environment.wire import Ask, End
 from app.rollout.episodes import EpisodeLimits, Episodes, Play
 from app.rollout.episodes.attempt import SHOWN_S
-from app.rollout.episodes.episode_failures import EpisodeFailures
+from app.rollout.episodes.player import episode_failures
 from app.tracking.run_folder.timeline import Span, Timeline
 from app.types import Completion, FinishReason, Prompt, Sampling, VersionSpan
 from tests.simulation import now, run_virtual
@@ -75,7 +75,7 @@ def test_a_slow_stretch_of_an_environment_is_a_span_and_neither_a_fast_one_nor_a
     async def story() -> None:
         timeline = VirtualTimeline()
         environments: Any = SimpleNamespace(begin=begin)
-        failures = EpisodeFailures(0.1, 4, lambda text: None)
+        failures = episode_failures(0.1, 4, lambda text: None)
         episodes = Episodes(environments, EpisodeLimits(8, 64, 0), failures, seed=0)
         requests: Any = SimpleNamespace(timeline=timeline, send=send)
         pool: Any = Pool()

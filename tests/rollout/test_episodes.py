@@ -15,7 +15,7 @@ from app.errors import EngineLost, RunError
 from app.model.tiny.tokenizer import build_tokenizer
 from app.reward.scorer import Scorer
 from app.rollout.episodes import EpisodeLimits, Episodes
-from app.rollout.episodes.episode_failures import EpisodeFailures
+from app.rollout.episodes.player import episode_failures
 from app.rollout.pool import EnginePool
 from app.rollout.requests import Aborted
 from app.rollout.rollouter import Rollouter
@@ -57,7 +57,7 @@ class Setting:
         self.environments = SimEnvironments(script)
         self.warnings: list[str] = []
         limits = EpisodeLimits(8, max_response_tokens, retries)
-        failures = EpisodeFailures(max_failed_fraction, window, self.warnings.append)
+        failures = episode_failures(max_failed_fraction, window, self.warnings.append)
         environments: Any = self.environments
         self.episodes = Episodes(environments, limits, failures, seed=0)
         self.rollouter = Rollouter(
@@ -133,7 +133,7 @@ def test_an_episode_whose_environment_failed_once_is_played_again(kind: str) -> 
     setting = Setting(lambda task, number: Script(fails_at=1 if number == 0 else None, kind=kind, score=number))
     group = run_virtual(setting.group())
     assert len(group.trajectories) == 2
-    assert setting.episodes.failures.metrics == {
+    assert setting.rollouter.failure_metrics == {
         "environment/failed_episodes": 0.0,
         "environment/failed_fraction": 0.0,
         f"environment/failed_{kind}": 1.0,
@@ -149,7 +149,7 @@ def test_an_episode_that_always_fails_leaves_its_group_and_has_no_reward() -> No
     setting = Setting(lambda task, number: Script(fails_at=0 if number in (1, 4) else None, score=float(number)))
     group = run_virtual(setting.group(size=4))
     assert sorted(group.rewards.tolist()) == [0.0, 2.0, 3.0]
-    assert setting.episodes.failures.metrics["environment/failed_episodes"] == 1.0
+    assert setting.episodes.failures.failed == 1
 
 
 def test_an_episode_that_was_lost_with_its_worker_is_not_charged() -> None:

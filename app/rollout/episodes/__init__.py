@@ -2,6 +2,6 @@
 
 from app.rollout.episodes.attempt import EpisodeLimits
 from app.rollout.episodes.episode_group import Play
-from app.rollout.episodes.player import Episodes
+from app.rollout.episodes.player import Episodes, episode_failures
 
-__all__ = ["EpisodeLimits", "Episodes", "Play"]
+__all__ = ["EpisodeLimits", "Episodes", "Play", "episode_failures"]

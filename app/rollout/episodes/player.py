@@ -12,19 +12,35 @@ Invariants:
 
 import asyncio
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
 from app.rollout.episodes.attempt import EpisodeAttempt, EpisodeLimits
-from app.rollout.episodes.episode_failures import EpisodeFailures
 from app.rollout.episodes.episode_group import EpisodeGroup, Play
 from app.rollout.pool import EnginePool
 from app.rollout.requests import Requests
 from app.types import Prompt, Trajectory
+from app.worker.failures import FailureWindow
 from app.worker.wire import Failed
 
 MOST_LOST = 10  # attempts of one episode whose worker ended because of another episode
+
+
+def episode_failures(max_fraction: float, window: int, warn: Callable[[str], None]) -> FailureWindow:
+    """Return the counter of failed episodes. One that failed for good has no reward: it leaves its group."""
+    consequence = (
+        "It is played again, at most environment.retries times, and then left out of its group; all failures are in "
+        "logs/environment.log."
+    )
+    return FailureWindow(
+        "episodes failed in every attempt",
+        "environment.max_failed_fraction",
+        max_fraction,
+        window,
+        consequence=consequence,
+        warn=warn,
+    )
 
 
 class Episodes:
@@ -40,7 +56,7 @@ class Episodes:
         progress: Messages of environments so far.
     """
 
-    def __init__(self, environments: EnvironmentPool, limits: EpisodeLimits, failures: EpisodeFailures, seed: int):
+    def __init__(self, environments: EnvironmentPool, limits: EpisodeLimits, failures: FailureWindow, seed: int):
         self.environments = environments
         self.limits = limits
         self.failures = failures
@@ -77,16 +93,17 @@ class Episodes:
         while True:
             outcome = await self._attempt(group, number)
             if isinstance(outcome, Trajectory):
-                self.failures.ended(None)
+                self.failures.count(None)
                 group.trajectories[number] = outcome
                 return
 
-            self.failures.attempt_failed(outcome)
+            self.failures.by_kind[outcome.kind] += 1
+            self.failures.warn(outcome.kind, "an episode", outcome.text)
             blameless = outcome.kind == "lost" and lost < MOST_LOST
             lost += blameless
             charged += not blameless
             if charged > self.limits.retries:
-                self.failures.ended(outcome)
+                self.failures.count(outcome.text)
                 return
 
     async def _attempt(self, group: EpisodeGroup, number: int) -> Trajectory | Failed:
