@@ -25,7 +25,7 @@ Scores = Sequence[Any]  # numbers; in place of one, the exception that its traje
 RewardFunction = Callable[[Sequence[Trajectory]], Scores | Awaitable[Scores]]
 # Copies, and string operations linear in the text: they cannot hang, so they need no worker.
 IN_PROCESS = ("exact", "format", "environment")
-BUILT_IN_LIMIT_S = 5.0  # per trajectory; a judge needs more, a comparison of two answers does not
+BUILT_IN_TIMEOUT_S = 5.0  # per trajectory; a judge needs more, a comparison of two answers does not
 COLUMN_PARAMETERS = ("prompts", "completions", "completion_ids")
 SIGNATURES = (
     "(trajectories)",

@@ -1,7 +1,7 @@
 """What a reward worker runs: it loads one component, and scores the trajectories of one call after another.
 
-The main thread calls the reward, since some limit themselves with signals. The driver's messages are safe to unpickle,
-and trajectories hold arrays; nothing that a worker sends is unpickled.
+The main thread calls the reward, since some limit themselves with signals. What the driver sends is pickled inside the
+message, since trajectories hold arrays; nothing that a worker sends is unpickled.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.reward.component import RewardComponent, RewardFunction
-from app.reward.outcome import Failure, FailureKind, LoggedScore, Outcome, Value, evaluate, failures
+from app.reward.outcome import Failure, FailureKind, LoggedScore, Outcome, evaluate, failures
 from app.types import Trajectory
 from app.worker.wire import Codec
 
@@ -24,10 +24,7 @@ MAX_BUILT_IN_MEMORY = 4 << 30  # bytes of address space of a built-in: 9^{9^{9^9
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The outcome of a call: an entry for each trajectory, or one Failure in place of the list.
-
-    A number or None stands for itself, [number, {name: number}] for a LoggedScore, {kind: text} for a Failure.
-    """
+    """The packed outcome of a call."""
 
     job: int
     outcome: Any
@@ -37,8 +34,8 @@ CODEC = Codec(Scored)
 
 
 def load(settings: Mapping[str, Any]) -> "RewardHandler":
-    """Load the component with these fields. Raises `LoadError`."""
-    component = RewardComponent(**settings)
+    """Load the component. Raises `LoadError`."""
+    component: RewardComponent = unpickled(settings["component"])
     reward = component.load()
     if component.key is None:
         _limit_memory()
@@ -58,10 +55,10 @@ class RewardHandler:
         with asyncio.Runner() as runner:
             for line in pipe.makefile("rb"):
                 begin = CODEC.decode(line)
-                trajectories = pickle.loads(base64.b64decode(begin.payload))
+                trajectories = unpickled(begin.payload)
                 outcome = evaluate(self._reward, trajectories, runner)
                 self._log(trajectories, outcome)
-                pipe.sendall(CODEC.encode(Scored(begin.job, pack_outcome(outcome))))
+                pipe.sendall(CODEC.encode(Scored(begin.job, pack(outcome))))
 
     def _log(self, trajectories: Sequence[Trajectory], outcome: Outcome) -> None:
         """Write the failures of a call, each kind of message once, to the log, which is stderr."""
@@ -72,36 +69,36 @@ class RewardHandler:
             )
 
 
-def pack_trajectories(trajectories: Sequence[Trajectory]) -> str:
-    """Return the payload of a call, as JSON text."""
-    return base64.b64encode(pickle.dumps(trajectories, pickle.HIGHEST_PROTOCOL)).decode()
+def pickled(value: RewardComponent | Sequence[Trajectory]) -> str:
+    """Return what the driver sends, as JSON text."""
+    return base64.b64encode(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)).decode()
 
 
-def pack_outcome(outcome: Outcome) -> Any:
-    """Return an outcome as JSON values."""
-    return _pack(outcome) if isinstance(outcome, Failure) else [_pack(value) for value in outcome]
+def unpickled(text: str) -> Any:
+    """Inverse of `pickled`."""
+    return pickle.loads(base64.b64decode(text))
 
 
-def unpack_outcome(packed: Any) -> Outcome:
-    """Inverse of `pack_outcome`."""
-    if isinstance(packed, dict):
-        return _failure(packed)
-    return [_unpack(value) for value in packed]
+def pack(outcome: Any) -> Any:
+    """Return an outcome, or a value of one, as JSON values."""
+    match outcome:
+        case list():
+            return [pack(value) for value in outcome]
+        case LoggedScore():
+            return {"score": outcome.score, "logged": outcome.logged}
+        case Failure():
+            return {outcome.kind.name: outcome.message}
+    return outcome
 
 
-def _pack(value: Value) -> Any:
-    if isinstance(value, LoggedScore):
-        return [value.score, value.logged]
-    return {value.kind.name: value.message} if isinstance(value, Failure) else value
-
-
-def _unpack(value: Any) -> Value:
-    if isinstance(value, list):
-        return LoggedScore(*value)
-    return _failure(value) if isinstance(value, dict) else value
-
-
-def _failure(packed: Mapping[str, str]) -> Failure:
+def unpack(packed: Any) -> Any:
+    """Inverse of `pack`."""
+    if isinstance(packed, list):
+        return [unpack(value) for value in packed]
+    if not isinstance(packed, dict):
+        return packed
+    if "score" in packed:
+        return LoggedScore(**packed)
     ((kind, message),) = packed.items()
     return Failure(FailureKind[kind], message)
 

@@ -7,13 +7,12 @@ Invariants:
 """
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from app.errors import RunError
-from app.reward.component import BUILT_IN_LIMIT_S, RewardComponent
-from app.reward.handler import CODEC, Scored, pack_trajectories, unpack_outcome
+from app.reward.component import BUILT_IN_TIMEOUT_S, RewardComponent
+from app.reward.handler import CODEC, Scored, pickled, unpack
 from app.reward.outcome import Failure, FailureKind, Outcome, Value
 from app.types import Trajectory
 from app.worker.pool import WorkerPool
@@ -48,13 +47,13 @@ class RewardPool(WorkerPool):
         log: Path | None,
         warn: Callable[[str], None],
     ) -> None:
-        settings = dataclasses.asdict(component)
+        settings = {"component": pickled(component)}
         spec = WorkerSpec(f"the reward {component.name}", f"{__package__}.handler", settings, CODEC, log=log)
         super().__init__(spec, workers=workers, jobs=1, warn=self._write_to_log)
         self.component = component
         self.retried = 0
         self._log = log
-        self._timeout_s = timeout_s if component.key is not None else min(timeout_s, BUILT_IN_LIMIT_S)
+        self._timeout_s = timeout_s if component.key is not None else min(timeout_s, BUILT_IN_TIMEOUT_S)
         self._warn_user = warn
         self._warned: set[str] = set()
         self._calls: set[asyncio.Task[Outcome]] = set()
@@ -81,7 +80,7 @@ class RewardPool(WorkerPool):
             RunError: As `score`.
         """
         try:
-            job = await self.begin_job(pack_trajectories(trajectories))
+            job = await self.begin_job(pickled(trajectories))
         except RunError:
             if self.closed:
                 return CLOSED
@@ -100,7 +99,8 @@ class RewardPool(WorkerPool):
                 timer.cancel()
 
         if isinstance(message, Scored):
-            return unpack_outcome(message.outcome)
+            outcome: Outcome = unpack(message.outcome)
+            return outcome
         if self.closed:
             return CLOSED
         return Failure(FailureKind.timeout if message.kind == "late" else FailureKind.died, message.text)

@@ -22,10 +22,10 @@ from app.utils.dotted_path import LoadError
 from app.utils.tasks import run_apart
 from app.worker.remote import NO_LOG
 
-MOST_PROMPTS = 3
-ENOUGH_S = 10.0  # of trying one component: no further prompt after that
-MOST_S = 20.0  # for one call, even if `reward.timeout_s` allows more
-SLOW_S = 5.0  # for the two completions of a prompt: longer is a warning
+MAX_PROMPTS = 3
+MAX_COMPONENT_SECONDS = 10.0  # of trying one component: no further prompt after that
+CALL_TIMEOUT_S = 20.0  # for one call, even if `reward.timeout_s` allows more
+SLOW_SECONDS = 5.0  # for the two completions of a prompt: longer is a warning
 
 Tokenize = Callable[[str], Sequence[int]]
 
@@ -48,7 +48,7 @@ def try_out(config: RewardConfig, prompts: Sequence[Prompt], tokenize: Tokenize)
     warnings: list[str] = []
     for component in components_of(config):
         if component.key is not None:
-            tried = prompts[:MOST_PROMPTS] if config.tryout else []
+            tried = prompts[:MAX_PROMPTS] if config.tryout else []
             warnings += run_apart(_try_component(component, tried, tokenize, config.timeout_s))
     return warnings
 
@@ -86,7 +86,7 @@ async def _try_prompts(pool: RewardPool, prompts: Sequence[Prompt], tokenize: To
         values += await _score(pool, group, timeout_s)
 
         slowest_s = max(slowest_s, time.monotonic() - call_begin)
-        if time.monotonic() - begin > ENOUGH_S:
+        if time.monotonic() - begin > MAX_COMPONENT_SECONDS:
             break
 
     failures = [value for value in values if isinstance(value, Failure)]
@@ -98,21 +98,25 @@ async def _try_prompts(pool: RewardPool, prompts: Sequence[Prompt], tokenize: To
 async def _score(pool: RewardPool, group: list[Trajectory], timeout_s: float) -> list[Value]:
     """Score one group, its members alone if that fails. The first deadline that passes ends the tryout."""
     component = pool.component
-    limit_s = min(timeout_s, MOST_S)
+    call_timeout_s = min(timeout_s, CALL_TIMEOUT_S)
 
     def report_slow() -> None:
-        say(f"trying reward component {component.name}: no result after {SLOW_S:g} s; it has {limit_s:g} s")
+        say(
+            f"trying reward component {component.name}: no result after {SLOW_SECONDS:g} s; it has {call_timeout_s:g} s"
+        )
 
-    outcome = await pool.call(group, limit_s, SLOW_S, report_slow)
+    outcome = await pool.call(group, call_timeout_s, SLOW_SECONDS, report_slow)
     if not isinstance(outcome, Failure):
         return outcome
     if outcome.kind is FailureKind.timeout:
-        late = f"no result for {len(group)} completions within {limit_s:g} s"
-        raise ConfigError(_refusal(component, late if limit_s < timeout_s else f"it gave {outcome}={timeout_s:g}"))
+        late = f"no result for {len(group)} completions within {call_timeout_s:g} s"
+        raise ConfigError(
+            _refusal(component, late if call_timeout_s < timeout_s else f"it gave {outcome}={timeout_s:g}")
+        )
 
     values: list[Value] = []
     for trajectory in group:
-        single = await pool.call([trajectory], limit_s, SLOW_S, report_slow)
+        single = await pool.call([trajectory], call_timeout_s, SLOW_SECONDS, report_slow)
         values += [single] if isinstance(single, Failure) else single
     return values
 
@@ -131,7 +135,7 @@ def _warnings(component: RewardComponent, failures: list[Failure], tried: int, s
             f"reward component {component.name} failed on {len(failures)} of {tried} made-up completions (answers and "
             f"empty texts): {failures[0]}. Where that happens in the run, the trajectory scores 0."
         )
-    if slowest_s > SLOW_S:
+    if slowest_s > SLOW_SECONDS:
         warnings.append(
             f"reward component {component.name} took {slowest_s:.0f} s for the two completions of a prompt; "
             "reward.workers processes score as many groups at a time."

@@ -32,6 +32,12 @@ def die_with_parent(parent: int) -> None:
         raise SystemExit(1)
 
 
+def log(text: str) -> None:
+    """Append lines to the log of this worker: its stderr, whatever a job does to `sys.stderr`."""
+    with contextlib.suppress(OSError):  # a job has closed it
+        os.write(STDERR, f"{text.rstrip()}\n".encode(errors="backslashreplace"))
+
+
 class WorkerProcess:
     """A process group. Nothing but `start` raises, and everything else is idempotent.
 

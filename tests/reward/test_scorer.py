@@ -64,6 +64,12 @@ def test_a_function_gets_the_trajectories_of_one_prompt_and_its_arguments(custom
     assert scored[1].reward_components == {"ranked": 8.5}
 
 
+def test_arguments_arrive_as_they_are(custom_reward, trajectory):
+    module = custom_reward("def weighted(trajectories, weights):\n    return [weights[2][0]] * len(trajectories)\n")
+    with running_scorer(_target_=f"{module}.weighted", args={"weights": {2: (0.5, 1.0)}}) as scorer:
+        assert score(scorer, [trajectory("a")]) == [0.5]
+
+
 def test_a_class_is_instantiated_once_and_keeps_its_state(custom_reward, trajectory):
     module = custom_reward(
         "class Counter:\n"
@@ -223,7 +229,7 @@ def test_a_pathological_answer_costs_at_most_the_limit_and_the_worker_is_replace
 
 @pytest.mark.parametrize("text", ["\\boxed{" * 500, "(" * 5000, "$" * 5000, "1," * 5000, "9" * 20000, "\\frac{" * 500])
 def test_an_unreadable_answer_scores_zero_without_a_failure(trajectory, text, monkeypatch):
-    monkeypatch.setattr(reward_pool, "BUILT_IN_LIMIT_S", 20.0)
+    monkeypatch.setattr(reward_pool, "BUILT_IN_TIMEOUT_S", 20.0)
     with running_scorer(components={"math": 1.0}, timeout_s=20.0) as scorer:
         assert score(scorer, [trajectory(text)]) == [0]
         assert failed(scorer) == {}

@@ -50,7 +50,7 @@ def test_a_reward_that_fails_on_everything_is_refused(custom_reward, prompts, bo
 
 
 def test_a_reward_that_hangs_is_refused_at_its_deadline_and_named_before(custom_reward, prompts, monkeypatch, capsys):
-    monkeypatch.setattr(tryout, "SLOW_S", 0.2)
+    monkeypatch.setattr(tryout, "SLOW_SECONDS", 0.2)
     module = custom_reward("import time\ndef stuck(trajectories):\n    time.sleep(1000)\n")
     components = {"exact": 1.0, "slow": {"_target_": f"{module}.stuck"}}
     assert refusal(prompts, components=components, timeout_s=1.0) == (
@@ -72,8 +72,8 @@ def test_a_reward_that_fails_on_some_completions_is_a_warning(custom_reward, pro
 
 
 def test_a_slow_reward_is_a_warning_and_is_tried_on_one_prompt(custom_reward, prompts, monkeypatch, tmp_path):
-    monkeypatch.setattr(tryout, "SLOW_S", 0.1)
-    monkeypatch.setattr(tryout, "ENOUGH_S", 0.2)
+    monkeypatch.setattr(tryout, "SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(tryout, "MAX_COMPONENT_SECONDS", 0.2)
     calls = tmp_path / "calls"
     module = custom_reward(
         "import time\n"

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from app.environment.rendering.chat import EMPTY_BLOCK, ChatRenderer
 from app.environment.rendering.reply_parser import TOOL
 from app.environment.worker.openai_endpoint.endpoint import Endpoint, Seat
 from app.utils.dotted_path import LoadError
+from app.worker.process import log
 
 MODEL = "policy"
 RENDERERS = ("qwen3", "qwen3.5")  # of verifiers' own that are compared with the model's template
@@ -239,11 +239,6 @@ def _scores(episode: Any) -> dict[str, float]:
 def _add(values: dict[str, list[float]], name: str, value: Any) -> None:
     if value is not None and name != "reward":
         values.setdefault(name, []).append(float(value))
-
-
-def log(sentence: str) -> None:
-    """Write to the worker's log, which is stderr."""
-    sys.stderr.write(f"{sentence}\n")
 
 
 def question_of(messages: object) -> str:

@@ -20,16 +20,16 @@ from app.environment.wire import End, Limits
 from app.environment.worker.calls import Calls, Exited
 from app.environment.worker.clock import Clock
 from app.environment.worker.framing import Framing
-from app.environment.worker.log import log
 from app.environment.worker.openai_endpoint.openai_api import is_bad_request
 from app.environment.worker.policy import AskEngine, EpisodePolicy
 from app.environment.worker.strands import Renderer
 from app.utils.dotted_path import LoadError, error_text
+from app.worker.process import log
 from app.worker.wire import Begin, Closed, Failed
 
-CANCEL_LIMIT_S = 5.0  # for code that was cancelled to end
-AT_ONCE_S = 1.0  # for the same, and for a call in a thread, where the run itself ends
-LONGEST_WAIT_S = 1.0  # between two looks at the clock, which stops while an engine is awaited
+CANCEL_TIMEOUT_S = 5.0  # for code that was cancelled to end
+AT_ONCE_TIMEOUT_S = 1.0  # for the same, and for a call in a thread, where the run itself ends
+CHECK_SECONDS = 1.0  # between two looks at the clock, which stops while an engine is awaited
 
 Make = Callable[[], Any]
 
@@ -100,7 +100,7 @@ class Episode:
         if running.done():
             return self._result(running)
         if self._aborted.is_set():
-            await self._cancel(running, AT_ONCE_S if self._at_once else self._limits.timeout_s)
+            await self._cancel(running, AT_ONCE_TIMEOUT_S if self._at_once else self._limits.timeout_s)
             return Closed(self.number)
         step = self._clock.step
         await self._cancel(running, 0.0)
@@ -112,8 +112,8 @@ class Episode:
         """Return when a stretch of the environment's own code has taken too long."""
         left = self._clock.left
         while left > 0:
-            await asyncio.sleep(min(left, LONGEST_WAIT_S))
-            left = LONGEST_WAIT_S if self._limits_itself else self._clock.left
+            await asyncio.sleep(min(left, CHECK_SECONDS))
+            left = CHECK_SECONDS if self._limits_itself else self._clock.left
 
     @property
     def _limits_itself(self) -> bool:
@@ -123,7 +123,7 @@ class Episode:
     async def _cancel(self, running: "asyncio.Future[Any]", thread_s: float) -> None:
         """Cancel a run, and give a call in its thread so much time to end."""
         running.cancel()
-        await asyncio.wait({running}, timeout=AT_ONCE_S if self._at_once else CANCEL_LIMIT_S)
+        await asyncio.wait({running}, timeout=AT_ONCE_TIMEOUT_S if self._at_once else CANCEL_TIMEOUT_S)
         if not running.done():
             self._stuck = True
         elif not running.cancelled():

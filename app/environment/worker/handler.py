@@ -17,10 +17,10 @@ from typing import Any
 from app.environment.wire import CODEC, Answer, Ask, End, Limits, RendererChoice
 from app.environment.worker.episode import Episode, Make
 from app.environment.worker.framing import Framing
-from app.environment.worker.log import STDERR, log
 from app.environment.worker.policy import EpisodePolicy
 from app.environment.worker.strands import Renderer
 from app.utils.dotted_path import LoadError, error_text
+from app.worker.process import STDERR, log
 from app.worker.wire import Beat, Begin, Close, Closed, Failed, Lines, WireError
 
 BEAT_SECONDS = 1.0

@@ -24,7 +24,7 @@ from app.types import Prompt, Trajectory
 from app.worker.failures import FailureWindow
 from app.worker.wire import Failed
 
-MOST_LOST = 10  # attempts of one episode whose worker ended because of another episode
+MAX_LOST_ATTEMPTS = 10  # attempts of one episode whose worker ended because of another episode
 
 
 def episode_failures(max_fraction: float, window: int, warn: Callable[[str], None]) -> FailureWindow:
@@ -99,7 +99,7 @@ class Episodes:
 
             self.failures.by_kind[outcome.kind] += 1
             self.failures.warn(outcome.kind, "an episode", outcome.text)
-            blameless = outcome.kind == "lost" and lost < MOST_LOST
+            blameless = outcome.kind == "lost" and lost < MAX_LOST_ATTEMPTS
             lost += blameless
             charged += not blameless
             if charged > self.limits.retries:
