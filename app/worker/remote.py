@@ -168,13 +168,6 @@ class RemoteWorker:
             kind: Of the failure of the jobs whose own code was running. The others are `lost`.
             text: Why, as a sentence without its period.
         """
-        self._end(kind, text, RunError)
-
-    def reap(self) -> None:
-        """Wait for the killed process, blocking: milliseconds, unless much memory is freed."""
-        self._process.reap()
-
-    def _end(self, kind: str, text: str, error: type[RunError]) -> None:
         if self.state is State.ended:
             return
         blamed = self._blamed(kind)
@@ -183,6 +176,7 @@ class RemoteWorker:
         self._process.kill()
         self._lines.close()
         if not self._started.done():
+            error = WorkerDied if kind == "died" else RunError
             self._started.set_exception(error(f"A worker of {self._spec.name} could not start: {text}."))
             self._started.exception()  # retrieved: `start` may have been cancelled
 
@@ -190,6 +184,10 @@ class RemoteWorker:
             lost = Failed(job.number, "lost", f"the worker ended while this job waited for an answer: {text}")
             job.receive(Failed(job.number, kind, text) if job in blamed else lost)
         self._on_end(self)
+
+    def reap(self) -> None:
+        """Wait for the killed process, blocking: milliseconds, unless much memory is freed."""
+        self._process.reap()
 
     def _ignores(self, job: Job, now: float) -> bool:
         """Whether the worker has been silent since this job was to close at once."""
@@ -244,7 +242,7 @@ class RemoteWorker:
         self._died("" if error is None else f"; it wrote to the worker's pipe: {error}")
 
     def _died(self, reason: str) -> None:
-        self._end("died", f"the worker process died{self._process.end()}{reason}{self._see_log}", WorkerDied)
+        self.end("died", f"the worker process died{self._process.end()}{reason}{self._see_log}")
 
     @property
     def _blocks(self) -> str:

@@ -163,6 +163,13 @@ def test_an_environment_that_ends_the_process_while_it_is_imported_is_reported(o
     assert sentence == "A worker of the environment could not start: the worker process died (exit code 7)."
 
 
+def test_a_worker_that_dies_once_while_it_starts_is_replaced(own, tmp_path):
+    mark = tmp_path / "mark"
+    dies_once = f"import os\nif not os.path.exists({str(mark)!r}):\n    open({str(mark)!r}, 'w')\n    os._exit(7)\n"
+    assert isinstance(end_of(own(dies_once + PLAIN), "a"), End)
+    assert mark.exists()
+
+
 def test_an_environment_whose_import_hangs_is_given_up(own, monkeypatch):
     monkeypatch.setattr("app.worker.remote.START_TIMEOUT_S", 1.0)
     sentence = refusal(own("import threading; threading.Event().wait()\n" + PLAIN), RunError)
