@@ -14,6 +14,8 @@ from app.worker.job import Job
 from app.worker.pool import WorkerPool
 from app.worker.remote import WorkerSpec
 
+START_TIMEOUT_S = 120.0  # includes the imports of the environment
+
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSpec:
@@ -80,6 +82,7 @@ class EnvironmentPool(WorkerPool):
                 f"{__package__}.worker.handler",
                 settings,
                 CODEC,
+                START_TIMEOUT_S,
                 python=spec.python,
                 log=log,
                 step_timeout_s=spec.limits.timeout_s,

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Protocol
 
 from app.config import RunConfig
+from app.environment import pool as environment_pool
 from app.errors import EngineError, RunError
 from app.protocols import RolloutEngine
 from app.recovery.engine_supervisor import LONGEST_BACKOFF_SECONDS
+from app.reward import reward_pool
 from app.rollout.pool import EnginePool
 from app.rollout.remote import CALL_SECONDS, END_SECONDS, START_GRACE_SECONDS
 from app.utils.tasks import root_cause, task_stacks
-from app.worker.remote import ABORT_TIMEOUT_S, SILENCE_TIMEOUT_S, START_TIMEOUT_S
+from app.worker.remote import ABORT_TIMEOUT_S, SILENCE_TIMEOUT_S
 
 POLL_SECONDS = 15.0
 STATS_SECONDS = 10.0  # deadline of an engine to report its tokens; without a report they count as unchanged
@@ -64,7 +66,7 @@ def limit_seconds(config: RunConfig) -> float:
     """Return the seconds without progress that end a run: more than any single call may take."""
     group_size = max(config.algorithm.group_size, config.eval.samples)
     # together, then one by one; each that hangs costs its worker, which is started again
-    rewards = group_size * (2 * config.reward.timeout_s + START_TIMEOUT_S)
+    rewards = group_size * (2 * config.reward.timeout_s + reward_pool.START_TIMEOUT_S)
     restart = config.rollout.start_timeout_s + START_GRACE_SECONDS + END_SECONDS + LONGEST_BACKOFF_SECONDS
     deadlines = (
         config.trainer.timeout_s,
@@ -84,7 +86,7 @@ def _episode_seconds(config: RunConfig) -> float:
         return 0.0
     step = config.environment.timeout_s + SILENCE_TIMEOUT_S
     abort = 2 * config.environment.timeout_s + ABORT_TIMEOUT_S
-    return step + abort + START_TIMEOUT_S
+    return step + abort + environment_pool.START_TIMEOUT_S
 
 
 async def _watch(run: Watched, pool: EnginePool, limit: float, folder: Path) -> None:

@@ -18,6 +18,7 @@ from app.types import Trajectory
 from app.worker.pool import WorkerPool
 from app.worker.remote import WorkerSpec
 
+START_TIMEOUT_S = 60.0  # includes the imports of custom rewards
 SLOW_SECONDS = 10.0  # a call without a result is reported, long before its deadline
 CLOSED = Failure(FailureKind.died, "the scorer was closed")
 
@@ -48,7 +49,9 @@ class RewardPool(WorkerPool):
         warn: Callable[[str], None],
     ) -> None:
         settings = {"component": pickled(component)}
-        spec = WorkerSpec(f"the reward {component.name}", f"{__package__}.handler", settings, CODEC, log=log)
+        spec = WorkerSpec(
+            f"the reward {component.name}", f"{__package__}.handler", settings, CODEC, START_TIMEOUT_S, log=log
+        )
         super().__init__(spec, workers=workers, jobs=1, warn=self._write_to_log)
         self.component = component
         self.retried = 0

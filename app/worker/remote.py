@@ -22,7 +22,6 @@ from app.worker.job import Job
 from app.worker.process import WorkerProcess
 from app.worker.wire import Beat, Begin, Closed, Codec, Failed, Lines, Ready, Refused, Start, WireError
 
-START_TIMEOUT_S = 120.0  # includes the imports of custom code
 SILENCE_TIMEOUT_S = 10.0  # beyond `step_timeout_s`, without a beat
 AT_ONCE_TIMEOUT_S = 5.0  # without a beat since a job was to close at once
 ABORT_TIMEOUT_S = 15.0  # beyond twice `step_timeout_s`: for a step to end, and for `close`
@@ -43,6 +42,7 @@ class WorkerSpec:
         handler: Module whose `load` takes the settings.
         settings: JSON values.
         codec: Of the handler's messages.
+        start_timeout_s: Until the handler is loaded, imports of custom code included.
         python: Interpreter; None: ours.
         log: File for its output (None: stderr).
         step_timeout_s: Longest stretch of a job's own code. A worker that sends nothing for longer is killed. Infinite:
@@ -54,6 +54,7 @@ class WorkerSpec:
     handler: str
     settings: Mapping[str, Any]
     codec: Codec
+    start_timeout_s: float
     python: str | None = None
     log: Path | None = None
     step_timeout_s: float = math.inf
@@ -128,9 +129,10 @@ class RemoteWorker:
 
         self._lines.send(Start(self._spec.settings))
         try:
-            await asyncio.wait_for(asyncio.shield(self._started), START_TIMEOUT_S)
+            await asyncio.wait_for(asyncio.shield(self._started), self._spec.start_timeout_s)
         except TimeoutError:
-            self.end("late", f"it did not load {self._spec.name} within {START_TIMEOUT_S:g} s{self._see_log}")
+            seconds = f"{self._spec.start_timeout_s:g} s"
+            self.end("late", f"it did not load {self._spec.name} within {seconds}{self._see_log}")
             await self._started  # raises
 
     def begin(self, number: int, payload: Any) -> Job:

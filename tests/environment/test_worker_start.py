@@ -171,7 +171,7 @@ def test_a_worker_that_dies_once_while_it_starts_is_replaced(own, tmp_path):
 
 
 def test_an_environment_whose_import_hangs_is_given_up(own, monkeypatch):
-    monkeypatch.setattr("app.worker.remote.START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("app.environment.pool.START_TIMEOUT_S", 1.0)
     sentence = refusal(own("import threading; threading.Event().wait()\n" + PLAIN), RunError)
     assert sentence == "A worker of the environment could not start: it did not load the environment within 1 s."
 
