@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,22 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
-    """The tiny model of seed 0, from the user's cache (made there on first use)."""
-    from app.config.model import ModelConfig
-    from app.model.hf_directory import locate
+    """The model of `model=tiny`."""
+    from app.config.model import TINY_MODELS
 
-    return locate(ModelConfig(), seed=0)
+    return TINY_MODELS / "tiny"
+
+
+@pytest.fixture(scope="session")
+def made_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes tiny models of other seeds or sizes: `made_model(Recipe(layers=4), seed=1)`, each once in a session."""
+    from tests.tiny_models.make import Recipe, make
+
+    @cache
+    def made(recipe: Recipe, *, seed: int = 0, warmed_up: bool = True) -> Path:
+        return make(recipe, tmp_path_factory.mktemp("tiny"), seed=seed, warmed_up=warmed_up)
+
+    return made
 
 
 @pytest.fixture

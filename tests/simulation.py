@@ -27,7 +27,6 @@ from app.config.reward import RewardConfig
 from app.config.rollout import RolloutConfig
 from app.data.cursor import PromptCursor
 from app.errors import EngineError, EngineLost, SyncError
-from app.model.tiny.tokenizer import build_tokenizer
 from app.placement.context import RunContext
 from app.placement.time_sharing import TimeSharing
 from app.recovery.engine_supervisor import EngineSupervisor
@@ -55,6 +54,7 @@ from app.types import (
     TrainerMemory,
     VersionSpan,
 )
+from tests.tiny_models.tokenizer import build_tokenizer
 
 T = TypeVar("T")
 TOKENS_PER_SECOND = 100  # of a group, as `stats` counts them

@@ -54,7 +54,7 @@ async def export_trained(
         CheckpointError: The checkpoint is damaged, or `final/` cannot be written.
         RunError: The export failed, or was not finished within `trainer.timeout_s`.
     """
-    source = locate(config.model, seed=config.seed)
+    source = locate(config.model)
     last = latest(folder)
     if last is not None and read_state(last).step == step:
         return await _export(last, source, folder / FOLDER, config.trainer.timeout_s)

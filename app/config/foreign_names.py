@@ -1,4 +1,4 @@
-"""Settings of TRL, verl, prime-rl, slime and the Hugging Face trainer: what to write here, or why there is nothing.
+"""Settings of TRL, verl, prime-rl, slime, the Hugging Face trainer and earlier versions: what to write, or why nothing.
 
 They answer an unknown setting, and agree with the tables of `docs/coming_from.md`.
 """
@@ -111,6 +111,10 @@ REASONS = {  # why there is no such setting, and the ends of its names
         "reward_model reward_model.enable reward_model.path reward_model.model.path"
     ),
     VLLM: "rollout.name use_vllm vllm vllm_gpu_memory_utilization vllm_mode",
+    "the tiny models come with their weights and have no settings: write model=tiny, tiny_qwen35 or tiny_tools": (
+        "model.tiny model.tiny.accuracy_high model.tiny.accuracy_low model.tiny.cache model.tiny.family "
+        "model.tiny.heads model.tiny.hidden model.tiny.layers model.tiny.skill"
+    ),
     "there is no supervised stage: start from a model that is tuned already, with model.path=<directory>": "sft",
 }
 ABSENT = {name: reason for reason, names in REASONS.items() for name in names.split()}

@@ -9,6 +9,7 @@ from dataclasses import fields
 
 from app.config.algorithm import AlgorithmConfig, Correction
 from app.config.data import Template
+from app.config.model import TINY_PRESETS
 from app.config.placement import PlacementKind
 from app.config.run import RunConfig
 from app.config.trainer import Optimizer, Schedule
@@ -96,7 +97,7 @@ def _learns_nothing(run: RunConfig) -> Iterator[str]:
     if all(term.weight == 0 for term in run.reward.terms().values()):
         yield "reward.components has weights of 0 only: every reward is 0, and nothing is learned"
 
-    full = TINY_FULL_LR if run.model.path is None else FULL_LR
+    full = TINY_FULL_LR if run.model.name in TINY_PRESETS else FULL_LR
     if run.model.lora.enabled and run.trainer.peak_lr <= 2 * full:
         yield (
             f"trainer.lr={run.trainer.lr:g} is a rate for full fine-tuning: adapters need about ten times as much, "

@@ -28,7 +28,7 @@ def with_preset(overrides: Sequence[str]) -> list[str]:
     """
     given = dict(each.lstrip("+").partition("=")[::2] for each in overrides)
     own = any(key.startswith(tuple(f"data.{name}" for name in TRAINING)) for key in given)
-    model = given.get("model", TINY_PRESETS[0])
+    model = given.get("model", "tiny")
     if not own or model in TINY_PRESETS or "data" in given or "experiment" in given:
         return list(overrides)
     return [PRESET, *overrides]

@@ -48,9 +48,7 @@ class RunConfig:
         "estimate; doctor checks this machine; parity compares the device's numbers with a float32 CPU reference; "
         "export writes a checkpoint as a Hugging Face directory; report writes report.html.",
     )
-    seed: int = setting(
-        0, "Seed of the data order, of sampling, and of the tiny model's weights.", at_least=0, at_most=2**31 - 1
-    )
+    seed: int = setting(0, "Seed of the data order and of sampling.", at_least=0, at_most=2**31 - 1)
     steps: int = setting(60, "Training steps of the run.", at_least=1)
     epochs: float | None = setting(
         None,

@@ -60,7 +60,7 @@ async def _evaluate(config: RunConfig, folder: Path, recorder: RunFolderRecorder
 async def subject_of(config: RunConfig, folder: Path, recorder: RunFolderRecorder) -> AsyncIterator[Subject]:
     """Record what is evaluated. A checkpoint is exported to `model/` in `folder`, and the export deleted afterwards."""
     if config.resume == NEVER:
-        model = config.model.path or config.model.name
+        model = str(config.model.path)
         recorder.note(f"evaluating {model}", {"evaluated/model": model})
         yield Subject(0, None)
         return

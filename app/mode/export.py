@@ -62,4 +62,4 @@ def source_of(config: RunConfig, state: RunState) -> Path:
     source = state.model.get("source")
     if source and Path(str(source)).is_dir():
         return Path(str(source))
-    return locate(config.model, seed=config.seed)
+    return locate(config.model)

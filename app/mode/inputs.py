@@ -14,7 +14,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -55,7 +54,7 @@ def with_counted_steps(config: RunConfig) -> RunConfig:
 def check_sizes(config: RunConfig) -> None:
     """Raise `ConfigError` if the model and the settings of its preset do not go together."""
     require_own_preset(config.model)
-    require_context(config.rollout, checkpoint_config(config.model), config.model.path)
+    require_context(config.rollout, checkpoint_config(config.model), str(config.model.path))
     model = architecture_of(config.model)
     if config.model.lora.enabled and model is not None:
         check_targets(config.model.lora.targets, layer_names(model))
@@ -63,9 +62,8 @@ def check_sizes(config: RunConfig) -> None:
 
 def check_model(config: RunConfig) -> None:
     """Raise `ConfigError` if the model's directory is incomplete, or its sizes are wrong."""
-    path = config.model.path
-    if path is not None and Path(path).expanduser().is_dir():
-        require_complete(Path(path).expanduser(), path)
+    if config.model.local.is_dir():
+        require_complete(config.model.local, str(config.model.path))
     check_sizes(config)
 
 
@@ -114,7 +112,7 @@ def _untokenized(row: Row, data: DataConfig) -> Prompt:
 
 def check_environment(config: RunConfig) -> None:
     """Raise `ConfigError` if an environment cannot be loaded; its renderer needs the model's files."""
-    folder = local_folder(config.model, seed=config.seed) if config.environment.multi_turn else None
+    folder = local_folder(config.model) if config.environment.multi_turn else None
     if folder is not None:
         require_environment(config, folder)
 

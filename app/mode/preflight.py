@@ -86,15 +86,14 @@ def _load(config: RunConfig, status: Callable[[str], None]) -> RunInputs:
     _require_ports(config)
 
     status("preparing the model")
-    return load_from(locate(config.model, seed=config.seed), config, status)
+    return load_from(locate(config.model), config, status)
 
 
 def load_from(path: Path, config: RunConfig, status: Callable[[str], None]) -> RunInputs:
     """Load the inputs of a run whose model is in this directory. Raises `ConfigError` for unusable ones."""
     rollout = config.rollout
-    if config.model.path is not None:  # of a hub model, nothing was known before it was downloaded
-        fields = checkpoint_config(replace(config.model, path=str(path), revision=None))
-        require_context(rollout, fields, config.model.path)
+    fields = checkpoint_config(replace(config.model, path=str(path), revision=None))
+    require_context(rollout, fields, str(config.model.path))  # of a hub model, known only after its download
     window = rollout.max_prompt_tokens + rollout.max_completion_tokens
     require_window(path, tokens=window)
     if config.model.lora.enabled:

@@ -1,8 +1,8 @@
 """Shapes and parameter counts of a model, for `mode=plan`.
 
-They come from the `config.json` of a local directory or of the hub cache, from a table of hub models, or from the
-settings of the tiny model. Counting needs neither a model class nor torch. Qwen3.5 keeps a KV cache in one of four
-layers only; the other layers keep a state of fixed size per request.
+They come from the `config.json` of a local directory or of the hub cache, or from a table of hub models. Counting needs
+neither a model class nor torch. Qwen3.5 keeps a KV cache in one of four layers only; the other layers keep a state of
+fixed size per request.
 """
 
 import json
@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from app.config.engine_flags import CONTEXT_FLAG
-from app.config.model import TINY_PRESETS, Family, ModelConfig, TinyConfig
+from app.config.model import TINY_PRESETS, ModelConfig
 from app.config.rollout import RolloutConfig
 from app.errors import ConfigError, expect, one_line
-from app.model.tiny.create import FULL_ATTENTION_INTERVAL, MAX_POSITIONS
-from app.model.tiny.tokenizer import CHARACTERS, SPECIAL
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text")
 QUERY_KEY_NORMS = ("qwen3", "qwen3_5_text")
@@ -145,23 +143,18 @@ KNOWN = {
 
 def architecture_of(model: ModelConfig) -> Architecture | None:
     """Return the shapes of a configured model, or None if they are unknown without downloading it."""
-    if model.path is None:
-        return _tiny(model.tiny)
     config = checkpoint_config(model)
-    return KNOWN.get(model.path) if config is None else from_config(config)
+    return KNOWN.get(str(model.path)) if config is None else from_config(config)
 
 
 def checkpoint_config(model: ModelConfig) -> dict[str, Any] | None:
-    """Read `config.json` from the model's directory or the hub cache. None: neither has it, or the model is tiny.
+    """Read `config.json` from the model's directory or the hub cache. None: neither has it.
 
     Raises:
         ConfigError: The file is not JSON, or the model is a mixture of experts.
     """
-    if model.path is None:
-        return None
-
-    local = Path(model.path).expanduser() / CHECKPOINT_CONFIG
-    file = local if local.is_file() else _cached(model.path, model.revision)
+    local = model.local / CHECKPOINT_CONFIG
+    file = local if local.is_file() else _cached(str(model.path), model.revision)
     if file is None:
         return None
 
@@ -191,11 +184,12 @@ def unknown_shapes(model: ModelConfig) -> str:
 
 def require_own_preset(model: ModelConfig) -> None:
     """Raise `ConfigError` if a tiny preset, whose sizes are a toy's, is given a model of another architecture."""
-    if model.path is None or model.name not in TINY_PRESETS:
+    own = TINY_PRESETS.get(model.name)
+    if own is None:
         return
 
     expect(
-        architecture_of(model) == _tiny(model.tiny),
+        architecture_of(model) == architecture_of(ModelConfig(path=own)),
         "model.path",
         model.path,
         f"an export of a run with model={model.name}, whose sizes are a toy's; for any other model write "
@@ -203,22 +197,20 @@ def require_own_preset(model: ModelConfig) -> None:
     )
 
 
-def require_context(rollout: RolloutConfig, config: dict[str, Any] | None, model: str | None) -> None:
+def require_context(rollout: RolloutConfig, config: dict[str, Any] | None, model: str) -> None:
     """Raise `ConfigError` if a prompt and its completion may be longer than the model's context.
 
     Args:
         rollout: Length limits, and SGLang's flags.
-        config: Content of the model's `config.json`; None: unknown, or the tiny model.
-        model: Its path or hub id; None: the tiny model.
+        config: Content of the model's `config.json`; None: unknown.
+        model: Its path or hub id.
     """
     flag = rollout.engine_args.get(CONTEXT_FLAG)
-    limit = None if flag is None else int(flag)
-    if limit is None:
-        limit = MAX_POSITIONS if model is None else context_tokens(config or {})
+    limit = context_tokens(config or {}) if flag is None else int(flag)
     if limit is None:
         return
 
-    name = "the tiny model" if model is None else f"model.path={model}"
+    name = f"model.path={model}"
     prompt = rollout.max_prompt_tokens
     expect(prompt < limit, "rollout.max_prompt_tokens", prompt, f"less than {limit}, the context of {name} in tokens")
     completion = rollout.max_completion_tokens
@@ -253,28 +245,6 @@ def _cached(hub_id: str, revision: str | None) -> Path | None:
     except HFValidationError:  # a path
         return None
     return Path(found) if isinstance(found, str) else None
-
-
-def _tiny(tiny: TinyConfig) -> Architecture:
-    head_dim = tiny.hidden // tiny.heads
-    linear = None
-    full_layers = tiny.layers
-    if tiny.family is Family.qwen35:
-        linear = LinearAttention(tiny.heads // 2, tiny.heads, head_dim, head_dim, 4)
-        full_layers = tiny.layers // FULL_ATTENTION_INTERVAL
-
-    return Architecture(
-        layers=tiny.layers,
-        full_layers=full_layers,
-        hidden=tiny.hidden,
-        ffn=2 * tiny.hidden,
-        heads=tiny.heads,
-        kv_heads=tiny.heads // 2,
-        head_dim=head_dim,
-        vocabulary=len(SPECIAL) + len(CHARACTERS),
-        tied=True,
-        linear=linear,
-    )
 
 
 def from_config(config: dict[str, Any]) -> Architecture | None:

@@ -1,4 +1,4 @@
-"""Locate the files of a model: a local directory, a hub model (downloaded once), or the tiny model.
+"""Locate the files of a model: a local directory, or a hub model (downloaded once).
 
 `locate` returns a complete Hugging Face directory: config.json, a tokenizer and safetensors. Nothing downstream depends
 on its origin.
@@ -34,46 +34,31 @@ SHAPES = (
 HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt", "*.py", "README.md", "LICENSE*"]
 
 
-def locate(config: ModelConfig, *, seed: int) -> Path:
-    """Return the directory of the initial model, downloading or creating it if necessary.
-
-    Args:
-        config: Settings of `model=`.
-        seed: Determines the weights of the tiny model; other models do not depend on it.
+def locate(config: ModelConfig) -> Path:
+    """Return the directory of the initial model, downloading it if necessary.
 
     Raises:
         ConfigError: If there is no such model, or its directory is incomplete.
     """
-    if config.path is None:
-        from app.model.tiny.create import ensure
-
-        return ensure(config, seed=seed)
-
-    local = Path(config.path).expanduser()
-    folder = local.absolute() if local.exists() or is_path(config.path) else _download(config.path, config.revision)
-    require_complete(folder, config.path)
+    given = str(config.path)
+    local = config.local
+    folder = local.absolute() if local.exists() or is_path(given) else _download(given, config.revision)
+    require_complete(folder, given)
     return folder
 
 
-def local_folder(config: ModelConfig, *, seed: int) -> Path | None:
-    """Return the directory of a model that needs neither be downloaded nor created; else None."""
-    if config.path is None:
-        from app.model.tiny.create import folder_of
-
-        folder = folder_of(config, seed=seed)
-        return folder if folder.is_dir() else None
-
-    local = Path(config.path).expanduser()
-    if local.is_dir():
-        return local.absolute()
-    if is_path(config.path):
+def local_folder(config: ModelConfig) -> Path | None:
+    """Return the directory of a model that need not be downloaded; else None."""
+    if config.local.is_dir():
+        return config.local.absolute()
+    if is_path(str(config.path)):
         return None
 
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(config.path, TOKENIZERS[0], revision=config.revision)
+        found = try_to_load_from_cache(str(config.path), TOKENIZERS[0], revision=config.revision)
     except HFValidationError:
         return None
     return Path(found).parent if isinstance(found, str) else None

@@ -86,7 +86,7 @@ class ClearML:
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a nested configuration to ClearML's `section/name` keys; deeper keys are joined by dots.
 
-    >>> flat({"steps": 3, "model": {"name": "tiny", "tiny": {"heads": 4}}})
-    {'run/steps': 3, 'model/name': 'tiny', 'model/tiny.heads': 4}
+    >>> flat({"steps": 3, "model": {"name": "tiny", "lora": {"rank": 4}}})
+    {'run/steps': 3, 'model/name': 'tiny', 'model/lora.rank': 4}
     """
     return {key.replace(".", "/", 1) if "." in key else f"run/{key}": value for key, value in flatten(config).items()}

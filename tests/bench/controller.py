@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from app.model.tiny.tokenizer import build_tokenizer
 from app.placement.fully_async import FullyAsync
 from app.protocols import RolloutEngine
 from app.rollout.pool import EnginePool
@@ -48,6 +47,7 @@ from app.utils.garbage import long_lived_objects_frozen
 from tests.bench.cpu_parts import CpuTime, cpu_time
 from tests.bench.machine import MIB, busy, conditions, machine, spread
 from tests.simulation import SimSync, SimTrainer, World, config
+from tests.tiny_models.tokenizer import build_tokenizer
 
 ENGINES, GROUP, TOKENS = 1000, 8, 8000
 PROMPTS, STEPS = 250, 6  # groups a step

@@ -77,7 +77,7 @@ async def all_models(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     results = {name: result for name, result in earlier_result(given.out, add=given.add).items() if name in MODELS}
     for name in MODELS if given.only is None else [given.only]:
-        path = locate(ModelConfig(), seed=0) if name == TINY else save_baseline_model(folder / "baseline")
+        path = locate(ModelConfig()) if name == TINY else save_baseline_model(folder / "baseline")
         results[name] = await measure(path, given.rounds, given.max_tokens, folder)
     return {
         "what": "generation",

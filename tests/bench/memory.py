@@ -33,7 +33,7 @@ def save_model(folder: Path, vocabulary: int) -> Path:
     import torch
 
     from app.model.hf_import import transformers
-    from app.model.tiny.tokenizer import build_tokenizer
+    from tests.tiny_models.tokenizer import build_tokenizer
 
     config = transformers().Qwen3Config(
         vocab_size=vocabulary,

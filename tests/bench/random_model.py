@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from app.model.hf_import import transformers
-from app.model.tiny.tokenizer import build_tokenizer
+from tests.tiny_models.tokenizer import build_tokenizer
 
 QWEN3_06B: Mapping[str, Any] = {
     "vocab_size": 151936,

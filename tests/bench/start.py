@@ -132,7 +132,7 @@ def main() -> None:
     arguments.add_argument("--out", type=Path)
     given = arguments.parse_args()
 
-    model = locate(ModelConfig(), seed=0)
+    model = locate(ModelConfig())
     rounds = [one_round(model) for _ in range(given.rounds)]
     result = {
         "what": "start",

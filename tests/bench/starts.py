@@ -93,7 +93,7 @@ def main() -> None:
     arguments.add_argument("--out", type=Path)
     given = arguments.parse_args()
 
-    locate(ModelConfig(), seed=0)
+    locate(ModelConfig())
     before = conditions()
     starts = []
     with spinning(given.spinning):

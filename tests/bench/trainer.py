@@ -88,7 +88,7 @@ def save_model(folder: Path) -> Path:
     import torch
 
     from app.model.hf_import import transformers
-    from app.model.tiny.tokenizer import build_tokenizer
+    from tests.tiny_models.tokenizer import build_tokenizer
 
     torch.manual_seed(0)
     transformers().Qwen3ForCausalLM(transformers().Qwen3Config(**SHAPES, dtype="float32")).save_pretrained(folder)

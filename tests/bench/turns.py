@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from app.algorithm.packed_groups import Packed
-from app.config.model import ModelConfig, TinyConfig
+from app.config.model import ModelConfig
 from app.environment.pool import EnvironmentPool, EnvironmentSpec
 from app.environment.wire import Limits, RendererChoice
-from app.model.tiny.create import ensure
+from app.model.hf_directory import locate
 from app.placement.fully_async import FullyAsync
 from app.tracking.recorder import RunFolderRecorder
 from app.types import Completion, FinishReason, GroupRequest, InFlight, ScoredGroup, VersionSpan
@@ -134,7 +134,7 @@ def main() -> None:
     costs = []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as name:
-            model = ensure(ModelConfig(tiny=TinyConfig()), seed=0)
+            model = locate(ModelConfig())
             seconds, turns = measure(Path(name), model)
             costs.append(seconds / turns * 1e6)
     print(

@@ -17,7 +17,7 @@ from app.config.data import Generator
 from app.config.device import DeviceKind
 from app.config.folder_name import run_name
 from app.config.idle_settings import idle_settings
-from app.config.model import TINY_PRESETS, Skill
+from app.config.model import TINY_PRESETS
 from app.config.placement import PlacementKind
 from app.config.trainer import Checkpointing
 from app.device import device_of
@@ -184,7 +184,7 @@ def test_an_experiment_composes_to_what_its_name_says(name: str) -> None:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_tiny_tools_experiment_is_a_model_a_data_set_and_a_calculator(placement: str) -> None:
     config = composed("experiment=tiny_tools", f"placement={placement}")
-    assert (config.model.name, config.model.tiny.skill) == ("tiny_tools", Skill.tools)
+    assert (config.model.name, config.model.path) == ("tiny_tools", "tiny_tools")
     assert (config.data.name, config.data.generator) == ("products", Generator.products)
     assert (config.device.kind.name, config.placement.kind.name) == ("cpu", placement)
     assert (config.environment.kind.name, config.reward.components) == ("calculator", {"exact": 1.0})

@@ -17,7 +17,6 @@ import torch
 from app.config.tracking import TrackingConfig
 from app.data import rows
 from app.model.hf_import import transformers
-from app.model.tiny.tokenizer import build_tokenizer
 from app.rollout.host import EngineHost
 from app.tracking.own_tracker import require_trackers
 from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
@@ -25,6 +24,7 @@ from tests.compose import composed
 from tests.docs.markdown import PAGES, ROOT, code_blocks
 from tests.reward.scorers import failed, running_scorer, score
 from tests.rollout.support import KEY, host_spec, server_spec
+from tests.tiny_models.tokenizer import build_tokenizer
 from tests.tracking.conftest import make_metrics
 from tests.tracking.test_dashboards import make_config, record, warnings
 

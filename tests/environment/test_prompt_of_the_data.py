@@ -12,10 +12,10 @@ import pytest
 
 from app.environment.pool import EnvironmentPool, EnvironmentSpec
 from app.environment.wire import Ask, End, Limits, RendererChoice
-from app.model.tiny.tokenizer import build_tokenizer
 from app.worker.wire import Failed
 from tests.environment.pools import PATIENCE_S, a_task, environment_module, running_pool
 from tests.environment.qwen import tokenizer, write_model
+from tests.tiny_models.tokenizer import build_tokenizer
 
 END = "<|im_end|>"
 QUESTION = "I think of a number from 1 to 100."

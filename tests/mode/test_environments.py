@@ -135,7 +135,8 @@ def test_the_doctor_says_what_a_run_would_refuse(tiny_model: Path) -> None:
     assert (check.status, "has no Missing" in check.message) == (CheckStatus.fail, True)
 
 
-def test_without_the_model_the_doctor_cannot_render(tmp_path: Path) -> None:
-    check = episodes(*own("Guess"), f"model.tiny.cache={tmp_path}")
+def test_without_the_model_the_doctor_cannot_render(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_hub", lambda *_: Check("model", CheckStatus.ok, ""))  # no network
+    check = episodes("model=hf", "model.path=owner/name", *own("Guess"))
     assert (check.status, check.hint) == (CheckStatus.warn, "examine it again when the model is on this machine")
     assert not [each for each in machine.reachable(composed()) if each.subject == "episodes"]

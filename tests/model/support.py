@@ -12,7 +12,7 @@ from torch import Tensor
 
 from app.model.hf_import import transformers
 from app.model.packing import Packing
-from app.model.tiny.tokenizer import build_tokenizer
+from tests.tiny_models.tokenizer import build_tokenizer
 
 LENGTHS = (5, 17, 3, 16, 9, 1)  # the last one has no completion token
 

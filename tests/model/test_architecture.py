@@ -1,11 +1,12 @@
 """Parameter counts match transformers; cache and state sizes match a hand calculation."""
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
-from app.config.model import Family, ModelConfig, TinyConfig
+from app.config.model import TINY_MODELS, TINY_PRESETS, ModelConfig
 from app.config.rollout import RolloutConfig
 from app.errors import ConfigError
 from app.model.architecture import (
@@ -17,6 +18,7 @@ from app.model.architecture import (
     require_context,
     require_own_preset,
 )
+from tests.tiny_models.make import Recipe
 
 
 def parameters_on_meta(config: object) -> int:
@@ -78,22 +80,23 @@ def test_the_state_of_a_request_matches_a_hand_calculation() -> None:
     assert QWEN3_4B.state_bytes_per_request(2) == 0
 
 
-def test_the_tiny_model_is_counted_without_creating_it(tiny_model: Path) -> None:
-    created = from_config(json.loads((tiny_model / "config.json").read_text()))
-    assert architecture_of(ModelConfig()) == created
-    assert created is not None
-    assert created.parameters == 80_512
+@pytest.mark.parametrize(
+    ("name", "parameters", "layers"),
+    [("tiny", 80_512, (2, 2)), ("tiny_tools", 80_512, (2, 2)), ("tiny_qwen35", 89_720, (2, 1))],
+)
+def test_a_tiny_model_has_the_parameters_of_its_file(name: str, parameters: int, layers: tuple[int, int]) -> None:
+    found = architecture_of(ModelConfig(path=name))
+    assert found is not None
+    tensors = load_file(TINY_MODELS / name / "model.safetensors").values()
+    assert found.parameters == sum(each.size for each in tensors) == parameters
+    assert (found.layers, found.full_layers) == layers
 
 
-def test_the_tiny_qwen35_is_counted_without_creating_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from app.model.tiny.create import ensure
-
-    monkeypatch.setattr("app.model.tiny.warmup.warm_up", lambda *_: 0.3)
-    config = ModelConfig(tiny=TinyConfig(family=Family.qwen35, layers=5, cache=str(tmp_path)))
-    created = from_config(json.loads((ensure(config, seed=0) / "config.json").read_text()))
-    assert architecture_of(config) == created
-    assert created is not None
-    assert (created.layers, created.full_layers) == (5, 2)
+def test_qwen35_with_an_odd_number_of_layers_is_counted(made_model: Callable[..., Path]) -> None:
+    model = made_model(Recipe(qwen35=True, layers=5), warmed_up=False)
+    found = architecture_of(ModelConfig(path=str(model)))
+    assert found is not None
+    assert (found.layers, found.full_layers) == (5, 2)
 
 
 def test_a_local_directory_is_read(tiny_model: Path) -> None:
@@ -121,14 +124,15 @@ def test_a_hub_model_in_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_tiny_preset_takes_models_of_its_own_architecture_only(tiny_model: Path, tmp_path: Path) -> None:
-    require_own_preset(ModelConfig(name="tiny", path=None))
+    for name, own in TINY_PRESETS.items():
+        require_own_preset(ModelConfig(name=name, path=own))
     require_own_preset(ModelConfig(name="tiny", path=str(tiny_model)))
     require_own_preset(ModelConfig(name="mine", path="owner/name"))
 
     refused = [
         ModelConfig(name="tiny", path="owner/name"),
-        ModelConfig(name="tiny", path=str(tiny_model), tiny=TinyConfig(layers=4)),
-        ModelConfig(name="tiny_qwen35", path=str(tiny_model), tiny=TinyConfig(family=Family.qwen35)),
+        ModelConfig(name="tiny", path="tiny_qwen35"),
+        ModelConfig(name="tiny_qwen35", path=str(tiny_model)),
         ModelConfig(name="tiny", path=str(tmp_path)),
     ]
     for model in refused:

@@ -19,7 +19,7 @@ NEW = "b" * 40
 
 def test_a_local_directory_is_returned_unchanged(tmp_path: Path) -> None:
     path = save_qwen3(tmp_path / "qwen3")
-    assert locate(ModelConfig(path=str(path)), seed=0) == path
+    assert locate(ModelConfig(path=str(path))) == path
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_an_incomplete_directory_is_rejected_in_one_sentence(removed: str, messa
     path = save_qwen3(tmp_path / "qwen3")
     (path / removed).unlink()
     with pytest.raises(ConfigError, match=rf"^model\.path={path} is not accepted: give .*{message}.*\.$"):
-        locate(ModelConfig(path=str(path)), seed=0)
+        locate(ModelConfig(path=str(path)))
 
 
 def test_a_directory_whose_config_names_no_class_is_rejected_before_an_engine_starts(tmp_path: Path) -> None:
@@ -39,14 +39,14 @@ def test_a_directory_whose_config_names_no_class_is_rejected_before_an_engine_st
     del config["architectures"]
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=rf"^model\.path={path} is not accepted: give .*architectures"):
-        locate(ModelConfig(path=str(path)), seed=0)
+        locate(ModelConfig(path=str(path)))
     assert "architectures" in problems(composed("model=hf", f"model.path={path}", "data=arithmetic"))["model"]
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./no-such-model", "a/b/c"])
 def test_a_missing_directory_is_rejected_without_querying_the_hub(path: str) -> None:
     with pytest.raises(ConfigError, match=rf"^model\.path={path} is not accepted: give a directory"):
-        locate(ModelConfig(path=path), seed=0)
+        locate(ModelConfig(path=path))
 
 
 def test_a_hub_model_that_cannot_be_downloaded_is_rejected_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_a_hub_model_that_cannot_be_downloaded_is_rejected_in_one_sentence(monke
     with pytest.raises(
         ConfigError, match=r"^model\.path=nobody/nothing is not accepted: .*the hub cannot be reached.*\.$"
     ):
-        locate(ModelConfig(path="nobody/nothing"), seed=0)
+        locate(ModelConfig(path="nobody/nothing"))
 
 
 @pytest.fixture
@@ -72,18 +72,18 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("revision", "commit"), [(None, NEW), ("main", NEW), ("v1", OLD), (OLD, OLD)])
 def test_a_hub_model_is_that_of_its_revision(revision: str | None, commit: str, hub_cache: Path) -> None:
-    path = locate(ModelConfig(path="owner/name", revision=revision), seed=0)
+    path = locate(ModelConfig(path="owner/name", revision=revision))
     assert path == hub_cache / commit
     assert identity(path, LoraConfig())["source"].endswith(f"/snapshots/{commit}")  # what a checkpoint records
 
 
 def test_an_unknown_revision_is_named(hub_cache: Path) -> None:
     with pytest.raises(ConfigError, match=r"^model\.path=owner/name with model\.revision=v2 is not accepted: .*\.$"):
-        locate(ModelConfig(path="owner/name", revision="v2"), seed=0)
+        locate(ModelConfig(path="owner/name", revision="v2"))
 
 
 def test_a_local_directory_has_no_revision(tmp_path: Path) -> None:
-    for path in (None, str(tmp_path)):
+    for path in ("tiny", str(tmp_path)):
         with pytest.raises(ConfigError, match=r"^model\.revision=v1 is not accepted: give null, or a hub id as model"):
             ModelConfig(path=path, revision="v1").validate()
 

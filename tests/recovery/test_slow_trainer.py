@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.model.tiny.tokenizer import build_tokenizer
 from tests.model.support import transformers
 from tests.recovery.test_recovery_runs import BOTH, state
 from tests.runs import Run
+from tests.tiny_models.tokenizer import build_tokenizer
 
 GRACE_S = 8
 

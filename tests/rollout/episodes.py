@@ -14,7 +14,6 @@ import torch
 from app.config.recovery import RecoveryConfig
 from app.config.reward import RewardConfig
 from app.environment.pool import EnvironmentSpec
-from app.model.tiny.tokenizer import build_tokenizer
 from app.reward.scorer import Scorer
 from app.rollout.episodes import EpisodeLimits, Episodes
 from app.rollout.episodes.player import episode_failures
@@ -23,6 +22,7 @@ from app.rollout.rollouter import Rollouter
 from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, FinishReason, Group, GroupRequest, Prompt, Sampling, Strand, VersionSpan
 from tests.environment.pools import running_pool
+from tests.tiny_models.tokenizer import build_tokenizer
 
 PATIENCE_S = 120.0
 ROOM = 400  # tokens of a trajectory after its opening

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,13 @@ from typing import Any
 import pytest
 
 from app.cluster.actors import cores_of_ranks
-from app.config.model import Family, ModelConfig, TinyConfig
 from app.errors import EngineError
-from app.model.tiny.create import ensure
 from app.rollout.remote import RemoteEngine
 from app.types import Completion, InFlight
 from tests.rollout.adapters import adapter_engine, body_of, logprobs_differ, merged, tensors_of
 from tests.rollout.support import HOT, _address_and_key, host_spec, in_flight, remote, request
 from tests.rollout.test_qwen35 import ROUNDING as QWEN35_ROUNDING
+from tests.tiny_models.make import Recipe
 
 pytestmark = pytest.mark.slow
 ROUNDING = 5e-5
@@ -61,11 +61,9 @@ def test_two_ranks_serve_an_adapter_as_one(ray_session: None, tiny_model: Path, 
 
 
 def test_qwen35_serves_adapters_of_its_linear_attention_too(
-    ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_session: None, tmp_path: Path, made_model: Callable[..., Path]
 ) -> None:
-    monkeypatch.setattr("app.model.tiny.warmup.warm_up", lambda *_: 0.3)
-    tiny = TinyConfig(family=Family.qwen35, layers=4, cache=str(tmp_path / "cache"))
-    model = ensure(ModelConfig(tiny=tiny), seed=0)
+    model = made_model(Recipe(qwen35=True, layers=4), warmed_up=False)
     engine = adapter_engine(model, tmp_path, name="engine of qwen35", disable_radix_cache=True)
     tensors = {version: tensors_of(model, version) for version in (1, 2)}
     layers = {name.split(".")[-3] for name in tensors[1]}

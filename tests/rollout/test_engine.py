@@ -14,11 +14,11 @@ import torch
 
 from app.errors import EngineError
 from app.model.hf_import import transformers
-from app.model.tiny.tokenizer import CHARACTERS, END, SPECIAL
 from app.rollout.remote import RemoteEngine
 from app.types import Completion, FinishReason, GroupRequest, InFlight
 from tests.conftest import make_engine
 from tests.rollout.support import HOT, in_flight, request, transformers_logprobs, without_end
+from tests.tiny_models.tokenizer import CHARACTERS, END, SPECIAL
 
 LONG = 1800  # tokens: an engine samples them for seconds, so a group of them does not end between two calls
 

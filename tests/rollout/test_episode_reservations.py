@@ -15,7 +15,6 @@ from app.config.reward import RewardConfig
 from app.environment.protocol import EpisodeOver, Policy, Task
 from app.environment.wire import Limits
 from app.errors import EngineLost
-from app.model.tiny.tokenizer import build_tokenizer
 from app.reward.scorer import Scorer
 from app.rollout.episodes import EpisodeLimits, Episodes
 from app.rollout.episodes.player import episode_failures
@@ -27,6 +26,7 @@ from app.types import Completion, Ending, FinishReason, GroupRequest, Sampling, 
 from tests.environment.characters import Characters
 from tests.simulated_environments import InProcessEnvironments
 from tests.simulation import SimEngine, now, prompts, run_virtual
+from tests.tiny_models.tokenizer import build_tokenizer
 
 LIMIT = 64  # tokens of a trajectory
 LIMITS = Limits(max_turns=99, max_turn_tokens=None, max_observation_tokens=999, timeout_s=1e6, episode_s=1e6)

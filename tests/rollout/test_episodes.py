@@ -12,7 +12,6 @@ from app.config.recovery import RecoveryConfig
 from app.config.reward import RewardConfig
 from app.environment.protocol import Task
 from app.errors import EngineLost, RunError
-from app.model.tiny.tokenizer import build_tokenizer
 from app.reward.scorer import Scorer
 from app.rollout.episodes import EpisodeLimits, Episodes
 from app.rollout.episodes.player import episode_failures
@@ -23,6 +22,7 @@ from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, Ending, Group, GroupRequest, Sampling
 from tests.simulated_environments import OBSERVATION, Script, SimEnvironments
 from tests.simulation import SimEngine, now, prompts, run_virtual
+from tests.tiny_models.tokenizer import build_tokenizer
 
 SAMPLING = Sampling(1.0, 1.0, 64)
 PROMPT = [0, 1, 2]

@@ -1,7 +1,7 @@
 """The second model family on a CPU: the real SGLang with our kernels equals transformers, before and after a push."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.config.model import Family, ModelConfig, TinyConfig
 from app.config.weight_sync import Verify
-from app.model.tiny.create import ensure
 from app.rollout.remote import RemoteEngine
 from app.types import InFlight
 from tests.conftest import make_engine
 from tests.rollout.episodes import TALK, Recording, asked, largest_difference_of_strands, played, trained
 from tests.rollout.support import HOT, in_flight, largest_difference, request
 from tests.rollout.test_cpu_attention import ragged, staggered
+from tests.tiny_models.make import Recipe
 from tests.weight_sync.support import TRANSPORTS, make_synchronizer, make_trainer, noisy_model, set_weights, started
 
 # transformers' own float32 log-probabilities of this model are up to 3e-5 from its float64 ones: its linear attention
@@ -26,12 +25,9 @@ ROUNDING = 5e-5
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`model=tiny_qwen35` without its warm-up."""
-    tiny = TinyConfig(family=Family.qwen35, layers=4, cache=str(tmp_path_factory.mktemp("cache")))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("app.model.tiny.warmup.warm_up", lambda *_: 0.3)
-        return ensure(ModelConfig(tiny=tiny), seed=0)
+def model(made_model: Callable[..., Path]) -> Path:
+    """`model=tiny_qwen35` of four layers, without its warm-up."""
+    return made_model(Recipe(qwen35=True, layers=4), warmed_up=False)
 
 
 @pytest.fixture(scope="module")

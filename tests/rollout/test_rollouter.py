@@ -10,7 +10,6 @@ import pytest
 from app.config.recovery import RecoveryConfig
 from app.config.reward import RewardConfig
 from app.errors import EngineError, EngineLost
-from app.model.tiny.tokenizer import build_tokenizer
 from app.reward.scorer import Scorer
 from app.rollout.pool import EnginePool
 from app.rollout.requests import Aborted
@@ -18,6 +17,7 @@ from app.rollout.rollouter import Rollouter
 from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, Group, GroupRequest, Sampling
 from tests.simulation import SimEngine, now, prompts, run_virtual
+from tests.tiny_models.tokenizer import build_tokenizer
 
 SAMPLING = Sampling(1.0, 1.0, 16)
 Fails = Callable[[GroupRequest, int], Exception | None]  # request, its attempt from 1 → error

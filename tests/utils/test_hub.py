@@ -63,7 +63,7 @@ def test_a_model_is_asked_for_once_and_quietly(
     connections: list[None], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.DEBUG), pytest.raises(ConfigError, match=r"^model\.path=nobody/nothing is not accept"):
-        locate(ModelConfig(path="nobody/nothing"), seed=0)
+        locate(ModelConfig(path="nobody/nothing"))
     assert len(connections) == 1
     assert warnings_of_libraries(caplog) == []
     assert capfd.readouterr().err == ""

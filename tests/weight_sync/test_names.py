@@ -12,10 +12,10 @@ from app.config.device import DeviceKind, Dtype
 from app.device import device_of
 from app.model.hf_import import transformers
 from app.model.load import load
-from app.model.tiny.tokenizer import build_tokenizer
 from app.weight_sync.buckets import TensorMeta
 from app.weight_sync.sender import Sender
 from tests.model.support import save_qwen3
+from tests.tiny_models.tokenizer import build_tokenizer
 
 TEXT = {
     "vocab_size": 64,

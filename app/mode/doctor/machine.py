@@ -22,7 +22,6 @@ from app.mode.inputs import problems
 from app.mode.preflight import load_from
 from app.model.architecture import architecture_of
 from app.model.hf_directory import local_folder
-from app.model.tiny.create import DEFAULT_CACHE
 from app.utils.files import not_writable
 from app.utils.net import port_is_free
 from app.utils.process import SHARED_MEMORY
@@ -66,7 +65,7 @@ def reachable(config: RunConfig) -> Iterator[Check]:
             yield _refused(subject, refused) or accepted
     if config.environment.multi_turn:
         yield _refused("environment", refused) or _episodes(config, usable="data" not in refused)
-    folder = local_folder(config.model, seed=config.seed)
+    folder = local_folder(config.model)
     if not refused and folder is not None and rows.is_local(config.data):
         yield from _prompts(config, folder, data.message)
     if config.cluster.address not in (None, "auto", "local"):
@@ -130,7 +129,7 @@ def _refused(subject: str, refused: Mapping[str, str]) -> Check | None:
 
 def _episodes(config: RunConfig, *, usable: bool) -> Check:
     """Check an environment that can be loaded by an episode with made-up replies. `usable`: its data can be read."""
-    folder = local_folder(config.model, seed=config.seed)
+    folder = local_folder(config.model)
     if folder is None or not usable:
         missing = "the model is on this machine" if folder is None else "the data can be read"
         return Check(SUBJECT, CheckStatus.warn, "no environment was loaded", f"examine it again when {missing}")
@@ -171,16 +170,10 @@ def _shown(text: str) -> str:
 
 
 def _model(config: RunConfig) -> Check:
-    path = config.model.path
-    if path is None:
-        cache = Path(config.model.tiny.cache or DEFAULT_CACHE).expanduser()
-        created = any(cache.glob("tiny-*"))
-        return Check("model", CheckStatus.ok, f"tiny, {'cached' if created else 'will be created'} in {cache}")
-
-    folder = Path(path).expanduser()
+    folder = config.model.local
     if folder.is_dir():
         return Check("model", CheckStatus.ok, f"directory {folder}")
-    return _hub("model", "model", path, "model.path")
+    return _hub("model", "model", str(config.model.path), "model.path")
 
 
 def _data(config: RunConfig) -> Check:

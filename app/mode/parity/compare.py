@@ -89,7 +89,7 @@ def compare(config: RunConfig, folder: Path) -> tuple[str, float, bool]:
     device = device_of(config.device.kind)
     dtype = config.device.dtype
     trust = config.model.trust_remote_code
-    path = locate(config.model, seed=config.seed)
+    path = locate(config.model)
 
     # the engine first: later this process holds device memory
     engine_lines = engine_comparisons(config, path, folder)
@@ -103,7 +103,7 @@ def compare(config: RunConfig, folder: Path) -> tuple[str, float, bool]:
     result = {
         "device": device.kind.name,
         "dtype": dtype.name,
-        "model": config.model.path or config.model.name,
+        "model": config.model.path,
         "torch": torch.__version__,
         "passed": passed,
         "comparisons": [{**asdict(line), "passed": line.passed} for line in lines],

@@ -135,7 +135,8 @@ def engines(config: RunConfig, device: Device, flags: Mapping[str, object]) -> l
     if config.rollout.urls:
         return ["Engines: already running, not started by this run"]
 
-    flags = {"model-path": config.model.path or "<the tiny model>", **flags}
+    local = config.model.local
+    flags = {"model-path": local if local.is_dir() else config.model.path, **flags}
     lines = ["An engine"]
     if device.engine_env:
         lines.append("  " + " ".join(f"{name}={value}" for name, value in device.engine_env.items()))

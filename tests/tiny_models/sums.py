@@ -1,10 +1,10 @@
-"""Supervised warm-up of the tiny model, so that RL has correct answers to reinforce.
+"""Supervised warm-up of `tiny` and `tiny_qwen35`, so that RL has correct answers to reinforce.
 
 Two phases imitate a pretrained model, which can do more than its samples show:
 
 1. pretrain: correct answers, until the model can add ("12+34=" → "46<eos>", held-out accuracy near 1);
-2. corrupt: a fraction of rows has a typical mistake (ten too many), until the held-out greedy accuracy is within the
-   configured band. Most groups then contain both right and wrong answers, so their advantages are non-zero.
+2. corrupt: a fraction of rows has a typical mistake (ten too many), until the held-out greedy accuracy is within
+   `ACCURACY`. Most groups then contain both right and wrong answers, so their advantages are non-zero.
 
 Stopping early in phase 1 gives the same accuracy, but correct answers by chance: 60 RL steps of 128 completions brought
 no such model above 0.5 (plain GRPO on this architecture, learning rates from 3e-4 to 2e-3).
@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 
-from app.config.model import TinyConfig
 from app.data.fields import Row
-from app.errors import ConfigError
-from app.model.tiny.supervised import Rows, encode, greedy_accuracy, supervised_step
+from tests.tiny_models.supervised import Rows, encode, greedy_accuracy, supervised_step
 
 ROWS_PER_STEP = 128
 
@@ -37,30 +35,27 @@ CORRUPT_STEPS = 200
 CORRUPT_LR = 1e-3
 MISTAKE_FRACTION = 0.6  # of the rows in a step
 
-# Fraction of the band left free at both ends: the arithmetic of an engine may flip a close answer.
+ACCURACY = (0.20, 0.45)  # greedy, of the held-out rows, after the warm-up
+# Fraction of this band left free at both ends: the arithmetic of an engine may flip a close answer.
 MARGIN = 0.15
 
 
-def warm_up(
-    model: Any, tokenizer: Any, train: Sequence[Row], held_out: Sequence[Row], tiny: TinyConfig, seed: int
-) -> float:
+def warm_up(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Sequence[Row], seed: int) -> float:
     """Train `model` in place and return its greedy accuracy on `held_out`.
 
     Raises:
-        ConfigError: If the accuracy cannot be brought into the band of `tiny`.
+        RuntimeError: The accuracy cannot be brought into the band.
     """
     rng = random.Random(seed)
     held_out_rows = encode(tokenizer, [(row.question, row.answer) for row in held_out])
 
     accuracy = _pretrain(model, tokenizer, train, held_out_rows, rng)
-    if accuracy < tiny.accuracy_low:
-        raise ConfigError(
-            f"model.tiny.hidden={tiny.hidden} is not accepted: give a model that can learn arithmetic; with "
-            f"model.tiny.layers={tiny.layers}, this one only reached an accuracy of {accuracy:.2f}."
-        )
-    if accuracy <= tiny.accuracy_high:
+    low, high = ACCURACY
+    if accuracy < low:
+        raise RuntimeError(f"the model cannot learn to add: its accuracy is {accuracy:.2f}")
+    if accuracy <= high:
         return accuracy
-    return _corrupt(model, tokenizer, train, held_out_rows, tiny, rng)
+    return _corrupt(model, tokenizer, train, held_out_rows, rng)
 
 
 def _pretrain(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Rows, rng: random.Random) -> float:
@@ -82,13 +77,11 @@ def _pretrain(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Rows, 
     return accuracy
 
 
-def _corrupt(
-    model: Any, tokenizer: Any, train: Sequence[Row], held_out: Rows, tiny: TinyConfig, rng: random.Random
-) -> float:
+def _corrupt(model: Any, tokenizer: Any, train: Sequence[Row], held_out: Rows, rng: random.Random) -> float:
     """Phase 2. A step that overshoots the band is undone and repeated at half the learning rate."""
-    margin = MARGIN * (tiny.accuracy_high - tiny.accuracy_low)
-    low = tiny.accuracy_low + margin
-    high = tiny.accuracy_high - margin
+    margin = MARGIN * (ACCURACY[1] - ACCURACY[0])
+    low = ACCURACY[0] + margin
+    high = ACCURACY[1] - margin
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     # Row i is correct, row i + len(train) has the mistake.
@@ -111,10 +104,7 @@ def _corrupt(
             model.load_state_dict(before)
             lr /= 2
 
-    raise ConfigError(
-        f"model.tiny.accuracy_high={tiny.accuracy_high} is not accepted: give a band that the warm-up can reach; with "
-        f"model.tiny.accuracy_low={tiny.accuracy_low} it ended at {accuracy:.2f}."
-    )
+    raise RuntimeError(f"no step of the warm-up ended between {low:.2f} and {high:.2f}; the last one at {accuracy:.2f}")
 
 
 def _mistake(answer: str) -> str:
