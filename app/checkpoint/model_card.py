@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.command_line import DISTRIBUTION
+from app.config.model import ModelConfig
 from app.data.records.sources import is_remote
 from app.model.hf_directory import is_path
 from app.tracking.report.data import read_config
@@ -46,7 +47,7 @@ def model_card(run: Path, source: Path, step: int, *, adapter: bool = False) -> 
 
     config, _ = read_config(run / CONFIG)
     base, data = config.get("model.path"), config.get("data.path")
-    hub_base = base if base and not is_path(base) and not Path(base).exists() else None
+    hub_base = base if base and not is_path(base) and not ModelConfig(path=base).local.exists() else None
     hub_data = data if isinstance(data, str) and is_remote(data) and not Path(data).exists() else None
     base_name = hub_base or (Path(base).name if base else config.get("model.name", source.name))
     algorithm = config.get("algorithm.name", "RL")

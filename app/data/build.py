@@ -37,14 +37,14 @@ def build(
     Args:
         config: Settings of `data=`.
         tokenizer: Any Hugging Face tokenizer.
-        seed: Seed of the generated problems and of the shuffling.
+        seed: Seed of the shuffling.
         max_prompt_tokens: Longest accepted prompt, template included.
         tasks: What the environment lists, with `data.from_environment`.
 
     Raises:
         ConfigError: If data cannot be read or templated, or all prompts of a set are too long.
     """
-    loaded = rows.load(config, seed=seed, tasks=tasks)
+    loaded = rows.load(config, tasks=tasks)
     weights = weights_of(config)
     all_train = _prompts(loaded.train, config, tokenizer, set_name=None)
     train = _within_limit(all_train, "the training set", max_prompt_tokens)

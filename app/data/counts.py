@@ -106,7 +106,7 @@ def describe_rows(config: DataConfig, prompts_per_step: int, steps: int) -> list
     if not rows.is_local(config):
         return [f"Data: {rows.describe_sources(config)}"]
 
-    loaded = rows.load(config, seed=0)
+    loaded = rows.load(config)
     counts = count(loaded.train, loaded.evals, loaded, weights_of(config))
     epochs = steps * prompts_per_step / sum(counts.train.values())
     warnings = [f"  {each}" for each in (*loaded.warnings, *counts.repeated(prompts_per_step))]

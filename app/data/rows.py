@@ -46,12 +46,11 @@ class DataRows:
     broken: int = 0  # rows that were skipped
 
 
-def load(config: DataConfig, *, seed: int, tasks: Tasks = ()) -> DataRows:
+def load(config: DataConfig, *, tasks: Tasks = ()) -> DataRows:
     """Read or generate all rows.
 
     Args:
         config: Settings of `data=`.
-        seed: Of generated problems, and of nothing else.
         tasks: What the environment lists, with `data.from_environment`.
 
     Raises:
@@ -61,7 +60,7 @@ def load(config: DataConfig, *, seed: int, tasks: Tasks = ()) -> DataRows:
     held_out_sets = [name for name, evaluation in sets.items() if _is_held_out(config, evaluation)]
     broken = BrokenRows(config.max_broken_rows)
 
-    train, held_out = _training(config, seed, bool(held_out_sets), broken, tasks)
+    train, held_out = _training(config, bool(held_out_sets), broken, tasks)
     warnings = _held_out_warnings(config, held_out_sets)
 
     evals = {}
@@ -124,7 +123,7 @@ def check_files(config: DataConfig) -> None:
     training = [each.path for each in config.train_sets.values()] or [config.path]
     elsewhere = config._target_ is not None or config.from_environment
     if not elsewhere and not any(path is not None and sources.is_remote(path) for path in training):
-        _training(config, 0, False, broken)
+        _training(config, False, broken)
     for name, evaluation in evaluation_sets(config).items():
         if evaluation.path is not None and not sources.is_remote(evaluation.path):
             _read_evaluation(config, name, evaluation, broken)
@@ -143,11 +142,11 @@ def _of_path(config: DataConfig) -> bool:
 
 
 def _training(
-    config: DataConfig, seed: int, with_held_out: bool, broken: BrokenRows, tasks: Tasks = ()
+    config: DataConfig, with_held_out: bool, broken: BrokenRows, tasks: Tasks = ()
 ) -> tuple[list[Row], list[Row]]:
     """Return the rows of all training sets, and those held out of each."""
     if is_generated(config):
-        return _generated(config, seed)
+        return _generated(config)
 
     train: list[Row] = []
     held_out: list[Row] = []
@@ -160,14 +159,14 @@ def _training(
     return train, held_out
 
 
-def _generated(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
+def _generated(config: DataConfig) -> tuple[list[Row], list[Row]]:
     match config.generator:
         case Generator.arithmetic:
-            return arithmetic.problems(config.arithmetic, seed)
+            return arithmetic.problems(config.arithmetic)
         case Generator.products:
-            return products.problems(config.products, seed)
+            return products.problems(config.products)
         case Generator.chain:
-            return chain.problems(config.chain, seed)
+            return chain.problems(config.chain)
 
 
 def _read_training(config: DataConfig, broken: BrokenRows, tasks: Tasks) -> dict[str, list[Row]]:

@@ -45,7 +45,7 @@ def with_counted_steps(config: RunConfig) -> RunConfig:
     if config.epochs is None or not rows.is_local(config.data):
         return config
     try:
-        count = len(rows.load(config.data, seed=config.seed).train)
+        count = len(rows.load(config.data).train)
     except ConfigError:  # `check_data` finds it, too
         return config
     return replace(config, steps=steps_of_epochs(config.epochs, count, config.algorithm.prompts_per_step))
@@ -72,7 +72,7 @@ def check_data(config: RunConfig) -> None:
     if not rows.is_local(config.data):
         rows.check_files(config.data)
         return
-    loaded = rows.load(config.data, seed=config.seed)
+    loaded = rows.load(config.data)
     template.check([*loaded.train, *(row for each in loaded.evals.values() for row in each)], config.data)
 
 
@@ -97,7 +97,7 @@ def _some_prompts(config: RunConfig) -> list[Prompt]:
     if not custom or not rows.is_local(config.data):
         return []
     try:
-        loaded = rows.load(config.data, seed=config.seed)
+        loaded = rows.load(config.data)
         return [
             _untokenized(row, config.data) for row in (loaded.train[0], *(each[0] for each in loaded.evals.values()))
         ]

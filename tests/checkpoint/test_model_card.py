@@ -98,3 +98,9 @@ def test_a_card_names_no_local_path_and_needs_no_readable_card_of_the_base(tmp_p
     assert card.data.base_model is None
     assert card.data.datasets is None
     assert card.data.license is None
+
+
+def test_a_tiny_model_is_no_base_on_a_hub(tmp_path: Path) -> None:
+    card = card_of(tmp_path, "model=tiny_qwen35")
+    assert facts(card)["base model"] == "tiny_qwen35"
+    assert card.data.base_model is None

@@ -115,3 +115,11 @@ def test_a_prompt_without_tokens_is_rejected(jsonl, tokenizer):
         ConfigError, match=r"give text that the model's tokenizer can encode; row \d of arithmetic has no"
     ):
         build(DataConfig(path=path), tokenizer, seed=0, max_prompt_tokens=8)
+
+
+def test_the_seed_changes_the_order_of_the_training_rows_only(tokenizer):
+    first, second = (build(DataConfig(arithmetic=SMALL), tokenizer, seed=seed, max_prompt_tokens=32) for seed in (0, 1))
+    assert [each.question for each in first.evals["eval"]] == [each.question for each in second.evals["eval"]]
+    orders = [[each.question for each in data.train.take(len(data.train))] for data in (first, second)]
+    assert sorted(orders[0]) == sorted(orders[1])
+    assert orders[0] != orders[1]

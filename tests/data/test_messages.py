@@ -137,7 +137,7 @@ def test_messages_that_cannot_be_a_prompt_are_refused_with_their_row(
 ) -> None:
     path = jsonl({"prompt": [user("q")], "answer": "a"}, {"prompt": messages, "answer": "a"})
     with pytest.raises(ConfigError) as error:
-        rows.load(config_of(path), seed=0)
+        rows.load(config_of(path))
     sentence = str(error.value)
     assert sentence.startswith("data.question=prompt is not accepted: give ")
     assert why in sentence
@@ -154,13 +154,13 @@ def test_parts_of_text_are_joined(jsonl: Jsonl, model: Any) -> None:
 def test_one_of_several_messages_is_not_a_question(jsonl: Jsonl, field: str) -> None:
     path = jsonl({"prompt": [SYSTEM, user("1+1=")], "answer": "2"})
     with pytest.raises(ConfigError, match=rf"^data\.question={field} is not accepted: give prompt, .* row 1 of .* 2 "):
-        rows.load(config_of(path, question=field), seed=0)
+        rows.load(config_of(path, question=field))
 
 
 def test_the_only_message_is_a_question(jsonl: Jsonl) -> None:
     path = jsonl(*[{"prompt": [user(f"{n}+1=")], "chat": [user("x"), user("y")], "answer": "2"} for n in range(2)])
     config = config_of(path, question="prompt.0.content", answer="chat.1.content")
-    assert [(row.question, row.answer) for row in rows.load(config, seed=0).train] == [("0+1=", "y")]
+    assert [(row.question, row.answer) for row in rows.load(config).train] == [("0+1=", "y")]
 
 
 def test_messages_need_the_chat_template(jsonl: Jsonl, model: Any) -> None:
@@ -199,7 +199,7 @@ def test_conversations_are_the_same_if_all_of_their_messages_are(jsonl: Jsonl) -
 
     def overlaps(**sets: str) -> int:
         evaluated = {name: EvalSetConfig(path=path) for name, path in sets.items()}
-        loaded = rows.load(config_of(train, distinct=True, eval_sets=evaluated), seed=0)
+        loaded = rows.load(config_of(train, distinct=True, eval_sets=evaluated))
         assert len(loaded.train) == 1
         return len(loaded.warnings)
 
@@ -214,7 +214,7 @@ def test_a_column_of_images_is_said_to_be_unused(jsonl: Jsonl, tmp_path: Path, k
     if kind == "parquet":
         path = str(tmp_path / "rows.parquet")
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**record, "images": [{"bytes": b"PNG"}]}] * 3), path)
-    (warning,) = [each for each in rows.load(config_of(path), seed=0).warnings if "not used" in each]
+    (warning,) = [each for each in rows.load(config_of(path)).warnings if "not used" in each]
     assert path in warning
     assert "images" in warning
 

@@ -11,7 +11,7 @@ from tests.compose import composed
 def test_a_local_file_in_gsm8k_format_replaces_the_hub_set(jsonl):
     path = jsonl(*[{"question": f"What is {n}+1?", "answer": f"{n}+1=<<{n}+1>>\n#### {n + 1}"} for n in range(40)])
     config = composed("data=gsm8k", f"data.path={path}")
-    loaded = rows.load(config.data, seed=config.seed)
+    loaded = rows.load(config.data)
     assert (len(loaded.train), len(loaded.evals["test"])) == (38, 2)
     assert loaded.train[0].answer == str(loaded.train[0].index + 1)
     assert config.data.template is Template.chat
@@ -25,7 +25,7 @@ def test_rows_in_dapo_format_are_read_and_duplicates_dropped(jsonl):
     ]
     train, aime = jsonl(*records * 4), jsonl(*records * 2, name="aime.jsonl")
     config = composed("data=dapo_math", f"data.path={train}", f"data.eval_sets.aime24.path={aime}")
-    loaded = rows.load(config.data, seed=0)
+    loaded = rows.load(config.data)
     assert [(row.question, row.answer) for row in loaded.train] == [("q0", "0"), ("q1", "1"), ("q2", "2")]
     assert len(loaded.evals["aime24"]) == 3
 
@@ -120,9 +120,9 @@ def test_an_evaluation_set_goes_with_the_training_data_that_it_belongs_to(own, l
 def test_training_data_without_an_evaluation_set_is_evaluated_on_held_out_rows(jsonl):
     path = jsonl(*[{"question": f"{n}+1=", "answer": f"{n + 1}"} for n in range(40)])
     own = [f"data.train_sets.mine.path={path}", "data.answer_after=null"]
-    loaded = rows.load(composed(*HUB, *own).data, seed=0)
+    loaded = rows.load(composed(*HUB, *own).data)
     assert {name: len(each) for name, each in loaded.evals.items()} == {"eval": 2}
-    loaded = rows.load(composed(*HUB, *own, "data.eval_sets.test.rows=1").data, seed=0)
+    loaded = rows.load(composed(*HUB, *own, "data.eval_sets.test.rows=1").data)
     assert {name: len(each) for name, each in loaded.evals.items()} == {"test": 1}
     assert {row.source for row in loaded.train} == {"mine"}
 

@@ -18,7 +18,7 @@ def additions(count: int) -> list[dict[str, str]]:
 def config_error(config: DataConfig) -> str:
     """Load the data and return the one-sentence `ConfigError`."""
     with pytest.raises(ConfigError) as caught:
-        rows.load(config, seed=0)
+        rows.load(config)
     message = str(caught.value)
     assert "\n" not in message
     assert message.endswith(".")
@@ -29,7 +29,7 @@ def config_error(config: DataConfig) -> str:
 
 
 def test_without_a_path_problems_are_generated():
-    loaded = rows.load(DataConfig(arithmetic=ArithmeticConfig(problems=30, eval_problems=5)), seed=0)
+    loaded = rows.load(DataConfig(arithmetic=ArithmeticConfig(problems=30, eval_problems=5)))
     assert len(loaded.train) == 30
     assert [len(members) for members in loaded.evals.values()] == [5]
     assert list(loaded.evals) == ["eval"]
@@ -37,7 +37,7 @@ def test_without_a_path_problems_are_generated():
 
 def test_a_jsonl_file_keeps_its_row_numbers_and_skips_blank_lines(jsonl):
     path = jsonl({"q": "a", "n": 1}, "", {"q": "b", "n": 2.5}, {"q": "c", "n": "3"})
-    loaded = rows.load(DataConfig(name="mine", path=path, question="q", answer="n", eval_fraction=0.3), seed=0)
+    loaded = rows.load(DataConfig(name="mine", path=path, question="q", answer="n", eval_fraction=0.3))
     everything = sorted(loaded.train + loaded.evals["eval"], key=lambda row: row.index)
     assert [(row.question, row.answer, row.source, row.index) for row in everything] == [
         ("a", "1", "mine", 0),
@@ -55,8 +55,7 @@ def test_a_parquet_file_with_nested_fields_gives_the_same_rows_as_jsonl(tmp_path
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), parquet)
     loaded = [
         rows.load(
-            DataConfig(path=path, question="prompt.0.content", answer="reward_model.ground_truth", eval_fraction=0.1),
-            seed=0,
+            DataConfig(path=path, question="prompt.0.content", answer="reward_model.ground_truth", eval_fraction=0.1)
         )
         for path in (str(parquet), jsonl(*records))
     ]
@@ -66,19 +65,19 @@ def test_a_parquet_file_with_nested_fields_gives_the_same_rows_as_jsonl(tmp_path
 
 def test_the_answer_follows_the_last_marker(jsonl):
     path = jsonl(*[{"question": "q", "answer": "#### 7 is wrong\nso\n#### 1,234 "}] * 2)
-    loaded = rows.load(DataConfig(path=path, answer_after="####"), seed=0)
+    loaded = rows.load(DataConfig(path=path, answer_after="####"))
     assert loaded.train[0].answer == "1,234"
 
 
 def test_distinct_drops_repeated_rows_and_keeps_the_first(jsonl):
     path = jsonl(*additions(5), *additions(5), {"question": "0+1=", "answer": "another"})
-    loaded = rows.load(DataConfig(path=path, distinct=True), seed=0)
+    loaded = rows.load(DataConfig(path=path, distinct=True))
     assert sorted(row.index for row in loaded.train + loaded.evals["eval"]) == [0, 1, 2, 3, 4, 10]
 
 
-def test_held_out_rows_are_a_fraction_identical_for_every_seed_and_disjoint_from_training(jsonl):
+def test_held_out_rows_are_a_fraction_identical_for_every_run_and_disjoint_from_training(jsonl):
     config = DataConfig(path=jsonl(*additions(100)), eval_fraction=0.07)
-    first, second = rows.load(config, seed=0), rows.load(config, seed=1)
+    first, second = rows.load(config), rows.load(config)
     assert first == second
     assert len(first.evals["eval"]) == 7
     assert not {row.question for row in first.train} & {row.question for row in first.evals["eval"]}
@@ -87,7 +86,7 @@ def test_held_out_rows_are_a_fraction_identical_for_every_seed_and_disjoint_from
 def test_at_least_one_row_is_held_out_and_at_least_one_is_trained_on(jsonl):
     path = jsonl(*additions(2))
     for fraction in (0.001, 0.999):
-        loaded = rows.load(DataConfig(path=path, eval_fraction=fraction), seed=0)
+        loaded = rows.load(DataConfig(path=path, eval_fraction=fraction))
         assert (len(loaded.train), len(loaded.evals["eval"])) == (1, 1)
 
 
@@ -95,7 +94,7 @@ def test_an_evaluation_set_can_override_path_fields_and_length(jsonl):
     train = jsonl(*[{"question": f"q{n}", "answer": f"#### {n}"} for n in range(4)])
     other = jsonl(*[{"problem": f"p{n}", "solution": n} for n in range(9)], name="other.jsonl")
     evaluation = EvalSetConfig(path=other, question="problem", answer="solution", answer_after="", rows=3)
-    loaded = rows.load(DataConfig(path=train, answer_after="####", eval_sets={"other": evaluation}), seed=0)
+    loaded = rows.load(DataConfig(path=train, answer_after="####", eval_sets={"other": evaluation}))
     assert len(loaded.train) == 4
     assert [(row.question, row.answer, row.source) for row in loaded.evals["other"]] == [
         ("p0", "0", "other"),
@@ -108,7 +107,7 @@ def test_a_file_instead_of_a_hub_set_holds_out_rows_for_its_splits_and_warns_onc
     config = DataConfig(
         name="gsm8k", path=jsonl(*additions(20)), subset="main", eval_sets={"test": EvalSetConfig(split="test")}
     )
-    loaded = rows.load(config, seed=0)
+    loaded = rows.load(config)
     assert (len(loaded.train), len(loaded.evals["test"])) == (19, 1)
     assert loaded.warnings == [
         f"data.path={config.path} has no other splits: holding out 0.05 of its rows for data.eval_sets.test"
@@ -121,7 +120,7 @@ def test_an_evaluation_path_replaces_held_out_rows_and_the_sets_of_a_preset(json
     config = DataConfig(
         path=train, answer_after="####", eval_path=mine, eval_sets={"test": EvalSetConfig()}, max_broken_rows=1
     )
-    loaded = rows.load(config, seed=0)
+    loaded = rows.load(config)
     assert (len(loaded.train), list(loaded.evals), loaded.held_out) == (20, ["eval"], [])
     assert [(row.answer, row.source) for row in loaded.evals["eval"]] == [("7", "eval")]
     config.eval_path = "missing.jsonl"
@@ -130,7 +129,7 @@ def test_an_evaluation_path_replaces_held_out_rows_and_the_sets_of_a_preset(json
 
 def test_an_evaluation_set_inside_the_training_set_causes_a_warning(jsonl):
     path = jsonl(*additions(6))
-    loaded = rows.load(DataConfig(path=path, eval_sets={"same": EvalSetConfig(path=path)}), seed=0)
+    loaded = rows.load(DataConfig(path=path, eval_sets={"same": EvalSetConfig(path=path)}))
     assert loaded.warnings == [
         "6 of the 6 questions of evaluation set same are in the training set: its accuracy measures memorization"
     ]
@@ -140,7 +139,7 @@ def test_a_folder_is_loaded_as_a_hub_data_set_with_splits(tmp_path):
     pytest.importorskip("datasets")
     for split, count in (("train", 5), ("test", 2)):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in additions(count)))
-    loaded = rows.load(DataConfig(path=str(tmp_path), eval_sets={"test": EvalSetConfig(split="test")}), seed=0)
+    loaded = rows.load(DataConfig(path=str(tmp_path), eval_sets={"test": EvalSetConfig(split="test")}))
     assert (len(loaded.train), len(loaded.evals["test"])) == (5, 2)
     assert loaded.train[4].answer == "5"
 
@@ -234,7 +233,7 @@ def test_an_unpaired_surrogate_is_rejected_with_its_row(jsonl):
             f"data.{field}={field} is not accepted: give a field of valid Unicode; "
             f"row 2 of {path} has the unpaired surrogate '\\ud800'."
         )
-    assert rows.load(DataConfig(path=jsonl(good, good)), seed=0).train[0].answer == "a \U0001d54f"
+    assert rows.load(DataConfig(path=jsonl(good, good))).train[0].answer == "a \U0001d54f"
 
 
 def test_a_field_that_is_not_text_is_rejected_with_its_kind(jsonl):
@@ -255,7 +254,7 @@ def test_one_row_is_too_few_if_some_are_held_out(jsonl):
     path = jsonl(*additions(1))
     assert config_error(DataConfig(path=path)).startswith(f"data.path={path} is not accepted: give at least 2 rows")
     other = jsonl(*additions(3), name="other.jsonl")
-    loaded = rows.load(DataConfig(path=path, eval_sets={"other": EvalSetConfig(path=other)}), seed=0)
+    loaded = rows.load(DataConfig(path=path, eval_sets={"other": EvalSetConfig(path=other)}))
     assert (len(loaded.train), len(loaded.evals["other"])) == (1, 3)
 
 
@@ -292,7 +291,7 @@ def test_invalid_settings_are_rejected_before_anything_is_read():
 
 def test_the_tasks_of_an_environment_are_rows_and_may_be_blank():
     tasks = [{"index": n, "id": f"task {n}", "question": "", "answer": ""} for n in range(10)]
-    loaded = rows.load(DataConfig(name="mine", from_environment=True), seed=0, tasks=tasks)
+    loaded = rows.load(DataConfig(name="mine", from_environment=True), tasks=tasks)
     assert [row.index for row in loaded.evals["eval"]] == [row.columns["index"] for row in loaded.evals["eval"]]
     assert sorted(row.columns["index"] for row in [*loaded.train, *loaded.evals["eval"]]) == list(range(10))
     assert {(row.source, row.question, row.answer) for row in loaded.train} == {("mine", "", "")}
@@ -301,15 +300,15 @@ def test_the_tasks_of_an_environment_are_rows_and_may_be_blank():
 def test_tasks_that_are_no_rows_are_refused_without_a_file():
     config = DataConfig(name="mine", from_environment=True)
     with pytest.raises(ConfigError, match=r"^data\.from_environment=true is not accepted: .*this one is empty"):
-        rows.load(config, seed=0)
+        rows.load(config)
     with pytest.raises(ConfigError, match=r"^data\.answer=answer .* row 2 of the tasks of the environment has"):
-        rows.load(config, seed=0, tasks=[{"question": "a", "answer": "b"}, {"question": "a"}])
+        rows.load(config, tasks=[{"question": "a", "answer": "b"}, {"question": "a"}])
 
 
 def test_an_environment_with_one_task_is_refused_without_the_advice_to_give_a_file():
     config = DataConfig(name="mine", from_environment=True)
     with pytest.raises(ConfigError) as caught:
-        rows.load(config, seed=0, tasks=[{"question": "a", "answer": "b"}])
+        rows.load(config, tasks=[{"question": "a", "answer": "b"}])
     assert str(caught.value) == (
         "data.from_environment=true is not accepted: give an environment with at least 2 tasks, since some are held "
         "out for evaluation (it has 1)."

@@ -32,7 +32,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 def error_of(config: DataConfig) -> str:
     with pytest.raises(ConfigError) as caught:
-        rows.load(config, seed=0)
+        rows.load(config)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -58,7 +58,7 @@ def test_a_returned_list_and_a_class_work_too(module) -> None:
         "class Rows:\n    def __iter__(self):\n        return iter(ROWS)\n"
     )
     for target in ("listed", "Rows"):
-        assert len(rows.load(DataConfig(_target_=f"{name}.{target}"), seed=0).train) == 3
+        assert len(rows.load(DataConfig(_target_=f"{name}.{target}")).train) == 3
 
 
 def test_values_of_numpy_become_json_values_and_bytes_are_left_out(module, tokenizer) -> None:

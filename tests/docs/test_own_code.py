@@ -65,9 +65,7 @@ def test_the_rows_with_messages_of_the_page_are_read(tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl"
     file.write_text(text)
     config = composed("data=rows", f"data.path={file}", f"data.eval_path={file}", "data.question=prompt").data
-    found = [
-        (row.question, row.answer, [each["role"] for each in row.messages]) for row in rows.load(config, seed=0).train
-    ]
+    found = [(row.question, row.answer, [each["role"] for each in row.messages]) for row in rows.load(config).train]
     assert found == [("12+34=", "46", ["system", "user"]), ("And 1?", "3", ["user", "assistant", "user"])]
 
 

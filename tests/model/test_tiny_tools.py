@@ -19,8 +19,8 @@ from tests.tiny_models.supervised import encode
 from tests.tiny_models.tokenizer import build_tokenizer
 
 PATH = TINY_MODELS / "tiny_tools"
-QUESTIONS = [row.question for row in products.problems(ProductsConfig(), 0)[1]]
-CHAINS = [row.question for row in chain.problems(ChainConfig(), 0)[1]]
+QUESTIONS = [row.question for row in products.problems(ProductsConfig())[1]]
+CHAINS = [row.question for row in chain.problems(ChainConfig())[1]]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -65,11 +65,11 @@ def _warm_up(model: Any, tokenizer: Any, recipe: Recipe, seed: int) -> None:
     from tests.tiny_models import sums, tool_calls
 
     if not recipe.tools:
-        sums.warm_up(model, tokenizer, *arithmetic.problems(ArithmeticConfig(), seed), seed)
+        sums.warm_up(model, tokenizer, *arithmetic.problems(ArithmeticConfig()), seed)
         return
 
-    train, held_out = products.problems(ProductsConfig(), seed)
-    train_chains, held_out_chains = chain.problems(ChainConfig(), seed)
+    train, held_out = products.problems(ProductsConfig())
+    train_chains, held_out_chains = chain.problems(ChainConfig())
     tool_calls.warm_up(model, tokenizer, [*train, *train_chains], [*held_out, *held_out_chains], seed)
 
 

@@ -79,7 +79,7 @@ def _task(config: RunConfig, folder: Path) -> Task:
         return Task("doctor/0@0", str(first["question"]), str(first["answer"]), "doctor", dict(first), training=False)
     if not rows.is_local(config.data):
         return Task("doctor/0@0", QUESTION, ANSWER, "doctor", training=False)
-    row = rows.load(config.data, seed=config.seed).train[0]
+    row = rows.load(config.data).train[0]
     messages = conversation(row, config.data)
     name = f"{row.source}/{row.index}@0"
     return Task(name, row.question, row.answer, row.source, dict(row.columns), config.seed, False, messages)

@@ -37,13 +37,13 @@ TEXTS = {
 
 def everything(path: object) -> list[Row]:
     """All rows of a path, in file order."""
-    loaded = rows.load(DataConfig(path=path), seed=0)
+    loaded = rows.load(DataConfig(path=path))
     return sorted(loaded.train + loaded.evals["eval"], key=lambda row: row.index)
 
 
 def error_of(config: DataConfig) -> str:
     with pytest.raises(ConfigError) as caught:
-        rows.load(config, seed=0)
+        rows.load(config)
     return str(caught.value)
 
 
@@ -133,7 +133,7 @@ def broken_file(tmp_path: Path, *more: str) -> str:
 
 def test_broken_rows_are_skipped_up_to_the_limit_and_counted(tmp_path: Path) -> None:
     path = broken_file(tmp_path)
-    loaded = rows.load(DataConfig(path=path, max_broken_rows=4), seed=0)
+    loaded = rows.load(DataConfig(path=path, max_broken_rows=4))
     everyone = sorted(loaded.train + loaded.evals["eval"], key=lambda row: row.index)
     assert [(row.question, row.index) for row in everyone] == [("q0", 0), ("q5", 5)]
     assert loaded.broken == 4
@@ -156,7 +156,7 @@ def test_one_broken_row_more_is_an_error_with_its_line(tmp_path: Path) -> None:
 def test_the_limit_covers_all_sets(tmp_path: Path) -> None:
     path = broken_file(tmp_path)
     config = DataConfig(path=path, eval_sets={"mine": EvalSetConfig(path=path)}, max_broken_rows=8)
-    assert rows.load(config, seed=0).broken == 8
+    assert rows.load(config).broken == 8
     config.max_broken_rows = 7
     assert "data.eval_sets.mine.answer=answer is not accepted" in error_of(config)
 
