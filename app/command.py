@@ -57,9 +57,9 @@ def run(arguments: Sequence[str] = ()) -> RunResult:
         raise Interrupted("the command was interrupted")
 
     if end is None and code != 0:
-        end = RunReport(error=f"the command ended with exit code {code}; its output says why")
+        raise RunError(f"the command ended with exit code {code}; its output says why")
     if end is not None and end.error is not None:
-        raise (ConfigError if code == CONFIG_EXIT else RunError)(end.error)
+        raise (ConfigError if code == CONFIG_EXIT else RunError)(*end.error)
 
     return _result(end or RunReport())
 

@@ -21,7 +21,33 @@ INTERRUPTED_EXIT = 130
 
 
 class ConfigError(CompactHydraException):
-    """The configuration is invalid. Names the key, the value and what is accepted."""
+    """A setting is not accepted.
+
+    Its sentence is `<key>=<value> is not accepted: give <accepted>; <reason>.`, without the parts that are empty.
+
+    Attributes:
+        key: The setting, or the words of the command line. Empty for a sentence of another program, the `reason`.
+        value: As on the command line.
+        accepted: What to give.
+        reason: Why, or what to do in other words than "give".
+
+    >>> error = ConfigError("rollout.port", 30000, "a free port", "30000 is in use")
+    >>> error.key, error.value, str(error)
+    ('rollout.port', '30000', 'rollout.port=30000 is not accepted: give a free port; 30000 is in use.')
+    """
+
+    def __init__(self, key: str, value: object, accepted: str = "", reason: str = "") -> None:
+        self.key = key
+        self.value = yaml_text(value)
+        self.accepted = accepted
+        self.reason = reason
+        super().__init__(key, self.value, accepted, reason)  # what pickle gives to the copy
+
+    def __str__(self) -> str:
+        setting = f"{self.key}={self.value}" if self.value else self.key
+        advice = "; ".join(filter(None, (self.accepted and f"give {self.accepted}", self.reason)))
+        sentence = f"{setting} is not accepted: {advice}" if self.key else advice
+        return sentence if sentence.endswith((".", "?")) else f"{sentence}."
 
 
 class RunError(Exception):
@@ -61,14 +87,14 @@ class SyncError(RunError):
 
 
 def expect(condition: bool, key: str, value: object, accepted: str) -> None:
-    """Raise the one-sentence `ConfigError` of an invalid value unless `condition` holds.
+    """Raise the `ConfigError` of an invalid value unless `condition` holds.
 
     >>> expect(False, "steps", 0, "a whole number of at least 1")
     Traceback (most recent call last):
     app.errors.ConfigError: steps=0 is not accepted: give a whole number of at least 1.
     """
     if not condition:
-        raise ConfigError(f"{key}={yaml_text(value)} is not accepted: give {accepted}.")
+        raise ConfigError(key, value, accepted)
 
 
 def yaml_text(value: Any) -> str:

@@ -24,7 +24,7 @@ from app.config import Mode, RunConfig, compose
 from app.config.arguments import check_arguments, named_values
 from app.config.command_line import command, override, versions
 from app.config.own_data import with_preset
-from app.errors import CONFIG_EXIT, FAILED_EXIT, ConfigError, Interrupted, RunError, exit_code, expect, say
+from app.errors import FAILED_EXIT, ConfigError, Interrupted, RunError, exit_code, expect, say
 from app.mode import MODES, NOT_GIVEN, ModeResult
 from app.recovery.run_lock import FolderInUse
 from app.run_report import RunReport, report, reports
@@ -51,10 +51,8 @@ class Validate(Callback):
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         try:
             self._start(config)
-        except (ConfigError, RunError) as error:
-            raise _ended_by(error, exit_code(error)) from None
-        except OmegaConfBaseException as error:  # hydra.run.dir=${oc.env:UNSET}
-            raise _ended_by(compose.one_sentence(error), CONFIG_EXIT) from None
+        except (ConfigError, RunError, OmegaConfBaseException) as error:  # the last: hydra.run.dir=${oc.env:UNSET}
+            raise _ended_by(error) from None
         except Exception as error:  # a bug: Hydra would only warn and start the run
             traceback.print_exception(error)
             raise SystemExit(FAILED_EXIT) from None
@@ -95,19 +93,17 @@ class Validate(Callback):
         from app.recovery.resume import holds_run
 
         if reports():
-            raise _ended_by("app.run runs one job: start a sweep from the command line.", CONFIG_EXIT)
+            why = "app.run runs one job; start a sweep from the command line"
+            raise _ended_by(ConfigError("--multirun", "", reason=why))
 
         try:
             require_writable("hydra.sweep.dir", config.hydra.sweep.dir)
             require_text("tracking.project", config.tracking.project, "a name")
-        except ConfigError as error:
-            raise _ended_by(error, CONFIG_EXIT) from None
-        except OmegaConfBaseException as error:
-            raise _ended_by(compose.one_sentence(error), CONFIG_EXIT) from None
-        folder = Path(str(config.hydra.sweep.dir))
-        if folder.is_dir() and any(holds_run(each) for each in folder.iterdir() if each.is_dir()):
-            say(f"hydra.sweep.dir={folder} is not accepted: it already holds the runs of a sweep; give another folder.")
-            raise SystemExit(CONFIG_EXIT)
+            folder = Path(str(config.hydra.sweep.dir))
+            used = folder.is_dir() and any(holds_run(each) for each in folder.iterdir() if each.is_dir())
+            expect(not used, "hydra.sweep.dir", folder, "another folder; it already holds the runs of a sweep")
+        except (ConfigError, OmegaConfBaseException) as error:
+            raise _ended_by(error) from None
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print a table of the sweep's runs, and write their report and tables."""
@@ -143,7 +139,7 @@ def main(composed: DictConfig) -> float:
             _say_how_to_resume(folder)
         if multirun and not isinstance(error, Interrupted):
             return -math.inf  # the sweep continues; Optuna would end the study on NaN
-        report(RunReport(str(folder), exit_code=exit_code(error), error=str(error)))
+        report(RunReport(str(folder), exit_code=exit_code(error), error=error.args))
         raise SystemExit(exit_code(error)) from None
 
     _report(result, folder)
@@ -166,21 +162,18 @@ def cli() -> None:
             return
         with disk_errors():
             main()
-    except RunError as error:  # Hydra could not make the folder
+    except (RunError, HydraException, OmegaConfBaseException) as error:  # the first: Hydra could not make the folder
         if FULL_ERROR_REQUESTED:
             raise
-        raise _ended_by(error, FAILED_EXIT) from None
-    except (HydraException, OmegaConfBaseException) as error:
-        if FULL_ERROR_REQUESTED:
-            raise
-        raise _ended_by(compose.one_sentence(error), CONFIG_EXIT) from None
+        raise _ended_by(error) from None
 
 
-def _ended_by(error: Exception | str, code: int) -> SystemExit:
-    """Say why the command ends before it has run anything, and return its exit."""
-    say(error)
-    report(RunReport(exit_code=code, error=str(error)))
-    return SystemExit(code)
+def _ended_by(error: RunError | HydraException | OmegaConfBaseException) -> SystemExit:
+    """Write why the command ends before it has run anything, and return its exit."""
+    ended = error if isinstance(error, ConfigError | RunError) else compose.config_error(error)
+    say(ended)
+    report(RunReport(exit_code=exit_code(ended), error=ended.args))
+    return SystemExit(exit_code(ended))
 
 
 def _report(result: ModeResult, folder: Path | str | None) -> None:

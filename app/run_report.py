@@ -10,12 +10,12 @@ REPORT_VARIABLE = "POSTTRAIN_REPORT"  # environment variable: the file for the r
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """The end of a command: the result of its mode, or the sentence of its error."""
+    """The end of a command: the result of its mode, or its error."""
 
     folder: str | None = None  # of the run; None: the mode has none
     metric: float = 0.0
     exit_code: int = 0
-    error: str | None = None
+    error: tuple[str, ...] | None = None  # the arguments of its `ConfigError` or `RunError`
 
 
 def report(end: RunReport) -> None:

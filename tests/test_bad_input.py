@@ -12,7 +12,7 @@ import pytest
 from tests.runs import Run
 from tests.warm import Ended, run_warm
 
-REFUSED = [  # overrides, fragments of the sentence
+REFUSED = [  # overrides, and what the sentence names: the setting, and what is accepted
     (["model=foo"], ["model=foo", "tiny", "qwen35_9b"]),
     (["experiment=npu9"], ["experiment=npu9", "npu8_fully_async_9b"]),
     (["sweep=foo"], ["sweep=foo", "algorithms_placements"]),
@@ -20,17 +20,15 @@ REFUSED = [  # overrides, fragments of the sentence
     (["reward._target_=math.no_such"], ["reward._target_=math.no_such", "module math has no no_such"]),
     (["steps=abc"], ["steps=abc", "a whole number of at least 1"]),
     (["stepz=3"], ["stepz", "did you mean steps"]),
-    (["+stepz=3"], ["stepz", "did you mean steps"]),
     (["+rollout.temprature=1"], ["rollout.temprature", "rollout.temperature"]),
-    (["reward.args.bonus=0.5"], ["reward.args={bonus: 0.5}", "{} without reward._target_"]),
     (["reward.components.exactly=0.1"], ["reward.components.exactly=0.1", "weights of exact, format, math"]),
     (["data.eval_sets=x"], ["data.eval_sets=x", "+data.eval_sets.mine.path=FILE"]),
     (["data.eval_sets=[x]"], ["data.eval_sets=[x]", "+data.eval_sets.mine.path=FILE"]),
-    (["data.eval_sets.aime=x"], ["data.eval_sets.aime=x is not accepted: write data.eval_sets.aime.path=x."]),
-    (["data.eval_sets={aime: x}"], ["data.eval_sets.aime=x is not accepted: write data.eval_sets.aime.path=x."]),
+    (["data.eval_sets.aime=x"], ["data.eval_sets.aime=x ", "data.eval_sets.aime.path=x."]),
+    (["data.eval_sets={aime: x}"], ["data.eval_sets.aime=x ", "data.eval_sets.aime.path=x."]),
     (
         ["data.eval_sets={aime: [a, b]}"],
-        ["data.eval_sets.aime=[a, b] is not accepted: write data.eval_sets.aime.path="],
+        ["data.eval_sets.aime=[a, b] ", "data.eval_sets.aime.path="],
     ),
     (["+data.eval_sets.aime.rows=all"], ["data.eval_sets.aime.rows=all", "null or a whole number of at least 1"]),
     (["+data.eval_sets.aime.path=/no/such.csv"], ["data.eval_sets.aime.path=/no/such.csv", "there is no such file"]),
@@ -38,11 +36,8 @@ REFUSED = [  # overrides, fragments of the sentence
     (["+data.train_sets.mine.weight=2"], ["data.train_sets.mine.path=null", "a file"]),
     (["+data.train_sets.mine.path=x", "data.train_sets.mine.weight=0"], ["data.train_sets.mine.weight=0.0", "above 0"]),
     (["data.path=[]"], ["data.path=[]", "a file, a pattern"]),
-    (["data.path=no_rows_*.jsonl"], ["data.path=no_rows_*.jsonl", "a pattern that matches a file; there is none"]),
-    (["data=products", "data.products.problems=8101"], ["data.products.problems=8101", "at most 8100 problems"]),
+    (["data.path=no_rows_*.jsonl"], ["data.path=no_rows_*.jsonl", "a pattern that matches"]),
     (["data.generator=primes"], ["data.generator=primes", "arithmetic, products"]),
-    (["model.lora.rank=-1"], ["model.lora.rank=-1", "from 0 to 512"]),
-    (["model.lora.alpha=0"], ["model.lora.alpha=0.0", "above 0"]),
     (["model=tiny_lora", "weight_sync.mode=delta"], ["weight_sync.mode=delta", "full with model.lora.rank above 0"]),
     (["model=tiny_lora", "weight_sync.transport=ipc"], ["weight_sync.transport=ipc", "auto with model.lora.rank"]),
     (["model=tiny_lora", "weight_sync.verify=first"], ["weight_sync.verify=first", "mode=parity compares adapters"]),
@@ -52,8 +47,7 @@ REFUSED = [  # overrides, fragments of the sentence
         ["model=tiny_lora", "model.lora.targets=[qproj]"],
         ["model.lora.targets=[qproj]", "[all], or some of down_proj"],
     ),
-    (["model.tiny.skill=tools"], ["model.tiny.skill is not a setting", "write model=tiny, tiny_qwen35 or tiny_tools"]),
-    (["data.max_broken_rows=-1"], ["data.max_broken_rows=-1", "at least 0"]),
+    (["model.tiny.skill=tools"], ["model.tiny.skill ", "write model=tiny, tiny_qwen35 or tiny_tools"]),
     (["data._target_=rows"], ["data._target_=rows", "my_package.my_module.my_rows"]),
     (["data._target_=no_such.rows"], ["data._target_=no_such.rows", "there is no module no_such"]),
     (["data.args.limit=3"], ["data.args={limit: 3}", "{} without data._target_"]),
@@ -77,13 +71,13 @@ REFUSED = [  # overrides, fragments of the sentence
     ),
     (
         ["reward=my.f"],
-        ["reward=my.f", "one of environment, exact, math; your own is reward._target_=my_module.my_reward."],
+        ["reward=my.f", "environment, exact, math", "reward._target_=my_module.my_reward"],
     ),
     (["reward._target_=tests.reward.broken.raises"], ["KeyError: 'score' at", "broken.py", "reward.tryout=false"]),
     (["reward._target_=tests.reward.broken.hangs", "reward.timeout_s=2"], ["no result", "reward.timeout_s=2"]),
     (
         ["environment=foo"],
-        ["environment=foo", "one of calculator", "your own is environment._target_=my_module.MyEnvir"],
+        ["environment=foo", "calculator", "environment._target_=my_module.MyEnvironment"],
     ),
     (["environment._target_=Guess"], ["environment._target_=Guess", "my_package.my_module.MyEnvironment"]),
     (
@@ -107,73 +101,49 @@ REFUSED = [  # overrides, fragments of the sentence
     (["reward=environment"], ["reward=environment", "another reward with environment=single_turn"]),
     (
         ["environment=tools", "environment.tools=[my_tools.search]", "reward=environment"],
-        ["reward=environment", "another reward with environment=tools, which has no score of its own"],
+        ["reward=environment", "environment=tools"],
     ),
-    (["environment.max_turns=0"], ["environment.max_turns=0", "at least 1"]),
-    (["max_turns=3"], ["max_turns is not a setting", "environment.max_turns"]),
     (["environment._target_=no_such.Env"], ["environment._target_=no_such.Env", "there is no module no_such"]),
     (
         ["environment._target_=tests.mode.own_environments.Guess", "environment.args.size=3"],
         ["environment._target_=tests.mode.own_environments.Guess", 'environment.args={"size": 3}'],
     ),
-    (["tracking=mine"], ["tracking=mine", "your own is tracking.use=[my_module.MyTracker]."]),
-    (["+tracking.mine._target_=my.Tracker"], ["tracking.mine", "Your own is tracking.use=[my_module.MyTracker]."]),
-    (["environment.max_steps=3"], ["environment.max_steps is not a setting or group: write environment.max_turns=3."]),
-    (["train.steps=3"], ["train.steps is not a setting or group: did you mean steps?"]),
+    (["tracking=mine"], ["tracking=mine", "tracking.use=[my_module.MyTracker]"]),
+    (["+tracking.mine._target_=my.Tracker"], ["tracking.mine", "tracking.use=[my_module.MyTracker]"]),
+    (["train.steps=3"], ["train.steps ", "did you mean steps?"]),
     (
         ["+environment.difficulty=3"],
-        ["_target_=my_module.MyEnvironment. Its arguments are +environment.args.difficulty=<value>."],
+        ["environment.difficulty ", "+environment.args.difficulty=<value>"],
     ),
     (["tracking.use=[no_such.Tracker]"], ["tracking.use=no_such.Tracker", "no module no_such"]),
     (["tracking.use=[wandb,wandb]"], ["tracking.use=", "wandb is repeated"]),
     (["+tracking.args.url=x"], ["tracking.args=", "without a tracker of your own"]),
     (["reward={parts: {math: 1}}"], ["reward={parts: {math: 1}}", "settings of reward, such as reward._target_"]),
     (["trainer=x"], ["trainer=x", "settings of trainer, such as trainer.lr"]),
-    (["--steps=5"], ["--steps=5 is not accepted: write steps=5."]),
-    (["--model", "tiny"], ["--model tiny is not accepted: write model=tiny."]),
-    (["-lr", "1e-5"], ["-lr 1e-5 is not accepted: write trainer.lr=1e-5."]),
-    (["steps", "5"], ["steps 5 is not accepted: write steps=5."]),
-    (["--wandb"], ["--wandb is not accepted: write tracking=wandb."]),
-    (["steps=3", "--cfg", "jobs"], ["--cfg jobs is not accepted: give one of job, hydra, all."]),
-    (["data.answer_after=####"], ["write 'data.answer_after=\"####\"'."]),
-    (["steps=${oc.env:NOPE}"], ["steps is not accepted: there is no environment variable NOPE."]),
+    (["--steps=5"], ["--steps=5 ", "steps=5."]),
+    (["steps=${oc.env:NOPE}"], ["steps ", "environment variable NOPE"]),
     (["tracking.use=wandb,tensorboard"], ["write 'tracking.use=[wandb,tensorboard]', or add -m for a sweep."]),
     (["data.path=a.jsonl,b.jsonl"], ["write 'data.path=[a.jsonl,b.jsonl]', or add -m for a sweep."]),
     (["data.system=Hi,you"], ["write 'data.system=\"Hi,you\"', or add -m for a sweep."]),
-    (["algorithm=grpo,dapo"], ["algorithm=grpo,dapo is not accepted: give one value, or add -m for a sweep."]),
-    (["tracking.project="], ["tracking.project= is not accepted: give a name; the value is empty."]),
-    (["learning_rate=1e-5"], ["learning_rate is not a setting or group: write trainer.lr=1e-5."]),
-    (["trainer.learning_rate=1e-5"], ["trainer.learning_rate is not", "write trainer.lr="]),
-    (["+rollout.n=8"], ["rollout.n is not a setting or group: write algorithm.group_size=<value>."]),
-    (["algorithm.beta=0.1"], ["write algorithm.kl=k3 algorithm.kl_coefficient="]),
-    (["algorithm.adv_estimator=grpo"], ["write algorithm="]),
+    (["algorithm=grpo,dapo"], ["algorithm=grpo,dapo ", "one value, or add -m for a sweep."]),
+    (["tracking.project="], ["tracking.project ", "a name"]),
+    (["learning_rate=1e-5"], ["learning_rate ", "write trainer.lr=1e-5."]),
     (["+experiment=npu8_fully_async_9b"], ["write experiment=<choice>"]),
     (["algorithm=ppo"], ["algorithm=ppo", "there is no critic"]),
     (["actor_rollout_ref.rollout.name=vllm"], ["actor_rollout_ref.rollout.name", "there is no vLLM backend"]),
-    (["wandb=true"], ["wandb is not a setting or group: write tracking=wandb."]),
-    (["report_to=wandb"], ["report_to is not a setting or group: write tracking=wandb."]),
-    (["total_epochs=15"], ["total_epochs is not a setting or group: write epochs=15."]),
-    (["steps"], ["steps is not accepted: write steps=<value>."]),
     (["data.eval_sets={aime: {pth: x}}"], ["data.eval_sets.aime.pth", "+data.eval_sets.mine.path=FILE"]),
     (["mode=foo"], ["mode=foo", "train", "plan"]),
     (["placement.in_flight=later"], ["placement.in_flight=later", "drain"]),
-    (["algorithm.group_size=1"], ["algorithm.group_size=1", "at least 2"]),
-    (["steps=0"], ["steps=0", "at least 1"]),
     (["stop.at_accuracy=1.1"], ["stop.at_accuracy=1.1", "up to 1"]),
-    (["stop.patience=0"], ["stop.patience=0", "at least 1"]),
     (["stop.patience=3", "eval.every=0"], ["eval.every=0", "stop.patience"]),
-    (["epochs=0"], ["epochs=0.0", "above 0"]),
     (["steps=9", "epochs=2"], ["steps=9", "no steps with epochs=2.0"]),
     (["mode=plan", "steps=9", "epochs=2"], ["steps=9", "no steps with epochs=2.0"]),
-    (["algorithm.prompts_per_step=-4"], ["algorithm.prompts_per_step=-4", "at least 1"]),
     (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "give 1", "eval.top_p"]),
-    (["rollout.top_k=20"], ["rollout.top_k is not", "log-probabilities", "eval.top_k"]),
-    (["+rollout.min_p=0.1"], ["rollout.min_p is not", "log-probabilities", "eval.min_p"]),
-    (["rollout.repetition_penalty=1.1"], ["rollout.repetition_penalty is not", "log-probabilities"]),
-    (["eval.repetition_penalty=1.1"], ["eval.repetition_penalty is not"]),
-    (["rollout.val_kwargs.top_k=20"], ["rollout.val_kwargs.top_k is not", "write eval.top_k=20"]),
-    (["eval.top_k=0"], ["eval.top_k=0", "at least 1"]),
-    (["eval.min_p=2"], ["eval.min_p=2.0", "from 0 to 1"]),
+    (["rollout.top_k=20"], ["rollout.top_k ", "log-probabilities", "eval.top_k"]),
+    (["+rollout.min_p=0.1"], ["rollout.min_p ", "log-probabilities", "eval.min_p"]),
+    (["rollout.repetition_penalty=1.1"], ["rollout.repetition_penalty ", "log-probabilities"]),
+    (["eval.repetition_penalty=1.1"], ["eval.repetition_penalty "]),
+    (["rollout.val_kwargs.top_k=20"], ["rollout.val_kwargs.top_k ", "write eval.top_k=20"]),
     (["eval.stop=['']"], ["eval.stop=[]", "none of them empty"]),
     (["rollout.stop=[a,'']"], ["rollout.stop=[a, ]", "none of them empty"]),
     (["rollout.stop=END"], ["rollout.stop=END", "a list of texts"]),
@@ -185,47 +155,38 @@ REFUSED = [  # overrides, fragments of the sentence
     (["+rollout.engine_args.context-length=bogus"], ["rollout.engine_args.context-length=bogus", "a whole number"]),
     (["mode=plan", "+rollout.engine_args.speculative-algorithm=NGRAM"], ["engine_args.speculative-algorithm=NGRAM"]),
     (["mode=doctor", "+device.engine_args.rl-on-policy-target=fsdp"], ["device.engine_args.rl-on-policy-target=fsdp"]),
-    (["rollout.temperature=-1"], ["rollout.temperature=-1.0", "above 0"]),
     (["trainer.activation_checkpointing=true"], ["trainer.activation_checkpointing=true", "none, some, all"]),
     (["trainer.compile=maybe"], ["trainer.compile=maybe", "auto, on, off"]),
-    (["trainer.lr_scale=0"], ["trainer.lr_scale=0.0", "above 0"]),
-    (["trainer.lr=0"], ["trainer.lr=0.0", "above 0"]),
-    (["algorithm.updates_per_step=5"], ["algorithm.updates_per_step=5", "divisor"]),
     (["algorithm.kl=k1"], ["algorithm.kl=k1", "one of none, k2, k3", "zero on average"]),
-    (["algorithm.kl_coefficient=0.1"], ["algorithm.kl_coefficient=0.1", "algorithm.kl"]),
-    (["algorithm.dual_clip=0.5"], ["algorithm.dual_clip=0.5", "above 1"]),
     (["rollout.tensor_parallel=2"], ["rollout.tensor_parallel=2", "placement.devices=1"]),
     (["placement.max_staleness=1"], ["placement.max_staleness=1", "placement=colocate"]),
     (["placement=fully_async", "placement.stream=on", "algorithm.updates_per_step=2"], ["placement.stream=on", "auto"]),
     (["model.path=/no/such/model"], ["model.path=/no/such/model", "directory"]),
-    (["model.path=Qwen/Qwen3-4B"], ["model.path=Qwen/Qwen3-4B is not", "write model=hf model.path=Qwen/Qwen3-4B."]),
+    (["model.path=Qwen/Qwen3-4B"], ["model.path=Qwen/Qwen3-4B ", "model=hf model.path=Qwen/Qwen3-4B."]),
     (["mode=eval", "model.path=Qwen/Qwen3-4B"], ["write model=hf model.path=Qwen/Qwen3-4B."]),
     (["mode=plan", "model.path=Qwen/Qwen3-4B"], ["write model=hf model.path=Qwen/Qwen3-4B."]),
-    (["environment=tools"], ["environment.tools=[]", "[my_tools.search]"]),
-    (["environment=openenv"], ["environment.url=null", "an address such as ws://"]),
     (["environment=verifiers", "environment.id=x", "data=gsm8k"], ["data.from_environment=false", "data=environment"]),
     (["environment=verifiers", "environment.id=x", "data.eval_path=x"], ["data.eval_path=x", "null"]),
-    (["data=environment"], ["data.from_environment=true", "environment=single_turn, which has no tasks"]),
+    (["data=environment"], ["data.from_environment=true", "environment=single_turn"]),
     (
         ["data=environment", "environment._target_=my.Env"],
-        ["data.from_environment=true", "any data= but data=environment, with environment._target_=my.Env, which"],
+        ["data.from_environment=true", "environment._target_=my.Env"],
     ),
-    (["model.path=null"], ["model.path=null", "a Hugging Face model directory or a hub id"]),
-    (["model=hf"], ["model.path=null", "a Hugging Face model directory or a hub id"]),
+    (["model.path=null"], ["model.path=null", "model directory or a hub id"]),
+    (["model=hf"], ["model.path=null", "model directory or a hub id"]),
     (["model=hf", "model.path=/no/such/model"], ["model.path=/no/such/model", "directory"]),
-    (["rollout.max_completion_tokens=100000"], ["give at most 3584", "model.path=tiny has a context of 4096 tokens"]),
+    (["rollout.max_completion_tokens=100000"], ["at most 3584", "4096 tokens"]),
     (["mode=plan", "rollout.max_completion_tokens=3585"], ["rollout.max_completion_tokens=3585", "at most 3584"]),
     (["rollout.max_prompt_tokens=4096"], ["rollout.max_prompt_tokens=4096", "less than 4096, the context"]),
     (["trainer.schedule=cos"], ["trainer.schedule=cos", "one of constant, linear, cosine"]),
-    (["trainer.lr_min_fraction=2"], ["trainer.lr_min_fraction=2.0", "a fraction from 0 to 1"]),
     (["tracking.use=[foo]"], ["tracking.use=foo", "wandb"]),
-    (["device=cuda"], ["device=cuda", "device=cpu"]),
-    (["mode=export"], ["hydra.run.dir=", "the folder of a run that has checkpoints", "resume=<path>"]),
-    (["mode=export", "resume=/no/such/run"], ["resume=/no/such/run", "the folder of a run that has checkpoints"]),
-    (["device=npu"], ["device=npu", "device=cpu"]),
+    (["device=cuda"], ["device=cuda", "give cpu"]),
+    (["mode=export"], ["hydra.run.dir=", "checkpoints", "resume=<path>"]),
+    (["mode=export", "resume=/no/such/run"], ["resume=/no/such/run", "checkpoints"]),
+    (["device=npu"], ["device=npu", "give cpu"]),
     (
         ["experiment=cuda4_colocate_4b", "weight_sync.transport=collective"],
-        ["weight_sync.transport=collective", "give auto or ipc with placement=colocate and device=cuda", "same device"],
+        ["weight_sync.transport=collective", "auto or ipc", "placement=colocate", "device=cuda"],
     ),
 ]
 
@@ -251,18 +212,18 @@ ENVIRONMENTS = [  # refused by a worker process, which is gone then
     ),
     (["environment=tools", f"environment.tools=[{MY_TOOLS}.untyped]"], [f"{MY_TOOLS}.untyped", "no type hint"]),
     (["environment=tools", f"environment.tools=[{MY_TOOLS}.search]"], ["data.template=plain", "data.template=chat"]),
-    (["environment=verifiers", "environment.id=some-env"], ["verifiers is not installed; install verifiers 0.4.x"]),
+    (["environment=verifiers", "environment.id=some-env"], ["verifiers is not installed"]),
     (
         ["environment=openenv", "environment.url=ws://127.0.0.1:9"],
         ["environment.url=ws://127.0.0.1:9", "start the server"],
     ),
     (
         ["environment._target_=tests.mode.own_environments.Unscored", "reward=environment"],
-        ["own_environments.Unscored cannot be used: it has no `score(self)`, which reward=environment takes"],
+        ["own_environments.Unscored", "`score(self)`", "reward=environment"],
     ),
     (
         ["environment._target_=tests.mode.own_environments.Guess", "environment.python=/no/such/python"],
-        ["environment.python=/no/such/python cannot be run"],
+        ["environment.python=/no/such/python ", "can be run"],
     ),
 ]
 
@@ -276,14 +237,14 @@ def assert_one_sentence(result: subprocess.CompletedProcess[str] | Ended, fragme
     assert result.returncode == 2, result.stderr
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     assert len(lines) == 1, result.stderr
-    assert "Traceback" not in result.stderr
+    assert lines[0].endswith((".", "?"))
     for fragment in fragments:
         assert fragment in lines[0]
     assert not (folder / "run").exists()
 
 
 @pytest.mark.parametrize(("overrides", "fragments"), REFUSED, ids=[" ".join(case[0]) for case in REFUSED])
-def test_a_wrong_setting_gets_one_sentence(overrides: list[str], fragments: list[str], tmp_path: Path) -> None:
+def test_a_wrong_setting_is_refused(overrides: list[str], fragments: list[str], tmp_path: Path) -> None:
     result = run(*overrides, folder=tmp_path)
     assert_one_sentence(result, fragments, tmp_path)
     allowed = {"torch"} if overrides[0] in ("device=cuda", "device=npu") else set()
@@ -293,14 +254,14 @@ def test_a_wrong_setting_gets_one_sentence(overrides: list[str], fragments: list
 @pytest.mark.parametrize(
     ("overrides", "fragments"), IN_A_NEW_PROCESS, ids=[" ".join(row[0]) for row in IN_A_NEW_PROCESS]
 )
-def test_a_new_process_says_the_same(overrides: list[str], fragments: list[str], tmp_path: Path) -> None:
+def test_a_new_process_refuses_the_same(overrides: list[str], fragments: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "app", *overrides, f"hydra.run.dir={tmp_path / 'run'}"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert_one_sentence(result, fragments, tmp_path)
 
 
 @pytest.mark.parametrize(("overrides", "fragments"), ENVIRONMENTS, ids=[" ".join(case[0]) for case in ENVIRONMENTS])
-def test_a_wrong_environment_gets_one_sentence_and_leaves_no_process(
+def test_a_wrong_environment_is_refused_and_leaves_no_process(
     overrides: list[str], fragments: list[str], start: Callable[..., Run]
 ) -> None:
     result = start(*overrides)
@@ -317,7 +278,7 @@ def write_rows(path: Path, rows: list[object]) -> Path:
     return path
 
 
-def test_a_data_file_that_is_missing_empty_or_without_valid_answers_gets_one_sentence(
+def test_a_data_file_that_is_missing_empty_or_without_valid_answers_is_refused(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     missing = ["data=gsm8k", f"data.path={tmp_path / 'none.jsonl'}"]
@@ -343,7 +304,7 @@ def test_when_all_prompts_are_too_long_the_sentence_names_the_limit(tmp_path: Pa
     assert_one_sentence(result, ["rollout.max_prompt_tokens"], tmp_path)
 
 
-def test_a_busy_port_gets_one_sentence(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_busy_port_is_refused(tmp_path: Path, tiny_model: Path) -> None:
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()

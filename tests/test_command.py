@@ -13,6 +13,7 @@ import pytest
 
 import app
 from tests.folders import ROOT, a_run
+from tests.refusals import refused
 
 LAZY = """
 import sys
@@ -60,25 +61,26 @@ def test_a_finished_run_returns_its_summary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "key", "value", "named"),
     [
-        (["steps=0"], "steps=0 is not accepted: give a whole number of at least 1."),
-        (["stepz=3"], "stepz is not a setting or group: did you mean steps?"),
-        (["--steps=5"], "--steps=5 is not accepted: write steps=5."),
-        (["-m", "seed=0,1"], "app.run runs one job: start a sweep from the command line."),
-        (["sweep=learning_rate"], "app.run runs one job: start a sweep from the command line."),
+        (["steps=0"], "steps", "0", "at least 1"),
+        (["stepz=3"], "stepz", "", "did you mean steps?"),
+        (["--steps=5"], "--steps=5", "", "steps=5"),
+        (["-m", "seed=0,1"], "--multirun", "", "app.run"),
+        (["sweep=learning_rate"], "--multirun", "", "app.run"),
     ],
 )
-def test_what_the_command_refuses_is_a_config_error(arguments: list[str], sentence: str, tmp_path: Path) -> None:
-    with pytest.raises(app.ConfigError) as refused:
+def test_a_refused_command_is_the_same_config_error(
+    arguments: list[str], key: str, value: str, named: str, tmp_path: Path
+) -> None:
+    with refused(key, value, named):
         app.run([*arguments, f"hydra.run.dir={tmp_path / 'run'}", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
-    assert str(refused.value) == sentence
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_command_that_dies_is_a_run_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.command.module_command", lambda name: [sys.executable, "-c", "raise SystemExit(9)"])
-    with pytest.raises(app.RunError, match="exit code 9; its output says why"):
+    with pytest.raises(app.RunError, match="exit code 9"):
         app.run([])
 
 

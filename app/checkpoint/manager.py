@@ -117,10 +117,8 @@ class CheckpointManager:
             probe.touch()
             probe.unlink()
         except OSError as error:
-            raise ConfigError(
-                f"{self.folder} cannot hold checkpoints: {files.describe(error)}; set hydra.run.dir to a writable "
-                "folder."
-            ) from error
+            why = f"{self.folder} cannot hold checkpoints: {files.describe(error)}"
+            raise ConfigError("hydra.run.dir", self.folder.parent, "a writable folder", why) from error
 
         # What `keep` deletes makes room; what is or will be set aside does not.
         last = step_of(resume_point.path) if resume_point else -1
@@ -129,11 +127,9 @@ class CheckpointManager:
         most = self.keep + int(self.keep_best) + 1
         if available < int(most * checkpoint_bytes * OVERHEAD):
             advice = "a smaller number, checkpoint.keep_best=false" if self.keep_best else "a smaller number"
-            raise ConfigError(
-                f"checkpoint.keep={self.keep} is not accepted: {most} checkpoints of {size(checkpoint_bytes)} do not "
-                f"fit into the {size(available)} available in {self.folder}; give {advice}, another hydra.run.dir, or "
-                f"delete {self.folder / ASIDE} if it exists."
-            )
+            advice += f", another hydra.run.dir, or delete {self.folder / ASIDE} if it exists"
+            sizes = f"{most} checkpoints of {size(checkpoint_bytes)} do not fit into the {size(available)} available"
+            raise ConfigError("checkpoint.keep", self.keep, advice, f"{sizes} in {self.folder}")
 
     async def save(self, trainer: Savable, state: RunState) -> Path:
         """Capture a checkpoint and start writing it in the background.

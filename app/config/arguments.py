@@ -52,13 +52,13 @@ def check_arguments(arguments: Sequence[str]) -> list[str]:
             continue
 
         if not word.strip("-+~"):
-            raise ConfigError(f"{word or 'an empty argument'} is not accepted: leave it out.")
+            raise ConfigError(word or "an empty argument", "", reason="leave it out")
 
         option = _option(word, known)
         if option is not None:
             options += _with_value(word, option, words)
         elif word.startswith("-") or ("=" not in word and not word.startswith("~")):
-            raise ConfigError(_advice(word, words[0] if words else None, known))
+            raise _not_an_override(word, words[0] if words else None, known)
         else:
             _check_override(word)
             overrides.append(word)
@@ -88,7 +88,7 @@ def _option(word: str, known: Mapping[str, Action]) -> Action | None:
     if word.startswith("--"):
         found = [each for each in known if each.startswith(name)]
         if len(found) > 1:
-            raise ConfigError(f"{word} is not accepted: give one of {', '.join(found)}.")
+            raise ConfigError(word, "", f"one of {', '.join(found)}")
         return known[found[0]] if found else None
 
     attached = known.get(word[:2])
@@ -101,7 +101,7 @@ def _with_value(word: str, option: Action, words: deque[str]) -> list[str]:
     _, equals, value = word.partition("=")
     if option.nargs == 0:
         if equals:
-            raise ConfigError(f"{word} is not accepted: write {name}.")
+            raise ConfigError(word, "", reason=f"write {name}")
         return [name]
 
     choices = [str(choice) for choice in option.choices or ()]
@@ -113,16 +113,16 @@ def _with_value(word: str, option: Action, words: deque[str]) -> list[str]:
         return [name, words.popleft()] if words and words[0] in choices else [name]
     elif not equals:
         if not words or words[0].startswith("-"):
-            raise ConfigError(f"{word} is not accepted: give it {accepted}.")
+            raise ConfigError(word, "", f"it {accepted}")
         value = words.popleft()
 
     if choices and value not in choices:
-        raise ConfigError(f"{name} {value} is not accepted: give {accepted}.")
+        raise ConfigError(f"{name} {value}", "", accepted)
     return [name, value]
 
 
-def _advice(word: str, following: str | None, known: Mapping[str, Action]) -> str:
-    """Say what to write instead of a word that is neither an option nor an override."""
+def _not_an_override(word: str, following: str | None, known: Mapping[str, Action]) -> ConfigError:
+    """Return the error of a word that is neither an option nor an override, with what to write instead."""
     if following is not None and (following.startswith("-") or "=" in following):
         following = None
 
@@ -131,21 +131,21 @@ def _advice(word: str, following: str | None, known: Mapping[str, Action]) -> st
         option = known[f"--{bare}"]
         value = following if option.nargs != 0 else None
         shown, written = (f"{each} {value}" if value else each for each in (word, f"--{bare}"))
-        return f"{shown} is not accepted: write {written}."
+        return ConfigError(shown, "", reason=f"write {written}")
 
     if word in Mode.__members__ and (following is None or following in Mode.__members__):
-        return f"{word} is not accepted: write mode={word}."
+        return ConfigError(word, "", reason=f"write mode={word}")
 
     key, equals, value = bare.partition("=")
     if not equals and ":" in key:
         key, equals, value = key.partition(":")
     if equals and value:
-        return f"{word} is not accepted: {_answer(key, value)}."
+        return ConfigError(word, "", reason=_answer(key, value))
 
     if following is None:
-        return f"{word} is not accepted: {_answer(key)}."
+        return ConfigError(word, "", reason=_answer(key))
 
-    return f"{word} {following} is not accepted: {_answer(key, following)}."
+    return ConfigError(f"{word} {following}", "", reason=_answer(key, following))
 
 
 def _answer(key: str, value: str = foreign_names.VALUE) -> str:
@@ -159,35 +159,35 @@ def _check_override(word: str) -> None:
     """Raise `ConfigError` for an override that Hydra cannot read, or that deletes a setting of the schema."""
     key, _, value = word.lstrip("+~").partition("=")
     if not key:
-        raise ConfigError(f"{word} is not accepted: write <key>={value}.")
+        raise ConfigError(word, "", reason=f"write <key>={value}")
 
     plain = [each.key for each in settings(RunConfig) if not isinstance(each.default, dict)]
     if word.startswith("~") and key in plain:
-        raise ConfigError(f"{word} is not accepted: a setting cannot be deleted; write {key}=<value>.")
+        raise ConfigError(word, "", reason=f"a setting cannot be deleted; write {key}=<value>")
 
     try:
         OverridesParser.create().parse_override(word)
     except HydraException as error:
-        raise ConfigError(_how_to_write(word, str(error))) from None
+        raise _unreadable(word, str(error)) from None
 
 
-def _how_to_write(word: str, problem: str) -> str:
-    """Say how to write an override that Hydra cannot read; `problem` is Hydra's message."""
+def _unreadable(word: str, problem: str) -> ConfigError:
+    """Return the error of an override that Hydra cannot read, with how to write it; `problem` is Hydra's message."""
     if "while evaluating" in problem:  # a function: choice(1,2), range(1,3), int(x)
-        return f"{word} is not accepted: {problem.splitlines()[0]}."
+        return ConfigError(word, "", reason=problem.splitlines()[0])
 
     key, _, value = word.partition("=")
     if "\n" in word:
-        return f"{key}=… is not accepted: quote its lines for the shell and for Hydra, '{key}=\"…\"'."
+        return ConfigError(key, "…", reason=f"quote its lines for the shell and for Hydra, '{key}=\"…\"'")
 
     for text in _corrections(value):
         if _is_readable(f"{key}={text}"):
-            return f"{word} is not accepted: write {shlex.quote(f'{key}={text}')}."
+            return ConfigError(word, "", reason=f"write {shlex.quote(f'{key}={text}')}")
 
     quoted = override(key, value)
     if _is_readable(shlex.split(quoted)[0]):
-        return f"{word} is not accepted: write {quoted}."
-    return f"{word} is not accepted: write key=value; {key} cannot be the name of a setting."
+        return ConfigError(word, "", reason=f"write {quoted}")
+    return ConfigError(word, "", reason=f"write key=value; {key} cannot be the name of a setting")
 
 
 def _corrections(value: str) -> Iterator[str]:

@@ -74,9 +74,8 @@ def _require_sections(values: Any) -> None:
 
         for name, entry in entries.items():
             if not isinstance(entry, Mapping):
-                shown = yaml_text(entry)
                 key = f"{mapping.key}.{name}"
-                raise ConfigError(f"{key}={shown} is not accepted: write {key}.{first}={shown}.")
+                raise ConfigError(key, entry, reason=f"write {key}.{first}={yaml_text(entry)}")
 
 
 def resolve(composed: DictConfig) -> RunConfig:
@@ -96,7 +95,7 @@ def resolve(composed: DictConfig) -> RunConfig:
         _require_sections(values)
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), values))
     except OmegaConfBaseException as error:
-        raise ConfigError(one_sentence(error)) from error
+        raise config_error(error) from error
 
     assert isinstance(config, RunConfig)
     config.validate()
@@ -135,7 +134,7 @@ def setting_names() -> list[str]:
     return list(names)
 
 
-def one_sentence(error: Exception) -> str:
+def config_error(error: Exception) -> ConfigError:
     """Condense an error of Hydra or OmegaConf to the key, what is wrong with it, and what is accepted."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else ""
@@ -152,10 +151,11 @@ def one_sentence(error: Exception) -> str:
         return _unknown_key(key or missing[1])
 
     if preset := re.match(r"In '(.+)': ConfigKeyError", first):
-        return f"the preset {preset[1]} has an unknown setting: {_unknown_key(key)}"
+        unknown = _unknown_key(key)
+        return ConfigError(key, "", unknown.accepted, f"the preset {preset[1]} sets it; {unknown.reason}")
 
     if twice := re.match(r"Multiple values for ([^.]+)\.", first):
-        return f"+{twice[1]}=… is not accepted: write {twice[1]}=<choice>, without the plus and once."
+        return ConfigError(f"+{twice[1]}", "…", reason=f"write {twice[1]}=<choice>, without the plus and once")
 
     if override := re.match(r"Error merging override (.*)", first):
         return _wrong_type(override[1], error)
@@ -164,38 +164,35 @@ def one_sentence(error: Exception) -> str:
         return _several_values(ambiguous[1])
 
     if variable := re.search(r"Environment variable '(.+)' not found", first):
-        return f"{key or 'a setting'} is not accepted: there is no environment variable {variable[1]}."
+        return ConfigError(key or "a setting", "", reason=f"there is no environment variable {variable[1]}")
 
     if entry := _wrong_entry(key, first):
         return entry
 
-    message = _without_noise(lines)
-    return message if not key or key in message else f"{key}: {message}"
+    return ConfigError(key, "", reason=_without_noise(lines))
 
 
-def _unknown_choice(group: str, choice: str, lines: Sequence[str]) -> str:
+def _unknown_choice(group: str, choice: str, lines: Sequence[str]) -> ConfigError:
     """Name the choices of a group, which Hydra lists one on a line."""
     start = next((index for index, line in enumerate(lines) if line.startswith("Available options")), len(lines))
     choices = [line for line in lines[start + 1 :] if re.fullmatch(r"\w+", line)]
     accepted = f"one of {', '.join(choices)}" if choices else "another key: there is no such group"
     if group in OWN:
         accepted += f"; your own is {OWN[group]}"
-    if reason := foreign_names.CHOICES.get(f"{group}={choice}"):
-        accepted += f"; {reason}"
-    return f"{group}={choice} is not accepted: give {accepted}."
+    return ConfigError(group, choice, accepted, foreign_names.CHOICES.get(f"{group}={choice}", ""))
 
 
-def _unknown_key(key: str, override: str = "") -> str:
+def _unknown_key(key: str, override: str = "") -> ConfigError:
     """Name the settings nearest to a misspelled one."""
     if section := _section(key, override):
         return section
 
     if accepted := _accepted(key):
-        return f"{key} is not accepted: give {accepted}."
+        return ConfigError(key, "", accepted)
 
     value = override.partition("=")[2] or foreign_names.VALUE
     if other := foreign_names.answer(key, value):
-        return f"{key} is not a setting or group: {other}."
+        return ConfigError(key, "", reason=f"there is no such setting or group; {other}")
 
     names = setting_names()
     near = difflib.get_close_matches(key, names, n=3)
@@ -203,31 +200,31 @@ def _unknown_key(key: str, override: str = "") -> str:
     if not near or len(same_end) == 1:  # train.steps is steps, not trainer.warmup_steps
         near = same_end
 
-    hint = f"did you mean {' or '.join(near)}?" if near else "--help shows all settings."
-    section = key.split(".")[0]
-    if section in OWN and not difflib.get_close_matches(key, names, cutoff=CLOSE):
-        hint += f" Your own is {OWN[section]}."
-        if f"{section}.args" in names and key.count(".") == 1:
-            hint += f" Its arguments are +{section}.args.{key.partition('.')[2]}={value}."
-    return f"{key} is not a setting or group: {hint}"
+    hint = f"did you mean {' or '.join(near)}?" if near else "--help shows all settings"
+    group = key.split(".")[0]
+    if group in OWN and not difflib.get_close_matches(key, names, cutoff=CLOSE):
+        hint += f"; your own is {OWN[group]}"
+        if f"{group}.args" in names and key.count(".") == 1:
+            hint += f"; its arguments are +{group}.args.{key.partition('.')[2]}={value}"
+    return ConfigError(key, "", reason=f"there is no such setting or group; {hint}")
 
 
-def _several_values(override: str) -> str:
+def _several_values(override: str) -> ConfigError:
     """Say how to write values with commas between them: as a list, as text, or as a sweep."""
     key, _, value = override.partition("=")
     accepted = _accepted(key) or ""  # empty: a group
 
     sweep = "add -m for a sweep"
     if "a list of" in accepted:
-        return f"{override} is not accepted: write '{key}=[{value}]', or {sweep}."
+        return ConfigError(key, value, reason=f"write '{key}=[{value}]', or {sweep}")
     if accepted.endswith("text"):
-        return f"{override} is not accepted: write {quoted(key, value)}, or {sweep}."
-    return f"{override} is not accepted: give one value, or {sweep}."
+        return ConfigError(key, value, reason=f"write {quoted(key, value)}, or {sweep}")
+    return ConfigError(key, value, f"one value, or {sweep}")
 
 
-def _wrong_type(override: str, error: Exception) -> str:
+def _wrong_type(override: str, error: Exception) -> ConfigError:
     """Name the accepted values of a setting that was given a value of another type."""
-    key = override.lstrip("+").split("=")[0]
+    key, _, value = override.lstrip("+").partition("=")
     accepted = _accepted(key)
     cause = _without_noise(str(error.__cause__ or "").splitlines())
 
@@ -235,20 +232,19 @@ def _wrong_type(override: str, error: Exception) -> str:
         return section
 
     if accepted is None or cause.startswith("Key "):
-        return f"{override} is not accepted: {cause}"
+        return ConfigError(key, value, reason=cause)
 
-    return f"{override} is not accepted: give {accepted}."
+    return ConfigError(key, value, accepted)
 
 
-def _wrong_entry(key: str, message: str) -> str | None:
+def _wrong_entry(key: str, message: str) -> ConfigError | None:
     """Name what is accepted for an entry of a mapping, or for a setting of that entry; None for other keys."""
     accepted = _accepted(key)
     if accepted is None or not any(key.startswith(f"{each.key}.") for each in _mappings()):
         return None
 
     value = re.match(r"Value '(.*)' of type", message)
-    shown = f"={value[1]}" if value else ""
-    return f"{key}{shown} is not accepted: give {accepted}."
+    return ConfigError(key, value[1] if value else "", accepted)
 
 
 def _accepted(key: str) -> str | None:
@@ -263,14 +259,15 @@ def _accepted(key: str) -> str | None:
     return found
 
 
-def _section(key: str, override: str) -> str | None:
+def _section(key: str, override: str) -> ConfigError | None:
     """Name a setting of the section that `override` assigns to; None if it does not assign to a section."""
     names = setting_names()
     if key not in names or key in [each.key for each in settings(RunConfig)]:
         return None
 
     example = next(name for name in names if name.startswith(f"{key}."))
-    return f"{override} is not accepted: give one of the settings of {key}, such as {example}; --help shows them."
+    accepted = f"one of the settings of {key}, such as {example}; --help shows them"
+    return ConfigError(key, override.partition("=")[2], accepted)
 
 
 def _without_noise(lines: Sequence[str]) -> str:

@@ -68,10 +68,9 @@ def _prompts(members: Sequence[Row], config: DataConfig, tokenizer: Any, *, set_
     prompts = []
     for row, token_ids in zip(members, encoded, strict=True):
         if not len(token_ids):
-            raise ConfigError(
-                f"data.question={config.question} is not accepted: give text that the model's tokenizer can encode; "
-                f"row {row.index + 1} of {row.source} has no tokens."
-            )
+            accepted = "text that the model's tokenizer can encode"
+            why = f"row {row.index + 1} of {row.source} has no tokens"
+            raise ConfigError("data.question", config.question, accepted, why)
         prompts.append(
             Prompt(
                 id=_id(row, set_name, config),
@@ -101,18 +100,14 @@ def _require_all_sets(train: Sequence[Prompt], weights: Mapping[str, float], max
     left = {prompt.source for prompt in train}
     for name in weights:
         if name not in left:
-            raise ConfigError(
-                f"rollout.max_prompt_tokens={max_prompt_tokens} is not accepted: give more, or leave out "
-                f"data.train_sets.{name}, whose prompts are all too long."
-            )
+            accepted = f"more, or leave out data.train_sets.{name}, whose prompts are all too long"
+            raise ConfigError("rollout.max_prompt_tokens", max_prompt_tokens, accepted)
 
 
 def _within_limit(prompts: Sequence[Prompt], set_label: str, max_prompt_tokens: int) -> list[Prompt]:
     accepted = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
     if not accepted:
         shortest = min(len(prompt.token_ids) for prompt in prompts)
-        raise ConfigError(
-            f"rollout.max_prompt_tokens={max_prompt_tokens} is not accepted: give at least {shortest}, the length of "
-            f"the shortest prompt of {set_label}; all its prompts are too long."
-        )
+        least = f"at least {shortest}, the length of the shortest prompt of {set_label}"
+        raise ConfigError("rollout.max_prompt_tokens", max_prompt_tokens, least, "all its prompts are too long")
     return accepted

@@ -91,10 +91,10 @@ class PromptCursor(Iterator[Prompt]):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. Raises `ConfigError` if it was saved over other prompts or in another order."""
         if state["fingerprint"] != self._fingerprint:
-            raise ConfigError(
-                "data does not match the checkpoint: give the same rows, weights, template, rollout.max_prompt_tokens, "
-                "seed and data.shuffle as the resumed run."
+            accepted = (
+                "the same rows, weights, template, rollout.max_prompt_tokens, seed and data.shuffle as the resumed run"
             )
+            raise ConfigError("data", "", accepted, "it does not match the checkpoint")
 
         self._mixture.restore(state)
         self._requeued = deque(state["returned"])

@@ -119,7 +119,7 @@ class FieldMap:
         return last.strip()
 
     def _error(self, name: str, value: str, accepted: str) -> ConfigError:
-        return ConfigError(f"{self.key}.{name}={value} is not accepted: give {accepted}.")
+        return ConfigError(f"{self.key}.{name}", value, accepted)
 
 
 def plain(value: Any) -> Any:

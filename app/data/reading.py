@@ -10,6 +10,8 @@ from app.data.fields import FieldMap, Row
 from app.data.records.formats import Records
 from app.errors import ConfigError
 
+Setting = tuple[str, str]  # its key and value
+
 MEDIA = frozenset(("image", "images", "video", "videos", "audio", "audios"))  # columns of other trainers
 
 
@@ -54,11 +56,11 @@ class BrokenRows:
         if not self._limit:
             raise error
         skipped = f"data.max_broken_rows={self._limit} broken rows were skipped before"
-        raise ConfigError(f"{str(error).removesuffix('.')}; {skipped}.") from error
+        raise ConfigError(error.key, error.value, error.accepted, skipped) from error
 
 
 def read_rows(
-    records: Records, fields: FieldMap, source: str, key: str, distinct: bool, broken: BrokenRows
+    records: Records, fields: FieldMap, source: str, setting: Setting, distinct: bool, broken: BrokenRows
 ) -> list[Row]:
     """Read the rows of one set.
 
@@ -66,7 +68,7 @@ def read_rows(
         records: The raw records.
         fields: Where question and answer are.
         source: Name of the set.
-        key: Setting and value named in errors about all rows: "data.path=rows.jsonl".
+        setting: Key and value named in errors about all rows: "data.path", "rows.jsonl".
         distinct: Keep only the first of rows with the same question and answer.
         broken: Counts the rows that are skipped.
 
@@ -79,7 +81,7 @@ def read_rows(
     if not rows:
         skipped = broken.count - skipped_before
         why = f"all {skipped} rows of this one are broken" if skipped else "this one is empty"
-        raise ConfigError(f"{key} is not accepted: give a data set with rows; {why}.")
+        raise ConfigError(*setting, "a data set with rows", why)
     return rows
 
 

@@ -22,10 +22,10 @@ from typing import Any
 from app.config.data import DataConfig, EvalSetConfig, Generator, TrainSetConfig
 from app.data import arithmetic, chain, products, user_rows
 from app.data.fields import FieldMap, Row
-from app.data.reading import BrokenRows, read_rows
+from app.data.reading import BrokenRows, Setting, read_rows
 from app.data.records import sources
 from app.data.records.formats import Record, Records
-from app.errors import ConfigError
+from app.errors import ConfigError, yaml_text
 
 DEFAULT_EVAL_SET = "eval"
 # Independent of the run's seed: runs with different seeds are evaluated on the same rows.
@@ -150,9 +150,9 @@ def _training(
 
     train: list[Row] = []
     held_out: list[Row] = []
-    for key, rows in _read_training(config, broken, tasks).items():
+    for setting, rows in _read_training(config, broken, tasks).items():
         if with_held_out and len(rows) < FEWEST_ROWS:
-            raise _too_few(key, len(rows), of_environment=config.from_environment)
+            raise _too_few(setting, len(rows), of_environment=config.from_environment)
         kept, held = _hold_out(rows, config.eval_fraction) if with_held_out else (rows, [])
         train += kept
         held_out += held
@@ -169,26 +169,27 @@ def _generated(config: DataConfig) -> tuple[list[Row], list[Row]]:
             return chain.problems(config.chain)
 
 
-def _read_training(config: DataConfig, broken: BrokenRows, tasks: Tasks) -> dict[str, list[Row]]:
-    """Return the rows of each training set, by what errors about all of them name."""
+def _read_training(config: DataConfig, broken: BrokenRows, tasks: Tasks) -> dict[Setting, list[Row]]:
+    """Return the rows of each training set, by the setting that errors about all of them name."""
     if config.from_environment:
-        key = "data.from_environment=true"
+        key: Setting = ("data.from_environment", "true")
         fields = FieldMap("data", config.question, config.answer, config.answer_after, may_be_blank=True)
         return {key: read_rows(_records(tasks), fields, config.name, key, config.distinct, broken)}
 
     fields = FieldMap("data", config.question, config.answer, config.answer_after)
     if config._target_ is not None:
-        key = f"{user_rows.KEY}={config._target_}"
+        key = (user_rows.KEY, config._target_)
         records = user_rows.read(config._target_, config.args)
         return {key: read_rows(records, fields, config.name, key, config.distinct, broken)}
 
     if config.train_sets:
         sets = config.train_sets.items()
         return {
-            f"data.train_sets.{name}.path={each.path}": _read_set(config, name, each, broken) for name, each in sets
+            (f"data.train_sets.{name}.path", yaml_text(each.path)): _read_set(config, name, each, broken)
+            for name, each in sets
         }
 
-    key = f"data.path={config.path}"
+    key = ("data.path", yaml_text(config.path))
     records = sources.read(config.path, subset=config.subset, split=config.split, key="data.path")
     return {key: read_rows(records, fields, config.name, key, config.distinct, broken)}
 
@@ -202,7 +203,7 @@ def _read_set(config: DataConfig, name: str, training: TrainSetConfig, broken: B
     key = f"data.train_sets.{name}"
     records = sources.read(training.path, subset=training.subset, split=training.split, key=f"{key}.path")
     fields = _fields_of(config, key, training)
-    return read_rows(records, fields, name, f"{key}.path={training.path}", config.distinct, broken)
+    return read_rows(records, fields, name, (f"{key}.path", training.path), config.distinct, broken)
 
 
 def _read_evaluation(config: DataConfig, name: str, evaluation: EvalSetConfig, broken: BrokenRows) -> list[Row]:
@@ -213,7 +214,7 @@ def _read_evaluation(config: DataConfig, name: str, evaluation: EvalSetConfig, b
     subset = evaluation.subset if evaluation.path else evaluation.subset or config.subset
     records: Records = sources.read(path, subset=subset, split=evaluation.split, key=path_key)
     fields = _fields_of(config, key, evaluation)
-    return read_rows(records, fields, name, f"{path_key}={path}", config.distinct, broken)
+    return read_rows(records, fields, name, (path_key, path), config.distinct, broken)
 
 
 def _fields_of(config: DataConfig, key: str, own: TrainSetConfig | EvalSetConfig) -> FieldMap:
@@ -233,14 +234,12 @@ def _held_out_warnings(config: DataConfig, names: Sequence[str]) -> list[str]:
     return [f"data.path={config.path} has no other splits: holding out {config.eval_fraction:g} of its rows for {sets}"]
 
 
-def _too_few(key: str, rows: int, *, of_environment: bool) -> ConfigError:
+def _too_few(setting: Setting, rows: int, *, of_environment: bool) -> ConfigError:
     """Return the error of a training set that is too small to hold rows out of it."""
-    why = f"since some are held out for evaluation (it has {rows})"
+    accepted = f"at least {FEWEST_ROWS} rows, or rows to evaluate on in data.eval_path"
     if of_environment:
-        return ConfigError(f"{key} is not accepted: give an environment with at least {FEWEST_ROWS} tasks, {why}.")
-    return ConfigError(
-        f"{key} is not accepted: give at least {FEWEST_ROWS} rows, {why}, or rows to evaluate on in data.eval_path."
-    )
+        accepted = f"an environment with at least {FEWEST_ROWS} tasks"
+    return ConfigError(*setting, accepted, f"some are held out for evaluation, and it has {rows}")
 
 
 def _hold_out(rows: list[Row], fraction: float) -> tuple[list[Row], list[Row]]:

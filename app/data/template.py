@@ -51,10 +51,8 @@ def check(members: Sequence[Row], config: DataConfig) -> None:
     """Raise the `ConfigError` that `encode` would raise whatever the tokenizer is."""
     for row in members:
         if conversation(row, config) and config.template is Template.plain:
-            raise ConfigError(
-                f"data.template=plain is not accepted: give chat, which renders messages; "
-                f"data.question={config.question} holds messages in row {row.index + 1} of {row.source}."
-            )
+            why = f"data.question={config.question} holds messages in row {row.index + 1} of {row.source}"
+            raise ConfigError("data.template", config.template, "chat, which renders messages", why)
 
 
 def conversation(row: Row, config: DataConfig) -> tuple[Message, ...]:
@@ -66,10 +64,8 @@ def conversation(row: Row, config: DataConfig) -> tuple[Message, ...]:
     try:
         return framed(row.messages, config.system, config.prefix, config.suffix) if row.messages else ()
     except WrongMessages as error:
-        raise ConfigError(
-            f"data.system={config.system} is not accepted: give {error}, as those of row {row.index + 1} of "
-            f"{row.source} have."
-        ) from error
+        accepted = f"{error}, as those of row {row.index + 1} of {row.source} have"
+        raise ConfigError("data.system", config.system, accepted) from error
 
 
 def _render(row: Row, config: DataConfig, tokenizer: Any) -> str:
@@ -83,10 +79,8 @@ def _render(row: Row, config: DataConfig, tokenizer: Any) -> str:
         )
     except TemplateError as error:
         which = f"those of row {row.index + 1} of {row.source}" if row.messages else "these"
-        raise ConfigError(
-            f"data.template=chat is not accepted: give plain, or other messages; the tokenizer's chat template "
-            f"rejects {which} ({error})."
-        ) from error
+        why = f"the tokenizer's chat template rejects {which} ({error})"
+        raise ConfigError("data.template", config.template, "plain, or other messages", why) from error
 
     if row.messages:
         _require_all(messages, text, row, config)
@@ -97,7 +91,6 @@ def _require_all(messages: Sequence[Message], text: str, row: Row, config: DataC
     """Raise `ConfigError` if the template left a message out. Of an assistant's it may leave out the reasoning."""
     for message in messages:
         if message["role"] != "assistant" and message["content"].strip() not in text:
-            raise ConfigError(
-                f"data.question={config.question} is not accepted: give messages that the model's chat template "
-                f"renders; it leaves out that of the role {message['role']} in row {row.index + 1} of {row.source}."
-            )
+            accepted = "messages that the model's chat template renders"
+            why = f"it leaves out that of the role {message['role']} in row {row.index + 1} of {row.source}"
+            raise ConfigError("data.question", config.question, accepted, why)

@@ -74,4 +74,4 @@ def _load(target: str, args: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def _error(target: str, accepted: str) -> ConfigError:
-    return ConfigError(f"{KEY}={target} is not accepted: give {accepted}.")
+    return ConfigError(KEY, target, accepted)

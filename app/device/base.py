@@ -135,13 +135,10 @@ class Device:
             try:
                 importlib.import_module(self.plugin)
             except (ImportError, OSError) as error:
-                raise ConfigError(
-                    f"device={self.kind.name} is not available: {self.plugin} does not import ({error}); "
-                    "use device=cpu or a machine that has it."
-                ) from None
+                accepted = "cpu, or run on a machine that has it"
+                why = f"{self.plugin} does not import ({error})"
+                raise ConfigError("device", self.kind, accepted, why) from None
 
         if self.count() == 0:
-            raise ConfigError(
-                f"device={self.kind.name} is not accepted: torch finds no such device on this machine; "
-                "use device=cpu, or run where one is visible."
-            )
+            accepted = "cpu, or run where one is visible"
+            raise ConfigError("device", self.kind, accepted, "torch finds no such device on this machine")

@@ -103,9 +103,10 @@ class EnvironmentPool(WorkerPool):
         try:
             await self.start_workers()
         except LoadError as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError("", "", reason=str(error)) from error
         except OSError as error:
-            raise ConfigError(f"environment.python={self._python} cannot be run: {error.strerror}.") from error
+            accepted = "a Python that can be run"
+            raise ConfigError("environment.python", self._python, accepted, str(error.strerror)) from error
 
     async def begin(self, task: Task, prompt_ids: Sequence[int]) -> EpisodeSession:
         """Begin an episode in the worker with the fewest; waits for room.

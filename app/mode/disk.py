@@ -53,7 +53,5 @@ def require_space(config: RunConfig, folder: Path) -> None:
     needed = plan_disk(config, model).bytes
     free = free_bytes(folder)
     if free < needed:
-        raise ConfigError(
-            f"hydra.run.dir={folder} is not accepted: give a folder with {size(needed)} for checkpoints and the "
-            f"exported model, or lower checkpoint.keep; it has {size(free)}."
-        )
+        accepted = f"a folder with {size(needed)} for checkpoints and the exported model, or lower checkpoint.keep"
+        raise ConfigError("hydra.run.dir", folder, accepted, f"it has {size(free)}")

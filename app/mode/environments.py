@@ -83,10 +83,8 @@ def require_rendering(config: RunConfig, model_path: Path, tokenizer: Any) -> No
         if choice.template is not None:
             ChatTemplate(model_path, choice.template, choice.enable_thinking).render([QUESTION])
     except ValueError as error:
-        raise ConfigError(
-            f"model.chat_template={config.model.chat_template} is not accepted: give a Jinja template that renders a "
-            f"question; {str(error).rstrip('.')}."
-        ) from error
+        accepted = "a Jinja template that renders a question"
+        raise ConfigError("model.chat_template", config.model.chat_template, accepted, str(error)) from error
 
     if choice.name != CHAT or not config.environment.multi_turn:
         return
@@ -95,12 +93,11 @@ def require_rendering(config: RunConfig, model_path: Path, tokenizer: Any) -> No
         assert isinstance(renderer, ChatRenderer)
         difference = first_difference(renderer, tokenizer, enable_thinking=choice.enable_thinking)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError("", "", reason=str(error)) from error
     if difference:
-        raise ConfigError(
-            f"model.path={model_path} is not accepted with an environment and data.template=chat: {difference}; give "
-            "another model.chat_template, or data.template=plain."
-        )
+        accepted = "another model.chat_template, or data.template=plain"
+        why = f"with an environment and data.template=chat, {difference}"
+        raise ConfigError("model.path", model_path, accepted, why)
 
 
 def require_environment(config: RunConfig, model_path: Path) -> Sequence[Mapping[str, Any]]:
@@ -140,7 +137,7 @@ async def tried_pool(
             yield pool
         except RunError as error:
             sentence = without_log(str(error)).removesuffix(".")
-            raise ConfigError(f"{sentence}{_last_line(log)}.") from error
+            raise ConfigError("", "", reason=f"{sentence}{_last_line(log)}") from error
         finally:
             pool.close()
             await asyncio.sleep(0)  # closes its pipe

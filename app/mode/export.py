@@ -50,10 +50,8 @@ def _find_checkpoint(config: RunConfig, folder: Path) -> Path:
     path = Path(value).expanduser()
     checkpoint = find(path)
     if checkpoint is None:
-        raise ConfigError(
-            f"{key}={value} is not accepted: give the folder of a run that has checkpoints, or resume=<path> of one of "
-            f"them; {there_are(path)}."
-        )
+        accepted = "the folder of a run that has checkpoints, or resume=<path> of one of them"
+        raise ConfigError(key, value, accepted, there_are(path))
     return checkpoint
 
 

@@ -169,7 +169,6 @@ def _require_ports(config: RunConfig) -> None:
 
     for port in range(config.rollout.port, config.rollout.port + config.engines):
         if not port_is_free("127.0.0.1", port):
-            raise ConfigError(
-                f"rollout.port={config.rollout.port} is not accepted: port {port} is in use on this machine; "
-                f"give the first of {config.engines} free port(s), or null."
-            )
+            accepted = f"the first of {config.engines} free port(s), or null"
+            why = f"port {port} is in use on this machine"
+            raise ConfigError("rollout.port", config.rollout.port, accepted, why)

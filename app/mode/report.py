@@ -27,10 +27,8 @@ def run(config: RunConfig, folder: Path) -> ModeResult:
 
     runs = find_runs(folder)
     if not runs:
-        raise ConfigError(
-            f"hydra.run.dir={folder} is not accepted: give a run's or a sweep's folder, or list runs in "
-            "tracking.compare; a report needs at least one run folder."
-        )
+        accepted = "a run's or a sweep's folder, or list runs in tracking.compare"
+        raise ConfigError("hydra.run.dir", folder, accepted, "a report needs at least one run folder")
 
     say(str(_report_of_run(folder)) if runs == [folder] else "\n".join(write_comparison(runs, folder)))
     return ModeResult()

@@ -161,10 +161,8 @@ def checkpoint_config(model: ModelConfig) -> dict[str, Any] | None:
     try:
         config: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path={model.path} is not accepted: give a model whose {CHECKPOINT_CONFIG} can be read "
-            f"({one_line(error)})."
-        ) from error
+        accepted = f"a model whose {CHECKPOINT_CONFIG} can be read"
+        raise ConfigError("model.path", model.path, accepted, one_line(error)) from error
 
     experts = any(config.get("text_config", config).get(key) for key in EXPERT_KEYS)
     expect(not experts, "model.path", model.path, "a dense decoder: a mixture of experts is not supported")

@@ -68,9 +68,8 @@ def open_checkpoint(path: Path) -> Iterator[Checkpoint]:
         try:
             yield Checkpoint(path, stack)
         except SafetensorError as error:
-            raise ConfigError(
-                f"model.path={path} is not accepted: give a directory whose safetensors can be read ({error})."
-            ) from error
+            accepted = "a directory whose safetensors can be read"
+            raise ConfigError("model.path", path, accepted, str(error)) from error
 
 
 def match(
@@ -105,10 +104,8 @@ def match(
     problems = {"lacks": missing, "also has": unexpected, "has in another shape": misshapen}
     described = [f"{verb} {_shorten(tensors)}" for verb, tensors in problems.items() if tensors]
     if described:
-        raise ConfigError(
-            f"model.path={checkpoint.path} is not accepted: give a checkpoint that matches its config.json; this one "
-            f"{' and '.join(described)}."
-        )
+        accepted = "a checkpoint that matches its config.json"
+        raise ConfigError("model.path", checkpoint.path, accepted, f"this one {' and '.join(described)}")
     return matched
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config.model import LoraConfig, ModelConfig
-from app.errors import ConfigError, one_line
+from app.errors import ConfigError, expect, one_line
 from app.model.hf_import import general_tokenizer, transformers
 from app.model.lora.base_weights import fingerprint
 from app.utils.hub import hub_client
@@ -83,9 +83,7 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False, chat_template
     # transformers and tokenizers pass on any error that a broken file causes.
     except Exception as error:
         why = f"{type(error).__name__}: {_brief(error)}"
-        raise ConfigError(
-            f"model.path={path} is not accepted: give a directory whose tokenizer can be read ({why})."
-        ) from error
+        raise ConfigError("model.path", path, "a directory whose tokenizer can be read", why) from error
 
 
 def own_template(config: ModelConfig) -> str | None:
@@ -95,10 +93,8 @@ def own_template(config: ModelConfig) -> str | None:
     try:
         return Path(config.chat_template).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"model.chat_template={config.chat_template} is not accepted: give a readable file with a Jinja template "
-            f"({type(error).__name__})."
-        ) from error
+        accepted = "a readable file with a Jinja template"
+        raise ConfigError("model.chat_template", config.chat_template, accepted, type(error).__name__) from error
 
 
 def identity(path: Path, lora: LoraConfig, chat_template: str | None = None) -> dict[str, Any]:
@@ -122,10 +118,9 @@ def require_window(path: Path, *, tokens: int) -> None:
     slides = "sliding_attention" in layer_types if layer_types else config.get("use_sliding_window", True)
 
     if window is not None and slides and tokens > window:
-        raise ConfigError(
-            f"model.path={path} is not accepted: its sliding window of {window} tokens is not "
-            f"supported; give rollout.max_prompt_tokens and rollout.max_completion_tokens of at most {window} together."
-        )
+        accepted = f"rollout.max_prompt_tokens and rollout.max_completion_tokens of at most {window} together"
+        why = f"its sliding window of {window} tokens is not supported"
+        raise ConfigError("model.path", path, accepted, why)
 
 
 def has_linear_attention(path: Path) -> bool:
@@ -169,18 +164,19 @@ def _download(hub_id: str, revision: str | None) -> Path:
                     "a directory that exists: the hub cannot be reached from here, and its cache does not hold "
                     "this model; download it where there is a network"
                 )
-            raise ConfigError(f"model.path={hub_id}{pinned} is not accepted: give {accepted}.") from error
+            raise ConfigError("model.path", f"{hub_id}{pinned}", accepted) from error
 
 
 def require_complete(folder: Path, given: str) -> None:
     """Raise `ConfigError` if a model directory lacks one of its files. `given` is how the user wrote it."""
-    _expect(folder.is_dir(), given, "a directory that exists")
-    _expect((folder / CONFIG).is_file(), given, f"a Hugging Face model directory; this one has no {CONFIG}")
+    key = "model.path"
+    expect(folder.is_dir(), key, given, "a directory that exists")
+    expect((folder / CONFIG).is_file(), key, given, f"a Hugging Face model directory; this one has no {CONFIG}")
     has_class = _names_class(folder / CONFIG)
-    _expect(has_class, given, f"a model directory whose {CONFIG} names a class in architectures; this one names none")
+    expect(has_class, key, given, f"a directory whose {CONFIG} names a class in architectures; this one names none")
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZERS)
-    _expect(has_tokenizer, given, f"a model directory with a tokenizer ({' or '.join(TOKENIZERS)})")
-    _expect(any(folder.glob("*.safetensors")), given, "a model directory with safetensors; this one has none")
+    expect(has_tokenizer, key, given, f"a model directory with a tokenizer ({' or '.join(TOKENIZERS)})")
+    expect(any(folder.glob("*.safetensors")), key, given, "a model directory with safetensors; this one has none")
 
 
 def _names_class(file: Path) -> bool:
@@ -189,11 +185,6 @@ def _names_class(file: Path) -> bool:
         return bool(json.loads(file.read_text()).get("architectures"))
     except (ValueError, AttributeError):
         return True
-
-
-def _expect(condition: bool, given: str, accepted: str) -> None:
-    if not condition:
-        raise ConfigError(f"model.path={given} is not accepted: give {accepted}.")
 
 
 def _brief(error: Exception) -> str:

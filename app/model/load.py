@@ -112,10 +112,8 @@ def _on_meta(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
                 config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=trust_remote_code
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(
-            f"model.path={path} is not accepted: give a causal language model that transformers can build "
-            f"({one_line(error).rstrip('.')})."
-        ) from error
+        accepted = "a causal language model that transformers can build"
+        raise ConfigError("model.path", path, accepted, one_line(error)) from error
 
     # Some classes have rates of their own.
     for module in causal_lm.modules():
@@ -257,10 +255,8 @@ def _compute_buffers(causal_lm: Any) -> None:
 
         # Initializing the module would overwrite its loaded parameters.
         if next(module.parameters(recurse=False), None) is not None:
-            raise ConfigError(
-                f"model.path is not accepted: give a model class whose modules do not mix parameters and computed "
-                f"buffers; {prefix} does ({', '.join(computed)})."
-            )
+            accepted = "a model class whose modules do not mix parameters and computed buffers"
+            raise ConfigError("model.path", "", accepted, f"{prefix} does ({', '.join(computed)})")
 
         floating = {name: buffer for name, buffer in computed.items() if buffer.is_floating_point()}
         for buffer in floating.values():
@@ -269,7 +265,5 @@ def _compute_buffers(causal_lm: Any) -> None:
 
         unfilled = [name for name, buffer in floating.items() if buffer.isnan().any()]
         if unfilled:
-            raise ConfigError(
-                f"model.path is not accepted: give a model class that can compute its buffers; "
-                f"{type(causal_lm).__name__} leaves {', '.join(unfilled)} empty."
-            )
+            why = f"{type(causal_lm).__name__} leaves {', '.join(unfilled)} empty"
+            raise ConfigError("model.path", "", "a model class that can compute its buffers", why)

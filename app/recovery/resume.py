@@ -24,7 +24,7 @@ from app.checkpoint.folder import FOLDER, LATEST, find, latest, named, there_are
 from app.checkpoint.run_state import STATE, read_state
 from app.config import Mode, RunConfig
 from app.config.command_line import command, override
-from app.config.compose import one_sentence
+from app.config.compose import config_error
 from app.config.stop import StopConfig
 from app.errors import ConfigError, DamagedCheckpoint, yaml_text
 from app.stop.early_stop import stop_reason
@@ -111,7 +111,7 @@ def apply_resume(composed: DictConfig) -> Resumption:
 
     saved = _saved(folder)
     if saved.mode is not Mode.train:
-        raise ConfigError(f"resume={resume} is not accepted: {folder} holds a run of mode={saved.mode.name}.")
+        raise ConfigError("resume", resume, reason=f"{folder} holds a run of mode={saved.mode.name}")
 
     if checkpoint_of(resume) is None and not has_checkpoint(folder):
         return _without_checkpoint(composed, saved, folder, notes)
@@ -171,11 +171,8 @@ def evaluated(resume: str) -> tuple[Path, Path]:
     of_run = run == path or path.parent.name == FOLDER or (path / STATE).is_file()
     checkpoint = find(path) if of_run else None
     if run is None or checkpoint is None:
-        found = f"; {there_are(path)}" if run is not None and of_run else ""
-        raise ConfigError(
-            f"resume={resume} is not accepted: with mode=eval, give the folder of a run that has checkpoints, or one "
-            f"of its checkpoints{found}."
-        )
+        accepted = "with mode=eval the folder of a run that has checkpoints, or one of its checkpoints"
+        raise ConfigError("resume", resume, accepted, there_are(path) if run is not None and of_run else "")
     return run, checkpoint
 
 
@@ -184,12 +181,12 @@ def require_unused(folder: Path, mode: Mode | None = None) -> None:
     if not holds_run(folder):
         return
 
-    advice = "give another folder"
+    accepted = "another folder"
     if mode is Mode.train:
-        advice = "give resume=auto to continue it, or another folder"
+        accepted = "resume=auto to continue it, or another folder"
     elif mode is Mode.eval:
-        advice = f"give another folder, or {override('resume', folder)} without hydra.run.dir to evaluate that run"
-    raise ConfigError(f"hydra.run.dir={folder} is not accepted: it already holds a run; {advice}.")
+        accepted = f"another folder, or {override('resume', folder)} without hydra.run.dir to evaluate that run"
+    raise ConfigError("hydra.run.dir", folder, accepted, "it already holds a run")
 
 
 def holds_run(folder: Path) -> bool:
@@ -230,16 +227,14 @@ def _without_checkpoint(composed: DictConfig, saved: DictConfig, folder: Path, n
     if finished and (done >= steps or reason):
         return _finished(folder, done, notes, reason)
     if finished:
-        raise ConfigError(
-            f"steps={steps} is not accepted: the run in {folder} finished at step {done} and left no checkpoint to "
-            "continue from; give another hydra.run.dir."
-        )
+        why = f"the run in {folder} finished at step {done} and left no checkpoint to continue from"
+        raise ConfigError("steps", steps, "another hydra.run.dir", why)
     if str(composed.resume) != AUTO:
-        raise ConfigError(
-            f"resume={composed.resume} is not accepted: the run in {folder} has no checkpoint; start it again with "
-            f"hydra.run.dir=<a new folder>, or with resume=auto {override('hydra.run.dir', folder)}, which sets its "
-            "records aside."
+        accepted = (
+            f"hydra.run.dir=<a new folder> to start it again, or resume=auto {override('hydra.run.dir', folder)}, "
+            "which sets its records aside"
         )
+        raise ConfigError("resume", composed.resume, accepted, f"the run in {folder} has no checkpoint")
     return Resumption(notes)  # starts over
 
 
@@ -300,11 +295,12 @@ def _checked(
     fixed = [name for name in differing if not _is_in(name, changeable)]
     if fixed:
         name = fixed[0]
-        raise ConfigError(
-            f"{given[key]} is not accepted: the run in {folder} keeps {name}={_shown(saved, name)}, not "
-            f"{_shown(composed, name)}; only these settings may differ from the run's: {', '.join(changeable)}"
-            f"{_new_run(folder, key, given[key]) if changeable is RESUMABLE else ''}."
+        why = (
+            f"the run in {folder} keeps {name}={_shown(saved, name)}, not {_shown(composed, name)}; only these "
+            f"settings may differ from the run's: {', '.join(changeable)}"
+            f"{_new_run(folder, key, given[key]) if changeable is RESUMABLE else ''}"
         )
+        raise ConfigError(key, given[key].partition("=")[2], reason=why)
     if differing:
         return f"{given[key]} is ignored where the run was given other values: it keeps {', '.join(differing)}"
     return None
@@ -368,7 +364,8 @@ def _saved(folder: Path) -> DictConfig:
     try:
         saved = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(folder / SAVED))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{folder / SAVED} is not a configuration of this version: {one_sentence(error)}") from error
+        why = f"{SAVED} is not a configuration of this version: {config_error(error)}"
+        raise ConfigError("resume", folder, reason=why) from error
     assert isinstance(saved, DictConfig)
     return saved
 
@@ -379,14 +376,10 @@ def _folder_of(resume: str) -> Path:
     of_checkpoint = path.parent.name == FOLDER
     folder = path.parent.parent if of_checkpoint else path
     if not (folder / SAVED).is_file():
-        raise ConfigError(
-            f"resume={resume} is not accepted: give auto, never, a run's folder (with {SAVED} in it) or one of its "
-            "checkpoints."
-        )
+        accepted = f"auto, never, a run's folder (with {SAVED} in it) or one of its checkpoints"
+        raise ConfigError("resume", resume, accepted)
     if of_checkpoint and checkpoint_of(resume) is None:
-        raise ConfigError(
-            f"resume={resume} is not accepted: {there_are(path)}; give one of the run's checkpoints or its folder."
-        )
+        raise ConfigError("resume", resume, "one of the run's checkpoints or its folder", there_are(path))
     return folder
 
 
@@ -395,10 +388,8 @@ def _require_its_own_folder(composed: DictConfig, folder: Path) -> None:
     given: Any = OmegaConf.to_container(composed.hydra.run, resolve=False)
     if "${" in given["dir"] or Path(given["dir"]).absolute() == folder.absolute():  # the default, or the same
         return
-    raise ConfigError(
-        f"hydra.run.dir={given['dir']} is not accepted: {override('resume', composed.resume)} continues the run in its "
-        "own folder; leave hydra.run.dir out."
-    )
+    why = f"{override('resume', composed.resume)} continues the run in its own folder; leave hydra.run.dir out"
+    raise ConfigError("hydra.run.dir", given["dir"], reason=why)
 
 
 def _run_dir(composed: DictConfig) -> Path:

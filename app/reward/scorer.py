@@ -194,9 +194,7 @@ def components_of(config: RewardConfig) -> list[RewardComponent]:
 def not_accepted(component: RewardComponent, error: Exception) -> ConfigError:
     """Return the error of a custom reward that cannot be loaded."""
     accepted = "a function or class that can be called with trajectories"
-    return ConfigError(
-        f"{component.key}={component.target} is not accepted: give {accepted}; {str(error).rstrip('.')}."
-    )
+    return ConfigError(str(component.key), component.target, accepted, str(error))
 
 
 def _chunks(trajectories: Sequence[Trajectory], *, per_trajectory: bool) -> Iterator[slice]:

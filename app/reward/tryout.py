@@ -91,7 +91,7 @@ async def _try_prompts(pool: RewardPool, prompts: Sequence[Prompt], tokenize: To
 
     failures = [value for value in values if isinstance(value, Failure)]
     if failures and len(failures) == len(values):
-        raise ConfigError(_refusal(component, f"each of {len(values)} made-up completions ended as {failures[0]}"))
+        raise _refusal(component, f"each of {len(values)} made-up completions ended as {failures[0]}")
     return _warnings(component, failures, len(values), slowest_s)
 
 
@@ -110,9 +110,7 @@ async def _score(pool: RewardPool, group: list[Trajectory], timeout_s: float) ->
         return outcome
     if outcome.kind is FailureKind.timeout:
         late = f"no result for {len(group)} completions within {call_timeout_s:g} s"
-        raise ConfigError(
-            _refusal(component, late if call_timeout_s < timeout_s else f"it gave {outcome}={timeout_s:g}")
-        )
+        raise _refusal(component, late if call_timeout_s < timeout_s else f"it gave {outcome}={timeout_s:g}")
 
     values: list[Value] = []
     for trajectory in group:
@@ -121,11 +119,9 @@ async def _score(pool: RewardPool, group: list[Trajectory], timeout_s: float) ->
     return values
 
 
-def _refusal(component: RewardComponent, what: str) -> str:
-    return (
-        f"{component.key}={component.target} is not accepted: give a reward that returns one finite number per "
-        f"trajectory; {what}. (reward.tryout=false skips this try.)"
-    )
+def _refusal(component: RewardComponent, what: str) -> ConfigError:
+    accepted = "a reward that returns one finite number per trajectory, or reward.tryout=false, which skips this try"
+    return ConfigError(str(component.key), component.target, accepted, what)
 
 
 def _warnings(component: RewardComponent, failures: list[Failure], tried: int, slowest_s: float) -> list[str]:

@@ -51,10 +51,8 @@ def require_trackers(config: TrackingConfig) -> None:
     for path in config.own:
         problem = _problem_in_time(path, config.args)
         if problem is not None:
-            raise ConfigError(
-                f"tracking.use={path} is not accepted: give the path of a class that can be called with a run and "
-                f"tracking.args, and has a method log; {problem}."
-            )
+            accepted = "the path of a class that can be called with a run and tracking.args, and has a method log"
+            raise ConfigError("tracking.use", path, accepted, problem)
 
 
 def _problem_in_time(path: str, args: Mapping[str, Any]) -> str | None:

@@ -25,7 +25,7 @@ def own_transport(config: WeightSyncConfig) -> Callable[..., Any] | None:
     try:
         found = resolve_own(target)
     except LoadError as error:
-        raise ConfigError(f"{KEY}={target} is not accepted: give {accepted}; {error}.") from error
+        raise ConfigError(KEY, target, accepted, str(error)) from error
     missing = [name for name in NEEDED if not hasattr(found, name)]
     expect(not missing, KEY, target, f"{accepted}; it lacks {', '.join(missing)}")
     return found

@@ -126,7 +126,7 @@ def test_other_adapters_than_the_checkpoints_are_refused(
         require_model(state, identity(path, ours), Path("step_3"))
     sentence = str(refused.value)
     assert sentence.startswith("checkpoint step_3 holds ")
-    assert sentence.endswith(": model.lora must be what it was when the checkpoint was written")
+    assert "model.lora" in sentence
     assert holds in sentence.partition(", and this run trains ")[0]
     assert trains in sentence.partition(", and this run trains ")[2]
 
@@ -134,7 +134,7 @@ def test_other_adapters_than_the_checkpoints_are_refused(
 def test_a_base_of_the_same_shapes_with_other_weights_is_refused(path: Path, tmp_path: Path) -> None:
     other = save_qwen3(tmp_path / "other", tied=False, seed=1)
     state = RunState(3, 3, model=identity(path, LORA))
-    with pytest.raises(CheckpointError, match=r"step_3 holds adapters of another base model: the weights in .*other"):
+    with pytest.raises(CheckpointError, match=r"step_3 .*another base model: .*other"):
         require_model(state, identity(other, LORA), Path("step_3"))
     require_model(RunState(3, 3, model=identity(path, ALL)), identity(other, ALL), Path("step_3"))  # it has its own
 
@@ -222,7 +222,7 @@ def test_an_export_needs_the_base_that_was_trained_on(tmp_path: Path) -> None:
     assert lora_of(read_state(run / "checkpoints" / "step_3")) == LORA
     source.rename(tmp_path / "moved")
     other = save_qwen3(tmp_path / "other", seed=1)
-    with pytest.raises(CheckpointError, match="step_3 holds adapters of another base model"):
+    with pytest.raises(CheckpointError, match=r"step_3 .*another base model"):
         export_run(RunConfig(model=ModelConfig(path=str(other))), run)
     out = export_run(RunConfig(model=ModelConfig(path=str(tmp_path / "moved"))), run)
     config = json.loads((out / "adapter" / "adapter_config.json").read_text())

@@ -79,7 +79,7 @@ def test_what_is_there_is_named_and_a_missing_best_is_said(tmp_path: Path) -> No
         assert there_are(path) == "step_20, step_40, step_50 are there"
     assert there_are(tmp_path / "other") == f"{tmp_path / 'other'} has no checkpoint"
     (folder / "step_20").rename(tmp_path / "lost")
-    with pytest.raises(DamagedCheckpoint, match=r"step_20, named by .*best, is missing; give resume=<path> of another"):
+    with pytest.raises(DamagedCheckpoint, match=r"step_20, .*best.*resume="):
         best(tmp_path)
 
 

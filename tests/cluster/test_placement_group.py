@@ -118,9 +118,9 @@ def test_devices_are_shared_out_over_two_nodes(device: str, variable: str, two_n
     ((node, environment),) = found["fully_async"]["engines"]
     taken |= {(node, number) for number in environment[variable].split(",")}
     assert len(taken) == 4  # no device is shared
-    assert "needs rollout.tensor_parallel=3 devices on one node" in str(found["uneven"])
+    assert "rollout.tensor_parallel=3" in str(found["uneven"])
     resource = "GPU" if device == "cuda" else "NPU"
-    assert f"the run needs 8 {resource} (placement=colocate), the cluster has 4" in str(found["too many"])
+    assert f"8 {resource} (placement=colocate)" in str(found["too many"])
 
 
 MOVED = """

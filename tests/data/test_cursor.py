@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.data.cursor import PromptCursor
-from app.errors import ConfigError
 from app.types import Prompt
+from tests.refusals import refused
 
 
 def cursor(count: int, *, seed: int = 0, shuffle: bool = True) -> PromptCursor:
@@ -136,5 +136,5 @@ def test_ids_that_are_not_in_flight_are_rejected():
 def test_a_state_of_other_prompts_seed_or_order_is_rejected():
     state = cursor(5, seed=1).state()
     for other in (cursor(6, seed=1), cursor(5, seed=2), cursor(5, seed=1, shuffle=False)):
-        with pytest.raises(ConfigError, match=r"^data does not match the checkpoint: give the same rows, weights"):
+        with refused("data", "", "seed", "data.shuffle"):
             other.restore(state)

@@ -17,6 +17,7 @@ from app.mode.inputs import problems
 from app.types import Prompt
 from tests.compose import composed
 from tests.environment.qwen import write_model
+from tests.refusals import refused, require
 
 Jsonl = Callable[..., str]
 
@@ -114,19 +115,19 @@ def test_text_of_the_data_stands_around_the_last_question(jsonl: Jsonl, model: A
     ]
     assert tools.messages[0]["content"] == "Use the tool for 1+2. Reply with a number."
     assert tools.messages[-1]["content"] == "3"
-    with pytest.raises(ConfigError, match=r"^data\.system=Add\. is not accepted: give null .*row 2 of"):
+    with refused("data.system", "Add.", "row 2 of"):
         prompts(config_of(path, system="Add."), model)
 
 
 WRONG: list[tuple[list[Any], str]] = [
-    ([user("q"), {"role": "assistant", "content": "a"}], "the last one is of the role assistant"),
-    ([user("q"), SYSTEM], "the last one is of the role system"),
+    ([user("q"), {"role": "assistant", "content": "a"}], "the role assistant"),
+    ([user("q"), SYSTEM], "the role system"),
     ([{"role": "human", "content": "q"}], "message 1 is of human"),
     ([user("q"), "q"], "message 2 is of str"),
     ([user("q"), {"content": "q"}], "message 2 is of None"),
     ([{"role": "user"}], "that of message 1 is NoneType"),
     ([{"role": "user", "content": 3}], "that of message 1 is int"),
-    ([user("q"), {"role": "user", "content": [{"type": "image", "url": "x"}]}], "message 2 has a part of type image"),
+    ([user("q"), {"role": "user", "content": [{"type": "image", "url": "x"}]}], "part of type image"),
     ([user("\ud800")], "unpaired surrogate"),
 ]
 
@@ -136,12 +137,8 @@ def test_messages_that_cannot_be_a_prompt_are_refused_with_their_row(
     jsonl: Jsonl, messages: list[Any], why: str
 ) -> None:
     path = jsonl({"prompt": [user("q")], "answer": "a"}, {"prompt": messages, "answer": "a"})
-    with pytest.raises(ConfigError) as error:
+    with refused("data.question", "prompt", why, f"row 2 of {path}"):
         rows.load(config_of(path))
-    sentence = str(error.value)
-    assert sentence.startswith("data.question=prompt is not accepted: give ")
-    assert why in sentence
-    assert f"row 2 of {path}" in sentence
 
 
 def test_parts_of_text_are_joined(jsonl: Jsonl, model: Any) -> None:
@@ -153,7 +150,7 @@ def test_parts_of_text_are_joined(jsonl: Jsonl, model: Any) -> None:
 @pytest.mark.parametrize("field", ["prompt.0.content", "prompt.1.content", "prompt.0.role"])
 def test_one_of_several_messages_is_not_a_question(jsonl: Jsonl, field: str) -> None:
     path = jsonl({"prompt": [SYSTEM, user("1+1=")], "answer": "2"})
-    with pytest.raises(ConfigError, match=rf"^data\.question={field} is not accepted: give prompt, .* row 1 of .* 2 "):
+    with refused("data.question", field, "give prompt,", "row 1 of"):
         rows.load(config_of(path, question=field))
 
 
@@ -165,7 +162,7 @@ def test_the_only_message_is_a_question(jsonl: Jsonl) -> None:
 
 def test_messages_need_the_chat_template(jsonl: Jsonl, model: Any) -> None:
     path = jsonl(*[{"prompt": [user("1+1=")], "answer": "2"}] * 2)
-    with pytest.raises(ConfigError, match=r"^data\.template=plain is not accepted: give chat.*row 1 of"):
+    with refused("data.template", "plain", "chat", "row 1 of"):
         prompts(config_of(path, template=Template.plain), model)
 
 
@@ -174,7 +171,7 @@ def test_a_plan_refuses_messages_that_the_run_would_refuse(jsonl: Jsonl, wrong: 
     path = jsonl(*[{"prompt": [SYSTEM, user("1+1=")], "answer": "2"}] * 2)
     line = [f"data.path={path}", "data.question=prompt", "data.template=chat"]
     assert problems(composed(*line)) == {}
-    assert problems(composed(*line, wrong))["data"].startswith(f"{wrong} is not accepted: give ")
+    assert wrong in problems(composed(*line, wrong))["data"]
 
 
 def test_a_reward_is_tried_on_the_messages_before_a_run(jsonl: Jsonl) -> None:
@@ -186,8 +183,10 @@ def test_a_reward_is_tried_on_the_messages_before_a_run(jsonl: Jsonl) -> None:
 def test_a_message_that_the_template_leaves_out_is_refused(jsonl: Jsonl, model: Any) -> None:
     messages = [user("1+1="), {"role": "developer", "content": "Be brief."}, user("Now?")]
     path = jsonl(*[{"prompt": messages, "answer": "2"}] * 2)
-    with pytest.raises(ConfigError, match=r"is not accepted: .*(role developer in|rejects).* row 1 of"):
+    with pytest.raises(ConfigError) as caught:
         prompts(config_of(path), model)
+    key = "data.template" if "rejects" in caught.value.reason else "data.question"
+    require(caught.value, key, None, "row 1 of")
 
 
 def test_conversations_are_the_same_if_all_of_their_messages_are(jsonl: Jsonl) -> None:
@@ -226,11 +225,11 @@ def test_rows_without_an_answer_need_a_reward_of_ones_own(jsonl: Jsonl, model: A
 
     line = ["model=hf", "model.path=me/model", "data=rows", f"data.path={path}", "data.answer=null"]
     for reward in ("reward=math", "reward=exact"):
-        with pytest.raises(ConfigError, match=r"^data\.answer=null is not accepted: give a field of the rows"):
+        with refused("data.answer", "null", "a field of the rows"):
             composed(*line, reward)
     composed(*line, "reward._target_=my_rewards.brief")
     composed(*line, "environment._target_=my_envs.Guess", "reward=environment")
-    with pytest.raises(ConfigError, match=r"^data\.answer_after="):
+    with refused("data.answer_after"):
         composed(*line, "reward._target_=my_rewards.brief", "data.answer_after=x")
 
 

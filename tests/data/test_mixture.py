@@ -1,6 +1,7 @@
 """Several training sets, mixed by weight."""
 
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from app.config.data import DataConfig, EvalSetConfig, TrainSetConfig
 from app.data.build import build
 from app.data.cursor import PromptCursor
-from app.errors import ConfigError
 from app.types import Prompt
+from tests.refusals import refused
 
 WEIGHTS = {"a": 2.0, "b": 1.0, "c": 0.5}
 
@@ -76,7 +77,7 @@ def test_a_resumed_mixture_continues_identically(before, requeued, after) -> Non
 
 def test_other_weights_do_not_match_a_checkpoint() -> None:
     state = cursor().state()
-    with pytest.raises(ConfigError, match=r"^data does not match the checkpoint: give the same rows, weights,"):
+    with refused("data", "", "weights"):
         cursor({**WEIGHTS, "a": 3.0}).restore(state)
 
 
@@ -109,17 +110,15 @@ def test_training_sets_are_read_with_their_own_fields_and_rows_are_held_out_of_e
 def test_a_step_that_takes_more_prompts_than_a_set_has_is_warned_of(jsonl, tokenizer) -> None:
     counts = build(config_of(jsonl, eval_fraction=0.1), tokenizer, seed=0, max_prompt_tokens=8).counts
     assert counts.repeated(24) == []
-    assert counts.repeated(32) == [
-        "algorithm.prompts_per_step=32 takes 24 of data.train_sets.hard, which has 18 training rows: each step "
-        "repeats some"
-    ]
+    (warning,) = counts.repeated(32)
+    assert re.search("algorithm.prompts_per_step=32 .* 24 .*data.train_sets.hard.* 18 ", warning)
 
 
 def test_a_set_whose_prompts_are_all_too_long_is_refused(jsonl, tokenizer) -> None:
     long = jsonl({"question": "123456", "answer": "1"}, name="long.jsonl")
     config = config_of(jsonl, eval_path=jsonl({"question": "1", "answer": "1"}))
     config.train_sets["long"] = TrainSetConfig(path=long)
-    with pytest.raises(ConfigError, match=r"leave out data\.train_sets\.long, whose prompts are all too long\.$"):
+    with refused("rollout.max_prompt_tokens", 4, "data.train_sets.long"):
         build(config, tokenizer, seed=0, max_prompt_tokens=4)
 
 
@@ -130,6 +129,5 @@ def test_evaluation_sets_stand_beside_training_sets(jsonl, tokenizer) -> None:
     assert data.counts.text == (
         "60 training rows (easy 40 at weight 1; hard 20 at weight 3), 2 rows in evaluation set mine"
     )
-    assert data.warnings == [
-        "1 of the 2 questions of evaluation set mine are in the training set: its accuracy measures memorization"
-    ]
+    (warning,) = data.warnings
+    assert re.search("1 of the 2 questions .* set mine", warning)

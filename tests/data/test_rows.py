@@ -1,4 +1,6 @@
 import json
+import re
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -8,21 +10,15 @@ import pytest
 from app.config import RunConfig
 from app.config.data import ArithmeticConfig, DataConfig, EvalSetConfig
 from app.data import rows
-from app.errors import ConfigError
+from tests.refusals import refused
 
 
 def additions(count: int) -> list[dict[str, str]]:
     return [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(count)]
 
 
-def config_error(config: DataConfig) -> str:
-    """Load the data and return the one-sentence `ConfigError`."""
-    with pytest.raises(ConfigError) as caught:
-        rows.load(config)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert message.endswith(".")
-    return message
+def load(**settings: Any) -> rows.DataRows:
+    return rows.load(DataConfig(**settings))
 
 
 # Accepted data
@@ -109,9 +105,8 @@ def test_a_file_instead_of_a_hub_set_holds_out_rows_for_its_splits_and_warns_onc
     )
     loaded = rows.load(config)
     assert (len(loaded.train), len(loaded.evals["test"])) == (19, 1)
-    assert loaded.warnings == [
-        f"data.path={config.path} has no other splits: holding out 0.05 of its rows for data.eval_sets.test"
-    ]
+    (warning,) = loaded.warnings
+    assert re.search(f"data.path={config.path} .* 0.05 .*data.eval_sets.test", warning)
 
 
 def test_an_evaluation_path_replaces_held_out_rows_and_the_sets_of_a_preset(jsonl):
@@ -124,15 +119,15 @@ def test_an_evaluation_path_replaces_held_out_rows_and_the_sets_of_a_preset(json
     assert (len(loaded.train), list(loaded.evals), loaded.held_out) == (20, ["eval"], [])
     assert [(row.answer, row.source) for row in loaded.evals["eval"]] == [("7", "eval")]
     config.eval_path = "missing.jsonl"
-    assert config_error(config).startswith("data.eval_path=missing.jsonl is not accepted")
+    with refused("data.eval_path", "missing.jsonl"):
+        rows.load(config)
 
 
 def test_an_evaluation_set_inside_the_training_set_causes_a_warning(jsonl):
     path = jsonl(*additions(6))
     loaded = rows.load(DataConfig(path=path, eval_sets={"same": EvalSetConfig(path=path)}))
-    assert loaded.warnings == [
-        "6 of the 6 questions of evaluation set same are in the training set: its accuracy measures memorization"
-    ]
+    (warning,) = loaded.warnings
+    assert re.search("6 of the 6 questions .* set same", warning)
 
 
 def test_a_folder_is_loaded_as_a_hub_data_set_with_splits(tmp_path):
@@ -144,149 +139,156 @@ def test_a_folder_is_loaded_as_a_hub_data_set_with_splits(tmp_path):
     assert loaded.train[4].answer == "5"
 
 
-# Rejected data: one sentence each
+# Rejected data
+
+GOOD = {"question": "q", "answer": "a"}
 
 
-def test_a_missing_file_is_rejected():
-    for path in ("missing.jsonl", "./rows", "/no/such/folder/rows.parquet", "Rows.JSONL"):
-        message = config_error(DataConfig(path=path))
-        assert message.startswith(f"data.path={path} is not accepted: give an existing file (.jsonl, ")
-        assert message.endswith("or the id of a hub data set; there is no such file.")
+@pytest.mark.parametrize("path", ["missing.jsonl", "./rows", "/no/such/folder/rows.parquet", "Rows.JSONL"])
+def test_a_missing_file_is_rejected(path):
+    with refused("data.path", path, "no such file"):
+        load(path=path)
 
 
-def test_a_file_of_an_unsupported_kind_is_rejected(tmp_path):
-    for name in ("rows.tsv", "rows.parquet.gz", "rows.gz", "jsonl"):
-        path = tmp_path / name
-        path.write_text("question,answer\n")
-        assert "give a file that ends in .jsonl, .ndjson, .json, .csv, " in config_error(DataConfig(path=str(path)))
+@pytest.mark.parametrize("name", ["rows.tsv", "rows.parquet.gz", "rows.gz", "jsonl"])
+def test_a_file_of_an_unsupported_kind_is_rejected(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("question,answer\n")
+    with refused("data.path", path, ".jsonl, .ndjson, .json, .csv, "):
+        load(path=str(path))
 
 
-def test_an_empty_file_is_rejected(jsonl, tmp_path):
-    path = jsonl()
-    assert config_error(DataConfig(path=path)) == (
-        f"data.path={path} is not accepted: give a data set with rows; this one is empty."
-    )
-    parquet = tmp_path / "empty.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"question": [], "answer": []}), parquet)
-    assert "this one is empty" in config_error(DataConfig(path=str(parquet)))
+NO_TEXT = {
+    "rows.jsonl": (b"\xff\xfe\x00binary", ["JSON", "UTF-8", "'utf-8' codec"]),
+    "rows.parquet": (b"PAR1 but no more", ["Parquet"]),
+    "empty.jsonl": (b"", ["empty"]),
+}
 
 
-def test_a_file_that_is_not_text_is_rejected(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b"\xff\xfe\x00binary")
-    assert "give a readable JSON file in UTF-8 ('utf-8' codec" in config_error(DataConfig(path=str(path)))
+@pytest.mark.parametrize(("name", "content", "named"), [(name, *row) for name, row in NO_TEXT.items()])
+def test_a_file_that_cannot_be_read_or_is_empty_is_rejected(tmp_path, name, content, named):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with refused("data.path", path, *named):
+        load(path=str(path))
 
 
-def test_a_broken_parquet_file_is_rejected(tmp_path):
+def test_a_parquet_file_without_rows_or_with_broken_text_is_rejected(tmp_path):
     path = tmp_path / "rows.parquet"
-    path.write_bytes(b"PAR1 but no more")
-    expected = f"data.path={path} is not accepted: give a readable Parquet file ("
-    assert expected in config_error(DataConfig(path=str(path)))
+    pyarrow.parquet.write_table(pyarrow.table({"question": [], "answer": []}), path)
+    with refused("data.path", path, "empty"):
+        load(path=str(path))
 
     offsets = np.array([0, 1, 3], np.int32)
     not_utf8 = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, *map(pyarrow.py_buffer, (offsets, b"a\xff\xfe"))])
     pyarrow.parquet.write_table(pyarrow.table({"question": ["p", "q"], "answer": not_utf8}), path)
-    assert f"{expected}'utf-8' codec" in config_error(DataConfig(path=str(path)))
+    with refused("data.path", path, "'utf-8' codec"):
+        load(path=str(path))
 
 
-def test_a_line_that_is_not_a_json_object_is_rejected_with_its_number(jsonl):
-    good = {"question": "q", "answer": "a"}
-    assert "; line 3 is not JSON (Expecting" in config_error(DataConfig(path=jsonl(good, "", "{broken")))
-    assert "; line 2 is a list." in config_error(DataConfig(path=jsonl(good, "[1, 2]")))
-    assert "; line 1 is not JSON (" in config_error(DataConfig(path=jsonl("[" * 100_000)))
-    huge = '{"question": "q", "answer": ' + "1" * 5000 + "}"
-    assert "; line 2 is not JSON (Exceeds the limit" in config_error(DataConfig(path=jsonl(good, huge)))
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [
+        ([GOOD, "", "{broken"], "line 3"),
+        ([GOOD, "[1, 2]"], "line 2 is a list"),
+        (["[" * 100_000], "line 1"),
+        ([GOOD, '{"question": "q", "answer": ' + "1" * 5000 + "}"], "line 2"),
+    ],
+    ids=range(4),
+)
+def test_a_line_that_is_not_a_json_object_is_rejected_with_its_number(jsonl, lines, named):
+    path = jsonl(*lines)
+    with refused("data.path", path, named):
+        load(path=path)
 
 
-def test_a_row_without_the_field_is_rejected_with_its_number_and_existing_fields(jsonl):
-    good = {"question": "q", "answer": "a"}
-    path = jsonl(good, {"question": "q", "solution": "a"})
-    assert config_error(DataConfig(path=path)) == (
-        f"data.answer=answer is not accepted: give a field of the rows; row 2 of {path} has only question, solution."
-    )
-    assert "data.question=q is not accepted" in config_error(DataConfig(path=path, question="q"))
-    nested = jsonl({"prompt": [{"content": "q"}], "answer": "a"}, name="nested.jsonl")
-    assert "has a list of 1 there." in config_error(DataConfig(path=nested, question="prompt.1.content"))
-    assert "has only content." in config_error(DataConfig(path=nested, question="prompt.0.text"))
-    assert "has a str there." in config_error(DataConfig(path=nested, question="answer.0"))
+NESTED = {"prompt": [{"content": "q"}], "answer": "a"}
 
 
-def test_a_parquet_file_without_the_column_is_rejected_with_the_existing_columns(tmp_path):
-    path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"question": ["q"], "solution": ["s"]}), path)
-    assert "row 1 of" in (message := config_error(DataConfig(path=str(path))))
-    assert message.endswith("has only question, solution.")
+@pytest.mark.parametrize(
+    ("row", "settings", "key", "named"),
+    [
+        ({"question": "q", "solution": "a"}, {}, "answer", "has only question, solution"),
+        (GOOD, {"question": "q"}, "question", "has only question, answer"),
+        (NESTED, {"question": "prompt.1.content"}, "question", "a list of 1"),
+        (NESTED, {"question": "prompt.0.text"}, "question", "only content"),
+        (NESTED, {"question": "answer.0"}, "question", "a str"),
+        ({"question": " \n", "answer": "a"}, {}, "question", "empty"),
+        ({"question": "q", "answer": ""}, {}, "answer", "empty"),
+        ({**GOOD, "question": "7 \ud800"}, {}, "question", "surrogate '\\ud800'"),
+        ({**GOOD, "answer": "7 \ud800"}, {}, "answer", "surrogate '\\ud800'"),
+        ({**GOOD, "question": None}, {}, "question", "it is null"),
+        ({**GOOD, "question": [1]}, {}, "question", "it is a list"),
+        ({**GOOD, "question": {"a": 1}}, {}, "question", "it is a dict"),
+        ({**GOOD, "question": True}, {}, "question", "it is a bool"),
+        ({**GOOD, "answer": "1"}, {"answer_after": "####"}, "answer_after", "row 1"),
+        ({**GOOD, "answer": "1 ####  "}, {"answer_after": "####"}, "answer_after", "row 1"),
+    ],
+    ids=str,
+)
+def test_a_row_without_usable_text_is_rejected_with_its_field_and_number(jsonl, row, settings, key, named):
+    path = jsonl(row)
+    with refused(f"data.{key}", settings.get(key, key), f"row 1 of {path}", named):
+        load(path=path, **settings)
 
 
-def test_an_empty_question_or_answer_is_rejected_with_its_row(jsonl):
-    good = {"question": "q", "answer": "a"}
-    path = jsonl(good, good, {"question": " \n", "answer": "a"})
-    assert f"it is empty in row 3 of {path}." in config_error(DataConfig(path=path))
-    assert "data.answer=answer" in config_error(DataConfig(path=jsonl({"question": "q", "answer": ""})))
+def test_a_broken_row_behind_good_ones_is_named_by_its_number(jsonl, tmp_path):
+    path = jsonl(GOOD, GOOD, {"question": "", "answer": "a"})
+    with refused("data.question", "question", f"row 3 of {path}"):
+        load(path=path)
+    pair = {**GOOD, "answer": "a \U0001d54f"}  # JSON writes this letter as a pair
+    assert load(path=jsonl(pair, pair)).train[0].answer == "a \U0001d54f"
 
-
-def test_an_unpaired_surrogate_is_rejected_with_its_row(jsonl):
-    good = {"question": "q", "answer": "a \U0001d54f"}  # JSON writes this letter as a pair
-    for field in ("question", "answer"):
-        path = jsonl(good, {**good, field: "7 \ud800"})
-        assert config_error(DataConfig(path=path)) == (
-            f"data.{field}={field} is not accepted: give a field of valid Unicode; "
-            f"row 2 of {path} has the unpaired surrogate '\\ud800'."
-        )
-    assert rows.load(DataConfig(path=jsonl(good, good))).train[0].answer == "a \U0001d54f"
-
-
-def test_a_field_that_is_not_text_is_rejected_with_its_kind(jsonl):
-    for value, kind in ((None, "null"), ([1], "a list"), ({"a": 1}, "a dict"), (True, "a bool")):
-        message = config_error(DataConfig(path=jsonl({"question": value, "answer": "a"})))
-        assert f"give a text field; it is {kind} in row 1 of" in message
-
-
-def test_an_answer_without_the_marker_is_rejected_with_its_row(jsonl):
-    marked = {"question": "q", "answer": "#### 1"}
-    for answer in ("1", "1 ####  "):
-        message = config_error(DataConfig(path=jsonl(marked, {"question": "q", "answer": answer}), answer_after="####"))
-        assert message.startswith("data.answer_after=#### is not accepted: give a marker that precedes every answer")
-        assert "row 2" in message
+    table = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["q"], "solution": ["s"]}), table)
+    with refused("data.answer", "answer", f"row 1 of {table}", "question, solution"):
+        load(path=str(table))
 
 
 def test_one_row_is_too_few_if_some_are_held_out(jsonl):
     path = jsonl(*additions(1))
-    assert config_error(DataConfig(path=path)).startswith(f"data.path={path} is not accepted: give at least 2 rows")
+    with refused("data.path", path, "at least 2 rows", "data.eval_path"):
+        load(path=path)
     other = jsonl(*additions(3), name="other.jsonl")
-    loaded = rows.load(DataConfig(path=path, eval_sets={"other": EvalSetConfig(path=other)}))
+    loaded = load(path=path, eval_sets={"other": EvalSetConfig(path=other)})
     assert (len(loaded.train), len(loaded.evals["other"])) == (1, 3)
 
 
 def test_an_error_in_an_evaluation_set_names_its_own_key(jsonl):
-    config = DataConfig(path=jsonl(*additions(3)), eval_sets={"aime": EvalSetConfig(path="missing.parquet")})
-    assert config_error(config).startswith("data.eval_sets.aime.path=missing.parquet is not accepted")
-    other = jsonl({"problem": "p"}, name="other.jsonl")
-    config = DataConfig(path=jsonl(*additions(3)), eval_sets={"aime": EvalSetConfig(path=other)})
-    assert config_error(config).startswith("data.eval_sets.aime.question=question is not accepted")
+    train, other = jsonl(*additions(3)), jsonl({"problem": "p"}, name="other.jsonl")
+    with refused("data.eval_sets.aime.path", "missing.parquet"):
+        load(path=train, eval_sets={"aime": EvalSetConfig(path="missing.parquet")})
+    with refused("data.eval_sets.aime.question", "question"):
+        load(path=train, eval_sets={"aime": EvalSetConfig(path=other)})
 
 
 def test_a_hub_data_set_that_cannot_be_loaded_is_rejected(tmp_path):
     pytest.importorskip("datasets")
-    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "q", "answer": "a"}) + "\n")
-    message = config_error(DataConfig(path=str(tmp_path), split="validation"))
-    assert message.startswith(f"data.path={tmp_path} is not accepted: give a data set that can be loaded; ")
-    assert "split validation failed to load (" in message
+    (tmp_path / "train.jsonl").write_text(json.dumps(GOOD) + "\n")
+    with refused("data.path", tmp_path, "split validation"):
+        load(path=str(tmp_path), split="validation")
 
 
-def test_invalid_settings_are_rejected_before_anything_is_read():
-    for config, key in (
-        (DataConfig(arithmetic=ArithmeticConfig(problems=0)), "data.arithmetic.problems=0"),
-        (DataConfig(arithmetic=ArithmeticConfig(problems=99, eval_problems=2, max_operand=9)), "at most 100 problems"),
-        (DataConfig(eval_fraction=1.0), "data.eval_fraction=1.0"),
-        (DataConfig(question=""), "data.question=''"),
-        (DataConfig(answer_after=""), "data.answer_after=''"),
-        (DataConfig(system="Be brief."), "data.system=Be brief."),
-        (DataConfig(eval_sets={"a": EvalSetConfig(rows=0)}), "data.eval_sets.a.rows=0"),
-    ):
-        with pytest.raises(ConfigError, match="is not accepted: give ") as caught:
-            RunConfig(data=config).validate()
-        assert key in str(caught.value)
+@pytest.mark.parametrize(
+    ("config", "key", "value"),
+    [
+        (DataConfig(arithmetic=ArithmeticConfig(problems=0)), "data.arithmetic.problems", 0),
+        (
+            DataConfig(arithmetic=ArithmeticConfig(problems=99, eval_problems=2, max_operand=9)),
+            "data.arithmetic.problems",
+            99,
+        ),
+        (DataConfig(eval_fraction=1.0), "data.eval_fraction", 1.0),
+        (DataConfig(question=""), "data.question", "''"),
+        (DataConfig(answer_after=""), "data.answer_after", "''"),
+        (DataConfig(system="Be brief."), "data.system", "Be brief."),
+        (DataConfig(eval_sets={"a": EvalSetConfig(rows=0)}), "data.eval_sets.a.rows", 0),
+    ],
+    ids=str,
+)
+def test_invalid_settings_are_rejected_before_anything_is_read(config, key, value):
+    with refused(key, value):
+        RunConfig(data=config).validate()
 
 
 def test_the_tasks_of_an_environment_are_rows_and_may_be_blank():
@@ -297,19 +299,15 @@ def test_the_tasks_of_an_environment_are_rows_and_may_be_blank():
     assert {(row.source, row.question, row.answer) for row in loaded.train} == {("mine", "", "")}
 
 
-def test_tasks_that_are_no_rows_are_refused_without_a_file():
-    config = DataConfig(name="mine", from_environment=True)
-    with pytest.raises(ConfigError, match=r"^data\.from_environment=true is not accepted: .*this one is empty"):
-        rows.load(config)
-    with pytest.raises(ConfigError, match=r"^data\.answer=answer .* row 2 of the tasks of the environment has"):
-        rows.load(config, tasks=[{"question": "a", "answer": "b"}, {"question": "a"}])
-
-
-def test_an_environment_with_one_task_is_refused_without_the_advice_to_give_a_file():
-    config = DataConfig(name="mine", from_environment=True)
-    with pytest.raises(ConfigError) as caught:
-        rows.load(config, tasks=[{"question": "a", "answer": "b"}])
-    assert str(caught.value) == (
-        "data.from_environment=true is not accepted: give an environment with at least 2 tasks, since some are held "
-        "out for evaluation (it has 1)."
-    )
+@pytest.mark.parametrize(
+    ("tasks", "key", "named"),
+    [
+        ([], "data.from_environment", "empty"),
+        ([GOOD, {"question": "a"}], "data.answer", "row 2 of the tasks of the environment"),
+        ([GOOD], "data.from_environment", "at least 2 tasks"),
+    ],
+    ids=["none", "no rows", "one"],
+)
+def test_tasks_that_are_no_rows_are_refused_without_a_file(tasks, key, named):
+    with refused(key, None, named):
+        rows.load(DataConfig(name="mine", from_environment=True), tasks=tasks)

@@ -9,7 +9,7 @@ import pytest
 from app.config.data import DataConfig
 from app.data import rows, user_rows
 from app.data.build import build
-from app.errors import ConfigError
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -28,13 +28,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     yield write
     for name in names:
         sys.modules.pop(name, None)
-
-
-def error_of(config: DataConfig) -> str:
-    with pytest.raises(ConfigError) as caught:
-        rows.load(config)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_a_function_in_the_working_directory_yields_the_rows(module, tokenizer) -> None:
@@ -86,11 +79,11 @@ def test_a_resumed_run_must_get_the_same_rows(module, tokenizer) -> None:
     saved.take(2)
     restored = cursor_of(4)
     restored.restore(saved.state())
-    with pytest.raises(ConfigError, match=r"^data does not match the checkpoint: give the same rows"):
+    with refused("data", "", "the same rows"):
         cursor_of(5).restore(saved.state())
 
 
-def test_every_failure_is_one_sentence_with_its_place(module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_failure_is_refused_with_its_place(module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     name = module(
         "def fails():\n    yield {'question': 'q', 'answer': 'a'}\n    raise RuntimeError('disk\\ngone')\n"
         "def texts():\n    return ['q', 'a']\n"
@@ -101,23 +94,22 @@ def test_every_failure_is_one_sentence_with_its_place(module, monkeypatch: pytes
         "def without():\n    return [{'question': 'q'}]\n"
     )
     monkeypatch.setattr(user_rows, "MOST_ROWS", 100)
-    for target, sentence in (
-        ("fails", f"give a function that returns rows; it failed (RuntimeError: disk at {tmp_path / name}.py:3)."),
-        ("texts", "give a function that returns dictionaries; row 1 is a str."),
-        ("nothing", "give a data set with rows; this one is empty."),
-        ("number", "give a function that returns or yields rows; it returned a int."),
-        ("takes", "give a function that takes data.args={} (missing a required argument: 'limit')."),
-        ("endless", "give a function that ends; it yielded more than 100 rows."),
-        ("absent", f"give a function that can be imported; module {name} has no absent."),
+    for target, *named in (
+        ("fails", "RuntimeError: disk", f"{tmp_path / name}.py:3"),
+        ("texts", "row 1 is a str"),
+        ("nothing", "empty"),
+        ("number", "a int"),
+        ("takes", "data.args={}", "'limit'"),
+        ("endless", "100 rows"),
+        ("absent", f"module {name} has no absent"),
     ):
-        path = f"{name}.{target}"
-        assert error_of(DataConfig(_target_=path)) == f"data._target_={path} is not accepted: {sentence}"
-    assert error_of(DataConfig(_target_=f"{name}.without")) == (
-        f"data.answer=answer is not accepted: give a field of the rows; row 1 of {name}.without has only question."
-    )
+        with refused("data._target_", f"{name}.{target}", *named):
+            rows.load(DataConfig(_target_=f"{name}.{target}"))
+    with refused("data.answer", "answer", f"row 1 of {name}.without", "question"):
+        rows.load(DataConfig(_target_=f"{name}.without"))
 
 
 def test_a_module_that_cannot_be_imported_is_named_with_its_line(module, tmp_path: Path) -> None:
     name = module("x = 1\nraise ValueError('bad table')\n")
-    expected = f"module {name} cannot be imported (ValueError: bad table at {tmp_path / name}.py:2)."
-    assert error_of(DataConfig(_target_=f"{name}.rows")).endswith(expected)
+    with refused("data._target_", f"{name}.rows", "ValueError: bad table", f"{tmp_path / name}.py:2"):
+        rows.load(DataConfig(_target_=f"{name}.rows"))

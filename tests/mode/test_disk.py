@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import ConfigError
 from app.mode.disk import free_bytes, plan_disk, require_space
 from app.mode.doctor.check import examine
 from app.mode.doctor.finding import CheckStatus
 from app.model.architecture import architecture_of
 from tests.compose import composed
+from tests.refusals import refused
 
 
 def leave(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +28,7 @@ def test_a_run_whose_checkpoints_do_not_fit_is_refused(tmp_path: Path, monkeypat
     leave(needed, monkeypatch)
     require_space(config, tmp_path / "not" / "made")
     leave(needed - 1, monkeypatch)
-    with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*made is not accepted: give a folder with [\d.]+ MiB for"):
+    with refused("hydra.run.dir", tmp_path / "not" / "made", " MiB for", "checkpoint.keep"):
         require_space(config, tmp_path / "not" / "made")
 
     require_space(composed("mode=eval"), tmp_path)

@@ -74,9 +74,7 @@ def test_a_client_of_openenv_needs_aiohttp_in_the_interpreter_of_the_workers(pyt
 
 
 def test_an_interpreter_that_cannot_be_run_is_named(tmp_path: Path) -> None:
-    assert line(tmp_path / "python", *VERIFIERS).message == (
-        f"environment.python={tmp_path / 'python'} cannot be asked for its packages (No such file or directory)"
-    )
+    assert f"environment.python={tmp_path / 'python'} " in line(tmp_path / "python", *VERIFIERS).message
     assert "cannot be asked" in line(Path("/bin/false"), *VERIFIERS).message
 
 

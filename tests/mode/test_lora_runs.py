@@ -80,7 +80,7 @@ def test_killed_engine_and_rank_cost_a_run_with_adapters_nothing_but_time(
     steps = steps_of(run)
     assert [line["step"] for line in steps] == list(range(1, 31))
     assert steps[-1]["recovery/engine_restarts"] == 1
-    assert "trainer failed; restarted from step" in run.text
+    assert "restarted from step" in run.text
     assert run.summary()["status"] == "finished"
 
 

@@ -124,10 +124,7 @@ def test_the_folder_of_an_earlier_sweep_is_refused(tmp_path: Path) -> None:
     before = content(tmp_path)
     code, text = run_app("-m", "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path, module=HELD)
     assert (code, content(tmp_path)) == (2, before)
-    assert text == (
-        f"hydra.sweep.dir={tmp_path / 'sweep'} is not accepted: it already holds the runs of a sweep; give another "
-        "folder.\n"
-    )
+    assert text.startswith(f"hydra.sweep.dir={tmp_path / 'sweep'} ")
 
 
 @pytest.mark.parametrize("parent", ["outputs/sweeps", "my runs", "a=b,c", 'quoted "twice"', "it's"])
@@ -153,9 +150,9 @@ def test_the_line_that_resumes_a_job_of_a_sweep_is_one_that_hydra_reads(
 @pytest.mark.parametrize(
     ("mode", "advice"),
     [
-        ("train", "give resume=auto to continue it, or another folder"),
-        ("eval", "give another folder, or resume={run} without hydra.run.dir to evaluate that run"),
-        ("parity", "give another folder"),
+        ("train", "resume=auto"),
+        ("eval", "resume={run}"),
+        ("parity", "another folder"),
     ],
 )
 def test_no_mode_writes_into_the_folder_of_a_run(mode: str, advice: str, tmp_path: Path) -> None:
@@ -163,7 +160,8 @@ def test_no_mode_writes_into_the_folder_of_a_run(mode: str, advice: str, tmp_pat
     before = content(tmp_path)
     code, text = run_app(f"mode={mode}", f"hydra.run.dir={run}", cwd=tmp_path)
     assert (code, content(tmp_path)) == (2, before)
-    assert text == f"hydra.run.dir={run} is not accepted: it already holds a run; {advice.format(run=run)}.\n"
+    assert text.startswith(f"hydra.run.dir={run} ")
+    assert advice.format(run=run) in text
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_over_with_its_records_set_aside(
@@ -178,7 +176,7 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_over_with_its_record
         code, text = run_app(*line, cwd=tmp_path, module=HELD)
         assert code == 0, text
         aside = run / f"aside_{attempt}"
-        assert f"it starts over, and its records are now in {aside}\n" in text
+        assert f" {aside}\n" in text
         assert [row["step"] for row in metrics(run)] == [1]
         (run / "summary.json").write_text('{"status": "failed", "steps": 1}')  # died again before a checkpoint
 
@@ -208,7 +206,7 @@ def test_a_run_that_another_process_continued_before_the_lock_was_free_is_left_a
     there = content(run)
     with pytest.raises(RunError) as refused, output_folder(job, configuration.resolve(job), run):
         pass
-    assert str(refused.value) == f"the run in {run} has just saved a checkpoint in another process; start again"
+    assert str(run) in str(refused.value)
     assert {name: digest for name, digest in content(run).items() if name != "driver.lock"} == there
 
 
@@ -238,25 +236,24 @@ def test_a_run_that_finished_without_checkpoints_is_left_alone_by_the_same_line(
     before = content(tmp_path / "run")
     code, text = run_app(*line, cwd=tmp_path, module=HELD)
     assert (code, content(tmp_path / "run")) == (0, before)
-    assert text.splitlines()[-1] == (
-        f"the run in {tmp_path / 'run'} finished at step 1: give a larger steps=… to continue it."
-    )
+    assert f"{tmp_path / 'run'} finished at step 1" in text.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["hydra.run.dir="], ["hydra.run.dir= "], ["hydra.run.dir=${oc.env:UNSET,''}"], ["mode=plan", "hydra.run.dir="]],
+    [
+        ["hydra.run.dir="],
+        ["hydra.run.dir= "],
+        ["hydra.run.dir=${oc.env:UNSET,''}"],
+        ["mode=plan", "hydra.run.dir="],
+        ["-m", "hydra.sweep.dir=", "seed=0,1"],
+    ],
     ids=" ".join,
 )
 def test_an_empty_folder_is_refused(arguments: list[str], tmp_path: Path) -> None:
     code, text = run_app(*arguments, cwd=tmp_path)
-    assert (code, text) == (2, "hydra.run.dir= is not accepted: give a folder; the value is empty.\n")
-    assert content(tmp_path) == {}
-
-
-def test_an_empty_folder_of_a_sweep_is_refused(tmp_path: Path) -> None:
-    code, text = run_app("-m", "hydra.sweep.dir=", "seed=0,1", cwd=tmp_path)
-    assert (code, text) == (2, "hydra.sweep.dir= is not accepted: give a folder; the value is empty.\n")
+    key = next(word.partition("=")[0] for word in arguments if word.startswith("hydra."))
+    assert (code, text.split()[0]) == (2, key)
     assert content(tmp_path) == {}
 
 
@@ -264,7 +261,8 @@ def test_an_empty_folder_of_a_sweep_is_refused(tmp_path: Path) -> None:
 def test_a_folder_named_by_an_unset_variable_is_refused(key: str, tmp_path: Path) -> None:
     sweep = ["-m", "seed=0,1"] if key == "hydra.sweep.dir" else []
     code, text = run_app(f"{key}=${{oc.env:NOPE}}", *sweep, cwd=tmp_path)
-    assert (code, text) == (2, f"{key} is not accepted: there is no environment variable NOPE.\n")
+    assert (code, text.count("\n"), text.split()[0]) == (2, 1, key)
+    assert "NOPE" in text
     assert content(tmp_path) == {}
 
 
@@ -273,5 +271,5 @@ def test_a_folder_that_cannot_be_written_is_named_as_given(tmp_path: Path) -> No
     file.touch()
     for key, arguments in (("hydra.run.dir", []), ("hydra.sweep.dir", ["-m", "seed=0,1"])):
         code, text = run_app(f"{key}={file / 'run'}", *arguments, cwd=tmp_path)
-        wanted = f"{key}={file / 'run'} is not accepted: give a folder that can be written; {file} is a file.\n"
-        assert (code, text) == (2, wanted)
+        assert (code, text.split()[0]) == (2, f"{key}={file / 'run'}")
+        assert f"{file} is a file" in text

@@ -160,35 +160,29 @@ def test_a_plan_says_what_a_run_would_refuse(tmp_path: Path) -> None:
     done = plan(*line)
     assert done.returncode == 0, done.stderr
     refused = done.stdout.partition("A run on this machine would be refused\n")[2].splitlines()
-    model, data, reward = refused
-    assert (
-        model
-        == f"  model.path={tmp_path} is not accepted: give a Hugging Face model directory; this one has no config.json."
-    )
-    assert (
-        data
-        == f"  data.question=q is not accepted: give a field of the rows; row 1 of {rows} has only question, answer."
-    )
-    assert "reward._target_=nope.f is not accepted" in reward
-    assert "there is no module nope" in reward
+    assert [line.split(" is not")[0].strip() for line in refused] == [
+        f"model.path={tmp_path}",
+        "data.question=q",
+        "reward._target_=nope.f",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("content", "named"),
     [
-        (None, "there is no such file"),
-        ("{", "line 1 is not JSON"),
-        ('{"question": "1+1=", "answer": "2"}', "give at least 2 rows"),
-        ("", "this one is empty"),
+        (None, "no such file"),
+        ("{", "line 1"),
+        ('{"question": "1+1=", "answer": "2"}', "at least 2 rows"),
+        ("", "empty"),
     ],
 )
-def test_a_data_file_that_a_run_refuses_is_named(content: str | None, sentence: str, tmp_path: Path) -> None:
+def test_a_data_file_that_a_run_refuses_is_named(content: str | None, named: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     if content is not None:
         path.write_text(content)
     (found,) = problems(composed(f"data.path={path}")).values()
-    assert found.startswith(f"data.path={path} is not accepted")
-    assert sentence in found
+    assert found.startswith(f"data.path={path} ")
+    assert named in found
 
 
 def test_a_mistyped_evaluation_file_is_found_beside_a_hub_data_set() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from app.config.checkpoint import CheckpointConfig
 from app.config.model import LoraConfig
 from app.config.placement import PlacementKind
 from app.data.cursor import PromptCursor
-from app.errors import CheckpointError, ConfigError, Interrupted
+from app.errors import CheckpointError, Interrupted
 from app.mode.train import TrainingRun, second_signal
 from app.model.hf_directory import identity
 from app.placement.colocate import Colocate
@@ -25,6 +26,7 @@ from app.tracking.recorder import RunFolderRecorder
 from app.utils.tasks import until_signal
 from tests.checkpoint.plain_files import DATA, PlainFiles, flip_a_byte, names, save
 from tests.model.support import save_qwen3
+from tests.refusals import refused
 from tests.simulation import SimTrainer, World, config, prompts
 
 DEADLINE_S = 60.0
@@ -113,18 +115,16 @@ def test_a_second_signal_is_answered_and_the_last_step_is_saved(tmp_path: Path) 
 def test_a_third_signal_ends_the_last_save_with_a_warning(tmp_path: Path) -> None:
     world = interrupted(tmp_path, Interrupting(more=2))
     assert (saved_step(tmp_path), names(tmp_path)) == (None, set())
-    assert world.recorder.warnings == [
-        SECOND,
-        "step 3 was not saved: a third signal arrived during: writing the checkpoint",
-    ]
+    first, second = world.recorder.warnings
+    assert first == SECOND
+    assert re.search("step 3 .*third signal", second)
 
 
 def test_a_save_that_takes_too_long_is_named_with_what_it_waited_for(tmp_path: Path) -> None:
     world = interrupted(tmp_path, Interrupting(pause=DEADLINE_S), grace_s=0.2)
     assert (saved_step(tmp_path), names(tmp_path)) == (None, set())
-    assert world.recorder.warnings == [
-        "step 3 was not saved: checkpoint.grace_s=0.2 s passed during: writing the checkpoint"
-    ]
+    (warning,) = world.recorder.warnings
+    assert re.search("step 3 .*checkpoint.grace_s=0.2 s", warning)
 
 
 def test_a_signal_during_the_write_after_the_last_step_does_not_end_it(tmp_path: Path) -> None:
@@ -218,9 +218,9 @@ def test_a_run_that_goes_back_keeps_its_later_checkpoints_and_names_them(tmp_pat
     assert len(run.cursor.state()["returned"]) == 3
     assert names(tmp_path) == {"latest", "step_20", "aside"}
     aside = run.checkpoints / "aside"
-    assert run.warnings == [
-        f"the run went back to step 20; later checkpoints were set aside: {aside / 'step_40'}, {aside / 'step_60'}"
-    ]
+    (warning,) = run.warnings
+    assert "step 20" in warning
+    assert f"{aside / 'step_40'}, {aside / 'step_60'}" in warning
     assert latest(tmp_path) == run.checkpoints / "step_20"
 
 
@@ -233,12 +233,13 @@ def test_checkpoints_that_latest_never_named_are_set_aside_by_a_run_that_starts_
     assert names(tmp_path) == {"aside"}
     assert {each.name for each in aside.iterdir()} == {"step_20", "step_40", "step_60"}
     moved = ", ".join(str(aside / f"step_{step}") for step in (20, 40, 60))
-    assert run.warnings == [f"the run starts over; its checkpoints were set aside: {moved}"]
+    (warning,) = run.warnings
+    assert moved in warning
 
 
 def test_other_data_is_refused_before_anything_has_changed(tmp_path: Path) -> None:
     run = Resumed(tmp_path, rows=11)
-    with pytest.raises(ConfigError, match="data does not match the checkpoint"):
+    with refused("data"):
         run.resume(str(run.checkpoints / "step_20"))
     assert run.trainer.restored == []
     assert names(tmp_path) == {"latest", "step_20", "step_40", "step_60"}
@@ -255,8 +256,8 @@ def test_a_damaged_newest_checkpoint_is_stepped_over_with_a_warning(resume: str,
     assert run.trainer.restored == ["step_40 as 40"]
     assert names(tmp_path) == {"latest", "step_20", "step_40", "aside"}
     first, second = run.warnings
-    assert first.startswith(f"resumed from step_40 instead: checkpoint {damaged} is damaged: {DATA} has checksum ")
-    assert second.endswith(f"later checkpoints were set aside: {run.checkpoints / 'aside' / 'step_60'}")
+    assert re.search(f"step_40 .*{damaged} is damaged: {DATA}", first)
+    assert second.endswith(str(run.checkpoints / "aside" / "step_60"))
 
 
 def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path: Path) -> None:

@@ -190,19 +190,19 @@ def test_calls_that_need_offloaded_memory_raise_and_name_it(
         push = await make_synchronizer("ipc", trainer, [engine], tmp_path)
         await push.sync(1)
         await trainer.offload(TrainerMemory.parameters)
-        with pytest.raises(TrainerError, match=r"trainer rank 0: parameters is offloaded already"):
+        with pytest.raises(TrainerError, match="rank 0: parameters"):
             await trainer.offload(TrainerMemory.parameters)
-        with pytest.raises(TrainerError, match=r"trainer rank 0: begin_step while offloaded: parameters"):
+        with pytest.raises(TrainerError, match=r"rank 0: begin_step .*parameters"):
             await trainer.begin_step(version=2)
-        with pytest.raises(SyncError, match=r"trainer rank 0: weight sync while offloaded: parameters"):
+        with pytest.raises(SyncError, match=r"rank 0: weight sync .*parameters"):
             await push.sync(2)
-        with pytest.raises(TrainerError, match=r"trainer rank 0: restore while offloaded: parameters"):
+        with pytest.raises(TrainerError, match=r"rank 0: restore .*parameters"):
             await trainer.restore(tmp_path, version=2)
         await trainer.onload(TrainerMemory.parameters)
         await trainer.onload(TrainerMemory.parameters)  # idempotent
         assert (await push.sync(2)).version == 2
         await trainer.begin_step(version=3)
-        with pytest.raises(TrainerError, match=r"optimizer cannot be offloaded while a step is open"):
+        with pytest.raises(TrainerError, match=r"optimizer .*step is open"):
             await trainer.offload(TrainerMemory.optimizer)
         await trainer.abort_step()
         await push.close()
@@ -239,5 +239,5 @@ def test_onload_waits_until_the_engine_released_its_memory(
     monkeypatch.setattr(Offload, "_device_module", FakeDeviceModule([2**20]))
     monkeypatch.setattr(module, "FREE_MEMORY_TIMEOUT_S", 0.2)
     monkeypatch.setattr(offloader._copies[TrainerMemory.parameters], "bytes", 2**31)
-    with pytest.raises(TrainerError, match=r"onload of parameters needs 2\.0 GiB on cpu, but only 0\.0 GiB were free"):
+    with pytest.raises(TrainerError, match=r"parameters .*2\.0 GiB on cpu, .* 0\.0 GiB"):
         offloader.onload(TrainerMemory.parameters)

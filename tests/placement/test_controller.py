@@ -1,5 +1,6 @@
 """What a step records, and what failing to record it costs."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -79,10 +80,8 @@ def test_a_measurement_that_fails_costs_a_warning_and_no_step(kind: PlacementKin
     play(world)
     assert [line["step"] for line in world.recorder.lines] == [1, 2, 3, 4, 5, 6]
     assert world.trainer.aborts == 0
-    assert world.recorder.warnings == [
-        "the memory of the trainer processes cannot be measured, metrics go without it: "
-        "trainer rank 0 failed during memory: OSError: on purpose"
-    ]
+    (warning,) = world.recorder.warnings
+    assert re.search("trainer rank 0 .*memory: OSError: on purpose", warning)
     without = [line["step"] for line in world.recorder.lines if "memory/trainer_rss_mib" not in line]
     assert len(without) <= 1  # the eighth may be a peak of a phase
 
@@ -96,7 +95,7 @@ def test_a_step_that_cannot_be_recorded_ends_the_run_with_its_reason(kind: Place
             raise OSError(28, "No space left on device")
 
     world.recorder.log = log  # type: ignore[method-assign]
-    with pytest.raises(RunError, match=r"^the metrics of step 3 cannot be written: .*No space left on device"):
+    with pytest.raises(RunError, match=r"step 3 .*No space left on device"):
         play(world)
 
 

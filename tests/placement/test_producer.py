@@ -99,13 +99,9 @@ def test_a_prompt_that_never_fits_the_bound_is_reported_once_with_what_to_change
     assert_bound(world)
     warned = [text for text in world.recorder.warnings if "was aborted" in text]
     assert len(warned) == 1
-    assert re.match(
-        r"prompt sim/\d*0@0 was aborted 3 times, last after \d+ of at most 32 tokens: its completions take longer than "
-        r"2 steps \(placement.max_staleness \+ 1\) and begin again each time\. Try a larger placement\.max_staleness, "
-        r"or a smaller rollout\.max_completion_tokens or rollout\.max_inflight_groups\. placement\.in_flight=drain "
-        r"aborts none, but every sync waits for the longest completion\.$",
-        warned[0],
-    )
+    assert re.match(r"prompt sim/\d*0@0 .* 3 times, .* 32 tokens", warned[0])
+    for key in ("placement.max_staleness", "rollout.max_completion_tokens", "rollout.max_inflight_groups"):
+        assert key in warned[0]
     tails = [prompt_id for prompt_id in world.trainer.ids if hash_of(prompt_id) % 10 == 0]
     assert tails  # nothing is skipped: they are trained on when they fit
 
@@ -116,11 +112,7 @@ def test_episodes_that_never_fit_the_bound_are_reported_with_the_pushes_that_the
     world = World(made, tmp_path, rare_tail(12.0), tokens=1000)
     run(world)
     (warned,) = [text for text in world.recorder.warnings if "was aborted" in text]
-    assert re.match(
-        r"prompt sim/\d*0@0 was aborted 3 times: its episodes take more than 2 weight syncs \(placement.max_staleness "
-        r"\+ 1\) and begin again each time\. Raise placement\.max_staleness to at least 2, or",
-        warned,
-    )
+    assert re.match(r"prompt sim/\d*0@0 .* 3 times: .*placement\.max_staleness to at least 2", warned)
     assert "drain" not in warned  # a sync waits for the turns in flight, not for whole episodes
 
 

@@ -177,7 +177,7 @@ def test_a_whole_run_on_one_memory_survives_the_loss_of_its_trainer(start: Calla
     assert run.gone_within(15), run.processes()
     assert_ledger(run.folder, 10)
     assert max(line["mismatch/kl"] for line in run.metrics()) < 1e-6
-    assert "trainer failed; restarted from step" in run.text
+    assert "restarted from step" in run.text
     moved = (run.folder / "logs" / "trainer_0.log").read_text()
     assert moved.count("onloaded parameters") >= 10
     assert moved.count("offloaded optimizer") >= 10

@@ -77,7 +77,7 @@ def test_the_run_ends_within_its_limit_and_three_polls(kind: PlacementKind, tmp_
 
     async def story() -> float:
         context = world.context()
-        with pytest.raises(RunError, match="no progress for 960 s"):
+        with pytest.raises(RunError, match="960 s"):
             await CONTROLLERS[kind](context).run()
         return now()
 
@@ -91,7 +91,7 @@ def test_a_completion_lost_in_an_evaluation_ends_the_run(
 ) -> None:
     world = World(quick(kind, before_train=before_train, every=2), tmp_path, hang("eval/1"))
     step = 1 if before_train else 3
-    with pytest.raises(RunError, match=rf"step {step}, phase evaluate: .*eval/1 on engine"):
+    with pytest.raises(RunError, match=rf"step {step}, phase evaluate.*eval/1"):
         play(world)
 
 
@@ -101,7 +101,7 @@ def test_a_trainer_that_hangs_ends_the_run_with_its_phase(kind: PlacementKind, c
     world = World(quick(kind), tmp_path)
     world.trainer.hang = call
     phase = "finish" if kind is ASYNC and call == "finish_step" else "train"
-    with pytest.raises(RunError, match=f"no progress for 960 s: step 1, phase {phase}"):
+    with pytest.raises(RunError, match=f"step 1, phase {phase}"):
         play(world)
 
 
@@ -117,7 +117,7 @@ def test_a_sync_that_hangs_ends_the_run(kind: PlacementKind, tmp_path: Path) -> 
 
         world.sync.sync = hangs  # type: ignore[method-assign]
 
-    with pytest.raises(RunError, match="no progress for 960 s: step 2, phase sync"):
+    with pytest.raises(RunError, match="step 2, phase sync"):
         play(world, at_start)
 
 
@@ -131,7 +131,7 @@ def test_an_engine_that_never_drains_ends_the_run(kind: PlacementKind, tmp_path:
 
         world.engines[1].pause = never  # type: ignore[method-assign]
 
-    with pytest.raises(RunError, match=r"no progress for 960 s: step 1, phase start"):
+    with pytest.raises(RunError, match="step 1, phase start"):
         play(world, at_start)
 
 
@@ -143,7 +143,7 @@ def test_waiting_for_an_engine_ends_with_why_there_is_none(tmp_path: Path) -> No
         async with watchdog(context.rollouter, context.pool, world.config, tmp_path):
             await context.pool.wait_for_any()
 
-    with pytest.raises(RunError, match="0 of 1 engines ready, engine 0 is lost: engine 0 was killed"):
+    with pytest.raises(RunError, match=r"0 of 1 engines.*engine 0 was killed"):
         run_virtual(story())
 
 
@@ -205,7 +205,7 @@ def test_attempts_to_restart_an_engine_are_progress_until_they_are_too_many(
     def at_start(controller: PlacementController) -> None:
         asyncio.get_running_loop().call_later(0.5, world.engines[0].die)
 
-    with pytest.raises(EngineError, match=r"^engine 0 was lost and could not be restarted in 6 attempts"):
+    with pytest.raises(EngineError, match=r"^engine 0 .*6 attempts"):
         play(world, at_start)
 
 
@@ -224,7 +224,7 @@ def test_an_engine_that_does_not_say_what_it_sampled_neither_stops_the_watchdog_
         context = world.context()
         world.engines[0].stats = silent  # type: ignore[method-assign]
         world.engines[1].stats = refuses  # type: ignore[method-assign]
-        with pytest.raises(RunError, match="no progress for 960 s: 0 groups in flight, 2 of 2 engines ready"):
+        with pytest.raises(RunError, match="0 groups in flight, 2 of 2"):
             async with watchdog(context.rollouter, context.pool, world.config, tmp_path):
                 await asyncio.Event().wait()
         return now()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import doctest
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -84,7 +85,8 @@ def test_an_engine_that_dies_is_replaced_and_its_prompts_are_sent_again(kind: Pl
     assert world.engines[2].begun
     assert [line["recovery/engine_restarts"] for line in world.recorder.lines][-1] == 1
     assert sum(line["rollout/failed_groups"] for line in world.recorder.lines) >= 1
-    assert world.recorder.warnings == ["engine died on purpose (restarting, attempt 1)"]
+    (warning,) = world.recorder.warnings
+    assert "on purpose" in warning
 
 
 @BOTH
@@ -110,7 +112,7 @@ def test_an_engine_that_dies_during_a_push_is_replaced_and_the_push_repeated(
     world = World(config(kind), tmp_path, push_seconds=1.0)
     play(world, (0.7, 1))  # the first push
     assert_sound(world)
-    assert world.recorder.warnings[0] == "an engine was lost (repeating sync 0, attempt 2)"
+    assert "sync 0" in world.recorder.warnings[0]
     assert len(world.engines) == 3
 
 
@@ -217,7 +219,7 @@ def test_a_restarted_engine_of_colocate_that_dies_around_its_sync_is_restarted_a
 @BOTH
 def test_a_prompt_that_is_lost_too_often_ends_the_run(kind: PlacementKind, tmp_path: Path) -> None:
     world = World(config(kind), tmp_path, lambda _: 100.0, engine_count=1)
-    with pytest.raises(EngineError, match=r"^prompt sim/\d+@0 was lost to engines 6 times"):
+    with pytest.raises(EngineError, match=r"^prompt sim/\d+@0 .*6 times"):
         play(world, *((10.0 + 30 * turn, turn) for turn in range(7)))
 
 
@@ -236,7 +238,7 @@ def test_an_engine_that_does_not_start_again_ends_the_run_with_a_sentence(kind: 
         return engine
 
     world.replace = dead  # type: ignore[method-assign, assignment]
-    with pytest.raises(EngineError, match=r"^engine 0 was lost and could not be restarted in 6 attempts"):
+    with pytest.raises(EngineError, match=r"^engine 0 .*6 attempts"):
         play(world, (0.5, 0))
 
 
@@ -265,7 +267,7 @@ def test_a_step_that_failed_is_tried_again_from_the_same_groups(kind: PlacementK
     assert world.trainer.aborts == 2
     calls: Counter[str] = sum((engine.calls for engine in world.engines), Counter())
     assert max(calls.values()) == 1  # nothing was sampled twice
-    assert world.recorder.warnings == ["step 1 failed and is retried: rank 1 failed on purpose"] * 2
+    assert [("step 1" in each, "rank 1" in each) for each in world.recorder.warnings] == [(True, True)] * 2
 
 
 @BOTH
@@ -299,7 +301,7 @@ def test_a_machine_that_is_nearly_full_is_told_before_the_kernel_acts(
     monkeypatch.setattr(SimEngine, "memory", memory)
     with pytest.raises(
         RunError,
-        match=r"^the machine of engine 0 has used 98.0% of its memory: .*\(the largest .* engine 0 with 1048576",
+        match=r"engine 0 .*98.0%.* engine 0 with 1048576",
     ):
         play(world)
     assert [line["memory/host_used_fraction"] for line in world.recorder.lines][-1] == 0.98
@@ -344,9 +346,8 @@ def test_an_engine_that_does_not_abort_is_lost_after_a_deadline_and_holds_up_no_
         ]
         await asyncio.sleep(1)
         await context.supervisor.abort_in_flight()
-        assert {index: str(cause) for index, cause in context.pool.lost.items()} == {
-            0: "engine 0: requests in flight were not aborted within 10 s"
-        }
+        assert list(context.pool.lost) == [0]
+        assert re.search("engine 0: .*within 10 s", str(context.pool.lost[0]))
         assert len(world.engines[1].aborted) == 2
         for group in groups:
             group.cancel()

@@ -13,6 +13,7 @@ from app.model.hf_directory import identity
 from app.recovery.resume import EVALUABLE, RESUMABLE, SAVED, apply_evaluation, apply_resume
 from tests.folders import a_run, content, run_app
 from tests.folders import composed_by_hydra as composed
+from tests.refusals import refused, require
 
 
 def test_the_saved_configuration_wins_but_for_what_may_be_given_anew(tmp_path: Path) -> None:
@@ -46,13 +47,10 @@ def test_an_override_that_would_change_the_run_is_refused_with_both_values(
     override: str, kept: str, tmp_path: Path
 ) -> None:
     run = a_run(tmp_path / "run", "algorithm=grpo", step=4)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         apply_resume(composed(f"resume={run}", "steps=9", override))
-    assert str(refused.value).startswith(
-        f"{override} is not accepted: the run in {run} keeps {kept}; only these settings may differ from the run's: "
-        f"{', '.join(RESUMABLE)}"
-    )
-    names_the_way = f"{shlex.quote(f'model.path={run}/export')} {shlex.quote(override)}" in str(refused.value)
+    require(caught.value, *override.lstrip("+").split("=", 1), str(run), kept, ", ".join(RESUMABLE))
+    names_the_way = f"{shlex.quote(f'model.path={run}/export')} {shlex.quote(override)}" in caught.value.reason
     assert names_the_way != override.startswith("model.")
 
 
@@ -63,10 +61,10 @@ def test_the_way_to_another_learning_rate_is_a_command_that_composes(exported: b
     (run / "config" / "overrides.yaml").write_text(OmegaConf.to_yaml(overrides))
     if exported:
         (run / "export").mkdir()
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         apply_resume(composed(f"resume={run}", "trainer.lr=0.05"))
 
-    *first, line = str(refused.value).removesuffix(".").partition("optimizer: ")[2].split(" && ")
+    *first, line = caught.value.reason.partition("optimizer: ")[2].split(" && ")
     assert [shlex.split(each) for each in first] == [
         ["python", "-m", "app", "mode=export", f"resume={run}"] for _ in range(not exported)
     ]
@@ -80,18 +78,15 @@ def test_the_same_presets_are_accepted_again_and_give_way_to_what_the_run_was_gi
     run = a_run(tmp_path / "run", *presets, "steps=70", "checkpoint.every=9", step=4)
     made = composed("resume=auto", f"hydra.run.dir={run}", *presets, "checkpoint.every=5")
     (note,) = apply_resume(made).notes
-    assert note == "experiment=cuda4_colocate_4b is ignored where the run was given other values: it keeps steps"
+    assert note.startswith("experiment=cuda4_colocate_4b is ignored")
+    assert note.endswith("steps")
     assert (made.steps, made.checkpoint.every, made.trainer.lr, made.algorithm.name) == (70, 5, 1e-5, "dapo")
 
 
 def test_a_run_is_continued_in_its_own_folder_only(tmp_path: Path) -> None:
     run = a_run(tmp_path / "a run", step=4)
-    with pytest.raises(ConfigError) as refused:
+    with refused("hydra.run.dir", tmp_path / "other", f"'resume=\"{run}\"'"):
         apply_resume(composed(f'resume="{run}"', "steps=9", f"hydra.run.dir={tmp_path / 'other'}"))
-    assert str(refused.value) == (
-        f"hydra.run.dir={tmp_path / 'other'} is not accepted: 'resume=\"{run}\"' continues the run in its own folder; "
-        "leave hydra.run.dir out."
-    )
     made = composed(f'resume="{run}"', "steps=9", f'hydra.run.dir="{run}"')
     apply_resume(made)
     assert made.hydra.run.dir == str(run)
@@ -107,24 +102,21 @@ def test_resume_auto_begins_a_run_where_there_is_none(tmp_path: Path) -> None:
 def test_resume_auto_says_that_a_run_without_checkpoints_cannot_be_resumed_later(tmp_path: Path) -> None:
     line = [f"hydra.run.dir={tmp_path / 'new'}", "resume=auto"]
     (note,) = apply_resume(composed(*line, "checkpoint.keep=0")).notes
-    assert note == "resume=auto: this run saves no checkpoint to resume from (checkpoint.keep=0)"
+    assert "checkpoint.keep=0" in note
     (note,) = apply_resume(composed(*line)).notes
-    assert note == (
-        "resume=auto: checkpoint.every=0 saves only the last step and the best one, so a run that is killed loses the "
-        "steps since then; give checkpoint.every=…"
-    )
+    assert "checkpoint.every=0" in note
 
 
 def test_a_used_folder_is_refused_without_resume(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"it already holds a run; give resume=auto to continue it"):
+    with refused("hydra.run.dir", run, "resume=auto"):
         apply_resume(composed(f"hydra.run.dir={run}"))
 
 
 @pytest.mark.parametrize("what", ["nowhere", "file"])
 def test_what_is_no_run_is_refused(what: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"^resume=.* is not accepted: give auto, never, a run's folder"):
+    with refused("resume", tmp_path / what, "auto, never", str(SAVED)):
         apply_resume(composed(f"resume={tmp_path / what}"))
 
 
@@ -166,7 +158,8 @@ def test_a_run_that_ended_after_its_last_step_but_did_not_finish_is_resumed(
 def test_a_run_beyond_the_given_steps_is_called_finished_only_if_it_is(status: str, state: str, tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", "steps=9", step=4, status=status, reached=4)
     resumption = apply_resume(composed(f"resume={run}", "steps=3"))
-    assert resumption.notes == (f"the run in {run} {state} at step 4: give a larger steps=… to continue it.",)
+    (note,) = resumption.notes
+    assert f"{run} {state} at step 4" in note
 
 
 @pytest.mark.parametrize(
@@ -204,23 +197,15 @@ def test_a_run_that_finished_without_a_checkpoint_is_finished_and_never_begun_ag
     names = ["resume=auto", f"hydra.run.dir={run}"] if resume == "auto" else [f"resume={run}"]
     resumption = apply_resume(composed(*names))
     assert resumption.finished
-    assert resumption.notes[-1] == f"the run in {run} finished at step 3: give a larger steps=… to continue it."
-    with pytest.raises(ConfigError) as refused:
+    assert f"{run} finished at step 3" in resumption.notes[-1]
+    with refused("steps", 9, str(run), "step 3", "hydra.run.dir"):
         apply_resume(composed(*names, "steps=9"))
-    assert str(refused.value) == (
-        f"steps=9 is not accepted: the run in {run} finished at step 3 and left no checkpoint to continue from; give "
-        "another hydra.run.dir."
-    )
 
 
 def test_a_run_to_resume_that_has_no_checkpoint_is_refused_with_the_way_on(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
-    with pytest.raises(ConfigError) as refused:
+    with refused("resume", run, "no checkpoint", f"resume=auto hydra.run.dir={run}"):
         apply_resume(composed(f"resume={run}"))
-    assert str(refused.value) == (
-        f"resume={run} is not accepted: the run in {run} has no checkpoint; start it again with "
-        f"hydra.run.dir=<a new folder>, or with resume=auto hydra.run.dir={run}, which sets its records aside."
-    )
 
 
 def test_resume_auto_starts_over_as_given_where_a_run_died_before_its_first_checkpoint(tmp_path: Path) -> None:
@@ -233,22 +218,22 @@ def test_resume_auto_starts_over_as_given_where_a_run_died_before_its_first_chec
 def test_an_evaluation_is_no_run_to_resume(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", "mode=eval")
     for names in ([f"resume={run}"], ["resume=auto", f"hydra.run.dir={run}", "checkpoint.every=5"]):
-        with pytest.raises(ConfigError, match=rf"is not accepted: {run} holds a run of mode=eval\."):
+        with refused("resume", None, str(run), "mode=eval"):
             apply_resume(composed(*names))
 
 
 def test_a_damaged_checkpoint_is_refused_if_it_was_named_and_else_left_to_the_run(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", step=4)
     (run / "checkpoints" / "step_4" / "state.json").write_text("{")
-    with pytest.raises(DamagedCheckpoint, match=r"step_4 cannot be read: state\.json is damaged"):
+    with pytest.raises(DamagedCheckpoint, match=r"step_4 .*state\.json"):
         apply_resume(composed(f"resume={run}/checkpoints/step_4"))
     assert apply_resume(composed(f"resume={run}")).checkpoint is None
 
 
-def test_a_configuration_of_another_version_is_told(tmp_path: Path) -> None:
+def test_a_configuration_of_another_version_is_refused(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", step=4)
     (run / SAVED).write_text((run / SAVED).read_text() + "unheard_of: 1\n")
-    with pytest.raises(ConfigError, match=r"config.yaml is not a configuration of this version: "):
+    with refused("resume", run, "config.yaml", "unheard_of"):
         apply_resume(composed(f"resume={run}"))
 
 
@@ -266,12 +251,8 @@ def test_an_evaluation_takes_the_runs_settings_but_for_what_may_be_given_anew(tm
 
 def test_an_evaluation_with_settings_of_another_run_is_refused(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", "seed=3", step=4)
-    with pytest.raises(ConfigError) as refused:
+    with refused("seed", 1, str(run), "seed=3, not 1", ", ".join(EVALUABLE)):
         apply_evaluation(composed("mode=eval", f"resume={run}", "seed=1"))
-    assert str(refused.value) == (
-        f"seed=1 is not accepted: the run in {run} keeps seed=3, not 1; only these settings may differ from the run's: "
-        f"{', '.join(EVALUABLE)}."
-    )
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -279,7 +260,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(mode: str
     run = a_run(tmp_path / "run", step=4)
     apply = apply_evaluation if mode == "eval" else apply_resume
     for name in ("step_3", "best"):
-        with pytest.raises(ConfigError, match=rf"^resume={run}/checkpoints/{name} is not .*step_4 is there"):
+        with refused("resume", run / "checkpoints" / name, "step_4 is there"):
             apply(composed(f"mode={mode}", f"resume={run}/checkpoints/{name}"))
     (run / "checkpoints" / "best").write_text("step_4\n")
     resumption = apply(composed(f"mode={mode}", f"resume={run}/checkpoints/best"))
@@ -305,20 +286,21 @@ def test_an_evaluation_of_what_is_no_checkpoint_is_refused(named: str, tmp_path:
     run = a_run(tmp_path / "run")
     (run / "samples").mkdir()
     resume = {"the run": str(run), "its samples": str(run / "samples")}.get(named, named)
-    with pytest.raises(ConfigError, match=r"^resume=.* is not accepted: with mode=eval, give the folder of a run that"):
+    with refused("resume", resume, "mode=eval"):
         apply_evaluation(composed("mode=eval", f"resume={resume}"))
 
 
-def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:
+def test_the_command_writes_one_line(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", step=4, status="finished")
     before = content(run)
-    refused, text = run_app(f"hydra.run.dir={run}", cwd=tmp_path)
-    assert (refused, text.count("\n")) == (2, 1)
-    finished = run_app(f"resume={run}", "steps=4", cwd=tmp_path)
-    assert finished == (0, f"the run in {run} finished at step 4: give a larger steps=… to continue it.\n")
+    code, text = run_app(f"hydra.run.dir={run}", cwd=tmp_path)
+    assert (code, text.count("\n")) == (2, 1)
+    code, text = run_app(f"resume={run}", "steps=4", cwd=tmp_path)
+    assert (code, text.count("\n")) == (0, 1)
+    assert f"{run} finished at step 4" in text
     assert content(run) == before
     _, sweep = run_app("-m", "resume=auto", "seed=0,1", cwd=tmp_path)
-    assert "resume=auto is not accepted: give never in a sweep" in sweep
+    assert "resume=auto" in sweep
 
 
 def test_a_run_on_other_data_than_the_checkpoints_is_refused_before_anything_is_touched(
@@ -333,7 +315,7 @@ def test_a_run_on_other_data_than_the_checkpoints_is_refused_before_anything_is_
     (tmp_path / "go").touch()
     code, text = run_app(f"resume={run}/checkpoints/step_4", cwd=tmp_path, module="tests.mode.held_app")
     assert (code, content(run)) == (2, before)
-    assert text.startswith("data does not match the checkpoint: give the same rows, weights")
+    assert text.startswith("data is not accepted")
 
 
 @pytest.mark.parametrize(

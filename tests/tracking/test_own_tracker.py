@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from app.config.tracking import TrackingConfig
-from app.errors import ConfigError
 from app.tracking import own_tracker
 from app.tracking.own_tracker import require_trackers
+from tests.refusals import refused
 from tests.tracking.test_dashboards import make_config, record, warnings
 
 FULL = """
@@ -106,13 +107,9 @@ def test_a_tracker_that_always_fails_is_one_warning_with_its_line_and_the_run_fi
     run = tmp_path / "run"
     record(make_config(f"{module}.Broken"), run, metrics, (1, 2, 3))
     failed, unclosed = warnings(run)
-    assert failed.startswith(
-        f"{module}.Broken failed on a message; the run continues without it: ConnectionError: refused at step 0 at "
-    )
+    assert re.match(rf"{module}.Broken failed .*ConnectionError: refused at step 0 at ", failed)
     assert failed.endswith(f"{module}.py:31")
-    assert unclosed.startswith(
-        f"{module}.Broken could not be closed; the run continues without it: SystemExit: no more"
-    )
+    assert re.match(rf"{module}.Broken .*closed.*SystemExit: no more", unclosed)
     assert json.loads((run / "summary.json").read_text())["status"] == "finished"
 
 
@@ -128,19 +125,14 @@ def test_a_tracker_that_always_fails_is_one_warning_with_its_line_and_the_run_fi
 )
 def test_a_tracker_that_cannot_be_used_is_refused(module, path, args, reason):
     path = path.replace("{module}", module)
-    with pytest.raises(ConfigError) as refused:
+    with refused("tracking.use", path, reason.replace("{module}", module)):
         require_trackers(TrackingConfig(use=["tensorboard", path], args=args))
-    assert str(refused.value).startswith(
-        f"tracking.use={path} is not accepted: give the path of a class that can be called with a run and "
-        "tracking.args, and has a method log; "
-    )
-    assert reason.replace("{module}", module) in str(refused.value)
 
 
 def test_an_import_that_hangs_is_refused_at_a_deadline(tmp_path, module, monkeypatch):
     monkeypatch.setattr(own_tracker, "IMPORT_LIMIT_S", 0.2)
     (tmp_path / "stuck_tracker.py").write_text("import threading\nthreading.Event().wait(30)\n")
-    with pytest.raises(ConfigError, match=r"its module was not imported within 0.2 s\.$"):
+    with refused("tracking.use", "stuck_tracker.Tracker", "0.2 s"):
         require_trackers(TrackingConfig(use=["stuck_tracker.Tracker"]))
 
 

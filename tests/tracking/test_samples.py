@@ -1,4 +1,5 @@
 import json
+import re
 
 import numpy as np
 
@@ -90,10 +91,9 @@ def test_a_sample_or_a_timeline_that_cannot_be_written_costs_a_warning_and_no_st
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[1]["eval/accuracy"] == 0.75
     warnings = [json.loads(line)["text"] for line in (tmp_path / "logs" / "warnings.jsonl").read_text().splitlines()]
-    assert warnings == [
-        "samples could not be written (KeyError): see logs/driver.log.",
-        "timeline.json could not be written: No space left on device",
-    ]
+    samples, timeline = warnings
+    assert re.match(r"samples .*\(KeyError\).*logs/driver.log", samples)
+    assert re.match("timeline.json .*No space left on device", timeline)
 
 
 def test_a_warning_that_cannot_be_written_does_not_end_a_run(tmp_path, caplog):

@@ -47,10 +47,8 @@ def warnings(folder: Path) -> list[str]:
 def test_offline_keeps_history_config_and_run_id_across_a_resume(tmp_path: Path, metrics: Metrics) -> None:
     record(tmp_path, metrics, (1, 2, 3))
     record(tmp_path, metrics, (3, 4), resumed_at=2)
-    assert warnings(tmp_path) == [
-        "wandb cannot replace steps 3 to 3, which an earlier attempt sent: its chart keeps them. metrics.jsonl and "
-        "report.html have those of this attempt."
-    ]
+    (warning,) = warnings(tmp_path)
+    assert warning.startswith("wandb cannot replace steps 3 to 3")
     first, second = recorded(tmp_path)
     assert first.run_id == second.run_id == json.loads((tmp_path / "tracking/wandb.json").read_text())["run_id"]
     assert first.column("reward/mean") == {1: 0.1, 2: 0.2, 3: 0.3}

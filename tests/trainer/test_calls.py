@@ -46,14 +46,14 @@ def test_a_rank_that_cannot_write_breaks_no_trainer_whose_other_rank_still_write
 ) -> None:
     monkeypatch.setattr(remote, "ROOT_CAUSE_GRACE_SECONDS", 0.1)
     trainer = RemoteTrainer([rank(write=full_disk), rank(write=never)], timeout_s=60, logs=tmp_path)
-    with pytest.raises(TrainerError, match="trainer rank 0 failed during write: OSError"):
+    with pytest.raises(TrainerError, match=r"rank 0 .*write: OSError"):
         asyncio.run(trainer.write(tmp_path))
     assert not trainer.broken
 
 
 def test_a_write_that_is_late_breaks_no_trainer(tmp_path: Path) -> None:
     trainer = RemoteTrainer([rank(write=never, stacks=stacks)], timeout_s=0.1, logs=tmp_path)
-    with pytest.raises(TrainerError, match=r"trainer rank 0 did not finish write within trainer\.timeout_s"):
+    with pytest.raises(TrainerError, match=r"rank 0 .*write .*trainer\.timeout_s"):
         asyncio.run(trainer.write(tmp_path))
     assert not trainer.broken
 
@@ -62,7 +62,7 @@ def test_a_step_on_which_a_rank_is_stuck_breaks_the_trainer(tmp_path: Path, monk
     monkeypatch.setattr(remote, "ROOT_CAUSE_GRACE_SECONDS", 0.1)
     ranks = [rank(finish_step=full_disk, ready=done), rank(finish_step=never, ready=never)]
     trainer = RemoteTrainer(ranks, timeout_s=60, logs=tmp_path)
-    with pytest.raises(TrainerError, match="trainer rank 0 failed during finish_step: OSError"):
+    with pytest.raises(TrainerError, match=r"rank 0 .*finish_step: OSError"):
         asyncio.run(trainer.finish_step())
     assert trainer.broken
 
@@ -72,7 +72,7 @@ def test_a_step_that_cannot_be_aborted_breaks_the_trainer(tmp_path: Path) -> Non
     gate = {"hold_passes": none_begun, "end_passes": done}
     ranks = [rank(abort_step=full_disk, ready=done, **gate), rank(abort_step=done, ready=done, **gate)]
     trainer = RemoteTrainer(ranks, timeout_s=60, logs=tmp_path)
-    with pytest.raises(TrainerError, match="trainer rank 0 failed during abort_step: OSError"):
+    with pytest.raises(TrainerError, match=r"rank 0 .*abort_step: OSError"):
         asyncio.run(trainer.abort_step())
     assert trainer.broken
 
@@ -81,6 +81,6 @@ def test_stacks_that_cannot_be_written_do_not_hide_the_rank_that_is_late(tmp_pat
     logs = tmp_path / "logs"
     logs.write_text("a file in the place of the folder")
     trainer = RemoteTrainer([rank(finish_step=never, stacks=stacks)], timeout_s=0.1, logs=logs)
-    with pytest.raises(TrainerError, match="trainer rank 0 did not finish finish_step within"):
+    with pytest.raises(TrainerError, match=r"rank 0 .*finish_step within"):
         asyncio.run(trainer.finish_step())
     assert trainer.broken

@@ -148,7 +148,7 @@ def test_too_many_skipped_updates_in_a_row_end_the_run() -> None:
     optimizer = PolicyOptimizer(matrix_and_norm(), TrainerConfig(max_skipped_updates=2))
     for value in (float("nan"), float("nan"), 0.0, float("nan"), float("nan")):  # a finite one resets the count
         update(optimizer, value)
-    with pytest.raises(RunError, match=r"not finite 3 updates in a row, more than trainer\.max_skipped_updates=2"):
+    with pytest.raises(RunError, match=r"3 updates .*trainer\.max_skipped_updates=2"):
         update(optimizer, float("nan"))
 
 

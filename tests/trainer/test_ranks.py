@@ -82,7 +82,7 @@ def test_abort_then_step_equals_step_alone(before: str, on_two_ranks: dict[str, 
 def test_a_torch_that_cannot_reset_fsdp_refuses_to_continue_after_a_failed_pass(
     before: str, path: Path, scenarios: dict[str, Scenario], tmp_path: Path
 ) -> None:
-    with pytest.raises(ProcessRaisedException, match=r"TrainerError: a forward .* cannot reset a sharded model"):
+    with pytest.raises(ProcessRaisedException, match=r"TrainerError: .* reset"):
         play_on(2, path, {before: scenarios[before]}, tmp_path / "results.pt")
 
 

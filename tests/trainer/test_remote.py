@@ -98,17 +98,15 @@ def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(trainer: 
 
         await trainer.begin_step(version=3)
         for call in (trainer.capture(), trainer.restore(saved, version=1)):
-            with pytest.raises(TrainerError, match="while a step is open: finish or abort it first"):
+            with pytest.raises(TrainerError, match="step is open"):
                 await call
         assert not trainer.broken  # both ranks raised, and both still work
         started = time.monotonic()
-        with pytest.raises(TrainerError, match=r"trainer rank \d failed during (add_groups|finish_step): IndexError"):
+        with pytest.raises(TrainerError, match=r"rank \d .*(add_groups|finish_step): IndexError"):
             await fail(trainer, groups)
         assert time.monotonic() - started < TOO_LONG_S
         assert trainer.broken  # the other rank is stuck in a collective
-        with pytest.raises(
-            TrainerError, match=r"abort_step: the trainer cannot continue, since trainer rank \d failed"
-        ):
+        with pytest.raises(TrainerError, match=r"abort_step: .*rank \d"):
             await trainer.abort_step()
 
     asyncio.run(scenario())
@@ -127,7 +125,7 @@ def test_a_rank_that_dies_is_the_one_that_is_named(trainer: RemoteTrainer) -> No
         await trainer.setup()
         await trainer.begin_step(version=1)
         os.kill(await trainer.ranks[1].pid.remote(), signal.SIGKILL)
-        with pytest.raises(TrainerError, match="trainer rank 1 died during add_groups"):
+        with pytest.raises(TrainerError, match=r"rank 1 .*add_groups"):
             await trainer.add_groups(scored_groups(100, shortest=2))
         assert trainer.broken
 

@@ -1,6 +1,7 @@
 """Ranks that Ray cannot build or schedule, and where a rank listens."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,9 @@ def test_a_rank_that_cannot_be_built_is_named_with_its_error(actors: list[Any], 
     trainer = trainer_of(actors, tmp_path, timeout_s=60)
     with pytest.raises(TrainerError) as failed:
         asyncio.run(trainer.setup())
-    assert str(failed.value) == (
-        "trainer rank 1 died during start: OSError: no space left on device: logs/trainer_1.log"
-    )
+    assert re.search("rank 1 .*start: OSError: .*logs/trainer_1.log", str(failed.value))
     assert trainer.broken
-    with pytest.raises(TrainerError, match="begin_step: the trainer cannot continue, since trainer rank 1 died"):
+    with pytest.raises(TrainerError, match=r"begin_step: .*rank 1 "):
         asyncio.run(trainer.begin_step(version=1))
 
 
@@ -65,10 +64,7 @@ def test_a_rank_that_ray_never_schedules_misses_the_deadline_by_name(actors: lis
     trainer = trainer_of(actors, tmp_path, timeout_s=3)
     with pytest.raises(TrainerError) as late:
         asyncio.run(asyncio.wait_for(trainer.setup(), 60))
-    assert str(late.value) == (
-        "Ray did not start trainer rank 1 within trainer.timeout_s=3 s: its devices are not free, or its process does "
-        "not answer"
-    )
+    assert "trainer rank 1 within trainer.timeout_s=3 s" in str(late.value)
     assert trainer.broken
 
 
@@ -79,7 +75,7 @@ def test_groups_that_ray_cannot_store_are_one_sentence(
         raise ray.exceptions.OutOfDiskError("the disk is full")
 
     monkeypatch.setattr(ray, "put", refuse)
-    with pytest.raises(TrainerError, match=r"^2 groups could not be put into Ray's object store: OutOfDiskError: "):
+    with pytest.raises(TrainerError, match=r"^2 groups .*OutOfDiskError: "):
         asyncio.run(trainer_of([], tmp_path, timeout_s=3).add_groups(scored_groups(2, shortest=2)))
 
 

@@ -243,10 +243,10 @@ CALLS: dict[str, Callable[..., object]] = {
 def test_a_closed_step_refuses_all_but_begin_and_abort(call: str, path: Path, groups: list[ScoredGroup]) -> None:
     step = make_step(path, Scenario(GRPO, groups))
     step.abort()
-    with pytest.raises(TrainerError, match=f"{call} without an open step"):
+    with pytest.raises(TrainerError, match=call):
         CALLS[call](step, groups)
     train(step, Scenario(GRPO, groups))
-    with pytest.raises(TrainerError, match=f"{call} without an open step"):
+    with pytest.raises(TrainerError, match=call):
         CALLS[call](step, groups)
 
 
@@ -254,7 +254,7 @@ def test_an_open_step_cannot_begin_again(path: Path, groups: list[ScoredGroup]) 
     step = make_step(path, Scenario(GRPO, groups))
     step.begin(4)
     step.add_groups(groups)
-    with pytest.raises(TrainerError, match=r"begin_step\(5\) while the step of version 4 is open"):
+    with pytest.raises(TrainerError, match=r"begin_step\(5\) .*version 4"):
         step.begin(5)
     report = step.finish()
     assert (report.version, report.updates) == (4, 1)

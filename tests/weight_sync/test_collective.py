@@ -1,6 +1,7 @@
 """The process group of a sync, against libraries with the habits of NCCL and HCCL."""
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -144,10 +145,7 @@ def test_a_trainer_that_does_not_answer_is_named_when_the_process_group_is_built
     connecting = transport.connect(Deadline(version=3, timeout_s=0.2), SilentTrainer(), [])  # type: ignore[arg-type]
     with pytest.raises(SyncError) as late:
         asyncio.run(asyncio.wait_for(connecting, 60))
-    assert str(late.value) == (
-        "weight sync of policy 3 did not finish building the process group within weight_sync.timeout_s=0.2 s: "
-        "no reply from trainer ranks"
-    )
+    assert re.search("policy 3 .*process group .*weight_sync.timeout_s=0.2 s: .*trainer ranks", str(late.value))
 
 
 @pytest.fixture(scope="module")

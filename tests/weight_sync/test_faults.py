@@ -116,10 +116,8 @@ def test_a_running_server_of_an_older_sglang_is_refused(proxied: Any, tmp_path: 
         old = engine_at(proxy.url, await key_of(engine), tmp_path, "engine 0")
         with pytest.raises(EngineError) as refused:
             await old.start(30)
-        assert str(refused.value) == (
-            f"engine 0 at {proxy.url} runs SGLang 0.5.20: servers of rollout.urls must run SGLang {OLDEST_SGLANG} "
-            "or newer"
-        )
+        for named in (f"engine 0 at {proxy.url}", "SGLang 0.5.20", "rollout.urls", str(OLDEST_SGLANG)):
+            assert named in str(refused.value)
 
     asyncio.run(scenario())
 
@@ -140,7 +138,7 @@ def test_an_engine_that_differs_is_named_with_its_parameter(
         proxy.rules["/update_weights_from_disk"] = load_other_weights
         await set_weights(trainer, 1)
         synchronizer = await make_synchronizer("ipc", trainer, [faulty], tmp_path, verify=Verify.first)
-        with pytest.raises(SyncError, match=r"differs from the exported checkpoint in .*weight \(rank 0\)"):
+        with pytest.raises(SyncError, match=r"exported checkpoint .*weight \(rank 0\)"):
             await synchronizer.sync(1)
         assert "/continue_generation" not in proxy.seen
         await faulty.resume()

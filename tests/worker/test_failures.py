@@ -37,5 +37,5 @@ def test_the_first_failure_of_a_kind_is_a_warning_and_then_the_tenth() -> None:
     for _ in range(12):
         failures.warn("raised", "an episode", RAISED)
     assert len(warned) == 2
-    assert warned[0].startswith("an episode failed: step raised KeyError: 'board' at envs.py:7. It is played again, ")
+    assert warned[0].startswith("an episode failed: step raised KeyError: 'board' at envs.py:7. ")
     assert "(10 times so far)" in warned[1]

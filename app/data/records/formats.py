@@ -175,4 +175,4 @@ def brief(error: Exception) -> str:
 
 def path_error(key: str, path: str, accepted: str) -> ConfigError:
     """Return the error of a path that cannot be read."""
-    return ConfigError(f"{key}={path} is not accepted: give {accepted}.")
+    return ConfigError(key, path, accepted)

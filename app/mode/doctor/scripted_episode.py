@@ -95,13 +95,11 @@ def _round_trip(choice: RendererChoice, task: Task, tokenize: Tokenize) -> None:
         following = renderer.following([*opening, *reply], question)
         text = renderer.parse(reply, opening).text
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError("", "", reason=str(error)) from error
 
     if not opening or following == [] or text.strip() != ANSWER:
-        raise ConfigError(
-            f"The renderer {choice.name} of {choice.model_path} reads the reply {ANSWER!r} as {text!r}: its tokenizer "
-            "does not fit it."
-        )
+        why = f"the renderer {choice.name} reads the reply {ANSWER!r} as {text!r}: the tokenizer does not fit it"
+        raise ConfigError("model.path", choice.model_path, reason=why)
 
 
 async def _play(config: RunConfig, folder: Path, task: Task, tokenize: Tokenize, limit_s: float) -> Played:

@@ -70,9 +70,8 @@ def _stored(path: Path) -> Iterator[StoredTensor]:
         for file in path.glob("*.safetensors"):
             yield from _in_file(file)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"model.path={path} is not accepted: give a directory whose safetensors can be read ({error})."
-        ) from error
+        accepted = "a directory whose safetensors can be read"
+        raise ConfigError("model.path", path, accepted, str(error)) from error
 
 
 def _in_file(file: Path) -> Iterator[StoredTensor]:

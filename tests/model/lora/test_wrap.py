@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from app.config.model import LoraConfig
-from app.errors import ConfigError
 from app.model.load import load
 from app.model.lora.names import adapter_tensors, module_of
 from app.model.policy import PolicyModel, named_checkpoint_tensors, named_trained_tensors
 from tests.model.support import save_qwen3, save_qwen35
+from tests.refusals import refused
 
 
 def adapted(path: Path, *targets: str, rank: int = 4, seed: int = 0) -> PolicyModel:
@@ -70,17 +70,17 @@ def test_a_base_of_bfloat16_has_no_float32_copy_but_keeps_its_decays(tmp_path: P
 @pytest.mark.parametrize(
     ("targets", "accepted"),
     [
-        (["lm_head"], r"or some of down_proj, gate_proj, in_proj_qkv, in_proj_z, .*, v_proj\.$"),
-        (["q_proj", "qproj"], r"or some of down_proj, .*\.$"),
-        (["in_proj_a"], r"or some of down_proj, .*\.$"),
-        (["in_proj_qkv"], r"in_proj_qkv and in_proj_z both or neither: engines fuse them\.$"),
+        (["lm_head"], "down_proj, gate_proj, in_proj_qkv, in_proj_z, "),
+        (["q_proj", "qproj"], "down_proj, "),
+        (["in_proj_a"], "down_proj, "),
+        (["in_proj_qkv"], "in_proj_qkv and in_proj_z"),
     ],
 )
 def test_a_target_that_names_nothing_or_half_of_a_fused_layer_is_refused(
     targets: list[str], accepted: str, tmp_path: Path
 ) -> None:
     path = save_qwen35(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"model\.lora\.targets=.* is not accepted: .*" + accepted):
+    with refused("model.lora.targets", targets, accepted):
         adapted(path, *targets)
 
 
