@@ -141,7 +141,7 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
     (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "give 1", "eval.top_p"]),
     (["rollout.top_k=20"], ["rollout.top_k ", "log-probabilities", "eval.top_k"]),
     (["+rollout.min_p=0.1"], ["rollout.min_p ", "log-probabilities", "eval.min_p"]),
-    (["rollout.repetition_penalty=1.1"], ["rollout.repetition_penalty ", "log-probabilities"]),
+    (["rollout.repetition_penalty=1.1"], ["rollout.repetition_penalty ", "distribution"]),
     (["eval.repetition_penalty=1.1"], ["eval.repetition_penalty "]),
     (["rollout.val_kwargs.top_k=20"], ["rollout.val_kwargs.top_k ", "write eval.top_k=20"]),
     (["eval.stop=['']"], ["eval.stop=[]", "none of them empty"]),
