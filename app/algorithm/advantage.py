@@ -8,7 +8,9 @@ Invariants:
 import numpy as np
 
 from app.config.algorithm import AlgorithmConfig
+from app.errors import RunError
 from app.types import Group, ScoredGroup, Trajectory
+from app.utils.dotted_path import resolve_own
 
 STD_EPSILON = 1e-6
 SMALLEST_GROUP = 2  # an advantage compares at least two trajectories
@@ -17,13 +19,11 @@ SMALLEST_GROUP = 2  # an advantage compares at least two trajectories
 def score(group: Group, config: AlgorithmConfig, *, max_completion_tokens: int) -> ScoredGroup:
     """Compute the advantages [G] of a group, each shared by all tokens that were sampled for it.
 
-    Â = (r − mean) / (std + 1e-6) of the shaped rewards (DeepSeekMath, arXiv 2402.03300, section 4.1.2), or r − mean
-    without `normalize_by_std` (Dr. GRPO). The paper does not define the std. This is the sample std (divided by
-    G − 1), as in verl, slime and TRL (`torch.std`), with verl's epsilon (TRL: 1e-4). A group of equal rewards gets
-    exact zeros.
+    A group of equal rewards gets exact zeros.
 
     Raises:
         ValueError: If a reward is not finite, for example because the group was never scored.
+        RunError: `algorithm.advantage` cannot use these rewards.
     """
     rewards = shaped_rewards(group, config, max_completion_tokens=max_completion_tokens)
     if not np.isfinite(rewards).all():
@@ -32,10 +32,51 @@ def score(group: Group, config: AlgorithmConfig, *, max_completion_tokens: int) 
     if rewards.min() == rewards.max():
         return ScoredGroup(group, np.zeros(len(rewards), dtype=np.float32))
 
-    advantages = rewards - rewards.mean()
-    if config.normalize_by_std:
-        advantages = advantages / (rewards.std(ddof=1) + STD_EPSILON)
+    try:
+        advantages = estimate(rewards, config)
+    except ValueError as error:
+        raise RunError(
+            f"algorithm.advantage={config.advantage} failed for prompt {group.prompt.id}: {error}"
+        ) from error
     return ScoredGroup(group, advantages.astype(np.float32))
+
+
+def estimate(rewards: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
+    """Return the advantages [G] of unequal rewards [G], by `algorithm.advantage`. Raises `ValueError`."""
+    match config.advantage:
+        case "grpo":
+            return grpo(rewards, normalize_by_std=config.normalize_by_std)
+        case "rloo":
+            return rloo(rewards)
+        case "maxrl":
+            return maxrl(rewards)
+
+    advantages = np.asarray(resolve_own(config.advantage)(rewards.copy()), dtype=np.float64)
+    if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
+        raise ValueError(f"for the rewards {rewards.tolist()} it returned {advantages.tolist()}")
+    return advantages
+
+
+def grpo(rewards: np.ndarray, *, normalize_by_std: bool) -> np.ndarray:
+    """(r − mean) / (std + 1e-6) (DeepSeekMath, arXiv 2402.03300, section 4.1.2), or r − mean (Dr. GRPO).
+
+    The paper does not define the std. This is the sample std (divided by G − 1), as in verl, slime and TRL
+    (`torch.std`), with verl's epsilon (TRL: 1e-4).
+    """
+    advantages: np.ndarray = rewards - rewards.mean()
+    return advantages / (rewards.std(ddof=1) + STD_EPSILON) if normalize_by_std else advantages
+
+
+def rloo(rewards: np.ndarray) -> np.ndarray:
+    """Reward minus the mean of the group's other rewards (RLOO, arXiv 2402.14740), an unbiased baseline."""
+    return (rewards - rewards.mean()) * len(rewards) / (len(rewards) - 1)
+
+
+def maxrl(rewards: np.ndarray) -> np.ndarray:
+    """(r − mean) / mean (MaxRL, arXiv 2602.02710): with rewards of 0 and 1, rare successes weigh most."""
+    if rewards.min() < 0:
+        raise ValueError(f"it needs rewards of at least 0, and got {rewards.min():g}")
+    return (rewards - rewards.mean()) / rewards.mean()
 
 
 def shaped_rewards(group: Group, config: AlgorithmConfig, *, max_completion_tokens: int) -> np.ndarray:

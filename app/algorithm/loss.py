@@ -1,6 +1,6 @@
-"""Policy loss of a packed microbatch. GRPO, DAPO, Dr. GRPO and GSPO are settings of one mechanism.
+"""Policy loss of a packed microbatch. GRPO, DAPO, Dr. GRPO, GSPO, CISPO and the like are settings of one mechanism.
 
-    J = Σ weight · [ correction · min(ratio · Â, clip(ratio, 1 − ε_low, 1 + ε_high) · Â) − β · KL + η · entropy ]
+    J = Σ weight · [ correction · objective(ratio, Â) − β · KL + η · entropy ]
 
 Invariants:
 - The loss is a raw sum, divided once by the `denominator` of the whole update. Gradients and metrics therefore do not
@@ -10,8 +10,8 @@ Invariants:
   strands of a trajectory may be: each knows the tokens of the whole, which is counted once in every denominator.
 
 Sources: DeepSeekMath (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), dual clip
-(1912.09729). Truncated importance sampling (TIS) and IcePop (a masked band) correct the mismatch between rollout and
-trainer.
+(1912.09729); those of the objectives are in objective.py. Truncated importance sampling (TIS) and IcePop (a masked
+band) correct the mismatch between rollout and trainer.
 """
 
 from dataclasses import dataclass
@@ -19,26 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from app.algorithm.objective import Terms, objective_terms
+from app.algorithm.token_batch import TokenBatch
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
 
 # Log-ratios are clamped to ± this limit before exp.
 LOG_RATIO_LIMIT = 20.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenBatch:
-    """N sampled tokens of S whole sequences, without prompts and observations."""
-
-    logprobs: Tensor  # [N] current policy at the sampling temperature; carries the gradient
-    old_logprobs: Tensor | None  # [N] trainer at the start of the step; None: current ones, detached (ratio 1)
-    rollout_logprobs: Tensor  # [N] as reported by the engine
-    reference_logprobs: Tensor | None  # [N] frozen reference; None without `algorithm.kl`
-    entropy: Tensor  # [N] nats; carries a gradient if `entropy_coefficient` is above 0
-    sequence: Tensor  # [N] int64, index in 0..S of the token's sequence
-    advantages: Tensor  # [S]
-    lengths: Tensor  # [S] sampled tokens per sequence; 0 is allowed
-    trajectory_tokens: Tensor  # [S] sampled tokens of the sequence's trajectory; of a single strand, its length
-    weight_mask: Tensor  # [S] 0 for sequences without gradient (masked truncations, dummy passes), else 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,11 +65,11 @@ def policy_loss(batch: TokenBatch, config: AlgorithmConfig, correction: Correcti
     old = batch.rollout_logprobs if config.old_policy is OldPolicy.rollout else trainer_old
 
     ratio = importance_ratio(batch, old, config.ratio)
-    objective = clipped_objective(ratio, batch.advantages[batch.sequence], config)
+    objective = objective_terms(batch, ratio, config)
     corrected = correction_weight(batch, trainer_old, config, correction)
     weight = aggregation_weight(batch, config.aggregation)
 
-    terms = {"loss/policy": -(weight * corrected * objective).sum()}
+    terms = {"loss/policy": -(weight * corrected * objective.values).sum()}
     if batch.reference_logprobs is not None:
         kl = kl_estimate(batch.logprobs - batch.reference_logprobs, config.kl)
         terms["loss/kl"] = config.kl_coefficient * (weight * kl).sum()
@@ -93,7 +79,7 @@ def policy_loss(batch: TokenBatch, config: AlgorithmConfig, correction: Correcti
 
     with torch.no_grad():
         sums = {name: term.detach() for name, term in {"loss/total": loss, **terms}.items()}
-        sums |= _policy_sums(batch, old, ratio, config)
+        sums |= _policy_sums(batch, old, ratio, objective, config)
         sums |= _mismatch_sums(batch, trainer_old, corrected)
     return LossSums(loss, sums)
 
@@ -110,15 +96,6 @@ def importance_ratio(batch: TokenBatch, old: Tensor, level: RatioLevel) -> Tenso
         mean = sequence_mean(log_ratio.detach(), batch)[batch.sequence]
         log_ratio = mean + batch.logprobs - batch.logprobs.detach()
     return bounded_exp(log_ratio)
-
-
-def clipped_objective(ratio: Tensor, advantage: Tensor, config: AlgorithmConfig) -> Tensor:
-    """PPO's clipped objective with DAPO's two ranges (eq. 8). Dual clip bounds it from below by c · Â where Â < 0."""
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    objective = torch.minimum(ratio * advantage, clipped * advantage)
-    if config.dual_clip is None:
-        return objective
-    return torch.where(advantage < 0, torch.maximum(objective, config.dual_clip * advantage), objective)
 
 
 def aggregation_weight(batch: TokenBatch, aggregation: Aggregation) -> Tensor:
@@ -193,7 +170,9 @@ def strand_share(batch: TokenBatch) -> Tensor:
     return torch.where(batch.trajectory_tokens > 0, share, 1.0)
 
 
-def _policy_sums(batch: TokenBatch, old: Tensor, ratio: Tensor, config: AlgorithmConfig) -> dict[str, Tensor]:
+def _policy_sums(
+    batch: TokenBatch, old: Tensor, ratio: Tensor, objective: Terms, config: AlgorithmConfig
+) -> dict[str, Tensor]:
     """Policy movement from π_old and clip fractions."""
     advantage = batch.advantages[batch.sequence]
     log_ratio = batch.logprobs - old
@@ -203,12 +182,12 @@ def _policy_sums(batch: TokenBatch, old: Tensor, ratio: Tensor, config: Algorith
         "ratio/sequence_mean": (strand_share(batch) * bounded_exp(sequence_mean(log_ratio, batch))).sum(),
         "ratio/max": _maximum(ratio),
         "ratio/min": -_maximum(-ratio),
-        "clip/low_fraction": ((advantage < 0) & (ratio < 1 - config.clip_low)).sum(),
-        "clip/high_fraction": ((advantage > 0) & (ratio > 1 + config.clip_high)).sum(),
+        "clip/low_fraction": objective.low.sum(),
+        "clip/high_fraction": objective.high.sum(),
         "kl/old": k3(log_ratio).sum(),
     }
 
-    if config.dual_clip is not None:
+    if config.dual_clip is not None and config.objective == "ppo":
         sums["clip/dual_fraction"] = ((advantage < 0) & (ratio > config.dual_clip)).sum()
     if batch.reference_logprobs is not None:
         sums["kl/reference"] = k3(batch.reference_logprobs - batch.logprobs).sum()

@@ -17,8 +17,12 @@ the entropy bonus. With one update per step π_old is the current policy, detach
 from dataclasses import dataclass
 from enum import Enum
 
-from app.config.setting import setting
+from app.config.setting import is_dotted_path, setting
 from app.errors import expect
+
+OBJECTIVES = ("ppo", "cispo", "dppo", "sapo")  # each is a function of `app/algorithm/objective.py`
+ADVANTAGES = ("grpo", "rloo", "maxrl")  # each is a function of `app/algorithm/advantage.py`
+OWN = "or the path of a function of your own, such as my_package.my_module"
 
 
 class RatioLevel(Enum):
@@ -76,17 +80,40 @@ class AlgorithmConfig:
     updates_per_step: int = setting(
         1, "Optimizer updates per step; must divide algorithm.prompts_per_step.", at_least=1
     )
+    advantage: str = setting(
+        "grpo",
+        "Advantage from the rewards of a group: r - mean over their standard deviation (grpo), r - the mean of the "
+        "others (rloo), r - mean over the mean (maxrl, for rewards of at least 0); or f(rewards) of your own.",
+        noun=f"one of {', '.join(ADVANTAGES)}, {OWN}.my_advantage",
+    )
     normalize_by_std: bool = setting(
-        True, "Divide advantages by the standard deviation of the group's rewards; Dr. GRPO does not."
+        True,
+        "With algorithm.advantage=grpo, divide by the standard deviation of the group's rewards; Dr. GRPO does not.",
+    )
+    objective: str = setting(
+        "ppo",
+        "Term of a token that an update maximizes: PPO's clip, CISPO's bounded weight, DPPO's trust region of "
+        "probabilities, SAPO's smooth gate; or f(batch, ratio) of your own, which returns one number per token.",
+        noun=f"one of {', '.join(OBJECTIVES)}, {OWN}.my_objective",
     )
     ratio: RatioLevel = setting(
         RatioLevel.token,
         "Importance ratio per token, or per sequence and length-normalized (GSPO).",
     )
-    clip_low: float = setting(0.2, "Lower clip: the ratio is clamped to at least 1 - clip_low.", at_least=0, below=1)
-    clip_high: float = setting(
-        0.2, "Upper clip: the ratio is clamped to at most 1 + clip_high; DAPO's clip-higher uses 0.28.", at_least=0
+    clip_low: float = setting(
+        0.2,
+        "Lower clip: the ratio is clamped to at least 1 - clip_low; with dppo, how far a probability may fall.",
+        at_least=0,
+        at_most=1,
     )
+    clip_high: float = setting(
+        0.2,
+        "Upper clip: the ratio is clamped to at most 1 + clip_high, in DAPO 0.28; with dppo, how far a probability may "
+        "rise.",
+        at_least=0,
+    )
+    sapo_tau_positive: float = setting(1.0, "Steepness of SAPO's gate where the advantage is positive.", above=0)
+    sapo_tau_negative: float = setting(1.05, "Steepness of SAPO's gate where the advantage is negative.", above=0)
     dual_clip: float | None = setting(
         None,
         "Bound the loss of a negative advantage A by dual_clip · |A| (dual clip, arXiv 1912.09729); null disables it.",
@@ -145,6 +172,11 @@ class AlgorithmConfig:
     )
 
     @property
+    def own(self) -> list[str]:
+        """Functions of the user's own, by their paths."""
+        return [path for path in (self.advantage, self.objective) if path not in (*ADVANTAGES, *OBJECTIVES)]
+
+    @property
     def prompts_per_update(self) -> int:
         """Prompts of one optimizer update."""
         return self.prompts_per_step // self.updates_per_step
@@ -181,6 +213,7 @@ class AlgorithmConfig:
             self.updates_per_step,
             f"a divisor of algorithm.prompts_per_step={self.prompts_per_step}",
         )
+        self._validate_functions()
         expect(
             self.kl is not Kl.none or self.kl_coefficient == 0,
             "algorithm.kl_coefficient",
@@ -204,4 +237,24 @@ class AlgorithmConfig:
             "algorithm.correction",
             self.correction,
             "none with algorithm.old_policy=rollout, whose ratio is already taken against the rollout policy",
+        )
+
+    def _validate_functions(self) -> None:
+        for key, built_in in (("advantage", ADVANTAGES), ("objective", OBJECTIVES)):
+            value = getattr(self, key)
+            known = value in built_in or is_dotted_path(value)
+            expect(known, f"algorithm.{key}", value, f"one of {', '.join(built_in)}, {OWN}.my_{key}")
+
+        expect(
+            self.objective != "dppo" or (self.old_policy is OldPolicy.rollout and self.ratio is RatioLevel.token),
+            "algorithm.objective",
+            self.objective,
+            "another one, or algorithm.old_policy=rollout with algorithm.ratio=token: DPPO compares a token's "
+            "probability with the rollout's",
+        )
+        expect(
+            self.advantage != "maxrl" or self.overlong_buffer_fraction == 0,
+            "algorithm.overlong_buffer_fraction",
+            self.overlong_buffer_fraction,
+            "0 with algorithm.advantage=maxrl, whose rewards must not be negative",
         )

@@ -121,7 +121,6 @@ ABSENT = {name: reason for reason, names in REASONS.items() for name in names.sp
 CHOICES = {  # choices of a group that other programs have
     "algorithm=ppo": CRITIC,
     "algorithm=reinforce++": "REINFORCE++ normalizes over a whole step, which streaming cannot",
-    "algorithm=rloo": "algorithm.normalize_by_std=false with algorithm=grpo is RLOO up to a constant factor",
 }
 
 

@@ -28,10 +28,18 @@ def _rules(run: RunConfig) -> dict[str, tuple[bool, str]]:
     unprofiled = all(step > run.steps for step in run.trainer.profile_steps)
 
     clip = "algorithm.clip_low algorithm.clip_high algorithm.dual_clip algorithm.ratio"
+    clips = algorithm.objective in ("ppo", "cispo", "dppo")
     pairs = "placement.trainer_devices placement.rollout_devices"
     engines = "rollout.engine_args device.engine_args rollout.memory_fraction rollout.port"
     return {
         clip: (algorithm.ratio_is_one, RATIO_IS_ONE),
+        "algorithm.clip_low algorithm.clip_high": (not clips, f"algorithm.objective={algorithm.objective} has no clip"),
+        "algorithm.dual_clip": (algorithm.objective != "ppo", "algorithm.objective is not ppo"),
+        "algorithm.sapo_tau_positive algorithm.sapo_tau_negative": (
+            algorithm.objective != "sapo",
+            "algorithm.objective is not sapo",
+        ),
+        "algorithm.normalize_by_std": (algorithm.advantage != "grpo", "algorithm.advantage is not grpo"),
         "algorithm.tis_max": (run.correction is not Correction.tis, "the correction is not tis"),
         "algorithm.icepop_low algorithm.icepop_high": (not icepop, "the correction is not icepop"),
         "algorithm.sequence_mask_low algorithm.sequence_mask_high": (not masks, "the correction is not sequence_mask"),
@@ -77,7 +85,7 @@ def idle_settings(run: RunConfig, given: Collection[str]) -> list[str]:
 def idle_clip(run: RunConfig) -> list[str]:
     """Return the sentence on a clip that nobody has set, which the plan has but no run."""
     chosen = {"algorithm.clip_low", "algorithm.clip_high"} & {*_not_default(run.algorithm)}
-    if chosen or not run.algorithm.ratio_is_one:
+    if chosen or not run.algorithm.ratio_is_one or run.algorithm.objective != "ppo":
         return []
     return [f"algorithm.clip_low and algorithm.clip_high have no effect: {RATIO_IS_ONE}"]
 

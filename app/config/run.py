@@ -175,6 +175,9 @@ class RunConfig:
         compares = self.reward.needs_answer
         why = f"a field of the rows with reward={compares}, which compares with it; or a reward of your own"
         expect(self.data.answer is not None or compares is None, "data.answer", None, why)
+        negative = [name for name, term in self.reward.terms().items() if term.weight < 0]
+        why = "another one with a negative weight in reward.components: it needs rewards of at least 0"
+        expect(self.algorithm.advantage != "maxrl" or not negative, "algorithm.advantage", "maxrl", why)
         scored = self.environment.scores or "environment" not in self.reward.components
         why = f"another reward with {self.environment.choice}, which has no score of its own"
         expect(scored, "reward", "environment", why)

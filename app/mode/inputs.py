@@ -8,6 +8,7 @@
 | environment | one that cannot be loaded, if the model is on this machine       | what it does in an episode         |
 | tracker     | a custom one that cannot be loaded                               | what it does                       |
 | transport   | a custom one that cannot be loaded                               | what it does                       |
+| algorithm   | custom functions that fail on made-up values                     | failures on other values           |
 
 `mode=plan` prints the sentences, `mode=doctor` has a line for each subject, and a run raises them before it starts.
 """
@@ -17,6 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from app.algorithm.custom_functions import require_own
 from app.config import RunConfig
 from app.config.data import DataConfig
 from app.config.reward import RewardConfig
@@ -122,6 +124,11 @@ def check_tracker(config: RunConfig) -> None:
     require_trackers(config.tracking)
 
 
+def check_algorithm(config: RunConfig) -> None:
+    """Raise `ConfigError` if an objective or advantage of the user cannot be used."""
+    require_own(config.algorithm)
+
+
 def check_transport(config: RunConfig) -> None:
     """Raise `ConfigError` if a transport of the user cannot be loaded."""
     own_transport(config.weight_sync)
@@ -134,6 +141,7 @@ CHECKS: Mapping[str, Callable[[RunConfig], None]] = {
     "environment": check_environment,
     "tracker": check_tracker,
     "transport": check_transport,
+    "algorithm": check_algorithm,
 }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import app.data.build as data
+from app.algorithm.custom_functions import require_own
 from app.checkpoint.run_state import read_state, require_model
 from app.config import Mode, RunConfig
 from app.data.counts import steps_of_epochs
@@ -119,6 +120,7 @@ def load_from(path: Path, config: RunConfig, status: Callable[[str], None]) -> R
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}"
         )
 
+    require_own(config.algorithm)
     status("trying the reward")
     require_trackers(config.tracking)
     own_transport(config.weight_sync)

@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.algorithm.loss import LossSums, TokenBatch, denominator, policy_loss
+from app.algorithm.loss import LossSums, denominator, policy_loss
 from app.algorithm.metrics import TABLE, finalize
+from app.algorithm.token_batch import TokenBatch
 from app.config.algorithm import AlgorithmConfig, Correction
 from app.errors import TrainerError
 from app.model.lora.layer import adapters_off

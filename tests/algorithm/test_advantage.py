@@ -18,6 +18,7 @@ from app.algorithm.advantage import (
     shaped_rewards,
 )
 from app.config.algorithm import AlgorithmConfig
+from app.errors import RunError
 
 from .groups import group
 
@@ -121,3 +122,19 @@ def test_a_group_without_rewards_is_rejected_with_its_prompt_id(reward):
 def test_the_docstrings_examples_hold():
     results = doctest.testmod(advantage)
     assert (results.attempted, results.failed) == (1, 0)
+
+
+@given(REWARDS)
+def test_rloo_compares_each_reward_with_the_mean_of_the_others(rewards):
+    advantages = score(group(rewards), AlgorithmConfig(advantage="rloo"), max_completion_tokens=8).advantages
+    others = [rewards[:index] + rewards[index + 1 :] for index in range(len(rewards))]
+    expected = [reward - math.fsum(rest) / len(rest) for reward, rest in zip(rewards, others, strict=True)]
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_maxrl_divides_by_the_mean_reward():
+    config = AlgorithmConfig(advantage="maxrl")
+    assert score(group([1, 0, 0, 0]), config, max_completion_tokens=8).advantages.tolist() == [3, -1, -1, -1]
+    assert score(group([0, 0, 0, 0]), config, max_completion_tokens=8).advantages.tolist() == [0, 0, 0, 0]
+    with pytest.raises(RunError, match=r"algorithm\.advantage=maxrl"):
+        score(group([1, -1, 0, 0]), config, max_completion_tokens=8)

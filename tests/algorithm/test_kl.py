@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from app.algorithm.loss import TokenBatch, k3, policy_loss
+from app.algorithm.loss import k3, policy_loss
+from app.algorithm.token_batch import TokenBatch
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl
 
 BETA = 0.7

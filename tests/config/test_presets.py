@@ -1,6 +1,7 @@
 """Every preset composes to what its name says and begins with the command that runs it.
 
-`PUBLISHED` is what the four algorithms are. No model, placement or experiment may change that; sizes they may set.
+`PUBLISHED` is what the algorithms are; the later ones say what differs from GRPO. No model, placement or experiment may
+change that; sizes they may set.
 """
 
 import re
@@ -44,6 +45,10 @@ COMMON: dict[str, object] = {
     "kl": Kl.none,
     "kl_coefficient": 0.0,
     "entropy_coefficient": 0.0,
+    "advantage": "grpo",
+    "objective": "ppo",
+    "sapo_tau_positive": 1.0,
+    "sapo_tau_negative": 1.05,
     "old_policy": OldPolicy.trainer,
     "correction": Correction.auto,
     "tis_max": 2.0,
@@ -96,6 +101,17 @@ PUBLISHED: dict[str, dict[str, object]] = {
         "dynamic_sampling": False,
         "overlong_buffer_fraction": 0.0,
     },
+    "cispo": {
+        "objective": "cispo",
+        "old_policy": OldPolicy.rollout,
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+        "aggregation": Aggregation.token_mean,
+    },
+    "dppo": {"objective": "dppo", "old_policy": OldPolicy.rollout},
+    "sapo": {"objective": "sapo", "updates_per_step": 4},
+    "rloo": {"advantage": "rloo", "aggregation": Aggregation.seq_mean_token_sum},
+    "maxrl": {"advantage": "maxrl"},
 }
 CORRECTIONS = {PlacementKind.colocate: Correction.none, PlacementKind.fully_async: Correction.tis}
 COMPOSITIONS = [
@@ -144,13 +160,12 @@ def test_the_presets_exist() -> None:
 def test_an_algorithm_is_the_published_one_in_every_composition(composition: list[str], algorithm: str) -> None:
     config = composed(f"algorithm={algorithm}", *composition)
     settings = {each.name: getattr(config.algorithm, each.name) for each in fields(AlgorithmConfig)}
-    expected = {"name": algorithm, **COMMON, **PUBLISHED[algorithm]}
+    published = {**PUBLISHED["grpo"], **PUBLISHED[algorithm]}
+    expected = {**COMMON, **published, "name": algorithm}
     assert {name: value for name, value in settings.items() if name not in SIZES} == expected
-    stale = PlacementKind.fully_async if config.placement.max_staleness else PlacementKind.colocate
-    assert config.correction is CORRECTIONS[stale]
-    assert config.stream == (
-        config.placement.kind is PlacementKind.fully_async and PUBLISHED[algorithm]["updates_per_step"] == 1
-    )
+    corrects = config.placement.max_staleness and config.algorithm.old_policy is OldPolicy.trainer
+    assert config.correction is CORRECTIONS[PlacementKind.fully_async if corrects else PlacementKind.colocate]
+    assert config.stream == (config.placement.kind is PlacementKind.fully_async and published["updates_per_step"] == 1)
 
 
 @pytest.mark.parametrize("path", sorted(CONF.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}")

@@ -41,7 +41,7 @@ def test_all_60_combinations_of_model_algorithm_placement_and_device_compose() -
     assert len(seen) == 60
 
 
-@pytest.mark.parametrize("algorithm", ["dr_grpo", "gspo"])
+@pytest.mark.parametrize("algorithm", ["dr_grpo", "gspo", "cispo", "dppo", "sapo", "rloo", "maxrl"])
 def test_the_other_algorithms_compose(algorithm: str) -> None:
     assert composed(f"algorithm={algorithm}").algorithm.name == algorithm
 
@@ -141,5 +141,5 @@ def test_help_shows_the_composed_settings_without_the_heavy_libraries() -> None:
     assert re.search(r"^  device\.kind = npu +one of cpu, cuda, npu$", text, re.MULTILINE)
     assert re.search(r"^  algorithm\.clip_high = 0\.3 +a number of at least 0$", text, re.MULTILINE)
     assert re.search(r"^  data\.prefix = \$ +text$", text, re.MULTILINE)
-    assert "algorithm: dapo, dr_grpo, grpo, gspo" in text
+    assert "algorithm: cispo, dapo, dppo, dr_grpo, grpo, gspo, maxrl, rloo, sapo" in text
     assert "Hard bound on the staleness of a trajectory" in text

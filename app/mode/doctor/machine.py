@@ -59,7 +59,13 @@ def reachable(config: RunConfig) -> Iterator[Check]:
     yield data
     rewards = [term.target for term in config.reward.terms().values() if term.target is not None]
     transports = [config.weight_sync._target_] if config.weight_sync._target_ else []
-    for subject, targets in (("reward", rewards), ("tracker", config.tracking.own), ("transport", transports)):
+    custom = {
+        "reward": rewards,
+        "tracker": config.tracking.own,
+        "transport": transports,
+        "algorithm": config.algorithm.own,
+    }
+    for subject, targets in custom.items():
         if targets:
             accepted = Check(subject, CheckStatus.ok, f"{', '.join(targets)} can be loaded")
             yield _refused(subject, refused) or accepted

@@ -1,0 +1,84 @@
+"""Objectives and advantages of the user's own, tried on made-up values before anything starts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from app.config.algorithm import ADVANTAGES, OBJECTIVES, AlgorithmConfig
+from app.errors import expect
+from app.utils.dotted_path import LoadError, error_text, resolve_own
+
+REWARDS = ([0.0, 1.0, 0.0, 1.0], [0.25, 3.0])  # of groups
+LENGTHS = (3, 0, 5)  # tokens of sequences
+
+
+def require_own(config: AlgorithmConfig) -> None:
+    """Raise `ConfigError` if a function that `algorithm.advantage` or `algorithm.objective` names cannot be used."""
+    if config.advantage not in ADVANTAGES:
+        accepted = "the path of a function from rewards [G] to finite advantages [G]"
+        _require("algorithm.advantage", config.advantage, accepted, _try_advantage)
+    if config.objective not in OBJECTIVES:
+        accepted = "the path of a function from (batch, ratio) to the finite terms [N] of its tokens, with a gradient"
+        _require("algorithm.objective", config.objective, accepted, _try_objective)
+
+
+def _require(key: str, path: str, accepted: str, attempt: Callable[[Callable[..., Any]], str | None]) -> None:
+    try:
+        problem = attempt(resolve_own(path))
+    except LoadError as error:
+        problem = str(error)
+    except Exception as error:  # the user's code may raise anything
+        problem = f"it raised {error_text(error)}"
+    expect(problem is None, key, path, f"{accepted}; {problem}")
+
+
+def _try_advantage(function: Callable[..., Any]) -> str | None:
+    """Return what is wrong with the function, if anything."""
+    for rewards in REWARDS:
+        advantages = np.asarray(function(np.array(rewards)))
+        if advantages.shape != (len(rewards),):
+            return f"for {len(rewards)} rewards it returned the shape {list(advantages.shape)}"
+        if not np.isfinite(advantages.astype(np.float64)).all():
+            return f"for the rewards {rewards} it returned {advantages.tolist()}"
+    return None
+
+
+def _try_objective(function: Callable[..., Any]) -> str | None:
+    """Return what is wrong with the function, if anything."""
+    import torch
+
+    from app.algorithm.token_batch import TokenBatch
+
+    tokens = sum(LENGTHS)
+    logprobs = -torch.rand(tokens, generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor(LENGTHS, dtype=torch.float32)
+    old_logprobs = logprobs - 0.1
+    batch = TokenBatch(
+        logprobs=logprobs.requires_grad_(),
+        old_logprobs=old_logprobs,
+        rollout_logprobs=logprobs.detach() + 0.1,
+        reference_logprobs=None,
+        entropy=torch.ones(tokens),
+        sequence=torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths.long()),
+        advantages=torch.tensor([1.0, 0.5, -1.0]),
+        lengths=lengths,
+        trajectory_tokens=lengths,
+        weight_mask=torch.ones(len(LENGTHS)),
+    )
+    terms = function(batch, (logprobs - old_logprobs).exp())
+
+    if not isinstance(terms, torch.Tensor) or terms.shape != (tokens,):
+        return f"for {tokens} tokens it returned {_described(terms)}"
+    if not terms.requires_grad:
+        return "its terms have no gradient"
+    terms.sum().backward()
+    gradient = logprobs.grad
+    if gradient is None or not torch.isfinite(torch.cat([terms.detach(), gradient])).all():
+        return "its terms or their gradients are not finite"
+    return None
+
+
+def _described(value: object) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" if shape is None else f"a {type(value).__name__} of shape {list(shape)}"

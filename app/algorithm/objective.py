@@ -1,0 +1,94 @@
+"""`algorithm.objective`: the term of each sampled token that an update maximizes, before weights and averages.
+
+| objective | term of a token, r = π / π_old                                         | source                     |
+|-----------|------------------------------------------------------------------------|----------------------------|
+| ppo       | min(r · Â, clip(r, 1 − ε_low, 1 + ε_high) · Â)                         | DAPO, 2503.14476, eq. 8    |
+| cispo     | sg(clip(r, 1 − ε_low, 1 + ε_high)) · Â · log π                         | MiniMax-M1, 2506.13585     |
+| dppo      | r · Â; 0 where π has left π_rollout by more than ε in the direction of Â | DPPO, 2602.04879, eq. 13 |
+| sapo      | 4/τ · σ(τ · (r − 1)) · Â, with one τ for each sign of Â                | SAPO, 2511.20347           |
+
+sg stops the gradient. At r = 1 all four have the gradient of REINFORCE, Â · ∇log π.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from app.algorithm.token_batch import TokenBatch
+from app.config.algorithm import AlgorithmConfig
+from app.utils.dotted_path import resolve_own
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Terms:
+    """The objective of N tokens, and which of them a bound has cut off."""
+
+    values: Tensor  # [N]; carries the gradient
+    low: Tensor  # [N] bool: bounded from below
+    high: Tensor  # [N] bool: bounded from above
+
+
+def ppo(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -> Terms:
+    """PPO's clipped objective with DAPO's two ranges. Dual clip bounds it from below by c · Â where Â < 0."""
+    advantage = batch.advantages[batch.sequence]
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    values = torch.minimum(ratio * advantage, clipped * advantage)
+    if config.dual_clip is not None:
+        values = torch.where(advantage < 0, torch.maximum(values, config.dual_clip * advantage), values)
+
+    low = (advantage < 0) & (ratio < 1 - config.clip_low)
+    high = (advantage > 0) & (ratio > 1 + config.clip_high)
+    return Terms(values, low, high)
+
+
+def cispo(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -> Terms:
+    """Every token keeps a gradient; the bounded ratio is its weight. `clip_low=1` leaves out the lower bound."""
+    advantage = batch.advantages[batch.sequence]
+    lowest, highest = 1 - config.clip_low, 1 + config.clip_high
+    weight = ratio.detach().clamp(lowest, highest)
+    return Terms(weight * advantage * batch.logprobs, ratio < lowest, ratio > highest)
+
+
+def dppo(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -> Terms:
+    """The trust region bounds the token's total variation |π − π_rollout|, so rare tokens may move by large ratios."""
+    advantage = batch.advantages[batch.sequence]
+    moved = batch.logprobs.detach().exp() - batch.rollout_logprobs.exp()
+    low = (advantage < 0) & (moved < -config.clip_low)
+    high = (advantage > 0) & (moved > config.clip_high)
+    return Terms(torch.where(low | high, 0.0, ratio * advantage), low, high)
+
+
+def sapo(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -> Terms:
+    """A smooth gate in place of a clip: the gradient fades with the distance from r = 1."""
+    advantage = batch.advantages[batch.sequence]
+    positive, negative = ratio.new_tensor([config.sapo_tau_positive, config.sapo_tau_negative])
+    tau = torch.where(advantage > 0, positive, negative)
+    values = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
+    nowhere = torch.zeros_like(ratio, dtype=torch.bool)
+    return Terms(values, nowhere, nowhere)
+
+
+BUILT_IN: dict[str, Callable[[TokenBatch, Tensor, AlgorithmConfig], Terms]] = {
+    "ppo": ppo,
+    "cispo": cispo,
+    "dppo": dppo,
+    "sapo": sapo,
+}
+
+
+def objective_terms(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -> Terms:
+    """Return the terms of `algorithm.objective`, which may be a function of the user's: f(batch, ratio) → [N]."""
+    if config.objective in BUILT_IN:
+        return BUILT_IN[config.objective](batch, ratio, config)
+
+    values = _own(config.objective)(batch, ratio)
+    nowhere = torch.zeros_like(ratio, dtype=torch.bool)
+    return Terms(values, nowhere, nowhere)
+
+
+@lru_cache(maxsize=1)
+def _own(path: str) -> Callable[[TokenBatch, Tensor], Tensor]:
+    return resolve_own(path)

@@ -1,0 +1,177 @@
+"""The objectives beside PPO's clip, against the formulas of their papers as plain loops in double precision."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from app.algorithm.custom_functions import require_own
+from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, OldPolicy, RatioLevel
+from app.errors import ConfigError
+
+from .cases import random_case, update
+from .reference_loss import Case, Tokens, ratios
+
+TermAndSlope = tuple[float, float]  # of one token: its term, and the derivative by its log-probability
+MEAN = AlgorithmConfig(aggregation=Aggregation.token_mean, clip_low=0.2, clip_high=0.28)
+
+
+def cispo(config: AlgorithmConfig, sequence: Tokens, t: int, ratio: float) -> TermAndSlope:
+    """sg(clip(r)) · Â · log π, MiniMax-M1 eq. 4 and 5."""
+    weight = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+    return weight * sequence.advantage * sequence.logprobs[t], weight * sequence.advantage
+
+
+def dppo(config: AlgorithmConfig, sequence: Tokens, t: int, ratio: float) -> TermAndSlope:
+    """Eq. 13: a token outside of the trust region has neither a term nor a gradient."""
+    moved = math.exp(sequence.logprobs[t]) - math.exp(sequence.rollout[t])
+    outside = moved > config.clip_high if sequence.advantage > 0 else moved < -config.clip_low
+    return (0.0, 0.0) if outside else (ratio * sequence.advantage,) * 2
+
+
+def sapo(config: AlgorithmConfig, sequence: Tokens, t: int, ratio: float) -> TermAndSlope:
+    """4/τ · σ(τ(r − 1)) · Â, whose derivative by log π is 4 · σ · (1 − σ) · r · Â."""
+    tau = config.sapo_tau_positive if sequence.advantage > 0 else config.sapo_tau_negative
+    gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+    return 4 / tau * gate * sequence.advantage, 4 * gate * (1 - gate) * ratio * sequence.advantage
+
+
+FORMULAS: dict[str, Callable[[AlgorithmConfig, Tokens, int, float], TermAndSlope]] = {
+    "cispo": cispo,
+    "dppo": dppo,
+    "sapo": sapo,
+}
+
+
+def expected(case: Case, config: AlgorithmConfig) -> tuple[float, list[float]]:
+    """Loss and gradient of an update with the token mean and no correction."""
+    terms, slopes = [], []
+    for sequence in case:
+        for t, ratio in enumerate(ratios(sequence, config)):
+            term, slope = FORMULAS[config.objective](config, sequence, t, ratio)
+            terms.append(term * sequence.unmasked)
+            slopes.append(-slope * sequence.unmasked / sum(map(len, case)))
+    return -math.fsum(terms) / sum(map(len, case)), slopes
+
+
+@pytest.mark.parametrize("old", OldPolicy)
+@pytest.mark.parametrize("objective", FORMULAS)
+def test_loss_and_gradient_equal_the_papers(objective: str, old: OldPolicy) -> None:
+    config = replace(MEAN, objective=objective, old_policy=old, sapo_tau_positive=1.3, sapo_tau_negative=2.0)
+    for seed in range(5):
+        case = random_case(seed)
+        result = update([case], config, Correction.none)
+        loss, gradient = expected(case, config)
+        assert result.loss == pytest.approx(loss, rel=1e-12, abs=1e-14)
+        assert result.gradient == pytest.approx(gradient, rel=1e-12, abs=1e-14)
+        assert any(gradient)
+
+
+@pytest.mark.parametrize("objective", ["ppo", *FORMULAS])
+def test_on_policy_every_objective_has_the_gradient_of_reinforce(objective: str) -> None:
+    case = [replace(each, rollout=each.logprobs) for each in random_case(0, on_policy=True, masked=0)]
+    result = update([case], replace(MEAN, objective=objective, old_policy=OldPolicy.rollout), Correction.none)
+    tokens = sum(map(len, case))
+    assert result.gradient == pytest.approx([-each.advantage / tokens for each in case for _ in each.logprobs])
+
+
+def test_without_a_lower_bound_a_small_ratio_keeps_its_weight() -> None:
+    case = random_case(3, spread=2.0, masked=0)
+    config = replace(MEAN, objective="cispo", clip_low=1.0, clip_high=4.0)
+    result = update([case], config, Correction.none)
+    values = [ratio for each in case for ratio in ratios(each, config)]
+    assert min(values) < 0.2
+    assert result.metrics["clip/low_fraction"] == 0
+    assert result.metrics["clip/high_fraction"] == sum(value > 5 for value in values) / len(values) > 0
+
+
+def test_the_clip_fractions_of_dppo_count_the_tokens_without_gradient() -> None:
+    case = random_case(1, spread=1.0, masked=0)
+    config = replace(MEAN, objective="dppo", old_policy=OldPolicy.rollout)
+    result = update([case], config, Correction.none)
+    dropped = sum(slope == 0 for slope in result.gradient) / len(result.gradient)
+    assert dropped > 0
+    assert result.metrics["clip/low_fraction"] + result.metrics["clip/high_fraction"] == pytest.approx(dropped)
+
+
+MODULE = """
+import torch
+
+def half_reinforce(batch, ratio):
+    return ratio * batch.advantages[batch.sequence] / 2
+
+def one_number(batch, ratio):
+    return ratio.sum()
+
+def constant(batch, ratio):
+    return ratio.detach()
+
+def infinite(batch, ratio):
+    return ratio / 0
+
+def raising(batch, ratio):
+    raise KeyError("no")
+
+def centered(rewards):
+    return rewards - rewards.min()
+
+def scalar(rewards):
+    return rewards.mean()
+
+def nothing(rewards):
+    return rewards * float("nan")
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module with functions of a user."""
+    name = f"own_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def test_a_function_of_the_user_is_the_objective(own: str) -> None:
+    case = random_case(0)
+    half = update([case], replace(MEAN, objective=f"{own}.half_reinforce"), Correction.none)
+    unclipped = update([case], replace(MEAN, clip_low=1.0, clip_high=1e9), Correction.none)
+    assert half.loss == pytest.approx(unclipped.loss / 2)
+    assert half.gradient == pytest.approx([slope / 2 for slope in unclipped.gradient])
+    assert half.metrics["clip/low_fraction"] == half.metrics["clip/high_fraction"] == 0
+
+
+def test_usable_functions_are_accepted(own: str) -> None:
+    require_own(AlgorithmConfig(objective=f"{own}.half_reinforce", advantage=f"{own}.centered"))
+
+
+@pytest.mark.parametrize("name", ["one_number", "constant", "infinite", "raising", "absent"])
+def test_an_objective_that_cannot_be_used_is_refused(name: str, own: str) -> None:
+    with pytest.raises(ConfigError, match=rf"algorithm\.objective={own}\.{name} "):
+        require_own(AlgorithmConfig(objective=f"{own}.{name}"))
+
+
+@pytest.mark.parametrize("name", ["scalar", "nothing", "raising", "absent"])
+def test_an_advantage_that_cannot_be_used_is_refused(name: str, own: str) -> None:
+    with pytest.raises(ConfigError, match=rf"algorithm\.advantage={own}\.{name} "):
+        require_own(AlgorithmConfig(advantage=f"{own}.{name}"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"objective": "ppo2"}, "algorithm.objective"),
+        ({"advantage": "gae"}, "algorithm.advantage"),
+        ({"objective": "dppo"}, "algorithm.objective"),
+        (
+            {"objective": "dppo", "old_policy": OldPolicy.rollout, "ratio": RatioLevel.sequence},
+            "algorithm.objective",
+        ),
+        ({"advantage": "maxrl", "overlong_buffer_fraction": 0.2}, "algorithm.overlong_buffer_fraction"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}="):
+        AlgorithmConfig(**settings).validate()  # type: ignore[arg-type]
