@@ -53,8 +53,8 @@ class ModelConfig:
     )
     path: str | None = setting(
         TINY_PRESETS["tiny"],
-        "Hugging Face model directory or hub id; or tiny, tiny_qwen35 or tiny_tools, the models of these presets. They "
-        "also accept exports of their own runs; any other model takes model=hf.",
+        "Hugging Face model directory or hub id; or tiny, tiny_qwen35 or tiny_tools, the models of these presets, "
+        "which also accept exports of their own runs.",
         noun="a Hugging Face model directory or hub id",
     )
     revision: str | None = setting(None, "Commit, tag or branch of a hub model; null is its default branch.")
