@@ -2,7 +2,7 @@
 
 All types are immutable and hold numpy arrays, so they cross process borders without torch and without copies. In shape
 comments `T` is the number of completion tokens, `P` of prompt tokens, `G` the group size, `L` the number of tokens of a
-strand and `N` of those that an engine sampled.
+sequence and `N` of those that an engine sampled.
 """
 
 import math
@@ -110,7 +110,7 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Sampled tokens `start:end` of a completion or strand, sampled by policy `version`."""
+    """Sampled tokens `start:end` of a completion or sequence, sampled by policy `version`."""
 
     version: int
     start: int
@@ -140,10 +140,10 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Strand:
+class TokenSequence:
     """One sequence of an episode: every request for its sampled tokens began with all tokens before them.
 
-    Only sampled tokens are trained on. A strand is built by appending and never rendered again, so its tokens are
+    Only sampled tokens are trained on. A sequence is built by appending and never rendered again, so its tokens are
     those that the engine saw.
     """
 
@@ -153,8 +153,8 @@ class Strand:
     spans: tuple[VersionSpan, ...]  # cover 0:N without gaps
 
     @classmethod
-    def of(cls, prompt: Prompt, completion: Completion) -> "Strand":
-        """Return the strand of a single turn."""
+    def of(cls, prompt: Prompt, completion: Completion) -> "TokenSequence":
+        """Return the sequence of a single turn."""
         sampled = np.zeros(len(prompt.token_ids) + len(completion.token_ids), dtype=bool)
         sampled[len(prompt.token_ids) :] = True
         token_ids = np.concatenate([prompt.token_ids, completion.token_ids])
@@ -180,7 +180,9 @@ class Turn:
 class Episode:
     """What happened between the policy and an environment in one trajectory."""
 
-    strands: tuple[Strand, ...]  # more than one if a history was rewritten, or an agent had several conversations
+    sequences: tuple[
+        TokenSequence, ...
+    ]  # more than one if a history was rewritten, or an agent had several conversations
     turns: tuple[Turn, ...]
     ending: Ending
     scores: Mapping[str, float]  # by the environment; the first one is the score
@@ -199,9 +201,9 @@ class Trajectory:
     episode: Episode | None = None  # None: a single turn
 
     @property
-    def strands(self) -> tuple[Strand, ...]:
+    def sequences(self) -> tuple[TokenSequence, ...]:
         """The sequences that are trained on."""
-        return self.episode.strands if self.episode else (Strand.of(self.prompt, self.completion),)
+        return self.episode.sequences if self.episode else (TokenSequence.of(self.prompt, self.completion),)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -218,33 +220,33 @@ class Trajectory:
         """Number of tokens of all sequences."""
         if self.episode is None:
             return len(self.prompt.token_ids) + len(self.completion.token_ids)
-        return sum(len(strand.token_ids) for strand in self.episode.strands)
+        return sum(len(sequence.token_ids) for sequence in self.episode.sequences)
 
     @property
     def prompt_tokens(self) -> int:
         """Number of tokens before the first sampled one."""
-        return self.episode.strands[0].opening_tokens if self.episode else len(self.prompt.token_ids)
+        return self.episode.sequences[0].opening_tokens if self.episode else len(self.prompt.token_ids)
 
     @property
     def sampled_tokens(self) -> int:
         """Number of tokens that an engine sampled."""
         if self.episode is None:
             return len(self.completion.token_ids)
-        return sum(len(strand.logprobs) for strand in self.episode.strands)
+        return sum(len(sequence.logprobs) for sequence in self.episode.sequences)
 
     @property
     def response_tokens(self) -> int:
         """Number of tokens after the opening of each sequence, observations included."""
         if self.episode is None:
             return len(self.completion.token_ids)
-        return sum(len(strand.token_ids) - strand.opening_tokens for strand in self.episode.strands)
+        return sum(len(sequence.token_ids) - sequence.opening_tokens for sequence in self.episode.sequences)
 
     @property
     def oldest_version(self) -> int:
         """The oldest policy version that sampled a token."""
         if self.episode is None:
             return self.completion.oldest_version
-        return min(span.version for strand in self.episode.strands for span in strand.spans)
+        return min(span.version for sequence in self.episode.sequences for span in sequence.spans)
 
     @property
     def truncated(self) -> bool:

@@ -137,8 +137,8 @@ class InProcessEnvironments:
         fields = {each.name: getattr(task, each.name) for each in dataclasses.fields(task)}
         session = EpisodeSession(number, worker.send, lambda kind, text: None, lambda session: None)
 
-        def ask(strand: int, append: Sequence[int], most: int | None, logprobs: bool) -> "asyncio.Future[Answer]":
-            request = Ask(number, next(self.numbers), strand, append, most, logprobs)
+        def ask(sequence: int, append: Sequence[int], most: int | None, logprobs: bool) -> "asyncio.Future[Answer]":
+            request = Ask(number, next(self.numbers), sequence, append, most, logprobs)
             worker.asks[request.number] = asyncio.get_running_loop().create_future()
             session.receive(request)
             return worker.asks[request.number]

@@ -20,7 +20,7 @@ FLOORS = (  # from the ground up; packages of one floor never import each other
     ("__main__", "command"),
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
-MOST_FILES = 12  # of a package; `config/` has one for each section
+MAX_FILES = 12  # of a package; `config/` has one for each section
 SHARED_NAMES = {  # base names that several packages may use
     "base": "the interface beside its implementations",
     "episode": "the driver's half and the worker's half of an episode",
@@ -109,7 +109,7 @@ def test_every_package_stays_small() -> None:
     for path in APP.rglob("*.py"):
         folder = str(path.parent.relative_to(APP))
         files[folder] = files.get(folder, 0) + (path.name != "__init__.py")
-    large = {folder: count for folder, count in files.items() if count > MOST_FILES and folder != "config"}
+    large = {folder: count for folder, count in files.items() if count > MAX_FILES and folder != "config"}
     assert large == {}
 
 

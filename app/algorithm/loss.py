@@ -7,7 +7,7 @@ Invariants:
   depend on how an update is split into microbatches.
 - Denominators count the unmasked batch: the term of a masked token is zero, but the token is still counted.
 - Tensors over tokens have shape [N], tensors over sequences [S]. A sequence is never split across microbatches. The
-  strands of a trajectory may be: each knows the tokens of the whole, which is counted once in every denominator.
+  sequences of a trajectory may be: each knows the tokens of the whole, which is counted once in every denominator.
 
 Sources: DeepSeekMath (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), dual clip
 (1912.09729); those of the objectives are in objective.py. Truncated importance sampling (TIS) and IcePop (a masked
@@ -164,8 +164,8 @@ def sequence_mean(values: Tensor, batch: TokenBatch) -> Tensor:
     return totals / batch.lengths.clamp(min=1)
 
 
-def strand_share(batch: TokenBatch) -> Tensor:
-    """Share of each sequence [S] in the sampled tokens of its trajectory; 1 for a trajectory of one strand."""
+def trajectory_share(batch: TokenBatch) -> Tensor:
+    """Share of each sequence [S] in the sampled tokens of its trajectory; 1 for a trajectory of one sequence."""
     share = batch.lengths / batch.trajectory_tokens.clamp(min=1)
     return torch.where(batch.trajectory_tokens > 0, share, 1.0)
 
@@ -179,7 +179,7 @@ def _policy_sums(
     sums = {
         "entropy": batch.entropy.sum(),
         "ratio/mean": ratio.sum(),
-        "ratio/sequence_mean": (strand_share(batch) * bounded_exp(sequence_mean(log_ratio, batch))).sum(),
+        "ratio/sequence_mean": (trajectory_share(batch) * bounded_exp(sequence_mean(log_ratio, batch))).sum(),
         "ratio/max": _maximum(ratio),
         "ratio/min": -_maximum(-ratio),
         "clip/low_fraction": objective.low.sum(),

@@ -36,7 +36,7 @@ TABLE: Mapping[str, Over] = {
     "loss/entropy": Over.loss,
     "entropy": Over.tokens,
     "ratio/mean": Over.tokens,
-    "ratio/sequence_mean": Over.sequences,  # geometric mean over each sequence: GSPO's ratio; strands by their tokens
+    "ratio/sequence_mean": Over.sequences,  # geometric mean over each sequence: GSPO's ratio; sequences by their tokens
     "ratio/max": Over.max,
     "ratio/min": Over.min,
     "clip/low_fraction": Over.tokens,

@@ -17,7 +17,7 @@ from app.types import (
     Group,
     Prompt,
     ScoredGroup,
-    Strand,
+    TokenSequence,
     Trajectory,
     VersionSpan,
 )
@@ -62,11 +62,11 @@ def _sampled_rows(trajectory: Trajectory) -> tuple[Row, Row | None]:
     if trajectory.episode is None:
         return row, None
 
-    strands = [
-        (strand.token_ids, strand.sampled, strand.logprobs, _span_rows(strand.spans))
-        for strand in trajectory.episode.strands
+    sequences = [
+        (sequence.token_ids, sequence.sampled, sequence.logprobs, _span_rows(sequence.spans))
+        for sequence in trajectory.episode.sequences
     ]
-    return row, (strands, trajectory.episode.ending.value)
+    return row, (sequences, trajectory.episode.ending.value)
 
 
 def _span_rows(spans: Sequence[VersionSpan]) -> Row:
@@ -97,8 +97,10 @@ def _completion(token_ids: np.ndarray, logprobs: np.ndarray, reason: str, spans:
     return Completion(token_ids, logprobs, FinishReason(reason), _spans(spans))
 
 
-def _episode(strands: Sequence[Row], ending: str) -> Episode:
-    made = tuple(Strand(token_ids, sampled, logprobs, _spans(spans)) for token_ids, sampled, logprobs, spans in strands)
+def _episode(sequences: Sequence[Row], ending: str) -> Episode:
+    made = tuple(
+        TokenSequence(token_ids, sampled, logprobs, _spans(spans)) for token_ids, sampled, logprobs, spans in sequences
+    )
     return Episode(made, (), Ending(ending), {}, {})
 
 

@@ -52,7 +52,7 @@ from app.utils.tasks import in_thread, run_to_end
 from app.utils.units import size
 
 OVERHEAD = 1.02  # bytes on disk over bytes of tensors: names, headers, random state
-COMMIT_SECONDS = 30.0  # for the end of a commit that was under way when its time was over
+COMMIT_TIMEOUT_S = 30.0  # for the end of a commit that was under way when its time was over
 
 
 class Savable(Protocol):
@@ -174,7 +174,7 @@ class CheckpointManager:
     async def settle(self, seconds: float) -> str | None:
         """Before the run ends or restarts: give the last checkpoint this many seconds to finish, then cancel it.
 
-        A commit that has begun is finished, within `COMMIT_SECONDS`. A cancellation cancels the checkpoint at once.
+        A commit that has begun is finished, within `COMMIT_TIMEOUT_S`. A cancellation cancels the checkpoint at once.
 
         Returns:
             Why the checkpoint was not written; None if it was, or if none was being written.
@@ -187,12 +187,12 @@ class CheckpointManager:
             await asyncio.wait({task}, timeout=seconds)
         finally:
             task.cancel()
-            await asyncio.wait({task}, timeout=COMMIT_SECONDS)
+            await asyncio.wait({task}, timeout=COMMIT_TIMEOUT_S)
 
         if self._committed == self._target:
             return None
         if not task.done():
-            return f"checkpoint {self._target} was not committed within {COMMIT_SECONDS:.0f} s"
+            return f"checkpoint {self._target} was not committed within {COMMIT_TIMEOUT_S:.0f} s"
         if task.cancelled():
             return f"checkpoint {self._target} was not written within {seconds:g} s"
         return str(task.exception())

@@ -19,9 +19,9 @@ from app.errors import RunError, one_line
 
 OBJECT_STORE_BYTES = 512 * 1024 * 1024
 ATTEMPTS_VARIABLE = "RAY_gcs_server_port_wait_time_s"  # attempts to reach the head of a cluster
-RETRY_SECONDS = 1.0
+RETRY_DELAY_S = 1.0
 START_ATTEMPTS = 3  # of a local Ray
-MIN_CONNECT_SECONDS = 0.1
+MIN_CONNECT_S = 0.1
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
 
 
@@ -88,18 +88,18 @@ async def _wait_for_head(address: str, timeout_s: float) -> None:
     while True:
         left = deadline - time.monotonic()
         try:
-            async with asyncio.timeout(max(left, MIN_CONNECT_SECONDS)):
+            async with asyncio.timeout(max(left, MIN_CONNECT_S)):
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
             writer.close()
             return
         except (OSError, TimeoutError) as error:
-            if time.monotonic() + RETRY_SECONDS > deadline:
+            if time.monotonic() + RETRY_DELAY_S > deadline:
                 reason = os.strerror(error.errno) if error.errno else "no reply"
                 raise RunError(
                     f"cluster.address={address} cannot be joined: nothing accepted a connection within "
                     f"cluster.timeout_s={timeout_s:g} s: {reason}"
                 ) from error
-        await asyncio.sleep(RETRY_SECONDS)
+        await asyncio.sleep(RETRY_DELAY_S)
 
 
 def _start_local(config: RunConfig, device: Device) -> None:

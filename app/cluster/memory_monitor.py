@@ -19,7 +19,7 @@ from app.utils.process import memory_use
 from app.utils.units import MIB
 
 HOST_LIMIT = 0.97  # fraction of a machine's memory
-MEASURE_SECONDS = 10.0  # deadline of one measurement
+MEASURE_TIMEOUT_S = 10.0  # deadline of one measurement
 log = logging.getLogger(__name__)
 
 
@@ -95,14 +95,16 @@ class MemoryMonitor:
     async def _measure(self, role: str, measuring: Awaitable[Mapping[str, MemoryUse]]) -> Mapping[str, MemoryUse]:
         """Return the memory use by process, or nothing if it cannot be measured."""
         try:
-            async with asyncio.timeout(MEASURE_SECONDS):
+            async with asyncio.timeout(MEASURE_TIMEOUT_S):
                 return await measuring
         except Exception as error:  # a component that is broken says so in its next call
             log.info("the memory of %s was not measured", role, exc_info=True)
             if not self._warned:
                 self._warned = True
                 cause = (
-                    f"no answer within {MEASURE_SECONDS:.0f} s" if isinstance(error, TimeoutError) else one_line(error)
+                    f"no answer within {MEASURE_TIMEOUT_S:.0f} s"
+                    if isinstance(error, TimeoutError)
+                    else one_line(error)
                 )
                 self.warn(f"the memory of the {role} processes cannot be measured, metrics go without it: {cause}")
             return {}

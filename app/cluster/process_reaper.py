@@ -32,10 +32,10 @@ import psutil
 from app.utils.process import MARK, SHARED_MEMORY, module_command, package_path, run_prefix
 
 MARK_BYTES = 4
-LOOK_SECONDS = 3.0  # between two scans while the driver runs
+SCAN_INTERVAL_S = 3.0  # between two scans while the driver runs
 ROUNDS = 20  # of killing
-PAUSE_SECONDS = 0.25  # between two rounds
-CLEANUP_SECONDS = 15.0
+PAUSE_S = 0.25  # between two rounds
+CLEANUP_TIMEOUT_S = 15.0
 TEMPORARY, RAY_TEMPORARY = "TMPDIR", "RAY_TMPDIR"
 RAY_PARENT_BYTES = 18  # of a path: Ray puts 70 bytes behind the run's folder, and a socket's path has at most 107
 # A cache between runs that torch keeps among the temporary files.
@@ -63,7 +63,7 @@ def process_reaper() -> Iterator[None]:
             assert reaper.stdin is not None
             reaper.stdin.close()
             with suppress(subprocess.TimeoutExpired):
-                reaper.wait(ROUNDS * PAUSE_SECONDS + CLEANUP_SECONDS)
+                reaper.wait(ROUNDS * PAUSE_S + CLEANUP_TIMEOUT_S)
 
 
 def _run_variables(mark: str) -> dict[str, str]:
@@ -144,7 +144,7 @@ def main() -> None:
     mark = os.environ[MARK]
     seen: set[psutil.Process] = set()
 
-    while not select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:
+    while not select.select([sys.stdin], [], [], SCAN_INTERVAL_S)[0]:
         seen = alive(seen | marked_processes(mark))
 
     for _ in range(ROUNDS):
@@ -154,7 +154,7 @@ def main() -> None:
         for process in seen:
             with suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
-        time.sleep(PAUSE_SECONDS)
+        time.sleep(PAUSE_S)
     remove_files()
 
 

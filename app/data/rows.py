@@ -30,7 +30,7 @@ from app.errors import ConfigError, yaml_text
 DEFAULT_EVAL_SET = "eval"
 # Independent of the run's seed: runs with different seeds are evaluated on the same rows.
 HELD_OUT_SEED = 0
-FEWEST_ROWS = 2  # of a training set out of which some are held
+MIN_ROWS = 2  # of a training set out of which some are held
 
 Tasks = Sequence[Mapping[str, Any]]  # rows that an environment lists
 
@@ -151,7 +151,7 @@ def _training(
     train: list[Row] = []
     held_out: list[Row] = []
     for setting, rows in _read_training(config, broken, tasks).items():
-        if with_held_out and len(rows) < FEWEST_ROWS:
+        if with_held_out and len(rows) < MIN_ROWS:
             raise _too_few(setting, len(rows), of_environment=config.from_environment)
         kept, held = _hold_out(rows, config.eval_fraction) if with_held_out else (rows, [])
         train += kept
@@ -236,9 +236,9 @@ def _held_out_warnings(config: DataConfig, names: Sequence[str]) -> list[str]:
 
 def _too_few(setting: Setting, rows: int, *, of_environment: bool) -> ConfigError:
     """Return the error of a training set that is too small to hold rows out of it."""
-    accepted = f"at least {FEWEST_ROWS} rows, or rows to evaluate on in data.eval_path"
+    accepted = f"at least {MIN_ROWS} rows, or rows to evaluate on in data.eval_path"
     if of_environment:
-        accepted = f"an environment with at least {FEWEST_ROWS} tasks"
+        accepted = f"an environment with at least {MIN_ROWS} tasks"
     return ConfigError(*setting, accepted, f"some are held out for evaluation, and it has {rows}")
 
 

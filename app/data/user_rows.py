@@ -23,7 +23,7 @@ from app.errors import ConfigError, yaml_text
 from app.utils.dotted_path import LoadError, error_text, resolve
 
 KEY = "data._target_"
-MOST_ROWS = 5_000_000  # a function that never ends would fill the memory
+MAX_ROWS = 5_000_000  # a function that never ends would fill the memory
 
 
 def read(target: str, args: Mapping[str, Any]) -> Records:
@@ -45,9 +45,9 @@ def read(target: str, args: Mapping[str, Any]) -> Records:
 
 
 def _records(target: str, rows: Iterable[Any]) -> Records:
-    for number, row in enumerate(islice(rows, MOST_ROWS + 1), start=1):
-        if number > MOST_ROWS:
-            raise _error(target, f"a function that ends; it yielded more than {MOST_ROWS:,} rows")
+    for number, row in enumerate(islice(rows, MAX_ROWS + 1), start=1):
+        if number > MAX_ROWS:
+            raise _error(target, f"a function that ends; it yielded more than {MAX_ROWS:,} rows")
 
         if isinstance(row, Mapping):
             yield Record(target, number, dict(row))

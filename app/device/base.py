@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-QUERY_SECONDS = 10
+QUERY_TIMEOUT_S = 10
 
 
 def abort_backend(backend: Any) -> None:
@@ -125,7 +125,7 @@ class Device:
         if self.memory_query is None or shutil.which(self.memory_query[0]) is None:
             return None
 
-        result = subprocess.run(self.memory_query, capture_output=True, text=True, timeout=QUERY_SECONDS)
+        result = subprocess.run(self.memory_query, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
         lines = result.stdout.split()
         return float(lines[0]) / 1024 if result.returncode == 0 and lines else None
 

@@ -8,7 +8,7 @@ Any other reply is the answer and ends the episode; `reward=exact` judges it.
 
 Invariants:
 - What a policy asks is never a failure: a question that cannot be read is answered with a line that says so.
-- Nothing is evaluated as Python; numbers have at most `MOST_DIGITS` digits.
+- Nothing is evaluated as Python; numbers have at most `MAX_DIGITS` digits.
 """
 
 import operator
@@ -19,10 +19,10 @@ from typing import Any
 from app.environment.protocol import EpisodeOver, Policy, Task
 
 ASK = "?"
-MOST_DIGITS = 18
+MAX_DIGITS = 18
 ERROR = "error: ask a*b, a+b or a-b\n"
 OPERATIONS: Mapping[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-NUMBER = rf"(-?[0-9]{{1,{MOST_DIGITS}}})"
+NUMBER = rf"(-?[0-9]{{1,{MAX_DIGITS}}})"
 QUESTION = re.compile(rf"\s*{NUMBER}\s*([-+*])\s*{NUMBER}\s*")
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from app.types import Ending, Episode, Group
 
-OWN_METRICS = ("turns", "strands", "wall_seconds", "engine_seconds", "prompt_tokens", "cached_tokens")
+OWN_METRICS = ("turns", "sequences", "wall_seconds", "engine_seconds", "prompt_tokens", "cached_tokens")
 TOOL_CALLS, TOOL_FAILURES = "tool_calls", "tool_failures"
 
 
@@ -28,7 +28,7 @@ def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **_scores(episodes),
         "environment/turns_mean": _total(episodes, "turns") / len(episodes),
         "environment/turns_max": max(episode.metrics.get("turns", 0.0) for episode in episodes),
-        "environment/strands_mean": _total(episodes, "strands") / len(episodes),
+        "environment/sequences_mean": _total(episodes, "sequences") / len(episodes),
         "environment/observation_tokens": float(np.mean(observed)),
         "environment/tool_calls": calls / len(episodes),
         "environment/tool_failed_fraction": _total(episodes, TOOL_FAILURES) / calls if calls else 0.0,

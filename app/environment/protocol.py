@@ -123,7 +123,7 @@ class Policy(Protocol):
 
         If the conversation extends an earlier one of this episode (the same messages, the replies as they were given:
         `reply.message`), only the tokens of the new messages are appended to what the policy said, token for token.
-        Else, or where the chat template rewrites the history, a new strand begins.
+        Else, or where the chat template rewrites the history, a new sequence begins.
 
         Args:
             messages: The whole conversation. None: the prompt of the data set, as `data.template` renders it; the
@@ -139,7 +139,7 @@ class Policy(Protocol):
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, logprobs: bool = False
     ) -> Sampled:
-        """Sample after these tokens. The longest strand that is a prefix of them is extended.
+        """Sample after these tokens. The longest sequence that is a prefix of them is extended.
 
         Raises:
             EpisodeOver: As above.

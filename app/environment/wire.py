@@ -5,7 +5,7 @@
 
 Invariants:
 - A worker sends End, Failed or Closed after it called the environment's `close`.
-- Only new tokens travel: each side appends `Ask.append` and then the sampled tokens to its own copy of the strand.
+- Only new tokens travel: each side appends `Ask.append` and then the sampled tokens to its own copy of the sequence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,9 +49,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Ask(Request):
-    """Append tokens to a strand, then sample."""
+    """Append tokens to a sequence, then sample."""
 
-    strand: int  # from 0; the number of strands so far: a new one
+    sequence: int  # from 0; the number of sequences so far: a new one
     append: Sequence[int]
     max_tokens: int | None
     logprobs: bool

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 else:
     Offload = ByName("app.offload.trainer.Offload")
 
-PHASE_POLL_SECONDS = 1.0
+PHASE_POLL_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class RolloutWorkers:
             if slowest > reached:
                 reached = slowest
                 self.status(f"{plural(len(phases), 'engine')}: {order[slowest].value}")
-            await asyncio.sleep(PHASE_POLL_SECONDS)
+            await asyncio.sleep(PHASE_POLL_INTERVAL_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ RENAMED = (
     ("model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
 )
-SHOWN = 5  # tensor names per error message
+MAX_NAMES = 5  # tensor names per error message
 
 
 class Checkpoint:
@@ -116,5 +116,5 @@ def stored_name(name: str, names: set[str]) -> str | None:
 
 
 def _shorten(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 256 * 1024 * 1024
 # An engine's release may return before the device has the memory back.
 FREE_MEMORY_TIMEOUT_S = 60.0
-POLL_SECONDS = 0.05
+POLL_INTERVAL_S = 0.05
 
 
 class Offload:
@@ -167,7 +167,7 @@ class Offload:
                     f"{self.rank.torch_device}, but only {free / 2**30:.1f} GiB were free after "
                     f"{FREE_MEMORY_TIMEOUT_S:.0f} s: the engine on this device did not release enough memory"
                 )
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_INTERVAL_S)
 
     @contextmanager
     def _logged(self, done: str, region: TrainerMemory) -> Iterator[None]:

@@ -24,7 +24,7 @@ from app.types import Group, ScoredGroup, StepReport, SyncReport
 from app.utils.files import describe
 from app.utils.tasks import in_thread
 
-ABORT_SECONDS = 30.0  # deadline of an abort on a trainer that has just failed
+ABORT_TIMEOUT_S = 30.0  # deadline of an abort on a trainer that has just failed
 CURSOR = "cursor"
 EMPTY_STEPS = 3  # consecutive steps without a group; then the run ends
 
@@ -203,7 +203,7 @@ class PlacementController(ABC):
         self._trainer_failures += 1
         trainer = self.context.trainer
         try:
-            await asyncio.wait_for(trainer.abort_step(), ABORT_SECONDS)
+            await asyncio.wait_for(trainer.abort_step(), ABORT_TIMEOUT_S)
             version = await trainer.version()
         except (TrainerError, TimeoutError):
             # The original error is more informative than this one.

@@ -20,16 +20,16 @@ from app.config import RunConfig
 from app.environment import pool as environment_pool
 from app.errors import EngineError, RunError
 from app.protocols import RolloutEngine
-from app.recovery.engine_supervisor import LONGEST_BACKOFF_SECONDS
+from app.recovery.engine_supervisor import MAX_BACKOFF_S
 from app.reward import reward_pool
 from app.rollout.pool import EnginePool
-from app.rollout.remote import CALL_SECONDS, END_SECONDS, START_GRACE_SECONDS
+from app.rollout.remote import CALL_TIMEOUT_S, END_TIMEOUT_S, START_GRACE_S
 from app.utils.tasks import root_cause, task_stacks
 from app.worker.remote import ABORT_TIMEOUT_S, SILENCE_TIMEOUT_S
 
-POLL_SECONDS = 15.0
-STATS_SECONDS = 10.0  # deadline of an engine to report its tokens; without a report they count as unchanged
-MARGIN_SECONDS = 60.0  # a call's own deadline passes first: its error is more exact
+POLL_INTERVAL_S = 15.0
+STATS_TIMEOUT_S = 10.0  # deadline of an engine to report its tokens; without a report they count as unchanged
+MARGIN_S = 60.0  # a call's own deadline passes first: its error is more exact
 
 
 class Watched(Protocol):
@@ -67,17 +67,17 @@ def limit_seconds(config: RunConfig) -> float:
     group_size = max(config.algorithm.group_size, config.eval.samples)
     # together, then one by one; each that hangs costs its worker, which is started again
     rewards = group_size * (2 * config.reward.timeout_s + reward_pool.START_TIMEOUT_S)
-    restart = config.rollout.start_timeout_s + START_GRACE_SECONDS + END_SECONDS + LONGEST_BACKOFF_SECONDS
+    restart = config.rollout.start_timeout_s + START_GRACE_S + END_TIMEOUT_S + MAX_BACKOFF_S
     deadlines = (
         config.trainer.timeout_s,
         config.rollout.stall_timeout_s,
         config.weight_sync.timeout_s,
-        CALL_SECONDS,
+        CALL_TIMEOUT_S,
         restart,
         rewards,
         _episode_seconds(config),
     )
-    return max(deadlines) + MARGIN_SECONDS
+    return max(deadlines) + MARGIN_S
 
 
 def _episode_seconds(config: RunConfig) -> float:
@@ -108,7 +108,7 @@ async def _watch(run: Watched, pool: EnginePool, limit: float, folder: Path) -> 
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(task_stacks())
             raise RunError(f"no progress for {limit:.0f} s: {run.situation()}; stacks: {path}")
-        await asyncio.sleep(POLL_SECONDS)
+        await asyncio.sleep(POLL_INTERVAL_S)
 
 
 async def _sampled_by_engine(pool: EnginePool) -> dict[str, tuple[int, int]]:
@@ -116,7 +116,7 @@ async def _sampled_by_engine(pool: EnginePool) -> dict[str, tuple[int, int]]:
 
     async def sampled(engine: RolloutEngine) -> tuple[int, int] | None:
         try:
-            async with asyncio.timeout(STATS_SECONDS):
+            async with asyncio.timeout(STATS_TIMEOUT_S):
                 stats = await engine.stats()
                 return stats.completion_tokens, stats.beats
         except (EngineError, TimeoutError):

@@ -21,10 +21,10 @@ from app.protocols import RolloutEngine
 from app.rollout.pool import EnginePool
 from app.utils.tasks import gather_or_raise, root_cause
 
-BACKOFF_SECONDS = 1.0  # before the second attempt; doubled for each further one
-LONGEST_BACKOFF_SECONDS = 32.0
-ABORT_SECONDS = 10.0  # deadline of an engine to abort all of its requests
-POLL_SECONDS = 0.1
+BACKOFF_S = 1.0  # before the second attempt; doubled for each further one
+MAX_BACKOFF_S = 32.0
+ABORT_TIMEOUT_S = 10.0  # deadline of an engine to abort all of its requests
+POLL_INTERVAL_S = 0.1
 Engines = Mapping[int, RolloutEngine]  # by index
 
 
@@ -127,14 +127,14 @@ class EngineSupervisor:
 
     async def _abort_requests(self, engine: RolloutEngine) -> None:
         try:
-            async with asyncio.timeout(ABORT_SECONDS):
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
                 await engine.abort()
                 while True:
                     if not (await engine.stats()).groups:
                         return
-                    await asyncio.sleep(POLL_SECONDS)
+                    await asyncio.sleep(POLL_INTERVAL_S)
         except TimeoutError:
-            late = f"{engine.name}: requests in flight were not aborted within {ABORT_SECONDS:.0f} s"
+            late = f"{engine.name}: requests in flight were not aborted within {ABORT_TIMEOUT_S:.0f} s"
             self.pool.mark_lost(engine, EngineLost(late))
         except EngineError as error:
             self.pool.mark_lost(engine, as_lost(error))
@@ -201,7 +201,7 @@ def backoff(failures: int) -> float:
     >>> [backoff(failures) for failures in (1, 2, 3, 50)]
     [1.0, 2.0, 4.0, 32.0]
     """
-    return min(BACKOFF_SECONDS * 2.0 ** min(failures - 1, 10), LONGEST_BACKOFF_SECONDS)
+    return min(BACKOFF_S * 2.0 ** min(failures - 1, 10), MAX_BACKOFF_S)
 
 
 def summary(error: BaseException) -> str:

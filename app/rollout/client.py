@@ -13,8 +13,8 @@ from app.errors import EngineError
 from app.rollout.sglang_plugin.request_report import REPORT
 from app.types import Completion, FinishReason, GroupRequest, VersionSpan
 
-CONNECT_SECONDS = 10.0
-CALL_SECONDS = 600.0
+CONNECT_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 600.0
 Report = Mapping[str, int | None]  # sampled tokens of unfinished requests by request id; None: queued
 
 
@@ -55,7 +55,7 @@ class Client:
             headers=headers,
             # A new connection for each request: the server may close a kept one just when it is used again.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         )
 
     async def close(self) -> None:
@@ -72,11 +72,11 @@ class Client:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    async def get(self, route: str, *, seconds: float | None = CALL_SECONDS) -> Any:
+    async def get(self, route: str, *, seconds: float | None = CALL_TIMEOUT_S) -> Any:
         """Return the decoded JSON reply of a GET request."""
         return await self._call("GET", route, None, seconds)
 
-    async def post(self, route: str, body: Mapping[str, Any], *, seconds: float | None = CALL_SECONDS) -> Any:
+    async def post(self, route: str, body: Mapping[str, Any], *, seconds: float | None = CALL_TIMEOUT_S) -> Any:
         """Return the decoded JSON reply of a POST request."""
         return await self._call("POST", route, body, seconds)
 
@@ -122,7 +122,7 @@ class Client:
         return [await parse(reply, request.version, adapted=adapter is not None) for reply in replies]
 
     async def _call(self, method: str, route: str, body: Mapping[str, Any] | None, seconds: float | None) -> Any:
-        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_TIMEOUT_S)
         try:
             async with self._session.request(method, self.url + route, json=body, timeout=timeout) as reply:
                 return await self._read(reply, route)

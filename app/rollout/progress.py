@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from app.errors import EngineError, EngineLost
 from app.rollout.client import Client, KeyRefused, Report
 
-POLL_SECONDS = 5.0
+POLL_INTERVAL_S = 5.0
 NAMED_PROMPTS = 5  # at most, in messages
 InFlightRequests = Mapping[str, Sequence[str]]  # request ids by prompt id
 
@@ -103,7 +103,7 @@ class ProgressMonitor:
     async def failure(self) -> EngineError:
         """Poll until a prompt makes no progress for the limit; return the error that names it."""
         while True:
-            await asyncio.sleep(min(POLL_SECONDS, self._limit_s / 4))
+            await asyncio.sleep(min(POLL_INTERVAL_S, self._limit_s / 4))
             try:
                 await self._poll(seconds=max(2.0, self._limit_s / 2))
             except KeyRefused as error:

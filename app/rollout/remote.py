@@ -16,11 +16,11 @@ from app.utils.ray_calls import reply, run_error
 P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-START_GRACE_SECONDS = 30.0  # for the actor to start and to report that its server did not
-STOP_SECONDS = 30.0
-END_SECONDS = 10.0
-CHECK_SECONDS = 30.0
-CALL_SECONDS = 900.0  # of all other calls but generation, whose deadline (by progress) the host keeps
+START_GRACE_S = 30.0  # for the actor to start and to report that its server did not
+STOP_TIMEOUT_S = 30.0
+END_TIMEOUT_S = 10.0
+CHECK_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 900.0  # of all other calls but generation, whose deadline (by progress) the host keeps
 
 
 class NoReply(EngineLost):
@@ -38,13 +38,13 @@ class RemoteEngine:
         self.actor = actor
 
     async def start(self, timeout_s: float) -> dict[str, Any]:
-        seconds = timeout_s + START_GRACE_SECONDS
+        seconds = timeout_s + START_GRACE_S
         try:
             return await self._call_within(seconds, EngineHost.start)
         except NoReply:
             raise EngineLost(
                 f"{self.name}: Ray did not start its host, or the host did not reply, within "
-                f"rollout.start_timeout_s={timeout_s:.0f} s and {START_GRACE_SECONDS:.0f} s more"
+                f"rollout.start_timeout_s={timeout_s:.0f} s and {START_GRACE_S:.0f} s more"
             ) from None
 
     async def start_phase(self) -> EngineStart:
@@ -52,12 +52,12 @@ class RemoteEngine:
 
     async def stop(self) -> None:
         """Stop the server; the host process stays."""
-        await self._call_within(STOP_SECONDS, EngineHost.stop)
+        await self._call_within(STOP_TIMEOUT_S, EngineHost.stop)
 
     async def end(self) -> None:
         """Stop the server, then kill the host process, in any state."""
         try:
-            await asyncio.wait_for(self.stop(), END_SECONDS)
+            await asyncio.wait_for(self.stop(), END_TIMEOUT_S)
         except (RunError, TimeoutError) as error:
             log.warning("%s did not stop, killing its host: %s", self.name, one_line(error))
         ray.kill(self.actor)
@@ -66,7 +66,7 @@ class RemoteEngine:
         return await self._call_within(None, EngineHost.generate, request)
 
     async def pause(self, in_flight: InFlight) -> None:
-        await self._call_within(None if in_flight is InFlight.drain else CALL_SECONDS, EngineHost.pause, in_flight)
+        await self._call_within(None if in_flight is InFlight.drain else CALL_TIMEOUT_S, EngineHost.pause, in_flight)
 
     async def resume(self) -> None:
         await self._call(EngineHost.resume)
@@ -93,7 +93,7 @@ class RemoteEngine:
         return await self._call(EngineHost.memory)
 
     async def check(self) -> None:
-        await self._call_within(CHECK_SECONDS, EngineHost.check)
+        await self._call_within(CHECK_TIMEOUT_S, EngineHost.check)
 
     async def _call(
         self,
@@ -101,7 +101,7 @@ class RemoteEngine:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        return await self._call_within(CALL_SECONDS, method, *args, **kwargs)
+        return await self._call_within(CALL_TIMEOUT_S, method, *args, **kwargs)
 
     async def _call_within(
         self,

@@ -15,8 +15,8 @@ from app.protocols import RolloutEngine, Timeline
 from app.rollout.client import ConnectionLost
 from app.types import Completion, FinishReason, GroupRequest
 
-RETRY_SECONDS = 0.25  # before a request is sent again; doubled each time
-MOST_DOUBLINGS = 7
+RETRY_DELAY_S = 0.25  # before a request is sent again; doubled each time
+MAX_DOUBLINGS = 7
 Engine = Callable[[], AbstractAsyncContextManager[tuple[str, RolloutEngine]]]  # name and engine, for one call
 
 
@@ -87,7 +87,7 @@ class Requests:
                 return completions
 
             self.in_flight[request.prompt_id] = "waiting to be sent again"
-            await asyncio.sleep(RETRY_SECONDS * 2 ** min(lost + failed - 1, MOST_DOUBLINGS))
+            await asyncio.sleep(RETRY_DELAY_S * 2 ** min(lost + failed - 1, MAX_DOUBLINGS))
 
     async def _send_once(self, request: GroupRequest, version: Callable[[], int], engine: Engine) -> list[Completion]:
         async with engine() as (name, ready):

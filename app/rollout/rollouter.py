@@ -14,7 +14,7 @@ from app.rollout.pool import EnginePool
 from app.rollout.requests import Requests
 from app.types import Completion, Group, GroupRequest, Prompt, Sampling, Trajectory
 
-SHOWN_PROMPTS = 5  # in messages
+MAX_PROMPTS_SHOWN = 5  # in messages
 
 
 class Rollouter:
@@ -158,8 +158,8 @@ class Rollouter:
     def situation(self) -> str:
         """Describe what is in flight and which engines are ready, in one line."""
         in_flight = self.requests.in_flight
-        places = [f"{prompt_id} {place}" for prompt_id, place in itertools.islice(in_flight.items(), SHOWN_PROMPTS)]
-        shown = f" ({', '.join(places)}{', …' if len(in_flight) > SHOWN_PROMPTS else ''})" if places else ""
+        places = [f"{prompt_id} {place}" for prompt_id, place in itertools.islice(in_flight.items(), MAX_PROMPTS_SHOWN)]
+        shown = f" ({', '.join(places)}{', …' if len(in_flight) > MAX_PROMPTS_SHOWN else ''})" if places else ""
         return f"{len(in_flight)} groups in flight{shown}, {self.pool.situation()}"
 
     async def _single_turns(

@@ -18,7 +18,7 @@ from typing import Any
 from app.errors import EngineError, one_line
 from app.rollout.client import NoAnswer
 
-FEWEST = 2  # the adapter in use, and the one that is being loaded
+MIN_ADAPTERS = 2  # the adapter in use, and the one that is being loaded
 log = logging.getLogger(__name__)
 Post = Callable[[str, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]  # route, body → reply
 
@@ -180,7 +180,7 @@ class Adapters:
             ) from None
 
     def _begin_unload(self) -> None:
-        if len(self._loaded) < FEWEST:
+        if len(self._loaded) < MIN_ADAPTERS:
             return
         task = asyncio.get_running_loop().create_task(self._unload_in_turn())
         self._unloads.add(task)
@@ -225,10 +225,10 @@ def adapter_limit(engine: str, url: str, info: Mapping[str, Any]) -> int:
             f"{engine} at {url} serves no adapters: with model.lora, servers of rollout.urls must run with "
             "--enable-lora"
         )
-    limit = info.get("max_loaded_loras") or info.get("max_loras_per_batch") or FEWEST
-    if int(limit) < FEWEST:
+    limit = info.get("max_loaded_loras") or info.get("max_loras_per_batch") or MIN_ADAPTERS
+    if int(limit) < MIN_ADAPTERS:
         raise EngineError(
-            f"{engine} at {url} runs with --max-loaded-loras {limit}: a sync needs at least {FEWEST}, for the adapter "
-            "in use and the next one"
+            f"{engine} at {url} runs with --max-loaded-loras {limit}: a sync needs at least {MIN_ADAPTERS}, for the "
+            "adapter in use and the next one"
         )
     return int(limit)

@@ -35,7 +35,7 @@ START_PHASES = (
     ("Load weight begin", EngineStart.loading),
 )
 BIND_ERROR = "error while attempting to bind on address"  # in SGLang's log
-STOP_SECONDS = 5.0
+STOP_TIMEOUT_S = 5.0
 logger = logging.getLogger(__name__)
 
 
@@ -172,7 +172,7 @@ class Server:
         """Kill the process group. A server has nothing to save, and its own shutdown takes seconds."""
         if self._process is not None:
             self._kill_process_group()
-            await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+            await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
         if self._reserved is not None:
             self._reserved.close()
 

@@ -16,34 +16,34 @@ from torch import Tensor
 
 from app.algorithm.advantage import contributes_gradient
 from app.model.packing import Packing, to_device
-from app.types import ScoredGroup, Strand, Trajectory
+from app.types import ScoredGroup, TokenSequence, Trajectory
 
 QUADRATIC_TOKENS = 16384  # length at which attention costs as much as everything linear in length
-SampleKey = tuple[str, int, int]  # prompt id, member of its group, strand of its trajectory
+SampleKey = tuple[str, int, int]  # prompt id, member of its group, sequence of its trajectory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One strand of a trajectory, with the trajectory's advantage."""
+    """One sequence of a trajectory, with the trajectory's advantage."""
 
-    strand: Strand
+    sequence: TokenSequence
     advantage: float
     weight: float  # 0: no gradient, but counted in every denominator
     key: SampleKey
-    trajectory_tokens: int  # sampled tokens of all strands of the trajectory
+    trajectory_tokens: int  # sampled tokens of all sequences of the trajectory
 
     @property
     def tokens(self) -> int:
         """Tokens of the sequence, those that were not sampled included."""
-        return len(self.strand.token_ids)
+        return len(self.sequence.token_ids)
 
     @property
     def sampled_tokens(self) -> int:
-        return len(self.strand.logprobs)
+        return len(self.sequence.logprobs)
 
     @property
     def first(self) -> bool:
-        """Whether it is the strand with which its trajectory is counted."""
+        """Whether it is the sequence with which its trajectory is counted."""
         return self.key[2] == 0
 
 
@@ -63,7 +63,7 @@ class MicroBatch:
     weight_mask: Tensor  # [S] float32
     rollout_logprobs: Tensor  # [N] float32
     keys: tuple[SampleKey, ...]  # S keys; empty for a dummy
-    trajectories: int  # of which the first strand is here
+    trajectories: int  # of which the first sequence is here
 
     @property
     def dummy(self) -> bool:
@@ -86,8 +86,8 @@ def _samples_of(
     trajectory: Trajectory, advantage: float, weight: float, prompt_id: str, member: int
 ) -> Iterator[Sample]:
     total = trajectory.sampled_tokens
-    for index, strand in enumerate(trajectory.strands):
-        yield Sample(strand, advantage, weight, (prompt_id, member, index), total)
+    for index, sequence in enumerate(trajectory.sequences):
+        yield Sample(sequence, advantage, weight, (prompt_id, member, index), total)
 
 
 def cost(tokens: int) -> float:
@@ -162,12 +162,12 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
     if not samples:
         return _dummy(device)
 
-    strands = [sample.strand for sample in samples]
+    sequences = [sample.sequence for sample in samples]
     totals = np.array([sample.tokens for sample in samples])
     lengths = np.array([sample.sampled_tokens for sample in samples])
     boundaries = np.concatenate([[0], totals.cumsum()])
-    tokens = np.concatenate([strand.token_ids for strand in strands])
-    sampled = np.flatnonzero(np.concatenate([strand.sampled for strand in strands]))
+    tokens = np.concatenate([sequence.token_ids for sequence in sequences])
+    sampled = np.flatnonzero(np.concatenate([sequence.sampled for sequence in sequences]))
 
     def tensor(values: ArrayLike, dtype: torch.dtype) -> Tensor:
         return to_device(torch.as_tensor(np.ascontiguousarray(values), dtype=dtype), device)
@@ -184,7 +184,7 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
         trajectory_tokens=tensor([sample.trajectory_tokens for sample in samples], torch.float32),
         advantages=tensor([sample.advantage for sample in samples], torch.float32),
         weight_mask=tensor([sample.weight for sample in samples], torch.float32),
-        rollout_logprobs=tensor(np.concatenate([strand.logprobs for strand in strands]), torch.float32),
+        rollout_logprobs=tensor(np.concatenate([sequence.logprobs for sequence in sequences]), torch.float32),
         keys=tuple(sample.key for sample in samples),
         trajectories=sum(sample.first for sample in samples),
     )

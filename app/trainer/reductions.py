@@ -22,7 +22,7 @@ class RawSums:
     """Counts and raw metric sums of some microbatches, to be divided once all are known."""
 
     tokens: float = 0.0  # sampled tokens, masked ones included
-    sequences: float = 0.0  # trajectories, however many strands they have
+    sequences: float = 0.0  # trajectories, however many sequences they have
     input_tokens: float = 0.0  # sampled or not
     padding_tokens: float = 0.0  # of dummies
     sums: Mapping[str, float] = field(default_factory=dict)  # by name, see `algorithm.metrics.TABLE`

@@ -17,8 +17,8 @@ from app.utils.ray_calls import reply, run_error
 
 P = ParamSpec("P")
 T = TypeVar("T")
-STACKS_SECONDS = 10.0
-ROOT_CAUSE_GRACE_SECONDS = 5.0  # after a failure: a rank that does not return by then is stuck
+STACKS_TIMEOUT_S = 10.0
+ROOT_CAUSE_GRACE_S = 5.0  # after a failure: a rank that does not return by then is stuck
 # These run in their own thread: their failure does not affect queued calls.
 CONCURRENT = (
     TrainerRank.write,
@@ -128,7 +128,7 @@ class RemoteTrainer:
 
     async def stacks(self) -> str:
         """Return the stacks of all ranks that still answer."""
-        pending = [asyncio.wait_for(reply(rank.stacks.remote()), STACKS_SECONDS) for rank in self.ranks]
+        pending = [asyncio.wait_for(reply(rank.stacks.remote()), STACKS_TIMEOUT_S) for rank in self.ranks]
         answers = await asyncio.gather(*pending, return_exceptions=True)
         return "\n".join(
             answer if isinstance(answer, str) else f"--- rank {rank}: no answer ({answer!r})"
@@ -193,7 +193,7 @@ class RemoteTrainer:
         """
         # A rank stuck in a collective does not answer a later call.
         probes = {} if method in CONCURRENT else self._submit(TrainerRank.ready)
-        await asyncio.wait([*calls, *probes], timeout=ROOT_CAUSE_GRACE_SECONDS)
+        await asyncio.wait([*calls, *probes], timeout=ROOT_CAUSE_GRACE_S)
         stuck = {rank for call, rank in (calls | probes).items() if not call.done()}
         for call in (*calls, *probes):
             call.cancel()

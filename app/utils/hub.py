@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-PROBE_SECONDS = 5.0
+PROBE_TIMEOUT_S = 5.0
 LIBRARIES = ("huggingface_hub", "datasets")  # log each retry of each file, twice: also to a handler of their own
 
 
@@ -44,7 +44,7 @@ def _answers() -> bool:
     if constants.HF_HUB_OFFLINE:
         return False
     try:
-        get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)
+        get_session().head(constants.ENDPOINT, timeout=PROBE_TIMEOUT_S)
     except Exception:  # of the HTTP library, which differs between versions
         return False
     return True

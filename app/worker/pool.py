@@ -19,7 +19,7 @@ from app.utils.tasks import gather_or_raise, in_thread
 from app.worker.job import Job
 from app.worker.remote import RemoteWorker, State, WorkerDied, WorkerSpec
 
-CHECK_SECONDS = 0.5  # between two looks at the workers
+CHECK_TIMEOUT_S = 0.5  # between two looks at the workers
 
 
 class WorkerPool:
@@ -172,7 +172,7 @@ class WorkerPool:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(CHECK_SECONDS)
+            await asyncio.sleep(CHECK_TIMEOUT_S)
             for worker in list(self._workers):
                 worker.check()
 

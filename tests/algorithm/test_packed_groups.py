@@ -10,7 +10,7 @@ from app.algorithm.packed_groups import Packed
 from app.trainer.microbatch import Sample, make_samples
 from app.types import Group, ScoredGroup
 from tests.trainer.support import scored_groups
-from tests.trainer.test_strands import episodes
+from tests.trainer.test_sequences import episodes
 
 GROUPS = {"single turns": scored_groups(5), "episodes": episodes(5)}
 
@@ -23,9 +23,9 @@ def sent(groups: list[ScoredGroup]) -> tuple[list[ScoredGroup], bytes, list[pick
 
 
 def numbers(sample: Sample) -> list[object]:
-    strand = sample.strand
-    arrays = (strand.token_ids, strand.sampled, strand.logprobs)
-    rest = (sample.advantage, sample.weight, sample.key, sample.trajectory_tokens, strand.spans)
+    sequence = sample.sequence
+    arrays = (sequence.token_ids, sequence.sampled, sequence.logprobs)
+    rest = (sample.advantage, sample.weight, sample.key, sample.trajectory_tokens, sequence.spans)
     return [*((array.dtype, array.tolist()) for array in arrays), *rest]
 
 

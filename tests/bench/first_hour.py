@@ -50,7 +50,7 @@ MEMORY_TOLERANCE = 1.1  # measured peak over planned
 MISMATCH_BOUND = {"cpu": 1e-6, "cuda": 1e-2, "npu": 1e-2}  # mismatch/kl of on-policy steps; bfloat16 on cards
 # prime-rl's benchmarks on H100s, Qwen3-4B at 16k tokens: 0.139 for full fine-tuning, 0.212 to 0.217 for LoRA.
 LEAST_MFU = {"full": 0.14, "lora": 0.2}
-POLL_SECONDS = 0.5
+POLL_INTERVAL_S = 0.5
 PASSED, DIFFERS, FAILED, SKIPPED = "ok", "differs", "failed", "not run"
 PACKAGES = ("torch", "sglang", "ray", "transformers")
 
@@ -359,7 +359,7 @@ class DeviceMemory:
 
     def _watch(self) -> None:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        while not self._stop.wait(POLL_SECONDS):
+        while not self._stop.wait(POLL_INTERVAL_S):
             try:
                 found = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
             except (OSError, subprocess.SubprocessError):

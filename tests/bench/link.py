@@ -32,7 +32,7 @@ PORT = 30_000  # of the engine; nothing else runs in its namespace
 BURST = "1mb"  # of the token bucket: more than the link carries between two ticks of the kernel
 LATENCY = "50ms"  # a queue that is longer drops packets
 PROGRAMS = ("ip", "tc")
-STOP_SECONDS = 10.0
+STOP_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def served(spec: ServerSpec, side: Side) -> Iterator[None]:
         yield
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait(STOP_SECONDS)
+        process.wait(STOP_TIMEOUT_S)
 
 
 async def measure(link: Link, rounds: int, rate: float, bucket_mib: float, folder: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import psutil
 
 MIB = 1024 * 1024
 IDLE_CORES = 0.25  # a machine whose other work takes more than this is busy
-LOOK_SECONDS = 2.0
+SCAN_INTERVAL_S = 2.0
 
 
 def machine(*packages: str) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def conditions() -> dict[str, float]:
     `busy_cores` is the work of others right now. `load_average` also counts this benchmark's own last minute.
     """
     load_average = round(os.getloadavg()[0], 1)
-    busy_cores = psutil.cpu_percent(LOOK_SECONDS) / 100 * (os.cpu_count() or 1)
+    busy_cores = psutil.cpu_percent(SCAN_INTERVAL_S) / 100 * (os.cpu_count() or 1)
     return {"load_average": load_average, "busy_cores": round(busy_cores, 2)}
 
 

@@ -29,7 +29,7 @@ from app.rollout.server import Server, ServerSpec
 from app.rollout.sglang_plugin.forked_server import SOCKET_VARIABLE, fork_server
 from tests.bench.machine import busy, conditions, machine, spread
 
-POLL_SECONDS = 0.02
+POLL_INTERVAL_S = 0.02
 LIMIT_SECONDS = 300.0
 RUN = ["steps=1", "eval.before_train=false", "checkpoint.keep=0", "checkpoint.export=false"]
 WAYS = ("imports", "forked", "second", "run_imports", "run_forked")
@@ -61,7 +61,7 @@ def started(spec: ServerSpec, seconds: list[float]) -> Iterator[None]:
         client = Client(spec.name, f"http://127.0.0.1:{server.spec.port}", spec.key)
         async with asyncio.timeout(LIMIT_SECONDS):
             while not await client.healthy():  # noqa: ASYNC110 (another process)
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(POLL_INTERVAL_S)
         seconds.append(time.perf_counter() - began)
         await client.close()
 
@@ -76,7 +76,7 @@ def started(spec: ServerSpec, seconds: list[float]) -> Iterator[None]:
 
 def wait_for_import(log: Path) -> None:
     while "imported SGLang" not in log.read_text(errors="replace"):
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def run_seconds(folder: Path, *, forks: bool) -> float:
@@ -93,7 +93,7 @@ def run_seconds(folder: Path, *, forks: bool) -> float:
     while not (metrics.exists() and "time/step" in metrics.read_text()):
         if process.poll() not in (None, 0) or time.perf_counter() - began > LIMIT_SECONDS:
             raise SystemExit(f"the run in {folder} made no step")
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_INTERVAL_S)
     seconds = time.perf_counter() - began
     process.wait(LIMIT_SECONDS)
     return seconds

@@ -25,7 +25,7 @@ from typing import Any
 from app.config.model import ModelConfig
 from app.model.hf_directory import locate
 from tests.bench.machine import busy, conditions, machine, spread
-from tests.bench.start import LIMIT_SECONDS, POLL_SECONDS, RUN
+from tests.bench.start import LIMIT_SECONDS, POLL_INTERVAL_S, RUN
 from tests.bench.timed_app import TIMES_VARIABLE
 
 MAX_WAIT_SECONDS = 3.0  # for a ready group: the call takes 0.2 s of CPU, so more on a busy machine; a missed one, 10 s
@@ -59,7 +59,7 @@ def one_start(folder: Path) -> dict[str, Any]:
     while process.poll() is None and time.perf_counter() - began < LIMIT_SECONDS:
         if first_step is None and metrics.exists() and "time/step" in metrics.read_text():
             first_step = time.perf_counter() - began
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_INTERVAL_S)
     process.kill()  # of a start that is late
 
     found: dict[str, Any] = {"exit_code": process.wait(), "end_seconds": round(time.perf_counter() - began, 2)}

@@ -93,7 +93,7 @@ def test_every_failure_is_refused_with_its_place(module, monkeypatch: pytest.Mon
         "def endless():\n    while True:\n        yield {'question': 'q', 'answer': 'a'}\n"
         "def without():\n    return [{'question': 'q'}]\n"
     )
-    monkeypatch.setattr(user_rows, "MOST_ROWS", 100)
+    monkeypatch.setattr(user_rows, "MAX_ROWS", 100)
     for target, *named in (
         ("fails", "RuntimeError: disk", f"{tmp_path / name}.py:3"),
         ("texts", "row 1 is a str"),

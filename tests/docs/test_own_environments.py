@@ -51,7 +51,7 @@ def test_the_game_of_the_page_scores_0_when_the_policy_has_no_room_left(reader: 
     assert (episode.end.scores, episode.end.ending) == ({"score": 0.0}, "length")
 
 
-def test_the_agent_of_the_page_reviews_its_draft_in_a_strand_of_its_own(reader: Path) -> None:
+def test_the_agent_of_the_page_reviews_its_draft_in_a_sequence_of_its_own(reader: Path) -> None:
     episode = played(reader, "my_agents", "Solver", "45", "46")
     assert episode.texts == [(0, "12+34=>"), (1, "Check: 45>")]
     assert episode.end.scores == {"score": 1.0}

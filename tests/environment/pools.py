@@ -72,8 +72,8 @@ class Played:
 
     @property
     def texts(self) -> list[tuple[int, str]]:
-        """Strand and appended text of each request."""
-        return [(ask.strand, text_of(ask.append)) for ask in self.asks]
+        """TokenSequence and appended text of each request."""
+        return [(ask.sequence, text_of(ask.append)) for ask in self.asks]
 
 
 Says = Callable[[Ask], tuple[str, str]]  # text and finish of the reply to a request

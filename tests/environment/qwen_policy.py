@@ -15,11 +15,11 @@ from tests.environment.qwen import tokenizer, write_model
 
 POSITIONS = 2048
 GOAL = 0.02  # mean loss of a sampled token: three of four calls are said as they were taught
-MOST_STEPS = 1000
+MAX_STEPS = 1000
 END = "<|im_end|>"
 
 Lesson = tuple[list[int], list[bool]]
-"""The tokens of a strand, and which of them the policy says."""
+"""The tokens of a sequence, and which of them the policy says."""
 
 
 def write_policy(folder: Path, lessons: Callable[[Renderer], Sequence[Lesson]]) -> Path:
@@ -65,7 +65,7 @@ def write_policy(folder: Path, lessons: Callable[[Renderer], Sequence[Lesson]]) 
 
 
 def conversation(renderer: Renderer, messages: Sequence[dict[str, Any]], tools: Any = None) -> Lesson:
-    """The strand of a conversation in which the assistant's messages are what the policy says, the stop token too."""
+    """The sequence of a conversation in which the assistant's messages are what the policy says, the stop token too."""
     tokens: list[int] = []
     said: list[bool] = []
     new: list[dict[str, Any]] = []
@@ -92,7 +92,7 @@ def _teach(model: Any, lessons: Sequence[Lesson]) -> None:
         mask[row, : len(tokens)] = torch.tensor(said)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         logits = model(input_ids=ids).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits[mask[:, 1:]], ids[:, 1:][mask[:, 1:]])
         if loss.item() < GOAL:

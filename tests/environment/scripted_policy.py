@@ -1,4 +1,4 @@
-"""A policy that says what a test scripted, over characters as tokens, with strands as a worker keeps them."""
+"""A policy that says what a test scripted, over characters as tokens, with sequences as a worker keeps them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,15 +17,15 @@ def decode(token_ids: Sequence[int]) -> str:
 
 @dataclass
 class ScriptedPolicy:
-    """Invariant: a strand only grows, by the tokens of new messages and by what was sampled after them."""
+    """Invariant: a sequence only grows, by the tokens of new messages and by what was sampled after them."""
 
     script: Sequence[Reply | Exception | str]  # a string: what `generate` samples, or a reply of this text
-    strands: list[list[int]] = field(default_factory=list)
-    sampled: list[tuple[int, int, int]] = field(default_factory=list)  # strand, begin and end of each turn
+    sequences: list[list[int]] = field(default_factory=list)
+    sampled: list[tuple[int, int, int]] = field(default_factory=list)  # sequence, begin and end of each turn
     asked: list[dict[str, Any]] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
     url: str = ""
-    _talks: list[list[Message]] = field(default_factory=list)  # by strand
+    _talks: list[list[Message]] = field(default_factory=list)  # by sequence
 
     async def __call__(
         self,
@@ -39,13 +39,13 @@ class ScriptedPolicy:
         entry = self._next()
         reply = Reply(entry) if isinstance(entry, str) else entry
 
-        strand = self._strand_of(messages)
-        new = messages[len(self._talks[strand]) :]
-        self.strands[strand] += encode("".join(f"<{message['role']}>{message['content']}" for message in new))
-        before = len(self.strands[strand])
+        sequence = self._sequence_of(messages)
+        new = messages[len(self._talks[sequence]) :]
+        self.sequences[sequence] += encode("".join(f"<{message['role']}>{message['content']}" for message in new))
+        before = len(self.sequences[sequence])
         reply = replace(reply, token_ids=tuple(encode(f"<assistant>{reply.text}")), prompt_tokens=before)
-        self._sample(strand, reply.token_ids)
-        self._talks[strand] = [*messages, reply.message]
+        self._sample(sequence, reply.token_ids)
+        self._talks[sequence] = [*messages, reply.message]
         return reply
 
     async def generate(
@@ -54,13 +54,13 @@ class ScriptedPolicy:
         self.asked.append({"token_ids": list(token_ids), "max_tokens": max_tokens})
         entry = self._next()
         assert isinstance(entry, str)
-        fits = [k for k, strand in enumerate(self.strands) if strand == list(token_ids[: len(strand)])]
-        strand = max(fits, key=lambda k: len(self.strands[k]), default=len(self.strands))
-        if strand == len(self.strands):
-            self.strands.append([])
-        self.strands[strand] = list(token_ids)
+        fits = [k for k, sequence in enumerate(self.sequences) if sequence == list(token_ids[: len(sequence)])]
+        sequence = max(fits, key=lambda k: len(self.sequences[k]), default=len(self.sequences))
+        if sequence == len(self.sequences):
+            self.sequences.append([])
+        self.sequences[sequence] = list(token_ids)
         said = tuple(self.tokens_of(entry))
-        self._sample(strand, said)
+        self._sample(sequence, said)
         return Sampled(said, "stop", tuple(-0.5 - index / 8 for index in range(len(said))) if logprobs else None)
 
     def tokens_of(self, text: str) -> list[int]:
@@ -78,18 +78,18 @@ class ScriptedPolicy:
             raise entry
         return entry
 
-    def _strand_of(self, messages: Sequence[Message]) -> int:
-        for strand, talk in enumerate(self._talks):
+    def _sequence_of(self, messages: Sequence[Message]) -> int:
+        for sequence, talk in enumerate(self._talks):
             if talk and list(messages[: len(talk)]) == talk:
-                return strand
-        self.strands.append([])
+                return sequence
+        self.sequences.append([])
         self._talks.append([])
-        return len(self.strands) - 1
+        return len(self.sequences) - 1
 
-    def _sample(self, strand: int, token_ids: Sequence[int]) -> None:
-        begin = len(self.strands[strand])
-        self.strands[strand] += token_ids
-        self.sampled.append((strand, begin, len(self.strands[strand])))
+    def _sample(self, sequence: int, token_ids: Sequence[int]) -> None:
+        begin = len(self.sequences[sequence])
+        self.sequences[sequence] += token_ids
+        self.sampled.append((sequence, begin, len(self.sequences[sequence])))
 
     def said(self) -> list[str]:
-        return [decode(self.strands[strand][begin:end]) for strand, begin, end in self.sampled]
+        return [decode(self.sequences[sequence][begin:end]) for sequence, begin, end in self.sampled]

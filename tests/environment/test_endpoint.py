@@ -65,7 +65,7 @@ async def tool_agent(url: str, question: str) -> str:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-def test_an_agent_with_tools_written_for_openai_extends_one_strand_by_exact_prefix() -> None:
+def test_an_agent_with_tools_written_for_openai_extends_one_sequence_by_exact_prefix() -> None:
     first = Reply("", reasoning="let me add", tool_calls=(ToolCall("add", {"a": 2, "b": 3}, "ok"),))
     policy = ScriptedPolicy([first, Reply("", tool_calls=(ToolCall("add", {"a": 5, "b": 4}, "ok"),)), Reply("9")])
 
@@ -74,8 +74,8 @@ def test_an_agent_with_tools_written_for_openai_extends_one_strand_by_exact_pref
             assert await tool_agent(endpoint.open(policy).url, "2+3+4?") == "9"
 
     run(test)
-    assert len(policy.strands) == 1
-    assert decode(policy.strands[0]) == (
+    assert len(policy.sequences) == 1
+    assert decode(policy.sequences[0]) == (
         "<system>Use tools.<user>2+3+4?<assistant><tool>5<assistant><tool>9<assistant>9"
     )
     assert policy.said() == ["<assistant>", "<assistant>", "<assistant>9"]
@@ -104,7 +104,7 @@ def test_the_answer_has_usage_finish_reason_and_reasoning() -> None:
         assert [model.id for model in models.data] == ["policy"]
 
     run(test)
-    assert decode(policy.strands[0]) == "<user>hi you<assistant>hello"
+    assert decode(policy.sequences[0]) == "<user>hi you<assistant>hello"
 
 
 def test_calls_that_could_not_be_read_are_not_sent_but_stay_in_the_history() -> None:
@@ -123,7 +123,7 @@ def test_calls_that_could_not_be_read_are_not_sent_but_stay_in_the_history() -> 
             await client.chat.completions.create(model="m", messages=messages)
 
     run(test)
-    assert len(policy.strands) == 1
+    assert len(policy.sequences) == 1
     assert policy.asked[1]["messages"][1] == broken.message
 
 
@@ -142,7 +142,7 @@ def test_equal_replies_with_other_reasoning_keep_their_place_in_the_history() ->
                 messages += [{"role": "user", "content": "sure?"}]
 
     run(test)
-    assert len(policy.strands) == 1
+    assert len(policy.sequences) == 1
     assert [message.get("reasoning_content") for message in policy.asked[2]["messages"]][1::2] == ["first", "second"]
 
 
@@ -285,7 +285,7 @@ def test_generate_takes_and_gives_token_ids_as_vllm_does() -> None:
                 )
 
     run(test)
-    assert policy.strands == [opening + encode("ab;c")]
+    assert policy.sequences == [opening + encode("ab;c")]
     assert [asked["max_tokens"] for asked in policy.asked] == [9, 9]
 
 

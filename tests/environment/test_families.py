@@ -62,21 +62,21 @@ def test_the_script_has_the_tokens_of_transformers(models: dict[str, Path], name
 
 @pytest.mark.parametrize("closed", [True, False])
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - {"r1", "glm4.5"}))
-def test_a_strand_of_two_turns_is_the_templates_own_conversation(
+def test_a_sequence_of_two_turns_is_the_templates_own_conversation(
     models: dict[str, Path], name: str, closed: bool
 ) -> None:
     renderer = renderer_of(models[name])
     text = ("It is 3.\n" if name == "phi3" else "It is 3.") + (FAMILIES[name].stops[0] if closed else "")
-    strand = renderer.opening([SYSTEM, QUESTION]) + renderer.tokenizer.encode(text)
-    appended = renderer.following(strand, [NEXT])
+    sequence = renderer.opening([SYSTEM, QUESTION]) + renderer.tokenizer.encode(text)
+    appended = renderer.following(sequence, [NEXT])
 
     assert appended is not None
     answer = {"role": "assistant", "content": "It is 3.\n" if name == "phi3" else "It is 3."}
-    assert strand + appended == reference(models[name], [SYSTEM, QUESTION, answer, NEXT])
+    assert sequence + appended == reference(models[name], [SYSTEM, QUESTION, answer, NEXT])
 
 
 @pytest.mark.parametrize("name", sorted({*WITH_TOOLS} - {"glm4.5"}))
-def test_a_strand_through_a_tool_call_is_the_templates_own_conversation(models: dict[str, Path], name: str) -> None:
+def test_a_sequence_through_a_tool_call_is_the_templates_own_conversation(models: dict[str, Path], name: str) -> None:
     renderer, family = renderer_of(models[name]), FAMILIES[name]
     opening = renderer.opening([QUESTION], TOOLS)
     reply = renderer.tokenizer.encode(family.call + family.stops[0])
@@ -114,7 +114,7 @@ def test_a_template_without_tools_is_named_when_tools_are_asked_for(models: dict
         tool_environment.make(settings)
 
 
-def test_a_template_that_strips_reasoning_begins_a_new_strand(models: dict[str, Path]) -> None:
+def test_a_template_that_strips_reasoning_begins_a_new_sequence(models: dict[str, Path]) -> None:
     renderer, end = renderer_of(models["r1"]), FAMILIES["r1"].stops[0]
     opening = renderer.opening([QUESTION])
     reply = renderer.tokenizer.encode(f"Hm.\n</think>\n\nIt is 3.{end}")
@@ -127,13 +127,13 @@ def test_a_template_that_strips_reasoning_begins_a_new_strand(models: dict[str, 
 def test_the_token_that_ends_a_reply_may_begin_the_next_message(models: dict[str, Path]) -> None:
     renderer = renderer_of(models["glm4.5"])
     encode = renderer.tokenizer.encode
-    strand = renderer.opening([QUESTION], TOOLS) + encode(FAMILIES["glm4.5"].call)
+    sequence = renderer.opening([QUESTION], TOOLS) + encode(FAMILIES["glm4.5"].call)
     by_result, by_user = encode("<|observation|>"), encode("<|user|>")
-    after = renderer.following(strand, [RESULT], TOOLS)
+    after = renderer.following(sequence, [RESULT], TOOLS)
     assert after is not None
     assert after[:1] == by_result
-    assert renderer.following(strand + by_result, [RESULT], TOOLS) == after[1:]
-    assert renderer.following(strand + by_user, [RESULT], TOOLS) == after  # sampled, and kept
+    assert renderer.following(sequence + by_result, [RESULT], TOOLS) == after[1:]
+    assert renderer.following(sequence + by_user, [RESULT], TOOLS) == after  # sampled, and kept
 
 
 def test_a_model_that_ends_replies_with_another_token_than_its_template_is_refused(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_an_episode_sums_its_rewards_and_ends_when_the_server_is_done() -> None:
     assert json.loads(first.removeprefix(question)) == json.loads(shown)
     assert policy.asked[1]["messages"][2] == {"role": "user", "content": "wrong"}
     assert policy.asked[1]["tools"] is None
-    assert len(policy.strands) == 1
+    assert len(policy.sequences) == 1
 
 
 @pytest.mark.parametrize("last", ["user", "tool"])

@@ -341,10 +341,10 @@ def test_several_requests_of_one_episode_are_in_flight_at_once(own):
             asks = [await asyncio.wait_for(session.next(), PATIENCE_S) for _ in range(3)]
             for ask in reversed(asks):
                 session.answer(ask, tokens("r" + text_of(ask.append)), "stop")
-            return [ask.strand for ask in asks], await asyncio.wait_for(session.next(), PATIENCE_S)
+            return [ask.sequence for ask in asks], await asyncio.wait_for(session.next(), PATIENCE_S)
 
-    strands, end = asyncio.run(run())
-    assert strands == [0, 1, 2]
+    sequences, end = asyncio.run(run())
+    assert sequences == [0, 1, 2]
     assert list(end.scores) == ["r0>", "r1>", "r2>"]
 
 

@@ -105,18 +105,18 @@ def thought(family: str, number: int) -> str:
 def requests(
     spec: EnvironmentSpec, model: tuple[str, Path], prompt: str, *stories: str, messages: Sequence[dict[str, Any]] = ()
 ) -> list[list[tuple[int, str]]]:
-    """Play an episode of each story with one worker; the strand and the whole text of each request."""
+    """Play an episode of each story with one worker; the sequence and the whole text of each request."""
 
     async def play(pool: EnvironmentPool, story: str) -> list[tuple[int, str]]:
-        strands: dict[int, list[int]] = {}
+        sequences: dict[int, list[int]] = {}
         sent: list[tuple[int, str]] = []
         session = await pool.begin(a_task(question=QUESTION, row={"story": story}, messages=messages), ids(prompt))
         while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), Ask):
-            strand = strands.setdefault(event.strand, [])
-            strand += event.append
+            sequence = sequences.setdefault(event.sequence, [])
+            sequence += event.append
             said = ids(thought(model[0], len(sent)))
-            sent.append((event.strand, decoded(strand)))
-            strand += said
+            sent.append((event.sequence, decoded(sequence)))
+            sequence += said
             session.answer(event, said, "stop")
         assert isinstance(event, End), event.text if isinstance(event, Failed) else event
         return sent
@@ -158,7 +158,7 @@ def test_a_history_that_the_template_rewrites_begins_with_the_prompt_of_the_data
     assert sent == expected
 
 
-def test_a_history_whose_reasoning_is_kept_is_one_strand_that_begins_with_the_prompt(
+def test_a_history_whose_reasoning_is_kept_is_one_sequence_that_begins_with_the_prompt(
     folder: Path, model: tuple[str, Path]
 ) -> None:
     family, path = model

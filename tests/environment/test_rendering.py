@@ -1,4 +1,4 @@
-"""Rendering: strands continue token for token, the templates' own text is the reference, and parsing never fails."""
+"""Rendering: sequences continue token for token, the templates' own text is the reference, and parsing never fails."""
 
 import subprocess
 import sys
@@ -102,25 +102,25 @@ def test_a_history_has_the_tokens_of_the_models_own_template(family: str, models
 
 
 @pytest.mark.parametrize("thinking", ["template", "keep"])
-def test_a_strand_through_a_tool_call_is_the_templates_own_conversation(
+def test_a_sequence_through_a_tool_call_is_the_templates_own_conversation(
     family: str, models: dict[str, Path], thinking: str
 ) -> None:
     renderer = renderer_for("chat", str(models[family]), thinking, True)
-    strand = renderer.opening([SYSTEM, QUESTION], TOOLS) + sampled(family, "Hm.", "I ask.", CALLS[family])
-    appended = renderer.following(strand, [RESULT, RESULT], TOOLS)
+    sequence = renderer.opening([SYSTEM, QUESTION], TOOLS) + sampled(family, "Hm.", "I ask.", CALLS[family])
+    appended = renderer.following(sequence, [RESULT, RESULT], TOOLS)
 
     calling = {"role": "assistant", "reasoning_content": "Hm.", "content": "I ask.", "tool_calls": [CALL]}
     whole = by_transformers(models[family], [SYSTEM, QUESTION, calling, RESULT, RESULT], TOOLS)
     assert appended is not None
-    assert strand + appended == whole
+    assert sequence + appended == whole
 
 
-def test_without_the_thinking_mode_strands_go_on_with_the_end_of_the_templates_conversation(
+def test_without_the_thinking_mode_sequences_go_on_with_the_end_of_the_templates_conversation(
     family: str, models: dict[str, Path]
 ) -> None:
     renderer = renderer_for("chat", str(models[family]), "template", False)
-    strand = renderer.opening([QUESTION]) + ids(f"It is 3.{END}")
-    appended = renderer.following(strand, [NEXT])
+    sequence = renderer.opening([QUESTION]) + ids(f"It is 3.{END}")
+    appended = renderer.following(sequence, [NEXT])
 
     whole = by_transformers(
         models[family], [QUESTION, {"role": "assistant", "content": "It is 3."}, NEXT], thinking=False
@@ -135,40 +135,42 @@ def test_a_new_user_message_strips_reasoning_by_the_template_and_keeps_it_on_dem
 ) -> None:
     by_template = renderer_for("chat", str(models[family]), "template", True)
     keeping = renderer_for("chat", str(models[family]), "keep", True)
-    strand = by_template.opening([QUESTION]) + sampled(family, "Hm.", "It is 3.")
+    sequence = by_template.opening([QUESTION]) + sampled(family, "Hm.", "It is 3.")
     answer = {"role": "assistant", "reasoning_content": "Hm.", "content": "It is 3."}
     whole = by_transformers(models[family], [QUESTION, answer, NEXT])
 
-    assert by_template.following(strand, [NEXT]) is None
-    assert by_template.opening([QUESTION, answer, NEXT]) == whole  # the new strand
-    appended = keeping.following(strand, [NEXT])
+    assert by_template.following(sequence, [NEXT]) is None
+    assert by_template.opening([QUESTION, answer, NEXT]) == whole  # the new sequence
+    appended = keeping.following(sequence, [NEXT])
     assert appended is not None
     assert whole[-len(appended) :] == appended
-    assert whole != strand + appended
+    assert whole != sequence + appended
 
 
-def test_where_there_is_no_reasoning_to_strip_a_new_user_message_continues_the_strand(models: dict[str, Path]) -> None:
+def test_where_there_is_no_reasoning_to_strip_a_new_user_message_continues_the_sequence(
+    models: dict[str, Path],
+) -> None:
     renderer = renderer_for("chat", str(models["qwen3"]), "template", True)
-    strand = renderer.opening([QUESTION]) + sampled("qwen3", said="It is 3.")
-    appended = renderer.following(strand, [NEXT])
+    sequence = renderer.opening([QUESTION]) + sampled("qwen3", said="It is 3.")
+    appended = renderer.following(sequence, [NEXT])
     assert appended is not None
     answer = {"role": "assistant", "content": "It is 3."}
-    assert strand + appended == by_transformers(models["qwen3"], [QUESTION, answer, NEXT])
+    assert sequence + appended == by_transformers(models["qwen3"], [QUESTION, answer, NEXT])
 
 
 def test_odd_blanks_of_a_call_survive_although_the_template_would_remove_them(models: dict[str, Path]) -> None:
     renderer = renderer_for("chat", str(models["qwen3"]), "template", True)
     odd = '<tool_call>\n{"name":  "add" ,\t"arguments":{"a":1}}\n\n</tool_call>'
     reply = sampled("qwen3", call=odd)
-    strand = renderer.opening([QUESTION], TOOLS) + reply
-    appended = renderer.following(strand, [RESULT], TOOLS)
+    sequence = renderer.opening([QUESTION], TOOLS) + reply
+    appended = renderer.following(sequence, [RESULT], TOOLS)
 
     parsed = renderer.parse(reply, renderer.opening([QUESTION], TOOLS), TOOLS)
     function = {"name": "add", "arguments": dict(parsed.tool_calls[0].arguments)}
     again = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
     assert appended is not None
     assert dict(parsed.tool_calls[0].arguments) == {"a": 1}
-    assert strand + appended != by_transformers(models["qwen3"], [QUESTION, again, RESULT], TOOLS)
+    assert sequence + appended != by_transformers(models["qwen3"], [QUESTION, again, RESULT], TOOLS)
 
 
 def test_a_truncated_reply_is_closed_by_tokens_that_were_not_sampled(family: str, models: dict[str, Path]) -> None:
@@ -184,10 +186,10 @@ def test_a_truncated_reply_is_closed_by_tokens_that_were_not_sampled(family: str
     assert renderer.following(in_thought, [RESULT], TOOLS) == [*ids(f"</think>{END}"), *after_whole]
 
 
-def test_an_assistant_message_among_the_new_ones_begins_a_new_strand(family: str, models: dict[str, Path]) -> None:
+def test_an_assistant_message_among_the_new_ones_begins_a_new_sequence(family: str, models: dict[str, Path]) -> None:
     renderer = renderer_for("chat", str(models[family]), "keep", False)
-    strand = renderer.opening([QUESTION]) + ids(f"3{END}")
-    assert renderer.following(strand, [{"role": "assistant", "content": "4"}, NEXT]) is None
+    sequence = renderer.opening([QUESTION]) + ids(f"3{END}")
+    assert renderer.following(sequence, [{"role": "assistant", "content": "4"}, NEXT]) is None
 
 
 def parse(models: dict[str, Path], family: str, text: str, tools: Any = TOOLS) -> Reply:
@@ -311,11 +313,11 @@ def test_a_template_without_a_thinking_mode_is_followed_whatever_the_data_asks_f
     folder = write_model(tmp_path, "qwen3", (TEMPLATES / "qwen3_instruct_2507.jinja").read_text())
     for thinking in (False, True):
         renderer = renderer_for("chat", str(folder), "template", thinking)
-        strand = renderer.opening([QUESTION]) + ids(f"3{END}")
+        sequence = renderer.opening([QUESTION]) + ids(f"3{END}")
         answer = {"role": "assistant", "content": "3"}
-        appended = renderer.following(strand, [NEXT])
+        appended = renderer.following(sequence, [NEXT])
         assert appended is not None
-        assert strand + appended == by_transformers(folder, [QUESTION, answer, NEXT], thinking=thinking)
+        assert sequence + appended == by_transformers(folder, [QUESTION, answer, NEXT], thinking=thinking)
 
 
 def test_both_polarities_of_qwen35_are_rendered(tmp_path: Path) -> None:
@@ -330,8 +332,8 @@ def test_what_a_client_rendered_is_read_as_messages(family: str, models: dict[st
     opening = renderer.opening([SYSTEM, QUESTION])
     assert renderer.read(opening) == [SYSTEM, {**QUESTION, "content": "How much is 1+2? Use add."}]
 
-    strand = [*opening, *ids(CALLS[family])]  # without the end of a reply
-    following = renderer.following(strand, [RESULT, RESULT, NEXT], TOOLS)
+    sequence = [*opening, *ids(CALLS[family])]  # without the end of a reply
+    following = renderer.following(sequence, [RESULT, RESULT, NEXT], TOOLS)
     assert following is not None
     assert renderer.read(following) == [RESULT, RESULT, NEXT]
 
@@ -361,7 +363,7 @@ def test_what_cannot_be_loaded_is_refused_in_one_sentence(tmp_path: Path) -> Non
         assert "\n" not in str(refused.value)
 
 
-def test_plain_strands_are_the_text_of_all_messages(tiny_model: Path) -> None:
+def test_plain_sequences_are_the_text_of_all_messages(tiny_model: Path) -> None:
     renderer = renderer_for("plain", str(tiny_model))
     opening = renderer.opening([{"role": "user", "content": "37*84="}])
     end = renderer._tokenizer.eos_token_id  # type: ignore[attr-defined]

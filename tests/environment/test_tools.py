@@ -36,12 +36,12 @@ def fresh() -> Iterator[None]:
 
 
 class Scripted:
-    """A policy that says what it is told to, over the real renderer: one strand of tokens."""
+    """A policy that says what it is told to, over the real renderer: one sequence of tokens."""
 
     url = ""
 
     def __init__(self, renderer: Renderer, *script: str) -> None:
-        self.strand: list[int] = []
+        self.sequence: list[int] = []
         self.metrics: dict[str, float] = {}
         self.messages: Sequence[Message] = ()
         self.asked = 0
@@ -54,17 +54,17 @@ class Scripted:
         assert messages is not None
         if self.asked == len(self._script):
             raise OutOfTurns("environment.max_turns")
-        if not self.strand:
-            self.strand = self._renderer.opening(messages, tools)
+        if not self.sequence:
+            self.sequence = self._renderer.opening(messages, tools)
         else:
             new = messages[len(self.messages) + 1 :]
-            following = self._renderer.following(self.strand, new, tools)
-            assert following is not None  # never a new strand
-            self.strand += following
+            following = self._renderer.following(self.sequence, new, tools)
+            assert following is not None  # never a new sequence
+            self.sequence += following
 
         sampled: list[int] = tokenizer().encode(self._script[self.asked], add_special_tokens=False).ids
-        reply = self._renderer.parse(sampled, self.strand, tools)
-        self.strand += sampled
+        reply = self._renderer.parse(sampled, self.sequence, tools)
+        self.sequence += sampled
         self.messages, self.asked = messages, self.asked + 1
         return reply
 
@@ -111,18 +111,18 @@ def test_a_conversation_of_the_data_opens_an_episode_with_tools(renderer: Render
     policy = play(renderer, ["search"], f"Me.{END}", task=replace(TASK, messages=messages), suffix=" Not again.")
     schemas = [tool.schema for tool in load_tools([f"{HERE}.search"]).values()]
     assert policy.messages == messages
-    assert policy.strand[
-        : len(policy.strand) - len(tokenizer().encode(f"Me.{END}", add_special_tokens=False).ids)
+    assert policy.sequence[
+        : len(policy.sequence) - len(tokenizer().encode(f"Me.{END}", add_special_tokens=False).ids)
     ] == renderer.opening(messages, schemas)
 
 
-def test_results_are_read_in_one_strand_until_a_reply_calls_nothing(renderer: Renderer) -> None:
+def test_results_are_read_in_one_sequence_until_a_reply_calls_nothing(renderer: Renderer) -> None:
     both = f"I look.\n{call('search', query='it', limit=2)}\n{call('fetch', address='a.b')}{END}"
     policy = play(
         renderer, ["search", "fetch"], both, f"It was me.{END}", "never said", system="Be brief.", suffix=" Think."
     )
 
-    text = tokenizer().decode(policy.strand, skip_special_tokens=False)
+    text = tokenizer().decode(policy.sequence, skip_special_tokens=False)
     opening, _, rest = text.partition("Who wrote it? Think.<|im_end|>\n")
     assert opening.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
     assert '{"type": "function", "function": {"name": "search"' in opening

@@ -109,25 +109,25 @@ def test_an_environment_without_tasks_is_refused(installed: Installed, monkeypat
 
 @dataclass
 class Engine:
-    """Answers requests from a script, and checks that strands only grow."""
+    """Answers requests from a script, and checks that sequences only grow."""
 
     script: Sequence[str]
-    strands: list[list[int]] = field(default_factory=list)
+    sequences: list[list[int]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
 
     def answer(self, ask: Ask) -> tuple[list[int], str]:
-        assert ask.strand <= len(self.strands)
-        if ask.strand == len(self.strands):
-            self.strands.append([])
+        assert ask.sequence <= len(self.sequences)
+        if ask.sequence == len(self.sequences):
+            self.sequences.append([])
         if len(self.said) == len(self.script):
             return [], "full"
         token_ids = list(tokenizer().encode(self.script[len(self.said)], add_special_tokens=False).ids)
-        self.strands[ask.strand] += [*ask.append, *token_ids]
+        self.sequences[ask.sequence] += [*ask.append, *token_ids]
         self.said.append(self.script[len(self.said)])
         return token_ids, "stop"
 
-    def text(self, strand: int) -> str:
-        return str(tokenizer().decode(self.strands[strand], skip_special_tokens=False))
+    def text(self, sequence: int) -> str:
+        return str(tokenizer().decode(self.sequences[sequence], skip_special_tokens=False))
 
 
 @dataclass
@@ -225,7 +225,7 @@ def test_what_several_agents_say_is_trained_on_only_with_one_reward(
 
 @pytest.mark.slow
 @pytest.mark.timeout(BUILD_S)
-def test_the_openenv_taskset_that_verifiers_0_4_ships_extends_one_strand(runner: Runner, tmp_path: Path) -> None:
+def test_the_openenv_taskset_that_verifiers_0_4_ships_extends_one_sequence(runner: Runner, tmp_path: Path) -> None:
     with echo_server(tmp_path / "server", sessions=4) as server:
         args = {
             "taskset": {"base_url": server.url.replace("ws", "http", 1)},
@@ -236,7 +236,7 @@ def test_the_openenv_taskset_that_verifiers_0_4_ships_extends_one_strand(runner:
 
     assert scores(played)["reward"] == pytest.approx(1.2), "0.1 a character"
     assert played.engine.said == said
-    assert len(played.engine.strands) == 1
+    assert len(played.engine.sequences) == 1
     text = played.engine.text(0)
     places = [text.index(each) for each in ("Echo environment ready!", *said)]
     assert places == sorted(places)

@@ -15,7 +15,7 @@ LIMITS = Limits(max_turns=8, max_turn_tokens=None, max_observation_tokens=100, t
 
 
 def play_texts(kind: dict, name: str, model: Path, prompt: str, *replies: str) -> tuple[End, list[tuple[int, str]]]:
-    """Play one episode; returns its end, and strand and text of what was appended for each request."""
+    """Play one episode; returns its end, and sequence and text of what was appended for each request."""
     tokenizer = TokenizerFile(model)
     encode, decode = tokenizer.encode, tokenizer.decode
     spec = EnvironmentSpec(
@@ -28,7 +28,7 @@ def play_texts(kind: dict, name: str, model: Path, prompt: str, *replies: str) -
         async with running_pool(spec) as pool:
             session = await pool.begin(a_task(question=prompt), encode(prompt))
             while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), Ask):
-                asked.append((event.strand, decode(event.append)))
+                asked.append((event.sequence, decode(event.append)))
                 session.answer(event, encode(next(said)), "stop")
             return event, asked
 
@@ -61,7 +61,7 @@ def test_tools_answer_a_model_with_a_chat_template(tmp_path, monkeypatch, name):
     }[name]
     kind = {"kind": "tools", "tools": ["tools_of_a_test.add"]}
     end, asked = play_texts(kind, name, model, "1+2?", call, "It is 3.<|im_end|>")
-    assert [strand for strand, _ in asked] == [0, 0]
+    assert [sequence for sequence, _ in asked] == [0, 0]
     assert '"name": "add"' in asked[0][1]
     assert "<tool_response>\n3\n</tool_response>" in asked[1][1]
     assert (end.ending, end.scores) == ("stop", {})

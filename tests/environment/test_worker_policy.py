@@ -1,4 +1,4 @@
-"""Conversations become strands: which tokens are appended to which, without a worker process."""
+"""Conversations become sequences: which tokens are appended to which, without a worker process."""
 
 import asyncio
 from collections.abc import Sequence
@@ -27,32 +27,32 @@ class Engine:
     def __init__(self, *replies: str) -> None:
         self.replies = list(replies)
         self.asked: list[tuple[int, str, int | None, bool]] = []
-        self.strands: dict[int, str] = {}  # the driver's copies
+        self.sequences: dict[int, str] = {}  # the driver's copies
         self.held: list[asyncio.Future[None]] | None = None  # while set, answers wait
 
-    def ask(self, strand: int, append: Sequence[int], max_tokens: int | None, logprobs: bool):
+    def ask(self, sequence: int, append: Sequence[int], max_tokens: int | None, logprobs: bool):
         text = text_of(append)
-        assert strand <= len(self.strands)
-        self.asked.append((strand, text, max_tokens, logprobs))
-        self.strands[strand] = self.strands.get(strand, "") + text
-        return self._answer(strand, self.replies.pop(0) if self.replies else None, self._turn())
+        assert sequence <= len(self.sequences)
+        self.asked.append((sequence, text, max_tokens, logprobs))
+        self.sequences[sequence] = self.sequences.get(sequence, "") + text
+        return self._answer(sequence, self.replies.pop(0) if self.replies else None, self._turn())
 
     def _turn(self):
         future = asyncio.get_running_loop().create_future()
         future.set_result(None) if self.held is None else self.held.append(future)
         return future
 
-    async def _answer(self, strand: int, reply: str | None, turn) -> Answer:
+    async def _answer(self, sequence: int, reply: str | None, turn) -> Answer:
         await turn
         if reply is None:
             return Answer(0, [], "full")
         said = reply.removesuffix("…")
-        self.strands[strand] += said
+        self.sequences[sequence] += said
         return Answer(0, tokens(said), "length" if reply.endswith("…") else "stop", [-1.0] * len(said))
 
     @property
     def requests(self) -> list[tuple[int, str]]:
-        return [(strand, text) for strand, text, _, _ in self.asked]
+        return [(sequence, text) for sequence, text, _, _ in self.asked]
 
 
 def policy_of(engine: Engine, prompt: str = "6*7=", clock: Clock | None = None, **limits) -> EpisodePolicy:
@@ -62,9 +62,9 @@ def policy_of(engine: Engine, prompt: str = "6*7=", clock: Clock | None = None, 
     return EpisodePolicy(engine.ask, Characters(), chosen, opening, tokens(prompt), clock, lambda policy: "http://x/v1")
 
 
-def same_strands(policy: EpisodePolicy, engine: Engine) -> bool:
-    """Whether the worker's copies of the strands are the driver's."""
-    return [text_of(strand.token_ids) for strand in policy.strands] == list(engine.strands.values())
+def same_sequences(policy: EpisodePolicy, engine: Engine) -> bool:
+    """Whether the worker's copies of the sequences are the driver's."""
+    return [text_of(sequence.token_ids) for sequence in policy.sequences] == list(engine.sequences.values())
 
 
 def test_a_conversation_that_goes_on_appends_only_its_new_messages():
@@ -80,8 +80,8 @@ def test_a_conversation_that_goes_on_appends_only_its_new_messages():
 
     policy = asyncio.run(run())
     assert engine.requests == [(0, "q>"), (0, "|next0>"), (0, "|next1>")]
-    assert engine.strands == {0: "q>ab|next0>cd|next1>ef"}
-    assert same_strands(policy, engine)
+    assert engine.sequences == {0: "q>ab|next0>cd|next1>ef"}
+    assert same_sequences(policy, engine)
     assert policy.metrics["observation_tokens"] == 14.0
     assert policy.text == "ef"
 
@@ -99,7 +99,7 @@ def test_the_prompt_of_the_data_goes_on_with_the_reply_alone():
 
     policy = asyncio.run(run())
     assert engine.requests == [(0, "6*7="), (0, "|more>"), (1, "6*7=")]
-    assert same_strands(policy, engine)
+    assert same_sequences(policy, engine)
 
 
 class Thinker:
@@ -107,17 +107,17 @@ class Thinker:
 
     def __init__(self, folder, *thoughts: str) -> None:
         self.thoughts = list(thoughts)
-        self.strands: dict[int, list[int]] = {}
+        self.sequences: dict[int, list[int]] = {}
         renderer = renderer_for("chat", str(write_model(folder, "qwen3")), "template", True)
         self.policy = EpisodePolicy(self.ask, renderer, LIMITS, [], [], Clock(60.0), lambda policy: "")
 
-    async def ask(self, strand: int, append: Sequence[int], max_tokens: int | None, logprobs: bool) -> Answer:
+    async def ask(self, sequence: int, append: Sequence[int], max_tokens: int | None, logprobs: bool) -> Answer:
         said = tokenizer().encode(f"<think>\n{self.thoughts.pop(0)}\n</think>\n\nyes<|im_end|>").ids
-        self.strands[strand] = [*self.strands.get(strand, []), *append, *said]
+        self.sequences[sequence] = [*self.sequences.get(sequence, []), *append, *said]
         return Answer(0, said, "stop")
 
     def where(self, thought: str) -> list[int]:
-        return [strand for strand, ids in self.strands.items() if thought in tokenizer().decode(ids)]
+        return [sequence for sequence, ids in self.sequences.items() if thought in tokenizer().decode(ids)]
 
 
 RESULT = {"role": "tool", "content": "3"}  # the template keeps the reasoning before it
@@ -136,7 +136,7 @@ def test_of_two_samples_with_one_text_the_one_with_the_given_reasoning_goes_on(t
 
     asyncio.run(run())
     assert thinker.where("third") == [meant]
-    assert len(thinker.strands) == 2
+    assert len(thinker.sequences) == 2
 
 
 @pytest.mark.parametrize("sample", [0, 1])
@@ -153,10 +153,10 @@ def test_the_reasoning_of_earlier_replies_tells_two_samples_apart_too(tmp_path, 
 
     asyncio.run(run())
     assert thinker.where("third") == [sample]
-    assert len(thinker.strands) == 2
+    assert len(thinker.sequences) == 2
 
 
-def test_an_unknown_history_and_one_that_the_template_rewrites_begin_new_strands():
+def test_an_unknown_history_and_one_that_the_template_rewrites_begin_new_sequences():
     engine = Engine("ab", "cd", "ef")
 
     async def run():
@@ -168,7 +168,7 @@ def test_an_unknown_history_and_one_that_the_template_rewrites_begin_new_strands
 
     policy = asyncio.run(run())
     assert engine.requests == [(0, "q>"), (1, "other|ab|x>"), (2, "q|ab|forget>")]
-    assert same_strands(policy, engine)
+    assert same_sequences(policy, engine)
     said = ["q", "ab", "other", "ab", "x", "cd", "forget", "ef"]  # a history that was rewritten is not said again
     assert [turn["text"] for turn in policy.turns] == said
 
@@ -180,17 +180,17 @@ def test_a_fork_keeps_the_tokens_that_were_sampled_as_context():
         policy = policy_of(engine)
         first = await policy([user("q")])
         await policy([user("q"), first.message, user("x")])
-        third = await policy([user("q"), first.message, user("y")])  # the strand has gone on with x
+        third = await policy([user("q"), first.message, user("y")])  # the sequence has gone on with x
         await policy([user("q"), first.message, user("y"), third.message, user("z")])
         return policy
 
     policy = asyncio.run(run())
     assert engine.requests == [(0, "q>"), (0, "|x>"), (1, "q>ab|y>"), (1, "|z>")]
-    assert same_strands(policy, engine)
+    assert same_sequences(policy, engine)
     assert policy.metrics["observation_tokens"] == 9.0
 
 
-def test_equal_conversations_at_once_get_strands_of_their_own():
+def test_equal_conversations_at_once_get_sequences_of_their_own():
     engine = Engine("ab", "c1", "c2", "c3")
 
     async def run():
@@ -207,11 +207,11 @@ def test_equal_conversations_at_once_get_strands_of_their_own():
     policy, texts = asyncio.run(run())
     assert engine.requests == [(0, "q>"), (0, "|x>"), (1, "q>ab|x>"), (2, "q>ab|x>")]
     assert texts == ["c1", "c2", "c3"]
-    assert same_strands(policy, engine)
+    assert same_sequences(policy, engine)
 
 
 @pytest.mark.parametrize(("one", "other"), [("x", "y"), ("", "")])
-def test_a_strand_with_a_request_in_flight_is_not_extended(one, other):
+def test_a_sequence_with_a_request_in_flight_is_not_extended(one, other):
     engine = Engine("ab", "cd", "ef")
 
     async def run():
@@ -227,10 +227,10 @@ def test_a_strand_with_a_request_in_flight_is_not_extended(one, other):
 
     policy = asyncio.run(run())
     assert engine.requests == [(0, "q"), (0, one), (1, "qab" + other)]
-    assert same_strands(policy, engine)
+    assert same_sequences(policy, engine)
 
 
-def test_tokens_extend_the_longest_strand_that_they_begin_with():
+def test_tokens_extend_the_longest_sequence_that_they_begin_with():
     engine = Engine("ab", "cd", "ef", "gh", "ij")
 
     async def run():
@@ -238,7 +238,7 @@ def test_tokens_extend_the_longest_strand_that_they_begin_with():
         sampled = await policy.generate(tokens("q"), logprobs=True, max_tokens=9)
         assert (sampled.token_ids, sampled.finish, sampled.logprobs) == (tuple(tokens("ab")), "stop", (-1.0, -1.0))
         await policy.generate(tokens("qabx"))
-        await policy.generate(tokens("qab"))  # shorter than its strand is now
+        await policy.generate(tokens("qab"))  # shorter than its sequence is now
         await policy.generate(tokens("qabxcd!"))
         await policy.generate(tokens("qabef"))  # nothing to append: the reply goes on
         return policy
@@ -246,7 +246,7 @@ def test_tokens_extend_the_longest_strand_that_they_begin_with():
     policy = asyncio.run(run())
     assert engine.requests == [(0, "q"), (0, "x"), (1, "qab"), (0, "!"), (1, "")]
     assert engine.asked[0][2:] == (9, True)
-    assert same_strands(policy, engine)
+    assert same_sequences(policy, engine)
 
 
 def test_tokens_that_an_agent_rendered_are_shown_as_what_they_say():
@@ -287,7 +287,7 @@ def test_another_client_of_the_same_conversation_is_recognized():
     assert policy.metrics["tool_calls"] == 1.0
 
 
-def test_other_tools_begin_a_new_strand():
+def test_other_tools_begin_a_new_sequence():
     engine = Engine("ab", "cd", "ef")
     tool = {"type": "function", "function": {"name": "add"}}
 
@@ -344,7 +344,7 @@ def test_a_shortened_text_has_at_most_its_tokens_and_keeps_both_ends(size, most)
     assert max(longest) <= most * 64 + 50
 
 
-def test_a_reply_that_the_limit_cut_is_truncated_and_its_strand_goes_on():
+def test_a_reply_that_the_limit_cut_is_truncated_and_its_sequence_goes_on():
     engine = Engine("ab…", "cd")
 
     async def run():
@@ -378,10 +378,10 @@ def test_each_limit_has_its_exception_and_nothing_more_is_sampled(over):
     policy = asyncio.run(run())
     assert policy.ending == {OutOfTurns: "turns", OutOfTokens: "length", OutOfTime: "time"}[over]
     assert len(engine.asked) == (3 if over is OutOfTokens else 1)
-    assert engine.strands[0] == "q>ab"
+    assert engine.sequences[0] == "q>ab"
 
 
-def test_an_answer_extends_its_strand_even_if_whoever_asked_was_cancelled():
+def test_an_answer_extends_its_sequence_even_if_whoever_asked_was_cancelled():
     engine = Engine("ab", "cd")
 
     async def run():
@@ -399,7 +399,7 @@ def test_an_answer_extends_its_strand_even_if_whoever_asked_was_cancelled():
 
     policy = asyncio.run(run())
     assert engine.requests == [(0, "q>"), (0, "x")]
-    assert same_strands(policy, engine)
+    assert same_sequences(policy, engine)
 
 
 def test_a_policy_of_an_episode_that_is_over_does_not_speak():

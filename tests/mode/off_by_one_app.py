@@ -1,22 +1,22 @@
-"""`python -m tests.mode.off_by_one_app`: the application, whose strands say that the wrong tokens were sampled."""
+"""`python -m tests.mode.off_by_one_app`: the application, whose sequences say that the wrong tokens were sampled."""
 
 from dataclasses import replace
 
 import numpy as np
 
 from app import main
-from app.rollout.episodes.strand_builder import StrandBuilder
-from app.types import Strand
+from app.rollout.episodes.sequence_builder import SequenceBuilder
+from app.types import TokenSequence
 
-build = StrandBuilder.build
+build = SequenceBuilder.build
 
 
-def shifted(builder: StrandBuilder) -> Strand:
-    """The strand with each sampled piece one token too early."""
-    strand = build(builder)
-    return replace(strand, sampled=np.roll(strand.sampled, -1))
+def shifted(builder: SequenceBuilder) -> TokenSequence:
+    """The sequence with each sampled piece one token too early."""
+    sequence = build(builder)
+    return replace(sequence, sampled=np.roll(sequence.sampled, -1))
 
 
 if __name__ == "__main__":
-    StrandBuilder.build = shifted  # type: ignore[method-assign]
+    SequenceBuilder.build = shifted  # type: ignore[method-assign]
     main.cli()

@@ -149,7 +149,7 @@ def test_a_run_with_tools_is_exact_in_every_turn(placement: str, start: Start, p
     run = start(*talker(policy), *rooms, *tools, *PLACEMENTS[placement])
     steps = finished(run)
     assert [line["step"] for line in steps] == [1, 2]
-    assert all(line["environment/strands_mean"] == 1.0 for line in steps)
+    assert all(line["environment/sequences_mean"] == 1.0 for line in steps)
     assert max(line["environment/tool_calls"] for line in steps) > 0
     played = [sample for step in (1, 2) for sample in samples(run, step)]
     called = [sample for sample in played if roles(sample)[:4] == ROLES]
@@ -218,7 +218,7 @@ def test_an_agent_with_the_client_of_openai_trains(
     run = start(*talker(policy), *rooms, *agent, *PLACEMENTS[placement])
     steps = finished(run)
     assert [line["environment/turns_mean"] for line in steps] == [2.0, 2.0]
-    assert [line["environment/strands_mean"] for line in steps] == [1.0, 1.0], "what it sends back is its strand"
+    assert [line["environment/sequences_mean"] for line in steps] == [1.0, 1.0], "what it sends back is its sequence"
     played = [sample for step in (1, 2) for sample in samples(run, step)]
     assert all(roles(sample) == ["user", "assistant"] * 2 for sample in played)
     assert any(sample["reward"] == 1.0 for sample in played)

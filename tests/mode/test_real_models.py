@@ -39,7 +39,7 @@ def test_a_llama_with_a_chatml_template_trains_in_two_turns(start: Start, rows: 
     agent = [f"environment._target_={HERE}.Agent", "reward=environment"]
     run = start("model=hf", f"model.path={real_model('smollm2')}", *SIZES, *FEW, *rows, *agent)
     (step,) = finished(run)
-    assert (step["environment/turns_mean"], step["environment/strands_mean"]) == (2.0, 1.0)
+    assert (step["environment/turns_mean"], step["environment/sequences_mean"]) == (2.0, 1.0)
     assert all(roles(sample) == ["user", "assistant"] * 2 for sample in samples(run, 1))
 
 

@@ -99,7 +99,7 @@ def test_an_episode_that_outlives_pushes_has_tokens_of_several_versions(tmp_path
     world = World(made, tmp_path, long_tailed(3), environments=environments)
     run(world)
     groups = [group for _, groups in world.trainer.trained for group in groups]
-    spans = [trajectory.strands[0].spans for group in groups for trajectory in group.trajectories]
+    spans = [trajectory.sequences[0].spans for group in groups for trajectory in group.trajectories]
     assert max(map(len, spans)) > 1
     assert all(one.version < other.version for each in spans for one, other in pairwise(each))
     assert max(line["staleness/max"] for line in world.recorder.lines) <= 2
@@ -248,4 +248,4 @@ def test_metrics_are_means_over_the_episodes_of_the_step(tmp_path: Path) -> None
     assert line["completion/length_mean"] == np.mean([4 * count for count in played])
     assert line["tokens/completion"] == 4 * sum(played)
     assert line["environment/tool_calls"] == 1.0
-    assert line["environment/strands_mean"] == 1.0
+    assert line["environment/sequences_mean"] == 1.0

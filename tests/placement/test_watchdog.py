@@ -15,9 +15,9 @@ from app.errors import EngineError, EngineLost, RunError
 from app.placement.colocate import Colocate
 from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
-from app.placement.watchdog import MARGIN_SECONDS, POLL_SECONDS, STATS_SECONDS, limit_seconds, watchdog
+from app.placement.watchdog import MARGIN_S, POLL_INTERVAL_S, STATS_TIMEOUT_S, limit_seconds, watchdog
 from app.rollout.pool import EnginePool
-from app.rollout.remote import CALL_SECONDS
+from app.rollout.remote import CALL_TIMEOUT_S
 from app.types import EngineStats, InFlight, SyncReport
 from tests.simulation import SimEngine, World, config, now, run_virtual
 
@@ -27,7 +27,7 @@ CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
 }
 BOTH = pytest.mark.parametrize("kind", list(CONTROLLERS))
 ASYNC = PlacementKind.fully_async
-LIMIT = CALL_SECONDS + MARGIN_SECONDS  # of `quick`
+LIMIT = CALL_TIMEOUT_S + MARGIN_S  # of `quick`
 
 
 def quick(kind: PlacementKind, **changes: object) -> RunConfig:
@@ -81,7 +81,7 @@ def test_the_run_ends_within_its_limit_and_three_polls(kind: PlacementKind, tmp_
             await CONTROLLERS[kind](context).run()
         return now()
 
-    assert LIMIT < run_virtual(story()) <= LIMIT + 3 * POLL_SECONDS
+    assert LIMIT < run_virtual(story()) <= LIMIT + 3 * POLL_INTERVAL_S
 
 
 @BOTH
@@ -229,7 +229,7 @@ def test_an_engine_that_does_not_say_what_it_sampled_neither_stops_the_watchdog_
                 await asyncio.Event().wait()
         return now()
 
-    assert run_virtual(story()) <= LIMIT + 3 * (POLL_SECONDS + STATS_SECONDS)
+    assert run_virtual(story()) <= LIMIT + 3 * (POLL_INTERVAL_S + STATS_TIMEOUT_S)
 
 
 def test_signs_of_progress_of_servers_that_report_no_tokens_keep_a_run_alive(tmp_path: Path) -> None:
@@ -258,13 +258,13 @@ def test_engines_are_asked_what_they_sampled_only_while_nothing_else_shows_progr
 
         world.engines[0].stats = counted  # type: ignore[method-assign]
 
-    assert play(world, at_start) > 20 * POLL_SECONDS
+    assert play(world, at_start) > 20 * POLL_INTERVAL_S
     assert asked == []
 
 
 def test_the_limit_is_above_the_deadline_of_every_single_call() -> None:
     made = RunConfig()
-    assert limit_seconds(made) == made.trainer.timeout_s + MARGIN_SECONDS == 1860
+    assert limit_seconds(made) == made.trainer.timeout_s + MARGIN_S == 1860
     made.rollout.start_timeout_s = 3000.0
     assert limit_seconds(made) == 3000 + 30 + 10 + 32 + 60  # start, reply, end of the one before, pause
     made.weight_sync.timeout_s = 4000.0

@@ -128,7 +128,7 @@ def assert_samples(run: Run, steps: int, max_staleness: int) -> None:
         samples = [json.loads(line) for line in lines]
         assert Counter(sample["prompt"] for sample in samples) == dict.fromkeys(rows[step - 1]["trained"], GROUP)
         for sample in samples:
-            versions = [version for sequence in sample["strands"] for version, _, _ in sequence["versions"]]
+            versions = [version for sequence in sample["sequences"] for version, _, _ in sequence["versions"]]
             assert step - 1 - max_staleness <= min(versions) <= max(versions) <= step - 1
             right = sample["completion"].strip() == sample["answer"]
             assert sample["reward_components"]["exact"] == right

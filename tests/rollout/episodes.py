@@ -20,7 +20,7 @@ from app.rollout.episodes.player import episode_failures
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.tracking.run_folder.timeline import Timeline
-from app.types import Completion, FinishReason, Group, GroupRequest, Prompt, Sampling, Strand, VersionSpan
+from app.types import Completion, FinishReason, Group, GroupRequest, Prompt, Sampling, TokenSequence, VersionSpan
 from tests.environment.pools import running_pool
 from tests.tiny_models.tokenizer import build_tokenizer
 
@@ -116,22 +116,22 @@ async def group(
     return await asyncio.wait_for(playing, PATIENCE_S)
 
 
-def pieces(strand: Strand) -> list[tuple[int, int]]:
+def pieces(sequence: TokenSequence) -> list[tuple[int, int]]:
     """First and last position of each run of sampled tokens."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], strand.sampled.astype(np.int8), [0]])))
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], sequence.sampled.astype(np.int8), [0]])))
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
-def largest_difference_of_strands(policy: Any, strands: Sequence[Strand], temperature: float = 1.0) -> float:
+def largest_difference_of_sequences(policy: Any, sequences: Sequence[TokenSequence], temperature: float = 1.0) -> float:
     """Between the log-probabilities of sampled tokens and those of a model of transformers, over all turns."""
     largest = 0.0
-    for strand in strands:
-        tokens = torch.as_tensor(strand.token_ids, dtype=torch.int64)
+    for sequence in sequences:
+        tokens = torch.as_tensor(sequence.token_ids, dtype=torch.int64)
         with torch.no_grad():
             logits = policy(input_ids=tokens[None]).logits[0, :-1]
         logprobs = torch.log_softmax(logits / temperature, dim=-1).gather(1, tokens[1:, None]).squeeze(1).numpy()
-        expected = logprobs[strand.sampled[1:]]
-        largest = max(largest, float(np.abs(strand.logprobs - expected).max()))
+        expected = logprobs[sequence.sampled[1:]]
+        largest = max(largest, float(np.abs(sequence.logprobs - expected).max()))
     return largest
 
 
@@ -172,10 +172,10 @@ def asked(recording: Recording) -> Counter[tuple[bytes, bytes]]:
     return Counter((request.token_ids.tobytes(), completion.token_ids.tobytes()) for request, completion in pairs)
 
 
-def trained(strands: Sequence[Strand]) -> Counter[tuple[bytes, bytes]]:
-    """What stands before each sampled piece of a strand, and the piece."""
+def trained(sequences: Sequence[TokenSequence]) -> Counter[tuple[bytes, bytes]]:
+    """What stands before each sampled piece of a sequence, and the piece."""
     return Counter(
-        (strand.token_ids[:start].tobytes(), strand.token_ids[start:end].tobytes())
-        for strand in strands
-        for start, end in pieces(strand)
+        (sequence.token_ids[:start].tobytes(), sequence.token_ids[start:end].tobytes())
+        for sequence in sequences
+        for start, end in pieces(sequence)
     )

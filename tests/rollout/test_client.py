@@ -157,7 +157,7 @@ def test_a_call_that_fails_says_which_engine_and_why(handler: Handler, sentence:
 
 def test_a_server_that_accepts_no_connection_is_a_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for generation, which has no deadline of its own."""
-    monkeypatch.setattr(clients, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(clients, "CONNECT_TIMEOUT_S", 0.2)
     with socket.socket() as listening, socket.socket() as first, socket.socket() as second:
         listening.bind(("127.0.0.1", 0))
         listening.listen(0)

@@ -11,13 +11,13 @@ import pytest
 
 from app.environment.wire import Ask, End
 from app.rollout.episodes import EpisodeLimits, Episodes, Play
-from app.rollout.episodes.attempt import SHOWN_S
+from app.rollout.episodes.attempt import MIN_SHOWN_S
 from app.rollout.episodes.player import episode_failures
 from app.tracking.run_folder.timeline import Span, Timeline
 from app.types import Completion, FinishReason, Prompt, Sampling, VersionSpan
 from tests.simulation import now, run_virtual
 
-SLOW_S = 5 * SHOWN_S
+SLOW_S = 5 * MIN_SHOWN_S
 PROMPT = Prompt("game/1@0", np.array([1, 2], np.int32), "42", "game")
 COMPLETION = Completion(
     np.array([3], np.int32), np.array([-0.5], np.float32), FinishReason.stop, (VersionSpan(0, 0, 1),)

@@ -79,19 +79,19 @@ class Setting:
         return [request for engine in self.engines for request in engine.requests]
 
 
-def test_every_request_begins_with_all_tokens_of_the_strand_and_only_sampled_ones_are_trained_on() -> None:
+def test_every_request_begins_with_all_tokens_of_the_sequence_and_only_sampled_ones_are_trained_on() -> None:
     setting = Setting(lambda task, number: Script(turns=3, score=float(number)))
     group = run_virtual(setting.group())
     assert group.rewards.tolist() == [0.0, 1.0]
 
     for member, trajectory in enumerate(group.trajectories):
-        strand = trajectory.strands[0]
+        sequence = trajectory.sequences[0]
         reply = trajectory.completion.token_ids.tolist()
-        assert strand.token_ids.tolist() == [*PROMPT, *reply, *OBSERVATION, *reply, *OBSERVATION, *reply]
-        assert np.flatnonzero(~strand.sampled).tolist() == [0, 1, 2, 7, 8, 13, 14]
+        assert sequence.token_ids.tolist() == [*PROMPT, *reply, *OBSERVATION, *reply, *OBSERVATION, *reply]
+        assert np.flatnonzero(~sequence.sampled).tolist() == [0, 1, 2, 7, 8, 13, 14]
         sent = [r.token_ids.tolist() for r in setting.requests if r.turn.endswith(f"of member {member}")]
-        assert sent == [strand.token_ids[:end].tolist() for end in (3, 9, 15)]
-        assert [span.end - span.start for span in strand.spans] == [12]
+        assert sent == [sequence.token_ids[:end].tolist() for end in (3, 9, 15)]
+        assert [span.end - span.start for span in sequence.spans] == [12]
         assert (trajectory.prompt_tokens, trajectory.sampled_tokens, trajectory.response_tokens) == (3, 12, 16)
         assert trajectory.episode is not None
         assert trajectory.episode.metrics["turns"] == 3
@@ -220,7 +220,7 @@ def test_observations_count_towards_the_tokens_of_a_trajectory() -> None:
         assert trajectory.tokens == 3 + 4 + 2 + 4  # nothing after the last sampled token
 
 
-def test_a_strand_never_outgrows_the_context() -> None:
+def test_a_sequence_never_outgrows_the_context() -> None:
     setting = Setting(lambda task, number: Script(turns=9), max_response_tokens=6)
     run_virtual(setting.group(max_tokens=1000))
     assert max(len(r.token_ids) + r.sampling.max_tokens for r in setting.requests) == 8 + 6

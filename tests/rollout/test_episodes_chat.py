@@ -14,7 +14,7 @@ from app.environment.pool import EnvironmentSpec
 from app.environment.rendering import renderer_for
 from app.environment.tools import load_tools
 from app.environment.wire import Limits, RendererChoice
-from app.types import Completion, FinishReason, Group, GroupRequest, Prompt, Strand, Trajectory, VersionSpan
+from app.types import Completion, FinishReason, Group, GroupRequest, Prompt, TokenSequence, Trajectory, VersionSpan
 from tests.environment.qwen import tokenizer, write_model
 from tests.rollout.episodes import group, pieces, rollouter_of
 
@@ -89,14 +89,14 @@ def played(spec: EnvironmentSpec, model: Path, *script: str, size: int = 2) -> t
     return engine, asyncio.run(run())
 
 
-def sampled_and_not(strand: Strand) -> tuple[list[str], list[str]]:
+def sampled_and_not(sequence: TokenSequence) -> tuple[list[str], list[str]]:
     """The texts that were sampled, and those between them."""
-    edges = [0, *(edge for piece in pieces(strand) for edge in piece), len(strand.token_ids)]
-    texts = [decoded(strand.token_ids[start:end]) for start, end in itertools.pairwise(edges)]
+    edges = [0, *(edge for piece in pieces(sequence) for edge in piece), len(sequence.token_ids)]
+    texts = [decoded(sequence.token_ids[start:end]) for start, end in itertools.pairwise(edges)]
     return texts[1::2], [text for text in texts[0::2] if text]
 
 
-def test_only_what_the_engine_said_is_marked_and_each_request_is_the_strand_so_far(model: Path) -> None:
+def test_only_what_the_engine_said_is_marked_and_each_request_is_the_sequence_so_far(model: Path) -> None:
     engine, made = played(with_tools(model), model, CALL, NOTE + NOTE + END, "Room 7" + END)
     schemas = [dict(tool.schema) for tool in load_tools(TOOLS).values()]
     opening = renderer_for("chat", str(model)).opening([{"role": "user", "content": QUESTION}], schemas)
@@ -104,18 +104,18 @@ def test_only_what_the_engine_said_is_marked_and_each_request_is_the_strand_so_f
     assert len(engine.asked) == 6
 
     for trajectory in made.trajectories:
-        (strand,) = trajectory.strands
-        said, heard = sampled_and_not(strand)
+        (sequence,) = trajectory.sequences
+        said, heard = sampled_and_not(sequence)
         assert said == [CALL, NOTE + NOTE + END, "Room 7" + END], "odd blanks survive"
-        assert len(strand.logprobs) == strand.sampled.sum() == sum(len(ids(text)) for text in said)
-        assert strand.token_ids[: strand.opening_tokens].tolist() == opening
+        assert len(sequence.logprobs) == sequence.sampled.sum() == sum(len(ids(text)) for text in said)
+        assert sequence.token_ids[: sequence.opening_tokens].tolist() == opening
         assert "<tool_response>\nlamp: room 7\n</tool_response>" in heard[1]
         assert heard[2].count("<tool_response>") == 2
         assert "1 notes" in heard[2]
         assert "2 notes" in heard[2], "one notebook an episode"
         assert trajectory.text == "Room 7"
 
-        begun = {strand.token_ids[:start].tobytes() for start, _ in pieces(strand)}
+        begun = {sequence.token_ids[:start].tobytes() for start, _ in pieces(sequence)}
         assert {request.token_ids.tobytes() for request in engine.asked} == begun
 
 
@@ -123,8 +123,8 @@ def test_what_goes_wrong_in_a_call_is_heard_and_not_sampled(model: Path) -> None
     unknown = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>' + END
     _, made = played(with_tools(model), model, OPEN, unknown, "I do not know" + END, size=1)
     (trajectory,) = made.trajectories
-    (strand,) = trajectory.strands
-    said, heard = sampled_and_not(strand)
+    (sequence,) = trajectory.sequences
+    said, heard = sampled_and_not(sequence)
     assert said == [OPEN, unknown, "I do not know" + END]
     assert heard[1].startswith(END), "the renderer closes a cut reply; that token was not sampled"
     assert "error: the call was not closed" in heard[1]
@@ -144,7 +144,7 @@ def test_earlier_reasoning_is_stripped_as_the_template_does_or_kept(model: Path,
     assert _said(trajectory) == [first, last]
     reopened = decoded(engine.asked[1].token_ids)
     assert ("Hm." in reopened) == (thinking == "keep")
-    assert len(trajectory.strands) == (1 if thinking == "keep" else 2)
+    assert len(trajectory.sequences) == (1 if thinking == "keep" else 2)
     assert "Are you sure?" in reopened
     assert trajectory.sampled_tokens == len(ids(first)) + len(ids(last))
 
@@ -159,4 +159,4 @@ def test_data_thinking_reaches_the_generation_prompt(model: Path, own: Any, enab
 
 
 def _said(trajectory: Trajectory) -> list[str]:
-    return [text for strand in trajectory.strands for text in sampled_and_not(strand)[0]]
+    return [text for sequence in trajectory.sequences for text in sampled_and_not(sequence)[0]]

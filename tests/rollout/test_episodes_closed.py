@@ -284,7 +284,7 @@ def test_an_engine_that_dies_in_the_second_turn_costs_only_that_turn(own: Any, t
     assert Diary(tmp_path).counts == {"made": 4, "begin": 4, "step": 12, "score": 4, "close": 4}
     assert [len(engine.asked) for engine in engines] == [4, 8]
     for trajectory in played.trajectories:
-        (strand,) = trajectory.strands
-        assert "".join(map(chr, strand.token_ids)) == "6*7=4|more 1>987|more 2>987"
-        assert pieces(strand) == [(4, 5), (13, 16), (24, 27)]
-        assert len(strand.logprobs) == strand.spans[-1].end == 7
+        (sequence,) = trajectory.sequences
+        assert "".join(map(chr, sequence.token_ids)) == "6*7=4|more 1>987|more 2>987"
+        assert pieces(sequence) == [(4, 5), (13, 16), (24, 27)]
+        assert len(sequence.logprobs) == sequence.spans[-1].end == 7

@@ -16,7 +16,7 @@ from tests.rollout.episodes import (
     Recording,
     asked,
     group,
-    largest_difference_of_strands,
+    largest_difference_of_sequences,
     played,
     rollouter_of,
     tiny_prompt,
@@ -27,7 +27,7 @@ from tests.weight_sync.support import noisy_model
 
 
 @pytest.mark.parametrize("temperature", [1.0, HOT])
-def test_every_request_begins_with_its_strand_and_all_turns_have_the_logprobs_of_transformers(
+def test_every_request_begins_with_its_sequence_and_all_turns_have_the_logprobs_of_transformers(
     temperature: float, engine: RemoteEngine, tiny_model: Path, own: Any
 ) -> None:
     recording = Recording(engine)
@@ -36,14 +36,14 @@ def test_every_request_begins_with_its_strand_and_all_turns_have_the_logprobs_of
 
     trajectories = [trajectory for each in groups for trajectory in each.trajectories]
     assert len(trajectories) == 12
-    assert [len(trajectory.strands) for trajectory in trajectories] == [2] * 12
+    assert [len(trajectory.sequences) for trajectory in trajectories] == [2] * 12
     assert len(recording.requests) == 12 * TURNS
-    strands = [strand for trajectory in trajectories for strand in trajectory.strands]
-    assert asked(recording) == trained(strands)
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    assert asked(recording) == trained(sequences)
     policy = noisy_model(tiny_model, 0)
-    assert largest_difference_of_strands(policy, strands, temperature) < 1e-4
-    shifted = [replace(strand, sampled=np.roll(strand.sampled, -1)) for strand in strands]
-    assert largest_difference_of_strands(policy, shifted, temperature) > 1e-3
+    assert largest_difference_of_sequences(policy, sequences, temperature) < 1e-4
+    shifted = [replace(sequence, sampled=np.roll(sequence.sampled, -1)) for sequence in sequences]
+    assert largest_difference_of_sequences(policy, shifted, temperature) > 1e-3
 
 
 def held(recording: Recording, index: int) -> int:
@@ -64,7 +64,7 @@ def test_a_turn_finds_the_turns_before_it_in_the_cache(engine: RemoteEngine, tin
     groups = played(spec, recording, tiny_model, prompts=2, temperature=HOT)
 
     later = [index for index in range(len(recording.requests)) if held(recording, index)]
-    assert len(later) == 8 * (TURNS - 2)  # without the first turn of each strand
+    assert len(later) == 8 * (TURNS - 2)  # without the first turn of each sequence
     for index in later:
         assert recording.completions[index].cached_tokens >= held(recording, index) - 1
 

@@ -13,7 +13,7 @@ from app.config.weight_sync import Verify
 from app.rollout.remote import RemoteEngine
 from app.types import InFlight
 from tests.conftest import make_engine
-from tests.rollout.episodes import TALK, Recording, asked, largest_difference_of_strands, played, trained
+from tests.rollout.episodes import TALK, Recording, asked, largest_difference_of_sequences, played, trained
 from tests.rollout.support import HOT, in_flight, largest_difference, request
 from tests.rollout.test_cpu_attention import ragged, staggered
 from tests.tiny_models.make import Recipe
@@ -75,16 +75,16 @@ def test_a_group_that_was_retracted_has_the_logprobs_of_transformers(engine: Rem
 
 
 def test_all_turns_of_episodes_have_the_logprobs_of_transformers(engine: RemoteEngine, model: Path, own: Any) -> None:
-    """`model=tiny_qwen35` has no prefix cache, as every Qwen3.5 on a CPU: each turn computes its whole strand."""
+    """`model=tiny_qwen35` has no prefix cache, as every Qwen3.5 on a CPU: each turn computes its whole sequence."""
     recording = Recording(engine)
     groups = played(own(TALK, max_turn_tokens=24, model=model), recording, model, prompts=2, temperature=1.0)
-    strands = [strand for each in groups for trajectory in each.trajectories for strand in trajectory.strands]
-    assert len(strands) == 2 * 4 * 2
-    assert asked(recording) == trained(strands)
+    sequences = [sequence for each in groups for trajectory in each.trajectories for sequence in trajectory.sequences]
+    assert len(sequences) == 2 * 4 * 2
+    assert asked(recording) == trained(sequences)
     assert {completion.cached_tokens for completion in recording.completions} == {0}
-    assert largest_difference_of_strands(noisy_model(model, 0), strands) < ROUNDING
-    shifted = [replace(strand, sampled=np.roll(strand.sampled, -1)) for strand in strands]
-    assert largest_difference_of_strands(noisy_model(model, 0), shifted) > 0.01
+    assert largest_difference_of_sequences(noisy_model(model, 0), sequences) < ROUNDING
+    shifted = [replace(sequence, sampled=np.roll(sequence.sampled, -1)) for sequence in sequences]
+    assert largest_difference_of_sequences(noisy_model(model, 0), shifted) > 0.01
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -17,7 +17,7 @@ from tests.rollout.support import host_spec, remote
 def test_a_host_that_ray_never_schedules_is_named(
     ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remotes, "START_GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(remotes, "START_GRACE_S", 1.0)
     host = ray.remote(EngineHost).options(num_cpus=9).remote(host_spec(tmp_path, name="engine 2"))  # Ray has 8
     with pytest.raises(EngineLost) as late:
         asyncio.run(asyncio.wait_for(RemoteEngine("engine 2", host).start(1.0), 60))
@@ -36,7 +36,7 @@ def test_a_call_without_a_reply_is_named_with_its_route(
     ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = remote(host_spec(tmp_path, name="engine 2"))
-    monkeypatch.setattr(remotes, "CALL_SECONDS", 0.0)
+    monkeypatch.setattr(remotes, "CALL_TIMEOUT_S", 0.0)
     with pytest.raises(EngineLost, match=r"^engine 2: .*flush_cache .*0 s$"):
         asyncio.run(engine.update("flush_cache", {}))
     ray.kill(engine.actor)

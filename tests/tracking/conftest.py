@@ -12,7 +12,7 @@ from app.types import (
     FinishReason,
     Group,
     Prompt,
-    Strand,
+    TokenSequence,
     Trajectory,
     Turn,
     VersionSpan,
@@ -43,10 +43,10 @@ def make_episode_group() -> Group:
         Turn("assistant", "42", 1, 0.5),
     )
     sampled = np.array([0, 0, 1, 1, 0, 1], dtype=bool)
-    strand = Strand(np.arange(6, dtype=np.int32), sampled, np.array([-0.5, -0.25, -0.75], np.float32), (SPAN,))
+    sequence = TokenSequence(np.arange(6, dtype=np.int32), sampled, np.array([-0.5, -0.25, -0.75], np.float32), (SPAN,))
     scores = {"found": 1.0, "polite": float("nan")}
-    first = Episode((strand,), two, Ending.stop, scores, {"turns": 2.0, "strands": 1.0})
-    second = Episode((strand, strand), two[:2], Ending.turns, {"found": 0.0}, {"turns": 2.0, "strands": 2.0})
+    first = Episode((sequence,), two, Ending.stop, scores, {"turns": 2.0, "sequences": 1.0})
+    second = Episode((sequence, sequence), two[:2], Ending.turns, {"found": 0.0}, {"turns": 2.0, "sequences": 2.0})
     last = Completion(
         np.array([5], np.int32), np.array([-0.75], np.float32), FinishReason.stop, (VersionSpan(3, 0, 1),)
     )

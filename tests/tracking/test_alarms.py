@@ -105,7 +105,7 @@ def test_an_alarm_names_the_problem_and_what_to_try():
     "changes",
     [
         {"grad_norm/max": 250.0},  # of the report only, because a large norm may be clipped for good
-        {"environment/strands_mean": 9.0},  # an agent may hold several conversations on purpose
+        {"environment/sequences_mean": 9.0},  # an agent may hold several conversations on purpose
         {"environment/wait_fraction": 0.95, "idle/rollout": 0.1},  # engines play other episodes meanwhile
         {"staleness/mean": 1.0, "staleness/max": 1.0},  # at a bound of 1 it means that phases overlap
     ],

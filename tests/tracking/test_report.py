@@ -131,8 +131,8 @@ def test_a_sample_of_an_episode_is_a_conversation_and_environments_have_charts(t
         ("assistant", "42"),
     ]
     assert (first["ending"], first["scores"]) == ("stop", {"found": 1.0, "polite": None})
-    assert (first["tokens"], first["logprob"], first["versions"], first["strands"]) == (3, -0.5, [3], 1)
-    assert (second["tokens"], second["strands"]) == (6, 2)
+    assert (first["tokens"], first["logprob"], first["versions"], first["sequences"]) == (3, -0.5, [3], 1)
+    assert (second["tokens"], second["sequences"]) == (6, 2)
     charts = {metric: chart for chart in data["charts"] for metric in chart["metrics"]}
     assert {charts[name]["section"] for name in values} == {"episodes"}
     assert charts["environment/score_found"]["labels"] == ["found"]

@@ -50,7 +50,7 @@ def test_a_line_of_an_episode_has_its_turns_its_ending_its_scores_and_the_tokens
     assert [turn["role"] for turn in first["turns"]] == ["user", "assistant", "tool", "assistant"]
     assert (first["ending"], second["ending"]) == ("stop", "turns")
     assert first["scores"] == {"found": 1.0, "polite": None}
-    assert first["strands"] == [
+    assert first["sequences"] == [
         {
             "tokens": [0, 1, 2, 3, 4, 5],
             "sampled": [0, 0, 1, 1, 0, 1],
@@ -58,7 +58,7 @@ def test_a_line_of_an_episode_has_its_turns_its_ending_its_scores_and_the_tokens
             "versions": [[3, 0, 3]],
         }
     ]
-    assert len(second["strands"]) == 2
+    assert len(second["sequences"]) == 2
 
 
 def test_the_samples_after_a_step_are_moved_to_another_folder(tmp_path, group):

@@ -44,7 +44,7 @@ async def none_begun() -> int:
 def test_a_rank_that_cannot_write_breaks_no_trainer_whose_other_rank_still_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "ROOT_CAUSE_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(remote, "ROOT_CAUSE_GRACE_S", 0.1)
     trainer = RemoteTrainer([rank(write=full_disk), rank(write=never)], timeout_s=60, logs=tmp_path)
     with pytest.raises(TrainerError, match=r"rank 0 .*write: OSError"):
         asyncio.run(trainer.write(tmp_path))
@@ -59,7 +59,7 @@ def test_a_write_that_is_late_breaks_no_trainer(tmp_path: Path) -> None:
 
 
 def test_a_step_on_which_a_rank_is_stuck_breaks_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "ROOT_CAUSE_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(remote, "ROOT_CAUSE_GRACE_S", 0.1)
     ranks = [rank(finish_step=full_disk, ready=done), rank(finish_step=never, ready=never)]
     trainer = RemoteTrainer(ranks, timeout_s=60, logs=tmp_path)
     with pytest.raises(TrainerError, match=r"rank 0 .*finish_step: OSError"):

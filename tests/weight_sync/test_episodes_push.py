@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from app.config.weight_sync import Verify
-from app.types import Group, InFlight, Strand, VersionSpan
-from tests.rollout.episodes import group, largest_difference_of_strands, pieces, rollouter_of, tiny_prompt
+from app.types import Group, InFlight, TokenSequence, VersionSpan
+from tests.rollout.episodes import group, largest_difference_of_sequences, pieces, rollouter_of, tiny_prompt
 from tests.rollout.support import HOT
 from tests.waiting import until
 from tests.weight_sync.support import make_synchronizer, noisy_model, set_weights
@@ -37,19 +37,21 @@ class Env:
 """
 
 
-def of_piece(strand: Strand, number: int) -> Strand:
-    """The strand as if only this piece had been sampled."""
-    spans = pieces(strand)
+def of_piece(sequence: TokenSequence, number: int) -> TokenSequence:
+    """The sequence as if only this piece had been sampled."""
+    spans = pieces(sequence)
     start, end = spans[number]
     first = sum(each[1] - each[0] for each in spans[:number])
-    sampled = strand.sampled.copy()
+    sampled = sequence.sampled.copy()
     sampled[:start] = sampled[end:] = False
-    return replace(strand, sampled=sampled, logprobs=strand.logprobs[first : first + end - start])
+    return replace(sequence, sampled=sampled, logprobs=sequence.logprobs[first : first + end - start])
 
 
-def difference(model: Path, seed: int, strands: Sequence[Strand], number: int) -> float:
+def difference(model: Path, seed: int, sequences: Sequence[TokenSequence], number: int) -> float:
     """Of one turn's log-probabilities from those of weights with the noise of `seed`."""
-    return largest_difference_of_strands(noisy_model(model, seed), [of_piece(each, number) for each in strands], HOT)
+    return largest_difference_of_sequences(
+        noisy_model(model, seed), [of_piece(each, number) for each in sequences], HOT
+    )
 
 
 @pytest.mark.parametrize("mode", list(InFlight))
@@ -77,12 +79,12 @@ def test_two_pushes_during_a_tool_call_wait_for_no_episode_and_the_next_turn_is_
         return played
 
     played = asyncio.run(scenario())
-    strands = [strand for trajectory in played.trajectories for strand in trajectory.strands]
-    assert len(strands) == 3
-    for strand in strands:
-        (start, end), (_, _) = pieces(strand)
-        first, count = end - start, len(strand.logprobs)
-        assert strand.spans == (VersionSpan(40, 0, first), VersionSpan(42, first, count))
+    sequences = [sequence for trajectory in played.trajectories for sequence in trajectory.sequences]
+    assert len(sequences) == 3
+    for sequence in sequences:
+        (start, end), (_, _) = pieces(sequence)
+        first, count = end - start, len(sequence.logprobs)
+        assert sequence.spans == (VersionSpan(40, 0, first), VersionSpan(42, first, count))
     assert played.oldest_version == 40
-    assert [difference(tiny_model, seed, strands, 0) < 1e-5 for seed in (0, 1, 2)] == [True, False, False]
-    assert [difference(tiny_model, seed, strands, 1) < 1e-5 for seed in (0, 1, 2)] == [False, False, True]
+    assert [difference(tiny_model, seed, sequences, 0) < 1e-5 for seed in (0, 1, 2)] == [True, False, False]
+    assert [difference(tiny_model, seed, sequences, 1) < 1e-5 for seed in (0, 1, 2)] == [False, False, True]

@@ -28,7 +28,7 @@ ENDINGS = (*JSON_LINES, JSON, CSV, *(f"{each}{GZIP}" for each in (*JSON_LINES, J
 
 BATCH_ROWS = 4096
 MAX_ERROR_CHARACTERS = 200  # of a library's message inside ours
-LONGEST_CELL = 2**31 - 1  # characters of a CSV cell
+MAX_CELL = 2**31 - 1  # characters of a CSV cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def _parsed(line: str, number: int, file: Path, key: str) -> dict[str, Any] | Co
 
 
 def _csv(file: Path, key: str) -> Records:
-    csv.field_size_limit(LONGEST_CELL)
+    csv.field_size_limit(MAX_CELL)
     with _open(file, key, "CSV") as text:
         lines = csv.reader(text, strict=True)
         header = [name.strip() for name in next(lines, [])]

@@ -1,11 +1,11 @@
 """Messages as token ids and back, in an environment's worker process: by the model's chat template, or as plain text.
 
-    strand     ┌── opening ──┐┌─ reply 1 ─┐┌─ following ─┐┌─ reply 2 ─┐
+    sequence     ┌── opening ──┐┌─ reply 1 ─┐┌─ following ─┐┌─ reply 2 ─┐
                prompt tokens   sampled      not sampled    sampled
 
 Invariants:
 - Sampled tokens are never tokenized again: `following` returns tokens to append, or None where the template would
-  rewrite what stands in the strand, and then a new strand begins.
+  rewrite what stands in the sequence, and then a new sequence begins.
 - Importing this package imports the standard library only; no renderer imports torch or transformers.
 """
 

@@ -27,16 +27,16 @@ class Renderer(Protocol):
     def following(
         self, token_ids: Sequence[int], messages: Sequence[Message], tools: Tools | None = None
     ) -> list[int] | None:
-        """Return the tokens to append to a strand so that `messages` follow and the policy speaks next.
+        """Return the tokens to append to a sequence so that `messages` follow and the policy speaks next.
 
         Args:
-            token_ids: [L] The strand; it ends with a reply, whose last token may or may not be a stop token. A reply
+            token_ids: [L] The sequence; it ends with a reply, whose last token may or may not be a stop token. A reply
                 without one is closed here.
             messages: The new messages alone.
-            tools: The tools that the strand was opened with.
+            tools: The tools that the sequence was opened with.
 
         Returns:
-            None if the template would rewrite the strand: an assistant message among the new ones, or earlier
+            None if the template would rewrite the sequence: an assistant message among the new ones, or earlier
             reasoning that a new user message strips.
         """
         ...
@@ -46,7 +46,7 @@ class Renderer(Protocol):
 
         Args:
             token_ids: [N] The sampled tokens.
-            prompt_ids: [L] The strand before them: it may have opened the reasoning.
+            prompt_ids: [L] The sequence before them: it may have opened the reasoning.
             tools: The declared tools: their schemas say which XML arguments are strings.
         """
         ...
@@ -55,7 +55,7 @@ class Renderer(Protocol):
         """Return what rendered tokens say, for people: the messages, without an empty one where the policy speaks next.
 
         Args:
-            token_ids: [N] An opening, or what was appended to a strand, as a client of its own rendered it.
+            token_ids: [N] An opening, or what was appended to a sequence, as a client of its own rendered it.
         """
         ...
 

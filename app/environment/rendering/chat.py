@@ -3,11 +3,11 @@ r"""Conversations by a model's own chat template; its replies are read by the `r
 What follows a reply is rendered by the template after a made-up reply, from the token on that ends it:
 
     … <|im_start|>assistant\n MADE UP <|im_end|> │ \n<|im_start|>user\n More! <|im_end|>\n<|im_start|>assistant\n
-    strand as sampled ……………………………… <|im_end|> │ appended
+    sequence as sampled ……………………………… <|im_end|> │ appended
 
 Invariants:
-- What `following` returns stands after the strand token for token; nothing that was sampled is tokenized again.
-- A strand ends where the template would write its history in another way. With the template's thinking mode off, the
+- What `following` returns stands after the sequence token for token; nothing that was sampled is tokenized again.
+- A sequence ends where the template would write its history in another way. With the template's thinking mode off, the
   empty think block of each generation prompt is not such a difference: it is what the policy was conditioned on.
 - A reply is parsed by token id: markers that are spelled out as text are text.
 """
@@ -83,7 +83,7 @@ class ChatRenderer:
     def following(
         self, token_ids: Sequence[int], messages: Sequence[Message], tools: Tools | None = None
     ) -> list[int] | None:
-        """Return the tokens after a strand, or None where the template would rewrite it."""
+        """Return the tokens after a sequence, or None where the template would rewrite it."""
         if any(message["role"] == "assistant" for message in messages):
             return None
         by_user = any(message["role"] == "user" for message in messages)

@@ -1,4 +1,4 @@
-"""Plain text: a strand is the text of all messages and replies, one after the other.
+"""Plain text: a sequence is the text of all messages and replies, one after the other.
 
     question │ reply <eos> │ observation │ reply <eos>
 

@@ -3,7 +3,7 @@
     python -m app environment=verifiers environment.id=<package> environment.python=<venv>/bin/python
 
 verifiers renders a conversation by its `renderers` package and POSTs token ids to a loopback endpoint, which continues
-the strand that they begin with. So branches, compaction and parallel agents need nothing special here.
+the sequence that they begin with. So branches, compaction and parallel agents need nothing special here.
 
 `environment.args` are verifiers' own: an `EnvConfig` with `taskset` and the agents by name.
 `environment.args.tasks=100` takes the first 100 tasks only. `task.row["index"]` is the number of an episode's task.

@@ -22,14 +22,14 @@ from app.environment.worker.clock import Clock
 from app.environment.worker.framing import Framing
 from app.environment.worker.openai_endpoint.openai_api import is_bad_request
 from app.environment.worker.policy import AskEngine, EpisodePolicy
-from app.environment.worker.strands import Renderer
+from app.environment.worker.sequences import Renderer
 from app.utils.dotted_path import LoadError, error_text
 from app.worker.process import log
 from app.worker.wire import Begin, Closed, Failed
 
 CANCEL_TIMEOUT_S = 5.0  # for code that was cancelled to end
 AT_ONCE_TIMEOUT_S = 1.0  # for the same, and for a call in a thread, where the run itself ends
-CHECK_SECONDS = 1.0  # between two looks at the clock, which stops while an engine is awaited
+CHECK_TIMEOUT_S = 1.0  # between two looks at the clock, which stops while an engine is awaited
 
 Make = Callable[[], Any]
 
@@ -40,7 +40,7 @@ class Episode:
     Args:
         begin: Its task and prompt.
         make: Makes the environment.
-        ask: Has an engine extend a strand.
+        ask: Has an engine extend a sequence.
         renderer: Of the model.
         limits: Of the episode.
         framing: Of the data set's questions.
@@ -112,8 +112,8 @@ class Episode:
         """Return when a stretch of the environment's own code has taken too long."""
         left = self._clock.left
         while left > 0:
-            await asyncio.sleep(min(left, CHECK_SECONDS))
-            left = CHECK_SECONDS if self._limits_itself else self._clock.left
+            await asyncio.sleep(min(left, CHECK_TIMEOUT_S))
+            left = CHECK_TIMEOUT_S if self._limits_itself else self._clock.left
 
     @property
     def _limits_itself(self) -> bool:

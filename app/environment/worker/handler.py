@@ -18,7 +18,7 @@ from app.environment.wire import CODEC, Answer, Ask, End, Limits, RendererChoice
 from app.environment.worker.episode import Episode, Make
 from app.environment.worker.framing import Framing
 from app.environment.worker.policy import EpisodePolicy
-from app.environment.worker.strands import Renderer
+from app.environment.worker.sequences import Renderer
 from app.utils.dotted_path import LoadError, error_text
 from app.worker.process import STDERR, log
 from app.worker.wire import Beat, Begin, Close, Closed, Failed, Lines, WireError
@@ -90,8 +90,10 @@ class EnvironmentHandler:
             base_url: str = seats[-1].url
             return base_url
 
-        def ask(strand: int, append: Sequence[int], max_tokens: int | None, logprobs: bool) -> "asyncio.Future[Answer]":
-            request = Ask(number, next(self._numbers), strand, append, max_tokens, logprobs)
+        def ask(
+            sequence: int, append: Sequence[int], max_tokens: int | None, logprobs: bool
+        ) -> "asyncio.Future[Answer]":
+            request = Ask(number, next(self._numbers), sequence, append, max_tokens, logprobs)
             future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
             self._asks[request.number] = future
             asks.add(request.number)

@@ -1,9 +1,9 @@
-"""The policy of one episode: conversations become strands of tokens, which engines extend.
+"""The policy of one episode: conversations become sequences of tokens, which engines extend.
 
 Whatever an environment says is matched against the conversations so far by their messages (`policy(messages)`) or by
-their tokens (`policy.generate`), see `app.environment.worker.strands`.
+their tokens (`policy.generate`), see `app.environment.worker.sequences`.
 
-An answer extends its strand even if whoever asked for it was cancelled, because the driver's copy has it too.
+An answer extends its sequence even if whoever asked for it was cancelled, because the driver's copy has it too.
 """
 
 import asyncio
@@ -16,17 +16,19 @@ from app.environment.protocol import EpisodeOver, Message, OutOfTime, OutOfToken
 from app.environment.wire import Answer, Limits
 from app.environment.worker.clock import Clock
 from app.environment.worker.conversation import Conversation, conversation_key, reasonings
-from app.environment.worker.strands import Place, Renderer, Said, Strand, Strands
+from app.environment.worker.sequences import EpisodeSequences, OpenSequence, Place, Renderer, Said
 from app.environment.worker.transcript import Transcript
 
-AskEngine = Callable[[int, Sequence[int], int | None, bool], Awaitable[Answer]]  # strand, append, max_tokens, logprobs
+AskEngine = Callable[
+    [int, Sequence[int], int | None, bool], Awaitable[Answer]
+]  # sequence, append, max_tokens, logprobs
 
 
 class EpisodePolicy:
     """`protocol.Policy` of one episode.
 
     Args:
-        ask: Has an engine extend a strand.
+        ask: Has an engine extend a sequence.
         renderer: Of the model.
         limits: Of the episode.
         opening: Messages of the data set's prompt.
@@ -58,14 +60,14 @@ class EpisodePolicy:
         self._open = url
         self._base_url: str | None = None
         self._asked = 0
-        self._strands = Strands(renderer, limits.max_observation_tokens, opening)
+        self._sequences = EpisodeSequences(renderer, limits.max_observation_tokens, opening)
         self._transcript = Transcript(clock)
         self._tasks: set[asyncio.Task[Answer]] = set()
         self._closed = False
 
     @property
-    def strands(self) -> Sequence[Strand]:
-        return self._strands.all
+    def sequences(self) -> Sequence[OpenSequence]:
+        return self._sequences.all
 
     @property
     def turns(self) -> list[dict[str, Any]]:
@@ -81,13 +83,13 @@ class EpisodePolicy:
         self._transcript.heard(new, len(place.append))
 
         asked = time.monotonic()
-        strand = self._strands.extend(place)
-        before = len(strand.token_ids)
-        answer = await self._sample(place, strand, max_tokens, logprobs=False)
+        sequence = self._sequences.extend(place)
+        before = len(sequence.token_ids)
+        answer = await self._sample(place, sequence, max_tokens, logprobs=False)
 
-        reply = self._reply(answer, strand.token_ids[:before], time.monotonic() - asked, tools)
+        reply = self._reply(answer, sequence.token_ids[:before], time.monotonic() - asked, tools)
         thoughts = (*reasonings(messages or ()), reply.reasoning)
-        self._strands.remember(conversation, reply, Said(place.strand, before + len(answer.token_ids), thoughts))
+        self._sequences.remember(conversation, reply, Said(place.sequence, before + len(answer.token_ids), thoughts))
         return reply
 
     async def generate(
@@ -97,11 +99,11 @@ class EpisodePolicy:
         token_ids = [int(token) for token in token_ids]
         if not token_ids:
             raise ValueError("generate needs at least one token")
-        place = self._strands.place_tokens(token_ids)
+        place = self._sequences.place_tokens(token_ids)
         self._transcript.heard(self._renderer.read(place.append), len(place.append))
 
         asked = time.monotonic()
-        answer = await self._sample(place, self._strands.extend(place), max_tokens, logprobs)
+        answer = await self._sample(place, self._sequences.extend(place), max_tokens, logprobs)
         reply = self._reply(answer, token_ids, time.monotonic() - asked)
         log_probabilities = None if answer.logprobs is None else tuple(answer.logprobs)
         return Sampled(tuple(answer.token_ids), answer.finish, log_probabilities, reply.text)
@@ -141,15 +143,15 @@ class EpisodePolicy:
     ) -> tuple[Place, Sequence[Message]]:
         """Return where a conversation continues, and its messages that are new there."""
         if messages is None and not tools:
-            return self._strands.new(self._prompt), self._opening  # as the driver rendered it
+            return self._sequences.new(self._prompt), self._opening  # as the driver rendered it
         if messages is None:
-            return self._strands.place((), conversation, tools)[0], self._opening
+            return self._sequences.place((), conversation, tools)[0], self._opening
         if not messages:
             raise ValueError("a conversation has at least one message; None stands for the data set's prompt")
-        return self._strands.place(messages, conversation, tools)
+        return self._sequences.place(messages, conversation, tools)
 
-    async def _sample(self, place: Place, strand: Strand, max_tokens: int | None, logprobs: bool) -> Answer:
-        """Have an engine extend a strand, to which was appended.
+    async def _sample(self, place: Place, sequence: OpenSequence, max_tokens: int | None, logprobs: bool) -> Answer:
+        """Have an engine extend a sequence, to which was appended.
 
         Raises:
             OutOfTokens: There was no room for another token.
@@ -158,8 +160,8 @@ class EpisodePolicy:
         self.count("observation_tokens", place.observed)
 
         limits = [each for each in (max_tokens, self._limits.max_turn_tokens) if each is not None]
-        request = self._ask(place.strand, place.append, min(limits, default=None), logprobs)
-        task = asyncio.ensure_future(_extend(strand, request))
+        request = self._ask(place.sequence, place.append, min(limits, default=None), logprobs)
+        task = asyncio.ensure_future(_extend(sequence, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -186,10 +188,10 @@ class EpisodePolicy:
         return reply
 
 
-async def _extend(strand: Strand, request: Awaitable[Answer]) -> Answer:
+async def _extend(sequence: OpenSequence, request: Awaitable[Answer]) -> Answer:
     try:
         answer = await request
-        strand.token_ids += answer.token_ids
+        sequence.token_ids += answer.token_ids
         return answer
     finally:
-        strand.in_flight = False
+        sequence.in_flight = False

@@ -19,7 +19,7 @@ from app.model.architecture import architecture_of, unknown_shapes
 from app.rollout.server_args import engine_flags
 from app.utils.units import GIB
 
-TOOLKIT_SECONDS = 30
+TOOLKIT_TIMEOUT_S = 30
 
 
 def hardware(config: RunConfig, device: Device) -> Iterator[Check]:
@@ -76,9 +76,9 @@ def _toolkit(command: tuple[str, ...]) -> Check:
     if shutil.which(name) is None:
         return Check(name, CheckStatus.fail, "not found", hint)
     try:
-        result = subprocess.run(command, capture_output=True, timeout=TOOLKIT_SECONDS)
+        result = subprocess.run(command, capture_output=True, timeout=TOOLKIT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return Check(name, CheckStatus.fail, f"no answer within {TOOLKIT_SECONDS} s", "the driver hangs; see its log")
+        return Check(name, CheckStatus.fail, f"no answer within {TOOLKIT_TIMEOUT_S} s", "the driver hangs; see its log")
     return check(name, result.returncode == 0, f"exit code {result.returncode}", hint)
 
 

@@ -32,7 +32,7 @@ SHARED_GIB_WARN = 2.0
 OPEN_FILES_WARN = 4096
 FREE_GIB = 2.0  # for logs and samples
 FULL_DISK = 0.95  # Ray stops spilling objects there
-REACH_SECONDS = 10.0
+REACH_TIMEOUT_S = 10.0
 OUTPUTS = "outputs"
 PROMPT_CHARACTERS = 400  # shown of each end of a long prompt
 
@@ -219,7 +219,7 @@ def _hub(subject: str, kind: str, name: str, key: str) -> Check:
 
     request = Request(f"{constants.ENDPOINT}/api/{kind}s/{quote(name)}", headers=build_hf_headers())
     try:
-        with urlopen(request, timeout=REACH_SECONDS):
+        with urlopen(request, timeout=REACH_TIMEOUT_S):
             return Check(subject, CheckStatus.ok, f"{name}, on the hub")
     except OSError as error:  # every failure of urllib
         hint = f"download it on a machine with network access, and set {key}=... to its folder"
@@ -229,7 +229,7 @@ def _hub(subject: str, kind: str, name: str, key: str) -> Check:
 def _cluster(address: str) -> Check:
     parts = urlsplit(address if "://" in address else f"ray://{address}")
     try:
-        with socket.create_connection((parts.hostname or "", parts.port or 6379), timeout=REACH_SECONDS):
+        with socket.create_connection((parts.hostname or "", parts.port or 6379), timeout=REACH_TIMEOUT_S):
             return Check("cluster", CheckStatus.ok, f"{address} answers")
     except OSError as error:
         hint = "start Ray there (launch/ray_cluster.sh), open the port, or leave cluster.address=null"
@@ -238,7 +238,7 @@ def _cluster(address: str) -> Check:
 
 def _server(url: str) -> Check:
     try:
-        with urlopen(f"{url.rstrip('/')}/health", timeout=REACH_SECONDS) as reply:
+        with urlopen(f"{url.rstrip('/')}/health", timeout=REACH_TIMEOUT_S) as reply:
             return check("engine", reply.status == 200, f"{url} is healthy", "see the server's log")
     except OSError as error:
         return Check("engine", CheckStatus.fail, f"{url}: {error}", "start the server, or correct rollout.urls")

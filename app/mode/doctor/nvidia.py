@@ -13,7 +13,7 @@ from app.device.runtime_library import library_folders
 from app.mode.doctor.finding import Check, CheckStatus, check
 
 QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-QUERY_SECONDS = 30
+QUERY_TIMEOUT_S = 30
 DRIVERS = {12: 525, 13: 580}  # CUDA's major version → the oldest driver's (NVIDIA's release notes)
 
 
@@ -48,7 +48,7 @@ def nvidia_toolkit(*, memory_saver: bool) -> Iterator[Check]:
 def driver_version() -> str | None:
     """Return the driver's version, such as 580.65.06; None if nvidia-smi does not say."""
     try:
-        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_SECONDS)
+        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):  # the check of nvidia-smi itself fails
         return None
     lines = done.stdout.splitlines()

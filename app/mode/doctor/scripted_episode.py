@@ -25,8 +25,8 @@ from app.tracking.number_format import plural
 from app.worker.wire import Failed
 
 SUBJECT = "episodes"  # the environment is that of the variables
-MOST_REPLIES = 3
-MOST_TOKENS = 32  # of a reply
+MAX_REPLIES = 3
+MAX_REPLY_TOKENS = 32  # of a reply
 CLOSING_S = 15.0  # for the end of an episode that is aborted
 QUESTION = "1+1="  # where the rows are not on this machine
 ANSWER = "2"
@@ -47,7 +47,7 @@ def play_episode(config: RunConfig, folder: Path) -> Check:
         config: Of a run whose inputs are not refused.
         folder: The model's directory.
     """
-    limit_s = config.environment.timeout_s * (MOST_REPLIES + 2)
+    limit_s = config.environment.timeout_s * (MAX_REPLIES + 2)
     try:
         task = _task(config, folder)
         tokenize = tokenizer_of(load_tokenizer(folder, trust_remote_code=config.model.trust_remote_code))
@@ -115,11 +115,11 @@ async def _play(config: RunConfig, folder: Path, task: Task, tokenize: Tokenize,
 
 async def _episode(pool: EnvironmentPool, task: Task, tokenize: Tokenize, played: Played) -> None:
     """Reply with the task's answer, then with nothing, because nothing has room."""
-    reply = [*tokenize(task.answer or ANSWER)][:MOST_TOKENS]
+    reply = [*tokenize(task.answer or ANSWER)][:MAX_REPLY_TOKENS]
     session = await pool.begin(task, [*tokenize(task.question or QUESTION)])
     try:
         while isinstance(event := await session.next(), Ask):
-            room = played.replies < MOST_REPLIES
+            room = played.replies < MAX_REPLIES
             played.replies += room
             logprobs = [-1.0] * len(reply) if event.logprobs and room else None
             session.answer(event, reply if room else [], "stop" if room else "full", logprobs)

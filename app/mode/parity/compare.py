@@ -32,7 +32,7 @@ from app.model.load import load
 from app.model.lora.wrap import randomize
 from app.model.policy import PolicyModel, named_trained_tensors
 from app.trainer.microbatch import MicroBatch, Sample, pack
-from app.types import Completion, FinishReason, Prompt, Strand
+from app.types import Completion, FinishReason, Prompt, TokenSequence
 
 LENGTHS = (37, 5, 64, 18)  # tokens of the packed sequences: no boundary is aligned with a kernel's block size
 FILE = "parity.json"
@@ -197,8 +197,10 @@ def packed(
     weights = np.ones(len(pairs)) if advantages is None else advantages
     samples = []
     for index, (prompt, completion) in enumerate(pairs):
-        strand = Strand.of(Prompt("parity/0@0", prompt, answer="", source="parity"), completion)
-        samples.append(Sample(strand, float(weights[index]), 1.0, ("parity/0@0", index, 0), len(completion.token_ids)))
+        sequence = TokenSequence.of(Prompt("parity/0@0", prompt, answer="", source="parity"), completion)
+        samples.append(
+            Sample(sequence, float(weights[index]), 1.0, ("parity/0@0", index, 0), len(completion.token_ids))
+        )
     return pack(samples, device)
 
 

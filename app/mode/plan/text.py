@@ -16,7 +16,7 @@ from app.model.lora.count import adapter_parameters
 from app.rollout.server_args import render_flags
 from app.utils.units import GIB, MIB, size
 
-LARGEST_ITEMS = 4  # items shown per phase
+MAX_ITEMS = 4  # items shown per phase
 SMALLEST_SHOWN = 0.005 * GIB
 SHORTEST_SYNC = 1.0  # seconds; below, latency outweighs bandwidth
 RADIX_OFF = "disable-radix-cache"
@@ -47,8 +47,8 @@ def memory(config: RunConfig, device: Device, model: Architecture, flags: Mappin
 
 def _items(phase: Phase) -> str:
     largest = sorted(phase.items.items(), key=lambda item: -item[1])
-    other = ("other", sum(size for _, size in largest[LARGEST_ITEMS:]))
-    shown = [f"{name} {size / GIB:.2f}" for name, size in [*largest[:LARGEST_ITEMS], other] if size >= SMALLEST_SHOWN]
+    other = ("other", sum(size for _, size in largest[MAX_ITEMS:]))
+    shown = [f"{name} {size / GIB:.2f}" for name, size in [*largest[:MAX_ITEMS], other] if size >= SMALLEST_SHOWN]
     return " + ".join(shown) or "negligible"
 
 

@@ -1,6 +1,6 @@
-"""One attempt of an episode: the environment asks, the group's engine answers, and strands grow.
+"""One attempt of an episode: the environment asks, the group's engine answers, and sequences grow.
 
-Invariant: whenever a request is sent, the response tokens of all strands and what the requests in flight may still
+Invariant: whenever a request is sent, the response tokens of all sequences and what the requests in flight may still
 sample are together at most `Sampling.max_tokens`. A request reserves all that it may sample; the next one, in the order
 of asking, waits until as much is free. It never gets less because of others, and is refused only where the tokens that
 were sampled and observed leave no room. A wait ends, because each request in flight ends: with its completion, or with
@@ -17,7 +17,7 @@ import numpy as np
 from app.environment.pool import EpisodeSession
 from app.environment.wire import Ask, End
 from app.rollout.episodes.episode_group import EpisodeGroup
-from app.rollout.episodes.strand_builder import StrandBuilder
+from app.rollout.episodes.sequence_builder import SequenceBuilder
 from app.types import (
     Completion,
     Ending,
@@ -30,12 +30,12 @@ from app.types import (
 )
 from app.worker.wire import Failed
 
-SHOWN_S = 0.02  # a shorter stretch of an environment's own code is not on the timeline
+MIN_SHOWN_S = 0.02  # a shorter stretch of an environment's own code is not on the timeline
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """What a strand may hold."""
+    """What a sequence may hold."""
 
     max_prompt_tokens: int  # of the first opening
     max_response_tokens: int  # of a trajectory after its openings, observations included
@@ -43,7 +43,7 @@ class EpisodeLimits:
 
     @property
     def context(self) -> int:
-        """Tokens of a strand."""
+        """Tokens of a sequence."""
         return self.max_prompt_tokens + self.max_response_tokens
 
 
@@ -55,7 +55,7 @@ class EpisodeAttempt:
         self.number = number
         self.session = session
         self.limits = limits
-        self.strands: list[StrandBuilder] = []
+        self.sequences: list[SequenceBuilder] = []
         self.last: Completion | None = None
         self.full = False  # the last completion took all room that was left
         self.asked = 0
@@ -109,16 +109,16 @@ class EpisodeAttempt:
         """Add what the environment just did on its own to the timeline."""
         timeline = self.group.requests.timeline
         now = timeline.now()
-        if not self._answering and now - self._idle_since >= SHOWN_S:
+        if not self._answering and now - self._idle_since >= MIN_SHOWN_S:
             timeline.add("environment", f"{self.group.play.prompt.id} member {self.number}", self._idle_since, now)
 
     def _append(self, ask: Ask) -> str | None:
-        """Append to the strand. Returns what is wrong with the first opening, if anything."""
-        if ask.strand == len(self.strands):
-            self.strands.append(StrandBuilder())
-        self.strands[ask.strand].append(ask.append)
+        """Append to the sequence. Returns what is wrong with the first opening, if anything."""
+        if ask.sequence == len(self.sequences):
+            self.sequences.append(SequenceBuilder())
+        self.sequences[ask.sequence].append(ask.append)
 
-        opening = self.strands[0].opening_tokens
+        opening = self.sequences[0].opening_tokens
         if opening <= self.limits.max_prompt_tokens:
             return None
         return (
@@ -133,23 +133,23 @@ class EpisodeAttempt:
             self._idle_since = self.group.requests.timeline.now()
 
     async def _extend(self, ask: Ask) -> None:
-        strand = self.strands[ask.strand]
+        sequence = self.sequences[ask.sequence]
         async with self._admission:
-            most = await self._reserve(strand, ask.max_tokens)
+            most = await self._reserve(sequence, ask.max_tokens)
         if most <= 0:
             self.full = True
             self.session.answer(ask, [], "full")
             return
 
         try:
-            completion = await self._sample(strand, most)
-            strand.add(completion)
+            completion = await self._sample(sequence, most)
+            sequence.add(completion)
         finally:
             self._reserved -= most
             self._released.set()
 
         self.last = completion
-        self.full = completion.truncated and self._room(strand) <= 0
+        self.full = completion.truncated and self._room(sequence) <= 0
         self.session.answer(
             ask,
             completion.token_ids.tolist(),
@@ -157,10 +157,10 @@ class EpisodeAttempt:
             completion.logprobs.tolist() if ask.logprobs else None,
         )
 
-    async def _reserve(self, strand: StrandBuilder, max_tokens: int | None) -> int:
+    async def _reserve(self, sequence: SequenceBuilder, max_tokens: int | None) -> int:
         """Reserve all tokens that a request may sample, once they are free. Returns none where there is no room."""
         while True:
-            room = self._room(strand)
+            room = self._room(sequence)
             most = room if max_tokens is None else min(room, max_tokens)
             if most <= 0:
                 return 0
@@ -174,15 +174,15 @@ class EpisodeAttempt:
     @property
     def _left(self) -> int:
         """Tokens of the trajectory that are neither sampled nor observed yet."""
-        return self.group.play.sampling.max_tokens - sum(each.response_tokens for each in self.strands)
+        return self.group.play.sampling.max_tokens - sum(each.response_tokens for each in self.sequences)
 
-    def _room(self, strand: StrandBuilder) -> int:
-        """Return how many tokens may be sampled for this strand, were no other request in flight."""
-        return min(self._left, self.limits.context - strand.tokens)
+    def _room(self, sequence: SequenceBuilder) -> int:
+        """Return how many tokens may be sampled for this sequence, were no other request in flight."""
+        return min(self._left, self.limits.context - sequence.tokens)
 
-    async def _sample(self, strand: StrandBuilder, max_tokens: int) -> Completion:
+    async def _sample(self, sequence: SequenceBuilder, max_tokens: int) -> Completion:
         play = self.group.play
-        token_ids = strand.token_ids()
+        token_ids = sequence.token_ids()
         self.asked += 1
         request = GroupRequest(
             play.prompt.id,
@@ -205,15 +205,15 @@ class EpisodeAttempt:
         play = self.group.play
         empty = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
         nothing = Completion(*empty, FinishReason.length, (VersionSpan(play.version(), 0, 0),))
-        strands = [strand for strand in self.strands if strand.sampled_tokens]
-        if not strands:  # the policy was never asked, or there was no room for a token
-            strands = self.strands[:1] or [StrandBuilder()]
-            if not strands[0].tokens:
-                strands[0].append(play.prompt.token_ids.tolist())
-            strands[0].add(nothing)
+        sequences = [sequence for sequence in self.sequences if sequence.sampled_tokens]
+        if not sequences:  # the policy was never asked, or there was no room for a token
+            sequences = self.sequences[:1] or [SequenceBuilder()]
+            if not sequences[0].tokens:
+                sequences[0].append(play.prompt.token_ids.tolist())
+            sequences[0].add(nothing)
 
         episode = Episode(
-            strands=tuple(strand.build() for strand in strands),
+            sequences=tuple(sequence.build() for sequence in sequences),
             turns=tuple(Turn(**turn) for turn in end.turns),
             ending=Ending.length if self.full else Ending(end.ending),
             scores=end.scores,
@@ -224,7 +224,7 @@ class EpisodeAttempt:
     def _metrics(self, seconds: float) -> dict[str, float]:
         return {
             "turns": float(self.asked),
-            "strands": float(len(self.strands)),
+            "sequences": float(len(self.sequences)),
             "wall_seconds": seconds,
             "engine_seconds": self.engine_seconds,
             "prompt_tokens": float(self.prompt_tokens),

@@ -1,11 +1,11 @@
-"""The driver's side of episodes: environments ask, engines answer, and strands grow.
+"""The driver's side of episodes: environments ask, engines answer, and sequences grow.
 
-    environment worker ── Ask: new tokens of a strand ──→ request of the whole strand ──→ the group's engine
-                       ←─ Answer: sampled tokens ─────── strand + completion ←───────────┘
+    environment worker ── Ask: new tokens of a sequence ──→ request of the whole sequence ──→ the group's engine
+                       ←─ Answer: sampled tokens ─────── sequence + completion ←───────────┘
                        ── End: scores, turns ──────────→ Trajectory
 
 Invariants:
-- The driver handles tokens and never text. Each request begins with all tokens of its strand.
+- The driver handles tokens and never text. Each request begins with all tokens of its sequence.
 - An episode ends exactly once: as a trajectory, failed, or aborted. Its environment is closed then.
 - A failed environment is never a reward: the episode is played again, and then left out of its group.
 """

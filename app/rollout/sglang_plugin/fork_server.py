@@ -35,7 +35,7 @@ from app.utils.garbage import no_collections
 from app.utils.process import module_command
 
 DESCRIPTORS = 2  # standard input, log
-REQUEST_SECONDS = 10.0  # until a host has sent its request
+REQUEST_TIMEOUT_S = 10.0  # until a host has sent its request
 OMP_THREADS = "OMP_NUM_THREADS"
 
 
@@ -88,7 +88,7 @@ def serve(listener: socket.socket) -> None:
 
 def _answer(connection: socket.socket, hosts: dict[int, socket.socket], own: Sequence[int]) -> None:
     """Fork the server that a host asks for. `own`: descriptors that it must not inherit."""
-    connection.settimeout(REQUEST_SECONDS)
+    connection.settimeout(REQUEST_TIMEOUT_S)
     descriptors: Sequence[int] = ()
     try:
         header, descriptors, _, _ = socket.recv_fds(connection, HEADER_BYTES, DESCRIPTORS)

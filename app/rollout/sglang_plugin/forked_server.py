@@ -17,8 +17,8 @@ from app.utils.process import module_command, package_path
 PROCESS = "app.rollout.sglang_plugin.fork_server"
 HEADER_BYTES = 8  # length of a request
 ANSWER_BYTES = 4096
-IMPORT_SECONDS = 300.0  # until SGLang is imported
-STOP_SECONDS = 5.0
+IMPORT_TIMEOUT_S = 300.0  # until SGLang is imported
+STOP_TIMEOUT_S = 5.0
 LISTEN = 64
 SOCKET_VARIABLE = "POSTTRAIN_FORK_SERVER"  # the socket of a fork server that several runs share
 NAMESPACES = ("mnt", "net", "pid")  # of Linux, that a process has from the one that forks it
@@ -64,7 +64,7 @@ def fork_server(environment: Mapping[str, str], log: Path) -> Iterator[Path]:
             yield path
         finally:
             process.kill()
-            process.wait(STOP_SECONDS)
+            process.wait(STOP_TIMEOUT_S)
             assert process.stdin is not None
             process.stdin.close()
 
@@ -111,10 +111,10 @@ def fork(path: Path, arguments: Sequence[str], environment: Mapping[str, str], l
 
     Raises:
         OSError: There is no fork server at `path` or it is another container's, it ended, or it did not answer within
-            `IMPORT_SECONDS`.
+            `IMPORT_TIMEOUT_S`.
     """
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(IMPORT_SECONDS)
+    connection.settimeout(IMPORT_TIMEOUT_S)
     theirs, ours = os.pipe()
     try:
         connection.connect(str(path))

@@ -53,7 +53,7 @@ CHARTS = (
         ("tool calls that failed", "out of turns", "out of time"),
         "percent",
     ),
-    Chart("episodes", "Sequences of an episode", ("environment/strands_mean",), ("mean",)),
+    Chart("episodes", "Sequences of an episode", ("environment/sequences_mean",), ("mean",)),
     Chart("episodes", "Time of an episode", ("environment/seconds",), ("mean",), "seconds"),
     Chart(
         "episodes",

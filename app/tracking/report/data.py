@@ -167,8 +167,8 @@ def read_samples(folder: Path, kind: str) -> list[Mapping[str, Any]]:
 def _sample_rows(path: Path) -> Iterator[dict[str, Any]]:
     for row in metrics_file.read(path):
         # Of an episode, tokens and log-probabilities are those that were sampled in all of its sequences.
-        strands = row.get("strands") or [row]
-        logprobs = [value for strand in strands for value in strand.get("logprobs") or []]
+        sequences = row.get("sequences") or [row]
+        logprobs = [value for sequence in sequences for value in sequence.get("logprobs") or []]
         yield {
             "prompt": row.get("prompt"),
             "question": _short(row.get("prompt_text", row.get("question"))),  # earlier runs have the text there
@@ -178,7 +178,7 @@ def _sample_rows(path: Path) -> Iterator[dict[str, Any]]:
             "reward": row.get("reward"),
             "components": row.get("reward_components") or {},
             "tokens": len(logprobs),
-            "versions": [span[0] for strand in strands for span in strand.get("versions") or []],
+            "versions": [span[0] for sequence in sequences for span in sequence.get("versions") or []],
             "logprob": sum(logprobs) / len(logprobs) if logprobs else None,
             **_episode(row),
         }
@@ -202,7 +202,7 @@ def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
         "turns": shown,
         "ending": row.get("ending"),
         "scores": row.get("scores") or {},
-        "strands": len(row.get("strands") or []),
+        "sequences": len(row.get("sequences") or []),
     }
 
 

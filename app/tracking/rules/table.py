@@ -148,7 +148,7 @@ RULES = {
         "writes calls as its chat template says (data.template=chat).",
     ),
     "sequences of an episode": Rule(
-        "environment/strands_mean",
+        "environment/sequences_mean",
         at_least(4, "An episode is {:.1f} sequences on average, and each is computed with its whole history."),
         "If the chat template strips earlier reasoning, try environment.thinking=keep.",
         at_end=True,

@@ -91,14 +91,14 @@ def _episode(episode: Episode) -> dict[str, object]:
         "turns": [asdict(turn) for turn in episode.turns],
         "ending": episode.ending.value,
         "scores": {name: _finite(value) for name, value in episode.scores.items()},
-        "strands": [
+        "sequences": [
             {
-                "tokens": strand.token_ids,
-                "sampled": strand.sampled.astype(int),
-                "logprobs": _rounded(strand.logprobs),
-                "versions": [[span.version, span.start, span.end] for span in strand.spans],
+                "tokens": sequence.token_ids,
+                "sampled": sequence.sampled.astype(int),
+                "logprobs": _rounded(sequence.logprobs),
+                "versions": [[span.version, span.start, span.end] for span in sequence.spans],
             }
-            for strand in episode.strands
+            for sequence in episode.sequences
         ],
     }
 

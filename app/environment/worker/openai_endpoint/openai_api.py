@@ -12,12 +12,12 @@ from app.environment.protocol import EpisodeOver, Message, OutOfTokens, Reply, S
 MODEL = "policy"
 # Clients know an overflow by these words or by its code, and shorten the conversation or end it.
 OUT_OF_TOKENS = "This model's maximum context length is reached: the episode has no tokens left."
-OF_THE_RUN = (  # keys of a request that the run decides
+RUN_KEYS = (  # keys of a request that the run decides
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 STATUS = ("status_code", "status", "code")  # where openai and httpx, aiohttp, urllib keep it
-LONGEST_CHAIN = 20  # of errors
+MAX_CHAIN = 20  # of errors
 ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
 
 
@@ -39,7 +39,7 @@ def refusal_of(over: EpisodeOver) -> Refusal:
 
 def is_bad_request(error: BaseException) -> bool:
     """Whether an agent's error, or one that led to it, is a client's for status 400: so it learns of a limit."""
-    for _ in range(LONGEST_CHAIN):
+    for _ in range(MAX_CHAIN):
         found = (getattr(each, name, None) for each in (error, getattr(error, "response", None)) for name in STATUS)
         if HTTPStatus.BAD_REQUEST in found:
             return True
@@ -69,7 +69,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 def ignored_keys(values: Mapping[str, Any]) -> list[str]:
     """The keys of a request, or of its `sampling_params`, that have no effect."""
-    return [key for key in OF_THE_RUN if values.get(key) is not None]
+    return [key for key in RUN_KEYS if values.get(key) is not None]
 
 
 def read_chat(body: Mapping[str, Any], given: Mapping[str, Sequence[Message]]) -> ChatRequest:

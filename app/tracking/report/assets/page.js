@@ -162,7 +162,7 @@ function sampleCard(row) {
   Object.entries(row.components).forEach(([name, value]) => top.append(make("span", { class: "component" }, `${name} ${value === null ? "failed" : FORMS.number(value)}`)));
   Object.entries(row.scores || {}).forEach(([name, value]) => top.append(make("span", { class: "component" }, `${name === "score" ? name : `score ${name}`} ${value === null ? "–" : FORMS.number(value)}`)));
   top.append(make("span", {}, row.turns ? `${row.tokens} sampled tokens, ending: ${row.ending}` : `${row.tokens} tokens, finish reason: ${row.finish}`));
-  if (row.strands > 1) top.append(make("span", {}, `${row.strands} sequences`));
+  if (row.sequences > 1) top.append(make("span", {}, `${row.sequences} sequences`));
   if (row.versions.length) top.append(make("span", {}, `policy version ${[...new Set(row.versions)].join(", ")}`));
   if (row.logprob !== null) top.append(make("span", {}, `mean log-prob ${FORMS.number(row.logprob)}`));
   const card = make("article", { class: "sample" }, top);

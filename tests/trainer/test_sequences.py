@@ -1,4 +1,4 @@
-"""Trajectories of several strands: their gradients are those of their turns, and a trajectory counts once."""
+"""Trajectories of several sequences: their gradients are those of their turns, and a trajectory counts once."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from app.types import (
     Group,
     Prompt,
     ScoredGroup,
-    Strand,
+    TokenSequence,
     Trajectory,
     VersionSpan,
 )
@@ -44,27 +44,27 @@ CPU = torch.device("cpu")
 
 
 def episodes(count: int, *, seed: int = 0) -> list[ScoredGroup]:
-    """Groups of trajectories with one to three strands, of one to three turns each."""
+    """Groups of trajectories with one to three sequences, of one to three turns each."""
     random = np.random.default_rng(seed)
     groups = []
     for index in range(count):
         prompt = Prompt(f"episodes/{index}@0", tokens(random, 4), "", "episodes")
-        trajectories = [trajectory(prompt, random, strands=1 + (index + member) % 3) for member in range(4)]
+        trajectories = [trajectory(prompt, random, sequences=1 + (index + member) % 3) for member in range(4)]
         groups.append(ScoredGroup(Group(prompt, tuple(trajectories)), random.normal(size=4).astype(np.float32)))
     return groups
 
 
-def trajectory(prompt: Prompt, random: np.random.Generator, *, strands: int) -> Trajectory:
-    return of_strands(prompt, [strand(prompt, random, turns=int(random.integers(1, 4))) for _ in range(strands)])
+def trajectory(prompt: Prompt, random: np.random.Generator, *, sequences: int) -> Trajectory:
+    return of_sequences(prompt, [sequence(prompt, random, turns=int(random.integers(1, 4))) for _ in range(sequences)])
 
 
-def of_strands(prompt: Prompt, strands: Sequence[Strand]) -> Trajectory:
-    last = strands[-1]
+def of_sequences(prompt: Prompt, sequences: Sequence[TokenSequence]) -> Trajectory:
+    last = sequences[-1]
     completion = Completion(last.token_ids[last.sampled], last.logprobs, FinishReason.stop, last.spans)
-    return Trajectory(prompt, completion, "", episode=Episode(tuple(strands), (), Ending.stop, {}, {}))
+    return Trajectory(prompt, completion, "", episode=Episode(tuple(sequences), (), Ending.stop, {}, {}))
 
 
-def strand(prompt: Prompt, random: np.random.Generator, *, turns: int) -> Strand:
+def sequence(prompt: Prompt, random: np.random.Generator, *, turns: int) -> TokenSequence:
     pieces = [prompt.token_ids]
     sampled = [np.zeros(len(prompt.token_ids), dtype=bool)]
     for turn in range(turns):
@@ -79,22 +79,22 @@ def strand(prompt: Prompt, random: np.random.Generator, *, turns: int) -> Strand
     mask = np.concatenate(sampled)
     count = int(mask.sum())
     logprobs = random.normal(-4.6, 0.1, count).astype(np.float32)
-    return Strand(np.concatenate(pieces), mask, logprobs, (VersionSpan(0, 0, count),))
+    return TokenSequence(np.concatenate(pieces), mask, logprobs, (VersionSpan(0, 0, count),))
 
 
 def tokens(random: np.random.Generator, count: int) -> np.ndarray:
     return random.integers(0, VOCABULARY, count).astype(np.int32)
 
 
-def turns_alone(strand: Strand) -> Iterator[Trajectory]:
-    """Each turn of a strand as a trajectory of its own, whose prompt is everything before it."""
-    edges = np.flatnonzero(np.diff(strand.sampled.astype(int), prepend=0, append=0))
+def turns_alone(sequence: TokenSequence) -> Iterator[Trajectory]:
+    """Each turn of a sequence as a trajectory of its own, whose prompt is everything before it."""
+    edges = np.flatnonzero(np.diff(sequence.sampled.astype(int), prepend=0, append=0))
     taken = 0
     for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-        prompt = Prompt("alone/0@0", strand.token_ids[:start], "", "alone")
-        logprobs = strand.logprobs[taken : taken + end - start]
+        prompt = Prompt("alone/0@0", sequence.token_ids[:start], "", "alone")
+        logprobs = sequence.logprobs[taken : taken + end - start]
         taken += end - start
-        yield Trajectory(prompt, Completion(strand.token_ids[start:end], logprobs, FinishReason.stop, ()), "")
+        yield Trajectory(prompt, Completion(sequence.token_ids[start:end], logprobs, FinishReason.stop, ()), "")
 
 
 def loss_of_turns(model: Any, groups: Sequence[ScoredGroup], config: AlgorithmConfig) -> Tensor:
@@ -103,9 +103,9 @@ def loss_of_turns(model: Any, groups: Sequence[ScoredGroup], config: AlgorithmCo
     counted = 0
     for scored in groups:
         for each, advantage in zip(scored.group.trajectories, scored.advantages, strict=True):
-            total = sum(int(strand.sampled.sum()) for strand in each.strands)
+            total = sum(int(sequence.sampled.sum()) for sequence in each.sequences)
             counted += total
-            objectives = [objective(model, strand, float(advantage), config) for strand in each.strands]
+            objectives = [objective(model, sequence, float(advantage), config) for sequence in each.sequences]
             divisor = total if config.aggregation is Aggregation.seq_mean_token_mean else 1
             terms.append(-torch.cat(objectives).sum() / divisor)
 
@@ -118,11 +118,11 @@ def loss_of_turns(model: Any, groups: Sequence[ScoredGroup], config: AlgorithmCo
     return torch.stack(terms).sum() / denominator
 
 
-def objective(model: Any, strand: Strand, advantage: float, config: AlgorithmConfig) -> Tensor:
-    """The objective of each sampled token of a strand, [N]."""
-    logprobs = torch.cat([plain.token_logprobs(model, turn, TEMPERATURE)[0] for turn in turns_alone(strand)])
+def objective(model: Any, sequence: TokenSequence, advantage: float, config: AlgorithmConfig) -> Tensor:
+    """The objective of each sampled token of a sequence, [N]."""
+    logprobs = torch.cat([plain.token_logprobs(model, turn, TEMPERATURE)[0] for turn in turns_alone(sequence)])
     whole = Trajectory(
-        Prompt("", np.zeros(1), "", ""), Completion(np.zeros(1), strand.logprobs, FinishReason.stop, ()), ""
+        Prompt("", np.zeros(1), "", ""), Completion(np.zeros(1), sequence.logprobs, FinishReason.stop, ()), ""
     )
     return plain.surrogate(logprobs, logprobs.detach(), whole, advantage, config, Correction.none)
 
@@ -157,7 +157,9 @@ def test_a_mask_that_is_off_by_one_has_other_gradients(path: Path) -> None:
 
 def shifted(scored: ScoredGroup) -> ScoredGroup:
     moved = [
-        of_strands(each.prompt, [replace(strand, sampled=np.roll(strand.sampled, -1)) for strand in each.strands])
+        of_sequences(
+            each.prompt, [replace(sequence, sampled=np.roll(sequence.sampled, -1)) for sequence in each.sequences]
+        )
         for each in scored.group.trajectories
     ]
     return ScoredGroup(Group(scored.group.prompt, tuple(moved)), scored.advantages)
@@ -171,7 +173,7 @@ def test_two_ranks_compute_the_step_of_one(path: Path, tmp_path: Path) -> None:
         assert_same(on_two_ranks[name], play(path, scenario))
 
 
-def test_an_update_has_whole_groups_however_many_strands_they_have(path: Path) -> None:
+def test_an_update_has_whole_groups_however_many_sequences_they_have(path: Path) -> None:
     groups = episodes(6)
     ours = play(path, Scenario(replace(GRPO, updates_per_step=3), groups))
     first = play(path, Scenario(replace(GRPO, prompts_per_step=2), groups[:2]))
@@ -183,8 +185,8 @@ def test_an_update_has_whole_groups_however_many_strands_they_have(path: Path) -
 def test_a_cut_trajectory_counts_once_in_every_denominator(path: Path) -> None:
     random = np.random.default_rng(1)
     prompt = Prompt("episodes/0@0", tokens(random, 4), "", "episodes")
-    whole = [of_strands(prompt, [strand(prompt, random, turns=2)]) for _ in range(3)]
-    cut = of_strands(prompt, list(whole[0].strands) * 2)
+    whole = [of_sequences(prompt, [sequence(prompt, random, turns=2)]) for _ in range(3)]
+    cut = of_sequences(prompt, list(whole[0].sequences) * 2)
     advantages = np.array([1.0, -0.5, -0.5], dtype=np.float32)
 
     micro = pack(make_samples([ScoredGroup(Group(prompt, (cut, *whole[1:])), advantages)], mask_truncated=False), CPU)
@@ -214,7 +216,7 @@ def test_a_single_turn_packs_as_an_episode_of_one_turn_does() -> None:
                     replace(
                         each,
                         episode=Episode(
-                            each.strands, (), Ending.length if each.truncated else Ending.stop, {}, {"turns": 1.0}
+                            each.sequences, (), Ending.length if each.truncated else Ending.stop, {}, {"turns": 1.0}
                         ),
                     )
                     for each in scored.group.trajectories
@@ -235,9 +237,11 @@ def test_lengths_of_an_episode_count_what_their_names_say() -> None:
     prompt = Prompt("episodes/0@0", np.arange(3, dtype=np.int32), "", "episodes")
     mask = np.array([False, False, False, True, True, False, True])
     spans = (VersionSpan(4, 0, 2), VersionSpan(5, 2, 3))
-    first = Strand(np.arange(7, dtype=np.int32), mask, np.zeros(3, dtype=np.float32), spans)
-    second = Strand(np.arange(5, dtype=np.int32), mask[:5], np.zeros(2, dtype=np.float32), (VersionSpan(6, 0, 2),))
-    each = of_strands(prompt, [first, second])
+    first = TokenSequence(np.arange(7, dtype=np.int32), mask, np.zeros(3, dtype=np.float32), spans)
+    second = TokenSequence(
+        np.arange(5, dtype=np.int32), mask[:5], np.zeros(2, dtype=np.float32), (VersionSpan(6, 0, 2),)
+    )
+    each = of_sequences(prompt, [first, second])
     assert (each.tokens, each.prompt_tokens, each.sampled_tokens, each.response_tokens) == (12, 3, 5, 6)
     assert each.oldest_version == 4
     assert not each.truncated
@@ -252,7 +256,7 @@ def samples_of(trajectory: Trajectory) -> list[Sample]:
 def test_a_group_that_lost_a_member_has_the_advantages_of_the_others() -> None:
     prompt = Prompt("episodes/0@0", np.arange(3, dtype=np.int32), "", "episodes")
     random = np.random.default_rng(0)
-    members = tuple(replace(trajectory(prompt, random, strands=1), reward=reward) for reward in (1.0, 0.0, 0.0))
+    members = tuple(replace(trajectory(prompt, random, sequences=1), reward=reward) for reward in (1.0, 0.0, 0.0))
     scored = score(Group(prompt, members), GRPO, max_completion_tokens=LIMIT)
     deviation = math.sqrt(((2 / 3) ** 2 + 2 * (1 / 3) ** 2) / 2)
     assert scored.advantages.tolist() == pytest.approx(

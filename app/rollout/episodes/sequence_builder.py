@@ -1,20 +1,20 @@
-"""A strand while its episode is played: appended to, never rendered again."""
+"""A sequence while its episode is played: appended to, never rendered again."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from app.types import Completion, Strand, VersionSpan
+from app.types import Completion, TokenSequence, VersionSpan
 
 
-class StrandBuilder:
-    """The tokens of one strand so far.
+class SequenceBuilder:
+    """The tokens of one sequence so far.
 
-        strand = StrandBuilder()
-        strand.append([1, 2, 3])        # the opening
-        strand.add(completion)          # 4 sampled tokens
-        strand.append([9])              # an observation
-        strand.tokens, strand.response_tokens   # 8, 5
+        sequence = SequenceBuilder()
+        sequence.append([1, 2, 3])        # the opening
+        sequence.add(completion)          # 4 sampled tokens
+        sequence.append([9])              # an observation
+        sequence.tokens, sequence.response_tokens   # 8, 5
 
     Attributes:
         tokens: Tokens so far.
@@ -59,12 +59,12 @@ class StrandBuilder:
         self._pieces = [whole]
         return whole
 
-    def build(self) -> Strand:
-        """Return the strand, without the tokens after the last sampled one."""
+    def build(self) -> TokenSequence:
+        """Return the sequence, without the tokens after the last sampled one."""
         mask = np.repeat(self._sampled, self._lengths)
         end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else self.tokens
         logprobs = np.concatenate([np.zeros(0, dtype=np.float32), *self._logprobs])
-        return Strand(self.token_ids()[:end], mask[:end], logprobs, tuple(self._spans))
+        return TokenSequence(self.token_ids()[:end], mask[:end], logprobs, tuple(self._spans))
 
     def _add(self, token_ids: np.ndarray, *, sampled: bool) -> None:
         self._pieces.append(token_ids)

@@ -1,15 +1,15 @@
-"""The strands of one episode, and where the next tokens of a conversation go.
+"""The sequences of one episode, and where the next tokens of a conversation go.
 
-A strand is a list of tokens that only grows: what was appended, what was sampled, what was appended next. A
+A sequence is a list of tokens that only grows: what was appended, what was sampled, what was appended next. A
 conversation is matched against those so far by its messages or by its tokens, so a reply is never tokenized again.
 
-    strand 0   question │ reply a │ observation │ reply b            ← policy([question, a, observation])
-    strand 1   question │ reply a │ another observation │ reply c    ← policy([question, a, another observation])
+    sequence 0   question │ reply a │ observation │ reply b            ← policy([question, a, observation])
+    sequence 1   question │ reply a │ another observation │ reply c    ← policy([question, a, another observation])
 
 Invariants:
-- Every sampled token is in exactly one strand as sampled. A strand that forks off another begins with its tokens as
+- Every sampled token is in exactly one sequence as sampled. A sequence that forks off another begins with its tokens as
   context.
-- A strand with a request in flight is not extended by another request.
+- A sequence with a request in flight is not extended by another request.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Renderer(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Strand:
+class OpenSequence:
     """One sequence of tokens."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -47,10 +47,10 @@ class Strand:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """The end of a reply: where the conversation that led to it stands in its strand."""
+    """The end of a reply: where the conversation that led to it stands in its sequence."""
 
-    strand: int
-    length: int  # tokens of the strand, the reply included
+    sequence: int
+    length: int  # tokens of the sequence, the reply included
     reasonings: tuple[str, ...]  # of the conversation's replies; of this one last
 
 
@@ -58,13 +58,13 @@ class Said:
 class Place:
     """Where the next tokens go."""
 
-    strand: int  # the number of strands so far: a new one
+    sequence: int  # the number of sequences so far: a new one
     append: list[int]
-    observed: int  # tokens of `append` that are neither an opening nor another strand's
+    observed: int  # tokens of `append` that are neither an opening nor another sequence's
 
 
-class Strands:
-    """The strands of one episode.
+class EpisodeSequences:
+    """The sequences of one episode.
 
     Args:
         renderer: Of the model.
@@ -76,7 +76,7 @@ class Strands:
     """
 
     def __init__(self, renderer: Renderer, max_observation_tokens: int, prompt: Sequence[Message]) -> None:
-        self.all: list[Strand] = []
+        self.all: list[OpenSequence] = []
         self._renderer = renderer
         self._max_observation_tokens = max_observation_tokens
         self._prompt = prompt
@@ -101,11 +101,11 @@ class Strands:
         return self._opening(messages, conversation, tools), messages
 
     def place_tokens(self, token_ids: list[int]) -> Place:
-        """Return the place after the longest idle strand that is a prefix of these tokens."""
+        """Return the place after the longest idle sequence that is a prefix of these tokens."""
         best, length = len(self.all), 0
-        for number, strand in enumerate(self.all):
-            held = len(strand.token_ids)
-            if length < held <= len(token_ids) and not strand.in_flight and token_ids[:held] == strand.token_ids:
+        for number, sequence in enumerate(self.all):
+            held = len(sequence.token_ids)
+            if length < held <= len(token_ids) and not sequence.in_flight and token_ids[:held] == sequence.token_ids:
                 best, length = number, held
         return Place(best, token_ids[length:], len(token_ids) - length if length else 0)
 
@@ -113,14 +113,14 @@ class Strands:
         """Return the place of an opening that was rendered already."""
         return Place(len(self.all), list(token_ids), 0)
 
-    def extend(self, place: Place) -> Strand:
-        """Append to a strand, of which a request is in flight from now on."""
-        if place.strand == len(self.all):
-            self.all.append(Strand())
-        strand = self.all[place.strand]
-        strand.in_flight = True
-        strand.token_ids += place.append
-        return strand
+    def extend(self, place: Place) -> OpenSequence:
+        """Append to a sequence, of which a request is in flight from now on."""
+        if place.sequence == len(self.all):
+            self.all.append(OpenSequence())
+        sequence = self.all[place.sequence]
+        sequence.in_flight = True
+        sequence.token_ids += place.append
+        return sequence
 
     def remember(self, conversation: Conversation, reply: Reply, said: Said) -> None:
         """Note where a conversation and the reply to it end."""
@@ -139,27 +139,27 @@ class Strands:
     def _extendable(self, said: Sequence[Said], messages: Sequence[Message]) -> Said:
         """Return the end of this conversation with the same reasoning: of the last reply, then of those before it.
 
-        Of several, one that is the end of its strand; of these, the latest.
+        Of several, one that is the end of its sequence; of these, the latest.
         """
         given = reasonings(messages)
 
         def likeness(each: Said) -> tuple[list[bool], bool]:
             same = [mine == its for mine, its in zip(reversed(given), reversed(each.reasonings), strict=True)]
-            return same, self._is_end(each.strand, each.length)
+            return same, self._is_end(each.sequence, each.length)
 
         return max(reversed(said), key=likeness)
 
-    def _is_end(self, strand: int, length: int) -> bool:
-        return len(self.all[strand].token_ids) == length and not self.all[strand].in_flight
+    def _is_end(self, sequence: int, length: int) -> bool:
+        return len(self.all[sequence].token_ids) == length and not self.all[sequence].in_flight
 
     def _after(self, said: Said, new: Sequence[Message], tools: Sequence[Tool] | None) -> Place | None:
-        """Return the place after a reply: in its strand, or in a new one where that has gone on."""
-        before = self.all[said.strand].token_ids[: said.length]
+        """Return the place after a reply: in its sequence, or in a new one where that has gone on."""
+        before = self.all[said.sequence].token_ids[: said.length]
         following = self._renderer.following(before, new, tools)
         if following is None:
             return None
-        if self._is_end(said.strand, said.length):
-            return Place(said.strand, following, len(following))
+        if self._is_end(said.sequence, said.length):
+            return Place(said.sequence, following, len(following))
         return Place(len(self.all), [*before, *following], len(following))
 
     def _without_excess(self, messages: Sequence[Message]) -> list[Message]:
