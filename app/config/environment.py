@@ -19,7 +19,7 @@ class EnvironmentKind(Enum):
 
 
 class Thinking(Enum):
-    """What becomes of earlier reasoning when a user speaks again."""
+    """What becomes of earlier reasoning at the next user message."""
 
     template = "template"
     keep = "keep"
@@ -62,10 +62,10 @@ class EnvironmentConfig:
         "whole trajectory after its prompt, observations included.",
         at_least=1,
     )
-    max_observation_tokens: int = setting(2048, "A longer observation is cut in the middle, and says so.", at_least=16)
+    max_observation_tokens: int = setting(2048, "A longer observation is cut in the middle, with a note.", at_least=16)
     thinking: Thinking = setting(
         Thinking.template,
-        "Earlier reasoning when a user speaks again: template does what the chat template does, which strips it and so "
+        "Earlier reasoning at the next user message: template does what the chat template does, which strips it and so "
         "begins a new sequence; keep keeps it.",
     )
     workers: int = setting(1, "Processes that run environments.", at_least=1)

@@ -7,7 +7,7 @@ A reply that begins with `?` asks for one operation on two whole numbers. Its re
 Any other reply is the answer and ends the episode; `reward=exact` judges it.
 
 Invariants:
-- What a policy asks is never a failure: a question that cannot be read is answered with a line that says so.
+- A request is never a failure: one that cannot be read is answered with a line about it.
 - Nothing is evaluated as Python; numbers have at most `MAX_DIGITS` digits.
 """
 

@@ -5,7 +5,7 @@
             self.secret, self.found = int(task.answer), False
         def step(self, reply):                     # a str or messages: the talk goes on; None: it ends
             if not reply.text.strip().isdigit():
-                return "a number, please"          # what a policy says is never a failure
+                return "a number, please"          # a reply is never a failure
             guess = int(reply.text)
             self.found = guess == self.secret
             return None if self.found else "higher" if guess < self.secret else "lower"
@@ -100,7 +100,7 @@ class Stepwise:
         self._call = call
 
     async def run(self, task: Task, policy: Policy) -> Any:
-        """Let policy and environment speak in turns until `step` returns None; return the score, if there is one."""
+        """Alternate policy and environment until `step` returns None; return the score, if there is one."""
         conversation = messages_of(await self._call(self._environment.begin, task), "begin")
         try:
             reply = await policy(conversation)

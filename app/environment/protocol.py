@@ -20,7 +20,7 @@ Scores = float | Mapping[str, float] | None
 
 
 class EpisodeOver(Exception):
-    """The policy does not speak again: a limit of the episode was reached. Raised by a call of the policy.
+    """The episode hit a limit; the policy will not be sampled again. Raised by a call of the policy.
 
     Where it leaves `run`, the episode ends with this `ending`, and with the score of the environment's `score()`, or 0.
     """
@@ -76,7 +76,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the policy said in one turn."""
+    """The policy's reply of one turn."""
 
     text: str  # without reasoning and tool calls
     reasoning: str = ""
@@ -122,7 +122,7 @@ class Policy(Protocol):
         """Return the policy's reply to a conversation.
 
         If the conversation extends an earlier one of this episode (the same messages, the replies as they were given:
-        `reply.message`), only the tokens of the new messages are appended to what the policy said, token for token.
+        `reply.message`), only the tokens of the new messages are appended to the policy's reply, token for token.
         Else, or where the chat template rewrites the history, a new sequence begins.
 
         Args:

@@ -137,7 +137,7 @@ class ToolLoop:
         self._calls = Calls()
 
     async def run(self, task: Task, policy: Policy) -> None:
-        """Let the policy speak and call tools until it calls none or has reached a limit. There is no score."""
+        """Sample the policy and run its tool calls until it calls none or hits a limit. There is no score."""
         messages = self._framing.messages(task)
         schemas = [tool.schema for tool in self._tools.values()]
 

@@ -5,7 +5,7 @@ covers what they do not. Progress is any of these:
 
     - a group finishes, for training or for evaluation
     - a call of an engine or of the trainer returns, or an engine is replaced
-    - an environment asks for a turn, ends or fails
+    - an environment requests a turn, ends or fails
     - the engines sample tokens, however long the completion
 """
 

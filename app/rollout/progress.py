@@ -7,7 +7,7 @@ makes progress when
     - the server made progress while requests are queued, and the server knows at least one request of the prompt:
       queued requests wait for a place, and prefills of queued requests come before the decoding of others.
 
-So a prompt of which the server knows no request any more is found while other prompts are sampled. A server that runs
+A prompt whose requests the server has lost is therefore detected while others still run. A server that runs
 without our plugin reports nothing: then any output of its scheduler is progress of all prompts.
 """
 
@@ -42,7 +42,7 @@ class ProgressClock:
         self._tokens: dict[str, int] = {}  # request id → most tokens that were reported
 
     def reset(self, prompts: InFlightRequests, now: float) -> None:
-        """Start all clocks again: the server is paused, or said otherwise that it makes progress."""
+        """Start all clocks again: the server is paused, or showed progress in another way."""
         self._changed_at = dict.fromkeys(prompts, now)
 
     def observe(self, prompts: InFlightRequests, report: Report | None, now: float) -> None:

@@ -150,7 +150,7 @@ class RemoteTrainer:
         if failed:
             raise await self._failure(method, calls, failed[0])
 
-        for call in waiting:  # nobody reads their results any more
+        for call in waiting:  # their results are not read
             call.cancel()
         if waiting and method is TrainerRank.start:
             raise self._not_started(sorted(calls[call] for call in waiting))

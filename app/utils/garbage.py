@@ -12,7 +12,7 @@ def long_lived_objects_frozen() -> Iterator[None]:
     Garbage from before stays too: looking for it among all modules would delay the start of a run. Whoever may have
     left more than imports do collects first.
 
-    What somebody else has frozen before stays frozen after the block, and with it the rest.
+    If the heap was already frozen on entry, nothing is unfrozen on exit.
     """
     mine = gc.get_freeze_count() == 0
     gc.freeze()

@@ -77,7 +77,7 @@ def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> as
             outcome = function(*args, **kwargs)
         except BaseException as error:
             set_outcome, outcome = future.set_exception, error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(deliver, set_outcome, outcome)
 
     threading.Thread(target=run, name=f"in_thread {getattr(function, '__name__', function)}", daemon=True).start()

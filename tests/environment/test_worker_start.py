@@ -105,7 +105,9 @@ def test_a_package_that_the_other_interpreter_lacks_is_named_with_it(own, bare_p
     [("/no/such/python", "No such file or directory"), ("/etc/passwd", "Permission denied")],
 )
 def test_an_interpreter_that_cannot_be_run_is_refused(own, python, reason):
-    assert refusal(own(PLAIN, python=python)) == f"environment.python={python} cannot be run: {reason}."
+    sentence = refusal(own(PLAIN, python=python))
+    assert sentence.startswith(f"environment.python={python} ")
+    assert reason in sentence
 
 
 def test_a_program_that_is_no_interpreter_is_reported_with_its_end(own, tmp_path):

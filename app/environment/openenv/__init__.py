@@ -10,7 +10,7 @@
   (`GET /schema`), and what the server refuses, is an observation: "error: …".
 - The score is the sum of all rewards. The episode ends with `done`, or by a limit of the run.
 - A run whose workers together play more episodes than the server holds sessions is refused before it starts. The
-  server has no route that tells their number, but its refusal of a session does.
+  server has no route for their number, but its refusal of a session contains it.
 - A server without a free session is asked again until a deadline; a server that is gone is a failure, never a reward.
 """
 
@@ -105,15 +105,15 @@ class OpenEnv:
 
     def _opening(self, task: Task, observation: Observation) -> list[Message]:
         """What the policy reads first: earlier messages, then question, observation, and without tools how to act."""
-        asks = not task.messages or task.messages[-1]["role"] == "user"  # else a tool's result is the last one
-        parts = [task.question if asks else "", observation.text]
+        has_question = not task.messages or task.messages[-1]["role"] == "user"  # else a tool's result is the last one
+        parts = [task.question if has_question else "", observation.text]
         if not self._tools:
             parts.append(f"Act by replying with one JSON object of this schema: {json.dumps(self._schema)}")
-        earlier = task.messages[:-1] if asks else task.messages
+        earlier = task.messages[:-1] if has_question else task.messages
         return [*earlier, {"role": "user", "content": "\n\n".join(part for part in parts if part)}]
 
     async def _step(self, session: Session, reply: Reply, policy: Policy) -> Observation:
-        """Act as the policy said. An action that is no call counts as one, so that failures are a share of actions."""
+        """Take the policy's action. One that is no call counts as an action, so that failures are a share of them."""
         policy.count("tool_calls", float(not reply.tool_calls))
         try:
             return await session.ask("step", read_action(reply, self._schema))
@@ -165,7 +165,7 @@ def _action_schema(url: str, given: str) -> dict[str, Any]:
 
 
 def _require_sessions(url: str, given: str, sessions: int) -> None:
-    """Raise `LoadError` if the server says that it holds fewer sessions than the run's episodes."""
+    """Raise `LoadError` if the server holds fewer sessions than the run's episodes."""
     most = most_sessions(url, sessions)
     if most is not None and most < sessions:
         raise LoadError(

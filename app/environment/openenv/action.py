@@ -1,4 +1,4 @@
-"""The action in what a policy said."""
+"""The action in a policy's reply."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from app.environment.tool_schema import checked
 
 
 class ActionError(Exception):
-    """What the policy said is no action, or the server refuses it. The message is for the policy."""
+    """The reply is no action, or the server refuses it. The message is for the policy."""
 
 
 def read_action(reply: Reply, schema: Mapping[str, Any]) -> dict[str, Any]:

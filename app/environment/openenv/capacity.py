@@ -1,4 +1,4 @@
-"""How many sessions an OpenEnv server holds, which it tells only when it refuses one."""
+"""The number of sessions that an OpenEnv server holds, which only its refusal of one reports."""
 
 import asyncio
 import contextlib
@@ -39,14 +39,14 @@ async def _most_sessions(url: str, needed: int) -> int | None:
             client = await stack.enter_async_context(aiohttp.ClientSession())
             most = _held(await asyncio.gather(*(_ask(client, url, stack) for _ in range(needed))))
     except (TimeoutError, aiohttp.ClientError, OSError):
-        pass  # it refused none in time; an episode that gets no session says so
+        pass  # it refused none in time; an episode without a session fails with that reason
     return most
 
 
 async def _ask(client: Any, url: str, stack: AsyncExitStack) -> str:
-    """Open a session, which ends with `stack`, and return what the server says first."""
+    """Open a session, which ends with `stack`, and return the server's first message."""
     socket = await stack.enter_async_context(client.ws_connect(url))
-    with contextlib.suppress(ConnectionError):  # it has refused and closed; what it said is to be read
+    with contextlib.suppress(ConnectionError):  # it has refused and closed; its message is still to be read
         await socket.send_str(ASK)
     return str((await socket.receive()).data)
 

@@ -19,7 +19,7 @@ CLOSE_S = 2.0
 
 
 class EnvironmentFailed(Exception):
-    """An episode has no score, and not because of what the policy said."""
+    """An episode has no score, through no fault of the policy."""
 
 
 class NoSession(Exception):

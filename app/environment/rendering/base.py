@@ -17,7 +17,7 @@ class Renderer(Protocol):
         ...
 
     def opening(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """Return the tokens of a conversation, up to where the policy speaks.
+        """Return the tokens of a conversation, up to the policy's reply.
 
         Raises:
             ValueError: The template has no place for such messages or tools.
@@ -27,7 +27,7 @@ class Renderer(Protocol):
     def following(
         self, token_ids: Sequence[int], messages: Sequence[Message], tools: Tools | None = None
     ) -> list[int] | None:
-        """Return the tokens to append to a sequence so that `messages` follow and the policy speaks next.
+        """Return the tokens to append to a sequence so that `messages` follow and the policy replies next.
 
         Args:
             token_ids: [L] The sequence; it ends with a reply, whose last token may or may not be a stop token. A reply
@@ -42,7 +42,7 @@ class Renderer(Protocol):
         ...
 
     def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Tools | None = None) -> Reply:
-        """Return what a reply says; never fails on what was sampled. The caller sets `truncated`.
+        """Parse a reply; never fails on what was sampled. The caller sets `truncated`.
 
         Args:
             token_ids: [N] The sampled tokens.
@@ -52,7 +52,7 @@ class Renderer(Protocol):
         ...
 
     def read(self, token_ids: Sequence[int]) -> list[Message]:
-        """Return what rendered tokens say, for people: the messages, without an empty one where the policy speaks next.
+        """Return the messages in rendered tokens, without an empty one for the next reply.
 
         Args:
             token_ids: [N] An opening, or what was appended to a sequence, as a client of its own rendered it.
@@ -60,5 +60,5 @@ class Renderer(Protocol):
         ...
 
     def shorten(self, text: str, max_tokens: int) -> str:
-        """Return `text` in at most `max_tokens` tokens: cut in the middle, with a note that says so."""
+        """Return `text` in at most `max_tokens` tokens: cut in the middle, with a note about it."""
         ...

@@ -39,7 +39,7 @@ OPEN, CLOSE = "<think>", "</think>"
 EMPTY_BLOCK = re.compile(r"<think>\s*(</think>\s*|$)")
 
 OK = "ok"
-PROBLEMS = {  # the package's status of a call → what the policy is told
+PROBLEMS = {  # the package's status of a call → the message for the policy
     "invalid_json": "the arguments of the call are not valid JSON",
     "unclosed_block": "the call was not closed",
     "missing_name": "the call has no name",
@@ -72,7 +72,7 @@ class ChatRenderer:
         self.after_reply([QUESTION], None)
 
     def opening(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """Return the conversation by the template, up to where the policy speaks."""
+        """Return the conversation by the template, up to the policy's reply."""
         if tools and self.tool_syntax is None:
             raise ValueError(
                 f"the chat template of {self.tokenizer.name_or_path} has no known syntax of tool calls: give a model "
@@ -105,9 +105,9 @@ class ChatRenderer:
     def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Tools | None = None) -> Reply:
         """Return text, reasoning and tool calls of a reply; problems of a call stand in its status."""
         sampled = list(token_ids)
-        said = sampled[:-1] if sampled and sampled[-1] in self.tokenizer.stop_ids else sampled
+        content = sampled[:-1] if sampled and sampled[-1] in self.tokenizer.stop_ids else sampled
         try:
-            parsed = self._parse(said, tools=_dicts(tools), prompt_ids=list(prompt_ids))
+            parsed = self._parse(content, tools=_dicts(tools), prompt_ids=list(prompt_ids))
         except (ValueError, RecursionError):  # numbers of 5,000 digits, 10,000 brackets
             text = self.tokenizer.decode(sampled, skip_special_tokens=True)
             return Reply(text, "", (ToolCall("", {}, UNREADABLE),), truncated=False, token_ids=tuple(sampled))

@@ -10,7 +10,7 @@ NO_REASONING = re.compile(r"</?think>")
 
 
 def messages_in(text: str) -> list[Message]:
-    r"""Return the messages that a rendered text holds, without the empty one where the policy speaks next.
+    r"""Return the messages that a rendered text holds, without the empty one for the next reply.
 
     >>> messages_in("<|im_end|>\n<|im_start|>user\nMore!<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
     [{'role': 'user', 'content': 'More!'}]

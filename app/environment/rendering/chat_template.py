@@ -47,7 +47,7 @@ class ChatTemplate:
         Args:
             messages: The whole conversation.
             tools: Schemas of the tools.
-            prompt: Whether the text ends where the policy speaks.
+            prompt: Whether the text ends with the prompt for a reply.
 
         Raises:
             ValueError: The template rejects the messages.

@@ -21,11 +21,11 @@ RENDERERS = ("qwen3", "qwen3.5")  # of verifiers' own that are compared with the
 CONVERSATIONS = [
     (messages, with_tools) for _, before, after, with_tools in SCRIPT for messages in (before[:-1], (*before, *after))
 ]
-API_KEY = "POSTTRAIN_NO_KEY"  # an environment variable that nobody sets: the endpoint takes no key
+API_KEY = "POSTTRAIN_NO_KEY"  # an environment variable that is never set: the endpoint takes no key
 
 
 class EnvironmentFailed(Exception):
-    """An episode has no score, and not because of what the policy said."""
+    """An episode has no score, through no fault of the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def _agree(ours: ChatRenderer, theirs: Any, messages: Sequence[Message], with_to
 
 
 class Untrained:
-    """The policy of an agent that is not trained: refused, because all that the policy says is trained on."""
+    """The policy of an agent that is not trained: refused, because every reply of the policy is trained on."""
 
     url = ""
 
@@ -183,7 +183,7 @@ class Host:
 def _with_our_limits(config: Any, settings: Settings) -> Any:
     """Return an environment's configuration under the run's limits.
 
-    An agent speaks `environment.max_turns` times at most. Nothing is tried twice: that is the run's to decide. An agent
+    An agent has at most `environment.max_turns` turns. Nothing is tried twice: that is the run's to decide. An agent
     whose harness runs no code of the policy needs no sandbox; without this it would get a remote one.
     """
     from verifiers.v1.configs.agent import agent_config_fields

@@ -74,7 +74,7 @@ class Calls:
         def deliver(result: Any, error: BaseException | None) -> None:
             idle.set()
             if future.done():
-                return  # nobody waits any more
+                return  # the loop is closed
             if error is None:
                 future.set_result(result)
             else:

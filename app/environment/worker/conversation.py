@@ -1,4 +1,4 @@
-"""Messages as keys and as text: which conversations are the same, and what was said, for people."""
+"""Messages as keys, to find equal conversations, and as readable text."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ def reasonings(messages: Sequence[Message]) -> tuple[str, ...]:
 
 
 def spoken(reply: Reply) -> str:
-    """Return all that a reply says, for people."""
+    """Return the readable text of a reply."""
     parts = [f"<think>{reply.reasoning}</think>"] if reply.reasoning else []
     parts += [reply.text] if reply.text else []
     for call in reply.tool_calls:

@@ -7,7 +7,7 @@ LONG_TOKEN = 64  # characters: few tokens are longer
 
 
 def shorten(text: str, max_tokens: int, count: Callable[[str], int]) -> str:
-    r"""Return a text in at most `max_tokens` tokens: cut in the middle, with a note that says so.
+    r"""Return a text in at most `max_tokens` tokens: cut in the middle, with a note about it.
 
     Args:
         text: An observation.

@@ -1,9 +1,9 @@
 """The policy of one episode: conversations become sequences of tokens, which engines extend.
 
-Whatever an environment says is matched against the conversations so far by their messages (`policy(messages)`) or by
+What an environment sends is matched against the conversations so far by their messages (`policy(messages)`) or by
 their tokens (`policy.generate`), see `app.environment.worker.sequences`.
 
-An answer extends its sequence even if whoever asked for it was cancelled, because the driver's copy has it too.
+An answer extends its sequence even if the caller was cancelled, because the driver's copy has it too.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from app.environment.protocol import EpisodeOver, Message, OutOfTime, OutOfToken
 from app.environment.wire import Answer, Limits
 from app.environment.worker.clock import Clock
 from app.environment.worker.conversation import Conversation, conversation_key, reasonings
-from app.environment.worker.sequences import EpisodeSequences, OpenSequence, Place, Renderer, Said
+from app.environment.worker.sequences import Continuation, EpisodeSequences, OpenSequence, Renderer, ReplyEnd
 from app.environment.worker.transcript import Transcript
 
 AskEngine = Callable[
@@ -28,7 +28,7 @@ class EpisodePolicy:
     """`protocol.Policy` of one episode.
 
     Args:
-        ask: Has an engine extend a sequence.
+        ask: Samples from an engine and appends to the sequence.
         renderer: Of the model.
         limits: Of the episode.
         opening: Messages of the data set's prompt.
@@ -71,7 +71,7 @@ class EpisodePolicy:
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """What was said, for people: role, text, tokens and seconds."""
+        """The turns as text: role, text, tokens and seconds."""
         return self._transcript.turns
 
     async def __call__(
@@ -79,17 +79,19 @@ class EpisodePolicy:
     ) -> Reply:
         self._check_limits(max_tokens)
         conversation = conversation_key(messages, tools)
-        place, new = self._place(messages, conversation, tools)
-        self._transcript.heard(new, len(place.append))
+        continuation, new = self._continuation(messages, conversation, tools)
+        self._transcript.add_messages(new, len(continuation.append))
 
         asked = time.monotonic()
-        sequence = self._sequences.extend(place)
+        sequence = self._sequences.extend(continuation)
         before = len(sequence.token_ids)
-        answer = await self._sample(place, sequence, max_tokens, logprobs=False)
+        answer = await self._sample(continuation, sequence, max_tokens, logprobs=False)
 
         reply = self._reply(answer, sequence.token_ids[:before], time.monotonic() - asked, tools)
         thoughts = (*reasonings(messages or ()), reply.reasoning)
-        self._sequences.remember(conversation, reply, Said(place.sequence, before + len(answer.token_ids), thoughts))
+        self._sequences.remember(
+            conversation, reply, ReplyEnd(continuation.sequence, before + len(answer.token_ids), thoughts)
+        )
         return reply
 
     async def generate(
@@ -99,11 +101,11 @@ class EpisodePolicy:
         token_ids = [int(token) for token in token_ids]
         if not token_ids:
             raise ValueError("generate needs at least one token")
-        place = self._sequences.place_tokens(token_ids)
-        self._transcript.heard(self._renderer.read(place.append), len(place.append))
+        continuation = self._sequences.continuation_of_tokens(token_ids)
+        self._transcript.add_messages(self._renderer.read(continuation.append), len(continuation.append))
 
         asked = time.monotonic()
-        answer = await self._sample(place, self._sequences.extend(place), max_tokens, logprobs)
+        answer = await self._sample(continuation, self._sequences.extend(continuation), max_tokens, logprobs)
         reply = self._reply(answer, token_ids, time.monotonic() - asked)
         log_probabilities = None if answer.logprobs is None else tuple(answer.logprobs)
         return Sampled(tuple(answer.token_ids), answer.finish, log_probabilities, reply.text)
@@ -128,7 +130,7 @@ class EpisodePolicy:
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} is not accepted: give at least 1")
         if self._closed:
-            raise RuntimeError("the episode is over: the policy does not speak any more")
+            raise RuntimeError("the episode is over: the policy is not sampled again")
         if self._asked >= self._limits.max_turns:
             raise self._over(OutOfTurns(f"environment.max_turns={self._limits.max_turns}"))
         if self._clock.seconds > self._limits.episode_s:
@@ -138,29 +140,31 @@ class EpisodePolicy:
         self.ending = reason.ending
         return reason
 
-    def _place(
+    def _continuation(
         self, messages: Sequence[Message] | None, conversation: Conversation, tools: Sequence[Tool] | None
-    ) -> tuple[Place, Sequence[Message]]:
+    ) -> tuple[Continuation, Sequence[Message]]:
         """Return where a conversation continues, and its messages that are new there."""
         if messages is None and not tools:
             return self._sequences.new(self._prompt), self._opening  # as the driver rendered it
         if messages is None:
-            return self._sequences.place((), conversation, tools)[0], self._opening
+            return self._sequences.continuation((), conversation, tools)[0], self._opening
         if not messages:
             raise ValueError("a conversation has at least one message; None stands for the data set's prompt")
-        return self._sequences.place(messages, conversation, tools)
+        return self._sequences.continuation(messages, conversation, tools)
 
-    async def _sample(self, place: Place, sequence: OpenSequence, max_tokens: int | None, logprobs: bool) -> Answer:
-        """Have an engine extend a sequence, to which was appended.
+    async def _sample(
+        self, continuation: Continuation, sequence: OpenSequence, max_tokens: int | None, logprobs: bool
+    ) -> Answer:
+        """Sample from an engine, after the appended tokens.
 
         Raises:
             OutOfTokens: There was no room for another token.
         """
         self._asked += 1
-        self.count("observation_tokens", place.observed)
+        self.count("observation_tokens", continuation.observed)
 
         limits = [each for each in (max_tokens, self._limits.max_turn_tokens) if each is not None]
-        request = self._ask(place.sequence, place.append, min(limits, default=None), logprobs)
+        request = self._ask(continuation.sequence, continuation.append, min(limits, default=None), logprobs)
         task = asyncio.ensure_future(_extend(sequence, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -184,7 +188,7 @@ class EpisodePolicy:
         self.truncated = reply.truncated
         self.count("tool_calls", len(reply.tool_calls))
         self.count("tool_failures", sum(not call.ok for call in reply.tool_calls))
-        self._transcript.said(reply, seconds)
+        self._transcript.add_reply(reply, seconds)
         return reply
 
 

@@ -46,8 +46,8 @@ class OpenSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """The end of a reply: where the conversation that led to it stands in its sequence."""
+class ReplyEnd:
+    """The position of a reply's end in its sequence."""
 
     sequence: int
     length: int  # tokens of the sequence, the reply included
@@ -55,8 +55,8 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the next tokens go."""
+class Continuation:
+    """Tokens to append, and the sequence that they extend."""
 
     sequence: int  # the number of sequences so far: a new one
     append: list[int]
@@ -80,11 +80,11 @@ class EpisodeSequences:
         self._renderer = renderer
         self._max_observation_tokens = max_observation_tokens
         self._prompt = prompt
-        self._said: dict[Conversation, list[Said]] = {}
+        self._reply_ends: dict[Conversation, list[ReplyEnd]] = {}
 
-    def place(
+    def continuation(
         self, messages: Sequence[Message], conversation: Conversation, tools: Sequence[Tool] | None
-    ) -> tuple[Place, Sequence[Message]]:
+    ) -> tuple[Continuation, Sequence[Message]]:
         """Return where a conversation continues, and its messages that are new there.
 
         Args:
@@ -93,74 +93,76 @@ class EpisodeSequences:
             tools: Of the conversation.
         """
         for known in range(len(conversation) - 1, 1, -1):
-            if said := self._said.get(conversation[:known]):
+            if ends := self._reply_ends.get(conversation[:known]):
                 new = self._without_excess(messages[known - 1 :])
-                place = self._after(self._extendable(said, messages[: known - 1]), new, tools)
-                return place or self._opening(messages, conversation, tools), new
+                continuation = self._after(self._extendable(ends, messages[: known - 1]), new, tools)
+                return continuation or self._opening(messages, conversation, tools), new
 
         return self._opening(messages, conversation, tools), messages
 
-    def place_tokens(self, token_ids: list[int]) -> Place:
-        """Return the place after the longest idle sequence that is a prefix of these tokens."""
+    def continuation_of_tokens(self, token_ids: list[int]) -> Continuation:
+        """Return the continuation after the longest idle sequence that is a prefix of these tokens."""
         best, length = len(self.all), 0
         for number, sequence in enumerate(self.all):
             held = len(sequence.token_ids)
             if length < held <= len(token_ids) and not sequence.in_flight and token_ids[:held] == sequence.token_ids:
                 best, length = number, held
-        return Place(best, token_ids[length:], len(token_ids) - length if length else 0)
+        return Continuation(best, token_ids[length:], len(token_ids) - length if length else 0)
 
-    def new(self, token_ids: Sequence[int]) -> Place:
-        """Return the place of an opening that was rendered already."""
-        return Place(len(self.all), list(token_ids), 0)
+    def new(self, token_ids: Sequence[int]) -> Continuation:
+        """Return the continuation of an opening that was rendered already."""
+        return Continuation(len(self.all), list(token_ids), 0)
 
-    def extend(self, place: Place) -> OpenSequence:
+    def extend(self, continuation: Continuation) -> OpenSequence:
         """Append to a sequence, of which a request is in flight from now on."""
-        if place.sequence == len(self.all):
+        if continuation.sequence == len(self.all):
             self.all.append(OpenSequence())
-        sequence = self.all[place.sequence]
+        sequence = self.all[continuation.sequence]
         sequence.in_flight = True
-        sequence.token_ids += place.append
+        sequence.token_ids += continuation.append
         return sequence
 
-    def remember(self, conversation: Conversation, reply: Reply, said: Said) -> None:
+    def remember(self, conversation: Conversation, reply: Reply, end: ReplyEnd) -> None:
         """Note where a conversation and the reply to it end."""
-        self._said.setdefault((*conversation, message_key(reply.message)), []).append(said)
+        self._reply_ends.setdefault((*conversation, message_key(reply.message)), []).append(end)
 
-    def _opening(self, messages: Sequence[Message], conversation: Conversation, tools: Sequence[Tool] | None) -> Place:
-        """Return the place of a conversation that continues none, or whose history the template rewrites."""
+    def _opening(
+        self, messages: Sequence[Message], conversation: Conversation, tools: Sequence[Tool] | None
+    ) -> Continuation:
+        """Return the continuation of a conversation that continues none, or whose history the template rewrites."""
         whole = [*self._prompt, *messages] if self._began_with_none(conversation) else messages
         return self.new(self._renderer.opening(self._readable(whole), tools))
 
     def _began_with_none(self, conversation: Conversation) -> bool:
         """Whether a conversation is the data set's prompt, or begins with a reply to it, whatever its tools."""
         first = conversation[1:2]
-        return not first or any(known[1:] == first for known in self._said)
+        return not first or any(known[1:] == first for known in self._reply_ends)
 
-    def _extendable(self, said: Sequence[Said], messages: Sequence[Message]) -> Said:
+    def _extendable(self, ends: Sequence[ReplyEnd], messages: Sequence[Message]) -> ReplyEnd:
         """Return the end of this conversation with the same reasoning: of the last reply, then of those before it.
 
         Of several, one that is the end of its sequence; of these, the latest.
         """
         given = reasonings(messages)
 
-        def likeness(each: Said) -> tuple[list[bool], bool]:
+        def likeness(each: ReplyEnd) -> tuple[list[bool], bool]:
             same = [mine == its for mine, its in zip(reversed(given), reversed(each.reasonings), strict=True)]
             return same, self._is_end(each.sequence, each.length)
 
-        return max(reversed(said), key=likeness)
+        return max(reversed(ends), key=likeness)
 
     def _is_end(self, sequence: int, length: int) -> bool:
         return len(self.all[sequence].token_ids) == length and not self.all[sequence].in_flight
 
-    def _after(self, said: Said, new: Sequence[Message], tools: Sequence[Tool] | None) -> Place | None:
-        """Return the place after a reply: in its sequence, or in a new one where that has gone on."""
-        before = self.all[said.sequence].token_ids[: said.length]
+    def _after(self, end: ReplyEnd, new: Sequence[Message], tools: Sequence[Tool] | None) -> Continuation | None:
+        """Return the continuation after a reply: in its sequence, or in a new one where that has gone on."""
+        before = self.all[end.sequence].token_ids[: end.length]
         following = self._renderer.following(before, new, tools)
         if following is None:
             return None
-        if self._is_end(said.sequence, said.length):
-            return Place(said.sequence, following, len(following))
-        return Place(len(self.all), [*before, *following], len(following))
+        if self._is_end(end.sequence, end.length):
+            return Continuation(end.sequence, following, len(following))
+        return Continuation(len(self.all), [*before, *following], len(following))
 
     def _without_excess(self, messages: Sequence[Message]) -> list[Message]:
         """Cut observations that have too many tokens."""

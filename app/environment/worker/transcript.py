@@ -1,4 +1,4 @@
-"""What was said in an episode, for people: the turns of samples and of the report."""
+"""The turns of an episode as text, for samples and the report."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ class Transcript:
         self._clock = clock
         self._noted_s = 0.0  # the environment's own seconds that are in `turns`
 
-    def heard(self, messages: Sequence[Message], tokens: int) -> None:
+    def add_messages(self, messages: Sequence[Message], tokens: int) -> None:
         """Add what the policy reads. The tokens and seconds are of all of it: the last message has them."""
         if not messages:
             return
@@ -35,7 +35,7 @@ class Transcript:
         last = messages[-1]
         self._add(str(last.get("role")), str(last.get("content") or ""), tokens, seconds)
 
-    def said(self, reply: Reply, seconds: float) -> None:
+    def add_reply(self, reply: Reply, seconds: float) -> None:
         """Add what the policy replied. `seconds`: of the engine."""
         self._add("assistant", spoken(reply), len(reply.token_ids), seconds)
 

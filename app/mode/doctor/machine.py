@@ -142,13 +142,13 @@ def _episodes(config: RunConfig, *, usable: bool) -> Check:
     return play_episode(config, folder)
 
 
-def _prompts(config: RunConfig, folder: Path, said: str) -> Iterator[Check]:
+def _prompts(config: RunConfig, folder: Path, shown: str) -> Iterator[Check]:
     """Check the tokenizer, the chat template and the lengths of the prompts, as a run does, and show the first one.
 
     Args:
         config: Of a run whose inputs are not refused.
         folder: The model's directory.
-        said: Contains warnings that need no repetition.
+        shown: Contains warnings that need no repetition.
     """
     try:
         inputs = load_from(folder, config, lambda _: None)
@@ -158,7 +158,7 @@ def _prompts(config: RunConfig, folder: Path, said: str) -> Iterator[Check]:
         return
 
     prompts = inputs.prompts
-    warnings = [each for each in inputs.warnings if each not in said]
+    warnings = [each for each in inputs.warnings if each not in shown]
     counted = f"{len(prompts.train):,} to train on, {sum(map(len, prompts.evals.values())):,} to evaluate on"
     message = "; ".join([counted, *warnings])
     yield check("prompts", not warnings, message, "a run warns of this, too", otherwise=CheckStatus.warn)

@@ -65,7 +65,7 @@ def play_episode(config: RunConfig, folder: Path) -> Check:
         return Check(SUBJECT, CheckStatus.ok, f"{name}, an episode of {turns}: {scores}")
     why = without_log(played.end.text).rstrip(".") if played.end is not None else f"no end within {limit_s:g} s"
     message = f"{name}, an episode of made-up turns failed: {why}"
-    return Check(SUBJECT, CheckStatus.fail, message, "correct the environment: what a policy says must not fail it")
+    return Check(SUBJECT, CheckStatus.fail, message, "correct the environment: a reply must not fail it")
 
 
 def _task(config: RunConfig, folder: Path) -> Task:

@@ -1,4 +1,4 @@
-"""One attempt of an episode: the environment asks, the group's engine answers, and sequences grow.
+"""One attempt of an episode: the environment requests tokens, the group's engine samples them, and sequences grow.
 
 Invariant: whenever a request is sent, the response tokens of all sequences and what the requests in flight may still
 sample are together at most `Sampling.max_tokens`. A request reserves all that it may sample; the next one, in the order

@@ -34,7 +34,7 @@ def refusal_of(over: EpisodeOver) -> Refusal:
     """What an agent gets where the episode has reached a limit."""
     if isinstance(over, OutOfTokens):
         return Refusal(OUT_OF_TOKENS, code="context_length_exceeded")
-    return Refusal(f"The policy does not speak again in this episode ({over.ending}).", code="episode_over")
+    return Refusal(f"The policy is not sampled again in this episode ({over.ending}).", code="episode_over")
 
 
 def is_bad_request(error: BaseException) -> bool:
@@ -81,7 +81,7 @@ def read_chat(body: Mapping[str, Any], given: Mapping[str, Sequence[Message]]) -
             them back without the reasoning, or with null fields: they count as what they were.
 
     Raises:
-        Refusal: It asks for what is not served.
+        Refusal: It needs what is not served.
     """
     _refuse_what_is_not_served(body)
     messages = body.get("messages")
@@ -156,7 +156,7 @@ def read_generate(body: Mapping[str, Any]) -> tuple[list[int], int | None]:
     """Read a request to vLLM's `generate`: token ids [L], and the most tokens to sample.
 
     Raises:
-        Refusal: It asks for what is not served.
+        Refusal: It needs what is not served.
     """
     if body.get("features") or body.get("content_parts"):
         raise Refusal("Images, audio and video are not supported: the policy reads text only.")
