@@ -152,7 +152,7 @@ def server_spec(
         },
         environment={**DEVICE.engine_env, "OMP_NUM_THREADS": os.environ.get("BENCH_THREADS", "1")},
         log=folder / f"{name.replace(' ', '_')}.log",
-        fork_server=shared(),
+        fork=shared(),
     )
 
 

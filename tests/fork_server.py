@@ -3,17 +3,22 @@
 import atexit
 import os
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
+from app.cpu_engine.forked_server import ForkedProcess, fork_server
 from app.device.cpu import DEVICE
-from app.rollout.sglang_plugin.forked_server import fork_server
 
 
 @cache
-def shared() -> Path:
-    """Start it, on first use; it ends with this process."""
+def shared() -> partial[ForkedProcess]:
+    """Start it, on first use; it ends with this process. Returns `fork` of its socket."""
     stack = ExitStack()
-    path = stack.enter_context(fork_server(DEVICE.engine_env, Path(os.devnull)))
+    fork = stack.enter_context(fork_server(DEVICE.engine_env, Path(os.devnull)))
     atexit.register(stack.close)
-    return path
+    assert isinstance(fork, partial)
+    return fork
+
+
+def shared_socket() -> str:
+    return str(shared().args[0])

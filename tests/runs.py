@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from app.rollout.sglang_plugin.forked_server import SOCKET_VARIABLE
-from tests.fork_server import shared
+from app.cpu_engine.forked_server import SOCKET_VARIABLE
+from tests.fork_server import shared_socket
 
 MARK = "POSTTRAIN_TEST_RUN"
 
@@ -55,7 +55,7 @@ class Run:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                env={**os.environ, MARK: self.mark, **({} if imports_sglang else {SOCKET_VARIABLE: str(shared())})},
+                env={**os.environ, MARK: self.mark, **({} if imports_sglang else {SOCKET_VARIABLE: shared_socket()})},
             )
 
     def wait(self, seconds: float = 280) -> int:

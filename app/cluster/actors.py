@@ -13,7 +13,7 @@ from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
 from app.config.weight_sync import TransportKind, transport_of
-from app.device import Device
+from app.device import Device, Fork
 from app.device.allocator import expandable_segments_off
 from app.rollout.host import EngineHost, HostSpec
 from app.rollout.remote import RemoteEngine
@@ -34,7 +34,7 @@ class EngineFactory:
     model_path: Path  # what the engines load
     run_folder: Path
     placement: DevicePlacement
-    fork_server: Path | None  # its socket, on the driver's machine
+    fork: Fork | None  # of `Device.fork_server`
     _lives: Counter[int] = field(default_factory=Counter)  # engines made so far, by index
 
     def __call__(self, index: int) -> RemoteEngine:
@@ -66,7 +66,7 @@ class EngineFactory:
                     **self.placement.engine_environment(index),
                 },
                 log=logs / f"engine_{index}.log",
-                fork_server=self.fork_server,
+                fork=self.fork,
             )
 
         spec = HostSpec(

@@ -4,9 +4,9 @@ Shared code never branches on the kind of device; it reads the fields of the val
 """
 
 from app.config.device import DeviceKind
-from app.device.base import Device
+from app.device.base import Device, Fork
 
-__all__ = ["Device", "device_of"]
+__all__ = ["Device", "Fork", "device_of"]
 
 
 def device_of(kind: DeviceKind) -> Device:

@@ -6,9 +6,11 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from app.config.device import DeviceKind
 from app.errors import ConfigError
@@ -23,6 +25,20 @@ QUERY_TIMEOUT_S = 10
 def abort_backend(backend: Any) -> None:
     """End everything in flight in a torch.distributed backend."""
     backend.abort()
+
+
+class ServerProcess(Protocol):
+    """A process of an SGLang server, as asyncio's."""
+
+    pid: int
+
+    async def wait(self) -> int:
+        """Wait until it ends; return its exit code, negative for a signal."""
+        ...
+
+
+# Forks a server: its arguments, environment and the descriptor of its log. Raises `OSError` where that is impossible.
+Fork = Callable[[Sequence[str], Mapping[str, str], int], ServerProcess]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +70,9 @@ class Device:
     # Default of rollout.memory_fraction on devices of an engine's own. The rest has to hold its activations and graphs,
     # and during a weight sync the largest bucket twice. SGLang's own choice for Qwen3.5-9B on 80 GB is 0.756.
     engine_fraction: float = 0.75
-    forks_engines: bool = False  # engines begin as copies of a process that has imported SGLang
+    # Starts a process that imports SGLang, given an environment and a log; yields what forks servers from it.
+    fork_server: Callable[[Mapping[str, str], Path], AbstractContextManager[Fork]] | None = None
+    prepare_rank: Callable[[], object] | None = None  # called in each trainer rank before it loads its model
     shares_memory: bool = True  # trainer and engine share device memory, so that offloading frees some
     fused_optimizer: bool = False  # torch has a fused AdamW for this device; its step counters are on the device
     compiles: bool = False  # whether `trainer.compile=auto` compiles

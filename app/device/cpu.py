@@ -1,7 +1,38 @@
 """CPU: the real SGLang and the real FSDP2, over Gloo, in float32."""
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
 from app.config.device import DeviceKind
-from app.device.base import Device
+from app.device.base import Device, Fork
+
+
+def has_cpu_engine() -> bool:
+    """Return whether the optional room app/cpu_engine/ is installed: whether SGLang finds its entry point."""
+    try:
+        return bool(distribution("hydra-posttrain").entry_points.select(name="cpu_engine"))
+    except PackageNotFoundError:
+        return False
+
+
+CPU_ENGINE = has_cpu_engine()
+
+
+def fork_server(environment: Mapping[str, str], log: Path) -> AbstractContextManager[Fork]:
+    """See `Device.fork_server`."""
+    from app.cpu_engine import forked_server
+
+    return forked_server.fork_server(environment, log)
+
+
+def use_matmul_of_engines() -> None:
+    """Compute a trainer rank's matrix products as the engines do, so that log-probabilities agree."""
+    from app.cpu_engine.matmul import use_onednn_matmul
+
+    use_onednn_matmul()
+
 
 DEVICE = Device(
     kind=DeviceKind.cpu,
@@ -11,7 +42,7 @@ DEVICE = Device(
     visibility=None,
     engine_flags={
         "device": "cpu",
-        "attention-backend": "torch_batched",  # app/rollout/sglang_plugin/cpu/batched_attention.py
+        "attention-backend": "torch_batched" if CPU_ENGINE else "torch_native",
         "sampling-backend": "pytorch",
         "disable-cuda-graph": True,
         "cuda-graph-max-bs-decode": None,
@@ -28,7 +59,8 @@ DEVICE = Device(
         "SGLANG_MAMBA_CONV_DTYPE": "float32",
     },
     lora_backend="torch_native",  # app/rollout/sglang_plugin/lora_layers.py
-    forks_engines=True,  # as SGLang's own children: app/rollout/sglang_plugin/entry_points.py
+    fork_server=fork_server if CPU_ENGINE else None,
+    prepare_rank=use_matmul_of_engines if CPU_ENGINE else None,
     shares_memory=False,
     fused_optimizer=True,
     head_chunk=2**21,  # these two keep a chunk in its caches

@@ -23,7 +23,6 @@ from app.recovery.engine_supervisor import EngineSupervisor
 from app.rollout.episodes import EpisodeLimits, Episodes, episode_failures
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
-from app.rollout.sglang_plugin.forked_server import fork_server
 from app.tracking.number_format import plural
 from app.types import EngineStart, TrainerMemory
 from app.utils.dotted_path import ByName
@@ -102,9 +101,9 @@ async def start_rollout_workers(
     from app.reward.scorer import Scorer
 
     async with AsyncExitStack() as stack:
-        forks = None
-        if device.forks_engines and not config.rollout.urls:
-            forks = stack.enter_context(fork_server(device.engine_env, folder / "logs" / "fork_server.log"))
+        fork = None
+        if device.fork_server is not None and not config.rollout.urls:
+            fork = stack.enter_context(device.fork_server(device.engine_env, folder / "logs" / "fork_server.log"))
 
         inputs = take_inputs(config, recorder.status)
         recorder.note(inputs.prompts.counts.text, inputs.prompts.counts.facts)
@@ -132,7 +131,7 @@ async def start_rollout_workers(
 
         trainer = "" if config.mode is Mode.eval else f" and {plural(config.placement.trainer_ranks, 'trainer rank')}"
         recorder.status(f"starting {plural(config.engines, 'engine')}{trainer}")
-        make = EngineFactory(config, device, weights or inputs.model_path, folder, device_placement, forks)
+        make = EngineFactory(config, device, weights or inputs.model_path, folder, device_placement, fork)
         pool = EnginePool([make(index) for index in range(config.engines)])
         stack.push_async_callback(_end_engines, pool)
 

@@ -1,7 +1,7 @@
 """Main module of an SGLang server process: `python -m app.rollout.launcher <SGLang's flags>`.
 
 SGLang spawns its children, and each imports this module again, so its top level runs in every process of the server.
-(On CPU they are forked and have it already: sglang_plugin/entry_points.py.)
+(With app/cpu_engine/ they are forked and have it already.)
 
 Invariants:
     - The process group dies with the host that started it, in any state: a watcher process waits for the end of
@@ -20,7 +20,7 @@ from app.device.allocator import EXPANDABLE, without_expandable_segments
 from app.device.runtime_library import let_the_loader_find_it
 from app.device.torchvision_shim import define_operators
 from app.rollout.server import KEY_VARIABLE
-from app.rollout.sglang_plugin.forked_server import PARENT_VARIABLE
+from app.utils.process import PARENT_VARIABLE
 from app.worker.process import die_with_parent
 
 # With these dumps SGLang needs over a minute to exit after a crash. Set them to 1 to get them.

@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from app.device.base import Fork, ServerProcess
 from app.errors import EngineError, EngineLost
 from app.rollout.server_args import render_flags
-from app.rollout.sglang_plugin.forked_server import PARENT_VARIABLE, ForkedProcess, fork
 from app.types import EngineStart
 from app.utils.net import bracketed, reserve_port
-from app.utils.process import module_command, package_path
+from app.utils.process import PARENT_VARIABLE, module_command, package_path
 
 # Environment variables of the server, read by the launcher.
 KEY_VARIABLE = "POSTTRAIN_ENGINE_KEY"
@@ -51,7 +51,7 @@ class ServerSpec:
     flags: Mapping[str, object]  # SGLang's, without dashes; see `render_flags`
     environment: Mapping[str, str]  # added to this process's
     log: Path
-    fork_server: Path | None = None  # socket of a fork server, if this machine has one
+    fork: Fork | None = None  # forks the server from a process that has imported SGLang, on the driver's machine
 
     def arguments(self) -> list[str]:
         """Return the launcher's arguments. They do not contain the key."""
@@ -73,7 +73,7 @@ class Server:
     def __init__(self, spec: ServerSpec):
         self.spec = spec
         self._reserved: socket.socket | None = None
-        self._process: asyncio.subprocess.Process | ForkedProcess | None = None
+        self._process: ServerProcess | None = None
         self._log_start = 0  # bytes that earlier servers left in the log
 
     async def start(self) -> None:
@@ -113,13 +113,12 @@ class Server:
                     start_new_session=True,
                 )
 
-    async def _forked(self, environment: Mapping[str, str], log: int) -> ForkedProcess | None:
-        """Return a server from the fork server; None where there is none, as on other machines than the driver's."""
-        path = self.spec.fork_server
-        if path is None:
+    async def _forked(self, environment: Mapping[str, str], log: int) -> ServerProcess | None:
+        """Return a forked server; None where there is no fork server, as on other machines than the driver's."""
+        if self.spec.fork is None:
             return None
         try:
-            return await asyncio.to_thread(fork, path, self.spec.arguments(), environment, log)
+            return await asyncio.to_thread(self.spec.fork, self.spec.arguments(), environment, log)
         except OSError as error:
             logger.info("%s imports SGLang itself: %s", self.spec.name, error)
             return None

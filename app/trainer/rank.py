@@ -150,11 +150,9 @@ class TrainerRank:
     def _select_device(self) -> None:
         import torch
 
-        from app.device.cpu_matmul import use_onednn_matmul
-
         torch.set_num_threads(self.spec.threads)
-        if self.spec.device is DeviceKind.cpu:
-            use_onednn_matmul()
+        if self.device.prepare_rank is not None:
+            self.device.prepare_rank()
         if self.device.plugin:
             importlib.import_module(self.device.plugin)
         self.torch_device = self.device.torch_device(self._device_index())

@@ -13,6 +13,7 @@ import psutil
 from app.types import MemoryUse
 
 CGROUP = Path("/sys/fs/cgroup")
+PARENT_VARIABLE = "POSTTRAIN_ENGINE_PARENT"  # of the environment of SGLang servers, where it is the first
 MARK = "POSTTRAIN_RUN"  # environment variable that all processes of a run inherit
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -20,9 +20,8 @@ from typing import Any
 
 from app.config.device import Dtype
 from app.rollout.server import KEY_VARIABLE, ServerSpec
-from app.rollout.sglang_plugin.forked_server import PARENT_VARIABLE
 from app.utils.net import url_of
-from app.utils.process import package_path
+from app.utils.process import PARENT_VARIABLE, package_path
 from tests.bench.delta import side_by_side
 from tests.bench.machine import machine, print_result
 from tests.bench.random_model import QWEN3_06B, save_random_qwen3

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from app.device.cpu_matmul import multiply
+from app.cpu_engine.matmul import multiply
 from tests.bench.machine import busy, conditions, machine, spread
 
 WIDTH, WIDER = 256, 1536  # of a layer

@@ -22,11 +22,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from app.config.model import ModelConfig
+from app.cpu_engine.forked_server import SOCKET_VARIABLE, fork_server
+from app.device import Fork
 from app.device.cpu import DEVICE
 from app.model.hf_directory import locate
 from app.rollout.client import Client
 from app.rollout.server import Server, ServerSpec
-from app.rollout.sglang_plugin.forked_server import SOCKET_VARIABLE, fork_server
 from tests.bench.machine import busy, conditions, machine, spread
 
 POLL_INTERVAL_S = 0.02
@@ -36,7 +37,7 @@ WAYS = ("imports", "forked", "second", "run_imports", "run_forked")
 TARGETS = {"forked": 8.0, "run_forked": 12.0}  # seconds
 
 
-def spec_of(model: Path, folder: Path, name: str, forks: Path | None) -> ServerSpec:
+def spec_of(model: Path, folder: Path, name: str, fork: Fork | None) -> ServerSpec:
     return ServerSpec(
         name=name,
         model_path=str(model),
@@ -46,7 +47,7 @@ def spec_of(model: Path, folder: Path, name: str, forks: Path | None) -> ServerS
         flags={**DEVICE.engine_flags, "dtype": "float32", "skip-tokenizer-init": True},
         environment={**DEVICE.engine_env, "OMP_NUM_THREADS": "1"},
         log=folder / f"{name}.log",
-        fork_server=forks,
+        fork=fork,
     )
 
 
@@ -111,13 +112,13 @@ def one_round(model: Path) -> dict[str, dict[str, float]]:
         before = conditions()
         with started(spec_of(model, folder, "imports", None), seconds):
             keep("imports", before, seconds[-1])
-        with fork_server(DEVICE.engine_env, folder / "fork.log") as forks:
+        with fork_server(DEVICE.engine_env, folder / "fork.log") as fork:
             wait_for_import(folder / "fork.log")
             before = conditions()
-            with started(spec_of(model, folder, "forked", forks), seconds):
+            with started(spec_of(model, folder, "forked", fork), seconds):
                 keep("forked", before, seconds[-1])
                 before = conditions()
-                with started(spec_of(model, folder, "second", forks), seconds):
+                with started(spec_of(model, folder, "second", fork), seconds):
                     keep("second", before, seconds[-1])
         for way, own in (("run_imports", False), ("run_forked", True)):
             (folder / way).mkdir()

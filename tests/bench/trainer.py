@@ -6,7 +6,7 @@ All train the same random Qwen3 (512 wide, 8 layers, the real vocabulary of 151,
 long-tailed lengths, with the same loss, AdamW, float32, activation checkpointing, number of threads and at most 1,600
 positions a microbatch. `ours` is the step of a rank alone: packed microbatches, the head in chunks, AdamW in one
 kernel. `plain` is the best that padded batches allow, `naive` the shortest loop to write: see plain_trainer.py. On
-AMD's CPUs `ours` computes its products with oneDNN (app/device/cpu_matmul.py); `plain_onednn` is `plain` with the same
+AMD's CPUs `ours` computes its products with oneDNN (app/cpu_engine/matmul.py); `plain_onednn` is `plain` with the same
 products.
 
 Each measurement is a separate process, and the four take turns. Memory is the peak resident size during the step,
@@ -151,7 +151,7 @@ def count(model: Any) -> int:
 def make_trainer(way: str, path: Path) -> Trainer:
     import torch
 
-    from app.device.cpu_matmul import use_onednn_matmul
+    from app.cpu_engine.matmul import use_onednn_matmul
 
     torch.set_num_threads(os.cpu_count() or 1)
     if way in ("ours", "plain_onednn"):

@@ -54,7 +54,7 @@ def server_spec(model: Path, folder: Path, *, name: str, **flags: object) -> Ser
         },
         environment={**DEVICE.engine_env, "OMP_NUM_THREADS": "1"},
         log=folder / f"{name.replace(' ', '_')}.log",
-        fork_server=shared(),
+        fork=shared(),
     )
 
 

@@ -50,7 +50,7 @@ def url(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("faulty")
     path = os.pathsep.join([str(plugin_folder(folder)), *filter(None, [os.environ.get("PYTHONPATH")])])
     server = server_spec(without_end(tiny_model, folder), folder, name="engine 3", max_running_requests=4)
-    server = replace(server, environment={**server.environment, "PYTHONPATH": path}, fork_server=None)
+    server = replace(server, environment={**server.environment, "PYTHONPATH": path}, fork=None)
     owner = remote(host_spec(folder, name="engine 3", server=server))
     yield asyncio.run(owner.start(300))["url"]
     asyncio.run(owner.stop())

@@ -13,8 +13,8 @@ from app.errors import EngineError
 from app.rollout.launcher import forbid_expandable_segments
 from app.rollout.server import Server, ServerSpec
 from app.rollout.server_args import engine_flags, engine_seed
-from app.rollout.sglang_plugin.forked_server import PARENT_VARIABLE
 from app.types import EngineStart
+from app.utils.process import PARENT_VARIABLE
 from tests.compose import composed
 from tests.rollout.support import KEY, host_spec, server_spec
 
@@ -100,7 +100,7 @@ def test_a_port_that_is_in_use_is_refused_with_one_sentence(tmp_path: Path) -> N
 
 def test_the_port_of_a_server_is_reserved_from_its_start_to_its_stop(tmp_path: Path) -> None:
     """SGLang imports for seconds before it binds the port."""
-    server = Server(replace(server_spec(tmp_path, tmp_path, name="engine 0"), fork_server=None))
+    server = Server(replace(server_spec(tmp_path, tmp_path, name="engine 0"), fork=None))
 
     async def started() -> None:
         await server.start()
@@ -126,7 +126,7 @@ def test_a_server_can_take_a_title_whatever_variables_it_changes(
         "print(pathlib.Path('/proc/self/cmdline').read_bytes().rstrip(b'\\0').decode())\n"
     )
     monkeypatch.setattr(ServerSpec, "command", lambda spec: [sys.executable, "-c", code])
-    server = Server(replace(server_spec(tmp_path, tmp_path, name="engine 0"), fork_server=None))
+    server = Server(replace(server_spec(tmp_path, tmp_path, name="engine 0"), fork=None))
 
     async def run() -> None:
         await server.start()

@@ -7,14 +7,15 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
+from app.cpu_engine.forked_server import fork, fork_server
 from app.device.cpu import DEVICE
 from app.rollout.server import Server
-from app.rollout.sglang_plugin.forked_server import fork_server
 from tests.rollout.support import process_group, server_spec
 from tests.waiting import until
 
@@ -58,7 +59,7 @@ def test_the_exit_code_of_a_forked_server_is_reported(tiny_model: Path, tmp_path
 
 
 def test_a_server_imports_sglang_itself_where_there_is_no_fork_server(tiny_model: Path, tmp_path: Path) -> None:
-    missing = replace(server_spec(tiny_model, tmp_path, name="engine 0"), fork_server=tmp_path / "none")
+    missing = replace(server_spec(tiny_model, tmp_path, name="engine 0"), fork=partial(fork, tmp_path / "none"))
     server = Server(missing)
 
     async def scenario() -> None:
@@ -70,8 +71,8 @@ def test_a_server_imports_sglang_itself_where_there_is_no_fork_server(tiny_model
 
 
 def test_a_server_ends_with_its_host_and_with_the_fork_server(tiny_model: Path, tmp_path: Path) -> None:
-    with fork_server(DEVICE.engine_env, tmp_path / "fork.log") as path:
-        specs = [replace(server_spec(tiny_model, tmp_path, name=f"engine {i}"), fork_server=path) for i in range(2)]
+    with fork_server(DEVICE.engine_env, tmp_path / "fork.log") as forked:
+        specs = [replace(server_spec(tiny_model, tmp_path, name=f"engine {i}"), fork=forked) for i in range(2)]
         hosted, orphaned = (Server(spec) for spec in specs)
 
         async def scenario() -> list[int]:
@@ -96,12 +97,13 @@ def alive(pid: int) -> bool:
 
 
 def test_a_host_that_goes_away_in_the_middle_of_its_request_disturbs_no_other(tiny_model: Path, tmp_path: Path) -> None:
-    with fork_server(DEVICE.engine_env, tmp_path / "fork.log") as path:
-        for part in (b"", (100).to_bytes(8)):
+    with fork_server(DEVICE.engine_env, tmp_path / "fork.log") as forked:
+        assert isinstance(forked, partial)
+        for part in (b"", b"\n"):
             with socket.socket(socket.AF_UNIX) as rude:
-                rude.connect(str(path))
+                rude.connect(str(forked.args[0]))
                 rude.sendall(part)
-        server = Server(replace(server_spec(tiny_model, tmp_path, name="engine 0"), fork_server=path))
+        server = Server(replace(server_spec(tiny_model, tmp_path, name="engine 0"), fork=forked))
 
         async def scenario() -> list[str]:
             await server.start()
@@ -125,7 +127,7 @@ def test_a_host_in_another_container_that_shares_the_folder_forks_nothing(flags:
 
     code = (
         "import pathlib, sys\n"
-        "from app.rollout.sglang_plugin.forked_server import fork\n"
+        "from app.cpu_engine.forked_server import fork\n"
         "try:\n"
         "    fork(pathlib.Path(sys.argv[1]), [], {}, 1)\n"
         "except OSError as error:\n"

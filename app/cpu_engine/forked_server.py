@@ -1,4 +1,4 @@
-"""Servers that a fork server starts (`fork_server.py`): how a run starts one, and how a host asks it for a server."""
+"""The other sides of a fork server (`fork_server.py`): the driver starts it, and engine hosts get servers from it."""
 
 import asyncio
 import json
@@ -10,25 +10,24 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from app.utils.process import module_command, package_path
+from app.device.base import Fork
+from app.utils.process import PARENT_VARIABLE, module_command, package_path
 
-PROCESS = "app.rollout.sglang_plugin.fork_server"
-HEADER_BYTES = 8  # length of a request
-ANSWER_BYTES = 4096
+PROCESS = "app.cpu_engine.fork_server"
 IMPORT_TIMEOUT_S = 300.0  # until SGLang is imported
 STOP_TIMEOUT_S = 5.0
-LISTEN = 64
+BACKLOG = 64
 SOCKET_VARIABLE = "POSTTRAIN_FORK_SERVER"  # the socket of a fork server that several runs share
 NAMESPACES = ("mnt", "net", "pid")  # of Linux, that a process has from the one that forks it
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-PARENT_VARIABLE = "POSTTRAIN_ENGINE_PARENT"  # of the environment of servers, where it is the first
 
 
 @contextmanager
-def fork_server(environment: Mapping[str, str], log: Path) -> Iterator[Path]:
-    """Start a fork server, which imports SGLang meanwhile, and end it after the block. Yields its socket.
+def fork_server(environment: Mapping[str, str], log: Path) -> Iterator[Fork]:
+    """Start a fork server, which imports SGLang meanwhile, and end it after the block. Yields `fork` of its socket.
 
     Runs that begin with `SOCKET_VARIABLE` in their environment use that one and start none.
 
@@ -37,15 +36,15 @@ def fork_server(environment: Mapping[str, str], log: Path) -> Iterator[Path]:
         log: Its output.
     """
     if shared := os.environ.get(SOCKET_VARIABLE):
-        yield Path(shared)
+        yield partial(fork, Path(shared))
         return
 
     with tempfile.TemporaryDirectory(prefix="posttrain-fork-") as folder:
         path = Path(folder) / "socket"
         log.parent.mkdir(parents=True, exist_ok=True)
         with socket.socket(socket.AF_UNIX) as listener, log.open("ab") as output:
-            listener.bind(str(path))  # here: hosts may ask before the process runs
-            listener.listen(LISTEN)
+            listener.bind(str(path))  # here: hosts may connect before the process runs
+            listener.listen(BACKLOG)
             process = subprocess.Popen(
                 [*module_command(PROCESS), str(listener.fileno())],
                 env={
@@ -61,7 +60,7 @@ def fork_server(environment: Mapping[str, str], log: Path) -> Iterator[Path]:
                 start_new_session=True,
             )
         try:
-            yield path
+            yield partial(fork, path)
         finally:
             process.kill()
             process.wait(STOP_TIMEOUT_S)
@@ -88,20 +87,15 @@ class ForkedProcess:
         return await asyncio.shield(self._exit)
 
     async def _read_exit(self) -> int:
-        self._connection.setblocking(False)
-        received = b""
-        while not received.endswith(b"\n"):
-            part = await asyncio.get_running_loop().sock_recv(self._connection, ANSWER_BYTES)
-            if not part:  # the fork server is gone, and its children with it
-                break
-            received += part
-        self._connection.close()
+        reader, writer = await asyncio.open_unix_connection(sock=self._connection)
+        answer = await reader.read()  # until it is closed; empty if the fork server and with it its children ended
+        writer.close()
         os.close(self._stdin)
-        return int(json.loads(received)["code"]) if received else -signal.SIGKILL
+        return int(json.loads(answer)["code"]) if answer else -signal.SIGKILL
 
 
 def fork(path: Path, arguments: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedProcess:
-    """Ask the fork server at `path` for a server. Blocks until SGLang is imported there.
+    """Get a server from the fork server at `path`. Blocks until SGLang is imported there.
 
     Args:
         path: The socket.
@@ -119,10 +113,11 @@ def fork(path: Path, arguments: Sequence[str], environment: Mapping[str, str], l
     try:
         connection.connect(str(path))
         _require_same_namespaces(connection)
-        request = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode()
-        socket.send_fds(connection, [len(request).to_bytes(HEADER_BYTES)], [theirs, log])
-        connection.sendall(request)
-        answer = connection.recv(ANSWER_BYTES)
+        socket.send_fds(connection, [b"\n"], [theirs, log])
+        request = json.dumps({"arguments": list(arguments), "environment": dict(environment)})
+        connection.sendall(request.encode() + b"\n")
+        with connection.makefile("rb", buffering=0) as lines:  # unbuffered: the exit code may follow at once
+            answer = lines.readline()
         if not answer:
             raise ConnectionResetError(f"the fork server at {path} ended")
         return ForkedProcess(json.loads(answer)["pid"], connection, ours)
@@ -137,7 +132,7 @@ def fork(path: Path, arguments: Sequence[str], environment: Mapping[str, str], l
 def _require_same_namespaces(connection: socket.socket) -> None:
     """Raise `OSError` if the driver runs in another container: its folders may be shared, its network is not."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    driver, _, _ = CREDENTIALS.unpack(credentials)  # of who listened first; 0 if it has no pid here
+    driver, _, _ = CREDENTIALS.unpack(credentials)  # of the process that listened first; 0 if it has no pid here
     for name in NAMESPACES:
         if os.readlink(f"/proc/{driver}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}"):
             raise ConnectionRefusedError(f"the fork server is in another {name} namespace")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.rollout.sglang_plugin.cpu import weight_buffers
-from app.rollout.sglang_plugin.cpu.weight_buffers import SENDER_BUFFERS, WeightBuffers
+from app.cpu_engine import weight_buffers
+from app.cpu_engine.weight_buffers import SENDER_BUFFERS, WeightBuffers
 from app.utils.process import SHARED_MEMORY
 from app.weight_sync.sender import BUFFERS
 from app.weight_sync.transport.ipc_payload import allocate_shared, shared_memory_name

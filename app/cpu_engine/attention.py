@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from app.rollout.sglang_plugin.cpu.kv_cache import WorkingCopy, attend
+from app.cpu_engine.kv_cache import WorkingCopy, attend
 from app.utils.lengths import length_buckets
 
 NAME = "torch_batched"

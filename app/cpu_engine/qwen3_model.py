@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from app.device.cpu_matmul import linear
-from app.rollout.sglang_plugin.cpu.operators import callable_alike, cos_and_sin, plain_norm, plain_rotary, rotated
+from app.cpu_engine.matmul import linear
+from app.cpu_engine.operators import callable_alike, cos_and_sin, plain_norm, plain_rotary, rotated
 
 logger = logging.getLogger(__name__)
 

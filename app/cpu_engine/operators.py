@@ -16,12 +16,12 @@ from torch.nn.functional import silu
 
 logger = logging.getLogger(__name__)
 
-NATIVE = "native"  # the key of our platform's operators: platform.py
-
 
 def register() -> None:
     """Register the operators for our platform. One that this SGLang lacks, or calls differently, stays SGLang's."""
     from sglang.kernels.fused_op import BaseFusedOp
+
+    from app.rollout.sglang_plugin.platform import NATIVE
 
     layers = "sglang.srt.layers."
     operators: dict[str, Callable[..., Any]] = {

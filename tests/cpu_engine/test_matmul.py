@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.device import cpu_matmul
-from app.device.cpu_matmul import helps, multiply
+from app.cpu_engine import matmul
+from app.cpu_engine.matmul import helps, multiply
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -39,7 +39,7 @@ def test_factors_that_do_not_fit_are_refused() -> None:
 def test_it_serves_amd_only(vendor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     description = tmp_path / "cpuinfo"
     description.write_text(f"vendor_id\t: {vendor}\n")
-    monkeypatch.setattr(cpu_matmul, "CPU_DESCRIPTION", description)
+    monkeypatch.setattr(matmul, "CPU_DESCRIPTION", description)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     assert helps() is (vendor == "AuthenticAMD")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
@@ -48,13 +48,13 @@ def test_it_serves_amd_only(vendor: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 PROGRAM = """
 import torch
-from app.device import cpu_matmul
+from app.cpu_engine import matmul
 
-cpu_matmul.helps = lambda: True
+matmul.helps = lambda: True
 multiplied = []
-multiply = cpu_matmul.multiply
-cpu_matmul.multiply = lambda a, b: (multiplied.append(tuple(a.shape)), multiply(a, b))[1]
-assert cpu_matmul.use_onednn_matmul() and cpu_matmul.use_onednn_matmul()
+multiply = matmul.multiply
+matmul.multiply = lambda a, b: (multiplied.append(tuple(a.shape)), multiply(a, b))[1]
+assert matmul.use_onednn_matmul() and matmul.use_onednn_matmul()
 
 def agree(got, exact):
     assert (got - exact).abs().max() < 1e-5 * exact.abs().max()

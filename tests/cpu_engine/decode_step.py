@@ -1,4 +1,4 @@
-"""The torch operators of one decode step: `python -m tests.rollout.decode_step MODEL`, with an engine's environment.
+"""The torch operators of one decode step: `python -m tests.cpu_engine.decode_step MODEL`, with an engine's environment.
 
 Runs SGLang's model in this process. Writes the operators of a step with Qwen3 as one function, and again with SGLang's
 modules (a model with a hook is not plain), and the largest difference of the logits.
@@ -64,7 +64,7 @@ def decode(runner: Any) -> tuple[Counter[str], Tensor]:
 
 
 def main(model: str) -> None:
-    from app.rollout.sglang_plugin.cpu import qwen3_model
+    from app.cpu_engine import qwen3_model
 
     runner = load(model)
     whole, logits = decode(runner)

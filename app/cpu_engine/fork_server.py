@@ -1,8 +1,7 @@
-"""Forks SGLang servers from a process that has imported SGLang: `python -m ….sglang_plugin.fork_server <descriptor>`.
+"""Forks SGLang servers from a process that has imported SGLang: `python -m app.cpu_engine.fork_server <descriptor>`.
 
-Importing SGLang takes most of a server's start. Where its processes are forked anyway (on a CPU:
-sglang_plugin/entry_points.py), a run imports it once, while the driver loads its inputs, and every engine of that
-machine, restarted ones too, begins as a copy.
+Importing SGLang takes most of a server's start. A run imports it once, while the driver loads its inputs, and every
+engine of that machine, restarted ones too, begins as a copy.
 
     driver ─ starts ─→ fork server ─ forks ─→ server of engine 0, server of engine 1 …
                           ↑ socket: arguments, environment, standard input, log ─ engine host
@@ -30,12 +29,11 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from app.device.torchvision_shim import define_operators
-from app.rollout.sglang_plugin.forked_server import ANSWER_BYTES, HEADER_BYTES, PARENT_VARIABLE
-from app.utils.garbage import no_collections
-from app.utils.process import module_command
+from app.utils.process import PARENT_VARIABLE, module_command
 
 DESCRIPTORS = 2  # standard input, log
 REQUEST_TIMEOUT_S = 10.0  # until a host has sent its request
+WAKE_BYTES = 4096
 OMP_THREADS = "OMP_NUM_THREADS"
 
 
@@ -44,9 +42,10 @@ def main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
     listener.set_inheritable(False)
     began = time.monotonic()
-    with no_collections():
-        import_sglang()
-        gc.freeze()  # a collection in a child would copy every page
+    gc.disable()
+    import_sglang()
+    gc.freeze()  # a collection in a child would copy every page
+    gc.enable()
     sys.stdout.write(f"imported SGLang in {time.monotonic() - began:.1f} s, {threads()} thread(s)\n")
     sys.stdout.flush()
     serve(listener)
@@ -82,29 +81,30 @@ def serve(listener: socket.socket) -> None:
         if listener in ready:
             _answer(listener.accept()[0], hosts, own)
         if wake in ready:
-            os.read(wake, ANSWER_BYTES)
+            os.read(wake, WAKE_BYTES)
         _report_exits(hosts)
 
 
 def _answer(connection: socket.socket, hosts: dict[int, socket.socket], own: Sequence[int]) -> None:
-    """Fork the server that a host asks for. `own`: descriptors that it must not inherit."""
+    """Fork the server that a host requests. `own`: descriptors that it must not inherit."""
     connection.settimeout(REQUEST_TIMEOUT_S)
     descriptors: Sequence[int] = ()
     try:
-        header, descriptors, _, _ = socket.recv_fds(connection, HEADER_BYTES, DESCRIPTORS)
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, DESCRIPTORS)
         stdin, log = descriptors
-        request = json.loads(_exactly(connection, int.from_bytes(header)))
+        with connection.makefile("rb") as lines:
+            request = json.loads(lines.readline())
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             for descriptor in (*own, connection.fileno(), *(each.fileno() for each in hosts.values())):
                 os.close(descriptor)
             _become_server(parent, request["arguments"], request["environment"], stdin, log)
-        with contextlib.suppress(OSError):  # here and there: whoever comes first
+        with contextlib.suppress(OSError):  # the child does it too: neither knows which of them runs first
             os.setpgid(pid, pid)
         connection.sendall(json.dumps({"pid": pid}).encode() + b"\n")
         hosts[pid] = connection
-    except (OSError, ValueError) as error:  # the host ended meanwhile; a server that it got ends by its standard input
+    except (OSError, ValueError) as error:  # the host ended; its server, if there is one, ends by its standard input
         sys.stdout.write(f"a request was not answered: {error}\n")
         sys.stdout.flush()
         connection.close()
@@ -113,18 +113,8 @@ def _answer(connection: socket.socket, hosts: dict[int, socket.socket], own: Seq
             os.close(descriptor)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    received = b""
-    while len(received) < size:
-        part = connection.recv(size - len(received))
-        if not part:
-            raise ConnectionResetError("the host ended")
-        received += part
-    return received
-
-
 def _report_exits(hosts: dict[int, socket.socket]) -> None:
-    """Tell the hosts of servers that ended their exit codes."""
+    """Send the exit codes of servers that ended to their hosts."""
     while hosts:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:

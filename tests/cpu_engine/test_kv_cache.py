@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from app.rollout.sglang_plugin.cpu.kv_cache import HEAD_ROOM, WorkingCopy
+from app.cpu_engine.kv_cache import HEAD_ROOM, WorkingCopy
 
 
 def step(copy: WorkingCopy, requests: dict[int, int]) -> tuple[list[int], list[tuple[int, int]], set[int]]:

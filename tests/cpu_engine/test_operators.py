@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.device.cpu_matmul import linear, use_onednn_matmul
-from app.rollout.sglang_plugin.cpu import operators
-from app.rollout.sglang_plugin.cpu.kv_cache import attend
-from app.rollout.sglang_plugin.cpu.qwen3_model import queries_keys_values
+from app.cpu_engine import operators
+from app.cpu_engine.kv_cache import attend
+from app.cpu_engine.matmul import linear, use_onednn_matmul
+from app.cpu_engine.qwen3_model import queries_keys_values
 
 TOKENS, WIDTH, HEADS, KEY_HEADS = 7, 32, 4, 2
 EPSILON = 1e-6

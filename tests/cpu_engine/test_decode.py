@@ -14,7 +14,7 @@ WHOLE, MODULES = 100, 115
 
 
 def test_a_layer_of_a_decode_step_is_few_operators_and_computes_what_sglangs_modules_do(tiny_model: Path) -> None:
-    command = [sys.executable, "-m", "tests.rollout.decode_step", str(tiny_model)]
+    command = [sys.executable, "-m", "tests.cpu_engine.decode_step", str(tiny_model)]
     environment = {**os.environ, **DEVICE.engine_env, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
     result = json.loads(ran.stdout.splitlines()[-1])
