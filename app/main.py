@@ -29,7 +29,6 @@ from app.mode import MODES, NOT_GIVEN, ModeResult
 from app.recovery.run_lock import FolderInUse
 from app.run_report import RunReport, report, reports
 from app.utils.files import disk_errors, not_writable
-from app.utils.garbage import no_collections
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 FULL_ERROR_REQUESTED = FULL_ERROR in os.environ
@@ -78,13 +77,12 @@ class Validate(Callback):
         checkpoint = _apply_resume(composed, config)
         config = compose.resolve(composed)
 
-        with no_collections():
-            from app.mode.disk import require_space
-            from app.mode.preflight import preflight
+        from app.mode.disk import require_space
+        from app.mode.preflight import preflight
 
-            require_writable("hydra.run.dir", composed.hydra.run.dir)
-            preflight(config, checkpoint)
-            composed.steps = config.steps  # of the epochs
+        require_writable("hydra.run.dir", composed.hydra.run.dir)
+        preflight(config, checkpoint)
+        composed.steps = config.steps  # of the epochs
         if checkpoint is None:  # a resume replaces checkpoints of its own
             require_space(config, Path(str(composed.hydra.run.dir)))
 

@@ -17,14 +17,13 @@ def load() -> None:
 
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from app.cpu_engine import attention, gated_delta, matmul, operators, qwen3_model, weight_buffers
+    from app.cpu_engine import attention, gated_delta, matmul, operators, qwen3_model
 
     matmul.use_onednn_matmul()
     attention.register()
     operators.register()
     qwen3_model.register()
     gated_delta.register()
-    weight_buffers.register()
     HookRegistry.register(SET_START_METHOD, fork_children, HookType.AFTER)
     HookRegistry.register(PROCESS_REQUESTS, sleep_while_paused, HookType.AFTER)
 

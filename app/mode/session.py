@@ -17,6 +17,7 @@ from app.config.placement import PlacementKind
 from app.device import Device
 from app.mode.environments import worker_spec
 from app.mode.preflight import RunInputs, take_inputs
+from app.offload import make_offload
 from app.placement.time_sharing import TimeSharing
 from app.protocols import StatusRecorder
 from app.recovery.engine_supervisor import EngineSupervisor
@@ -25,15 +26,11 @@ from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.tracking.number_format import plural
 from app.types import EngineStart, TrainerMemory
-from app.utils.dotted_path import ByName
 from app.utils.tasks import gather_or_raise
 
 if TYPE_CHECKING:
-    from app.offload.trainer import Offload
     from app.trainer.remote import RemoteTrainer
     from app.weight_sync.factory import Synchronizer
-else:
-    Offload = ByName("app.offload.trainer.Offload")
 
 PHASE_POLL_INTERVAL_S = 1.0
 
@@ -215,7 +212,7 @@ async def _set_up(trainer: "RemoteTrainer", workers: RolloutWorkers) -> None:
 
 
 async def _attach_offload(trainer: "RemoteTrainer", device: Device) -> None:
-    await trainer.attach_offload(partial(Offload, moves=device.shares_memory))
+    await trainer.attach_offload(partial(make_offload, moves=device.shares_memory))
 
 
 async def _end_engines(pool: EnginePool) -> None:

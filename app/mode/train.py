@@ -17,7 +17,6 @@ new process.
 """
 
 import asyncio
-import gc
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -48,7 +47,6 @@ from app.protocols import Trainer
 from app.recovery.resume import checkpoint_of
 from app.recovery.retrying_sync import RetryingWeightSync
 from app.tracking.recorder import RunFolderRecorder
-from app.utils.garbage import long_lived_objects_frozen
 from app.utils.tasks import until_signal
 
 CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
@@ -128,7 +126,6 @@ class TrainingRun:
                 self.restarts += 1
                 self.recorder.warn(f"restarting the trainer: {error}")
                 await self.workers.supervisor.abort_in_flight()
-                gc.collect()  # what the lost attempt left
 
     async def _train_once(self, lost: TrainerLost | None) -> float:
         """Start a trainer and train with it until the run ends or the trainer is lost."""
@@ -163,8 +160,7 @@ class TrainingRun:
         """Run the schedule; save the last step however that ends, unless the trainer failed; export at the end."""
         async with self.workers.supervisor.monitor():
             try:
-                with long_lived_objects_frozen():
-                    accuracy = await controller.run()
+                accuracy = await controller.run()
                 await self.checkpoints.wait()
             except TrainerError:
                 if problem := await self.checkpoints.settle(self.config.checkpoint.grace_s):

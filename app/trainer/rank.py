@@ -32,7 +32,6 @@ from app.device.torchvision_shim import define_operators
 from app.errors import TrainerError
 from app.trainer.profile import FOLDER, StepProfiler
 from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
-from app.utils.garbage import no_collections
 from app.utils.net import Listener
 from app.utils.process import log_to, memory_use
 
@@ -131,12 +130,12 @@ class TrainerRank:
         Returns:
             Number of the model's parameters.
         """
-        with no_collections():  # 4,000 modules are imported here
-            self._seed()
-            self._select_device()
-            self._join_process_group(address, port)
-            self._load_models()
-            self._make_step()
+        gc.disable()  # before 4,000 modules are imported
+        self._seed()
+        self._select_device()
+        self._join_process_group(address, port)
+        self._load_models()
+        self._make_step()
         disable_automatic_gc()
         return sum(parameter.numel() for parameter in self.model.parameters())
 

@@ -1,42 +1,14 @@
-"""Import what a dotted path names: custom rewards and trackers, and classes that only the trainer ranks import."""
+"""Import what a dotted path names: custom rewards, trackers and transports."""
 
 import importlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 
 class LoadError(Exception):
     """A custom function or class cannot be imported or used. The message completes a sentence that names its path."""
-
-
-@dataclass(frozen=True)
-class ByName:
-    """A class that the driver attaches to the trainer ranks and whose methods it calls there, without importing it.
-
-    Its module imports torch, which would cost the driver a second of every start and 200 MB. Type checkers see the
-    class itself::
-
-        if TYPE_CHECKING:
-            from app.weight_sync.sender import Sender
-        else:
-            Sender = ByName("app.weight_sync.sender.Sender")
-    """
-
-    path: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Import the class and create an instance of it. Raises as `resolve`."""
-        return resolve(self.path)(*args, **kwargs)
-
-    def __getattr__(self, method: str) -> Any:
-        """Return something whose `__name__` is this method's: all that `RemoteTrainer.call` needs of one."""
-        if method.startswith("__"):  # pickle asks for some
-            raise AttributeError(method)
-        return SimpleNamespace(__name__=method)
 
 
 def resolve(path: str) -> Callable[..., Any]:

@@ -9,9 +9,19 @@ Invariants:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from math import prod
 
 ITEM_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint8": 1}
+
+
+class Receivers(Enum):
+    """The ranks that receive what is gathered."""
+
+    every_rank = "every rank"
+    rank_0 = "rank 0 alone"
+    # Where the collective library has no gather. The other ranks receive into scratch memory.
+    rank_0_by_all_gather = "rank 0 alone, by an all-gather"
 
 
 @dataclass(frozen=True, slots=True)

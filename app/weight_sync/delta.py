@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
-from app.weight_sync.gather import Receivers, all_gather, gather_by_rank, gather_full
+from app.weight_sync.buckets import Bucket, ReadyBucket, Receivers, TensorMeta
+from app.weight_sync.gather import all_gather, gather_by_rank, gather_full
 from app.weight_sync.snapshot import Changes, ShardSnapshot, diff_and_replace_all
 from app.wire import GAPS, HEADER, MORE, VALUES, DeltaHeader, SparseTensorMeta
 
@@ -55,6 +55,10 @@ class DeltaEncoder:
         self.version = version
         self.base = base
         self.messages = messages
+
+    def max_message_bytes(self, bucket: Bucket) -> int:
+        """Return the size of a buffer for a message of this bucket."""
+        return bucket.bytes + max_header_bytes(bucket)
 
     @torch.no_grad()
     def pack(self, index: int, bucket: Bucket, buffer: Tensor | None, *, receivers: Receivers) -> ReadyBucket:

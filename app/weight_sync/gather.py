@@ -5,21 +5,12 @@ Invariants:
     - Rows that divide evenly need no staging buffer. A single rank needs no collective.
 """
 
-from enum import Enum
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-
-class Receivers(Enum):
-    """The ranks that receive what is gathered."""
-
-    every_rank = "every rank"
-    rank_0 = "rank 0 alone"
-    # Where the collective library has no gather. The other ranks receive into scratch memory.
-    rank_0_by_all_gather = "rank 0 alone, by an all-gather"
+from app.weight_sync.buckets import Receivers
 
 
 @torch.no_grad()

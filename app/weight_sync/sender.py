@@ -4,22 +4,24 @@ Gathering is a collective, so all ranks do it for every bucket. There are two bu
 regions: bucket k + 1 is gathered while bucket k is sent and loaded. On a device they exist during a sync only, since
 training needs their memory; and each handle of transport `ipc` wraps a buffer's storage once more, which would grow
 with the run. On a CPU they are kept.
+
+The driver imports this module to name its methods, so torch is imported in functions.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from app.config.weight_sync import SnapshotPlace
-from app.model.policy import FLOAT32_PARAMETERS, named_checkpoint_tensors
 from app.trainer.rank import TrainerRank
 from app.types import TrainerMemory
-from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
-from app.weight_sync.delta import DeltaEncoder, max_header_bytes
-from app.weight_sync.gather import Receivers, full_tensor, gather_full
+from app.weight_sync.buckets import Bucket, ReadyBucket, Receivers, TensorMeta
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from app.weight_sync.delta import DeltaEncoder
 
 BUFFERS = 2
 
@@ -37,6 +39,8 @@ class Sender:
     on_all_ranks = False  # whether every rank gathers into buffers, or rank 0 alone
 
     def __init__(self, trainer_rank: TrainerRank):
+        from app.model.policy import named_checkpoint_tensors
+
         self.trainer_rank = trainer_rank
         self.rank_index = trainer_rank.rank
         self.device = trainer_rank.torch_device
@@ -54,6 +58,8 @@ class Sender:
 
     def describe(self) -> list[TensorMeta]:
         """Return the tensors to send, in model order."""
+        from app.model.policy import FLOAT32_PARAMETERS
+
         return [
             TensorMeta(name, "float32" if name.endswith(FLOAT32_PARAMETERS) else self.dtype, tuple(tensor.shape))
             for name, tensor in self.tensors.items()
@@ -63,6 +69,8 @@ class Sender:
         """Set the bucket plan. `snapshot`: where a delta sync keeps its snapshot."""
         self.buckets = buckets
         if snapshot is not None:
+            from app.weight_sync.delta import DeltaEncoder
+
             self.delta_encoder = DeltaEncoder(self.tensors, self.dtype, on_host=snapshot is SnapshotPlace.host)
         self.buffers = []
         if self._keeps_buffers:
@@ -101,6 +109,8 @@ class Sender:
 
     def export(self, folder: Path) -> None:
         """Write the float32 master parameters as a checkpoint, bypassing the buckets."""
+        import torch
+
         from app.model.hf_export import export
 
         tensors = self._full_tensors()
@@ -113,8 +123,10 @@ class Sender:
 
     # --- for transports to override
 
-    def allocate(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> "Tensor":
         """Allocate a buffer of `size` bytes."""
+        import torch
+
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def ipc_handle(self, index: int) -> str | None:
@@ -144,7 +156,7 @@ class Sender:
         self.buffers = [self.allocate(size) for _ in range(min(BUFFERS, len(self.buckets)))]
 
     def _buffer_bytes(self, bucket: Bucket) -> int:
-        return bucket.bytes + (max_header_bytes(bucket) if self.delta_encoder is not None else 0)
+        return bucket.bytes if self.delta_encoder is None else self.delta_encoder.max_message_bytes(bucket)
 
     @property
     def _keeps_buffers(self) -> bool:
@@ -156,6 +168,8 @@ class Sender:
 
     def _gather(self, index: int) -> ReadyBucket:
         """Fill the buffer of bucket `index`. A collective of all ranks."""
+        import torch
+
         bucket = self.buckets[index]
         slot = index % BUFFERS
         buffer = self.buffers[slot] if self._has_buffers else None
@@ -171,12 +185,18 @@ class Sender:
             torch.get_device_module(self.device).current_stream().synchronize()
         return replace(self.ready[slot], ipc_handle=self.ipc_handle(index))
 
-    def _gather_bucket(self, bucket: Bucket, buffer: Tensor | None) -> None:
+    def _gather_bucket(self, bucket: Bucket, buffer: "Tensor | None") -> None:
+        import torch
+
+        from app.weight_sync.gather import gather_full
+
         for meta, offset in zip(bucket.tensors, bucket.offsets, strict=True):
             dtype = getattr(torch, meta.dtype)
             out = buffer[offset : offset + meta.bytes].view(dtype) if buffer is not None else None
             gather_full(self.tensors[meta.name], dtype, out=out, receivers=self.receivers)
 
-    def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _full_tensors(self) -> "Iterator[tuple[str, Tensor]]":
+        from app.weight_sync.gather import full_tensor
+
         for name, tensor in self.tensors.items():
             yield name, full_tensor(tensor.detach())

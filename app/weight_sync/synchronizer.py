@@ -18,23 +18,18 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from app.config.weight_sync import SyncMode, WeightSyncConfig
 from app.errors import EngineError, SyncError
 from app.protocols import RolloutEngine
 from app.types import SYNC_PHASES, InFlight, SyncReport
-from app.utils.dotted_path import ByName
 from app.utils.units import MIB
 from app.weight_sync.buckets import Bucket, ReadyBucket, plan_buckets
 from app.weight_sync.deadlines import Deadline, best_effort
+from app.weight_sync.sender import Sender
 from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, TrainerGroup, Transport
 from app.weight_sync.verify import Verifier
-
-if TYPE_CHECKING:
-    from app.weight_sync.sender import Sender
-else:
-    Sender = ByName("app.weight_sync.sender.Sender")
 
 CLOSE_TIMEOUT_S = 3.0
 SESSION_OPEN = "already open"  # in the server's error about a session that a failed sync left open

@@ -9,19 +9,14 @@ compared with each other by the same hashes, which is cheap.
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from app.config.weight_sync import Verify
 from app.errors import SyncError
 from app.protocols import RolloutEngine
-from app.utils.dotted_path import ByName
 from app.weight_sync.deadlines import Deadline
+from app.weight_sync.sender import Sender
 from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, TrainerGroup
-
-if TYPE_CHECKING:
-    from app.weight_sync.sender import Sender
-else:
-    Sender = ByName("app.weight_sync.sender.Sender")
 
 EXPORT_CHECKS = 2  # the first sync, which proves names and shapes, and the first of a trained policy
 NAMED = 3  # parameters in a message

@@ -43,7 +43,6 @@ from app.types import (
     SyncReport,
     VersionSpan,
 )
-from app.utils.garbage import long_lived_objects_frozen
 from tests.bench.cpu_parts import CpuTime, cpu_time
 from tests.bench.machine import MIB, busy, conditions, machine, spread
 from tests.simulation import SimSync, SimTrainer, World, config
@@ -177,7 +176,7 @@ def run_once(actors: Actors | None, *, sampled: bool = False) -> CpuTime:
             replies = Replies()
             local = [LocalEngine(f"engine {index}", replies) for index in range(ENGINES)]
             EnginePool.__init__(parts.pool, actors.engines() if actors else local)
-            with long_lived_objects_frozen(), cpu_time(sampled=sampled) as spent:
+            with cpu_time(sampled=sampled) as spent:
                 await FullyAsync(parts).run()
             return spent
 

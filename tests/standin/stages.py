@@ -273,8 +273,8 @@ def play(scenario: Scenario, rank: int, ranks: int, folder: Path, port: int) -> 
     from app.device import npu
     from app.offload.trainer import Offload
     from app.trainer.rank import TrainerRank
-    from app.weight_sync.transport.collective_sender import BroadcastSender
-    from app.weight_sync.transport.ipc_sender import IpcSender
+    from app.weight_sync.transport.collective import BroadcastSender
+    from app.weight_sync.transport.ipc import IpcSender
 
     device = npu.DEVICE
     if scenario.cuda:

@@ -17,8 +17,7 @@ from app.config.weight_sync import Verify
 from app.device import device_of
 from app.errors import SyncError
 from app.weight_sync.deadlines import Deadline
-from app.weight_sync.transport.collective import CollectiveTransport
-from app.weight_sync.transport.collective_sender import BroadcastSender, naming
+from app.weight_sync.transport.collective import BroadcastSender, CollectiveTransport, naming
 from app.weight_sync.transport.process_group import SyncProcessGroup
 from tests.weight_sync.doubles import Doubles, EngineDouble, NcclDouble
 from tests.weight_sync.support import make_synchronizer, make_trainer, started

@@ -21,9 +21,8 @@ from app.config.weight_sync import SyncMode, WeightSyncConfig
 from app.rollout.sglang_plugin.delta_loader import DeltaLoader
 from app.rollout.sglang_plugin.delta_loader import positions as decoded_positions
 from app.rollout.sglang_plugin.sparse_tensor import SparseTensor
-from app.weight_sync.buckets import Bucket, TensorMeta, plan_buckets
+from app.weight_sync.buckets import Bucket, Receivers, TensorMeta, plan_buckets
 from app.weight_sync.delta import DeltaEncoder, encode_gaps, max_header_bytes
-from app.weight_sync.gather import Receivers
 from app.weight_sync.snapshot import CPU_CHUNK, ShardSnapshot
 from tests.compose import composed
 from tests.refusals import refused

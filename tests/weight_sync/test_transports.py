@@ -21,8 +21,8 @@ from app.weight_sync.deadlines import Deadline
 from app.weight_sync.factory import make_synchronizer
 from app.weight_sync.own_transport import own_transport
 from app.weight_sync.sender import Sender
-from app.weight_sync.transport.collective_sender import BroadcastSender
-from app.weight_sync.transport.ipc_sender import IpcSender
+from app.weight_sync.transport.collective import BroadcastSender
+from app.weight_sync.transport.ipc import IpcSender
 from app.weight_sync.verify import expect_equal
 from tests.compose import composed
 from tests.refusals import refused

@@ -10,20 +10,39 @@ import json
 import pickle
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Final
 
 from app.errors import SyncError
-from app.model.lora.names import served, served_config
-from app.model.policy import named_trained_tensors
 from app.trainer.rank import TrainerRank
 from app.types import TrainerMemory
 from app.utils.process import SHARED_MEMORY, run_prefix
-from app.weight_sync.adapters.adapter_push import AdapterPush
-from app.weight_sync.gather import Receivers, gather_full
+from app.weight_sync.buckets import Receivers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+ADAPTER_EXTENSION: Final = "adapter_sync"  # the name under which an `AdapterSender` is attached to every trainer rank
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPush:
+    """What rank 0 gathered of one policy version."""
+
+    folder: Path | None  # in shared memory, in PEFT's form
+    inline: dict[str, Any]  # without a folder: the adapter's configuration, and its tensors for one engine rank
+    bytes: int
+
+    def body(self, tensor_parallel: int) -> dict[str, Any]:
+        """Return the body of `RolloutEngine.load_adapter` for an engine of this many ranks."""
+        if self.folder is not None:
+            return {"lora_path": str(self.folder)}
+        return {
+            "config_dict": self.inline["config"],
+            "serialized_named_tensors": [self.inline["tensors"]] * tensor_parallel,
+        }
 
 
 class AdapterSender:
@@ -33,6 +52,10 @@ class AdapterSender:
     """
 
     def __init__(self, trainer_rank: TrainerRank):
+        import torch
+
+        from app.model.policy import named_trained_tensors
+
         self.trainer_rank = trainer_rank
         self.dtype = getattr(torch, trainer_rank.spec.dtype.name)
         self.tensors = dict(named_trained_tensors(trainer_rank.model))
@@ -48,6 +71,8 @@ class AdapterSender:
         Raises:
             SyncError: The shared memory is full.
         """
+        from app.model.lora.names import served_config
+
         self.trainer_rank.require_onloaded("weight sync", TrainerMemory.parameters)
         self.release()
         tensors = dict(pair for name in self.tensors for pair in self._gather(name))
@@ -72,8 +97,13 @@ class AdapterSender:
         """Free everything."""
         self.release()
 
-    def _gather(self, name: str) -> list[tuple[str, Tensor]]:
+    def _gather(self, name: str) -> "list[tuple[str, Tensor]]":
         """Return the full tensor on the host under the engine's names; nothing on ranks other than 0."""
+        import torch
+
+        from app.model.lora.names import served
+        from app.weight_sync.gather import gather_full
+
         tensor = self.tensors[name].detach()
         out = None
         if self.trainer_rank.rank == 0:
@@ -84,7 +114,7 @@ class AdapterSender:
         return served(name, out.cpu().view(tensor.shape), self.trainer_rank.model.config)
 
 
-def _write(tensors: dict[str, Tensor], config: dict[str, Any], size: int) -> Path:
+def _write(tensors: "dict[str, Tensor]", config: dict[str, Any], size: int) -> Path:
     from safetensors.torch import save_file
 
     free = shutil.disk_usage(SHARED_MEMORY).free
@@ -104,7 +134,7 @@ def _write(tensors: dict[str, Tensor], config: dict[str, Any], size: int) -> Pat
     return folder
 
 
-def serialize(tensors: dict[str, Tensor]) -> str:
+def serialize(tensors: "dict[str, Tensor]") -> str:
     """Return the tensors as SGLang's `/load_lora_adapter_from_tensors` takes them: base64 of a pickle of tensors."""
     pickled = io.BytesIO()
     pickle.dump({name: tensor.clone() for name, tensor in tensors.items()}, pickled, protocol=pickle.HIGHEST_PROTOCOL)

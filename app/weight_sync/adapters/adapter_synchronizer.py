@@ -9,22 +9,15 @@ Invariants:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from app.config.weight_sync import WeightSyncConfig
 from app.errors import SyncError
 from app.protocols import RolloutEngine
 from app.types import SyncReport
-from app.utils.dotted_path import ByName
-from app.weight_sync.adapters.adapter_push import ADAPTER_EXTENSION, AdapterPush
+from app.weight_sync.adapters.adapter_sender import ADAPTER_EXTENSION, AdapterPush, AdapterSender
 from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.synchronizer import CLOSE_TIMEOUT_S, PhaseClock
 from app.weight_sync.transport.base import TRAINER_RANKS, TrainerGroup
-
-if TYPE_CHECKING:
-    from app.weight_sync.adapters.adapter_sender import AdapterSender
-else:
-    AdapterSender = ByName("app.weight_sync.adapters.adapter_sender.AdapterSender")
 
 
 class AdapterSynchronizer:
@@ -95,7 +88,7 @@ class AdapterSynchronizer:
         """Free what the senders left in shared memory, which would outlive a killed process."""
         await self._call_best_effort(AdapterSender.close)
 
-    async def _call_best_effort(self, method: "Callable[[AdapterSender], None]") -> None:
+    async def _call_best_effort(self, method: Callable[[AdapterSender], None]) -> None:
         await best_effort({TRAINER_RANKS: self.trainer.call(ADAPTER_EXTENSION, method)}, CLOSE_TIMEOUT_S)
 
     async def _gather(self, deadline: Deadline) -> AdapterPush:

@@ -14,27 +14,90 @@ device does not notice, the engine no longer answers, and recovery replaces it.
 
 import asyncio
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from app.errors import SyncError, one_line
 from app.protocols import RolloutEngine
-from app.utils.dotted_path import ByName
+from app.trainer.rank import TrainerRank
 from app.utils.net import bracketed
 from app.weight_sync.buckets import ReadyBucket
 from app.weight_sync.deadlines import Deadline, best_effort
+from app.weight_sync.sender import BUFFERS, Sender
 from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, TrainerGroup
 
 if TYPE_CHECKING:
-    from app.weight_sync.transport.collective_sender import BroadcastSender
-else:
-    BroadcastSender = ByName("app.weight_sync.transport.collective_sender.BroadcastSender")
+    from app.weight_sync.transport.process_group import SyncProcessGroup
 
 JOIN_POLL_S = 0.01
 ABORT_TIMEOUT_S = 1.5  # for each side
 
 
+class BroadcastSender(Sender):
+    """The trainer ranks' half: rank 0 is the source of the broadcasts. The others only take part in gathering."""
+
+    def __init__(self, trainer_rank: TrainerRank):
+        super().__init__(trainer_rank)
+        self._process_group: SyncProcessGroup | None = None
+
+    def connect(self, *, backend: str, address: str, world_size: int, name: str, timeout_s: float) -> int:
+        """Open the process group on rank 0; return the port of its store (0 on the other ranks)."""
+        from app.weight_sync.transport.process_group import SyncProcessGroup
+
+        if self.rank_index != 0:
+            return 0
+        self._timeout_s = timeout_s
+        self._process_group = SyncProcessGroup(
+            backend=backend,
+            device=self.device,
+            address=address,
+            world_size=world_size,
+            name=name,
+            timeout_s=timeout_s,
+            abort_backend=self.trainer_rank.device.abort_backend,
+        )
+        return self._process_group.port
+
+    def joined(self) -> bool:
+        """Return whether all members have joined. Raises `SyncError` if joining failed."""
+        process_group = self._process_group
+        if process_group is None:
+            return True
+        with naming("the process group was not built"):
+            return process_group.joined()
+
+    def send(self, index: int) -> None:
+        if self.rank_index != 0:
+            return
+        self.wait(self._timeout_s)
+        process_group = self._process_group
+        if process_group is None:
+            raise SyncError("trainer rank 0: the weight sync was aborted")
+
+        slot = index % BUFFERS
+        with naming("the broadcast failed"):
+            process_group.broadcast(self.buffers[slot][: self.ready[slot].bucket.bytes])
+
+    def wait(self, timeout_s: float) -> None:
+        process_group = self._process_group
+        if process_group is not None:
+            with naming("the broadcast failed"):
+                process_group.wait(timeout_s)
+
+    def leave(self, name: str) -> None:
+        """Leave the process group of this name; a later one is left alone.
+
+        Runs concurrently with the other calls, any of which may wait for a broadcast.
+        """
+        process_group = self._process_group
+        if process_group is not None and process_group.name == name:
+            self._process_group = None
+            process_group.abort()
+
+
 class CollectiveTransport:
-    """Implements `Transport`."""
+    """The driver's half. Implements `Transport`."""
 
     sender = BroadcastSender
     route = "update_weights_from_distributed"
@@ -108,3 +171,12 @@ class CollectiveTransport:
     async def _wait_until_joined(self, trainer: TrainerGroup) -> None:
         while not all(await trainer.call(SENDER_EXTENSION, BroadcastSender.joined)):  # noqa: ASYNC110 (another process)
             await asyncio.sleep(JOIN_POLL_S)
+
+
+@contextmanager
+def naming(problem: str) -> Iterator[None]:
+    """Raise the errors of a process group as `SyncError`."""
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError) as error:
+        raise SyncError(f"trainer rank 0: {problem}: {type(error).__name__}: {one_line(error)}") from error

@@ -5,25 +5,73 @@ IPC handle of it to the engine rank on the same device: rank t of engine e share
 e · tensor_parallel + t. An engine replies once it has read the buffer, which bucket k + 2 then overwrites.
 """
 
+import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from app.errors import SyncError
 from app.protocols import RolloutEngine
-from app.utils.dotted_path import ByName
+from app.trainer.rank import TrainerRank
+from app.utils.process import SHARED_MEMORY
 from app.weight_sync.buckets import ReadyBucket
 from app.weight_sync.deadlines import Deadline, best_effort
+from app.weight_sync.sender import BUFFERS, Sender
 from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, TrainerGroup
 
 if TYPE_CHECKING:
-    from app.weight_sync.transport.ipc_sender import IpcSender
-else:
-    IpcSender = ByName("app.weight_sync.transport.ipc_sender.IpcSender")
+    from torch import Tensor
 
 ABORT_TIMEOUT_S = 3.0
 
 
+class IpcSender(Sender):
+    """The trainer ranks' half: every rank serves the engine rank on its device, by a handle of its buffer."""
+
+    on_all_ranks = True
+
+    def __init__(self, trainer_rank: TrainerRank):
+        super().__init__(trainer_rank)
+        self._released_names: list[str] = []  # of the shared memory of released buffers
+
+    def allocate(self, size: int) -> "Tensor":
+        from app.weight_sync.transport.ipc_payload import allocate_shared
+
+        if self.device.type == "cpu":
+            free = shutil.disk_usage(SHARED_MEMORY).free
+            if size > free:
+                raise SyncError(
+                    f"trainer rank {self.rank_index}: a bucket needs {size / 2**20:.0f} MiB, but {SHARED_MEMORY} has "
+                    f"only {free / 2**20:.0f} MiB free: set weight_sync.transport=collective, reduce "
+                    "weight_sync.bucket_mib, or give the machine more shared memory"
+                )
+        return allocate_shared(size, self.device)
+
+    def ipc_handle(self, index: int) -> str:
+        from app.weight_sync.transport.ipc_payload import serialize_bucket
+
+        slot = index % BUFFERS
+        return serialize_bucket(self.buffers[slot], self.ready[slot].bucket)
+
+    def abort(self) -> None:
+        """Release the buffers: a request still in flight must not read a bucket of a later sync."""
+        self.release()
+
+    def release(self) -> None:
+        from app.weight_sync.transport.ipc_payload import shared_memory_name
+
+        if self.device.type == "cpu":
+            self._released_names += [shared_memory_name(buffer) for buffer in self.buffers]
+        super().release()
+
+    def close(self) -> None:
+        """Unlink the shared memory. It would outlive this process if an engine never opened a handle of it."""
+        super().close()
+        for name in self._released_names:
+            (SHARED_MEMORY / name).unlink(missing_ok=True)
+
+
 class IpcTransport:
-    """Implements `Transport`."""
+    """The driver's half. Implements `Transport`."""
 
     sender = IpcSender
     route = "update_weights_from_tensor"
