@@ -1,7 +1,8 @@
-"""A module imports only from its own package or from floors below, and no imports form a cycle."""
+"""A module imports only from its own package or from floors below; the core can be read without the optional rooms."""
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 APP = Path(__file__).parent.parent / "app"
@@ -18,9 +19,64 @@ FLOORS = (  # from the ground up; packages of one floor never import each other
     ("mode",),
     ("main",),
     ("__main__", "command"),
+    ("cpu_engine",),
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 MAX_FILES = 12  # of a package; `config/` has one for each section
+MAX_CORE_LINES = 29_500  # comes down to 25,000 as the core gets simpler
+MAX_ROOM_LINES = 1_500
+MAX_CLASS_LINES = 250
+LARGER_CLASSES = {  # ceilings of those that are still larger
+    "app.checkpoint.manager.CheckpointManager": 280,
+    "app.placement.controller.PlacementController": 260,
+    "app.tracking.recorder.RunFolderRecorder": 265,
+    "app.trainer.rank.TrainerRank": 300,
+    "app.trainer.step.TrainStep": 280,
+}
+
+
+@dataclass(frozen=True)
+class Room:
+    """An optional room. A reader of the core may skip it; it may import the core."""
+
+    modules: tuple[str, ...]
+    doors: tuple[str, ...]  # modules of the core that import it, in functions
+
+    def holds(self, module: str) -> bool:
+        return any(module == each or module.startswith(f"{each}.") for each in self.modules)
+
+
+ROOMS = {
+    "report": Room(
+        ("app.mode.report", "app.tracking.report"), ("app.main", "app.tracking.recorder")
+    ),
+    "plan": Room(("app.mode.plan",), ()),  # of the table of modes, by name
+    "doctor": Room(("app.mode.doctor",), ()),
+    "parity": Room(("app.mode.parity",), ()),
+    "verifiers": Room(("app.environment.verifiers",), ()),  # of the kinds of environment, by name
+    "openenv": Room(("app.environment.openenv",), ()),
+    "OpenAI endpoint": Room(("app.environment.worker.openai_endpoint",), ("app.environment.worker.episode",)),
+    "delta sync": Room(
+        (
+            "app.rollout.sglang_plugin.delta_loader",
+            "app.rollout.sglang_plugin.sparse_tensor",
+            "app.weight_sync.delta",
+            "app.weight_sync.snapshot",
+            "app.wire",
+        ),
+        ("app.rollout.sglang_plugin.entry_points", "app.weight_sync.sender"),
+    ),
+    "dashboards": Room(
+        ("app.tracking.clearml", "app.tracking.tensorboard", "app.tracking.wandb"),
+        ("app.tracking.dashboards",),
+    ),
+    "serving of adapters": Room(
+        ("app.rollout.served_adapters", "app.rollout.sglang_plugin.lora_layers", "app.weight_sync.adapters"),
+        ("app.rollout.host.engine_host", "app.rollout.sglang_plugin.entry_points", "app.weight_sync.factory"),
+    ),
+    "tiny models": Room(("app.model.tiny",), ("app.model.architecture", "app.model.hf_directory")),
+    "engines on a CPU": Room(("app.cpu_engine",), ("app.device.cpu",)),
+}
 SHARED_NAMES = {  # base names that several packages may use
     "base": "the interface beside its implementations",
     "episode": "the driver's half and the worker's half of an episode",
@@ -57,8 +113,60 @@ def imports(tree: ast.AST) -> set[str]:
     return {name for name in found if name.startswith("app.")}
 
 
+def imports_at_start(tree: ast.Module) -> set[str]:
+    """The modules of `app` that an import of a file imports: neither in functions nor for type checkers alone."""
+    statements: list[ast.stmt] = list(tree.body)
+    found: list[ast.stmt] = []
+    while statements:
+        node = statements.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) != "TYPE_CHECKING":
+            statements += [*node.body, *node.orelse]
+        elif isinstance(node, ast.If):
+            statements += node.orelse
+        elif isinstance(node, ast.Try):
+            statements += [*node.body, *node.orelse, *(each for handler in node.handlers for each in handler.body)]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found.append(node)
+    return imports(ast.Module(found, []))
+
+
+def trees() -> dict[str, ast.Module]:
+    return {module_of(path): ast.parse(path.read_text()) for path in APP.rglob("*.py")}
+
+
 def all_imports() -> dict[str, set[str]]:
-    return {module_of(path): imports(ast.parse(path.read_text())) for path in APP.rglob("*.py")}
+    """By module. Without the doors of optional rooms, which are above the core."""
+    found = {module: imports(tree) for module, tree in trees().items()}
+    for room in ROOMS.values():
+        for door in room.doors:
+            found[door] = {each for each in found[door] if not room.holds(each)}
+    return found
+
+
+def room_of(module: str) -> str | None:
+    """The optional room that a module belongs to; None: the core."""
+    return next((name for name, room in ROOMS.items() if room.holds(module)), None)
+
+
+def trespasses(trees: Mapping[str, ast.Module]) -> Iterator[str]:
+    """Imports of optional rooms by the core: when a module is imported, or not at a door."""
+    for module, tree in sorted(trees.items()):
+        if room_of(module) is not None:
+            continue
+        at_start = imports_at_start(tree)
+        for other in sorted(imports(tree)):
+            name = room_of(other)
+            if name is None:
+                continue
+            if other in at_start:
+                yield f"{module} imports {other} at its start"
+            elif module not in ROOMS[name].doors and other in imports_in_functions(tree):
+                yield f"{module} imports {other}, but is no door of the room {name}"
+
+
+def imports_in_functions(tree: ast.Module) -> set[str]:
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return set().union(*(imports(function) for function in functions))
 
 
 def violations(graph: Mapping[str, set[str]]) -> list[str]:
@@ -104,6 +212,35 @@ def test_no_imports_form_a_cycle() -> None:
     assert cycle(all_imports()) == []
 
 
+def test_the_core_imports_optional_rooms_in_functions_of_their_doors_alone() -> None:
+    assert list(trespasses(trees())) == []
+
+
+def test_every_door_of_an_optional_room_is_used() -> None:
+    found = {module: imports_in_functions(tree) for module, tree in trees().items()}
+    unused = [
+        (name, door) for name, room in ROOMS.items() for door in room.doors if not any(map(room.holds, found[door]))
+    ]
+    assert unused == []
+
+
+def test_the_core_the_optional_rooms_and_classes_stay_below_their_ceilings() -> None:
+    lines: dict[str | None, int] = {}
+    classes: dict[str, int] = {}
+    for path in APP.rglob("*.py"):
+        module, text = module_of(path), path.read_text()
+        lines[room_of(module)] = lines.get(room_of(module), 0) + len(text.splitlines())
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                classes[f"{module}.{node.name}"] = (node.end_lineno or 0) - node.lineno + 1
+
+    assert lines.keys() == {None, *ROOMS}
+    assert lines.pop(None) <= MAX_CORE_LINES
+    assert {name: count for name, count in lines.items() if count > MAX_ROOM_LINES} == {}
+    large = {name: count for name, count in classes.items() if count > LARGER_CLASSES.get(name, MAX_CLASS_LINES)}
+    assert large == {}
+
+
 def test_every_package_stays_small() -> None:
     files: dict[str, int] = {}
     for path in APP.rglob("*.py"):
@@ -140,3 +277,18 @@ def test_the_rules_find_what_breaks_them() -> None:
     assert violations({"app.placement.colocate": {"app.placement.context", "app.types"}}) == []
     assert cycle({"app.a": {"app.b"}, "app.b": {"app.c"}, "app.c": {"app.a"}}) == ["app.a", "app.b", "app.c", "app.a"]
     assert cycle({"app.a": {"app.b", "app.c"}, "app.b": {"app.c"}}) == []
+
+
+def test_the_rule_of_optional_rooms_finds_what_breaks_it() -> None:
+    at_start = "from app.tracking.report import page"
+    lazy = "def write() -> None:\n    from app.tracking.report import page"
+    typed = "if TYPE_CHECKING:\n    from app.tracking.report import page"
+    assert list(trespasses({"app.tracking.recorder": ast.parse(at_start)})) == [
+        "app.tracking.recorder imports app.tracking.report.page at its start"
+    ]
+    assert list(trespasses({"app.placement.buffer": ast.parse(lazy)})) == [
+        "app.placement.buffer imports app.tracking.report.page, but is no door of the room report"
+    ]
+    assert list(trespasses({"app.tracking.recorder": ast.parse(lazy)})) == []
+    assert list(trespasses({"app.placement.buffer": ast.parse(typed)})) == []
+    assert list(trespasses({"app.mode.doctor.finding": ast.parse(at_start)})) == []

@@ -1,17 +1,16 @@
 """Optional room: makes SGLang's engines, and their start, fast on a CPU. Deletable with its line in pyproject.toml.
 
-Inside SGLang's processes, by SGLang's entry point `sglang.srt.plugins` (`entry_points`):
+Inside SGLang's processes, by SGLang's entry point `sglang.srt.plugins` (`plugin`):
 
-    `attention`     one attention call for all requests of a decode step; `kv_cache` has its rows
-    `operators`     norms, rotary embedding and SiLU with fewer torch operators, of every model
-    `qwen3_model`   a decode step of Qwen3 without SGLang's modules, where nothing needs them
-    `gated_delta`   Qwen3.5's linear attention, which SGLang has for accelerators only
-    `matmul`        matrix products by oneDNN; the trainer uses them too
+    `batched_attention`   one attention call for all requests of a step; `kv_cache` has the rows of a decode step
+    `operators`           norms, rotary embedding and SiLU with fewer torch operators, of every model
+    `qwen3_model`         a decode step of Qwen3 without SGLang's modules, where nothing needs them
+    `gated_delta`         Qwen3.5's linear attention, which SGLang has for accelerators only
+    `matmul`              matrix products by oneDNN; the trainer uses them too
 
-Outside of them, by `app/device/cpu.py`:
+Outside of them, by app/device/cpu.py:
 
-    `fork_server`   the process that imports SGLang once and forks servers; `forked_server` starts and asks it
+    `fork_server`         the process that imports SGLang once and forks servers; `forked_server` is its client
 
-Without this room a run on a CPU imports SGLang in every server and uses SGLang's own torch operators. Qwen3.5 does not
-run there.
+Without this room every server imports SGLang, and computes with SGLang's own torch operators. Qwen3.5 does not run.
 """

@@ -8,7 +8,7 @@ Invariant: only modules are kept, and their weights are looked up in each pass, 
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -113,68 +113,38 @@ def normalized(norm: Any, x: Tensor) -> Tensor:
 
 def is_plain(model: Any) -> bool:
     """Return whether a model computes what is written here: see the module."""
-    from sglang.srt.models.qwen3 import Qwen3Model
+    from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
     from sglang.srt.runtime_context import get_parallel
 
+    modules = list(model.modules())
+    linear = [module for module in modules if isinstance(module, LinearBase)]
+    attentions = [layer.self_attn for layer in model.layers]
     try:
         return (
-            type(model) is Qwen3Model
-            and get_parallel().tp_size == get_parallel().pp_size == 1
-            and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+            get_parallel().tp_size == get_parallel().pp_size == 1
+            and {type(module) for module in modules} <= plain_types()
+            and not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
             and all(parameter.dtype == torch.float32 for parameter in model.parameters())
-            and all(plain_attention(layer.self_attn) and plain_mlp(layer.mlp) for layer in model.layers)
-            and all(map(plain_rms_norm, (model.norm, *each_norm(model))))
+            and all(type(each.quant_method) is UnquantizedLinearMethod and each.bias is None for each in linear)
+            and all(plain_norm(module) for module in modules if hasattr(module, "variance_epsilon"))
+            and all(plain_rotary(each.rotary_emb) for each in attentions)
+            and all(each.q_norm.variance_epsilon == each.k_norm.variance_epsilon for each in attentions)
         )
     except AttributeError as missing:
         logger.warning("This SGLang's Qwen3 is another one and runs as it is: %s", missing)
         return False
 
 
-def each_norm(model: Any) -> Iterator[Any]:
-    """Yield the norms of a model's layers."""
-    for layer in model.layers:
-        attention = layer.self_attn
-        yield from (layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm)
-
-
-def plain_rms_norm(norm: Any) -> bool:
-    """Return whether a norm is SGLang's RMSNorm in float32."""
-    from sglang.srt.layers.layernorm import RMSNorm
-
-    return type(norm) is RMSNorm and plain_norm(norm)
-
-
-def plain_attention(attention: Any) -> bool:
-    """Return whether an attention has plain linear layers and a plain rotary embedding."""
-    from sglang.srt.layers.linear import QKVParallelLinear, RowParallelLinear
+def plain_types() -> set[type]:
+    """Return the classes of the modules of such a model. An adapter wraps a linear layer in a class of its own."""
+    from sglang.srt.layers import activation, layernorm, linear, radix_attention, vocab_parallel_embedding
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-    from sglang.srt.models.qwen3 import Qwen3Attention
+    from sglang.srt.models import qwen3
 
-    return (
-        type(attention) is Qwen3Attention
-        and plain_linear(attention.qkv_proj, QKVParallelLinear)
-        and plain_linear(attention.o_proj, RowParallelLinear)
-        and attention.q_norm.variance_epsilon == attention.k_norm.variance_epsilon
-        and type(attention.rotary_emb) is RotaryEmbedding
-        and plain_rotary(attention.rotary_emb)
-    )
-
-
-def plain_mlp(mlp: Any) -> bool:
-    """Return whether an MLP is silu(gate) · up between plain linear layers."""
-    from sglang.srt.layers.activation import SiluAndMul
-    from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-
-    return (
-        type(mlp.act_fn) is SiluAndMul
-        and plain_linear(mlp.gate_up_proj, MergedColumnParallelLinear)
-        and plain_linear(mlp.down_proj, RowParallelLinear)
-    )
-
-
-def plain_linear(module: Any, kind: type) -> bool:
-    """Return whether a linear layer is of SGLang's class `kind` (an adapter wraps it), unquantized, without a bias."""
-    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-
-    is_kind: bool = type(module) is kind
-    return is_kind and type(module.quant_method) is UnquantizedLinearMethod and module.bias is None
+    return {
+        *(qwen3.Qwen3Model, qwen3.Qwen3DecoderLayer, qwen3.Qwen3Attention, qwen3.Qwen3MLP, torch.nn.ModuleList),
+        *(linear.QKVParallelLinear, linear.RowParallelLinear, linear.MergedColumnParallelLinear),
+        *(vocab_parallel_embedding.VocabParallelEmbedding, radix_attention.RadixAttention, RotaryEmbedding),
+        *(layernorm.RMSNorm, activation.SiluAndMul),
+    }

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from app.config import RunConfig
 from app.config.weight_sync import TransportKind, transport_of
 from app.device import Device
 from app.protocols import RolloutEngine
-from app.weight_sync.adapters.adapter_synchronizer import AdapterSynchronizer
 from app.weight_sync.own_transport import own_transport
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from app.weight_sync.transport.base import TrainerGroup, Transport
@@ -15,11 +15,15 @@ from app.weight_sync.transport.collective import CollectiveTransport
 from app.weight_sync.transport.ipc import IpcTransport
 from app.weight_sync.verify import Verifier
 
+if TYPE_CHECKING:
+    from app.weight_sync.adapters.adapter_synchronizer import AdapterSynchronizer
+
+    Synchronizer = BucketedWeightSynchronizer | AdapterSynchronizer
+
 TRANSPORTS: Mapping[TransportKind, Callable[..., Transport]] = {
     TransportKind.collective: CollectiveTransport,
     TransportKind.ipc: IpcTransport,
 }
-Synchronizer = BucketedWeightSynchronizer | AdapterSynchronizer
 
 
 def make_synchronizer(
@@ -30,13 +34,15 @@ def make_synchronizer(
     folder: Path,
     *,
     one_machine: bool,
-) -> Synchronizer:
+) -> "Synchronizer":
     """Create the synchronizer of a run in `folder`, not prepared yet.
 
     `one_machine`: whether trainer ranks and engines share a machine, and with it the shared memory of its processes.
     """
     tensor_parallel = config.rollout.tensor_parallel
     if config.model.lora.enabled:
+        from app.weight_sync.adapters.adapter_synchronizer import AdapterSynchronizer
+
         return AdapterSynchronizer(
             trainer,
             engines,

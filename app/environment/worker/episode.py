@@ -20,7 +20,6 @@ from app.environment.wire import End, Limits
 from app.environment.worker.calls import Calls, Exited
 from app.environment.worker.clock import Clock
 from app.environment.worker.framing import Framing
-from app.environment.worker.openai_endpoint.openai_api import is_bad_request
 from app.environment.worker.policy import AskEngine, EpisodePolicy
 from app.environment.worker.sequences import Renderer
 from app.utils.dotted_path import LoadError, error_text
@@ -150,6 +149,8 @@ class Episode:
         try:
             value = await self._calls(run, self._task, self.policy)
         except Exception as error:
+            from app.environment.worker.openai_endpoint.openai_api import is_bad_request
+
             if not (isinstance(error, EpisodeOver) or (self.policy.ending and is_bad_request(error))):
                 raise
             value = await score_of(self._environment, self._call)

@@ -13,15 +13,17 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.errors import EngineError
 from app.rollout.host.requests_in_flight import RequestsInFlight
 from app.rollout.host.server_connection import HostSpec, ServerConnection
 from app.rollout.progress import ProgressMonitor
-from app.rollout.served_adapters import Adapter, Adapters, adapter_limit
 from app.types import Completion, EngineMemory, EngineStart, EngineStats, GroupRequest, InFlight, MemoryUse
 from app.utils.process import log_to, memory_use
+
+if TYPE_CHECKING:
+    from app.rollout.served_adapters import Adapter, Adapters
 
 MEMORY_TAGS = {EngineMemory.weights: "weights", EngineMemory.kv_cache: "kv_cache", EngineMemory.graphs: "cuda_graph"}
 
@@ -55,7 +57,7 @@ class EngineHost:
         monitor = ProgressMonitor(client, self._requests.progress, self._sampling, self.spec.stall_timeout_s)
         self._connection.watch(monitor.failure())
         if self.spec.serves_adapters:
-            self._adapters = self._make_adapters(adapter_limit(self.spec.name, client.url, info))
+            self._adapters = self._make_adapters(client.url, info)
         return {"url": client.url, "version": str(info.get("version", "")), "pid": self._connection.pid}
 
     async def start_phase(self) -> EngineStart:
@@ -152,7 +154,9 @@ class EngineHost:
         """Raise `EngineLost` if the server died or its scheduler does not answer. Works on a paused engine too."""
         await self._connection.check()
 
-    def _make_adapters(self, limit: int) -> Adapters:
+    def _make_adapters(self, url: str, info: Mapping[str, Any]) -> "Adapters":
+        from app.rollout.served_adapters import Adapters, adapter_limit
+
         seconds = self.spec.stall_timeout_s
 
         async def post(route: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -162,13 +166,13 @@ class EngineHost:
         return Adapters(
             self.spec.name,
             requests.host_id,
-            limit=limit,
+            limit=adapter_limit(self.spec.name, url, info),
             abort_timeout_s=seconds,
             post=post,
             abort=requests.abort_adapter,
         )
 
-    def _adapter_for_request(self) -> AbstractContextManager[Adapter | None]:
+    def _adapter_for_request(self) -> "AbstractContextManager[Adapter | None]":
         if not self.spec.serves_adapters:
             return nullcontext()
         if self._adapters is None:

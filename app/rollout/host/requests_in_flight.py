@@ -5,14 +5,17 @@ import itertools
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from app.errors import EngineError
 from app.rollout.client import spans_in_place
 from app.rollout.host.server_connection import ServerConnection
 from app.rollout.progress import ProgressClock
-from app.rollout.served_adapters import Adapter
 from app.types import Completion, EngineStats, GroupRequest
 from app.utils.tasks import gather_or_raise
+
+if TYPE_CHECKING:
+    from app.rollout.served_adapters import Adapter
 
 IDLE_POLL_S = 0.02
 MAX_ABORT_CALLS = 64  # at a time
@@ -24,7 +27,7 @@ class GroupInFlight:
 
     prompt_id: str
     request_ids: list[str]  # SGLang's
-    adapter: Adapter | None = None
+    adapter: "Adapter | None" = None
     abort_asked: bool = False
     paused_in_place: bool = False  # a sync in place may have happened meanwhile
 
@@ -74,7 +77,7 @@ class RequestsInFlight:
         if request.name in self._groups:
             raise EngineError(f"{self._name}: prompt {request.name} is in flight already")
 
-    async def sample(self, request: GroupRequest, adapter: Adapter | None) -> list[Completion]:
+    async def sample(self, request: GroupRequest, adapter: "Adapter | None") -> list[Completion]:
         """Sample an admitted group, which is in flight meanwhile."""
         group = GroupInFlight(request.prompt_id, self._request_ids(request), adapter)
         self._groups[request.name] = group
@@ -120,7 +123,7 @@ class RequestsInFlight:
         self._abort_alls += 1
         await self._connection.control("/abort_request", {"abort_all": True, "rid": ""})
 
-    async def abort_adapter(self, adapter: Adapter) -> None:
+    async def abort_adapter(self, adapter: "Adapter") -> None:
         """Abort the requests that this adapter samples."""
         await self._abort([group for group in self._groups.values() if group.adapter is adapter])
 

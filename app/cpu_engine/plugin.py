@@ -17,10 +17,10 @@ def load() -> None:
 
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from app.cpu_engine import attention, gated_delta, matmul, operators, qwen3_model
+    from app.cpu_engine import batched_attention, gated_delta, matmul, operators, qwen3_model
 
     matmul.use_onednn_matmul()
-    attention.register()
+    batched_attention.register()
     operators.register()
     qwen3_model.register()
     gated_delta.register()
