@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.device.packages import APP
 
 CALLERS = (APP / "rollout", APP / "weight_sync")
-CALLS = {"update", "_post", "_control", "post", "get", "healthy"}
+CALLS = {"update", "_post", "control", "post", "get", "healthy"}
 
 
 def _trees() -> Iterator[tuple[Path, ast.Module]]:
