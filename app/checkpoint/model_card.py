@@ -14,7 +14,6 @@ from app.config.command_line import DISTRIBUTION
 from app.config.model import ModelConfig
 from app.data.records.sources import is_remote
 from app.model.hf_directory import is_path
-from app.tracking.report.data import read_config
 from app.tracking.run_folder import CONFIG, metrics_file
 from app.tracking.run_folder.summary import EVALUATED
 
@@ -44,6 +43,8 @@ def model_card(run: Path, source: Path, step: int, *, adapter: bool = False) -> 
         adapter: The card is of the adapter alone.
     """
     from huggingface_hub import ModelCardData
+
+    from app.tracking.report.data import read_config
 
     config, _ = read_config(run / CONFIG)
     base, data = config.get("model.path"), config.get("data.path")
