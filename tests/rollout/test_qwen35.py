@@ -15,7 +15,6 @@ from app.types import InFlight
 from tests.conftest import make_engine
 from tests.rollout.episodes import TALK, Recording, asked, largest_difference_of_sequences, played, trained
 from tests.rollout.support import HOT, in_flight, largest_difference, request
-from tests.rollout.test_cpu_attention import ragged, staggered
 from tests.tiny_models.make import Recipe
 from tests.weight_sync.support import TRANSPORTS, make_synchronizer, make_trainer, noisy_model, set_weights, started
 
