@@ -23,7 +23,7 @@ from app.cpu_engine.kv_cache import WorkingCopy, attend
 from app.utils.lengths import length_buckets
 
 NAME = "torch_batched"
-LARGEST = 2  # times the pool's tokens: a copy that padding makes larger is not allocated
+MAX_PADDED = 2  # times the pool's tokens: a copy that padding makes larger is not allocated
 
 
 def register() -> None:
@@ -79,7 +79,7 @@ class BatchedAttention(TorchNativeAttnBackend):
         plain = forward_batch.encoder_lens is None
         requests = forward_batch.req_pool_indices.tolist()
         lengths = forward_batch.seq_lens.tolist()
-        if mode.is_decode() and plain and len(requests) * max(lengths) <= LARGEST * self.token_to_kv_pool.size:
+        if mode.is_decode() and plain and len(requests) * max(lengths) <= MAX_PADDED * self.token_to_kv_pool.size:
             self._decode = self._plan_decode(requests, lengths)
             return
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LEAST = 2**20  # multiplications, below which the call costs more than MKL's slower kernel
+MIN_MULTIPLICATIONS = 2**20  # multiplications, below which the call costs more than MKL's slower kernel
 VENDOR = "AuthenticAMD"
 CPU_DESCRIPTION = Path("/proc/cpuinfo")
 
@@ -78,7 +78,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def _large(a: Tensor, b: Tensor, into: Tensor | None = None) -> bool:
     """Whether oneDNN is to compute a·b. An `into` of another shape is for torch to resize, broadcast or refuse."""
-    if a.shape[0] * b.numel() < LEAST or not a.dtype == b.dtype == torch.float32:
+    if a.shape[0] * b.numel() < MIN_MULTIPLICATIONS or not a.dtype == b.dtype == torch.float32:
         return False
     return into is None or (into.dtype == torch.float32 and into.shape == (a.shape[0], b.shape[1]))
 

@@ -13,6 +13,7 @@ from app.config.weight_sync import Verify
 from app.rollout.remote import RemoteEngine
 from app.types import InFlight
 from tests.conftest import make_engine
+from tests.cpu_engine.test_batched_attention import ragged, staggered
 from tests.rollout.episodes import TALK, Recording, asked, largest_difference_of_sequences, played, trained
 from tests.rollout.support import HOT, in_flight, largest_difference, request
 from tests.tiny_models.make import Recipe
