@@ -54,7 +54,7 @@ def test_the_steps_of_epochs_are_counted_from_the_prompts_that_are_left(tiny_mod
     rows += [{"question": f"{'1+' * 300}1=", "answer": "301"} for _ in range(10)]  # longer than 512 tokens
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    line = [f"data.path={file}", "data.answer_after=null", "data.eval_rows=4", "algorithm.prompts_per_step=16"]
+    line = [f"data.path={file}", "data.answer_after=null", "algorithm.prompts_per_step=16"]
     config = composed(*line, "epochs=2")
     preflight(config)
     inputs = take_inputs(config, lambda _: None)
