@@ -160,6 +160,9 @@ def cli() -> None:
             return
         with disk_errors():
             main()
+    except BrokenPipeError:  # `--help | head`: nothing more can be written, also not at Python's exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(FAILED_EXIT) from None
     except (RunError, HydraException, OmegaConfBaseException) as error:  # the first: Hydra could not make the folder
         if FULL_ERROR_REQUESTED:
             raise

@@ -9,6 +9,7 @@ from argparse import Action
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -21,12 +22,16 @@ from app.config.setting import settings
 from app.errors import ConfigError
 
 CLOSING = {"[": "]", "{": "}", "(": ")"}
+GROUPS = ("algorithm", "data", "device", "environment", "experiment", "model", "placement", "reward", "tracking")
+WITHOUT_PRESET = ("experiment", "sweep")  # groups of which nothing is chosen by default
+FILES = (".csv", ".gz", ".json", ".jsonl", ".parquet")
+PATHS = {"data": "data.path={}", "model": "model=hf model.path={}"}  # groups that a path or a hub id is often given to
 
 
 def check_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with the options of Hydra behind the settings: its parser refuses them in between.
 
-    `--help` takes the name of a section, and then shows its settings alone.
+    `--help` takes the name of a section or a setting, and then shows that alone.
 
     Raises:
         ConfigError: An argument is neither an option of Hydra nor `key=value`, or not written as Hydra reads it.
@@ -43,11 +48,12 @@ def check_arguments(arguments: Sequence[str]) -> list[str]:
     overrides: list[str] = []
     options: list[str] = []
     with_help = any(word in ("--help", "-h") for word in arguments)
+    names = [*SECTIONS, *(each.key for each in settings(RunConfig))]
 
     words = deque(arguments)
     while words:
         word = words.popleft()
-        if with_help and word in SECTIONS:
+        if with_help and word in names:
             overrides.append(f"hydra.help.template='${{settings_help:{word}}}'")
             continue
 
@@ -166,9 +172,27 @@ def _check_override(word: str) -> None:
         raise ConfigError(word, "", reason=f"a setting cannot be deleted; write {key}=<value>")
 
     try:
-        OverridesParser.create().parse_override(word)
+        parsed = OverridesParser.create().parse_override(word)
     except HydraException as error:
         raise _unreadable(word, str(error)) from None
+    if key in (*GROUPS, "sweep") and not word.startswith("~") and not parsed.is_sweep_override():
+        _check_choice(key, value, parsed.value())
+
+
+def _check_choice(group: str, text: str, value: object) -> None:
+    """Raise `ConfigError` if the choice of a group is no name of a preset. Hydra takes lists, and fails on the rest."""
+    if isinstance(value, str):
+        if group in PATHS and ("/" in text or (group == "data" and Path(text).suffix in FILES)):
+            raise ConfigError(group, text, "the name of a preset", f"your own is {PATHS[group].format(text)}")
+        return
+
+    if value is None and group in WITHOUT_PRESET:
+        raise ConfigError(group, text, reason=f"leave it out: there is no {group} by default")
+    if group == "tracking" and isinstance(value, list):
+        raise ConfigError(group, text, reason=f"write tracking.use={text}")
+    raise ConfigError(
+        group, text, "the name of one preset", "add -m for a sweep over several" * isinstance(value, list)
+    )
 
 
 def _unreadable(word: str, problem: str) -> ConfigError:

@@ -35,14 +35,16 @@ WRITTEN = {  # what to write, and the ends of the dotted names of other programs
     UPDATES: "num_iterations ppo_epochs ppo_mini_batch_size",
     f"algorithm={VALUE}": "adv_estimator advantage_estimator algo",
     f"checkpoint.every={VALUE}": "ckpt.interval save_freq save_interval save_steps",
+    f"checkpoint.keep={VALUE}": "save_total_limit",
     f"data.eval_path={VALUE}": "eval_prompt_data val_files",
     f"data.path={VALUE}": "dataset_name prompt_data train_files",
     f"data.question={VALUE}": "prompt_key",
-    "device.dtype=bfloat16": "bf16",
+    f"data.system={VALUE}": "system_prompt",
+    "device.dtype=bfloat16": "bf16 fp16",
     f"epochs={VALUE}": "num_train_epochs total_epochs",
     f"environment.max_turns={VALUE}": "environment.max_steps max_assistant_turns",
     f"eval.before_train={VALUE}": "val_before_train",
-    f"eval.every={VALUE}": "eval_steps test_freq",
+    f"eval.every={VALUE}": "eval_steps eval_strategy test_freq",
     f"eval.min_p={VALUE}": "eval_min_p val_kwargs.min_p",
     f"eval.top_k={VALUE}": "eval_top_k val_kwargs.top_k",
     f"eval.top_p={VALUE}": "eval_top_p val_kwargs.top_p",
@@ -59,7 +61,8 @@ WRITTEN = {  # what to write, and the ends of the dotted names of other programs
     RESUME: "load resume_from_checkpoint resume_mode",
     "reward._target_=my_module.my_reward": "custom_reward_function.name custom_reward_function.path reward_funcs",
     f"rollout.max_completion_tokens={VALUE}": (
-        "max_completion_length max_new_tokens max_response_length max_tokens rollout_max_response_len seq_len"
+        "max_completion_length max_length max_new_tokens max_response_length max_tokens rollout_max_response_len "
+        "seq_len"
     ),
     f"rollout.max_prompt_tokens={VALUE}": "max_prompt_length",
     f"rollout.memory_fraction={VALUE}": "gpu_memory_utilization",

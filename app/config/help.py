@@ -25,12 +25,12 @@ def settings_help(section: str | None = None, *, _root_: DictConfig) -> str:
 
 
 def render(composed: DictConfig, section: str | None = None) -> str:
-    """Render all settings, or those of a section, each with its value in `composed`, accepted values and meaning."""
+    """Render all settings, those of a section or one: its value in `composed`, accepted values and meaning."""
     lines: list[str] = []
     previous: type | None = None
 
     for each in settings(RunConfig):
-        if section and not each.key.startswith(f"{section}."):
+        if section and each.key != section and not each.key.startswith(f"{section}."):
             continue
 
         if each.section is not previous:

@@ -101,6 +101,32 @@ def test_another_style_is_answered_with_what_to_write(line: str, key: str, answe
         check_arguments(line.split(" "))
 
 
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("experiment=null", "leave it out"),
+        ("tracking=null", "the name of one preset"),
+        ("device=0", "the name of one preset"),
+        ("algorithm=true", "the name of one preset"),
+        ("model={}", "the name of one preset"),
+        ("algorithm=[grpo,dapo]", "add -m for a sweep"),
+        ("tracking=[wandb,tensorboard]", "write tracking.use=[wandb,tensorboard]."),
+        ("model=me/my-model", "model=hf model.path=me/my-model."),
+        ("data=./my.csv", "data.path=./my.csv."),
+        ("data=my.jsonl", "data.path=my.jsonl."),
+    ],
+)
+def test_a_choice_that_is_no_name_of_a_preset_is_answered(word: str, answer: str) -> None:
+    key, _, value = word.partition("=")
+    with refused(key, value, answer):
+        check_arguments([word])
+
+
+def test_choices_and_sweeps_of_them_are_accepted() -> None:
+    words = ["tracking=local", "algorithm=grpo,dapo", "experiment=tiny_tools", "~experiment", "data=qwen3.5_rows"]
+    assert check_arguments(words) == words
+
+
 def test_names_of_other_programs_are_answered_with_settings_that_exist() -> None:
     names = {each.key for each in settings(RunConfig)} | {"hydra.run.dir"}
     groups = {each.name for each in (ROOT / "conf").iterdir()}
