@@ -64,7 +64,7 @@ def test_a_finished_run_returns_its_summary(tmp_path: Path) -> None:
     ("arguments", "key", "value", "named"),
     [
         (["steps=0"], "steps", "0", "at least 1"),
-        (["stepz=3"], "stepz", "", "did you mean steps?"),
+        (["stepz=3"], "stepz", "", "did you mean steps"),
         (["--steps=5"], "--steps=5", "", "steps=5"),
         (["-m", "seed=0,1"], "--multirun", "", "app.run"),
         (["sweep=learning_rate"], "--multirun", "", "app.run"),

@@ -185,6 +185,8 @@ def _check_choice(group: str, text: str, value: object) -> None:
         if group in PATHS and ("/" in text or (group == "data" and Path(text).suffix in FILES)):
             raise ConfigError(group, text, "the name of a preset", f"your own is {PATHS[group].format(text)}")
         return
+    if isinstance(value, dict) and value:
+        return  # settings of a section: Hydra's answer is condensed later
 
     if value is None and group in WITHOUT_PRESET:
         raise ConfigError(group, text, reason=f"leave it out: there is no {group} by default")

@@ -40,7 +40,7 @@ def test_the_saved_configuration_wins_but_for_what_may_be_given_anew(tmp_path: P
         ("algorithm=gspo", "algorithm.name=grpo, not gspo"),
         ("experiment=cuda4_colocate_4b", "device.kind=cpu, not cuda"),
         ("+reward.args.bonus=1", "reward.args.bonus=null, not 1"),
-        ("model.path=/models/other", "model.path=null, not /models/other"),
+        ("model.path=/models/other", "model.path=tiny, not /models/other"),
     ],
 )
 def test_an_override_that_would_change_the_run_is_refused_with_both_values(
