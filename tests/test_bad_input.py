@@ -133,6 +133,8 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
     (["actor_rollout_ref.rollout.name=vllm"], ["actor_rollout_ref.rollout.name", "there is no vLLM backend"]),
     (["data.eval_sets={aime: {pth: x}}"], ["data.eval_sets.aime.pth", "+data.eval_sets.mine.path=FILE"]),
     (["mode=foo"], ["mode=foo", "train", "plan"]),
+    (["mode=sft"], ["mode=sft", "train, eval", "no supervised stage"]),
+    (["placement=async"], ["placement=async", "write placement=fully_async"]),
     (["placement.in_flight=later"], ["placement.in_flight=later", "drain"]),
     (["stop.at_accuracy=1.1"], ["stop.at_accuracy=1.1", "up to 1"]),
     (["stop.patience=3", "eval.every=0"], ["eval.every=0", "stop.patience"]),

@@ -5,13 +5,11 @@ bracket with its grammar, and its completion plugins offer `mode=Mode.train` alo
 """
 
 import shlex
-from argparse import Action
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 
-from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
@@ -21,7 +19,31 @@ from app.config.run import SECTIONS, Mode, RunConfig
 from app.config.setting import settings
 from app.errors import ConfigError
 
-CLOSING = {"[": "]", "{": "}", "(": ")"}
+# Hydra's options: those that stand alone and those with a value, with their short names.
+FLAGS = {
+    "--help": "-h",
+    "--hydra-help": "",
+    "--version": "",
+    "--resolve": "",
+    "--run": "-r",
+    "--multirun": "-m",
+    "--shell-completion": "-sc",
+}
+VALUED = {
+    "--cfg": "-c",
+    "--package": "-p",
+    "--config-path": "-cp",
+    "--config-name": "-cn",
+    "--config-dir": "-cd",
+    "--experimental-rerun": "",
+    "--info": "-i",
+}
+OPTIONS = FLAGS | VALUED
+SHORT = {short: option for option, short in OPTIONS.items() if short}
+OPTION_CHOICES = {
+    "--cfg": ("job", "hydra", "all"),
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+}
 GROUPS = ("algorithm", "data", "device", "environment", "experiment", "model", "placement", "reward", "tracking")
 WITHOUT_PRESET = ("experiment", "sweep")  # groups of which nothing is chosen by default
 FILES = (".csv", ".gz", ".json", ".jsonl", ".parquet")
@@ -44,7 +66,6 @@ def check_arguments(arguments: Sequence[str]) -> list[str]:
     Traceback (most recent call last):
     app.errors.ConfigError: --steps=5 is not accepted: write steps=5.
     """
-    known = get_args_parser()._option_string_actions
     overrides: list[str] = []
     options: list[str] = []
     with_help = any(word in ("--help", "-h") for word in arguments)
@@ -53,21 +74,21 @@ def check_arguments(arguments: Sequence[str]) -> list[str]:
     words = deque(arguments)
     while words:
         word = words.popleft()
+        name, equals, _ = word.partition("=")
+        name = SHORT.get(name, name)
+
         if with_help and word in names:
             overrides.append(f"hydra.help.template='${{settings_help:{word}}}'")
-            continue
-
-        if not word.strip("-+~"):
+        elif not word.strip("-+~"):
             raise ConfigError(word or "an empty argument", "", reason="leave it out")
-
-        option = _option(word, known)
-        if option is not None:
-            options += _with_value(word, option, words)
+        elif name in VALUED:
+            options += _with_value(name, word, words)
+        elif name in FLAGS and not equals:
+            options.append(name)
         elif word.startswith("-") or ("=" not in word and not word.startswith("~")):
-            raise _not_an_override(word, words[0] if words else None, known)
+            raise _not_an_override(word, words[0] if words else None)
         else:
-            _check_override(word)
-            overrides.append(word)
+            overrides.append(_checked_override(word))
     return [*overrides, *options]
 
 
@@ -85,98 +106,78 @@ def named_values(line: str) -> list[str]:
     return [choice for name in type(default).__members__ if (choice := f"{key}={name}").startswith(word)]
 
 
-def _option(word: str, known: Mapping[str, Action]) -> Action | None:
-    """The option that this word is: `--multirun`, an unambiguous beginning of it, `--cfg=job`, `-cjob`."""
-    name = word.partition("=")[0]
-    if name in known:
-        return known[name]
-
-    if word.startswith("--"):
-        found = [each for each in known if each.startswith(name)]
-        if len(found) > 1:
-            raise ConfigError(word, "", f"one of {', '.join(found)}")
-        return known[found[0]] if found else None
-
-    attached = known.get(word[:2])
-    return attached if attached and word[2:] in (attached.choices or ()) else None
-
-
-def _with_value(word: str, option: Action, words: deque[str]) -> list[str]:
+def _with_value(option: str, word: str, words: deque[str]) -> list[str]:
     """The option's name and its value, which is taken from the words that follow if it is not in this one."""
-    name = option.option_strings[0]
+    choices = OPTION_CHOICES.get(option, ())
     _, equals, value = word.partition("=")
-    if option.nargs == 0:
-        if equals:
-            raise ConfigError(word, "", reason=f"write {name}")
-        return [name]
+    if not equals and option == "--info" and (not words or words[0] not in choices):
+        return [option]
 
-    choices = [str(choice) for choice in option.choices or ()]
-    accepted = f"one of {', '.join(choices)}" if choices else "a value"
-
-    if word[2:] in choices:  # -cjob
-        value = word[2:]
-    elif not equals and option.nargs == "?":
-        return [name, words.popleft()] if words and words[0] in choices else [name]
-    elif not equals:
-        if not words or words[0].startswith("-"):
-            raise ConfigError(word, "", f"it {accepted}")
+    if not equals and words and not words[0].startswith("-"):
         value = words.popleft()
+    if not value or (choices and value not in choices):
+        raise ConfigError(f"{option} {value}".strip(), "", f"one of {', '.join(choices)}" if choices else "a value")
+    return [option, value]
 
-    if choices and value not in choices:
-        raise ConfigError(f"{name} {value}", "", accepted)
-    return [name, value]
 
-
-def _not_an_override(word: str, following: str | None, known: Mapping[str, Action]) -> ConfigError:
+def _not_an_override(word: str, following: str | None) -> ConfigError:
     """Return the error of a word that is neither an option nor an override, with what to write instead."""
     if following is not None and (following.startswith("-") or "=" in following):
         following = None
 
-    bare = word.lstrip("-")
-    if f"--{bare}" in known:
-        option = known[f"--{bare}"]
-        value = following if option.nargs != 0 else None
-        shown, written = (f"{each} {value}" if value else each for each in (word, f"--{bare}"))
+    key, equals, value = word.lstrip("-").partition("=")
+    if f"--{key}" in OPTIONS:
+        value = following if f"--{key}" in VALUED else None
+        shown, written = (f"{each} {value}" if value else each for each in (word, f"--{key}"))
         return ConfigError(shown, "", reason=f"write {written}")
+
+    if started := [option for option in OPTIONS if option.startswith(word)]:
+        return ConfigError(word, "", f"one of {', '.join(started)}")
 
     if word in Mode.__members__ and (following is None or following in Mode.__members__):
         return ConfigError(word, "", reason=f"write mode={word}")
 
-    key, equals, value = bare.partition("=")
     if not equals and ":" in key:
-        key, equals, value = key.partition(":")
-    if equals and value:
+        key, _, value = key.partition(":")
+    if value:
         return ConfigError(word, "", reason=_answer(key, value))
 
-    if following is None:
-        return ConfigError(word, "", reason=_answer(key))
-
-    return ConfigError(f"{word} {following}", "", reason=_answer(key, following))
+    shown = word if following is None else f"{word} {following}"
+    return ConfigError(shown, "", reason=_answer(key, following or foreign_names.VALUE))
 
 
-def _answer(key: str, value: str = foreign_names.VALUE) -> str:
+def _answer(key: str, value: str) -> str:
     """What to write for a setting, which may be one that another program calls `key`."""
     names = {each.key for each in settings(RunConfig)}
     other = None if key in names else foreign_names.answer(key, value)
     return other or f"write {key}={value}"
 
 
-def _check_override(word: str) -> None:
-    """Raise `ConfigError` for an override that Hydra cannot read, or that deletes a setting of the schema."""
+def _checked_override(word: str) -> str:
+    """Return an override, quoted where it is text that Hydra cannot read without: `data.answer_after=####`.
+
+    Raises:
+        ConfigError: Hydra cannot read it, or it deletes a setting of the schema.
+    """
     key, _, value = word.lstrip("+~").partition("=")
     if not key:
         raise ConfigError(word, "", reason=f"write <key>={value}")
 
-    plain = [each.key for each in settings(RunConfig) if not isinstance(each.default, dict)]
-    if word.startswith("~") and key in plain:
+    declared = next((each for each in settings(RunConfig) if each.key == key), None)
+    if word.startswith("~") and declared and not isinstance(declared.default, dict):
         raise ConfigError(word, "", reason=f"a setting cannot be deleted; write {key}=<value>")
 
     try:
         parsed = OverridesParser.create().parse_override(word)
     except HydraException as error:
+        quoted = shlex.split(override(key, value))[0]
+        if declared and declared.accepted.endswith("text") and _is_readable(quoted):
+            return quoted
         raise _unreadable(word, str(error)) from None
+
     if key in (*GROUPS, "sweep") and not word.startswith("~") and not parsed.is_sweep_override():
         _check_choice(key, value, parsed.value())
+    return word
 
 
 def _check_choice(group: str, text: str, value: object) -> None:
@@ -206,31 +207,14 @@ def _unreadable(word: str, problem: str) -> ConfigError:
     if "\n" in word:
         return ConfigError(key, "…", reason=f"quote its lines for the shell and for Hydra, '{key}=\"…\"'")
 
-    for text in _corrections(value):
-        if _is_readable(f"{key}={text}"):
-            return ConfigError(word, "", reason=f"write {shlex.quote(f'{key}={text}')}")
-
     quoted = override(key, value)
-    if _is_readable(shlex.split(quoted)[0]):
-        return ConfigError(word, "", reason=f"write {quoted}")
-    return ConfigError(word, "", reason=f"write key=value; {key} cannot be the name of a setting")
-
-
-def _corrections(value: str) -> Iterator[str]:
-    """Values that may have been meant, without a second equals sign or a last comma, or with their last brackets."""
-    if value.startswith("="):
-        yield value.lstrip("=")
-    if value.endswith(","):
-        yield value.rstrip(",")
-
-    open_brackets: list[str] = []
-    for character in value:
-        if character in CLOSING:
-            open_brackets.append(CLOSING[character])
-        elif open_brackets and character == open_brackets[-1]:
-            open_brackets.pop()
-    if open_brackets:
-        yield value + "".join(reversed(open_brackets))
+    for text in (value.strip("=,"), *(value + closing for closing in "]})")):
+        if _is_readable(f"{key}={text}"):
+            quoted = shlex.quote(f"{key}={text}")
+            break
+    if not _is_readable(shlex.split(quoted)[0]):
+        return ConfigError(word, "", reason=f"write key=value; {key} cannot be the name of a setting")
+    return ConfigError(word, "", reason=f"write {quoted}")
 
 
 def _is_readable(word: str) -> bool:

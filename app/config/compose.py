@@ -234,7 +234,7 @@ def _wrong_type(override: str, error: Exception) -> ConfigError:
     if accepted is None or cause.startswith("Key "):
         return ConfigError(key, value, reason=cause)
 
-    return ConfigError(key, value, accepted)
+    return ConfigError(key, value, accepted, foreign_names.CHOICES.get(f"{key}={value}", ""))
 
 
 def _wrong_entry(key: str, message: str) -> ConfigError | None:

@@ -38,7 +38,7 @@ WRITTEN = {  # what to write, and the ends of the dotted names of other programs
     f"checkpoint.keep={VALUE}": "save_total_limit",
     f"data.eval_path={VALUE}": "eval_prompt_data val_files",
     f"data.path={VALUE}": "dataset_name prompt_data train_files",
-    f"data.question={VALUE}": "prompt_key",
+    f"data.question={VALUE}": "prompt prompt_key",
     f"data.system={VALUE}": "system_prompt",
     "device.dtype=bfloat16": "bf16 fp16",
     f"epochs={VALUE}": "num_train_epochs total_epochs",
@@ -53,7 +53,7 @@ WRITTEN = {  # what to write, and the ends of the dotted names of other programs
     LORA: "lora_r lora_rank use_lora use_peft",
     f"model.lora.targets={VALUE}": "lora_target_modules target_modules",
     f"model=hf model.path={VALUE}": "actor_rollout_ref.model.path hf_checkpoint model_name model_name_or_path",
-    f"placement.devices={VALUE}": "gpus n_gpus_per_node",
+    f"placement.devices={VALUE}": "gpu gpus n_gpus_per_node",
     f"placement.max_staleness={VALUE}": "max_async_level",
     f"placement.rollout_devices={VALUE}": "rollout_num_gpus",
     f"placement.trainer_devices={VALUE}": "actor_num_gpus_per_node",
@@ -69,6 +69,7 @@ WRITTEN = {  # what to write, and the ends of the dotted names of other programs
     f"rollout.stop={VALUE}": "rollout_stop stop stop_strings",
     f"rollout.temperature={VALUE}": "temperature",
     f"rollout.tensor_parallel={VALUE}": "rollout_num_gpus_per_engine tensor_model_parallel_size",
+    f"seed={VALUE}": "seed_everything",
     STEPS: "max_steps num_rollout",
     f"tracking.project={VALUE}": "project_name wandb.project",
     f"tracking.run_name={VALUE}": "exp_name experiment_name run_name wandb.name",
@@ -94,14 +95,17 @@ CUT = (
 NODES = "nodes join through Ray: start them with launch/ray_cluster.sh or launch/slurm.sbatch, or set cluster.address"
 PARALLEL = "FSDP2 shards the trainer over placement.trainer_devices; there is no other parallelism of the trainer"
 SEQUENCE_PARALLEL = "there is no sequence parallelism: a sequence is trained on one device, as mode=plan checks"
+SFT = "there is no supervised stage: start from a model that is tuned already, with model.path=<directory>"
 VLLM = "there is no vLLM backend: SGLang generates; its flags are +rollout.engine_args.<flag>=<value>"
 
 REASONS = {  # why there is no such setting, and the ends of its names
     SEQUENCE_PARALLEL: "context_parallel_size cp ulysses_sequence_parallel_size",
-    CUT: "frequency_penalty min_p presence_penalty repetition_penalty rollout_top_k top_k top_p",
+    CUT: "min_p rollout_top_k top_k top_p",
     CRITIC: "critic gae_lambda gamma lam",
     PARALLEL: "expert_model_parallel_size expert_parallel megatron pipeline_model_parallel_size",
-    "there is no quantized training: model.lora.rank is what saves memory": "fp8 load_in_4bit load_in_8bit",
+    "there is no quantized training: model.lora.rank is what saves memory": (
+        "fp8 load_in_4bit load_in_8bit quantization"
+    ),
     "there is no other optimizer than AdamW": "optim",
     "a penalty would sample from another distribution than the one that is trained": (
         "frequency_penalty presence_penalty repetition_penalty"
@@ -118,12 +122,15 @@ REASONS = {  # why there is no such setting, and the ends of its names
         "model.tiny model.tiny.accuracy_high model.tiny.accuracy_low model.tiny.cache model.tiny.family "
         "model.tiny.heads model.tiny.hidden model.tiny.layers model.tiny.skill"
     ),
-    "there is no supervised stage: start from a model that is tuned already, with model.path=<directory>": "sft",
+    SFT: "sft",
 }
 ABSENT = {name: reason for reason, names in REASONS.items() for name in names.split()}
-CHOICES = {  # choices of a group that other programs have
+CHOICES = {  # choices of a group, and values of a setting, that other programs have
     "algorithm=ppo": CRITIC,
     "algorithm=reinforce++": "REINFORCE++ normalizes over a whole step, which streaming cannot",
+    "device=mps": "there is no backend for Apple GPUs: device=cpu runs everywhere",
+    "mode=sft": SFT,
+    "placement=async": "write placement=fully_async",
 }
 
 

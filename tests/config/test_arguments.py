@@ -4,14 +4,16 @@ import os
 import re
 import subprocess
 import sys
+from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
 
 import hydra
 import pytest
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from app.config.arguments import check_arguments, named_values
+from app.config.arguments import FLAGS, OPTION_CHOICES, OPTIONS, check_arguments, named_values
 from app.config.foreign_names import ABSENT, CHOICES, NAMES, VALUE, answer
 from app.config.run import RunConfig
 from app.config.setting import settings
@@ -32,7 +34,6 @@ ROOT = Path(__file__).parents[2]
         "--config-dir=myconf -cp=conf model=mine",
         "model=tiny --cfg job",
         "-c job --resolve",
-        "-cjob",
         "~reward.components.exact +reward.args.x=1",
         "-sc query=bash",
         "--info defaults",
@@ -53,7 +54,7 @@ def test_options_of_hydra_and_overrides_are_accepted(line: str) -> None:
         ("steps=3 --config-dir X experiment=mine", "steps=3 experiment=mine --config-dir X"),
         ("steps=3 mode=plan -m seed=0,1", "steps=3 mode=plan seed=0,1 --multirun"),
         ("algorithm=grpo --cfg job algorithm.kl=k3", "algorithm=grpo algorithm.kl=k3 --cfg job"),
-        ("-cjob steps=3 -cp=conf", "steps=3 --cfg job --config-path conf"),
+        ("-c=job steps=3 -cp=conf", "steps=3 --cfg job --config-path conf"),
         ("--info steps=3", "steps=3 --info"),
     ],
 )
@@ -89,16 +90,33 @@ def test_options_stand_behind_the_settings(line: str, arranged: str) -> None:
         ("=3", "=3", "write <key>=3."),
         ("tracking.use=[wandb", "tracking.use=[wandb", "write 'tracking.use=[wandb]'."),
         ("trainer.lr=1e-5,", "trainer.lr=1e-5,", "write trainer.lr=1e-5."),
-        ("data.answer_after=####", "data.answer_after=####", "write 'data.answer_after=\"####\"'."),
+        ("resume=####", "resume=####", "write 'resume=\"####\"'."),
         ("st#ps=3", "st#ps=3", "st#ps cannot be"),
         ("steps=int(x)", "steps=int(x)", "ValueError"),
         ("~steps", "~steps", "write steps=<value>."),
-        ("data.prefix=one\ntwo", "data.prefix", "'data.prefix=\"…\"'."),
+        ("resume=one\ntwo", "resume", "'resume=\"…\"'."),
     ],
 )
 def test_another_style_is_answered_with_what_to_write(line: str, key: str, answer: str) -> None:
     with refused(key, "…" if "\n" in line else "", answer):
         check_arguments(line.split(" "))
+
+
+@pytest.mark.parametrize("text", ["####", "one\ntwo", "The answer is: [", "a=b#c", "\\boxed{"])
+def test_the_text_of_a_setting_needs_no_quotes_of_hydra(text: str) -> None:
+    (word,) = check_arguments([f"data.answer_after={text}"])
+    assert OverridesParser.create().parse_override(word).value() == text
+
+
+def test_the_options_are_those_of_hydra() -> None:
+    declared = {
+        each.option_strings[0]: ("".join(each.option_strings[1:]), each.nargs, tuple(each.choices or ()))
+        for each in get_args_parser()._actions
+        if each.option_strings
+    }
+    assert {option: short for option, (short, _, _) in declared.items()} == OPTIONS
+    assert {option for option, (_, count, _) in declared.items() if count == 0} == set(FLAGS)
+    assert {option: choices for option, (_, _, choices) in declared.items() if choices} == OPTION_CHOICES
 
 
 @pytest.mark.parametrize(
@@ -152,17 +170,22 @@ def test_names_of_other_programs_are_answered_with_settings_that_exist() -> None
         ("per_device_train_batch_size", "8", "write trainer.tokens_per_microbatch=<value>"),
         ("scale_rewards", "group", "write algorithm.normalize_by_std=<value>"),
         ("critic.optim.lam", "1", "there is no critic"),
+        ("quantization", "fp8", "there is no quantized training"),
+        ("dataset.prompt", "problem", "write data.question=problem"),
+        ("gpu", "4", "write placement.devices=4"),
+        ("seed_everything", "7", "write seed=7"),
     ],
 )
 def test_an_answer_repeats_the_value_only_where_it_means_the_same(key: str, value: str, start: str) -> None:
     assert (answer(key, value) or "").startswith(start)
 
 
-def test_every_foreign_choice_is_of_a_group_and_is_no_choice_of_ours() -> None:
+def test_every_foreign_choice_is_of_a_group_or_a_setting_and_is_no_choice_of_ours() -> None:
+    named = {each.key: type(each.default) for each in settings(RunConfig) if isinstance(each.default, Enum)}
     for choice in CHOICES:
-        group, _, name = choice.partition("=")
-        assert (ROOT / "conf" / group).is_dir()
-        assert not (ROOT / "conf" / group / f"{name}.yaml").exists()
+        key, _, name = choice.partition("=")
+        assert (ROOT / "conf" / key).is_dir() or name not in named[key].__members__
+        assert not (ROOT / "conf" / key / f"{name}.yaml").exists()
 
 
 def test_help_on_a_section_shows_its_settings_in_this_composition() -> None:
