@@ -127,9 +127,8 @@ def _not_an_override(word: str, following: str | None) -> ConfigError:
 
     key, equals, value = word.lstrip("-").partition("=")
     if f"--{key}" in OPTIONS:
-        value = following if f"--{key}" in VALUED else None
-        shown, written = (f"{each} {value}" if value else each for each in (word, f"--{key}"))
-        return ConfigError(shown, "", reason=f"write {written}")
+        behind = f" {following}" if following and f"--{key}" in VALUED else ""
+        return ConfigError(word + behind, "", reason=f"write --{key}{behind}")
 
     if started := [option for option in OPTIONS if option.startswith(word)]:
         return ConfigError(word, "", f"one of {', '.join(started)}")
