@@ -1,8 +1,9 @@
 """Qwen2.5-Coder-0.5B with the two tags of a tool call in reach.
 
 The model writes a call as its template asks, but leaves out `<tool_call>` and `</tool_call>`: their rows are as they
-were initialized. Here the rows of the head are fitted to a few calls (a logistic regression over hidden states that stay
-as they are), and the rows of the embedding are those of tokens with the same neighbors. All other weights are the model's.
+were initialized. Here the rows of the head are fitted to a few calls (a logistic regression over hidden states that
+stay as they are), and the rows of the embedding are those of tokens with the same neighbors. All other weights are
+the model's.
 """
 
 from collections.abc import Iterator, Sequence
