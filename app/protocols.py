@@ -1,11 +1,10 @@
-"""The interfaces of the components: rollout engine, trainer, weight synchronizer, recorder.
+"""The interfaces of the components: rollout engine, trainer, weight synchronizer.
 
 Every method may be called again after it returned. "Idempotent" means that a repeated call changes nothing. All waits
 are bounded by the implementation; a missed deadline raises the component's error, which names what was awaited.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +13,6 @@ from app.types import (
     EngineMemory,
     EngineStart,
     EngineStats,
-    Group,
     GroupRequest,
     InFlight,
     MemoryUse,
@@ -241,6 +239,10 @@ class Trainer(Protocol):
 class WeightSynchronizer(Protocol):
     """Copies the trainer's parameters into every engine."""
 
+    def set_engines(self, engines: Mapping[int, RolloutEngine]) -> None:
+        """Sync into these engines, by index, from now on."""
+        ...
+
     async def sync(self, version: int) -> SyncReport:
         """Copy the parameters into every engine as policy `version`.
 
@@ -258,87 +260,4 @@ class WeightSynchronizer(Protocol):
                 policies.
             TrainerError: A trainer rank failed.
         """
-        ...
-
-
-class Timeline(Protocol):
-    """Spans of a run, by track."""
-
-    def now(self) -> float:
-        """Return the time in seconds since 1970."""
-        ...
-
-    def span(self, track: str, name: str, **args: object) -> AbstractContextManager[None]:
-        """Record the duration of the block, also when it raises."""
-        ...
-
-    def add(self, track: str, name: str, start: float, end: float, args: dict[str, object] | None = None) -> None:
-        """Record a span that was measured elsewhere."""
-        ...
-
-
-class StatusRecorder(Protocol):
-    """Where messages and spans go while a run starts."""
-
-    @property
-    def timeline(self) -> Timeline: ...
-
-    def status(self, text: str) -> None:
-        """Show the current activity between steps, such as "starting Ray"."""
-        ...
-
-    def note(self, text: str, facts: Mapping[str, str | int] | None = None) -> None:
-        """Show and log something to know about this run, and add `facts` to `summary.json`."""
-        ...
-
-    def warn(self, text: str) -> None:
-        """Show and log a warning. A repeated text is shown once."""
-        ...
-
-
-class RunRecorder(StatusRecorder, Protocol):
-    """Where a run's metrics, samples and messages go.
-
-    When a method returns, the record is in the run's files; dashboards are updated later. No method raises because of a
-    dashboard. After a restart of the trainer, steps and evaluations are recorded again from the resume point.
-    """
-
-    @property
-    def folder(self) -> Path:
-        """The run's folder."""
-        ...
-
-    @property
-    def stop_reason(self) -> str | None:
-        """Why the run ends early, after the step recorded last, by its evaluations; None to go on."""
-        ...
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a finished step."""
-        ...
-
-    def log_eval(
-        self,
-        step: int,
-        results: Mapping[str, Mapping[str, float]],
-        groups: Sequence[Group] = (),
-        decode: Callable[[Sequence[int]], str] | None = None,
-    ) -> None:
-        """Record an evaluation after `step` (0: before training), by set name, and samples of its groups."""
-        ...
-
-    def log_samples(
-        self, step: int, groups: Sequence[Group], decode: Callable[[Sequence[int]], str] | None = None
-    ) -> None:
-        """Record samples of a step's trajectories. `decode` turns prompt tokens into text."""
-        ...
-
-    def log_prompts(
-        self, step: int, *, trained: Sequence[str], filtered: Sequence[str], unplayable: Sequence[str] = ()
-    ) -> None:
-        """Append the ids of a step's prompts to the prompt log."""
-        ...
-
-    def flush(self) -> None:
-        """Flush metrics and prompt ids to disk. Called before a checkpoint is written."""
         ...

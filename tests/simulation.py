@@ -464,7 +464,7 @@ class World:
             version=0,
             params_on_device=time_sharing.params_onloaded if colocate else None,
         )
-        supervisor.attach(weight_sync)
+        supervisor.attach(weight_sync.sync_restarted)
         return RunContext(
             config=self.config,
             trainer=self.trainer,

@@ -20,7 +20,7 @@ import functools
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from app.environment.protocol import EpisodeOver, Message, Policy, Task
 from app.environment.values import messages_of
@@ -79,23 +79,15 @@ def check_methods(environment: Any) -> None:
             raise LoadError(f"its {name}{inspect.signature(method)} cannot be called ({error}): {SHAPE}") from error
 
 
-class Stepped(Protocol):
-    """An environment with `begin` and `step`."""
-
-    def begin(self, task: Task) -> Any: ...
-
-    def step(self, reply: Any) -> Any: ...
-
-
 class Stepwise:
     """`run` of an environment that has `begin` and `step`.
 
     Args:
-        environment: The object.
+        environment: An object with `begin(task)` and `step(reply)`.
         call: Calls its methods, plain or async.
     """
 
-    def __init__(self, environment: Stepped, call: Call) -> None:
+    def __init__(self, environment: Any, call: Call) -> None:
         self._environment = environment
         self._call = call
 

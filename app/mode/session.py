@@ -5,12 +5,12 @@ weight sync) are restarted when the trainer is lost.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from app.config import Mode, RunConfig
 from app.config.placement import PlacementKind
@@ -19,12 +19,12 @@ from app.mode.environments import worker_spec
 from app.mode.preflight import RunInputs, take_inputs
 from app.offload import make_offload
 from app.placement.time_sharing import TimeSharing
-from app.protocols import StatusRecorder
 from app.recovery.engine_supervisor import EngineSupervisor
 from app.rollout.episodes import EpisodeLimits, Episodes, episode_failures
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.tracking.number_format import plural
+from app.tracking.run_folder.timeline import Timeline
 from app.types import EngineStart, TrainerMemory
 from app.utils.tasks import gather_or_raise
 
@@ -33,6 +33,19 @@ if TYPE_CHECKING:
     from app.weight_sync.factory import Synchronizer
 
 PHASE_POLL_INTERVAL_S = 1.0
+
+
+class StatusRecorder(Protocol):
+    """What the start of a run uses of its recorder, see `RunFolderRecorder`."""
+
+    @property
+    def timeline(self) -> Timeline: ...
+
+    def status(self, text: str) -> None: ...
+
+    def note(self, text: str, facts: Mapping[str, str | int] | None = None) -> None: ...
+
+    def warn(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ class TrainingRun:
                 )
 
             context = self._context(trainer_workers, version)
-            self.workers.supervisor.attach(context.weight_sync)
+            self.workers.supervisor.attach(context.weight_sync.sync_restarted)
             due = resume_point is not None and resume_point.state.evaluation_due
             controller = CONTROLLERS[self.config.placement.kind](context, version, evaluation_due=due)
             try:

@@ -9,11 +9,12 @@ from app.cluster.memory_monitor import MemoryMonitor
 from app.config import RunConfig
 from app.data.cursor import PromptCursor
 from app.placement.time_sharing import TimeSharing
-from app.protocols import RunRecorder, Trainer
+from app.protocols import Trainer
 from app.recovery.engine_supervisor import EngineSupervisor
 from app.recovery.retrying_sync import RetryingWeightSync
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
+from app.tracking.recorder import RunFolderRecorder
 from app.types import Prompt, Sampling
 
 
@@ -30,7 +31,7 @@ class RunContext:
     rollouter: Rollouter
     cursor: PromptCursor
     evals: Mapping[str, Sequence[Prompt]]  # by evaluation set
-    recorder: RunRecorder
+    recorder: RunFolderRecorder
     checkpoints: CheckpointManager
     memory: MemoryMonitor
     model: Mapping[str, Any]  # `identity` of the source checkpoint

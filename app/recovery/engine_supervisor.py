@@ -11,9 +11,8 @@ Invariants:
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 from app.config import RunConfig
 from app.errors import EngineError, EngineLost, one_line
@@ -26,14 +25,6 @@ MAX_BACKOFF_S = 32.0
 ABORT_TIMEOUT_S = 10.0  # deadline of an engine to abort all of its requests
 POLL_INTERVAL_S = 0.1
 Engines = Mapping[int, RolloutEngine]  # by index
-
-
-class RestartedEngineSync(Protocol):
-    """Copies the current policy into restarted engines."""
-
-    async def sync_restarted(self, engines: Engines) -> Engines:
-        """Make one attempt; returns the engines that now have the policy, or none if the attempt failed."""
-        ...
 
 
 class EngineSupervisor:
@@ -61,13 +52,13 @@ class EngineSupervisor:
         self.restarts = 0  # engines replaced so far
         self.unsynced: set[int] = set()  # indices of restarted engines without the current policy
         self._limit = config.recovery.max_engine_failures
-        self._sync: RestartedEngineSync | None = None
+        self._sync: Callable[[Engines], Awaitable[Engines]] | None = None
         self._replacing = asyncio.Lock()  # held while the monitor replaces engines
         self._restarts_allowed = asyncio.Event()
         self._restarts_allowed.set()
 
-    def attach(self, sync: RestartedEngineSync) -> None:
-        """Set how restarted engines get the current policy."""
+    def attach(self, sync: Callable[[Engines], Awaitable[Engines]]) -> None:
+        """Set how restarted engines get the current policy: one attempt, which returns those that now have it."""
         self._sync = sync
 
     @asynccontextmanager
@@ -153,7 +144,7 @@ class EngineSupervisor:
         while self.unsynced:
             engines = {index: self.pool.engines[index] for index in self.unsynced}
             if self._sync is not None:
-                engines = dict(await self._sync.sync_restarted(engines))
+                engines = dict(await self._sync(engines))
             self.mark_ready(engines)
 
     async def _restart(self, index: int) -> None:

@@ -11,7 +11,6 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Protocol
 
 from app.errors import EngineError, RunError, SyncError, TrainerError, TrainerLost
 from app.protocols import RolloutEngine, Trainer, WeightSynchronizer
@@ -19,16 +18,8 @@ from app.recovery.engine_supervisor import Engines, EngineSupervisor, backoff, s
 from app.types import SyncReport
 
 
-class ElasticWeightSynchronizer(WeightSynchronizer, Protocol):
-    """A weight synchronizer whose engines may change between syncs."""
-
-    def set_engines(self, engines: Engines) -> None:
-        """Sync into these engines, by index, from now on."""
-        ...
-
-
 class RetryingWeightSync:
-    """Implements `WeightSynchronizer` (app/protocols.py) over engines that may be lost.
+    """`WeightSynchronizer.sync` (app/protocols.py) over engines that may be lost.
 
     Args:
         synchronizer: Makes one attempt.
@@ -40,7 +31,7 @@ class RetryingWeightSync:
 
     def __init__(
         self,
-        synchronizer: ElasticWeightSynchronizer,
+        synchronizer: WeightSynchronizer,
         trainer: Trainer,
         supervisor: EngineSupervisor,
         *,

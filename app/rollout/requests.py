@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from app.config.recovery import RecoveryConfig
 from app.errors import EngineError, EngineLost
-from app.protocols import RolloutEngine, Timeline
+from app.protocols import RolloutEngine
 from app.rollout.client import ConnectionLost
+from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, FinishReason, GroupRequest
 
 RETRY_DELAY_S = 0.25  # before a request is sent again; doubled each time

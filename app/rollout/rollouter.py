@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 from app.config.recovery import RecoveryConfig
-from app.protocols import RolloutEngine, Timeline
+from app.protocols import RolloutEngine
 from app.reward.scorer import Scorer
 from app.rollout.episodes import Episodes, Play
 from app.rollout.pool import EnginePool
 from app.rollout.requests import Requests
+from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, Group, GroupRequest, Prompt, Sampling, Trajectory
 
 MAX_PROMPTS_SHOWN = 5  # in messages

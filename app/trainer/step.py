@@ -41,7 +41,7 @@ from app.trainer.microbatch import MicroBatch, Sample, SampleKey, count_ready, m
 from app.trainer.optimizer import PolicyOptimizer, UpdateResult, update_metrics
 from app.trainer.pass_gate import PassGate
 from app.trainer.reductions import RawSums, UnreadSums, all_gather_logprobs
-from app.trainer.throughput import ModelFlops, PhaseTimer, throughput_metrics
+from app.trainer.throughput import ModelFlops, phase_timer, throughput_metrics
 from app.types import ScoredGroup, StepReport
 
 COLLECT_PASSES = 16  # between collections of garbage
@@ -193,7 +193,7 @@ class TrainStep:
         self._totals = RawSums()  # all ranks, finished updates
         self._results: list[UpdateResult] = []  # one per update
         self._flops = 0.0  # all ranks
-        self._timer = PhaseTimer(self.device)
+        self._timer = phase_timer(self.device)
         self._in_pass = False  # stays True if a pass raises
         self._passes = 0
         self.gate.reset()

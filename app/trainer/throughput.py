@@ -6,11 +6,9 @@ the algorithm uses them. Recomputation (activation checkpointing, chunks of the 
 recurrence of linear attention is not counted.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,38 +16,23 @@ from torch import Tensor
 
 from app.model.lora.layer import is_adapter
 from app.model.policy import LINEAR_ATTENTION, PolicyModel
+from app.utils.phase_timer import PhaseTimer
 
 FORWARD_AND_BACKWARD = 3  # products of a trained matrix: one in the forward, two in the backward
 
 
-class PhaseTimer:
-    """Sums up seconds by phase. On an accelerator they are measured by device events, since kernels run asynchronously.
-
-    Example::
-
-        timer = PhaseTimer(torch.device("cuda"))
-        with timer.phase("forward"):
-            model(batch)
-        timer.seconds()  # {"forward": 0.12}
-    """
+class EventTimer(PhaseTimer):
+    """Measures phases on an accelerator by device events, since kernels run asynchronously."""
 
     def __init__(self, device: torch.device):
+        super().__init__()
         self._device = device
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._longest: dict[str, float] = defaultdict(float)
+        self._module: Any = torch.get_device_module(device)
         self._events: list[tuple[str, Any, Any]] = []  # phase, start, end
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        if self._device.type == "cpu":
-            started = perf_counter()
-            yield
-            self._add(name, perf_counter() - started)
-            return
-
-        module = torch.get_device_module(self._device)
-        start = module.Event(enable_timing=True)
-        end = module.Event(enable_timing=True)
+        start, end = (self._module.Event(enable_timing=True) for _ in range(2))
         start.record()
         yield
         end.record()
@@ -57,20 +40,16 @@ class PhaseTimer:
 
     def seconds(self) -> Mapping[str, float]:
         """Return the seconds of every phase so far. Synchronizes the device."""
-        if self._events:
-            torch.get_device_module(self._device).synchronize(self._device)
+        self._module.synchronize(self._device)
         for name, start, end in self._events:
             self._add(name, start.elapsed_time(end) / 1000)
         self._events.clear()
-        return self._seconds
+        return super().seconds()
 
-    def longest(self, name: str) -> float:
-        """Return the seconds of the longest phase of this name, among those that `seconds` has returned."""
-        return self._longest[name]
 
-    def _add(self, name: str, seconds: float) -> None:
-        self._seconds[name] += seconds
-        self._longest[name] = max(self._longest[name], seconds)
+def phase_timer(device: torch.device) -> PhaseTimer:
+    """Return the timer of a device's phases."""
+    return PhaseTimer() if device.type == "cpu" else EventTimer(device)
 
 
 @dataclass(frozen=True, slots=True)

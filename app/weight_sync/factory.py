@@ -8,9 +8,10 @@ from app.config import RunConfig
 from app.config.weight_sync import TransportKind, transport_of
 from app.device import Device
 from app.protocols import RolloutEngine
+from app.trainer.remote import RemoteTrainer
 from app.weight_sync.own_transport import own_transport
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
-from app.weight_sync.transport.base import TrainerGroup, Transport
+from app.weight_sync.transport.base import Transport
 from app.weight_sync.transport.collective import CollectiveTransport
 from app.weight_sync.transport.ipc import IpcTransport
 from app.weight_sync.verify import Verifier
@@ -29,7 +30,7 @@ TRANSPORTS: Mapping[TransportKind, Callable[..., Transport]] = {
 def make_synchronizer(
     config: RunConfig,
     device: Device,
-    trainer: TrainerGroup,
+    trainer: RemoteTrainer,
     engines: Sequence[RolloutEngine],
     folder: Path,
     *,

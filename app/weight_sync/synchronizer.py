@@ -15,20 +15,21 @@ broadcast and reply together.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from app.config.weight_sync import SyncMode, WeightSyncConfig
 from app.errors import EngineError, SyncError
 from app.protocols import RolloutEngine
+from app.trainer.remote import RemoteTrainer
 from app.types import SYNC_PHASES, InFlight, SyncReport
+from app.utils.phase_timer import PhaseTimer
 from app.utils.units import MIB
 from app.weight_sync.buckets import Bucket, ReadyBucket, plan_buckets
 from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.sender import Sender
-from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, TrainerGroup, Transport
+from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, Transport
 from app.weight_sync.verify import Verifier
 
 CLOSE_TIMEOUT_S = 3.0
@@ -47,7 +48,7 @@ class BucketedWeightSynchronizer:
 
     def __init__(
         self,
-        trainer: TrainerGroup,
+        trainer: RemoteTrainer,
         engines: Sequence[RolloutEngine],
         config: WeightSyncConfig,
         transport: Transport,
@@ -86,22 +87,22 @@ class BucketedWeightSynchronizer:
     async def sync(self, version: int) -> SyncReport:
         """Copy the trainer's parameters into every engine as policy `version`. See `WeightSynchronizer.sync`."""
         deadline = Deadline(version, self.config.timeout_s)
-        clock = PhaseClock()
+        started, timer = time.perf_counter(), PhaseTimer()
         base = self._delta_base()
         self._synced_version = None  # until every engine has all of it
         try:
-            with clock.phase("gather"):
+            with timer.phase("gather"):
                 await self._disconnect_old_members()
                 ready = await self._gather_first_bucket(deadline, base)
-            with clock.phase("pause"):
+            with timer.phase("pause"):
                 await deadline.gather("pause", self._on_engines(self._pause), bounded=False)
-            with clock.phase("connect"):
+            with timer.phase("connect"):
                 reused = await self.transport.connect(deadline, self.trainer, self._members)
-            with clock.phase("load"):
+            with timer.phase("load"):
                 sent = await self._load(deadline, ready)
-            with clock.phase("verify"):
+            with timer.phase("verify"):
                 await self.verifier.after_sync(deadline, self.trainer, self._members, flush_cache=self._flush_cache)
-            with clock.phase("resume"):
+            with timer.phase("resume"):
                 await deadline.gather("resume", self._on_engines(lambda engine: engine.resume()))
         except BaseException:
             await self.transport.abort(self.trainer)
@@ -111,7 +112,7 @@ class BucketedWeightSynchronizer:
             await self.transport.abort(self.trainer)
         self._synced_version = version
         self._deltas = 0 if base is None else self._deltas + 1
-        return self._report(version, sent, clock, reused)
+        return self._report(version, sent, sync_seconds(timer, started), reused)
 
     async def abort(self) -> None:
         """Disconnect both sides, in any state of the trainer ranks."""
@@ -231,35 +232,20 @@ class BucketedWeightSynchronizer:
     ) -> dict[str, Coroutine[Any, Any, Any]]:
         return {engine.name: call(engine) for engine in self._members}
 
-    def _report(self, version: int, sent: Sequence[ReadyBucket], clock: "PhaseClock", reused: bool) -> SyncReport:
+    def _report(self, version: int, sent: Sequence[ReadyBucket], seconds: dict[str, float], reused: bool) -> SyncReport:
         elements = sum(prod(tensor.shape) for bucket in self._buckets for tensor in bucket.tensors)
         changed = [ready.changed for ready in sent if ready.changed is not None]
         return SyncReport(
             version=version,
             bytes=sum(ready.bucket.bytes for ready in sent),
             buckets=len(self._buckets),
-            seconds=clock.seconds(),
+            seconds=seconds,
             group_reused=reused,
             bytes_full=sum(bucket.bytes for bucket in self._buckets),
             changed_fraction=sum(changed) / elements if changed else None,
         )
 
 
-class PhaseClock:
-    """Measures the phases of one sync."""
-
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-        self._seconds = dict.fromkeys(SYNC_PHASES, 0.0)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to a phase of `SYNC_PHASES`."""
-        assert name in self._seconds, name
-        began = time.perf_counter()
-        yield
-        self._seconds[name] += time.perf_counter() - began
-
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase, and of all of them as `total`."""
-        return {**self._seconds, "total": time.perf_counter() - self._started}
+def sync_seconds(timer: PhaseTimer, started: float) -> dict[str, float]:
+    """Return the seconds of each phase of a sync, and of all of them as `total`, since `started`."""
+    return {**dict.fromkeys(SYNC_PHASES, 0.0), **timer.seconds(), "total": time.perf_counter() - started}

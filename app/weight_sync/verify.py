@@ -14,9 +14,10 @@ from typing import Any
 from app.config.weight_sync import Verify
 from app.errors import SyncError
 from app.protocols import RolloutEngine
+from app.trainer.remote import RemoteTrainer
 from app.weight_sync.deadlines import Deadline
 from app.weight_sync.sender import Sender
-from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, TrainerGroup
+from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS
 
 EXPORT_CHECKS = 2  # the first sync, which proves names and shapes, and the first of a trained policy
 NAMED = 3  # parameters in a message
@@ -32,7 +33,7 @@ class Verifier:
         self._checks_left = 0 if verify is Verify.never else EXPORT_CHECKS
 
     async def after_sync(
-        self, deadline: Deadline, trainer: TrainerGroup, engines: Sequence[RolloutEngine], *, flush_cache: bool
+        self, deadline: Deadline, trainer: RemoteTrainer, engines: Sequence[RolloutEngine], *, flush_cache: bool
     ) -> None:
         """Verify the engines. Raises `SyncError` naming the engine, its rank and the parameters that differ."""
         compare_engines = self.verify is Verify.always and len(engines) > 1
@@ -53,7 +54,7 @@ class Verifier:
                 expect_equal(deadline.version, problem, exported[name], hashes)
 
     async def _load_export(
-        self, deadline: Deadline, trainer: TrainerGroup, engines: Sequence[RolloutEngine], flush_cache: bool
+        self, deadline: Deadline, trainer: RemoteTrainer, engines: Sequence[RolloutEngine], flush_cache: bool
     ) -> dict[str, Hashes]:
         """Load an export of the parameters into every engine; return the engines' hashes afterwards."""
         path = self.folder / f"policy_{deadline.version}"

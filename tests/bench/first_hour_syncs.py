@@ -100,7 +100,7 @@ async def measure(config: RunConfig, folder: Path) -> dict[str, Any]:
             version=0,
             params_on_device=devices.params_onloaded if shared else None,
         )
-        workers.supervisor.attach(sync)
+        workers.supervisor.attach(sync.sync_restarted)
         bench = Bench(config, workers, made, sync, devices, recorder)
         async with workers.supervisor.monitor():
             measured = await (handovers(bench) if shared else separate_syncs(bench))

@@ -14,7 +14,7 @@ from app.model.lora.layer import adapters_off
 from app.model.lora.wrap import add_adapters, initialize
 from app.model.policy import PolicyModel
 from app.trainer.step import TrainStep
-from app.trainer.throughput import ModelFlops, PhaseTimer, throughput_metrics
+from app.trainer.throughput import ModelFlops, phase_timer, throughput_metrics
 from tests.model.support import save_qwen3, save_qwen35
 from tests.trainer.support import Scenario, make_step, scored_groups, train
 
@@ -105,7 +105,7 @@ def test_the_seconds_of_the_phases_sum_to_those_of_the_step(
     step = make_step(path, scenario)
     step.peak_flops = 1e9
     clock = WorkClock(step, step.reference)
-    monkeypatch.setattr("app.trainer.throughput.perf_counter", clock)
+    monkeypatch.setattr("app.utils.phase_timer.perf_counter", clock)
 
     metrics = train(step, scenario).metrics
     seconds = {name: value for name, value in metrics.items() if name.startswith("time/")}
@@ -124,7 +124,7 @@ def test_the_seconds_of_the_phases_sum_to_those_of_the_step(
 
 
 def test_a_phase_entered_twice_adds_up() -> None:
-    timer = PhaseTimer(torch.device("cpu"))
+    timer = phase_timer(torch.device("cpu"))
     for _ in range(2):
         with timer.phase("forward"):
             torch.ones(10).sum()

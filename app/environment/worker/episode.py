@@ -15,13 +15,13 @@ from typing import Any
 
 from app.environment.own import Stepwise, check_methods, score_of
 from app.environment.protocol import EpisodeOver, Task
+from app.environment.rendering import Renderer
 from app.environment.values import WrongValue, scores_of, short
 from app.environment.wire import End, Limits
 from app.environment.worker.calls import Calls, Exited
 from app.environment.worker.clock import Clock
 from app.environment.worker.framing import Framing
 from app.environment.worker.policy import AskEngine, EpisodePolicy
-from app.environment.worker.sequences import Renderer
 from app.utils.dotted_path import LoadError, error_text
 from app.worker.process import log
 from app.worker.wire import Begin, Closed, Failed

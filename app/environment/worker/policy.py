@@ -13,10 +13,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from app.environment.protocol import EpisodeOver, Message, OutOfTime, OutOfTokens, OutOfTurns, Reply, Sampled, Tool
+from app.environment.rendering import Renderer
 from app.environment.wire import Answer, Limits
 from app.environment.worker.clock import Clock
 from app.environment.worker.conversation import Conversation, conversation_key, reasonings
-from app.environment.worker.sequences import Continuation, EpisodeSequences, OpenSequence, Renderer, ReplyEnd
+from app.environment.worker.sequences import Continuation, EpisodeSequences, OpenSequence, ReplyEnd
 from app.environment.worker.transcript import Transcript
 
 AskEngine = Callable[

@@ -14,27 +14,11 @@ Invariants:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from app.environment.protocol import Message, Reply, Tool
+from app.environment.rendering import Renderer
 from app.environment.worker.conversation import Conversation, message_key, reasonings
 from app.environment.worker.observations import shorten
-
-
-class Renderer(Protocol):
-    """What an episode uses of a renderer, see `app.environment.rendering`."""
-
-    def opening(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]: ...
-
-    def following(
-        self, token_ids: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool] | None = None
-    ) -> list[int] | None: ...
-
-    def parse(
-        self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[Tool] | None = None
-    ) -> Reply: ...
-
-    def read(self, token_ids: Sequence[int]) -> list[Message]: ...
 
 
 @dataclass(eq=False, slots=True)

@@ -8,16 +8,19 @@ Invariants:
     - A failed sync leaves every engine with a complete adapter of this policy or of an earlier one.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from app.config.weight_sync import WeightSyncConfig
 from app.errors import SyncError
 from app.protocols import RolloutEngine
+from app.trainer.remote import RemoteTrainer
 from app.types import SyncReport
+from app.utils.phase_timer import PhaseTimer
 from app.weight_sync.adapters.adapter_sender import ADAPTER_EXTENSION, AdapterPush, AdapterSender
 from app.weight_sync.deadlines import Deadline, best_effort
-from app.weight_sync.synchronizer import CLOSE_TIMEOUT_S, PhaseClock
-from app.weight_sync.transport.base import TRAINER_RANKS, TrainerGroup
+from app.weight_sync.synchronizer import CLOSE_TIMEOUT_S, sync_seconds
+from app.weight_sync.transport.base import TRAINER_RANKS
 
 
 class AdapterSynchronizer:
@@ -35,7 +38,7 @@ class AdapterSynchronizer:
 
     def __init__(
         self,
-        trainer: TrainerGroup,
+        trainer: RemoteTrainer,
         engines: Sequence[RolloutEngine],
         config: WeightSyncConfig,
         *,
@@ -59,16 +62,16 @@ class AdapterSynchronizer:
     async def sync(self, version: int) -> SyncReport:
         """Load the trainer's adapters into every engine as policy `version`. See `WeightSynchronizer.sync`."""
         deadline = Deadline(version, self.config.timeout_s)
-        clock = PhaseClock()
+        started, timer = time.perf_counter(), PhaseTimer()
         engines = list(self.engines.values())
         try:
-            with clock.phase("gather"):
+            with timer.phase("gather"):
                 push = await self._gather(deadline)
-            with clock.phase("load"):
+            with timer.phase("load"):
                 body = push.body(self.tensor_parallel)
                 calls = {engine.name: engine.load_adapter(version, body) for engine in engines}
                 loaded = await deadline.gather("loading the adapter", calls)
-            with clock.phase("resume"):  # engines that were drained to hand their devices to the trainer
+            with timer.phase("resume"):  # engines that were drained to hand their devices to the trainer
                 await deadline.gather("resume", {engine.name: engine.resume() for engine in engines})
         finally:
             await self._call_best_effort(AdapterSender.release)
@@ -77,7 +80,7 @@ class AdapterSynchronizer:
             version=version,
             bytes=push.bytes,
             buckets=1,
-            seconds=clock.seconds(),
+            seconds=sync_seconds(timer, started),
             adapters=max(loaded.values(), default=0),
         )
 

@@ -1,44 +1,18 @@
 """The transport interface. `BucketedWeightSynchronizer` is transport-agnostic."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from app.protocols import RolloutEngine
-from app.trainer.rank import TrainerRank
+from app.trainer.remote import RemoteTrainer
 from app.weight_sync.buckets import ReadyBucket
 from app.weight_sync.deadlines import Deadline
 
 if TYPE_CHECKING:
     from app.weight_sync.sender import Sender
 
-P = ParamSpec("P")
-T = TypeVar("T")
 TRAINER_RANKS = "trainer ranks"  # their name in messages
 SENDER_EXTENSION: Final = "weight_sync"  # the name under which a `Sender` is attached to every trainer rank
-
-
-class TrainerGroup(Protocol):
-    """All trainer ranks, as the weight sync needs them: extensions on every rank."""
-
-    async def attach(self, name: str, make: Callable[[TrainerRank], object]) -> None:
-        """Add the extension `make(rank)` to every rank."""
-        ...
-
-    async def call(
-        self, extension: str, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> list[T]:
-        """Call a method of an extension on every rank; return the results in rank order."""
-        ...
-
-    async def interrupt(
-        self, extension: str, method: Callable[Concatenate[Any, P], None], /, *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        """Call a method of an extension on every rank, concurrently with a call in progress, to end its waiting."""
-        ...
-
-    async def source(self) -> tuple[str, int]:
-        """Return the address of rank 0 and the port of the rendezvous there."""
-        ...
 
 
 class Transport(Protocol):
@@ -60,7 +34,7 @@ class Transport(Protocol):
         """The server's route for one bucket."""
         ...
 
-    async def connect(self, deadline: Deadline, trainer: TrainerGroup, engines: Sequence[RolloutEngine]) -> bool:
+    async def connect(self, deadline: Deadline, trainer: RemoteTrainer, engines: Sequence[RolloutEngine]) -> bool:
         """Connect the trainer ranks and the engines; return whether they were connected already."""
         ...
 
@@ -73,6 +47,6 @@ class Transport(Protocol):
         """
         ...
 
-    async def abort(self, trainer: TrainerGroup) -> None:
+    async def abort(self, trainer: RemoteTrainer) -> None:
         """Disconnect both sides in any state, within a few seconds. Idempotent."""
         ...

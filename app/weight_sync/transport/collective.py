@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 from app.errors import SyncError, one_line
 from app.protocols import RolloutEngine
 from app.trainer.rank import TrainerRank
+from app.trainer.remote import RemoteTrainer
 from app.utils.net import bracketed
 from app.weight_sync.buckets import ReadyBucket
 from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.sender import BUFFERS, Sender
-from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, TrainerGroup
+from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS
 
 if TYPE_CHECKING:
     from app.weight_sync.transport.process_group import SyncProcessGroup
@@ -108,7 +109,7 @@ class CollectiveTransport:
         self._name: str | None = None  # of the process group in use
         self._members: list[RolloutEngine] = []
 
-    async def connect(self, deadline: Deadline, trainer: TrainerGroup, engines: Sequence[RolloutEngine]) -> bool:
+    async def connect(self, deadline: Deadline, trainer: RemoteTrainer, engines: Sequence[RolloutEngine]) -> bool:
         if self._name is not None:
             return True
         phase = "building the process group"
@@ -155,7 +156,7 @@ class CollectiveTransport:
             "load_format": "flattened_bucket",
         }
 
-    async def abort(self, trainer: TrainerGroup) -> None:
+    async def abort(self, trainer: RemoteTrainer) -> None:
         """Disconnect the source first: with Gloo its abort unblocks engines that wait inside a broadcast."""
         name = self._name
         self._name = None
@@ -168,7 +169,7 @@ class CollectiveTransport:
         destroying = {engine.name: engine.update("destroy_weights_update_group", body) for engine in self._members}
         await best_effort(destroying, ABORT_TIMEOUT_S)
 
-    async def _wait_until_joined(self, trainer: TrainerGroup) -> None:
+    async def _wait_until_joined(self, trainer: RemoteTrainer) -> None:
         while not all(await trainer.call(SENDER_EXTENSION, BroadcastSender.joined)):  # noqa: ASYNC110 (another process)
             await asyncio.sleep(JOIN_POLL_S)
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from app.errors import SyncError
 from app.protocols import RolloutEngine
 from app.trainer.rank import TrainerRank
+from app.trainer.remote import RemoteTrainer
 from app.utils.process import SHARED_MEMORY
 from app.weight_sync.buckets import ReadyBucket
 from app.weight_sync.deadlines import Deadline, best_effort
 from app.weight_sync.sender import BUFFERS, Sender
-from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS, TrainerGroup
+from app.weight_sync.transport.base import SENDER_EXTENSION, TRAINER_RANKS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +80,7 @@ class IpcTransport:
     def __init__(self, *, tensor_parallel: int, backend: str | None = None):  # it has no process group
         self.tensor_parallel = tensor_parallel
 
-    async def connect(self, deadline: Deadline, trainer: TrainerGroup, engines: Sequence[RolloutEngine]) -> bool:
+    async def connect(self, deadline: Deadline, trainer: RemoteTrainer, engines: Sequence[RolloutEngine]) -> bool:
         return True
 
     def request_body(self, engine_index: int, ready: Sequence[ReadyBucket]) -> dict[str, Any]:
@@ -89,5 +90,5 @@ class IpcTransport:
             "load_format": "flattened_bucket",
         }
 
-    async def abort(self, trainer: TrainerGroup) -> None:
+    async def abort(self, trainer: RemoteTrainer) -> None:
         await best_effort({TRAINER_RANKS: trainer.call(SENDER_EXTENSION, IpcSender.abort)}, ABORT_TIMEOUT_S)
