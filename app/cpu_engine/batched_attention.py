@@ -119,19 +119,7 @@ class BatchedAttention(TorchNativeAttnBackend):
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> Tensor:
-        """Attend from all new tokens of a prefill, packed end to end.
-
-        Args:
-            q: [T, H·D].
-            k: [T, K, D].
-            v: [T, K, D].
-            layer: SGLang's attention layer.
-            forward_batch: SGLang's batch.
-            save_kv_cache: False falls back to torch_native.
-
-        Returns:
-            [T, H·D].
-        """
+        """Attend as `forward_decode` does, from all T new tokens of a prefill, packed end to end."""
         if self._prefill is None or not save_kv_cache or not batchable(layer):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
 

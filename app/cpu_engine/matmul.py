@@ -63,16 +63,17 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     return product.t().contiguous() if swapped else product
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x · weightᵀ as torch's own `linear` would, without the way through its dispatcher.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x · weightᵀ + bias as torch's own `linear` would, without the way through its dispatcher.
 
     Args:
         x: [M, K].
         weight: [N, K].
+        bias: [N].
     """
     if not _overrides or not _large(x, weight):
-        return torch.nn.functional.linear(x, weight)
-    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
+        return torch.nn.functional.linear(x, weight, bias)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
     return product
 
 

@@ -1,7 +1,8 @@
 """Runs inside SGLang's processes: norms, rotary embedding and SiLU with fewer torch operators than SGLang's on a CPU.
 
 In a decode step a small operator costs its call rather than its numbers. SGLang's platform interface lets a platform
-replace the operators of its layers; what is not plain float32 stays SGLang's.
+replace the operators of its layers; what is neither plain float32 nor plain bfloat16 stays SGLang's. In bfloat16 they
+round where SGLang's do.
 """
 
 import inspect
@@ -70,18 +71,20 @@ def rms_norm(
     quant_linear: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Normalize x, or x + residual, which is returned as well."""
-    if not plain_norm(layer) or not all_float32(x, residual, post_residual_addition):
+    if not plain_norm(layer) or not of_one_dtype(layer.weight, x, residual, post_residual_addition):
         return layer.forward_native(x, residual, post_residual_addition, quant_linear)
-    return _normalized_sum(x, residual, post_residual_addition, layer.weight, layer.variance_epsilon)
+    normed, total = normalized_sum(x, residual, post_residual_addition, layer.weight, layer.variance_epsilon)
+    return normed if residual is None else (normed, total)
 
 
 def gemma_rms_norm(
     layer: Any, x: Tensor, residual: Tensor | None = None, post_residual_addition: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Normalize as `rms_norm`, with a weight that is one larger than its parameter."""
-    if not all_float32(x, layer.weight, residual, post_residual_addition):
+    if x.dtype != torch.float32 or not of_one_dtype(layer.weight, x, residual, post_residual_addition):
         return layer.forward_native(x, residual, post_residual_addition)
-    return _normalized_sum(x, residual, post_residual_addition, 1.0 + layer.weight, layer.variance_epsilon)
+    normed, total = normalized_sum(x, residual, post_residual_addition, 1.0 + layer.weight, layer.variance_epsilon)
+    return normed if residual is None else (normed, total)
 
 
 def silu_and_mul(layer: Any, x: Tensor) -> Tensor:
@@ -100,7 +103,7 @@ def rotary_embedding(
 ) -> tuple[Tensor, Tensor]:
     """Rotate query [T, H·D] and key [T, K·D]."""
     plain = plain_rotary(layer) and offsets is None and fused_set_kv_buffer_arg is None
-    if not plain or not all_float32(query, key):
+    if not plain or not of_one_dtype(layer.cos_sin_cache, query, key):
         return layer.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
     cos, sin = cos_and_sin(layer.cos_sin_cache, positions.flatten())
 
@@ -111,42 +114,35 @@ def rotary_embedding(
 
 
 def plain_norm(layer: Any) -> bool:
-    """Return whether a layer is RMSNorm over all of the last dimension, in float32."""
+    """Return whether a layer is RMSNorm over all of the last dimension, rounded once."""
     return (
-        layer.weight.dtype == torch.float32
-        and layer.variance_size_override is None
-        and not layer.cast_x_before_out_mul
-        and layer.override_orig_dtype is None
+        layer.variance_size_override is None and not layer.cast_x_before_out_mul and layer.override_orig_dtype is None
     )
 
 
 def plain_rotary(layer: Any) -> bool:
-    """Return whether a layer rotates whole heads by halves, in float32."""
-    return (
-        layer.is_neox_style
-        and layer.rotary_dim == layer.head_size
-        and layer.cos_sin_cache.dtype == torch.float32
-        and not hasattr(layer, "sin_cos_cache")
-    )
+    """Return whether a layer rotates whole heads by halves."""
+    return layer.is_neox_style and layer.rotary_dim == layer.head_size and not hasattr(layer, "sin_cos_cache")
 
 
-def all_float32(*tensors: Tensor | None) -> bool:
-    """Return whether all tensors that there are have dtype float32."""
-    return all(tensor is None or tensor.dtype == torch.float32 for tensor in tensors)
+def of_one_dtype(*tensors: Tensor | None) -> bool:
+    """Return whether all tensors that there are have the same dtype, float32 or bfloat16."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    return dtypes in ({torch.float32}, {torch.bfloat16})
 
 
 # --- on tensors
 
 
-def _normalized_sum(
+def normalized_sum(
     x: Tensor, residual: Tensor | None, addition: Tensor | None, weight: Tensor, epsilon: float
-) -> Tensor | tuple[Tensor, Tensor]:
-    if residual is None:
-        return torch.rms_norm(x, weight.shape, weight, epsilon)
-    total = x + residual
-    if addition is not None:
-        total = total + addition
-    return torch.rms_norm(total, weight.shape, weight, epsilon), total
+) -> tuple[Tensor, Tensor]:
+    """Return the RMS norm of x + residual + addition, and that sum; computed in float32, each rounded to x's dtype."""
+    total = x.float()
+    for each in (residual, addition):
+        total = total if each is None else total + each
+    normed = torch.rms_norm(total, weight.shape, weight.float(), epsilon)
+    return normed.to(x.dtype), total.to(x.dtype)
 
 
 def cos_and_sin(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,4 +162,4 @@ def cos_and_sin(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return heads [T, H, D] rotated by what `cos_and_sin` returned."""
     swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
-    return (heads * cos).addcmul_(swapped, sin)
+    return (heads * cos).add_(swapped.mul_(sin))
