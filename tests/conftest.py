@@ -8,13 +8,17 @@ import secrets
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.environment.pools import Maker
 from tests.fork_server import shared
 from tests.runs import Run
+
+if TYPE_CHECKING:  # heavy: imported where used
+    from app.rollout.remote import RemoteEngine
+    from app.rollout.server import ServerSpec
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a private cluster of the tests
 
@@ -120,7 +124,7 @@ def start(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., Run]]:
 
 
 @pytest.fixture(scope="session")
-def engine(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+def engine(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator["RemoteEngine"]:
     """One SGLang server with the tiny model, behind its host actor. Tests leave it idle, with these weights."""
     started = make_engine(tiny_model, tmp_path_factory.mktemp("engine"))
     asyncio.run(started.start(300))
@@ -129,8 +133,8 @@ def engine(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPat
 
 
 def server_spec(
-    model: Path, folder: Path, *, name: str = "engine 0", host: str = "127.0.0.1", seed: int = 0, **flags: object
-):
+    model: Path, folder: Path, *, name: str = "engine 0", host: str = "127.0.0.1", seed: int = 0, **flags: Any
+) -> "ServerSpec":
     """A server of our own making, from the session's fork server."""
     from app.device.cpu import DEVICE
     from app.rollout.server import ServerSpec
@@ -156,7 +160,7 @@ def server_spec(
     )
 
 
-def make_engine(model: Path, folder: Path, *, name: str = "engine 0", seed: int = 0, **flags: object):
+def make_engine(model: Path, folder: Path, *, name: str = "engine 0", seed: int = 0, **flags: Any) -> "RemoteEngine":
     """An engine host of our own making, not started: `asyncio.run(make_engine(...).start(300))`."""
     import ray
 

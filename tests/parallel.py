@@ -5,9 +5,14 @@ Those go first, then the other files that take long, so that no worker is left w
 
 from xdist.scheduler import LoadScopeScheduling
 
-RAY = ("cluster/test_actors.py", "cluster/test_reservation.py", "cpu_engine/", "offload/", "rollout/")
+RAY: tuple[str, ...] = ("cluster/test_actors.py", "cluster/test_reservation.py", "cpu_engine/", "offload/", "rollout/")
 RAY += ("trainer/test_start.py", "weight_sync/")
-LONG = ("recovery/test_recovery_runs.py", "mode/test_environment_runs.py", "mode/test_eval.py", "mode/test_train.py")
+LONG: tuple[str, ...] = (
+    "recovery/test_recovery_runs.py",
+    "mode/test_environment_runs.py",
+    "mode/test_eval.py",
+    "mode/test_train.py",
+)
 LONG += ("standin/", "config/", "docs/")
 
 

@@ -41,7 +41,7 @@ class Run:
         module: str = "app",
         prefix: Sequence[str] = (),
         imports_sglang: bool = False,
-    ):
+    ) -> None:
         self.folder, self.mark = folder / "run", secrets.token_hex(8)
         self._seen: set[psutil.Process] = set()
         self.driver_has_torch = False

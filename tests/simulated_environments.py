@@ -74,7 +74,7 @@ class SimSession:
         asked: Each `Ask`, with the tokens that its answer had.
     """
 
-    def __init__(self, number: int, task: Task, prompt_ids: Sequence[int], script: Script):
+    def __init__(self, number: int, task: Task, prompt_ids: Sequence[int], script: Script) -> None:
         self.number = number
         self.task = task
         self.script = script
@@ -125,7 +125,7 @@ class InProcessEnvironments:
         limits: Of each episode.
     """
 
-    def __init__(self, make: Callable[[], Any], renderer: Any, limits: Limits):
+    def __init__(self, make: Callable[[], Any], renderer: Any, limits: Limits) -> None:
         self.make = make
         self.renderer = renderer
         self.limits = limits
@@ -147,7 +147,12 @@ class InProcessEnvironments:
         framing = Framing(None, "", "")
         worker.episode = Episode(begin, self.make, ask, self.renderer, self.limits, framing, lambda policy: "")
         worker.playing = asyncio.create_task(worker.episode.play())
-        worker.playing.add_done_callback(lambda done: done.cancelled() or session.receive(done.result()))
+
+        def played(done: "asyncio.Task[Any]") -> None:
+            if not done.cancelled():
+                session.receive(done.result())
+
+        worker.playing.add_done_callback(played)
         return session
 
 

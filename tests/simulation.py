@@ -76,7 +76,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.virtual
 
 
-class _Jump(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
+class _Jump(selectors.DefaultSelector):
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
         self.loop = loop
@@ -195,11 +195,11 @@ class SimEngine:
         for name in names:
             self._changed[name].set()
 
-    async def release(self, part: EngineMemory) -> None: ...
+    async def release(self, region: EngineMemory) -> None: ...
 
-    async def reload(self, part: EngineMemory) -> None: ...
+    async def reload(self, region: EngineMemory) -> None: ...
 
-    async def update(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
     async def load_adapter(self, version: int, body: Mapping[str, Any]) -> int:
@@ -217,8 +217,9 @@ class SimEngine:
         if isinstance(self.fail, EngineLost):
             raise type(self.fail)(*self.fail.args)  # a new one each time: tracebacks grow
 
-    async def start(self, timeout_s: float) -> None:
+    async def start(self, timeout_s: float) -> dict[str, Any]:
         await asyncio.sleep(self.start_seconds)
+        return {}
 
     async def start_phase(self) -> EngineStart:
         return EngineStart.importing
@@ -263,6 +264,7 @@ class SimTrainer:
     trained: list[tuple[int, list[Group]]] = field(default_factory=list)  # version trained, groups
     finished_at: list[float] = field(default_factory=list)
     calls: int = 0
+    broken: bool = False
     aborts: int = 0
     fail: Mapping[str, Exception] = field(default_factory=dict)  # by call; raised once
     hang: str | None = None
@@ -293,9 +295,9 @@ class SimTrainer:
 
     async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None: ...
 
-    async def offload(self, part: TrainerMemory) -> None: ...
+    async def offload(self, region: TrainerMemory) -> None: ...
 
-    async def onload(self, part: TrainerMemory) -> None: ...
+    async def onload(self, region: TrainerMemory) -> None: ...
 
     async def version(self) -> int | None:
         self._raise("version")
@@ -334,7 +336,7 @@ class SimTrainer:
 
 @dataclass
 class SimSync:
-    engines: Sequence[SimEngine]
+    engines: list[SimEngine]
     in_flight: InFlight
     seconds: float = 0.0
     pushed: list[tuple[float, int]] = field(default_factory=list)
@@ -382,6 +384,8 @@ class Lines:
         self.ledger.append((step, [*trained], [*filtered]))
 
     def flush(self) -> None: ...
+
+    def note(self, text: str, facts: Mapping[str, str | int] | None = None) -> None: ...
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)

@@ -37,7 +37,7 @@ def dapo_length_reward(length: int, limit: int, cache: int) -> float:
     return -1.0
 
 
-def test_advantages_of_one_correct_answer_in_four():
+def test_advantages_of_one_correct_answer_in_four() -> None:
     scored = score(group([1, 0, 0, 0]), GRPO, max_completion_tokens=8)
     assert scored.advantages == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5)  # mean 1/4, sample std 1/2
     assert scored.advantages.dtype == np.float32
@@ -45,7 +45,7 @@ def test_advantages_of_one_correct_answer_in_four():
 
 
 @given(REWARDS)
-def test_advantages_equal_the_paper_and_rewards_are_unchanged(rewards):
+def test_advantages_equal_the_paper_and_rewards_are_unchanged(rewards: list[float]) -> None:
     unscored = group(rewards)
     mean = math.fsum(rewards) / len(rewards)
     deviation = statistics.stdev(rewards) if max(rewards) > min(rewards) else 0.0
@@ -59,7 +59,9 @@ def test_advantages_equal_the_paper_and_rewards_are_unchanged(rewards):
 
 
 @given(REWARDS, st.floats(0.5, 4), st.floats(-3, 3))
-def test_normalized_advantages_do_not_depend_on_the_rewards_scale(rewards, scale, offset):
+def test_normalized_advantages_do_not_depend_on_the_rewards_scale(
+    rewards: list[float], scale: float, offset: float
+) -> None:
     assume(np.std(rewards) > 0.1)
     plain = score(group(rewards), GRPO, max_completion_tokens=8).advantages
     moved = score(group([scale * reward + offset for reward in rewards]), GRPO, max_completion_tokens=8).advantages
@@ -67,25 +69,25 @@ def test_normalized_advantages_do_not_depend_on_the_rewards_scale(rewards, scale
 
 
 @given(st.floats(-5, 5), st.integers(1, 16))
-def test_a_group_without_variance_has_advantages_of_exactly_zero(reward, size):
+def test_a_group_without_variance_has_advantages_of_exactly_zero(reward: float, size: int) -> None:
     assert score(group([reward] * size), GRPO, max_completion_tokens=8).advantages.tolist() == [0.0] * size
 
 
 @given(st.integers(1, 64), st.integers(0, 80), st.floats(0, 1))
-def test_overlong_punishment_is_eq_13(limit, length, fraction):
+def test_overlong_punishment_is_eq_13(limit: int, length: int, fraction: float) -> None:
     buffer = AlgorithmConfig(overlong_buffer_fraction=fraction).overlong_buffer_tokens(limit)
     assert 0 <= buffer <= limit
     expected = dapo_length_reward(length, limit, buffer) if buffer else 0.0  # off without a buffer
     assert overlong_punishment(length, limit=limit, buffer=buffer) == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_papers_buffer_is_a_fifth_of_its_limit():
+def test_the_papers_buffer_is_a_fifth_of_its_limit() -> None:
     assert DAPO.overlong_buffer_tokens(20_480) == 4_096
     lengths = [16_384, 18_432, 20_480]
     assert [overlong_punishment(n, limit=20_480, buffer=4_096) for n in lengths] == [0, -0.5, -1]
 
 
-def test_long_correct_answers_earn_less_than_short_ones():
+def test_long_correct_answers_earn_less_than_short_ones() -> None:
     unscored = group([1, 1, 0, 0], lengths=[5, 10, 5, 10])
     shaped = shaped_rewards(unscored, DAPO, max_completion_tokens=10)
     assert shaped.tolist() == [1, 0, 0, -1]
@@ -94,45 +96,43 @@ def test_long_correct_answers_earn_less_than_short_ones():
     assert advantages[0] > advantages[1] == advantages[2] > advantages[3]
 
 
-def test_the_filter_uses_raw_rewards_even_if_shaped_rewards_differ():
+def test_the_filter_uses_raw_rewards_even_if_shaped_rewards_differ() -> None:
     unscored = group([1, 1], lengths=[5, 10])
     assert not has_reward_variance(unscored)
     assert np.ptp(shaped_rewards(unscored, DAPO, max_completion_tokens=10)) == 1
 
 
 @given(REWARDS)
-def test_the_filter_keeps_exactly_the_groups_with_two_different_rewards(rewards):
+def test_the_filter_keeps_exactly_the_groups_with_two_different_rewards(rewards: list[float]) -> None:
     assert has_reward_variance(group(rewards)) == (len(set(rewards)) > 1)
 
 
-def test_truncated_completions_contribute_no_gradient_only_under_mask_truncated():
+def test_truncated_completions_contribute_no_gradient_only_under_mask_truncated() -> None:
     stopped, truncated = group([0, 0], truncated=[False, True]).trajectories
     for mask_truncated, expected in ((True, [True, False]), (False, [True, True])):
-        assert [
-            contributes_gradient(t.completion, mask_truncated=mask_truncated) for t in (stopped, truncated)
-        ] == expected
+        assert [contributes_gradient(t, mask_truncated=mask_truncated) for t in (stopped, truncated)] == expected
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_group_without_rewards_is_rejected_with_its_prompt_id(reward):
+def test_a_group_without_rewards_is_rejected_with_its_prompt_id(reward: float) -> None:
     with pytest.raises(ValueError, match="test/0@0"):
         score(group([1, reward]), GRPO, max_completion_tokens=8)
 
 
-def test_the_docstrings_examples_hold():
+def test_the_docstrings_examples_hold() -> None:
     results = doctest.testmod(advantage)
     assert (results.attempted, results.failed) == (1, 0)
 
 
 @given(REWARDS)
-def test_rloo_compares_each_reward_with_the_mean_of_the_others(rewards):
+def test_rloo_compares_each_reward_with_the_mean_of_the_others(rewards: list[float]) -> None:
     advantages = score(group(rewards), AlgorithmConfig(advantage="rloo"), max_completion_tokens=8).advantages
     others = [rewards[:index] + rewards[index + 1 :] for index in range(len(rewards))]
     expected = [reward - math.fsum(rest) / len(rest) for reward, rest in zip(rewards, others, strict=True)]
     assert advantages.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-def test_maxrl_divides_by_the_mean_reward():
+def test_maxrl_divides_by_the_mean_reward() -> None:
     config = AlgorithmConfig(advantage="maxrl")
     assert score(group([1, 0, 0, 0]), config, max_completion_tokens=8).advantages.tolist() == [3, -1, -1, -1]
     assert score(group([0, 0, 0, 0]), config, max_completion_tokens=8).advantages.tolist() == [0, 0, 0, 0]

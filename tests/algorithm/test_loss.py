@@ -45,7 +45,9 @@ def assert_matches_reference(case: reference_loss.Case, config: AlgorithmConfig,
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("aggregation", Aggregation)
-def test_token_level_loss_gradient_and_metrics_equal_the_papers(aggregation, correction):
+def test_token_level_loss_gradient_and_metrics_equal_the_papers(
+    aggregation: Aggregation, correction: Correction
+) -> None:
     config = replace(NARROW, aggregation=aggregation, dual_clip=1.5, kl=Kl.k3, kl_coefficient=0.04)
     for seed in range(3):
         assert_matches_reference(random_case(seed), replace(config, entropy_coefficient=0.01), correction)
@@ -53,14 +55,14 @@ def test_token_level_loss_gradient_and_metrics_equal_the_papers(aggregation, cor
 
 @pytest.mark.parametrize("correction", [Correction.none, Correction.sequence_mask])
 @pytest.mark.parametrize("aggregation", Aggregation)
-def test_sequence_level_loss_gradient_and_metrics_equal_gspo(aggregation, correction):
+def test_sequence_level_loss_gradient_and_metrics_equal_gspo(aggregation: Aggregation, correction: Correction) -> None:
     config = replace(NARROW, ratio=RatioLevel.sequence, aggregation=aggregation, clip_low=0.1, clip_high=0.15)
     for seed in range(3):
         assert_matches_reference(random_case(seed, LENGTHS * 2, spread=0.3), config, correction)
 
 
 @pytest.mark.parametrize("kind", [Kl.k2, Kl.k3])
-def test_each_kl_estimator_equals_its_formula_and_only_changes_the_loss_term(kind):
+def test_each_kl_estimator_equals_its_formula_and_only_changes_the_loss_term(kind: Kl) -> None:
     config = replace(GRPO, kl=kind, kl_coefficient=0.5)
     case = random_case(3)
     assert_matches_reference(case, config, Correction.none)
@@ -69,7 +71,7 @@ def test_each_kl_estimator_equals_its_formula_and_only_changes_the_loss_term(kin
     assert with_kl.metrics["loss/kl"] == pytest.approx(with_kl.loss - without.loss, rel=1e-9)
 
 
-def test_the_ratio_uses_rollout_logprobs_if_the_rollout_is_the_old_policy():
+def test_the_ratio_uses_rollout_logprobs_if_the_rollout_is_the_old_policy() -> None:
     config = replace(NARROW, old_policy=OldPolicy.rollout)
     case = random_case(4)
     assert_matches_reference(case, config, Correction.none)
@@ -77,7 +79,7 @@ def test_the_ratio_uses_rollout_logprobs_if_the_rollout_is_the_old_policy():
     assert update([moved], config, Correction.none).gradient == update([case], config, Correction.none).gradient
 
 
-def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_equals_reinforce():
+def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_equals_reinforce() -> None:
     case = random_case(5, on_policy=True, masked=0)
     result = update([case], DAPO, Correction.none, recompute_old=False)
     tokens = sum(LENGTHS)
@@ -87,7 +89,7 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_equals_reinforce
     assert result == update([case], DAPO, Correction.none, recompute_old=True)
 
 
-def test_gspo_with_a_token_level_correction_weights_the_gradient_of_each_token():
+def test_gspo_with_a_token_level_correction_weights_the_gradient_of_each_token() -> None:
     config = replace(NARROW, ratio=RatioLevel.sequence, clip_low=0.9, clip_high=9.0)
     case = random_case(6, masked=0)
     expected = [
@@ -98,7 +100,7 @@ def test_gspo_with_a_token_level_correction_weights_the_gradient_of_each_token()
     assert update([case], config, Correction.tis).gradient == pytest.approx(expected, rel=1e-12)
 
 
-def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
+def test_dual_clip_bounds_the_loss_of_negative_advantages_only() -> None:
     config = replace(GRPO, dual_clip=3.0, aggregation=Aggregation.seq_mean_token_sum)
     token = reference_loss.Tokens([0.0], [-2.0], [-2.0], [0.0], [0.0], advantage=-1.0, unmasked=True)  # ratio e² ≈ 7.4
     down, up = (
@@ -114,14 +116,14 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
 # Identities
 
 
-def test_dapo_with_equal_clips_and_grpo_aggregation_equals_grpo():
+def test_dapo_with_equal_clips_and_grpo_aggregation_equals_grpo() -> None:
     case = random_case(7)
     config = replace(DAPO, clip_high=DAPO.clip_low, aggregation=Aggregation.seq_mean_token_mean)
     assert update([case], config, Correction.none) == update([case], GRPO, Correction.none)
     assert update([case], DAPO, Correction.none).gradient != update([case], GRPO, Correction.none).gradient
 
 
-def test_gspo_at_length_one_is_token_level():
+def test_gspo_at_length_one_is_token_level() -> None:
     case = random_case(8, lengths=(1,) * 12)
     for correction in CORRECTIONS:
         sequence = update([case], replace(NARROW, ratio=RatioLevel.sequence), correction)
@@ -130,7 +132,7 @@ def test_gspo_at_length_one_is_token_level():
         assert sequence.gradient == pytest.approx(token.gradient, rel=1e-12)
 
 
-def test_aggregations_agree_on_equal_lengths():
+def test_aggregations_agree_on_equal_lengths() -> None:
     case = random_case(9, lengths=(LIMIT,) * 5)
     results = {kind: update([case], replace(NARROW, aggregation=kind), Correction.tis) for kind in Aggregation}
     mean = results[Aggregation.token_mean]
@@ -142,7 +144,7 @@ def test_aggregations_agree_on_equal_lengths():
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
-def test_corrections_vanish_if_rollout_and_trainer_agree(correction):
+def test_corrections_vanish_if_rollout_and_trainer_agree(correction: Correction) -> None:
     case = [replace(sequence, rollout=sequence.trainer_old) for sequence in random_case(10)]
     corrected, plain = update([case], GRPO, correction), update([case], GRPO, Correction.none)
     assert corrected == plain
@@ -162,7 +164,9 @@ def test_corrections_vanish_if_rollout_and_trainer_agree(correction):
     level=st.sampled_from(RatioLevel),
     correction=st.sampled_from(CORRECTIONS),
 )
-def test_the_split_into_microbatches_changes_nothing(seed, splits, aggregation, level, correction):
+def test_the_split_into_microbatches_changes_nothing(
+    seed: int, splits: list[int], aggregation: Aggregation, level: RatioLevel, correction: Correction
+) -> None:
     config = replace(NARROW, aggregation=aggregation, ratio=level, kl=Kl.k3, kl_coefficient=0.1, dual_clip=2.0)
     case = random_case(seed)
     edges = [0, *splits, len(case)]  # equal edges make empty microbatches
@@ -174,7 +178,7 @@ def test_the_split_into_microbatches_changes_nothing(seed, splits, aggregation, 
     assert split.metrics == pytest.approx(whole.metrics, rel=1e-10, abs=1e-12)
 
 
-def test_masked_sequences_contribute_no_gradient_and_still_count():
+def test_masked_sequences_contribute_no_gradient_and_still_count() -> None:
     config = replace(DAPO, kl=Kl.k3, kl_coefficient=0.1)
     case = random_case(11, lengths=(3, 5), masked=0)
     masked = [case[0], replace(case[1], unmasked=False)]
@@ -184,7 +188,7 @@ def test_masked_sequences_contribute_no_gradient_and_still_count():
     assert half.metrics["ratio/max"] == whole.metrics["ratio/max"]
 
 
-def test_a_masking_correction_does_not_shrink_its_own_denominator():
+def test_a_masking_correction_does_not_shrink_its_own_denominator() -> None:
     config = replace(DAPO, icepop_low=0.9, icepop_high=1.1)
     case = random_case(12, lengths=(4,), masked=0)
     case = [replace(case[0], trainer_old=case[0].logprobs, rollout=[*case[0].logprobs[:3], case[0].logprobs[3] - 3])]
@@ -195,7 +199,7 @@ def test_a_masking_correction_does_not_shrink_its_own_denominator():
     assert result.metrics["mismatch/masked_fraction"] == 0.25
 
 
-def test_enormous_log_ratios_stay_finite():
+def test_enormous_log_ratios_stay_finite() -> None:
     case = [
         replace(s, trainer_old=[v - 500 for v in s.logprobs], rollout=[v + 500 for v in s.logprobs])
         for s in random_case(13)
@@ -205,16 +209,17 @@ def test_enormous_log_ratios_stay_finite():
         assert all(map(math.isfinite, [result.loss, *result.gradient, *result.metrics.values()]))
 
 
-def test_a_batch_of_empty_sequences_is_harmless():
+def test_a_batch_of_empty_sequences_is_harmless() -> None:
     for level in RatioLevel:
         result = update([random_case(14, lengths=(0, 0))], replace(NARROW, ratio=level), Correction.sequence_mask)
         assert result.gradient == []
         assert set(result.metrics.values()) == {0.0}
 
 
-def test_single_precision_is_close_to_double():
+def test_single_precision_is_close_to_double() -> None:
     case = random_case(15)
     double = batch_of(case, GRPO)
+    assert double.old_logprobs is not None
     single = TokenBatch(
         logprobs=double.logprobs.detach().float().requires_grad_(),
         old_logprobs=double.old_logprobs.float(),
@@ -231,9 +236,11 @@ def test_single_precision_is_close_to_double():
     result.loss.backward()
     assert result.loss.dtype == torch.float32
     policy_loss(double, GRPO, Correction.tis).loss.backward()
+    assert single.logprobs.grad is not None
+    assert double.logprobs.grad is not None
     assert single.logprobs.grad.tolist() == pytest.approx(double.logprobs.grad.tolist(), rel=1e-5)
 
 
-def test_an_unresolved_correction_is_rejected():
+def test_an_unresolved_correction_is_rejected() -> None:
     with pytest.raises(ValueError, match="must be resolved first"):
         policy_loss(batch_of(random_case(16), GRPO), GRPO, Correction.auto)

@@ -33,25 +33,25 @@ SUMS = st.dictionaries(st.sampled_from(sorted(TABLE)), st.integers(-100, 100).ma
 
 
 @given(st.integers(1, 9), st.data())
-def test_pass_at_k_is_the_fraction_of_draws_with_a_correct_answer(n, data):
+def test_pass_at_k_is_the_fraction_of_draws_with_a_correct_answer(n: int, data: st.DataObject) -> None:
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     draws = list(itertools.combinations(range(n), k))
     fraction = sum(any(index < c for index in draw) for draw in draws) / len(draws)
     assert pass_at_k(n, c, k) == pytest.approx(fraction, abs=1e-12)
 
 
-def test_pass_at_k_of_many_completions_does_not_overflow():
+def test_pass_at_k_of_many_completions_does_not_overflow() -> None:
     exact = 1 - math.comb(9_900, 512) / math.comb(10_000, 512)
     assert pass_at_k(10_000, 100, 512) == pytest.approx(exact, rel=1e-9)
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 5), (4, 5, 1), (4, 1, 0), (4, -1, 1)])
-def test_pass_at_k_is_rejected_if_it_is_not_defined(n, c, k):
+def test_pass_at_k_is_rejected_if_it_is_not_defined(n: int, c: int, k: int) -> None:
     with pytest.raises(ValueError, match="not defined"):
         pass_at_k(n, c, k)
 
 
-def test_group_metrics_of_two_groups_counted_by_hand():
+def test_group_metrics_of_two_groups_counted_by_hand() -> None:
     first = group([1, 0, 0, 0], lengths=[2, 4, 6, 8], truncated=[False, False, False, True], prompt_tokens=5)
     second = group([1, 1, 1, 1], lengths=[10] * 4, prompt_tokens=7)
     measured = group_metrics([first, second])
@@ -74,7 +74,7 @@ def test_group_metrics_of_two_groups_counted_by_hand():
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=4, max_size=8), min_size=1, max_size=5))
-def test_accuracy_and_pass_at_k_agree_with_each_other(answers):
+def test_accuracy_and_pass_at_k_agree_with_each_other(answers: list[list[bool]]) -> None:
     measured = group_metrics([group([float(correct) for correct in group_answers]) for group_answers in answers])
     flat = [correct for group_answers in answers for correct in group_answers]
     assert measured["reward/accuracy"] == pytest.approx(sum(flat) / len(flat))
@@ -84,7 +84,7 @@ def test_accuracy_and_pass_at_k_agree_with_each_other(answers):
     assert ("reward/pass@8" in measured) == (min(map(len, answers)) == 8)
 
 
-def test_accuracy_uses_the_answer_component_and_not_the_weighted_sum():
+def test_accuracy_uses_the_answer_component_and_not_the_weighted_sum() -> None:
     answered = group(
         [0.1, 1.1, 0.9], components=[{"exact": 0, "format": 1}, {"exact": 1, "format": 1}, {"exact": 0, "format": 9}]
     )
@@ -95,17 +95,17 @@ def test_accuracy_uses_the_answer_component_and_not_the_weighted_sum():
     assert measured["reward/format"] == pytest.approx(11 / 3)
 
 
-def test_accuracy_of_a_users_own_reward_is_a_reward_above_one_half():
+def test_accuracy_of_a_users_own_reward_is_a_reward_above_one_half() -> None:
     answered = group([0.5, 0.6, -1.0], components=[{"mine": 3.0}] * 3)
     assert [correct(trajectory) for trajectory in answered.trajectories] == [False, True, False]
 
 
-def test_staleness_counts_from_the_oldest_version_of_each_trajectory():
+def test_staleness_counts_from_the_oldest_version_of_each_trajectory() -> None:
     measured = staleness_metrics([group([0, 0], lengths=[2, 2], versions=[3, 5]), group([0], [2], versions=[4])], 5)
     assert measured == {"staleness/mean": 1.0, "staleness/max": 2.0}
 
 
-def test_advantage_metrics_measure_the_spread():
+def test_advantage_metrics_measure_the_spread() -> None:
     scored = [score(group([1, 0, 0, 0]), AlgorithmConfig(normalize_by_std=False), max_completion_tokens=8)]
     measured = advantage_metrics(scored)
     assert measured == pytest.approx(
@@ -114,13 +114,15 @@ def test_advantage_metrics_measure_the_spread():
 
 
 @given(SUMS, SUMS, SUMS)
-def test_merging_is_associative_commutative_and_has_a_neutral_element(one, two, three):
+def test_merging_is_associative_commutative_and_has_a_neutral_element(
+    one: dict[str, float], two: dict[str, float], three: dict[str, float]
+) -> None:
     assert merge(merge(one, two), three) == merge(one, merge(two, three))
     assert merge(one, two) == merge(two, one)
     assert merge(one, {}) == merge({}, one) == one
 
 
-def test_each_metric_is_divided_by_its_own_denominator():
+def test_each_metric_is_divided_by_its_own_denominator() -> None:
     sums = {
         "loss/policy": 6.0,
         "entropy": 6.0,
@@ -140,7 +142,7 @@ def test_each_metric_is_divided_by_its_own_denominator():
     }
 
 
-def test_maxima_and_minima_are_merged_as_such():
+def test_maxima_and_minima_are_merged_as_such() -> None:
     merged = merge(
         {"ratio/max": 2.0, "ratio/min": 0.5, "entropy": 1.0}, {"ratio/max": 3.0, "ratio/min": 0.7, "entropy": 1.0}
     )
@@ -148,7 +150,7 @@ def test_maxima_and_minima_are_merged_as_such():
     assert {name for name, over in TABLE.items() if over is Over.max} == {"ratio/max", "mismatch/max_ratio"}
 
 
-def test_the_docstrings_examples_hold():
+def test_the_docstrings_examples_hold() -> None:
     results = doctest.testmod(metrics)
     assert (results.attempted, results.failed) == (1, 0)
 
@@ -159,8 +161,8 @@ def test_a_component_does_not_replace_the_metric_of_its_name() -> None:
     assert (metrics["reward/accuracy"], metrics["reward/mean"]) == (0.5, 0.5)
 
 
-def test_groups_of_several_sources_are_measured_by_source():
-    def of(source, rewards):
+def test_groups_of_several_sources_are_measured_by_source() -> None:
+    def of(source: str, rewards: list[float]) -> Group:
         plain = group(rewards)
         prompt = replace(plain.prompt, source=source)
         return Group(prompt, plain.trajectories)

@@ -41,7 +41,7 @@ TABLE_STEPS = 30
 class Adam:
     """An extension of a trainer rank: AdamW steps on its master weights, with gradients that are mostly noise."""
 
-    def __init__(self, trainer_rank: Any):
+    def __init__(self, trainer_rank: Any) -> None:
         self.parameters = list(trainer_rank.model.parameters())
         self.moments = [tuple(torch.zeros_like(_local(p), dtype=torch.bfloat16) for _ in "mv") for p in self.parameters]
         self.steps = 0
@@ -56,8 +56,8 @@ class Adam:
                 self.steps += 1
                 for parameter, (mean, square) in zip(self.parameters, self.moments, strict=True):
                     whole = [each.view(-1).split(SLICE) for each in (_local(parameter), mean, square)]
-                    for part in zip(*whole, strict=True):
-                        _step(*part, self.steps, rate)
+                    for weights, means, squares in zip(*whole, strict=True):
+                        _step(weights, means, squares, self.steps, rate)
 
 
 def _local(parameter: Any) -> torch.Tensor:
@@ -96,7 +96,7 @@ def changed_fractions() -> dict[str, dict[str, float]]:
 class PrefixedTrainer:
     """The trainer with prefixed extension names, so that two synchronizers have a sender each."""
 
-    def __init__(self, trainer: Any, prefix: str):
+    def __init__(self, trainer: Any, prefix: str) -> None:
         self.trainer, self.prefix = trainer, prefix
 
     async def attach(self, name: str, make: Any) -> None:
@@ -225,7 +225,7 @@ async def a_synchronizer(
 class Compare:
     """An extension of a trainer rank: the cost of comparing, without sending."""
 
-    def __init__(self, trainer_rank: Any):
+    def __init__(self, trainer_rank: Any) -> None:
         self.delta_encoder = trainer_rank.extensions[f"delta_{SENDER_EXTENSION}"].delta_encoder
         self.buckets = trainer_rank.extensions[f"delta_{SENDER_EXTENSION}"].buckets
 

@@ -158,7 +158,7 @@ def measured(
 class Memory:
     """Samples the memory of a process and its descendants in a thread."""
 
-    def __init__(self, pid: int, mark: str):
+    def __init__(self, pid: int, mark: str) -> None:
         self.root = psutil.Process(pid)
         self.mark = mark.encode()
         self.peak_mib = 0.0
@@ -216,7 +216,7 @@ def run_and_sample_memory(command: list[str]) -> tuple[str, Memory]:
 class Workload:
     """The model and the prompts of all runs, in a temporary folder."""
 
-    def __init__(self, python: str, steps: int, folder: Path):
+    def __init__(self, python: str, steps: int, folder: Path) -> None:
         self.python = python
         self.steps = WARM_UP + steps
         self.folder = folder

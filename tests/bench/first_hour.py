@@ -341,7 +341,7 @@ def end(process: subprocess.Popen[bytes]) -> int:
 class DeviceMemory:
     """The largest memory in use on any NVIDIA card during a block; None where nvidia-smi is missing."""
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: str) -> None:
         self.peak_mib: float | None = None
         self._watches = kind == "cuda"
         self._stop = threading.Event()

@@ -98,8 +98,8 @@ def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {"what": "learning", "runs": list(results.values())}
 
     # Runs from before the load was looked at do not say whether the machine was busy.
-    before = [each.get("before") for each in results.values()]
-    if None not in before:
+    before = [each["before"] for each in results.values() if "before" in each]
+    if len(before) == len(results):
         found["busy"] = busy(before)
     return found
 

@@ -130,7 +130,7 @@ async def measure(link: Link, rounds: int, rate: float, bucket_mib: float, folde
     from tests.weight_sync.support import engine_at, make_trainer, started
 
     model = save_random_qwen3(folder / "model", QWEN3_06B)
-    flags = {"dtype": "bfloat16", "max_total_tokens": 2048, "log_level": "warning"}
+    flags: dict[str, Any] = {"dtype": "bfloat16", "max_total_tokens": 2048, "log_level": "warning"}
     spec = replace(server_spec(model, folder, host=link.engine.address, **flags), port=PORT)
     with served(spec, link.engine):
         engine = engine_at(url_of(spec.host, spec.port), spec.key, folder, "engine 0")

@@ -31,7 +31,7 @@ class PlainTrainer:
         naive: Whether to pad to the longest trajectory of the step, and to compute all logits.
     """
 
-    def __init__(self, path: Path, *, budget: int, naive: bool):
+    def __init__(self, path: Path, *, budget: int, naive: bool) -> None:
         self.model = transformers().AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.budget = budget

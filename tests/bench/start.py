@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from app.config.model import ModelConfig
 from app.cpu_engine.forked_server import SOCKET_VARIABLE, fork_server
@@ -100,8 +101,8 @@ def run_seconds(folder: Path, *, forks: bool) -> float:
     return seconds
 
 
-def one_round(model: Path) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
+def one_round(model: Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
 
     def keep(way: str, before: dict[str, float], seconds: float) -> None:
         found[way] = {"seconds": round(seconds, 2), "before": before}

@@ -1,10 +1,12 @@
 """A start that fails, or waits for a placement group that is ready, counts as one."""
 
+from typing import Any
+
 from tests.bench.starts import measured
 
 
 def test_failures_and_waits_for_a_ready_group_are_counted() -> None:
-    starts = [
+    starts: list[dict[str, Any]] = [
         {"exit_code": 0, "seconds": 10.0, "ready_s": 0.01, "reserved_s": 0.02},
         {"exit_code": 0, "seconds": 22.0, "ready_s": 0.01, "reserved_s": 10.26},
         {"exit_code": 0, "seconds": 12.0, "ready_s": 8.0, "reserved_s": 8.1},  # of a slow machine

@@ -37,7 +37,7 @@ TOKENS_IN_FLIGHT = 20
 class Baselines:
     """An extension of trainer rank 0: what the bytes cost without a sync."""
 
-    def __init__(self, trainer_rank: Any):
+    def __init__(self, trainer_rank: Any) -> None:
         self._process_group: SyncProcessGroup | None = None
 
     def copy(self, sizes: list[int]) -> float:
@@ -76,12 +76,24 @@ class Receiver:
     """The receiving process of the bare broadcast."""
 
     def meet(self, port: int) -> None:
-        from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+        from torch.distributed.distributed_c10d import (
+            Backend,
+            GroupName,
+            PrefixStore,
+            _new_process_group_helper,
+            _world,
+        )
 
         torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=120), wait_for_workers=False)
         self.group, _ = _new_process_group_helper(
-            2, 1, [], Backend("gloo"), PrefixStore("bare", store), group_name="bare", timeout=timedelta(seconds=120)
+            2,
+            1,
+            [],
+            Backend("gloo"),
+            PrefixStore("bare", store),
+            group_name=GroupName("bare"),
+            timeout=timedelta(seconds=120),
         )
         _world.pg_group_ranks[self.group] = {0: 0, 1: 1}
 
@@ -94,7 +106,7 @@ class Receiver:
 class Peak:
     """The peak PSS of processes during a block, less their PSS before it."""
 
-    def __init__(self, processes: list[psutil.Process]):
+    def __init__(self, processes: list[psutil.Process]) -> None:
         self.processes, self.mib, self._stop = processes, 0.0, threading.Event()
 
     def __enter__(self) -> "Peak":
@@ -133,7 +145,7 @@ async def measure(rounds: int, pauses_of_each: int, bucket_mib: float, folder: P
     info = await engine.start(600)
     trainer = await started(make_trainer(model, folder, dtype=Dtype.bfloat16), weights=False)
     await trainer.attach("baselines", Baselines)
-    receiver = ray.remote(num_cpus=0)(Receiver).remote()
+    receiver: Any = ray.remote(num_cpus=0)(Receiver).remote()
     meeting = receiver.meet.remote((await trainer.call("baselines", Baselines.meet))[0])
     await meeting
     rank = psutil.Process(await trainer.ranks[0].pid.remote())

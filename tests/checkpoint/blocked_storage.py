@@ -25,18 +25,18 @@ def block(*_: Any) -> Any:
 
 async def commit(folder: Path) -> None:
     checkpoints = CheckpointManager(folder, keep=1, timeout_s=TIMEOUT_S)
-    files.sync = block
+    vars(files)["sync"] = block
     await checkpoints.save(PlainFiles(), RunState(1, 1))
     await checkpoints.wait()
 
 
 async def create(folder: Path) -> None:
-    files.remove = block
+    vars(files)["remove"] = block
     await CheckpointManager(folder, keep=1, timeout_s=TIMEOUT_S).save(PlainFiles(), RunState(1, 1))
 
 
 async def read(folder: Path) -> None:
-    manager.newest_intact = block  # type: ignore[attr-defined]
+    vars(manager)["newest_intact"] = block
     await CheckpointManager(folder, keep=1, timeout_s=TIMEOUT_S).resume_point()
 
 

@@ -28,7 +28,7 @@ DEADLINE_S = 120.0
 class OneProcess:
     """`Savable` in one process."""
 
-    def __init__(self, state: RankState):
+    def __init__(self, state: RankState) -> None:
         self.state = state
         self.gate = threading.Event()  # writes wait while it is cleared
         self.gate.set()

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -210,7 +211,8 @@ def test_an_export_changes_the_adapted_weights_alone_and_keeps_their_dtype(tmp_p
     changed = {name for name in after if not torch.equal(after[name], rounded[name])}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "in_proj_qkv", "in_proj_z"}
     assert len(changed) == 1 + 3 * 2
-    layer = step.model.layers[3].self_attn.q_proj
+    attention: Any = step.model.layers[3].self_attn
+    layer = attention.q_proj
     merged = layer.weight.float() + layer.scale * layer.lora_B @ layer.lora_A
     name = "model.language_model.layers.3.self_attn.q_proj.weight"
     assert torch.equal(after[name], merged.bfloat16())  # rounded once

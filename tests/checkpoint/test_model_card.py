@@ -77,8 +77,8 @@ def test_a_card_says_how_the_model_was_trained(tmp_path: Path) -> None:
 
 def test_the_card_of_an_adapter_is_loaded_onto_its_base(tmp_path: Path) -> None:
     card = card_of(tmp_path, "device=cuda", "model=qwen3_4b_lora", step=0, adapter=True)
-    assert (card.data.library_name, card.data.base_model) == ("peft", "Qwen/Qwen3-4B")
-    assert "lora" in card.data.tags
+    assert (card.data.get("library_name"), card.data.get("base_model")) == ("peft", "Qwen/Qwen3-4B")
+    assert "lora" in card.data["tags"]
     assert facts(card)["`model.lora.rank`"] == "32"
     assert "last evaluation" not in facts(card)
     compile("\n".join(block(card)), "card", "exec")
@@ -95,12 +95,12 @@ def test_a_card_names_no_local_path_and_needs_no_readable_card_of_the_base(tmp_p
     card = card_of(tmp_path, *overrides, base_card="---\nlicense: [mit\n---\n")
     assert str(tmp_path) not in str(card)
     assert facts(card)["base model"] == "base"
-    assert card.data.base_model is None
-    assert card.data.datasets is None
-    assert card.data.license is None
+    assert card.data.get("base_model") is None
+    assert card.data.get("datasets") is None
+    assert card.data.get("license") is None
 
 
 def test_a_tiny_model_is_no_base_on_a_hub(tmp_path: Path) -> None:
     card = card_of(tmp_path, "model=tiny_qwen35")
     assert facts(card)["base model"] == "tiny_qwen35"
-    assert card.data.base_model is None
+    assert card.data.get("base_model") is None

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,7 @@ def two_nodes() -> Iterator[Callable[..., str]]:
 
     clusters = []
 
-    def start(**node: object) -> str:
+    def start(**node: Any) -> str:
         cluster = Cluster()
         clusters.append(cluster)
         for _ in range(2):
@@ -77,7 +78,7 @@ def two_nodes() -> Iterator[Callable[..., str]]:
         cluster.shutdown()
 
 
-def reserved(address: str, cases: dict[str, list[str]]) -> dict[str, dict[str, list[list[object]]]]:
+def reserved(address: str, cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, address, json.dumps(cases)],
         capture_output=True,
@@ -110,13 +111,13 @@ def test_devices_are_shared_out_over_two_nodes(device: str, variable: str, two_n
     ranks = [(node, *numbers) for node, numbers in found["colocate"]["ranks"]]
     assert len(set(ranks)) == 4  # each its own device
     assert len({node for node, _ in ranks}) == 2
-    for engine, (node, environment) in enumerate(found["colocate"]["engines"]):
+    for engine, (host, environment) in enumerate(found["colocate"]["engines"]):
         beside = ranks[2 * engine : 2 * engine + 2]
-        assert {each for each, _ in beside} == {node}
+        assert {each for each, _ in beside} == {host}
         assert environment == {variable: ",".join(number for _, number in beside)}
     taken = {(node, *numbers) for node, numbers in found["fully_async"]["ranks"]}
-    ((node, environment),) = found["fully_async"]["engines"]
-    taken |= {(node, number) for number in environment[variable].split(",")}
+    ((host, environment),) = found["fully_async"]["engines"]
+    taken |= {(host, number) for number in environment[variable].split(",")}
     assert len(taken) == 4  # no device is shared
     assert "rollout.tensor_parallel=3" in str(found["uneven"])
     resource = "GPU" if device == "cuda" else "NPU"

@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,10 +85,14 @@ def steps(run: Run) -> list[int]:
     return [line["step"] for line in run.metrics() if "time/step" in line]
 
 
+def _empty(host: Host) -> bool:
+    return not parts_on(host)
+
+
 def assert_ended(*hosts: Host) -> None:
     """Within a minute no process of the run is left on these hosts, also where nobody could reach it."""
     for host in hosts:
-        until(lambda host=host: not parts_on(host), 60)
+        until(partial(_empty, host), 60)
 
 
 def test_hosts_that_a_killed_test_left_are_removed_by_the_next_one(

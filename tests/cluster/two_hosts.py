@@ -11,10 +11,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -54,7 +55,9 @@ class Host:
         inside = ["unshare", "--uts", "sh", "-c", ENTER, self.name, str(self.folder), *map(str, arguments)]
         return ["ip", "netns", "exec", self.name, *inside]
 
-    def run(self, *arguments: str | Path, seconds: float = 60, **environment: str) -> str:
+    def run(
+        self, *arguments: str | Path, seconds: float = 60, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> str:
         """Run a command to its end and return its output."""
         done = subprocess.run(
             self.command(*arguments),
@@ -82,7 +85,7 @@ class Host:
 class TwoHosts:
     """The hosts `first` and `second`, connected."""
 
-    def __init__(self, folder: Path, *, delay_ms: float = 0, loss: float = 0):
+    def __init__(self, folder: Path, *, delay_ms: float = 0, loss: float = 0) -> None:
         self.first, self.second = (
             Host(f"{PREFIX}{letter}", f"10.77.0.{number}", folder / letter) for number, letter in enumerate("ab", 1)
         )
@@ -191,9 +194,14 @@ def why_not() -> str | None:
 
 def _start_node(host: Host, cpus: int, *role: str) -> None:
     host.run(
-        *(RAY, "start", *role, f"--node-ip-address={host.address}", f"--num-cpus={cpus}"),
-        *(f"--object-store-memory={OBJECT_STORE_BYTES}", "--disable-usage-stats"),
-        **QUICK_DETECTION,
+        RAY,
+        "start",
+        *role,
+        f"--node-ip-address={host.address}",
+        f"--num-cpus={cpus}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        "--disable-usage-stats",
+        environment=QUICK_DETECTION,
     )
 
 

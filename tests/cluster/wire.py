@@ -28,7 +28,7 @@ IFF_NO_PI = 0x1000
 class Wire:
     """Carries packets in both directions: each is lost with probability `loss`, or arrives after `delay_s`."""
 
-    def __init__(self, ends: tuple[int, int], *, delay_s: float, loss: float):
+    def __init__(self, ends: tuple[int, int], *, delay_s: float, loss: float) -> None:
         self.other = {ends[0]: ends[1], ends[1]: ends[0]}
         self.delay_s = delay_s
         self.loss = loss

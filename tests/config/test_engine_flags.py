@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_the_flags_read_from_its_source_are_those_of_sglangs_own_parser() -> Non
 
     parser = argparse.ArgumentParser(add_help=False)
     ServerArgs.add_cli_args(parser)
-    types = {
+    types: dict[str, Any] = {
         option.removeprefix("--"): action.type
         for action in parser._actions
         for option in action.option_strings

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
@@ -171,7 +172,7 @@ def test_an_algorithm_is_the_published_one_in_every_composition(composition: lis
 @pytest.mark.parametrize("path", sorted(CONF.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}")
 def test_only_an_algorithm_preset_says_more_of_an_algorithm_than_its_sizes(path: Path) -> None:
     if path.parent.name != "algorithm":
-        assert set(OmegaConf.load(path).get("algorithm", {})) <= SIZES
+        assert set(yaml.safe_load(path.read_text()).get("algorithm", {})) <= SIZES
 
 
 @pytest.mark.parametrize("name", SWEEPS)
@@ -219,7 +220,7 @@ def test_an_experiment_fits_its_devices(name: str) -> None:
 def test_an_engine_captures_graphs_for_all_requests_that_it_runs(name: str) -> None:
     config = composed(f"experiment={name}")
     flags = engine_flags(config, device_of(config.device.kind))
-    requests = {
+    requests_by_name = {
         "colocate_4b": 32 * 8 // 2,
         "colocate_9b": 32 * 8,
         "cuda8_fully_async_9b": 96 * 8 // 2,
@@ -227,7 +228,7 @@ def test_an_engine_captures_graphs_for_all_requests_that_it_runs(name: str) -> N
         "npu4_fully_async_4b": 96 * 8,
         "fully_async_9b": 96 * 8,
     }
-    requests = requests.get(name) or requests[name.partition("_")[2]]
+    requests = requests_by_name.get(name) or requests_by_name[name.partition("_")[2]]
     assert config.requests_per_engine == requests
     assert flags["cuda-graph-max-bs-decode"] == flags["max-running-requests"] == min(requests, 512)
 
@@ -253,7 +254,9 @@ SGLANG_CHOOSES = {
 @pytest.mark.parametrize(("case", "chosen"), SGLANG_CHOOSES.items())
 def test_an_engine_takes_no_more_memory_than_sglang_would(case: tuple[str, str], chosen: float) -> None:
     config = composed("device=cuda", f"model={case[0]}", case[1])
-    assert engine_flags(config, device_of(config.device.kind))["mem-fraction-static"] <= chosen
+    fraction = engine_flags(config, device_of(config.device.kind))["mem-fraction-static"]
+    assert isinstance(fraction, float)
+    assert fraction <= chosen
 
 
 RECURRENT = [
@@ -268,6 +271,7 @@ def test_the_radix_cache_is_off_where_the_plan_says_that_it_pays(overrides: tupl
     preset = composed(*overrides)
     off = preset.rollout.engine_args.pop("disable-radix-cache", False)
     device, model = device_of(preset.device.kind), architecture_of(preset.model)
+    assert model is not None
     lines = memory(preset, device, model, engine_flags(preset, device))
     (line,) = [line for line in lines if "radix cache:" in line]
     assert ("disable-radix-cache=true pays" in line) == off

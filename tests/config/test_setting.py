@@ -102,10 +102,10 @@ def test_help_shows_value_accepted_values_and_meaning_of_every_setting() -> None
 
 
 def test_help_names_the_members_of_every_enum() -> None:
-    enums = [each for each in SETTINGS if isinstance(each.default, Enum)]
+    enums = [(each, each.default) for each in SETTINGS if isinstance(each.default, Enum)]
     assert len(enums) >= 15
-    for each in enums:
-        assert each.accepted.startswith(f"one of {', '.join(type(each.default).__members__)}")
+    for each, default in enums:
+        assert each.accepted.startswith(f"one of {', '.join(type(default).__members__)}")
 
 
 def test_every_meaning_is_one_sentence() -> None:

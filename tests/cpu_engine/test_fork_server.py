@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +19,10 @@ from app.device.cpu import DEVICE
 from app.rollout.server import Server
 from tests.rollout.support import process_group, server_spec
 from tests.waiting import until
+
+
+def _runs(process: psutil.Process, module: str) -> bool:
+    return module in " ".join(process.cmdline())
 
 
 def test_a_forked_server_has_its_own_arguments_environment_log_and_process_group(
@@ -31,7 +36,7 @@ def test_a_forked_server_has_its_own_arguments_environment_log_and_process_group
         for server in servers:
             process = psutil.Process(server.pid)
             assert os.getpgid(server.pid) == server.pid
-            await asyncio.to_thread(until, lambda p=process: "app.rollout.launcher" in " ".join(p.cmdline()), 60)
+            await asyncio.to_thread(until, partial(_runs, process, "app.rollout.launcher"), 60)
             assert os.readlink(f"/proc/{server.pid}/fd/1") == str(server.spec.log)
             assert server.spec.key not in " ".join(process.cmdline())
         assert process_parent(servers[0]) == process_parent(servers[1])  # one process imported SGLang for both
@@ -79,7 +84,8 @@ def test_a_server_ends_with_its_host_and_with_the_fork_server(tiny_model: Path, 
             await hosted.start()
             await orphaned.start()
             group = [process.pid for process in process_group(hosted.pid)]
-            os.close(hosted._process._stdin)  # as when its host is killed
+            process: Any = hosted._process
+            os.close(process._stdin)  # as when its host is killed
             await asyncio.to_thread(until, lambda: not psutil.pid_exists(hosted.pid), 60)
             return group
 

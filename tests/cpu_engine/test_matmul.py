@@ -18,7 +18,8 @@ def operands(rows: int, inner: int, columns: int, layout: str) -> tuple[torch.Te
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(*shape, generator=generator) for shape in ((rows, inner), (inner, columns)))
     transposed = {"x·Wᵀ": (False, True), "g·W": (False, False), "gᵀ·x": (True, False)}[layout]
-    return tuple(each.t().contiguous().t() if flip else each for each, flip in zip((a, b), transposed, strict=True))
+    left, right = (each.t().contiguous().t() if flip else each for each, flip in zip((a, b), transposed, strict=True))
+    return left, right
 
 
 @pytest.mark.parametrize("layout", ["x·Wᵀ", "g·W", "gᵀ·x"])

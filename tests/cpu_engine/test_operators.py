@@ -69,7 +69,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 def test_a_norm_adds_the_residual_and_normalizes(additions: int) -> None:
     layer = norm(256)
     x, *rest = torch.randn(1 + additions, TOKENS, 256)
-    result = operators.rms_norm(layer, x, *rest)
+    result: Any = operators.rms_norm(layer, x, *rest)
     total = x.double() + sum(each.double() for each in rest)
     normed, stream = result if additions else (result, x)
     close(normed, exact_norm(total, layer.weight))

@@ -2,7 +2,7 @@ from app.config.data import ArithmeticConfig
 from app.data.arithmetic import problems
 
 
-def test_the_answer_is_the_sum():
+def test_the_answer_is_the_sum() -> None:
     train, held_out = problems(ArithmeticConfig(problems=50, eval_problems=10))
     for row in train + held_out:
         left, right = row.question.removesuffix("=").split("+")
@@ -11,14 +11,14 @@ def test_the_answer_is_the_sum():
         assert 0 <= int(right) <= 99
 
 
-def test_training_and_held_out_rows_are_disjoint_and_have_the_configured_sizes():
+def test_training_and_held_out_rows_are_disjoint_and_have_the_configured_sizes() -> None:
     train, held_out = problems(ArithmeticConfig(problems=80, eval_problems=20, max_operand=9))
     assert (len(train), len(held_out)) == (80, 20)
     assert len({row.question for row in train + held_out}) == 100
     assert len({row.index for row in train + held_out}) == 100
 
 
-def test_every_run_has_the_same_problems():
+def test_every_run_has_the_same_problems() -> None:
     config = ArithmeticConfig(problems=100, eval_problems=10)
     assert problems(config) == problems(config)
     assert problems(config)[0][0].question == "30+47="

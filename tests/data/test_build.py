@@ -1,7 +1,10 @@
 import datetime
 import json
 import pickle
+from collections.abc import Callable
 from decimal import Decimal
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -15,7 +18,7 @@ from tests.refusals import refused
 SMALL = ArithmeticConfig(problems=40, eval_problems=8)
 
 
-def test_a_plain_prompt_is_prefix_question_and_suffix(jsonl, tokenizer):
+def test_a_plain_prompt_is_prefix_question_and_suffix(jsonl: Callable[..., str], tokenizer: Any) -> None:
     path = jsonl(*[{"question": "1+1=", "answer": "2"}] * 2)
     data = build(DataConfig(path=path, prefix="Q: ", suffix=" A:"), tokenizer, seed=0, max_prompt_tokens=32)
     prompt = next(data.train)
@@ -24,7 +27,9 @@ def test_a_plain_prompt_is_prefix_question_and_suffix(jsonl, tokenizer):
     assert prompt.answer == "2"
 
 
-def test_a_prompt_carries_its_question_and_every_column_of_its_row(jsonl, tmp_path, tokenizer):
+def test_a_prompt_carries_its_question_and_every_column_of_its_row(
+    jsonl: Callable[..., str], tmp_path: Path, tokenizer: Any
+) -> None:
     record = {"question": "1+1=", "answer": 2, "tests": [{"in": "1", "ok": True}], "level": None}
     config = DataConfig(path=jsonl(record, record), suffix=" A:")
     data = build(config, tokenizer, seed=0, max_prompt_tokens=32)
@@ -36,7 +41,9 @@ def test_a_prompt_carries_its_question_and_every_column_of_its_row(jsonl, tmp_pa
     assert (crossed.question, crossed.row) == (prompt.question, prompt.row)
 
 
-def test_columns_of_parquet_become_json_values_and_columns_of_bytes_are_left_out(tmp_path, tokenizer):
+def test_columns_of_parquet_become_json_values_and_columns_of_bytes_are_left_out(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     record = {
         "question": "q",
         "answer": "a",
@@ -54,7 +61,7 @@ def test_columns_of_parquet_become_json_values_and_columns_of_bytes_are_left_out
     assert json.loads(json.dumps(row)) == row
 
 
-def test_a_generated_problem_has_a_row_of_question_and_answer(tokenizer):
+def test_a_generated_problem_has_a_row_of_question_and_answer(tokenizer: Any) -> None:
     prompt = next(build(DataConfig(arithmetic=SMALL), tokenizer, seed=0, max_prompt_tokens=32).train)
     assert prompt.row == {"question": prompt.question, "answer": prompt.answer}
 
@@ -67,14 +74,16 @@ def test_a_generated_problem_has_a_row_of_question_and_answer(tokenizer):
         (True, "Be brief.", "<system>Be brief.\n<user>1+1=!\n<assistant>"),
     ],
 )
-def test_a_chat_prompt_follows_the_tokenizers_template(jsonl, chat_tokenizer, thinking, system, expected):
+def test_a_chat_prompt_follows_the_tokenizers_template(
+    jsonl: Callable[..., str], chat_tokenizer: Any, thinking: bool, system: str | None, expected: str
+) -> None:
     path = jsonl(*[{"question": "1+1=", "answer": "2"}] * 2)
     config = DataConfig(path=path, suffix="!", template=Template.chat, thinking=thinking, system=system)
     data = build(config, chat_tokenizer, seed=0, max_prompt_tokens=64)
     assert chat_tokenizer.decode(next(data.train).token_ids) == expected
 
 
-def test_prompt_ids_contain_source_row_and_epoch(tokenizer):
+def test_prompt_ids_contain_source_row_and_epoch(tokenizer: Any) -> None:
     data = build(DataConfig(arithmetic=SMALL, shuffle=False), tokenizer, seed=0, max_prompt_tokens=32)
     assert [prompt.id for prompt in data.train.take(41)][-2:] == ["arithmetic/39@0", "arithmetic/0@1"]
     assert data.evals["eval"][0].id == "eval/40@eval"
@@ -82,7 +91,7 @@ def test_prompt_ids_contain_source_row_and_epoch(tokenizer):
     assert data.dropped == 0
 
 
-def test_longer_prompts_are_dropped_and_counted(jsonl, tokenizer):
+def test_longer_prompts_are_dropped_and_counted(jsonl: Callable[..., str], tokenizer: Any) -> None:
     questions = ["12345", "123", "1234", "12", "123456", "1"]
     train = jsonl(*[{"question": text, "answer": "a"} for text in questions])
     data = build(DataConfig(path=train, eval_fraction=0.01), tokenizer, seed=0, max_prompt_tokens=4)
@@ -90,23 +99,23 @@ def test_longer_prompts_are_dropped_and_counted(jsonl, tokenizer):
     assert all(len(prompt.token_ids) <= 4 for prompt in data.train.take(len(data.train)))
 
 
-def test_a_limit_below_all_prompts_is_rejected_with_the_smallest_sufficient_one(tokenizer):
+def test_a_limit_below_all_prompts_is_rejected_with_the_smallest_sufficient_one(tokenizer: Any) -> None:
     with refused("rollout.max_prompt_tokens", 3, "at least "):
         build(DataConfig(arithmetic=SMALL), tokenizer, seed=0, max_prompt_tokens=3)
 
 
-def test_chat_without_a_chat_template_is_rejected(tokenizer):
+def test_chat_without_a_chat_template_is_rejected(tokenizer: Any) -> None:
     with refused("data.template", "chat", "plain"):
         build(DataConfig(arithmetic=SMALL, template=Template.chat), tokenizer, seed=0, max_prompt_tokens=64)
 
 
-def test_a_chat_template_that_rejects_the_messages_is_a_configuration_error(tokenizer):
+def test_a_chat_template_that_rejects_the_messages_is_a_configuration_error(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with refused("data.template", "chat", "no system role"):
         build(DataConfig(arithmetic=SMALL, template=Template.chat), tokenizer, seed=0, max_prompt_tokens=64)
 
 
-def test_a_prompt_without_tokens_is_rejected(jsonl, tokenizer):
+def test_a_prompt_without_tokens_is_rejected(jsonl: Callable[..., str], tokenizer: Any) -> None:
     from tokenizers import normalizers
 
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("é", "")
@@ -115,7 +124,7 @@ def test_a_prompt_without_tokens_is_rejected(jsonl, tokenizer):
         build(DataConfig(path=path), tokenizer, seed=0, max_prompt_tokens=8)
 
 
-def test_the_seed_changes_the_order_of_the_training_rows_only(tokenizer):
+def test_the_seed_changes_the_order_of_the_training_rows_only(tokenizer: Any) -> None:
     first, second = (build(DataConfig(arithmetic=SMALL), tokenizer, seed=seed, max_prompt_tokens=32) for seed in (0, 1))
     assert [each.question for each in first.evals["eval"]] == [each.question for each in second.evals["eval"]]
     orders = [[each.question for each in data.train.take(len(data.train))] for data in (first, second)]

@@ -25,7 +25,7 @@ def ids(stream: PromptCursor, count: int) -> list[str]:
 
 @given(count=st.integers(1, 40), seed=st.integers(0, 2**31 - 1), shuffle=st.booleans(), epochs=st.integers(1, 4))
 @settings(deadline=None)
-def test_an_epoch_never_repeats_or_skips_a_prompt(count, seed, shuffle, epochs):
+def test_an_epoch_never_repeats_or_skips_a_prompt(count: int, seed: int, shuffle: bool, epochs: int) -> None:
     stream = cursor(count, seed=seed, shuffle=shuffle)
     for epoch in range(epochs):
         assert sorted(ids(stream, count)) == sorted(f"set/{row}@{epoch}" for row in range(count))
@@ -39,7 +39,9 @@ def test_an_epoch_never_repeats_or_skips_a_prompt(count, seed, shuffle, epochs):
     after=st.integers(1, 60),
 )
 @settings(deadline=None)
-def test_a_restored_cursor_continues_from_the_saved_position(count, before, requeued, unfinished, after):
+def test_a_restored_cursor_continues_from_the_saved_position(
+    count: int, before: int, requeued: set[int], unfinished: set[int], after: int
+) -> None:
     saved = cursor(count, seed=7)
     dispatched = ids(saved, before)
     requeued_ids = [dispatched[index] for index in sorted(requeued) if index < before]
@@ -56,7 +58,7 @@ def test_a_restored_cursor_continues_from_the_saved_position(count, before, requ
 
 @given(count=st.integers(1, 12), steps=st.lists(st.tuples(st.integers(1, 10), st.sets(st.integers(0, 9))), max_size=12))
 @settings(deadline=None)
-def test_requeuing_neither_loses_nor_duplicates_a_prompt(count, steps):
+def test_requeuing_neither_loses_nor_duplicates_a_prompt(count: int, steps: list[tuple[int, set[int]]]) -> None:
     """For any sequence of take and requeue, each prompt of a past epoch is consumed exactly once."""
     stream = cursor(count, seed=1)
     finished = Counter[str]()
@@ -79,7 +81,7 @@ def test_requeuing_neither_loses_nor_duplicates_a_prompt(count, steps):
         assert all(finished[f"set/{row}@{past}"] == 1 for row in range(count))
 
 
-def test_requeued_prompts_come_first_in_the_given_order():
+def test_requeued_prompts_come_first_in_the_given_order() -> None:
     stream = cursor(10)
     dispatched = ids(stream, 4)
     stream.requeue([dispatched[2], dispatched[0]])
@@ -88,7 +90,7 @@ def test_requeued_prompts_come_first_in_the_given_order():
     assert len(set(dispatched) | set(ids(stream, 6))) == 10
 
 
-def test_the_order_depends_only_on_seed_and_epoch():
+def test_the_order_depends_only_on_seed_and_epoch() -> None:
     assert ids(cursor(50, seed=1), 100) == ids(cursor(50, seed=1), 100)
     assert ids(cursor(50, seed=1), 50) != ids(cursor(50, seed=2), 50)
     both = ids(cursor(50), 100)
@@ -96,17 +98,17 @@ def test_the_order_depends_only_on_seed_and_epoch():
     assert ids(cursor(6), 6) == [f"set/{row}@0" for row in (3, 5, 4, 0, 2, 1)]  # checkpoints outlive library versions
 
 
-def test_without_shuffling_rows_come_in_their_order():
+def test_without_shuffling_rows_come_in_their_order() -> None:
     assert ids(cursor(3, shuffle=False), 4) == ["set/0@0", "set/1@0", "set/2@0", "set/0@1"]
 
 
-def test_the_state_is_small_and_does_not_grow_with_the_data():
+def test_the_state_is_small_and_does_not_grow_with_the_data() -> None:
     stream = cursor(5000)
     stream.mark_consumed(ids(stream, 7000))
     assert len(json.dumps(stream.state())) < 200
 
 
-def test_a_prompt_can_be_looked_up_by_id():
+def test_a_prompt_can_be_looked_up_by_id() -> None:
     stream = cursor(5)
     taken = stream.take(7)[6]
     looked_up = stream.prompt(taken.id)
@@ -114,7 +116,7 @@ def test_a_prompt_can_be_looked_up_by_id():
     assert looked_up.token_ids.tolist() == taken.token_ids.tolist()
 
 
-def test_ids_that_are_not_in_flight_are_rejected():
+def test_ids_that_are_not_in_flight_are_rejected() -> None:
     stream = cursor(5)
     dispatched = ids(stream, 2)
     later = ids(cursor(5), 3)[2]
@@ -133,7 +135,7 @@ def test_ids_that_are_not_in_flight_are_rejected():
         stream.requeue([dispatched[0]])
 
 
-def test_a_state_of_other_prompts_seed_or_order_is_rejected():
+def test_a_state_of_other_prompts_seed_or_order_is_rejected() -> None:
     state = cursor(5, seed=1).state()
     for other in (cursor(6, seed=1), cursor(5, seed=2), cursor(5, seed=1, shuffle=False)):
         with refused("data", "", "seed", "data.shuffle"):

@@ -50,7 +50,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def config_of(path: str, **changes: Any) -> DataConfig:
-    return DataConfig(**{"path": path, "question": "prompt", "template": Template.chat, "shuffle": False} | changes)
+    settings: dict[str, Any] = {"path": path, "question": "prompt", "template": Template.chat, "shuffle": False}
+    return DataConfig(**settings | changes)
 
 
 def prompts(config: DataConfig, tokenizer: Any) -> list[Prompt]:

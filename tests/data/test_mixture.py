@@ -3,6 +3,8 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +44,7 @@ def test_prompts_are_drawn_in_proportion_to_the_weights() -> None:
     seed=st.integers(0, 2**31 - 1),
 )
 @settings(deadline=None)
-def test_at_any_time_every_set_is_within_two_prompts_of_its_share(weights, count, seed) -> None:
+def test_at_any_time_every_set_is_within_two_prompts_of_its_share(weights: list[float], count: int, seed: int) -> None:
     named = {f"set{index}": weight for index, weight in enumerate(weights)}
     drawn = Counter(prompt.source for prompt in cursor(named, seed=seed).take(count))
     for name, weight in named.items():
@@ -64,7 +66,7 @@ def test_the_order_depends_only_on_the_seed() -> None:
 
 @given(before=st.integers(0, 60), requeued=st.sets(st.integers(0, 59)), after=st.integers(1, 60))
 @settings(deadline=None)
-def test_a_resumed_mixture_continues_identically(before, requeued, after) -> None:
+def test_a_resumed_mixture_continues_identically(before: int, requeued: set[int], after: int) -> None:
     saved = cursor()
     dispatched = ids(saved, before)
     returned = [dispatched[index] for index in sorted(requeued) if index < before]
@@ -89,14 +91,16 @@ def test_ids_of_another_set_are_unknown() -> None:
             stream.prompt(wrong)
 
 
-def config_of(jsonl, **more: object) -> DataConfig:
+def config_of(jsonl: Callable[..., str], **more: Any) -> DataConfig:
     easy = jsonl(*[{"question": f"{n}", "answer": "1"} for n in range(40)], name="easy.jsonl")
     hard = jsonl(*[{"problem": f"{n}*", "answer": "1"} for n in range(20)], name="hard.jsonl")
     sets = {"easy": TrainSetConfig(path=easy), "hard": TrainSetConfig(path=hard, weight=3, question="problem")}
     return DataConfig(train_sets=sets, **more)
 
 
-def test_training_sets_are_read_with_their_own_fields_and_rows_are_held_out_of_each(jsonl, tokenizer) -> None:
+def test_training_sets_are_read_with_their_own_fields_and_rows_are_held_out_of_each(
+    jsonl: Callable[..., str], tokenizer: Any
+) -> None:
     data = build(config_of(jsonl, eval_fraction=0.1), tokenizer, seed=0, max_prompt_tokens=8)
     assert data.counts.text == "54 training rows (easy 36 at weight 1; hard 18 at weight 3), 6 held-out rows"
     assert Counter(prompt.source for prompt in data.train.take(400)) == {"easy": 100, "hard": 300}
@@ -107,14 +111,14 @@ def test_training_sets_are_read_with_their_own_fields_and_rows_are_held_out_of_e
     assert held_out[0].id.startswith("eval/easy/")
 
 
-def test_a_step_that_takes_more_prompts_than_a_set_has_is_warned_of(jsonl, tokenizer) -> None:
+def test_a_step_that_takes_more_prompts_than_a_set_has_is_warned_of(jsonl: Callable[..., str], tokenizer: Any) -> None:
     counts = build(config_of(jsonl, eval_fraction=0.1), tokenizer, seed=0, max_prompt_tokens=8).counts
     assert counts.repeated(24) == []
     (warning,) = counts.repeated(32)
     assert re.search("algorithm.prompts_per_step=32 .* 24 .*data.train_sets.hard.* 18 ", warning)
 
 
-def test_a_set_whose_prompts_are_all_too_long_is_refused(jsonl, tokenizer) -> None:
+def test_a_set_whose_prompts_are_all_too_long_is_refused(jsonl: Callable[..., str], tokenizer: Any) -> None:
     long = jsonl({"question": "123456", "answer": "1"}, name="long.jsonl")
     config = config_of(jsonl, eval_path=jsonl({"question": "1", "answer": "1"}))
     config.train_sets["long"] = TrainSetConfig(path=long)
@@ -122,7 +126,7 @@ def test_a_set_whose_prompts_are_all_too_long_is_refused(jsonl, tokenizer) -> No
         build(config, tokenizer, seed=0, max_prompt_tokens=4)
 
 
-def test_evaluation_sets_stand_beside_training_sets(jsonl, tokenizer) -> None:
+def test_evaluation_sets_stand_beside_training_sets(jsonl: Callable[..., str], tokenizer: Any) -> None:
     mine = jsonl({"question": "99", "answer": "1"}, {"question": "7", "answer": "1"})
     config = config_of(jsonl, eval_sets={"mine": EvalSetConfig(path=mine)})
     data = build(config, tokenizer, seed=0, max_prompt_tokens=8)

@@ -1,5 +1,8 @@
 """The presets of `data=`, composed by Hydra as on the command line."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from app.config.data import Template
@@ -8,7 +11,7 @@ from app.data import rows
 from tests.compose import composed
 
 
-def test_a_local_file_in_gsm8k_format_replaces_the_hub_set(jsonl):
+def test_a_local_file_in_gsm8k_format_replaces_the_hub_set(jsonl: Callable[..., str]) -> None:
     path = jsonl(*[{"question": f"What is {n}+1?", "answer": f"{n}+1=<<{n}+1>>\n#### {n + 1}"} for n in range(40)])
     config = composed("data=gsm8k", f"data.path={path}")
     loaded = rows.load(config.data)
@@ -18,7 +21,7 @@ def test_a_local_file_in_gsm8k_format_replaces_the_hub_set(jsonl):
     assert config.reward.components == {"math": 1.0}
 
 
-def test_rows_in_dapo_format_are_read_and_duplicates_dropped(jsonl):
+def test_rows_in_dapo_format_are_read_and_duplicates_dropped(jsonl: Callable[..., str]) -> None:
     records = [
         {"prompt": [{"role": "user", "content": f"q{n}"}], "reward_model": {"ground_truth": str(n), "style": "rule"}}
         for n in range(3)
@@ -30,7 +33,7 @@ def test_rows_in_dapo_format_are_read_and_duplicates_dropped(jsonl):
     assert len(loaded.evals["aime24"]) == 3
 
 
-def test_a_reward_on_the_command_line_overrides_that_of_the_data():
+def test_a_reward_on_the_command_line_overrides_that_of_the_data() -> None:
     assert composed("data=gsm8k", "reward=exact").reward.components == {"exact": 1.0}
     assert composed("data=arithmetic").reward.components == {"exact": 1.0}
 
@@ -45,13 +48,13 @@ def test_a_reward_on_the_command_line_overrides_that_of_the_data():
         ["++data.eval_sets={mine: {path: eval.jsonl, rows: 9}}"],
     ],
 )
-def test_an_evaluation_set_can_be_added_in_every_spelling(overrides):
+def test_an_evaluation_set_can_be_added_in_every_spelling(overrides: list[str]) -> None:
     sets = composed(*overrides).data.eval_sets
     assert list(sets) == ["mine"]
     assert (sets["mine"].path, sets["mine"].rows, sets["mine"].split) == ("eval.jsonl", 9, "test")
 
 
-def test_sets_are_added_to_those_of_a_preset_and_can_be_removed():
+def test_sets_are_added_to_those_of_a_preset_and_can_be_removed() -> None:
     data = composed("data=gsm8k", "+data.eval_sets.mine.path=[a.jsonl,b.csv]", "data.eval_sets.test.rows=20").data
     assert {name: (each.path, each.rows) for name, each in data.eval_sets.items()} == {
         "test": (None, 20),
@@ -74,11 +77,11 @@ def test_sets_are_added_to_those_of_a_preset_and_can_be_removed():
         (["model=hf", "data.question=prompt"], None),
     ],
 )
-def test_data_of_ones_own_selects_the_preset_that_changes_nothing(arguments, preset):
+def test_data_of_ones_own_selects_the_preset_that_changes_nothing(arguments: list[str], preset: str | None) -> None:
     assert with_preset(arguments) == [*([preset] if preset else []), *arguments]
 
 
-def test_the_preset_of_own_rows_adds_nothing_to_a_question():
+def test_the_preset_of_own_rows_adds_nothing_to_a_question() -> None:
     config = composed(*with_preset([*HUB, "data.path=a.jsonl"]))
     data = config.data
     assert (data.name, data.template, data.prefix, data.suffix, data.answer_after) == (
@@ -112,12 +115,12 @@ HUB = ("model=hf", "model.path=me/model")
         (["data=dapo_math", "data.eval_sets={}"], {}),
     ],
 )
-def test_an_evaluation_set_goes_with_the_training_data_that_it_belongs_to(own, left):
+def test_an_evaluation_set_goes_with_the_training_data_that_it_belongs_to(own: list[str], left: dict[str, Any]) -> None:
     sets = composed(*HUB, *own).data.eval_sets
     assert {name: each.path for name, each in sets.items()} == left
 
 
-def test_training_data_without_an_evaluation_set_is_evaluated_on_held_out_rows(jsonl):
+def test_training_data_without_an_evaluation_set_is_evaluated_on_held_out_rows(jsonl: Callable[..., str]) -> None:
     path = jsonl(*[{"question": f"{n}+1=", "answer": f"{n + 1}"} for n in range(40)])
     own = [f"data.train_sets.mine.path={path}", "data.answer_after=null"]
     loaded = rows.load(composed(*HUB, *own).data)
@@ -127,7 +130,7 @@ def test_training_data_without_an_evaluation_set_is_evaluated_on_held_out_rows(j
     assert {row.source for row in loaded.train} == {"mine"}
 
 
-def test_training_sets_and_paths_are_set_on_the_command_line():
+def test_training_sets_and_paths_are_set_on_the_command_line() -> None:
     data = composed("+data.train_sets.a.path=a.jsonl", "+data.train_sets.b.path=b/*.csv", "+data.train_sets.b.weight=2")
     assert {name: (each.path, each.weight) for name, each in data.data.train_sets.items()} == {
         "a": ("a.jsonl", 1.0),
@@ -136,13 +139,13 @@ def test_training_sets_and_paths_are_set_on_the_command_line():
     assert composed("data.path=[a.jsonl,b.jsonl]").data.path == ["a.jsonl", "b.jsonl"]
 
 
-def test_entries_of_mappings_need_no_plus():
+def test_entries_of_mappings_need_no_plus() -> None:
     config = composed("reward=math", "reward.components.format=0.1", "rollout.engine_args.dtype=half")
     assert config.reward.components == {"math": 1.0, "format": 0.1}
     assert config.rollout.engine_args == {"dtype": "half"}
 
 
-def test_a_custom_reward_and_its_arguments_can_be_set_on_the_command_line():
+def test_a_custom_reward_and_its_arguments_can_be_set_on_the_command_line() -> None:
     reward = composed("reward._target_=my_rewards.short", "+reward.args.limit=200").reward
     assert reward._target_ == "my_rewards.short"
     assert reward.args == {"limit": 200}

@@ -15,7 +15,7 @@ def test_the_answer_is_the_product_of_two_factors_with_two_digits() -> None:
     train, held_out = products.problems(ProductsConfig(problems=8000, eval_problems=100))
     assert (len(train), len(held_out)) == (8000, 100)
     for row in train + held_out:
-        left, right = re.fullmatch(r"([1-9]\d)\*([1-9]\d)=", row.question).groups()
+        ((left, right),) = re.findall(r"^([1-9]\d)\*([1-9]\d)=$", row.question)
         assert row.answer == str(int(left) * int(right))
     assert len({row.question for row in train + held_out}) == 8100
 
@@ -23,7 +23,7 @@ def test_the_answer_is_the_product_of_two_factors_with_two_digits() -> None:
 def test_the_answer_of_a_chain_is_the_product_plus_the_last_number() -> None:
     train, held_out = chain.problems(ChainConfig(problems=900, eval_problems=100))
     for row in train + held_out:
-        left, right, addend = map(int, re.fullmatch(r"([1-9]\d)\*([2-9])\+([1-9]\d)=", row.question).groups())
+        left, right, addend = map(int, *re.findall(r"^([1-9]\d)\*([2-9])\+([1-9]\d)=$", row.question))
         assert row.answer == str(left * right + addend)
     assert len({row.question for row in train + held_out}) == 1000
     assert len({row.index for row in train + held_out}) == 1000

@@ -1,5 +1,7 @@
 import json
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,14 +26,14 @@ def load(**settings: Any) -> rows.DataRows:
 # Accepted data
 
 
-def test_without_a_path_problems_are_generated():
+def test_without_a_path_problems_are_generated() -> None:
     loaded = rows.load(DataConfig(arithmetic=ArithmeticConfig(problems=30, eval_problems=5)))
     assert len(loaded.train) == 30
     assert [len(members) for members in loaded.evals.values()] == [5]
     assert list(loaded.evals) == ["eval"]
 
 
-def test_a_jsonl_file_keeps_its_row_numbers_and_skips_blank_lines(jsonl):
+def test_a_jsonl_file_keeps_its_row_numbers_and_skips_blank_lines(jsonl: Callable[..., str]) -> None:
     path = jsonl({"q": "a", "n": 1}, "", {"q": "b", "n": 2.5}, {"q": "c", "n": "3"})
     loaded = rows.load(DataConfig(name="mine", path=path, question="q", answer="n", eval_fraction=0.3))
     everything = sorted(loaded.train + loaded.evals["eval"], key=lambda row: row.index)
@@ -42,7 +44,9 @@ def test_a_jsonl_file_keeps_its_row_numbers_and_skips_blank_lines(jsonl):
     ]
 
 
-def test_a_parquet_file_with_nested_fields_gives_the_same_rows_as_jsonl(tmp_path, jsonl):
+def test_a_parquet_file_with_nested_fields_gives_the_same_rows_as_jsonl(
+    tmp_path: Path, jsonl: Callable[..., str]
+) -> None:
     records = [
         {"prompt": [{"role": "user", "content": f"q{n}"}], "reward_model": {"ground_truth": str(n)}, "other": n}
         for n in range(20)
@@ -59,19 +63,21 @@ def test_a_parquet_file_with_nested_fields_gives_the_same_rows_as_jsonl(tmp_path
     assert len(loaded[0].train) == 18
 
 
-def test_the_answer_follows_the_last_marker(jsonl):
+def test_the_answer_follows_the_last_marker(jsonl: Callable[..., str]) -> None:
     path = jsonl(*[{"question": "q", "answer": "#### 7 is wrong\nso\n#### 1,234 "}] * 2)
     loaded = rows.load(DataConfig(path=path, answer_after="####"))
     assert loaded.train[0].answer == "1,234"
 
 
-def test_distinct_drops_repeated_rows_and_keeps_the_first(jsonl):
+def test_distinct_drops_repeated_rows_and_keeps_the_first(jsonl: Callable[..., str]) -> None:
     path = jsonl(*additions(5), *additions(5), {"question": "0+1=", "answer": "another"})
     loaded = rows.load(DataConfig(path=path, distinct=True))
     assert sorted(row.index for row in loaded.train + loaded.evals["eval"]) == [0, 1, 2, 3, 4, 10]
 
 
-def test_held_out_rows_are_a_fraction_identical_for_every_run_and_disjoint_from_training(jsonl):
+def test_held_out_rows_are_a_fraction_identical_for_every_run_and_disjoint_from_training(
+    jsonl: Callable[..., str],
+) -> None:
     config = DataConfig(path=jsonl(*additions(100)), eval_fraction=0.07)
     first, second = rows.load(config), rows.load(config)
     assert first == second
@@ -79,14 +85,14 @@ def test_held_out_rows_are_a_fraction_identical_for_every_run_and_disjoint_from_
     assert not {row.question for row in first.train} & {row.question for row in first.evals["eval"]}
 
 
-def test_at_least_one_row_is_held_out_and_at_least_one_is_trained_on(jsonl):
+def test_at_least_one_row_is_held_out_and_at_least_one_is_trained_on(jsonl: Callable[..., str]) -> None:
     path = jsonl(*additions(2))
     for fraction in (0.001, 0.999):
         loaded = rows.load(DataConfig(path=path, eval_fraction=fraction))
         assert (len(loaded.train), len(loaded.evals["eval"])) == (1, 1)
 
 
-def test_an_evaluation_set_can_override_path_fields_and_length(jsonl):
+def test_an_evaluation_set_can_override_path_fields_and_length(jsonl: Callable[..., str]) -> None:
     train = jsonl(*[{"question": f"q{n}", "answer": f"#### {n}"} for n in range(4)])
     other = jsonl(*[{"problem": f"p{n}", "solution": n} for n in range(9)], name="other.jsonl")
     evaluation = EvalSetConfig(path=other, question="problem", answer="solution", answer_after="", rows=3)
@@ -99,7 +105,7 @@ def test_an_evaluation_set_can_override_path_fields_and_length(jsonl):
     ]
 
 
-def test_a_file_instead_of_a_hub_set_holds_out_rows_for_its_splits_and_warns_once(jsonl):
+def test_a_file_instead_of_a_hub_set_holds_out_rows_for_its_splits_and_warns_once(jsonl: Callable[..., str]) -> None:
     config = DataConfig(
         name="gsm8k", path=jsonl(*additions(20)), subset="main", eval_sets={"test": EvalSetConfig(split="test")}
     )
@@ -109,7 +115,7 @@ def test_a_file_instead_of_a_hub_set_holds_out_rows_for_its_splits_and_warns_onc
     assert re.search(f"data.path={config.path} .* 0.05 .*data.eval_sets.test", warning)
 
 
-def test_an_evaluation_path_replaces_held_out_rows_and_the_sets_of_a_preset(jsonl):
+def test_an_evaluation_path_replaces_held_out_rows_and_the_sets_of_a_preset(jsonl: Callable[..., str]) -> None:
     train = jsonl(*[{"question": f"q{n}", "answer": f"#### {n}"} for n in range(20)])
     mine = jsonl({"question": "p0", "answer": "#### 7"}, {"question": "p1"}, name="mine.jsonl")
     config = DataConfig(
@@ -123,14 +129,14 @@ def test_an_evaluation_path_replaces_held_out_rows_and_the_sets_of_a_preset(json
         rows.load(config)
 
 
-def test_an_evaluation_set_inside_the_training_set_causes_a_warning(jsonl):
+def test_an_evaluation_set_inside_the_training_set_causes_a_warning(jsonl: Callable[..., str]) -> None:
     path = jsonl(*additions(6))
     loaded = rows.load(DataConfig(path=path, eval_sets={"same": EvalSetConfig(path=path)}))
     (warning,) = loaded.warnings
     assert re.search("6 of the 6 questions .* set same", warning)
 
 
-def test_a_folder_is_loaded_as_a_hub_data_set_with_splits(tmp_path):
+def test_a_folder_is_loaded_as_a_hub_data_set_with_splits(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     for split, count in (("train", 5), ("test", 2)):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in additions(count)))
@@ -145,13 +151,13 @@ GOOD = {"question": "q", "answer": "a"}
 
 
 @pytest.mark.parametrize("path", ["missing.jsonl", "./rows", "/no/such/folder/rows.parquet", "Rows.JSONL"])
-def test_a_missing_file_is_rejected(path):
+def test_a_missing_file_is_rejected(path: str) -> None:
     with refused("data.path", path, "no such file"):
         load(path=path)
 
 
 @pytest.mark.parametrize("name", ["rows.tsv", "rows.parquet.gz", "rows.gz", "jsonl"])
-def test_a_file_of_an_unsupported_kind_is_rejected(tmp_path, name):
+def test_a_file_of_an_unsupported_kind_is_rejected(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text("question,answer\n")
     with refused("data.path", path, ".jsonl, .ndjson, .json, .csv, "):
@@ -166,14 +172,16 @@ NO_TEXT = {
 
 
 @pytest.mark.parametrize(("name", "content", "named"), [(name, *row) for name, row in NO_TEXT.items()])
-def test_a_file_that_cannot_be_read_or_is_empty_is_rejected(tmp_path, name, content, named):
+def test_a_file_that_cannot_be_read_or_is_empty_is_rejected(
+    tmp_path: Path, name: str, content: bytes, named: list[str]
+) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     with refused("data.path", path, *named):
         load(path=str(path))
 
 
-def test_a_parquet_file_without_rows_or_with_broken_text_is_rejected(tmp_path):
+def test_a_parquet_file_without_rows_or_with_broken_text_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"question": [], "answer": []}), path)
     with refused("data.path", path, "empty"):
@@ -196,7 +204,9 @@ def test_a_parquet_file_without_rows_or_with_broken_text_is_rejected(tmp_path):
     ],
     ids=range(4),
 )
-def test_a_line_that_is_not_a_json_object_is_rejected_with_its_number(jsonl, lines, named):
+def test_a_line_that_is_not_a_json_object_is_rejected_with_its_number(
+    jsonl: Callable[..., str], lines: list[Any], named: str
+) -> None:
     path = jsonl(*lines)
     with refused("data.path", path, named):
         load(path=path)
@@ -226,13 +236,15 @@ NESTED = {"prompt": [{"content": "q"}], "answer": "a"}
     ],
     ids=str,
 )
-def test_a_row_without_usable_text_is_rejected_with_its_field_and_number(jsonl, row, settings, key, named):
+def test_a_row_without_usable_text_is_rejected_with_its_field_and_number(
+    jsonl: Callable[..., str], row: dict[str, Any], settings: dict[str, Any], key: str, named: str
+) -> None:
     path = jsonl(row)
     with refused(f"data.{key}", settings.get(key, key), f"row 1 of {path}", named):
         load(path=path, **settings)
 
 
-def test_a_broken_row_behind_good_ones_is_named_by_its_number(jsonl, tmp_path):
+def test_a_broken_row_behind_good_ones_is_named_by_its_number(jsonl: Callable[..., str], tmp_path: Path) -> None:
     path = jsonl(GOOD, GOOD, {"question": "", "answer": "a"})
     with refused("data.question", "question", f"row 3 of {path}"):
         load(path=path)
@@ -245,7 +257,7 @@ def test_a_broken_row_behind_good_ones_is_named_by_its_number(jsonl, tmp_path):
         load(path=str(table))
 
 
-def test_one_row_is_too_few_if_some_are_held_out(jsonl):
+def test_one_row_is_too_few_if_some_are_held_out(jsonl: Callable[..., str]) -> None:
     path = jsonl(*additions(1))
     with refused("data.path", path, "at least 2 rows", "data.eval_path"):
         load(path=path)
@@ -254,7 +266,7 @@ def test_one_row_is_too_few_if_some_are_held_out(jsonl):
     assert (len(loaded.train), len(loaded.evals["other"])) == (1, 3)
 
 
-def test_an_error_in_an_evaluation_set_names_its_own_key(jsonl):
+def test_an_error_in_an_evaluation_set_names_its_own_key(jsonl: Callable[..., str]) -> None:
     train, other = jsonl(*additions(3)), jsonl({"problem": "p"}, name="other.jsonl")
     with refused("data.eval_sets.aime.path", "missing.parquet"):
         load(path=train, eval_sets={"aime": EvalSetConfig(path="missing.parquet")})
@@ -262,7 +274,7 @@ def test_an_error_in_an_evaluation_set_names_its_own_key(jsonl):
         load(path=train, eval_sets={"aime": EvalSetConfig(path=other)})
 
 
-def test_a_hub_data_set_that_cannot_be_loaded_is_rejected(tmp_path):
+def test_a_hub_data_set_that_cannot_be_loaded_is_rejected(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "train.jsonl").write_text(json.dumps(GOOD) + "\n")
     with refused("data.path", tmp_path, "split validation"):
@@ -286,12 +298,14 @@ def test_a_hub_data_set_that_cannot_be_loaded_is_rejected(tmp_path):
     ],
     ids=str,
 )
-def test_invalid_settings_are_rejected_before_anything_is_read(config, key, value):
+def test_invalid_settings_are_rejected_before_anything_is_read(
+    config: DataConfig, key: str, value: float | str
+) -> None:
     with refused(key, value):
         RunConfig(data=config).validate()
 
 
-def test_the_tasks_of_an_environment_are_rows_and_may_be_blank():
+def test_the_tasks_of_an_environment_are_rows_and_may_be_blank() -> None:
     tasks = [{"index": n, "id": f"task {n}", "question": "", "answer": ""} for n in range(10)]
     loaded = rows.load(DataConfig(name="mine", from_environment=True), tasks=tasks)
     assert [row.index for row in loaded.evals["eval"]] == [row.columns["index"] for row in loaded.evals["eval"]]
@@ -308,6 +322,6 @@ def test_the_tasks_of_an_environment_are_rows_and_may_be_blank():
     ],
     ids=["none", "no rows", "one"],
 )
-def test_tasks_that_are_no_rows_are_refused_without_a_file(tasks, key, named):
+def test_tasks_that_are_no_rows_are_refused_without_a_file(tasks: list[Any], key: str, named: str) -> None:
     with refused(key, None, named):
         rows.load(DataConfig(name="mine", from_environment=True), tasks=tasks)

@@ -3,12 +3,14 @@
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.config.data import DataConfig
 from app.data import rows, user_rows
 from app.data.build import build
+from app.data.cursor import PromptCursor
 from tests.refusals import refused
 
 
@@ -17,7 +19,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     """Write a module into the working directory and return its name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    names = []
+    names: list[str] = []
 
     def write(source: str) -> str:
         name = f"own_rows_{len(names)}_{tmp_path.name}"
@@ -30,7 +32,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         sys.modules.pop(name, None)
 
 
-def test_a_function_in_the_working_directory_yields_the_rows(module, tokenizer) -> None:
+def test_a_function_in_the_working_directory_yields_the_rows(module: Callable[[str], str], tokenizer: Any) -> None:
     name = module(
         "def puzzles(limit, start=0):\n"
         "    for number in range(start, start + limit):\n"
@@ -44,7 +46,7 @@ def test_a_function_in_the_working_directory_yields_the_rows(module, tokenizer) 
     assert first.row == {"question": "0+1=", "answer": 1, "level": "easy"}
 
 
-def test_a_returned_list_and_a_class_work_too(module) -> None:
+def test_a_returned_list_and_a_class_work_too(module: Callable[[str], str]) -> None:
     name = module(
         "ROWS = [{'question': 'q', 'answer': 'a'}] * 4\n"
         "def listed():\n    return ROWS\n"
@@ -54,7 +56,9 @@ def test_a_returned_list_and_a_class_work_too(module) -> None:
         assert len(rows.load(DataConfig(_target_=f"{name}.{target}")).train) == 3
 
 
-def test_values_of_numpy_become_json_values_and_bytes_are_left_out(module, tokenizer) -> None:
+def test_values_of_numpy_become_json_values_and_bytes_are_left_out(
+    module: Callable[[str], str], tokenizer: Any
+) -> None:
     name = module(
         "import numpy as np\n"
         "def rows():\n"
@@ -68,10 +72,10 @@ def test_values_of_numpy_become_json_values_and_bytes_are_left_out(module, token
     assert [type(value) for value in prompt.row.values()] == [str, int, list, float, bool]
 
 
-def test_a_resumed_run_must_get_the_same_rows(module, tokenizer) -> None:
+def test_a_resumed_run_must_get_the_same_rows(module: Callable[[str], str], tokenizer: Any) -> None:
     name = module("def some(last):\n    return [{'question': f'{n}+{last}', 'answer': 'a'} for n in range(4)]\n")
 
-    def cursor_of(last: int):
+    def cursor_of(last: int) -> PromptCursor:
         config = DataConfig(_target_=f"{name}.some", args={"last": last})
         return build(config, tokenizer, seed=0, max_prompt_tokens=16).train
 
@@ -83,7 +87,9 @@ def test_a_resumed_run_must_get_the_same_rows(module, tokenizer) -> None:
         cursor_of(5).restore(saved.state())
 
 
-def test_every_failure_is_refused_with_its_place(module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_failure_is_refused_with_its_place(
+    module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     name = module(
         "def fails():\n    yield {'question': 'q', 'answer': 'a'}\n    raise RuntimeError('disk\\ngone')\n"
         "def texts():\n    return ['q', 'a']\n"
@@ -109,7 +115,7 @@ def test_every_failure_is_refused_with_its_place(module, monkeypatch: pytest.Mon
         rows.load(DataConfig(_target_=f"{name}.without"))
 
 
-def test_a_module_that_cannot_be_imported_is_named_with_its_line(module, tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_imported_is_named_with_its_line(module: Callable[[str], str], tmp_path: Path) -> None:
     name = module("x = 1\nraise ValueError('bad table')\n")
     with refused("data._target_", f"{name}.rows", "ValueError: bad table", f"{tmp_path / name}.py:2"):
         rows.load(DataConfig(_target_=f"{name}.rows"))

@@ -51,7 +51,7 @@ def _transports(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
         asks = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "ask"]
         for route in routes:
             returned = [each.value for ask in asks for each in ast.walk(ask) if isinstance(each, ast.Return)]
-            yield f"/{route}", {key for body in returned if body is not None for key in _keys(body, {})}
+            yield f"/{route!s}", {key for body in returned if body is not None for key in _keys(body, {})}
 
 
 def _route(call: ast.AST) -> str | None:

@@ -137,7 +137,8 @@ def test_sglang_reads_every_environment_variable_that_we_set(sglang: Package, ki
 def test_weights_may_change_while_retracted_requests_wait(sglang: Package) -> None:
     """Without this parameter the scheduler counts them as running, and fails an assertion in the update."""
     tree = sglang.tree("sglang/srt/managers/scheduler.py")
-    (function,) = [node for node in ast.walk(tree) if getattr(node, "name", "") == "is_fully_idle"]
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    (function,) = [each for each in functions if each.name == "is_fully_idle"]
     assert "ignore_waiting" in [argument.arg for argument in function.args.args]
     assert sglang.mentions("ignore_waiting=", "sglang/srt/managers/scheduler_components/weight_updater")
 

@@ -13,7 +13,7 @@ from app.device.cuda_attention import activate_flash_attention
 class Switch:
     """torch's switch, with implementations that give a factor of the default result, or raise."""
 
-    def __init__(self, **implementations: float | Exception):
+    def __init__(self, **implementations: float | Exception) -> None:
         self.implementations = implementations
         self.active: str | None = None
 
@@ -28,6 +28,7 @@ class Switch:
 
     def outputs(self, head_dim: int) -> list[torch.Tensor]:
         factor = self.implementations[self.active] if self.active else 1.0
+        assert isinstance(factor, float)
         return [torch.linspace(-1, 1, head_dim) * factor]
 
 

@@ -71,7 +71,7 @@ def test_its_cells_run_in_a_running_event_loop(tmp_path: Path, monkeypatch: pyte
     shell = InteractiveShell()
 
     async def run_all() -> list[Any]:
-        results = []
+        results: list[Any] = []
         for source in sources():
             done = await shell.run_cell_async(source, transformed_cell=shell.transform_cell(source))
             done.raise_error()

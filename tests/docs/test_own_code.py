@@ -25,7 +25,6 @@ from tests.docs.markdown import PAGES, ROOT, code_blocks
 from tests.reward.scorers import failed, running_scorer, score
 from tests.rollout.support import KEY, host_spec, server_spec
 from tests.tiny_models.tokenizer import build_tokenizer
-from tests.tracking.conftest import make_metrics
 from tests.tracking.test_dashboards import make_config, record, warnings
 
 MODULES = ("my_rewards", "my_judge", "my_reward_model", "my_tracker")
@@ -229,7 +228,7 @@ def test_the_tracker_of_the_page_records_a_run(modules: Path) -> None:
     config = make_config("my_tracker.JsonLines")
     config.tracking.args = {"name": "mine"}
     require_trackers(TrackingConfig(use=config.tracking.use, args=config.tracking.args))
-    record(config, modules / "run", make_metrics, (1, 2))
+    record(config, modules / "run", (1, 2))
     lines = (modules / "run/tracking/my_tracker.JsonLines/mine.jsonl").read_text().splitlines()
     assert [json.loads(line).get("step") for line in lines] == [None, 0, 1, 2, None]
     assert json.loads(lines[-1]) == {"status": "finished"}

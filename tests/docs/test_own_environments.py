@@ -43,24 +43,24 @@ def test_the_game_of_the_page_answers_whatever_the_policy_says(reader: Path) -> 
     episode = played(reader, "my_envs", "Guess", "well", "99", "40", "46")
     observations = [text for _, text in episode.texts][1:]
     assert observations == ["|a number, please\n>", "|lower\n>", "|higher\n>"]
-    assert (episode.end.scores, episode.end.ending) == ({"score": 1.0}, "stop")
+    assert (episode.scored.scores, episode.scored.ending) == ({"score": 1.0}, "stop")
 
 
 def test_the_game_of_the_page_scores_0_when_the_policy_has_no_room_left(reader: Path) -> None:
     episode = played(reader, "my_envs", "Guess", "99")
-    assert (episode.end.scores, episode.end.ending) == ({"score": 0.0}, "length")
+    assert (episode.scored.scores, episode.scored.ending) == ({"score": 0.0}, "length")
 
 
 def test_the_agent_of_the_page_reviews_its_draft_in_a_sequence_of_its_own(reader: Path) -> None:
     episode = played(reader, "my_agents", "Solver", "45", "46")
     assert episode.texts == [(0, "12+34=>"), (1, "Check: 45>")]
-    assert episode.end.scores == {"score": 1.0}
+    assert episode.scored.scores == {"score": 1.0}
 
 
 def test_the_openai_agent_of_the_page_is_played(reader: Path) -> None:
     episode = played(reader, "my_openai_agents", "Agent", " 46")
     assert episode.texts == [(0, "12+34=>")]
-    assert episode.end.scores == {"score": 1.0}
+    assert episode.scored.scores == {"score": 1.0}
 
 
 def test_the_tools_of_the_page_have_schemas(reader: Path) -> None:

@@ -156,7 +156,7 @@ def test_an_experiment_has_a_page_with_its_layout(preset: Path) -> None:
     if kind == "cpu":
         return  # its memory is this machine's
 
-    peak, room = re.search(r": ([\d.]+) GiB of ([\d.]+) GiB, ", plan).groups()
-    shown, shown_room = re.search(r"memory peak: .*?, ([\d.]+) of (\d+) GiB", text).groups()
+    ((peak, room),) = re.findall(r": ([\d.]+) GiB of ([\d.]+) GiB, ", plan)
+    ((shown, shown_room),) = re.findall(r"memory peak: .*?, ([\d.]+) of (\d+) GiB", text)
     assert float(shown) == pytest.approx(float(peak), rel=0.02)
     assert float(shown_room) == float(room)

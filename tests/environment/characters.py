@@ -7,6 +7,8 @@
 
 import sys
 import types
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from app.environment.protocol import Reply, ToolCall
 
@@ -15,24 +17,26 @@ def tokens(text: str) -> list[int]:
     return [ord(character) for character in text]
 
 
-def text_of(token_ids) -> str:
+def text_of(token_ids: Sequence[int]) -> str:
     return "".join(map(chr, token_ids))
 
 
 class Characters:
-    def opening(self, messages, tools=None):
+    def opening(self, messages: Sequence[Mapping[str, Any]], tools: object = None) -> list[int]:
         return tokens("|".join(str(message["content"]) for message in messages) + ">")
 
-    def following(self, token_ids, messages, tools=None):
+    def following(
+        self, token_ids: Sequence[int], messages: Sequence[Mapping[str, Any]], tools: object = None
+    ) -> list[int] | None:
         text = "|".join(str(message["content"]) for message in messages)
         return None if "forget" in text else tokens(f"|{text}>")
 
-    def read(self, token_ids):
+    def read(self, token_ids: Sequence[int]) -> list[dict[str, str]]:
         """What clients of their own append here begins with its role: `t` a tool, else the user."""
         text = text_of(token_ids)
         return [{"role": "tool" if text.startswith("t") else "user", "content": text}] if text else []
 
-    def parse(self, token_ids, prompt_ids=(), tools=None):
+    def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: object = None) -> Reply:
         text = text_of(token_ids)
         if text.startswith("!"):
             return Reply("", tool_calls=(ToolCall(text[1:], {}, "ok"),))
@@ -48,5 +52,5 @@ def renderer_for(name: str, model_path: str, thinking: str, enable_thinking: boo
 def install() -> None:
     """Stand in for `app.environment.rendering` in this process."""
     module = types.ModuleType("app.environment.rendering")
-    module.renderer_for = renderer_for
+    vars(module)["renderer_for"] = renderer_for
     sys.modules["app.environment.rendering"] = module

@@ -62,7 +62,7 @@ def circular() -> list[Any]:
     return found
 
 
-def untyped(query, limit: int = 3):  # type: ignore[no-untyped-def]
+def untyped(query, limit: int = 3):
     return query
 
 
@@ -147,5 +147,5 @@ class Nothing:
 
 
 class UntypedMethod:
-    def open(self, door) -> str:  # type: ignore[no-untyped-def]
+    def open(self, door) -> str:
         return ""

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -46,11 +47,11 @@ class Maker:
         python: str | None = None,
         memory_gib: float = 8.0,
         model: Path | None = None,
-        **limits,
+        **limits: float | None,
     ) -> EnvironmentSpec:
         """The spec; `model` has a tokenizer for plain text."""
         module = environment_module(self.folder, source, characters=model is None)
-        chosen = {
+        chosen: dict[str, Any] = {
             "max_turns": 8,
             "max_turn_tokens": None,
             "max_observation_tokens": 100,
@@ -69,6 +70,16 @@ class Played:
 
     end: End | Failed
     asks: list[Ask] = field(default_factory=list)
+
+    @property
+    def scored(self) -> End:
+        assert isinstance(self.end, End), self.end
+        return self.end
+
+    @property
+    def failed(self) -> Failed:
+        assert isinstance(self.end, Failed), self.end
+        return self.end
 
     @property
     def texts(self) -> list[tuple[int, str]]:
@@ -106,14 +117,19 @@ async def play_one(pool: EnvironmentPool, *replies: str, task: Task | None = Non
     return await play(session, script(*replies))
 
 
-def a_task(**changes) -> Task:
+def a_task(**changes: Any) -> Task:
     fields = {"id": "set/0@0", "question": "6*7=", "answer": "42", "source": "set", "row": {"n": 1}, "seed": 3}
     return Task(**{**fields, "training": True, **changes})
 
 
 @contextlib.asynccontextmanager
 async def running_pool(
-    spec: EnvironmentSpec, *, workers: int = 1, episodes: int = 4, log: Path | None = None, warn=None
+    spec: EnvironmentSpec,
+    *,
+    workers: int = 1,
+    episodes: int = 4,
+    log: Path | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> AsyncIterator[EnvironmentPool]:
     """A pool that has started; afterwards no process and no descriptor of it is left."""
     before = set(os.listdir("/proc/self/fd"))

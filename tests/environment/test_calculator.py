@@ -3,42 +3,30 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from app.environment.calculator import ERROR, Calculator, answer, make
-from app.environment.protocol import Message, OutOfTurns, Reply, Task
+from app.environment.protocol import Task
+from tests.environment.scripted_policy import ScriptedPolicy
 
 TASK = Task("products/0@0", "37*84=", "3108", "products")
 
 
-class ScriptedPolicy:
-    """Gives these replies in turn, then has no turns left."""
-
-    def __init__(self, *replies: str) -> None:
-        self._replies = list(replies)
-        self.read: list[Sequence[Message] | None] = []
-        self.counts: dict[str, float] = {}
-
-    async def __call__(self, messages: Sequence[Message] | None, **_: object) -> Reply:
-        if not self._replies:
-            raise OutOfTurns
-        self.read.append(None if messages is None else list(messages))
-        return Reply(self._replies.pop(0))
-
-    def count(self, name: str, amount: float = 1.0) -> None:
-        self.counts[name] = self.counts.get(name, 0.0) + amount
-
-
 def played(*replies: str) -> ScriptedPolicy:
-    policy = ScriptedPolicy(*replies)
+    policy = ScriptedPolicy(replies)
     assert asyncio.run(make({})().run(TASK, policy)) is None
     return policy
 
 
+def read(policy: ScriptedPolicy) -> list[list[dict[str, Any]]]:
+    """The messages before each reply that was given."""
+    return [each["messages"] for each in policy.asked[: len(policy.script)]]
+
+
 def last_read(policy: ScriptedPolicy) -> list[str]:
-    return [str(message["content"]) for message in policy.read[-1] or ()]
+    return [str(message["content"]) for message in read(policy)[-1]]
 
 
 @pytest.mark.parametrize(
@@ -71,14 +59,14 @@ def test_any_other_question_is_answered_with_what_can_be_asked(question: str) ->
 
 def test_a_reply_without_a_question_ends_the_episode() -> None:
     policy = played("3700", "?1+1")
-    assert policy.read == [None]  # the prompt of the data set
+    assert policy.asked == [{"messages": [], "tools": None, "max_tokens": None}]  # the prompt of the data set
     assert policy.counts == {}
-    assert played("").read == played(" ?37*84").read == played("37?").read == [None]
+    assert [len(played(reply).asked) for reply in ("", " ?37*84", "37?")] == [1, 1, 1]
 
 
 def test_each_question_gets_its_answer_as_the_next_message() -> None:
     policy = played("?12*7", "?84+30", "114")
-    assert policy.read[1] == [{"role": "assistant", "content": "?12*7"}, {"role": "user", "content": "84\n"}]
+    assert read(policy)[1] == [{"role": "assistant", "content": "?12*7"}, {"role": "user", "content": "84\n"}]
     assert last_read(policy) == ["?12*7", "84\n", "?84+30", "114\n"]
     assert policy.counts == {"tool_calls": 2.0, "tool_failures": 0.0}
 
@@ -91,7 +79,7 @@ def test_a_malformed_question_is_counted_and_the_episode_goes_on() -> None:
 
 def test_a_policy_that_only_asks_ends_at_its_limit_without_an_error() -> None:
     policy = played(*["?1+1"] * 8)
-    assert len(policy.read) == 8
+    assert len(read(policy)) == 8
     assert policy.counts["tool_calls"] == 8
 
 

@@ -20,7 +20,7 @@ from app.worker.wire import Failed
 from tests.environment.pools import Maker, play_one, running_pool
 from tests.environment.scripted_policy import ScriptedPolicy, decode, encode
 
-ADD = {
+ADD: Any = {
     "type": "function",
     "function": {
         "name": "add",
@@ -60,6 +60,7 @@ async def tool_agent(url: str, question: str) -> str:
             if not message.tool_calls:
                 return message.content or ""
             for call in message.tool_calls:
+                assert call.type == "function"
                 arguments = json.loads(call.function.arguments)
                 result = str(arguments["a"] + arguments["b"])
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
@@ -117,7 +118,7 @@ def test_calls_that_could_not_be_read_are_not_sent_but_stay_in_the_history() -> 
             openai.AsyncOpenAI(base_url=endpoint.open(policy).url, api_key="none") as client,
         ):
             messages: list[Any] = [{"role": "user", "content": "x"}]
-            first = await client.chat.completions.create(model="m", messages=messages, tools=[ADD])  # type: ignore[list-item]
+            first = await client.chat.completions.create(model="m", messages=messages, tools=[ADD])
             assert first.choices[0].message.tool_calls is None
             messages += [{"role": "assistant", "content": "oh"}, {"role": "user", "content": "again"}]
             await client.chat.completions.create(model="m", messages=messages)

@@ -318,7 +318,11 @@ def test_what_is_no_server_is_refused_in_one_sentence() -> None:
 
     async def other_server() -> None:
         app = web.Application()
-        app.add_routes([web.get("/schema", lambda _: web.json_response(answers.pop()))])
+
+        async def schema(_: web.Request) -> web.Response:
+            return web.json_response(answers.pop())
+
+        app.add_routes([web.get("/schema", schema)])
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

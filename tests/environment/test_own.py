@@ -1,9 +1,11 @@
 import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from app.environment.own import Stepwise, make
-from app.environment.protocol import OutOfTurns, Reply
+from app.environment.protocol import OutOfTurns, Policy, Reply, Task
 from app.environment.values import WrongValue, messages_of
 from app.utils.dotted_path import LoadError
 from tests.environment.pools import a_task
@@ -13,41 +15,41 @@ class Whole:
     def __init__(self, size: int = 1, *, name: str = "x") -> None:
         self.size = size
 
-    def begin(self, task): ...
+    def begin(self, task: Task) -> None: ...
 
-    def step(self, reply): ...
+    def step(self, reply: Reply) -> None: ...
 
 
 class Driving:
-    async def run(self, task, policy): ...
+    async def run(self, task: Task, policy: Policy) -> None: ...
 
 
 class OnlyBegin:
-    def begin(self, task): ...
+    def begin(self, task: Task) -> None: ...
 
 
 class NoTask:
-    def begin(self): ...
+    def begin(self) -> None: ...
 
-    def step(self, reply): ...
+    def step(self, reply: Reply) -> None: ...
 
 
 class Attribute:
     begin = "hello"
 
-    def step(self, reply): ...
+    def step(self, reply: Reply) -> None: ...
 
 
 class NeedsMore:
-    async def run(self, task, policy, more): ...
+    async def run(self, task: Task, policy: Policy, more: object) -> None: ...
 
 
 class Static:
     @staticmethod
-    def begin(task): ...
+    def begin(task: Task) -> None: ...
 
     @classmethod
-    def step(cls, reply): ...
+    def step(cls, reply: Reply) -> None: ...
 
 
 def factory(size: int = 1) -> Whole:
@@ -59,12 +61,12 @@ SHAPE = "give it `run(self, task, policy)`, or `begin(self, task)` and `step(sel
 
 
 @pytest.mark.parametrize("name", ["Whole", "Driving", "Static", "factory"])
-def test_what_is_an_environment_is_made_anew_for_each_episode(name):
+def test_what_is_an_environment_is_made_anew_for_each_episode(name: str) -> None:
     made = make({"target": f"{HERE}.{name}"})
     assert made() is not made()
 
 
-def test_arguments_reach_the_constructor():
+def test_arguments_reach_the_constructor() -> None:
     assert make({"target": f"{HERE}.Whole", "args": {"size": 3}})().size == 3
     assert make({"target": f"{HERE}.factory", "args": {"size": 4}})().size == 4
 
@@ -77,18 +79,22 @@ def test_arguments_reach_the_constructor():
         (f"{HERE}.HERE", {}, "it is not a function or class"),
         (f"{HERE}.Whole", {"length": 3}, 'it does not take environment.args={"length": 3} (got an unexpected keyword'),
         (f"{HERE}.OnlyBegin", {}, f"it is no environment: {SHAPE}"),
-        (f"{HERE}.NoTask", {}, f"its begin(self) cannot be called (too many positional arguments): {SHAPE}"),
+        (f"{HERE}.NoTask", {}, f"its begin(self) -> None cannot be called (too many positional arguments): {SHAPE}"),
         (f"{HERE}.Attribute", {}, f"its begin is not a method: {SHAPE}"),
-        (f"{HERE}.NeedsMore", {}, "its run(self, task, policy, more) cannot be called (missing a required argument"),
+        (
+            f"{HERE}.NeedsMore",
+            {},
+            "its run(self, task: app.environment.protocol.Task, ",
+        ),
     ],
 )
-def test_what_is_no_environment_is_refused_before_any_episode(target, args, problem):
+def test_what_is_no_environment_is_refused_before_any_episode(target: str, args: Any, problem: str) -> None:
     with pytest.raises(LoadError) as refused:
         make({"target": target, "args": args})
     assert str(refused.value).startswith(problem)
 
 
-def test_an_environment_without_a_score_is_refused_where_the_reward_is_its_score():
+def test_an_environment_without_a_score_is_refused_where_the_reward_is_its_score() -> None:
     target = "tests.mode.own_environments.Unscored"
     make({"target": target})
     with pytest.raises(LoadError, match=r"it has no `score\(self\)`, which reward=environment takes"):
@@ -96,7 +102,7 @@ def test_an_environment_without_a_score_is_refused_where_the_reward_is_its_score
     make({"target": "tests.mode.own_environments.Guess", "scored": True})
 
 
-def test_an_observation_is_text_or_messages():
+def test_an_observation_is_text_or_messages() -> None:
     assert messages_of(None, "step") is None
     assert messages_of("x", "step") == [{"role": "user", "content": "x"}]
     tool = {"role": "tool", "content": "3", "tool_call_id": "1"}
@@ -114,31 +120,34 @@ class Counting:
         self.turns = 0
         self.ends_itself = ends_itself
 
-    def begin(self, task):
+    def begin(self, task: Task) -> None:
         return None
 
-    def step(self, reply):
+    def step(self, reply: Reply) -> str | None:
         self.turns += 1
         return None if self.ends_itself and self.turns == 3 else f"turn {self.turns}"
 
-    def score(self):
+    def score(self) -> int:
         return self.turns
 
 
 @pytest.mark.parametrize("ends_itself", [True, False])
-def test_the_conversation_grows_until_the_environment_or_a_limit_ends_it_and_then_it_is_scored(ends_itself):
-    asked = []
+def test_the_conversation_grows_until_the_environment_or_a_limit_ends_it_and_then_it_is_scored(
+    ends_itself: bool,
+) -> None:
+    asked: list[Any] = []
 
-    async def policy(messages):
+    async def policy(messages: Sequence[Mapping[str, Any]] | None) -> Reply:
         if len(asked) == 4:
             raise OutOfTurns
         asked.append(messages)
         return Reply(f"reply {len(asked)}")
 
-    async def call(function, *args):
+    async def call(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
-    score = asyncio.run(Stepwise(Counting(ends_itself), call).run(a_task(), policy))
+    of_a_test: Any = policy
+    score = asyncio.run(Stepwise(Counting(ends_itself), call).run(a_task(), of_a_test))
     contents = [None if messages is None else [message["content"] for message in messages] for messages in asked]
     assert (
         contents

@@ -1,6 +1,8 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -10,7 +12,7 @@ from app.errors import RunError
 from app.worker.wire import Failed
 from tests.descriptors import none_left
 from tests.environment.characters import text_of, tokens
-from tests.environment.pools import PATIENCE_S, a_task, play, play_one, running_pool, script
+from tests.environment.pools import PATIENCE_S, Maker, Played, a_task, play, play_one, running_pool, script
 from tests.waiting import until
 
 GUESS = """
@@ -26,24 +28,24 @@ class Env:
 """
 
 
-def test_an_episode_asks_for_turns_and_ends_with_scores(own):
-    async def run():
+def test_an_episode_asks_for_turns_and_ends_with_scores(own: Maker) -> None:
+    async def run() -> tuple[Played, dict[str, int]]:
         async with running_pool(own(GUESS)) as pool:
             return await play_one(pool, "7", "42"), pool.counts
 
     played, counts = asyncio.run(run())
     assert played.texts == [(0, "6*7="), (0, "|not 7>")]
-    assert played.end.scores == {"found": 1.0, "half": 0.5}
-    assert list(played.end.scores) == ["found", "half"]
-    assert played.end.ending == "stop"
-    assert played.end.text == "42"
-    assert [(turn["role"], turn["text"], turn["tokens"]) for turn in played.end.turns] == [
+    assert played.scored.scores == {"found": 1.0, "half": 0.5}
+    assert list(played.scored.scores) == ["found", "half"]
+    assert played.scored.ending == "stop"
+    assert played.scored.text == "42"
+    assert [(turn["role"], turn["text"], turn["tokens"]) for turn in played.scored.turns] == [
         ("user", "6*7=", 4),
         ("assistant", "7", 1),
         ("user", "not 7", 7),
         ("assistant", "42", 2),
     ]
-    assert played.end.metrics["observation_tokens"] == 7.0
+    assert played.scored.metrics["observation_tokens"] == 7.0
     assert counts == {"restarts": 0}
 
 
@@ -72,42 +74,42 @@ class Async(Env):
 """
 
 
-def notes(folder) -> list[str]:
+def notes(folder: Path) -> list[str]:
     path = folder / "notes"
     return path.read_text().splitlines() if path.exists() else []
 
 
 @pytest.mark.parametrize("ending", ["stop", "turns", "length"])
-def test_an_episode_is_closed_once_however_it_ends_well(own, tmp_path, ending):
+def test_an_episode_is_closed_once_however_it_ends_well(own: Maker, tmp_path: Path, ending: str) -> None:
     spec = own(CLOSING, args={"folder": str(tmp_path)}, max_turns=2 if ending == "turns" else 8)
     replies = {"stop": ["a", "end"], "turns": ["a", "a"], "length": ["a"]}[ending]
 
-    async def run():
+    async def run() -> Played:
         async with running_pool(spec) as pool:
             return await play_one(pool, *replies)
 
     played = asyncio.run(run())
-    assert (played.end.ending, played.end.scores) == (ending, {"score": 1.0})
+    assert (played.scored.ending, played.scored.scores) == (ending, {"score": 1.0})
     assert notes(tmp_path) == ["began set/0@0", "closed set/0@0"]
 
 
-def test_a_truncated_last_reply_ends_the_episode_as_length(own):
+def test_a_truncated_last_reply_ends_the_episode_as_length(own: Maker) -> None:
     spec = own("class Env:\n    def begin(self, task): ...\n    def step(self, reply): assert reply.truncated")
 
-    async def run():
+    async def run() -> Played:
         async with running_pool(spec) as pool:
             session = await pool.begin(a_task(), tokens("q"))
             return await play(session, lambda ask: ("ab", "length"))
 
-    end = asyncio.run(run()).end
+    end = asyncio.run(run()).scored
     assert (end.ending, end.scores) == ("length", {})
 
 
 @pytest.mark.parametrize("name", ["Env", "Async"])
-def test_an_aborted_episode_is_closed_once_and_its_place_is_free(own, tmp_path, name):
+def test_an_aborted_episode_is_closed_once_and_its_place_is_free(own: Maker, tmp_path: Path, name: str) -> None:
     spec = own(CLOSING, name=name, args={"folder": str(tmp_path)})
 
-    async def run():
+    async def run() -> tuple[Any, End | Failed, dict[str, int]]:
         async with running_pool(spec, episodes=1) as pool:
             session = await pool.begin(a_task(id="waits for an engine"), tokens("q"))
             assert isinstance(await session.next(), Ask)
@@ -137,10 +139,12 @@ def test_an_aborted_episode_is_closed_once_and_its_place_is_free(own, tmp_path, 
     ]
 
 
-def test_an_episode_that_waits_for_a_place_gets_one_after_a_cancelled_one_whose_step_hangs(own, tmp_path):
+def test_an_episode_that_waits_for_a_place_gets_one_after_a_cancelled_one_whose_step_hangs(
+    own: Maker, tmp_path: Path
+) -> None:
     spec = own(CLOSING, args={"folder": str(tmp_path)}, timeout_s=3600.0)
 
-    async def run():
+    async def run() -> tuple[End | Failed, dict[str, int]]:
         async with running_pool(spec, episodes=1) as pool:
             session = await pool.begin(a_task(id="begins", row={"wait": True}), tokens("q"))
             await asyncio.to_thread(until, lambda: len(notes(tmp_path)) == 1, PATIENCE_S)
@@ -155,10 +159,10 @@ def test_an_episode_that_waits_for_a_place_gets_one_after_a_cancelled_one_whose_
     assert notes(tmp_path) == ["began begins", "closed begins", "began set/0@0", "closed set/0@0"]
 
 
-def test_an_aborted_episode_whose_step_hangs_is_closed_and_its_worker_replaced(own, tmp_path):
+def test_an_aborted_episode_whose_step_hangs_is_closed_and_its_worker_replaced(own: Maker, tmp_path: Path) -> None:
     spec = own(CLOSING, args={"folder": str(tmp_path)}, timeout_s=0.5)
 
-    async def run():
+    async def run() -> tuple[End | Failed, int]:
         async with running_pool(spec) as pool:
             session = await pool.begin(a_task(row={"wait": True}), tokens("q"))
             await asyncio.to_thread(until, lambda: bool(notes(tmp_path)), PATIENCE_S)
@@ -171,7 +175,9 @@ def test_an_aborted_episode_whose_step_hangs_is_closed_and_its_worker_replaced(o
     assert notes(tmp_path)[:2] == ["began set/0@0", "closed set/0@0"]
 
 
-def test_a_worker_that_does_not_close_an_aborted_episode_is_killed(own, tmp_path, monkeypatch):
+def test_a_worker_that_does_not_close_an_aborted_episode_is_killed(
+    own: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("app.worker.remote.ABORT_TIMEOUT_S", 0.0)
     spec = own(
         """
@@ -186,7 +192,7 @@ def test_a_worker_that_does_not_close_an_aborted_episode_is_killed(own, tmp_path
     )
     blocked = tmp_path / "blocked"
 
-    async def run():
+    async def run() -> tuple[Any, dict[str, int]]:
         async with running_pool(spec) as pool:
             session = await pool.begin(a_task(row={"file": str(blocked)}), tokens("q"))
             ask = await asyncio.wait_for(session.next(), PATIENCE_S)
@@ -200,12 +206,12 @@ def test_a_worker_that_does_not_close_an_aborted_episode_is_killed(own, tmp_path
     assert counts == {"late": 1, "restarts": 1}
 
 
-def test_episodes_wait_for_a_place_and_are_spread_over_the_workers(own):
+def test_episodes_wait_for_a_place_and_are_spread_over_the_workers(own: Maker) -> None:
     spec = own(
         "import os\nclass Env:\n    def begin(self, task): return str(os.getpid())\n    def step(self, reply): ..."
     )
 
-    async def run():
+    async def run() -> tuple[list[str], list[str]]:
         async with running_pool(spec, workers=2, episodes=2) as pool:
             sessions = [await pool.begin(a_task(), tokens("q")) for _ in range(4)]
             asks = [await asyncio.wait_for(session.next(), PATIENCE_S) for session in sessions]
@@ -227,10 +233,10 @@ def test_episodes_wait_for_a_place_and_are_spread_over_the_workers(own):
     assert sorted(seen) == sorted(pids * 2)
 
 
-def test_one_worker_plays_sixty_four_episodes_at_once(own):
+def test_one_worker_plays_sixty_four_episodes_at_once(own: Maker) -> None:
     spec = own("import time\nclass Env:\n    def begin(self, task): time.sleep(0.2)\n    def step(self, reply): ...")
 
-    async def run():
+    async def run() -> tuple[dict[str, int], int]:
         async with running_pool(spec, episodes=64) as pool:
             (pid,) = pool.pids
             idle = psutil.Process(pid).num_threads()
@@ -243,10 +249,10 @@ def test_one_worker_plays_sixty_four_episodes_at_once(own):
     assert descriptors < 20
 
 
-def test_closing_the_pool_ends_episodes_and_those_that_wait(own):
+def test_closing_the_pool_ends_episodes_and_those_that_wait(own: Maker) -> None:
     spec = own(GUESS)
 
-    async def run():
+    async def run() -> Any:
         async with running_pool(spec, episodes=1) as pool:
             session = await pool.begin(a_task(), tokens("q"))
             waiting = asyncio.ensure_future(pool.begin(a_task(), tokens("q")))
@@ -262,7 +268,7 @@ def test_closing_the_pool_ends_episodes_and_those_that_wait(own):
     assert asyncio.run(run()).kind == "lost"
 
 
-def test_an_environment_that_drives_itself_scores_each_way(own):
+def test_an_environment_that_drives_itself_scores_each_way(own: Maker) -> None:
     spec = own(
         """
         class Env:
@@ -277,10 +283,10 @@ def test_an_environment_that_drives_itself_scores_each_way(own):
         max_turns=2,
     )
 
-    async def run():
+    async def run() -> list[End]:
         async with running_pool(spec) as pool:
             return [
-                (await play_one(pool, "x", "y", task=a_task(row={"do": do}))).end
+                (await play_one(pool, "x", "y", task=a_task(row={"do": do}))).scored
                 for do in ("none", "float", "bool", "names", "limit")
             ]
 
@@ -296,7 +302,7 @@ def test_an_environment_that_drives_itself_scores_each_way(own):
     assert (ends[0].metrics["things"], ends[0].metrics["tool_failures"]) == (2.0, 5.0)
 
 
-def test_an_episode_counts_only_the_time_of_its_own_code(own):
+def test_an_episode_counts_only_the_time_of_its_own_code(own: Maker) -> None:
     spec = own(
         """
         import time
@@ -310,7 +316,7 @@ def test_an_episode_counts_only_the_time_of_its_own_code(own):
         episode_s=0.3,
     )
 
-    async def run():
+    async def run() -> Any:
         async with running_pool(spec) as pool:
             session = await pool.begin(a_task(), tokens("q"))
             ask = await asyncio.wait_for(session.next(), PATIENCE_S)
@@ -324,7 +330,7 @@ def test_an_episode_counts_only_the_time_of_its_own_code(own):
     assert end.turns[1]["seconds"] >= 0.4  # of the engine
 
 
-def test_several_requests_of_one_episode_are_in_flight_at_once(own):
+def test_several_requests_of_one_episode_are_in_flight_at_once(own: Maker) -> None:
     spec = own(
         """
         import asyncio
@@ -335,7 +341,7 @@ def test_several_requests_of_one_episode_are_in_flight_at_once(own):
         """
     )
 
-    async def run():
+    async def run() -> tuple[list[Any], Any]:
         async with running_pool(spec) as pool:
             session = await pool.begin(a_task(), tokens("q"))
             asks = [await asyncio.wait_for(session.next(), PATIENCE_S) for _ in range(3)]
@@ -348,7 +354,9 @@ def test_several_requests_of_one_episode_are_in_flight_at_once(own):
     assert list(end.scores) == ["r0>", "r1>", "r2>"]
 
 
-def test_an_environment_whose_constructor_ran_while_its_episode_was_aborted_is_closed(own, tmp_path):
+def test_an_environment_whose_constructor_ran_while_its_episode_was_aborted_is_closed(
+    own: Maker, tmp_path: Path
+) -> None:
     spec = own(
         """
         import os, time
@@ -365,7 +373,7 @@ def test_an_environment_whose_constructor_ran_while_its_episode_was_aborted_is_c
         args={"folder": str(tmp_path)},
     )
 
-    async def run():
+    async def run() -> dict[str, int]:
         async with running_pool(spec) as pool:
             session = await pool.begin(a_task(), tokens("q"))
             await asyncio.to_thread(until, (tmp_path / "constructing").exists, PATIENCE_S)
@@ -379,7 +387,7 @@ def test_an_environment_whose_constructor_ran_while_its_episode_was_aborted_is_c
     assert notes(tmp_path) == ["closed"]
 
 
-def test_all_places_of_a_replaced_worker_are_taken_at_once(own):
+def test_all_places_of_a_replaced_worker_are_taken_at_once(own: Maker) -> None:
     spec = own(
         """
         import os
@@ -389,7 +397,7 @@ def test_all_places_of_a_replaced_worker_are_taken_at_once(own):
         """
     )
 
-    async def run():
+    async def run() -> End | Failed:
         async with running_pool(spec, episodes=2) as pool:
             first = await pool.begin(a_task(row={"die": False}), tokens("q"))
             assert isinstance(await asyncio.wait_for(first.next(), PATIENCE_S), Ask)
@@ -405,10 +413,10 @@ def test_all_places_of_a_replaced_worker_are_taken_at_once(own):
     assert isinstance(asyncio.run(run()), End)
 
 
-def test_a_worker_that_cannot_be_replaced_ends_the_wait_of_every_episode(own, tmp_path):
+def test_a_worker_that_cannot_be_replaced_ends_the_wait_of_every_episode(own: Maker, tmp_path: Path) -> None:
     """Not only those that begin later, when descriptors are free again."""
 
-    async def run():
+    async def run() -> None:
         async with running_pool(own(CLOSING, args={"folder": str(tmp_path)}), episodes=1) as pool:
             await pool.begin(a_task(row={"wait": True}), tokens("6*7="))  # takes the only place
             waiting = asyncio.create_task(pool.begin(a_task(), tokens("6*7=")))

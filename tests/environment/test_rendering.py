@@ -96,7 +96,11 @@ def test_a_history_has_the_tokens_of_the_models_own_template(family: str, models
     renderer = renderer_for("chat", str(models[family]), "template", True)
     calling = {"role": "assistant", "reasoning_content": "Hm.", "content": "I ask.", "tool_calls": [CALL]}
     answer = {"role": "assistant", "reasoning_content": "So.", "content": "3"}
-    for messages in ([QUESTION, calling, RESULT, RESULT], [SYSTEM, QUESTION, calling, RESULT, answer, NEXT]):
+    histories: list[list[Any]] = [
+        [QUESTION, calling, RESULT, RESULT],
+        [SYSTEM, QUESTION, calling, RESULT, answer, NEXT],
+    ]
+    for messages in histories:
         found, whole = renderer.opening(messages, TOOLS), by_transformers(models[family], messages, TOOLS)
         assert found == whole
 

@@ -93,7 +93,7 @@ def play(
     async def episode() -> None:
         environment = factory()
         try:
-            assert await environment.run(task, policy) is None
+            await environment.run(task, policy)
         finally:
             await environment.close()
 

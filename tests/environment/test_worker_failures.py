@@ -4,7 +4,9 @@ import asyncio
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from app.environment.wire import Ask, End
 from app.worker.wire import Failed
 from tests.environment.characters import tokens
-from tests.environment.pools import PATIENCE_S, a_task, play, play_one, running_pool, script
+from tests.environment.pools import PATIENCE_S, Maker, Played, a_task, play, play_one, running_pool, script
 from tests.waiting import until
 
 ENV = """
@@ -55,18 +57,21 @@ class Slow(Env):
         return await result if asyncio.iscoroutine(result) else result
     async def fail(self): raise KeyError("lost\\nkey")
 """
+Misbehave = Callable[..., tuple[list[Any], dict[str, int], list[str]]]  # each end a `Failed` or `End`
 FOREVER = "threading.Event().wait()"
 
 
 @pytest.fixture
-def misbehave(own, tmp_path):
+def misbehave(own: Maker, tmp_path: Path) -> Misbehave:
     """Play episodes that do something at some step, in one worker; returns how each ended, and the counts."""
 
-    def run(*acts: tuple[str, str], name: str = "Env", log: Path | None = None, **limits):
+    def run(
+        *acts: tuple[str, str], name: str = "Env", log: Path | None = None, **limits: Any
+    ) -> tuple[list[End | Failed], dict[str, int], list[str]]:
         closed = tmp_path / "closed"
         spec = own(ENV, name=name, args={"closed": str(closed)}, **limits)
 
-        async def play_all():
+        async def play_all() -> tuple[list[End | Failed], dict[str, int]]:
             async with running_pool(spec, log=log) as pool:
                 ends = []
                 for at, do in acts:
@@ -82,7 +87,7 @@ def misbehave(own, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Env", "Slow"])
-def test_what_an_environment_raises_fails_its_episode_and_says_where(misbehave, name):
+def test_what_an_environment_raises_fails_its_episode_and_says_where(misbehave: Misbehave, name: str) -> None:
     steps = ["begin", "step", "score", "close"]
     ends, counts, closed = misbehave(*[(at, "self.fail()") for at in steps], ("never", "1"), name=name)
     for at, end in zip(steps, ends, strict=False):
@@ -95,7 +100,7 @@ def test_what_an_environment_raises_fails_its_episode_and_says_where(misbehave, 
     assert closed == [f"self.fail() {at}" for at in steps] + ["1 never"]
 
 
-def test_the_traceback_of_what_an_environment_raises_is_in_the_log(misbehave, tmp_path):
+def test_the_traceback_of_what_an_environment_raises_is_in_the_log(misbehave: Misbehave, tmp_path: Path) -> None:
     log = tmp_path / "logs" / "environment.log"
     misbehave(("step", "self.fail()"), log=log)
     text = log.read_text()
@@ -103,7 +108,7 @@ def test_the_traceback_of_what_an_environment_raises_is_in_the_log(misbehave, tm
     assert "KeyError: 'lost\\nkey'" in text
 
 
-def test_an_exit_in_an_environment_ends_its_episode_and_not_the_worker(misbehave):
+def test_an_exit_in_an_environment_ends_its_episode_and_not_the_worker(misbehave: Misbehave) -> None:
     acts = [("begin", "sys.exit(3)"), ("step", "next(iter(()))"), ("score", "(_ for _ in ()).throw(KeyboardInterrupt)")]
     ends, counts, closed = misbehave(*acts)
     assert [end.kind for end in ends] == ["raised"] * 3
@@ -114,7 +119,7 @@ def test_an_exit_in_an_environment_ends_its_episode_and_not_the_worker(misbehave
     assert len(closed) == 3
 
 
-def test_an_exit_in_an_async_environment_ends_its_episode_and_not_the_worker(misbehave):
+def test_an_exit_in_an_async_environment_ends_its_episode_and_not_the_worker(misbehave: Misbehave) -> None:
     ends, counts, closed = misbehave(("begin", "sys.exit(3)"), ("never", "1"), name="Slow")
     assert ends[0].text.startswith("begin raised SystemExit: 3 at ")
     assert isinstance(ends[1], End)
@@ -122,7 +127,7 @@ def test_an_exit_in_an_async_environment_ends_its_episode_and_not_the_worker(mis
     assert len(closed) == 2
 
 
-def test_a_wrong_value_says_what_it_is_and_what_is_accepted(misbehave):
+def test_a_wrong_value_says_what_it_is_and_what_is_accepted(misbehave: Misbehave) -> None:
     acts = [
         ("begin", "{1}"),
         ("step", "7"),
@@ -151,7 +156,7 @@ def test_a_wrong_value_says_what_it_is_and_what_is_accepted(misbehave):
     assert len(closed) == 8
 
 
-def test_a_constructor_that_raises_fails_the_episode_and_there_is_nothing_to_close(own):
+def test_a_constructor_that_raises_fails_the_episode_and_there_is_nothing_to_close(own: Maker) -> None:
     spec = own(
         """
         class Env:
@@ -161,16 +166,16 @@ def test_a_constructor_that_raises_fails_the_episode_and_there_is_nothing_to_clo
         """
     )
 
-    async def run():
+    async def run() -> Failed:
         async with running_pool(spec) as pool:
-            return (await play_one(pool)).end
+            return (await play_one(pool)).failed
 
     end = asyncio.run(run())
     assert end.kind == "raised"
     assert end.text.startswith("the constructor raised OSError: no disk at ")
 
 
-def test_an_async_step_that_hangs_is_cancelled_and_the_worker_goes_on(misbehave):
+def test_an_async_step_that_hangs_is_cancelled_and_the_worker_goes_on(misbehave: Misbehave) -> None:
     acts = [("step", "asyncio.sleep(1e6)"), ("close", "asyncio.sleep(1e6)"), ("never", "1")]
     ends, counts, closed = misbehave(*acts, name="Slow", timeout_s=0.5)
     assert [(end.kind, end.text, end.stuck) for end in ends[:2]] == [
@@ -183,7 +188,7 @@ def test_an_async_step_that_hangs_is_cancelled_and_the_worker_goes_on(misbehave)
 
 
 @pytest.mark.parametrize("at", ["begin", "step", "score", "close"])
-def test_a_step_that_hangs_fails_its_episode_and_its_worker_is_replaced(misbehave, at):
+def test_a_step_that_hangs_fails_its_episode_and_its_worker_is_replaced(misbehave: Misbehave, at: str) -> None:
     ends, counts, closed = misbehave((at, FOREVER), ("never", "1"), timeout_s=0.5)
     assert ends[0] == Failed(0, "late", f"{at} took longer than 0.5 s, see environment.timeout_s", stuck=True)
     assert isinstance(ends[1], End)
@@ -191,10 +196,12 @@ def test_a_step_that_hangs_fails_its_episode_and_its_worker_is_replaced(misbehav
     assert closed == [f"{FOREVER} {at}", "1 never"]
 
 
-def test_neighbors_of_a_step_that_hangs_go_on_and_their_worker_is_replaced_when_they_have_ended(own, tmp_path):
+def test_neighbors_of_a_step_that_hangs_go_on_and_their_worker_is_replaced_when_they_have_ended(
+    own: Maker, tmp_path: Path
+) -> None:
     spec = own(ENV, args={"closed": str(tmp_path / "closed")}, timeout_s=0.5)
 
-    async def run():
+    async def run() -> tuple[Failed, End | Failed, End | Failed, dict[str, int]]:
         async with running_pool(spec) as pool:
             (first,) = pool.pids
             neighbor = await pool.begin(a_task(row={"do": "1"}), tokens("a"))
@@ -211,7 +218,7 @@ def test_neighbors_of_a_step_that_hangs_go_on_and_their_worker_is_replaced_when_
             ended = await play(neighbor, script())
             later = await play(await asyncio.wait_for(waiting, PATIENCE_S), script("y"))
             assert pool.pids != [first]
-            return failed.end, ended.end, later.end, pool.counts
+            return failed.failed, ended.end, later.end, pool.counts
 
     failed, ended, later, counts = asyncio.run(run())
     assert failed.kind == "late"
@@ -230,20 +237,20 @@ def test_neighbors_of_a_step_that_hangs_go_on_and_their_worker_is_replaced_when_
     ],
 )
 def test_an_environment_that_ends_the_worker_fails_and_those_that_wait_for_an_engine_are_lost(
-    own, tmp_path, do, status
-):
+    own: Maker, tmp_path: Path, do: str, status: str
+) -> None:
     spec = own(ENV, args={"closed": str(tmp_path / "closed")})
     log = tmp_path / "environment.log"
-    warnings = []
+    warnings: list[str] = []
 
-    async def run():
+    async def run() -> tuple[Failed, Failed, End | Failed, dict[str, int]]:
         async with running_pool(spec, log=log, warn=warnings.append) as pool:
             neighbor = await pool.begin(a_task(row={"do": "1"}), tokens("a"))
             assert isinstance(await asyncio.wait_for(neighbor.next(), PATIENCE_S), Ask)
             died = await play_one(pool, task=a_task(row={"do": do, "at": "begin"}))
             lost = await play(neighbor, script())
             after = await play_one(pool, "a", task=a_task(row={"do": "1"}))
-            return died.end, lost.end, after.end, pool.counts
+            return died.failed, lost.failed, after.end, pool.counts
 
     died, lost, after, counts = asyncio.run(run())
     sentence = f"the worker process died ({status}); log: {log}"
@@ -254,33 +261,37 @@ def test_an_environment_that_ends_the_worker_fails_and_those_that_wait_for_an_en
     assert warnings == [f"A worker of the environment is replaced: {sentence}."]
 
 
-def test_a_worker_that_is_killed_while_all_its_episodes_wait_for_an_engine_blames_none(own, tmp_path):
+def test_a_worker_that_is_killed_while_all_its_episodes_wait_for_an_engine_blames_none(
+    own: Maker, tmp_path: Path
+) -> None:
     spec = own(ENV, args={"closed": str(tmp_path / "closed")})
 
-    async def run():
+    async def run() -> list[str]:
         async with running_pool(spec) as pool:
             sessions = [await pool.begin(a_task(row={"do": "1"}), tokens("a")) for _ in range(3)]
             for session in sessions:
                 assert isinstance(await asyncio.wait_for(session.next(), PATIENCE_S), Ask)
             os.kill(pool.pids[0], signal.SIGKILL)
-            return [(await play(session, script())).end.kind for session in sessions]
+            return [(await play(session, script())).failed.kind for session in sessions]
 
     assert asyncio.run(run()) == ["lost"] * 3
 
 
-def test_an_environment_that_holds_the_gil_is_killed_and_its_neighbors_are_lost(own, tmp_path, monkeypatch):
+def test_an_environment_that_holds_the_gil_is_killed_and_its_neighbors_are_lost(
+    own: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("app.worker.remote.SILENCE_TIMEOUT_S", 2.0)
     spec = own(ENV, args={"closed": str(tmp_path / "closed")}, timeout_s=1.0)
     backtrack = "re.match('(a+)+$', 'a' * 60 + 'b')"
 
-    async def run():
+    async def run() -> tuple[Failed, Failed, End | Failed, dict[str, int]]:
         async with running_pool(spec) as pool:
             neighbor = await pool.begin(a_task(row={"do": "1"}), tokens("a"))
             assert isinstance(await asyncio.wait_for(neighbor.next(), PATIENCE_S), Ask)
             held = await play_one(pool, task=a_task(row={"do": backtrack, "at": "begin"}))
             lost = await play(neighbor, script())
             after = await play_one(pool, "a", task=a_task(row={"do": "1"}))
-            return held.end, lost.end, after.end, pool.counts
+            return held.failed, lost.failed, after.end, pool.counts
 
     held, lost, after, counts = asyncio.run(run())
     assert held.kind == "late"
@@ -292,7 +303,7 @@ def test_an_environment_that_holds_the_gil_is_killed_and_its_neighbors_are_lost(
     assert counts == {"late": 1, "lost": 1, "restarts": 1}
 
 
-def test_an_environment_that_eats_memory_fails_and_the_worker_goes_on(misbehave):
+def test_an_environment_that_eats_memory_fails_and_the_worker_goes_on(misbehave: Misbehave) -> None:
     ends, counts, _ = misbehave(("step", "bytearray(3 << 30)"), ("never", "1"), memory_gib=1.0)
     assert ends[0].kind == "memory"
     assert ends[0].text.startswith("step raised MemoryError at ")
@@ -300,7 +311,7 @@ def test_an_environment_that_eats_memory_fails_and_the_worker_goes_on(misbehave)
     assert counts == {"memory": 1, "restarts": 0}
 
 
-def test_what_an_environment_prints_goes_to_the_log(misbehave, tmp_path):
+def test_what_an_environment_prints_goes_to_the_log(misbehave: Misbehave, tmp_path: Path) -> None:
     log = tmp_path / "environment.log"
     speak = "print('to stdout') or sys.stderr.write('to stderr') and os.write(1, b'to descriptor 1') and None"
     ends, counts, _ = misbehave(("step", speak), log=log)
@@ -309,7 +320,7 @@ def test_what_an_environment_prints_goes_to_the_log(misbehave, tmp_path):
     assert counts == {"restarts": 0}
 
 
-def test_an_environment_that_writes_to_the_pipe_ends_its_worker(misbehave):
+def test_an_environment_that_writes_to_the_pipe_ends_its_worker(misbehave: Misbehave) -> None:
     def write(text: bytes) -> str:
         return f"write_to_sockets({text!r})"
 
@@ -322,12 +333,12 @@ def test_an_environment_that_writes_to_the_pipe_ends_its_worker(misbehave):
     assert counts == {"died": 6, "restarts": 6}
 
 
-def test_a_child_that_an_environment_forks_is_gone_with_the_worker(own, tmp_path):
+def test_a_child_that_an_environment_forks_is_gone_with_the_worker(own: Maker, tmp_path: Path) -> None:
     spec = own(ENV, args={"closed": str(tmp_path / "closed")})
     fork = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(pid)) and None if (pid := os.fork()) else time.sleep(1e6)"
     run = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(subprocess.Popen(['sleep', '1000']).pid)) and None"
 
-    async def children(do: str):
+    async def children(do: str) -> bool:
         async with running_pool(spec) as pool:
             end = (await play_one(pool, "a", task=a_task(row={"do": do, "at": "begin"}))).end
             assert isinstance(end, End)
@@ -340,15 +351,17 @@ def test_a_child_that_an_environment_forks_is_gone_with_the_worker(own, tmp_path
     assert not asyncio.run(children(run))
 
 
-def test_a_child_of_a_worker_that_died_is_gone_and_one_that_was_forked_cannot_write_to_the_pipe(own, tmp_path):
+def test_a_child_of_a_worker_that_died_is_gone_and_one_that_was_forked_cannot_write_to_the_pipe(
+    own: Maker, tmp_path: Path
+) -> None:
     spec = own(ENV, args={"closed": str(tmp_path / "closed")})
     pid = str(tmp_path / "pid")
     start = f"open({pid!r}, 'w').write(str(subprocess.Popen(['sleep', '1000']).pid)) and os._exit(3)"
     fork = "write_to_sockets(b'junk\\n') if os.fork() == 0 else time.sleep(1)"
 
-    async def run():
+    async def run() -> tuple[str, End | Failed, int]:
         async with running_pool(spec) as pool:
-            died = (await play_one(pool, task=a_task(row={"do": start, "at": "begin"}))).end
+            died = (await play_one(pool, task=a_task(row={"do": start, "at": "begin"}))).failed
             await asyncio.to_thread(until, lambda: not runs(int(Path(pid).read_text())), PATIENCE_S)
             forked = (await play_one(pool, "a", task=a_task(row={"do": fork, "at": "begin"}))).end
             return died.kind, forked, pool.restarts
@@ -367,21 +380,23 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_a_worker_that_dies_with_a_child_at_its_pipe_is_noticed(own, tmp_path):
+def test_a_worker_that_dies_with_a_child_at_its_pipe_is_noticed(own: Maker, tmp_path: Path) -> None:
     spec = own(ENV, args={"closed": str(tmp_path / "closed")})
     # a child of a C library runs no hooks of Python, so it keeps the worker's pipe
     die = "__import__('ctypes').CDLL(None).fork() and os._exit(5) or time.sleep(1e6)"
 
-    async def run():
+    async def run() -> Failed:
         async with running_pool(spec) as pool:
-            return (await play_one(pool, task=a_task(row={"do": die, "at": "begin"}))).end
+            return (await play_one(pool, task=a_task(row={"do": die, "at": "begin"}))).failed
 
     end = asyncio.run(run())
     assert (end.kind, end.text) == ("died", "the worker process died (exit code 5)")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_the_worker_to_the_driver_and_ends_what_an_environment_started(own, number):
+def test_a_signal_leaves_the_worker_to_the_driver_and_ends_what_an_environment_started(
+    own: Maker, number: signal.Signals
+) -> None:
     spec = own(
         """
         import os, subprocess
@@ -394,7 +409,7 @@ def test_a_signal_leaves_the_worker_to_the_driver_and_ends_what_an_environment_s
         """
     )
 
-    async def run():
+    async def run() -> tuple[End | Failed, bool]:
         async with running_pool(spec) as pool:
             (worker,) = pool.pids
             os.kill(worker, number)
@@ -406,10 +421,10 @@ def test_a_signal_leaves_the_worker_to_the_driver_and_ends_what_an_environment_s
     assert same
 
 
-def test_task_data_arrives_as_it_is(own):
+def test_task_data_arrives_as_it_is(own: Maker) -> None:
     spec = own("class Env:\n    def begin(self, task): return repr(task)\n    def step(self, reply): ...")
 
-    async def run():
+    async def run() -> Played:
         async with running_pool(spec) as pool:
             return await play_one(pool, "a", task=a_task(row={"text": "\ud800é\n", "n": 1.5, "none": None}))
 
@@ -420,14 +435,14 @@ def test_task_data_arrives_as_it_is(own):
     )
 
 
-def test_an_environment_that_breaks_stderr_still_fails_with_its_sentence(misbehave):
+def test_an_environment_that_breaks_stderr_still_fails_with_its_sentence(misbehave: Misbehave) -> None:
     ends, counts, _ = misbehave(("step", "setattr(sys, 'stderr', None) or self.fail()"), ("never", "1"))
     assert ends[0].kind == "raised"
     assert isinstance(ends[1], End)
     assert counts == {"raised": 1, "restarts": 0}
 
 
-def test_an_environment_that_drives_itself_fails_like_any_other(own):
+def test_an_environment_that_drives_itself_fails_like_any_other(own: Maker) -> None:
     spec = own(
         """
         import asyncio, os, sys, time
@@ -443,10 +458,10 @@ def test_an_environment_that_drives_itself_fails_like_any_other(own):
         timeout_s=0.5,
     )
 
-    async def run():
+    async def run() -> tuple[list[tuple[str, str]], dict[str, int]]:
         async with running_pool(spec) as pool:
             acts = ["exit", "cancel", "hang", "nothing", "value"]
-            ends = [(await play_one(pool, "a", task=a_task(row={"do": do}))).end for do in acts]
+            ends = [(await play_one(pool, "a", task=a_task(row={"do": do}))).failed for do in acts]
             return [(end.kind, end.text.split(" at /")[0]) for end in ends], pool.counts
 
     ends, counts = asyncio.run(run())
@@ -463,7 +478,7 @@ def test_an_environment_that_drives_itself_fails_like_any_other(own):
     assert counts == {"raised": 3, "late": 1, "value": 1, "restarts": 0}
 
 
-def test_an_environment_that_limits_itself_may_take_longer_than_a_step(own):
+def test_an_environment_that_limits_itself_may_take_longer_than_a_step(own: Maker) -> None:
     spec = own(
         """
         import asyncio
@@ -476,8 +491,8 @@ def test_an_environment_that_limits_itself_may_take_longer_than_a_step(own):
         timeout_s=0.2,
     )
 
-    async def run():
+    async def run() -> End:
         async with running_pool(spec) as pool:
-            return (await play_one(pool)).end
+            return (await play_one(pool)).scored
 
     assert asyncio.run(run()).scores == {"score": 1.0}

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ def play_texts(kind: dict, name: str, model: Path, prompt: str, *replies: str) -
         {"args": {}, **kind}, RendererChoice("plain" if name == "plain" else "chat", str(model), "template"), LIMITS
     )
 
-    async def run():
+    async def run() -> tuple[Any, list[Any]]:
         said = iter(replies)
         asked = []
         async with running_pool(spec) as pool:
@@ -35,7 +36,7 @@ def play_texts(kind: dict, name: str, model: Path, prompt: str, *replies: str) -
     return asyncio.run(run())
 
 
-def test_a_calculator_answers_the_tiny_model(tmp_path):
+def test_a_calculator_answers_the_tiny_model(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "qwen3")
     end, asked = play_texts({"kind": "calculator"}, "plain", model, "37*84=", "?37*84<|im_end|>", "3108<|im_end|>")
     assert asked == [(0, "37*84="), (0, "3108\n")]
@@ -45,7 +46,7 @@ def test_a_calculator_answers_the_tiny_model(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])
-def test_tools_answer_a_model_with_a_chat_template(tmp_path, monkeypatch, name):
+def test_tools_answer_a_model_with_a_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     pytest.importorskip("renderers")
     (tmp_path / "tools_of_a_test.py").write_text(
         "def add(a: int, b: int) -> int:\n"
@@ -69,7 +70,7 @@ def test_tools_answer_a_model_with_a_chat_template(tmp_path, monkeypatch, name):
     assert [turn["role"] for turn in end.turns] == ["user", "assistant", "tool", "assistant"]
 
 
-def test_an_environment_with_an_openai_client_asks_at_the_url(tmp_path, monkeypatch):
+def test_an_environment_with_an_openai_client_asks_at_the_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "agent_of_a_test.py").write_text(
         """
 import json, urllib.request

@@ -1,11 +1,13 @@
 """Conversations become sequences: which tokens are appended to which, without a worker process."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from app.environment.protocol import OutOfTime, OutOfTokens, OutOfTurns
+from app.environment.protocol import OutOfTime, OutOfTokens, OutOfTurns, Reply
 from app.environment.rendering import renderer_for
 from app.environment.wire import Answer, Limits
 from app.environment.worker.clock import Clock
@@ -30,19 +32,21 @@ class Engine:
         self.sequences: dict[int, str] = {}  # the driver's copies
         self.held: list[asyncio.Future[None]] | None = None  # while set, answers wait
 
-    def ask(self, sequence: int, append: Sequence[int], max_tokens: int | None, logprobs: bool):
+    def ask(
+        self, sequence: int, append: Sequence[int], max_tokens: int | None, logprobs: bool
+    ) -> Coroutine[Any, Any, Answer]:
         text = text_of(append)
         assert sequence <= len(self.sequences)
         self.asked.append((sequence, text, max_tokens, logprobs))
         self.sequences[sequence] = self.sequences.get(sequence, "") + text
         return self._answer(sequence, self.replies.pop(0) if self.replies else None, self._turn())
 
-    def _turn(self):
+    def _turn(self) -> asyncio.Future[None]:
         future = asyncio.get_running_loop().create_future()
         future.set_result(None) if self.held is None else self.held.append(future)
         return future
 
-    async def _answer(self, sequence: int, reply: str | None, turn) -> Answer:
+    async def _answer(self, sequence: int, reply: str | None, turn: asyncio.Future[None]) -> Answer:
         await turn
         if reply is None:
             return Answer(0, [], "full")
@@ -55,11 +59,12 @@ class Engine:
         return [(sequence, text) for sequence, text, _, _ in self.asked]
 
 
-def policy_of(engine: Engine, prompt: str = "6*7=", clock: Clock | None = None, **limits) -> EpisodePolicy:
+def policy_of(engine: Engine, prompt: str = "6*7=", clock: Clock | None = None, **limits: int | None) -> EpisodePolicy:
     chosen = Limits(**{**{name: getattr(LIMITS, name) for name in LIMITS.__slots__}, **limits})
     clock = clock or Clock(60.0)
     opening = [user(prompt)]
-    return EpisodePolicy(engine.ask, Characters(), chosen, opening, tokens(prompt), clock, lambda policy: "http://x/v1")
+    renderer: Any = Characters()
+    return EpisodePolicy(engine.ask, renderer, chosen, opening, tokens(prompt), clock, lambda policy: "http://x/v1")
 
 
 def same_sequences(policy: EpisodePolicy, engine: Engine) -> bool:
@@ -67,10 +72,10 @@ def same_sequences(policy: EpisodePolicy, engine: Engine) -> bool:
     return [text_of(sequence.token_ids) for sequence in policy.sequences] == list(engine.sequences.values())
 
 
-def test_a_conversation_that_goes_on_appends_only_its_new_messages():
+def test_a_conversation_that_goes_on_appends_only_its_new_messages() -> None:
     engine = Engine("ab", "cd", "ef")
 
-    async def run():
+    async def run() -> EpisodePolicy:
         policy = policy_of(engine)
         talk = [user("q")]
         for number in range(3):
@@ -86,10 +91,10 @@ def test_a_conversation_that_goes_on_appends_only_its_new_messages():
     assert policy.text == "ef"
 
 
-def test_the_prompt_of_the_data_goes_on_with_the_reply_alone():
+def test_the_prompt_of_the_data_goes_on_with_the_reply_alone() -> None:
     engine = Engine("ab", "cd", "ef")
 
-    async def run():
+    async def run() -> EpisodePolicy:
         policy = policy_of(engine)
         first = await policy(None)
         second = await policy([first.message, user("more")])
@@ -105,7 +110,7 @@ def test_the_prompt_of_the_data_goes_on_with_the_reply_alone():
 class Thinker:
     """A Qwen3 that says `yes` after one thought after the other."""
 
-    def __init__(self, folder, *thoughts: str) -> None:
+    def __init__(self, folder: Path, *thoughts: str) -> None:
         self.thoughts = list(thoughts)
         self.sequences: dict[int, list[int]] = {}
         renderer = renderer_for("chat", str(write_model(folder, "qwen3")), "template", True)
@@ -124,7 +129,9 @@ RESULT = {"role": "tool", "content": "3"}  # the template keeps the reasoning be
 
 
 @pytest.mark.parametrize(("sample", "with_reasoning", "meant"), [(0, True, 0), (1, True, 1), (0, False, 1)])
-def test_of_two_samples_with_one_text_the_one_with_the_given_reasoning_goes_on(tmp_path, sample, with_reasoning, meant):
+def test_of_two_samples_with_one_text_the_one_with_the_given_reasoning_goes_on(
+    tmp_path: Path, sample: int, with_reasoning: bool, meant: int
+) -> None:
     thinker = Thinker(tmp_path, "first", "second", "third")
 
     async def run() -> None:
@@ -140,7 +147,7 @@ def test_of_two_samples_with_one_text_the_one_with_the_given_reasoning_goes_on(t
 
 
 @pytest.mark.parametrize("sample", [0, 1])
-def test_the_reasoning_of_earlier_replies_tells_two_samples_apart_too(tmp_path, sample):
+def test_the_reasoning_of_earlier_replies_tells_two_samples_apart_too(tmp_path: Path, sample: int) -> None:
     thinker = Thinker(tmp_path, "first", "second", "same", "same", "third")
 
     async def run() -> None:
@@ -156,10 +163,10 @@ def test_the_reasoning_of_earlier_replies_tells_two_samples_apart_too(tmp_path, 
     assert len(thinker.sequences) == 2
 
 
-def test_an_unknown_history_and_one_that_the_template_rewrites_begin_new_sequences():
+def test_an_unknown_history_and_one_that_the_template_rewrites_begin_new_sequences() -> None:
     engine = Engine("ab", "cd", "ef")
 
-    async def run():
+    async def run() -> EpisodePolicy:
         policy = policy_of(engine)
         first = await policy([user("q")])
         await policy([user("other"), first.message, user("x")])
@@ -173,10 +180,10 @@ def test_an_unknown_history_and_one_that_the_template_rewrites_begin_new_sequenc
     assert [turn["text"] for turn in policy.turns] == said
 
 
-def test_a_fork_keeps_the_tokens_that_were_sampled_as_context():
+def test_a_fork_keeps_the_tokens_that_were_sampled_as_context() -> None:
     engine = Engine("ab", "cd", "ef", "gh")
 
-    async def run():
+    async def run() -> EpisodePolicy:
         policy = policy_of(engine)
         first = await policy([user("q")])
         await policy([user("q"), first.message, user("x")])
@@ -190,10 +197,10 @@ def test_a_fork_keeps_the_tokens_that_were_sampled_as_context():
     assert policy.metrics["observation_tokens"] == 9.0
 
 
-def test_equal_conversations_at_once_get_sequences_of_their_own():
+def test_equal_conversations_at_once_get_sequences_of_their_own() -> None:
     engine = Engine("ab", "c1", "c2", "c3")
 
-    async def run():
+    async def run() -> tuple[EpisodePolicy, list[str]]:
         policy = policy_of(engine)
         first = await policy([user("q")])
         talk = [user("q"), first.message, user("x")]
@@ -211,10 +218,10 @@ def test_equal_conversations_at_once_get_sequences_of_their_own():
 
 
 @pytest.mark.parametrize(("one", "other"), [("x", "y"), ("", "")])
-def test_a_sequence_with_a_request_in_flight_is_not_extended(one, other):
+def test_a_sequence_with_a_request_in_flight_is_not_extended(one: str, other: str) -> None:
     engine = Engine("ab", "cd", "ef")
 
-    async def run():
+    async def run() -> EpisodePolicy:
         policy = policy_of(engine)
         await policy.generate(tokens("q"))
         engine.held = []
@@ -230,10 +237,10 @@ def test_a_sequence_with_a_request_in_flight_is_not_extended(one, other):
     assert same_sequences(policy, engine)
 
 
-def test_tokens_extend_the_longest_sequence_that_they_begin_with():
+def test_tokens_extend_the_longest_sequence_that_they_begin_with() -> None:
     engine = Engine("ab", "cd", "ef", "gh", "ij")
 
-    async def run():
+    async def run() -> EpisodePolicy:
         policy = policy_of(engine)
         sampled = await policy.generate(tokens("q"), logprobs=True, max_tokens=9)
         assert (sampled.token_ids, sampled.finish, sampled.logprobs) == (tuple(tokens("ab")), "stop", (-1.0, -1.0))
@@ -249,10 +256,10 @@ def test_tokens_extend_the_longest_sequence_that_they_begin_with():
     assert same_sequences(policy, engine)
 
 
-def test_tokens_that_an_agent_rendered_are_shown_as_what_they_say():
+def test_tokens_that_an_agent_rendered_are_shown_as_what_they_say() -> None:
     engine = Engine("ab", "cd", "ef")
 
-    async def run():
+    async def run() -> list[dict[str, Any]]:
         policy = policy_of(engine)
         await policy.generate(tokens("q"))
         await policy.generate(tokens("qabtold"))
@@ -269,10 +276,10 @@ def test_tokens_that_an_agent_rendered_are_shown_as_what_they_say():
     ]
 
 
-def test_another_client_of_the_same_conversation_is_recognized():
+def test_another_client_of_the_same_conversation_is_recognized() -> None:
     engine = Engine("!add", "cd", "ef")
 
-    async def run():
+    async def run() -> EpisodePolicy:
         policy = policy_of(engine)
         await policy([user("q")])
         call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}  # arguments as text
@@ -287,11 +294,11 @@ def test_another_client_of_the_same_conversation_is_recognized():
     assert policy.metrics["tool_calls"] == 1.0
 
 
-def test_other_tools_begin_a_new_sequence():
+def test_other_tools_begin_a_new_sequence() -> None:
     engine = Engine("ab", "cd", "ef")
     tool = {"type": "function", "function": {"name": "add"}}
 
-    async def run():
+    async def run() -> None:
         policy = policy_of(engine)
         first = await policy([user("q")], tools=[tool])
         await policy([user("q"), first.message, user("x")], tools=[tool])
@@ -301,12 +308,12 @@ def test_other_tools_begin_a_new_sequence():
     assert engine.requests == [(0, "q>"), (0, "|x>"), (1, "q|ab|x>")]
 
 
-def test_an_observation_is_cut_and_the_history_with_the_whole_one_is_recognized():
+def test_an_observation_is_cut_and_the_history_with_the_whole_one_is_recognized() -> None:
     engine = Engine("ab", "cd", "ef", "gh")
     long = "x" * 500 + "y" * 500
     cut = "xxxxx\n[... 990 characters left out ...]\nyyyyy"
 
-    async def run():
+    async def run() -> EpisodePolicy:
         policy = policy_of(engine, max_observation_tokens=45)
         talk = [user(long)]  # the question is not an observation
         first = await policy(talk)
@@ -324,7 +331,7 @@ def test_an_observation_is_cut_and_the_history_with_the_whole_one_is_recognized(
 
 
 @pytest.mark.parametrize(("size", "most"), [(100, 100), (101, 100), (10_000, 100), (1_000_000, 300), (5_000, 1)])
-def test_a_shortened_text_has_at_most_its_tokens_and_keeps_both_ends(size, most):
+def test_a_shortened_text_has_at_most_its_tokens_and_keeps_both_ends(size: int, most: int) -> None:
     text = "".join(chr(97 + place * 26 // size) for place in range(size))
     longest = []
 
@@ -344,10 +351,10 @@ def test_a_shortened_text_has_at_most_its_tokens_and_keeps_both_ends(size, most)
     assert max(longest) <= most * 64 + 50
 
 
-def test_a_reply_that_the_limit_cut_is_truncated_and_its_sequence_goes_on():
+def test_a_reply_that_the_limit_cut_is_truncated_and_its_sequence_goes_on() -> None:
     engine = Engine("ab…", "cd")
 
-    async def run():
+    async def run() -> tuple[Reply, Reply]:
         policy = policy_of(engine, max_turn_tokens=2)
         first = await policy([user("q")], max_tokens=7)
         second = await policy([user("q"), first.message, user("x")], max_tokens=1)
@@ -359,12 +366,14 @@ def test_a_reply_that_the_limit_cut_is_truncated_and_its_sequence_goes_on():
 
 
 @pytest.mark.parametrize("over", [OutOfTurns, OutOfTokens, OutOfTime])
-def test_each_limit_has_its_exception_and_nothing_more_is_sampled(over):
+def test_each_limit_has_its_exception_and_nothing_more_is_sampled(
+    over: type[OutOfTime] | type[OutOfTokens] | type[OutOfTurns],
+) -> None:
     clock = Clock(60.0)
     engine = Engine("ab") if over is OutOfTokens else Engine("ab", "cd")
-    limits = {"max_turns": 1} if over is OutOfTurns else {}
+    limits: dict[str, Any] = {"max_turns": 1} if over is OutOfTurns else {}
 
-    async def run():
+    async def run() -> EpisodePolicy:
         policy = policy_of(engine, clock=clock, **limits)
         await policy([user("q")])
         if over is OutOfTime:
@@ -381,10 +390,10 @@ def test_each_limit_has_its_exception_and_nothing_more_is_sampled(over):
     assert engine.sequences[0] == "q>ab"
 
 
-def test_an_answer_extends_its_sequence_even_if_whoever_asked_was_cancelled():
+def test_an_answer_extends_its_sequence_even_if_whoever_asked_was_cancelled() -> None:
     engine = Engine("ab", "cd")
 
-    async def run():
+    async def run() -> EpisodePolicy:
         policy = policy_of(engine)
         engine.held = []
         asking = asyncio.ensure_future(policy([user("q")]))
@@ -402,10 +411,10 @@ def test_an_answer_extends_its_sequence_even_if_whoever_asked_was_cancelled():
     assert same_sequences(policy, engine)
 
 
-def test_a_policy_of_an_episode_that_is_over_does_not_speak():
+def test_a_policy_of_an_episode_that_is_over_does_not_speak() -> None:
     engine = Engine("ab")
 
-    async def run():
+    async def run() -> None:
         policy = policy_of(engine)
         policy.close()
         with pytest.raises(RuntimeError, match="the episode is over"):
@@ -419,10 +428,10 @@ def test_a_policy_of_an_episode_that_is_over_does_not_speak():
     ("messages", "problem"),
     [([], "at least one message"), (["q"], "'q' is not a message"), ([{"content": "q"}], "is not a message")],
 )
-def test_what_is_no_conversation_is_refused(messages, problem):
+def test_what_is_no_conversation_is_refused(messages: Any, problem: str) -> None:
     engine = Engine("ab")
 
-    async def run():
+    async def run() -> None:
         with pytest.raises((ValueError, TypeError), match=problem):
             await policy_of(engine)(messages)
 
@@ -430,7 +439,9 @@ def test_what_is_no_conversation_is_refused(messages, problem):
     assert engine.asked == []
 
 
-def test_the_clock_stands_still_while_an_engine_is_awaited_and_turns_have_seconds(monkeypatch):
+def test_the_clock_stands_still_while_an_engine_is_awaited_and_turns_have_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     clock = Clock(10.0)
@@ -450,10 +461,10 @@ def test_the_clock_stands_still_while_an_engine_is_awaited_and_turns_have_second
     assert (clock.seconds, clock.left) == (16.0, -1.0)
 
 
-def test_turns_say_who_spent_how_many_tokens_and_seconds(monkeypatch):
+def test_turns_say_who_spent_how_many_tokens_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine("ab", "cd")
 
-    async def run():
+    async def run() -> list[dict[str, Any]]:
         loop = asyncio.get_running_loop()
         now = [loop.time()]
         monkeypatch.setattr("app.environment.worker.clock.time.monotonic", lambda: now[0])
@@ -474,10 +485,10 @@ def test_turns_say_who_spent_how_many_tokens_and_seconds(monkeypatch):
     ]
 
 
-def test_a_request_for_nothing_is_refused():
+def test_a_request_for_nothing_is_refused() -> None:
     engine = Engine("ab")
 
-    async def run():
+    async def run() -> None:
         policy = policy_of(engine)
         with pytest.raises(ValueError, match="max_tokens=0 is not accepted"):
             await policy([user("q")], max_tokens=0)

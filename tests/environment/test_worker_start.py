@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,17 +18,17 @@ import pytest
 from app.environment.pool import EnvironmentSpec
 from app.environment.wire import End, RendererChoice
 from app.errors import ConfigError, RunError
-from tests.environment.pools import PATIENCE_S, a_task, play_one, running_pool
+from tests.environment.pools import PATIENCE_S, Maker, a_task, play_one, running_pool
 from tests.waiting import until
 
 PLAIN = "class Env:\n    def begin(self, task): ...\n    def step(self, reply): ..."
 ROOT = Path(__file__).parents[2]
 
 
-def refusal(spec: EnvironmentSpec, kind: type[Exception] = ConfigError, **pool) -> str:
+def refusal(spec: EnvironmentSpec, kind: type[Exception] = ConfigError, **pool: Any) -> str:
     """The sentence with which a pool does not start; nothing of it is left."""
 
-    async def run():
+    async def run() -> None:
         async with running_pool(spec, **pool):
             raise AssertionError("the pool has started")
 
@@ -37,22 +38,22 @@ def refusal(spec: EnvironmentSpec, kind: type[Exception] = ConfigError, **pool) 
 
 
 def end_of(spec: EnvironmentSpec, *replies: str) -> End:
-    async def run():
+    async def run() -> End:
         async with running_pool(spec) as pool:
-            return (await play_one(pool, *replies)).end
+            return (await play_one(pool, *replies)).scored
 
     return asyncio.run(run())
 
 
 @pytest.fixture(scope="module")
-def bare_python(tmp_path_factory) -> str:
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An interpreter without packages, this one's included."""
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     return str(folder / "bin" / "python")
 
 
-def test_a_worker_imports_nothing_heavy(own):
+def test_a_worker_imports_nothing_heavy(own: Maker) -> None:
     source = PLAIN + (
         "\n    def score(self):"
         "\n        import sys"
@@ -62,7 +63,7 @@ def test_a_worker_imports_nothing_heavy(own):
     assert end_of(own(source), "a").scores == {}
 
 
-def test_an_environment_of_our_interpreter_imports_what_the_driver_can(own):
+def test_an_environment_of_our_interpreter_imports_what_the_driver_can(own: Maker) -> None:
     source = (
         "import numpy, psutil, app, app.environment.protocol\n"
         + PLAIN
@@ -72,8 +73,8 @@ def test_an_environment_of_our_interpreter_imports_what_the_driver_can(own):
 
 
 def test_an_environment_of_a_bare_interpreter_has_the_working_directory_and_our_protocol(
-    own, bare_python, tmp_path, monkeypatch
-):
+    own: Maker, bare_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     source = (
         "import os, sys\nfrom app.environment.protocol import Reply\n"
@@ -90,7 +91,9 @@ def test_an_environment_of_a_bare_interpreter_has_the_working_directory_and_our_
     assert end_of(spec, "a").scores == {"folders": 1.0, "ours": 0.0}
 
 
-def test_a_package_that_the_other_interpreter_lacks_is_named_with_it(own, bare_python, tmp_path, monkeypatch):
+def test_a_package_that_the_other_interpreter_lacks_is_named_with_it(
+    own: Maker, bare_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     spec = own("import numpy\n" + PLAIN, python=bare_python)
     target = spec.environment["target"]
@@ -104,13 +107,13 @@ def test_a_package_that_the_other_interpreter_lacks_is_named_with_it(own, bare_p
     ("python", "reason"),
     [("/no/such/python", "No such file or directory"), ("/etc/passwd", "Permission denied")],
 )
-def test_an_interpreter_that_cannot_be_run_is_refused(own, python, reason):
+def test_an_interpreter_that_cannot_be_run_is_refused(own: Maker, python: str, reason: str) -> None:
     sentence = refusal(own(PLAIN, python=python))
     assert sentence.startswith(f"environment.python={python} ")
     assert reason in sentence
 
 
-def test_a_program_that_is_no_interpreter_is_reported_with_its_end(own, tmp_path):
+def test_a_program_that_is_no_interpreter_is_reported_with_its_end(own: Maker, tmp_path: Path) -> None:
     log = tmp_path / "environment.log"
     sentence = refusal(own(PLAIN, python="/bin/false"), RunError, log=log)
     assert (
@@ -118,7 +121,7 @@ def test_a_program_that_is_no_interpreter_is_reported_with_its_end(own, tmp_path
     )
 
 
-def test_an_old_interpreter_is_refused_by_its_version(own, tmp_path):
+def test_an_old_interpreter_is_refused_by_its_version(own: Maker, tmp_path: Path) -> None:
     # the script itself, in an interpreter that says that it is old
     script = ROOT / "app" / "worker" / "__main__.py"
     fake = (
@@ -129,7 +132,7 @@ def test_an_old_interpreter_is_refused_by_its_version(own, tmp_path):
     assert "it is Python 3.9.1; give 3.11 or later." in said
 
 
-def test_a_path_that_does_not_load_and_wrong_arguments_are_refused(own):
+def test_a_path_that_does_not_load_and_wrong_arguments_are_refused(own: Maker) -> None:
     spec = own(PLAIN)
     wrong = dataclasses.replace(spec, environment={**spec.environment, "target": "no_such_module.Env"})
     assert refusal(wrong) == (
@@ -146,13 +149,13 @@ def test_a_path_that_does_not_load_and_wrong_arguments_are_refused(own):
     assert target != broken.environment["target"]
 
 
-def test_a_memory_limit_that_the_worker_itself_exceeds_is_refused(own):
+def test_a_memory_limit_that_the_worker_itself_exceeds_is_refused(own: Maker) -> None:
     refused = refusal(own(PLAIN, memory_gib=0.001))
     wanted = r"environment.memory_gib=0.001 is not accepted: give more than 0\.\d+, which the worker has allocated .*\."
     assert re.fullmatch(wanted, refused), refused
 
 
-def test_an_unknown_renderer_is_refused(own):
+def test_an_unknown_renderer_is_refused(own: Maker) -> None:
     spec = dataclasses.replace(own(PLAIN), renderer=RendererChoice("llama", "models/llama", "template"))
     assert refusal(spec) == (
         f"The renderer llama of models/llama cannot be used in {sys.executable}: "
@@ -160,31 +163,31 @@ def test_an_unknown_renderer_is_refused(own):
     )
 
 
-def test_an_environment_that_ends_the_process_while_it_is_imported_is_reported(own):
+def test_an_environment_that_ends_the_process_while_it_is_imported_is_reported(own: Maker) -> None:
     sentence = refusal(own("import os; os._exit(7)\n" + PLAIN), RunError, workers=2)
     assert sentence == "A worker of the environment could not start: the worker process died (exit code 7)."
 
 
-def test_a_worker_that_dies_once_while_it_starts_is_replaced(own, tmp_path):
+def test_a_worker_that_dies_once_while_it_starts_is_replaced(own: Maker, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     dies_once = f"import os\nif not os.path.exists({str(mark)!r}):\n    open({str(mark)!r}, 'w')\n    os._exit(7)\n"
     assert isinstance(end_of(own(dies_once + PLAIN), "a"), End)
     assert mark.exists()
 
 
-def test_an_environment_whose_import_hangs_is_given_up(own, monkeypatch):
+def test_an_environment_whose_import_hangs_is_given_up(own: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.environment.pool.START_TIMEOUT_S", 1.0)
     sentence = refusal(own("import threading; threading.Event().wait()\n" + PLAIN), RunError)
     assert sentence == "A worker of the environment could not start: it did not load the environment within 1 s."
 
 
-def test_a_replaced_worker_that_cannot_load_the_environment_ends_every_wait(own, tmp_path):
+def test_a_replaced_worker_that_cannot_load_the_environment_ends_every_wait(own: Maker, tmp_path: Path) -> None:
     flag = tmp_path / "broken"
     source = f"import os\nif os.path.exists({str(flag)!r}): raise OSError('gone')\n" + PLAIN.replace(
         "def begin(self, task): ...", f"def begin(self, task): open({str(flag)!r}, 'w'); os._exit(3)"
     )
 
-    async def run():
+    async def run() -> tuple[Any, str]:
         async with running_pool(own(source), episodes=1) as pool:
             session = await pool.begin(a_task(), [1])
             waiting = asyncio.ensure_future(pool.begin(a_task(), [1]))
@@ -201,7 +204,7 @@ def test_a_replaced_worker_that_cannot_load_the_environment_ends_every_wait(own,
     assert "(OSError: gone at " in sentence
 
 
-def test_a_worker_dies_with_its_parent_and_ignores_its_ctrl_c(own, tmp_path):
+def test_a_worker_dies_with_its_parent_and_ignores_its_ctrl_c(own: Maker, tmp_path: Path) -> None:
     spec = own(
         PLAIN.replace("def begin(self, task): ...", "async def begin(self, task): __import__('time').sleep(1e6)")
     )
@@ -246,6 +249,7 @@ def test_a_worker_dies_with_its_parent_and_ignores_its_ctrl_c(own, tmp_path):
     finally:
         process.kill()
         process.wait()
+        assert process.stdout is not None
         process.stdout.close()
 
 

@@ -10,14 +10,14 @@ ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable  # composes what the scripts ask for
 
 
-def bash(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+def bash(*words: str, cwd: str | Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     return subprocess.run(
         ["bash", *words], cwd=cwd, capture_output=True, text=True, env={**kept, **environment}, timeout=60
     )
 
 
-def dry_run(script: str, *words: str, cwd: Path = ROOT, **environment: str) -> list[list[str]]:
+def dry_run(script: str, *words: str, cwd: str | Path = ROOT, **environment: str) -> list[list[str]]:
     """The commands that a script would run, as words."""
     done = bash(str(ROOT / "launch" / script), "--dry-run", *words, cwd=cwd, **{"PYTHON": PYTHON, **environment})
     assert done.returncode == 0, done.stderr

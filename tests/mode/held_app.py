@@ -38,6 +38,6 @@ def run(config: RunConfig, folder: Path) -> ModeResult:
 
 
 if __name__ == "__main__":
-    hydra.core.utils.datetime = StoppedClock  # type: ignore[attr-defined,misc]
+    vars(hydra.core.utils)["datetime"] = StoppedClock
     MODES[Mode.train] = ModeSpec("tests.mode.held_app", writes=True)
     main.cli()

@@ -18,5 +18,5 @@ def shifted(builder: SequenceBuilder) -> TokenSequence:
 
 
 if __name__ == "__main__":
-    SequenceBuilder.build = shifted  # type: ignore[method-assign]
+    SequenceBuilder.build = shifted  # type: ignore[assignment,method-assign]
     main.cli()

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _numbers = itertools.count()
 POLL_S = 0.02
@@ -22,16 +23,16 @@ class Talk:
         stays_every: Each so-many-th stays in its first step until the run has made two more steps, or `end` exists.
     """
 
-    def __init__(self, folder: str, fails_every: int = 0, stays_every: int = 0):
+    def __init__(self, folder: str, fails_every: int = 0, stays_every: int = 0) -> None:
         self.folder = Path(folder)
         self.number = next(_numbers)
         self.name = f"{os.getpid()}-{self.number}"
-        self.task = None
+        self.task: Any = None
         self._note("made")
         self.fails = fails_every and self.number % fails_every == fails_every - 1
         self.stays = stays_every and self.number % stays_every == stays_every - 1
 
-    def begin(self, task):
+    def begin(self, task) -> None:
         """The data set's own prompt."""
         self.task = task
         self.random = random.Random(f"{task.id}/{self.number}")
@@ -54,7 +55,7 @@ class Talk:
     def score(self):
         return self.right / self.turns
 
-    def close(self):
+    def close(self) -> None:
         self._note("close")
 
     async def _stay(self) -> None:
@@ -83,7 +84,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 class Diary:
     """What all objects wrote."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         self.path = folder / "diary"
 
     def lines(self, what: str) -> list[tuple[str, str]]:

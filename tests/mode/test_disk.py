@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,12 @@ def test_a_run_whose_checkpoints_do_not_fit_is_refused(tmp_path: Path, monkeypat
 def test_free_space_is_that_of_the_nearest_folder_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: asked.append(folder) or usage._replace(free=7))
+
+    def disk_usage(folder: Path) -> Any:
+        asked.append(folder)
+        return usage._replace(free=7)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     assert free_bytes(tmp_path / "not" / "made") == 7
     assert asked == [tmp_path]
 

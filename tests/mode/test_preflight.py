@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,12 @@ def test_the_steps_of_epochs_are_counted_from_the_prompts_that_are_left(tiny_mod
 def test_the_run_takes_what_preflight_loaded(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[object] = []
     build = data.build
-    monkeypatch.setattr(data, "build", lambda *args, **kwargs: loaded.append(args) or build(*args, **kwargs))
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        loaded.append(args)
+        return build(*args, **kwargs)
+
+    monkeypatch.setattr(data, "build", recorded)
     preflight(composed())
     take_inputs(composed(), lambda _: None)
     assert len(loaded) == 1

@@ -47,7 +47,8 @@ def _run(path: Path, mesh: Any, options: dict[str, Any]) -> Result:
     """Each rank computes the whole batch: FSDP2 averages gradients over ranks, so they equal those of one rank."""
     policy = load(path, mesh=mesh, device="cpu", **options)
     compute: dict[str, str] = {}
-    policy.layers[0].mlp.register_forward_pre_hook(lambda *_: compute.update(_dtypes(policy.layers[0])))
+    mlp: Any = policy.layers[0].mlp
+    mlp.register_forward_pre_hook(lambda *_: compute.update(_dtypes(policy.layers[0])))
     packed = batch(101)
     logprobs, entropies = policy(**packed.inputs, temperature=0.7, chunk_tokens=7)
     (logprobs * weights(packed)).sum().backward()

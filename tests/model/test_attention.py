@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_the_kernel_of_torch_has_this_signature() -> None:
 
 
 @pytest.mark.parametrize("unsupported", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}])
-def test_capped_scores_and_attention_sinks_are_refused(unsupported: dict[str, float | Tensor]) -> None:
+def test_capped_scores_and_attention_sinks_are_refused(unsupported: dict[str, Any]) -> None:
     query = torch.zeros(1, 4, 6, 8)
     with pytest.raises(ValueError, match=r"^packed attention neither caps scores \(softcap\) nor has attention sinks"):
         packed(nn.Module(), query, query, query, None, packing=packing([4, 2]), **unsupported)
@@ -106,10 +107,10 @@ def test_the_kernel_equals_the_buckets_on_a_device(width: int) -> None:
     assert kernel is not None
     layout = Packing.of(packing([700, 33, 1, 290]).boundaries, "cuda")
     random = [torch.randn(1, heads, 1024, width, device="cuda") for heads in (8, 2, 2)]
-    inputs = [each.bfloat16().requires_grad_() for each in random]
+    q, k, v = inputs = [each.bfloat16().requires_grad_() for each in random]
     exact = [each.detach().float().requires_grad_() for each in inputs]
-    fast = varlen(kernel, *inputs, layout, None)
-    slow, _ = packed(nn.Module(), *exact, None, packing=layout)
+    fast = varlen(kernel, q, k, v, layout, None)
+    slow, _ = packed(nn.Module(), exact[0], exact[1], exact[2], None, packing=layout)
     torch.testing.assert_close(fast.float(), slow.squeeze(0), rtol=2e-2, atol=2e-2)
     weights = torch.randn_like(slow)
     (fast * weights.squeeze(0).bfloat16()).sum().backward()

@@ -77,7 +77,7 @@ def test_compiled_equals_eager_for_batches_of_any_lengths(path: Path) -> None:
 
 
 def _sharded(mesh: DeviceMesh, path: Path) -> tuple[dict[str, torch.Tensor], ...]:
-    options = {"compute_dtype": torch.bfloat16, "activation_checkpointing": Checkpointing.some}
+    options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "activation_checkpointing": Checkpointing.some}
     return tuple(outcome(path, each, lengths=(5, 17, 3), mesh=mesh, **options) for each in (EAGER, COMPILED))
 
 
@@ -94,7 +94,7 @@ def _after_passes_without_gradient(mesh: DeviceMesh, path: Path) -> list[dict[st
 
     The passes run in another thread than the one that loaded the model, as recomputation on a device does.
     """
-    options = {"compute_dtype": torch.bfloat16, "activation_checkpointing": Checkpointing.all}
+    options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "activation_checkpointing": Checkpointing.all}
     found = []
     for kernels in (EAGER, COMPILED):
         policy = load(path, mesh=mesh, device="cpu", kernels=kernels, **options)

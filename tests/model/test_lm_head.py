@@ -108,6 +108,7 @@ def test_gradients_are_added_in_place_and_equal_those_that_autograd_adds() -> No
             (logprobs.sum() + (weight**2).sum()).backward()  # the weight has another gradient too, as a tied head
             assert weight.grad is not None
             places.append(weight.grad.data_ptr())
+        assert weight.grad is not None
         return weight.grad, places
 
     ours, places = twice(adds_to_grad=True)

@@ -52,6 +52,7 @@ def test_logprobs_and_gradients_of_shards_equal_those_of_a_plain_module(
     assert list(plain) == list(ours["tensors"])
     for name, parameter in plain.items():
         assert torch.equal(ours["tensors"][name], parameter.detach()), name
+        assert parameter.grad is not None
         assert relative(ours["gradients"][name], parameter.grad) < 1e-5, name
 
 
@@ -75,11 +76,12 @@ def test_bf16_shards_equal_a_plain_module_of_bf16_parameters(kind: str, paths: l
     (logprobs * weights(packed)).sum().backward()
     assert mixed["logprobs"].dtype == torch.float32
     assert relative(mixed["logprobs"], logprobs.detach()) < 1e-6
-    for name, parameter in named_checkpoint_tensors(policy):
+    for name, tensor in named_checkpoint_tensors(policy):
         gradient = mixed["gradients"][name]
+        assert tensor.grad is not None
         assert gradient.dtype == mixed["tensors"][name].dtype == torch.float32
         assert torch.equal(mixed["tensors"][name], exact["tensors"][name]), name
-        assert relative(gradient, parameter.grad.float()) < 1e-3, name
+        assert relative(gradient, tensor.grad.float()) < 1e-3, name
 
 
 def test_decays_of_linear_attention_compute_in_float32_beside_bf16(runs: sharded.Runs) -> None:

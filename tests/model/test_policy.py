@@ -53,7 +53,8 @@ def test_checkpointing_recomputes_none_every_other_or_all_layers(
     policy = plain(SAVE["tied"](tmp_path), activation_checkpointing=Checkpointing[checkpointing])
     calls: list[int] = []
     for index, layer in enumerate(policy.layers):
-        layer.mlp.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
+        mlp: Any = layer.mlp
+        mlp.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
     logprobs, _ = policy(**batch(101).inputs, temperature=1.0)
     logprobs.sum().backward()
     assert len(policy.layers) == 3

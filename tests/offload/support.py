@@ -19,7 +19,7 @@ class FakeRank:
     torch_device = torch.device("cpu")
     device = device_of(DeviceKind.cpu)
 
-    def __init__(self, step: TrainStep, reference: torch.nn.Module | None = None):
+    def __init__(self, step: TrainStep, reference: torch.nn.Module | None = None) -> None:
         self.step = step
         self.model = step.model
         self.optimizer = step.optimizer
@@ -31,10 +31,10 @@ class FakeRank:
 class Poisoned(Offload):
     """Offload that fills memory with NaN instead of freeing it, so that a read of offloaded tensors shows."""
 
-    def __init__(self, rank: Any):
+    def __init__(self, rank: Any) -> None:
         super().__init__(rank, moves=True)
 
-    def _free(self, storage: torch.UntypedStorage) -> None:
+    def _free(self, storage: Any) -> None:
         storage.fill_(0xFF)
 
     def _allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:

@@ -213,7 +213,7 @@ def test_calls_that_need_offloaded_memory_raise_and_name_it(
 class FakeDeviceModule:
     """A device module whose memory another process frees after a while."""
 
-    def __init__(self, free: list[int]):
+    def __init__(self, free: list[int]) -> None:
         self.free = free
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:

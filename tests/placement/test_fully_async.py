@@ -193,7 +193,7 @@ class Broken:
 
 
 def engine_fails(world: World) -> None:
-    world.seconds = lambda prompt_id: 1.0 if prompt_id in first else fail()  # type: ignore[assignment]
+    world.seconds = lambda prompt_id: 1.0 if prompt_id in first else fail()
     first = {prompt.id for prompt in World(world.config, world.folder).cursor.take(9)}
 
     def fail() -> float:

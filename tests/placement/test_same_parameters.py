@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,7 +83,7 @@ class InProcess:
 
     calls = 0
 
-    def __init__(self, path: Path, made: RunConfig, optimizer: Kind):
+    def __init__(self, path: Path, made: RunConfig, optimizer: Kind) -> None:
         self.model = load(path, mesh=None, device="cpu")
         settings = TrainerConfig(lr=0.05 if optimizer is Kind.sgd else 1e-3, optimizer=optimizer, weight_decay=0.0)
         step = StepSettings(made.algorithm, made.correction, 1.0, 16, tokens_per_microbatch=40)
@@ -126,8 +127,8 @@ def train(folder: Path, model: Path, made: RunConfig, optimizer: Kind) -> InProc
 
     async def story() -> None:
         context = world.context()
-        context.pool.engines[:] = [Recorded(seconds, world.right) for _ in range(2)]
-        world.sync.engines = context.pool.engines
+        world.sync.engines = [Recorded(seconds, world.right) for _ in range(2)]
+        context.pool.engines[:] = world.sync.engines
         await placement(context).run()
 
     run_virtual(story())
@@ -147,7 +148,7 @@ def test_fully_async_at_staleness_0_and_colocate_give_the_same_parameters(
     tmp_path: Path, model: Path, algorithm: AlgorithmConfig, stream: Stream, optimizer: Kind
 ) -> None:
     torch.set_num_threads(1)
-    common = {"steps": STEPS, "algorithm": algorithm, "max_inflight_groups": 5}
+    common: dict[str, Any] = {"steps": STEPS, "algorithm": algorithm, "max_inflight_groups": 5}
     begin = load(model, mesh=None, device="cpu")
     first = torch.cat([parameter.detach().double().flatten() for parameter in begin.parameters()])
     colocate = train(tmp_path, model, config(PlacementKind.colocate, **common), optimizer)

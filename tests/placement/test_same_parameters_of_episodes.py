@@ -105,16 +105,16 @@ def train(
 
     async def story() -> int:
         context = world.context()
-        context.pool.engines[:] = [RecordedTurns(seconds, world.right) for _ in range(2)]
-        world.sync.engines = context.pool.engines
+        engines = [RecordedTurns(seconds, world.right) for _ in range(2)]
+        context.pool.engines[:] = world.sync.engines = [*engines]
         await placement(context).run()
-        return sum(engine.calls.total() for engine in context.pool.engines)
+        return sum(engine.calls.total() for engine in engines)
 
     return trainer, run_virtual(story())
 
 
 def test_fully_async_at_staleness_0_and_colocate_give_the_same_parameters(tmp_path: Path, model: Path) -> None:
-    common = {"steps": 2, "algorithm": GRPO, "max_inflight_groups": 5, "max_completion_tokens": 60}
+    common: dict[str, Any] = {"steps": 2, "algorithm": GRPO, "max_inflight_groups": 5, "max_completion_tokens": 60}
     begin = load(model, mesh=None, device="cpu")
     first = torch.cat([parameter.detach().double().flatten() for parameter in begin.parameters()])
     colocate, turns = train(tmp_path, model, config(PlacementKind.colocate, **common), Seeded)

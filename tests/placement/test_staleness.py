@@ -92,7 +92,7 @@ class Schedules(RuleBasedStateMachine):
 
     # --- the consumer
 
-    @precondition(lambda self: self.training and len(self.buffer) and len(self.fed) < self.prompts)
+    @precondition(lambda self: self.training and len(self.buffer) > 0 and len(self.fed) < self.prompts)
     @rule()
     def take(self) -> None:
         taken, stale = at_once(

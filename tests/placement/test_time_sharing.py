@@ -59,7 +59,7 @@ class Shared(InProcess):
 
     memory_offload: Offload
 
-    def __init__(self, path: Path, made: RunConfig, optimizer: Kind):
+    def __init__(self, path: Path, made: RunConfig, optimizer: Kind) -> None:
         super().__init__(path, made, optimizer)
         self.card = Card(resident=frozenset({EngineMemory.weights} if made.model.lora.enabled else ()))
 

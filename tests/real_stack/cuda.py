@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,7 +77,7 @@ def imports_with_a_driver() -> Any:
     return _imported(WITH_DRIVER)
 
 
-def _imported(modules: list[str]) -> dict[str, list[str]]:
+def _imported(modules: Sequence[str]) -> dict[str, list[str]]:
     failed = {}
     for module in modules:
         try:
@@ -84,7 +85,7 @@ def _imported(modules: list[str]) -> dict[str, list[str]]:
         except BaseException:
             failed[module] = traceback.format_exc(limit=-2)
     assert not failed, json.dumps(failed, indent=1)
-    return {"imported": modules}
+    return {"imported": [*modules]}
 
 
 def requirements() -> Any:

@@ -185,7 +185,7 @@ def pretend(devices: int) -> None:
         **dict.fromkeys(("get_device_capability", "_lazy_init", "set_device", "synchronize", "empty_cache")),
     }
     for name, value in answers.items():
-        setattr(torch.npu, name, mock.Mock(return_value=value))
+        setattr(vars(torch)["npu"], name, mock.Mock(return_value=value))
 
 
 Shape = tuple[int, tuple[str, ...]]  # of a call: positional arguments, keywords

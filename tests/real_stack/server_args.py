@@ -69,7 +69,8 @@ def _layouts(overrides: tuple[str, ...], placement: PlacementKind) -> Iterator[t
     yield (), devices_of(preset)
     for devices in LAYOUTS:
         if placement is PlacementKind.colocate:
-            engines, layout = devices, (f"placement.devices={devices}",)
+            layout: tuple[str, ...] = (f"placement.devices={devices}",)
+            engines = devices
         else:
             engines = devices // 2
             layout = (f"placement.trainer_devices={devices - engines}", f"placement.rollout_devices={engines}")

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -231,7 +232,7 @@ def test_an_engine_that_does_not_start_again_ends_the_run_with_a_sentence(kind: 
     def dead(place: int) -> object:
         engine = made(place)
 
-        async def start(timeout_s: float) -> None:
+        async def start(timeout_s: float) -> dict[str, Any]:
             raise EngineError("no memory on purpose")
 
         engine.start = start  # type: ignore[method-assign]

@@ -48,7 +48,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 class Attempts:
     """The attempts of one run, in folders of their own."""
 
-    def __init__(self, placement: str, kind: str, folders: PrivateFolders):
+    def __init__(self, placement: str, kind: str, folders: PrivateFolders) -> None:
         self.seed = f"{placement} {kind} {os.environ.get('KILLS_SEED', '0')}"
         self.random = random.Random(self.seed)
         self.overrides = [*TOOLS, *PLACEMENTS[placement]]

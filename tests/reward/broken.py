@@ -3,11 +3,11 @@
 import time
 
 
-def raises(trajectories):
+def raises(trajectories) -> None:
     raise KeyError("score")
 
 
-def hangs(trajectories):
+def hangs(trajectories) -> None:
     time.sleep(1000)
 
 

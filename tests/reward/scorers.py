@@ -3,11 +3,16 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from app.config.reward import RewardConfig
 from app.reward.scorer import Scorer
-from app.types import Trajectory
+from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
 
+TOKENS = 8
 TOWER = "\\boxed{9^{9^{9^{9}}}}"
 
 
@@ -21,10 +26,12 @@ class RunningScorer(Scorer):
 
 
 @contextlib.contextmanager
-def running_scorer(step_trajectories: int = 1000, log=None, warned=None, **settings) -> Iterator[RunningScorer]:
-    warn = [].append if warned is None else warned.append
+def running_scorer(
+    step_trajectories: int = 1000, log: Path | None = None, warned: list[str] | None = None, **settings: Any
+) -> Iterator[RunningScorer]:
+    said: list[str] = [] if warned is None else warned
     with asyncio.Runner() as runner:
-        scorer = RunningScorer(RewardConfig(**settings), step_trajectories=step_trajectories, log=log, warn=warn)
+        scorer = RunningScorer(RewardConfig(**settings), step_trajectories=step_trajectories, log=log, warn=said.append)
         scorer.runner = runner
         try:
             runner.run(scorer.start())
@@ -33,7 +40,19 @@ def running_scorer(step_trajectories: int = 1000, log=None, warned=None, **setti
             scorer.close()
 
 
-def score(scorer: RunningScorer, trajectories) -> list[float]:
+def trajectory(text: str, answer: str = "42", prompt_id: str = "set/0@0", **columns: object) -> Trajectory:
+    """A completion with this text, for a prompt with this answer."""
+    prompt = Prompt(prompt_id, np.zeros(4, np.int32), answer, "set", question="what is it?", row=columns)
+    completion = Completion(
+        token_ids=np.zeros(TOKENS, np.int32),
+        logprobs=np.zeros(TOKENS, np.float32),
+        finish_reason=FinishReason.stop,
+        spans=(VersionSpan(0, 0, TOKENS),),
+    )
+    return Trajectory(prompt, completion, text)
+
+
+def score(scorer: RunningScorer, trajectories: Sequence[Trajectory]) -> list[float]:
     return [scored.reward for scored in scorer.scored(trajectories)]
 
 

@@ -17,26 +17,26 @@ def verified(reference: str, text: str) -> bool:
     return math_verify.verify(*parsed, timeout_seconds=None)
 
 
-def test_the_verdict_is_that_of_a_careful_human_grader_but_for_the_listed_answers():
+def test_the_verdict_is_that_of_a_careful_human_grader_but_for_the_listed_answers() -> None:
     assert len(set(ROWS)) == len(ROWS) > 200
     assert {(reference, text) for reference, text, right in ROWS if equal(reference, text) != right} == answers(
         MISGRADED
     )
 
 
-def test_the_verdict_differs_from_math_verify_for_exactly_the_listed_answers():
+def test_the_verdict_differs_from_math_verify_for_exactly_the_listed_answers() -> None:
     rows = [(reference, text) for reference, text, _ in ROWS]
     assert {row for row in rows if equal(*row) != verified(*row)} == answers(DIFFERENT)
 
 
-def test_the_page_on_rewards_lists_every_reason_and_the_number_of_answers():
+def test_the_page_on_rewards_lists_every_reason_and_the_number_of_answers() -> None:
     page = " ".join((ROOT / "docs" / "extending.md").read_text().split())
     assert [reason for reason in [*DIFFERENT, *MISGRADED] if reason not in page] == []
     assert f"has {len(ROWS)} graded answers" in page
 
 
 @pytest.mark.parametrize("number", [7, 40, 600, 1080, 2125, 13_500, 100_000, 1_234_567])
-def test_an_unmarked_number_is_right_only_with_all_of_its_digits(number):
+def test_an_unmarked_number_is_right_only_with_all_of_its_digits(number: int) -> None:
     """Answers as in GSM8K: whole numbers, some with groups of thousands."""
     reference = f"{number:,}"
     for text in (f"So it is {number:,}.", f"The answer is ${number:,}", f"She has {number} apples.", f"= {number:,}.0"):
@@ -51,6 +51,6 @@ def test_an_unmarked_number_is_right_only_with_all_of_its_digits(number):
 
 
 @pytest.mark.parametrize("reference", ["", " . ", "$$", r"\boxed{.}"])
-def test_an_empty_reference_is_an_error_not_a_zero(reference):
+def test_an_empty_reference_is_an_error_not_a_zero(reference: str) -> None:
     with pytest.raises(ValueError, match=r"the reference answer .* is empty"):
         equal(reference, "\\boxed{...}")

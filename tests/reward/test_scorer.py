@@ -2,6 +2,8 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -10,13 +12,13 @@ from app.config import RunConfig
 from app.config.reward import RewardConfig
 from app.reward import reward_pool
 from tests.refusals import refused
-from tests.reward.scorers import TOWER, failed, pids, running_scorer, score
+from tests.reward.scorers import TOWER, failed, pids, running_scorer, score, trajectory
 from tests.waiting import until
 
 # weighted sums
 
 
-def test_the_reward_is_the_weighted_sum_and_components_are_reported_unweighted(trajectory):
+def test_the_reward_is_the_weighted_sum_and_components_are_reported_unweighted() -> None:
     with running_scorer(components={"math": 1.0, "format": 0.25, "exact": -0.5}) as scorer:
         boxed, plain, wrong = scorer.scored([trajectory("\\boxed{42}"), trajectory("42"), trajectory("\\boxed{1}")])
     assert boxed.reward == 1.25
@@ -26,19 +28,19 @@ def test_the_reward_is_the_weighted_sum_and_components_are_reported_unweighted(t
     assert wrong.reward == 0.25
 
 
-def test_a_component_of_weight_zero_is_only_measured(trajectory):
+def test_a_component_of_weight_zero_is_only_measured() -> None:
     with running_scorer(components={"exact": 1.0, "format": 0.0}) as scorer:
         (scored,) = scorer.scored([trajectory("\\boxed{42}")])
     assert scored.reward == 0.0
     assert scored.reward_components == {"exact": 0.0, "format": 1.0}
 
 
-def test_no_trajectories_give_no_rewards(trajectory):
+def test_no_trajectories_give_no_rewards() -> None:
     with running_scorer(components={"math": 1.0}) as scorer:
         assert score(scorer, []) == []
 
 
-def test_exact_starts_no_process_and_no_thread(trajectory):
+def test_exact_starts_no_process_and_no_thread() -> None:
     batch = [trajectory("42", prompt_id=f"set/{index // 8}@0") for index in range(128)]
     children, threads = psutil.Process().children(), threading.enumerate()
     with running_scorer(components={"exact": 1.0}) as scorer:
@@ -51,7 +53,7 @@ def test_exact_starts_no_process_and_no_thread(trajectory):
 # custom rewards
 
 
-def test_a_function_gets_the_trajectories_of_one_prompt_and_its_arguments(custom_reward, trajectory):
+def test_a_function_gets_the_trajectories_of_one_prompt_and_its_arguments(custom_reward: Callable[[str], str]) -> None:
     module = custom_reward(
         "def ranked(trajectories, scale=1.0):\n"
         "    assert len({one.prompt.id for one in trajectories}) == 1\n"
@@ -64,13 +66,13 @@ def test_a_function_gets_the_trajectories_of_one_prompt_and_its_arguments(custom
     assert scored[1].reward_components == {"ranked": 8.5}
 
 
-def test_arguments_arrive_as_they_are(custom_reward, trajectory):
+def test_arguments_arrive_as_they_are(custom_reward: Callable[[str], str]) -> None:
     module = custom_reward("def weighted(trajectories, weights):\n    return [weights[2][0]] * len(trajectories)\n")
     with running_scorer(_target_=f"{module}.weighted", args={"weights": {2: (0.5, 1.0)}}) as scorer:
         assert score(scorer, [trajectory("a")]) == [0.5]
 
 
-def test_a_class_is_instantiated_once_and_keeps_its_state(custom_reward, trajectory):
+def test_a_class_is_instantiated_once_and_keeps_its_state(custom_reward: Callable[[str], str]) -> None:
     module = custom_reward(
         "class Counter:\n"
         "    def __init__(self, start):\n"
@@ -84,7 +86,9 @@ def test_a_class_is_instantiated_once_and_keeps_its_state(custom_reward, traject
         assert score(scorer, [trajectory("a")]) == [12]
 
 
-def test_the_trajectories_of_an_async_reward_are_awaited_together_on_one_loop(custom_reward, trajectory):
+def test_the_trajectories_of_an_async_reward_are_awaited_together_on_one_loop(
+    custom_reward: Callable[[str], str],
+) -> None:
     module = custom_reward(
         "import asyncio\n"
         "loops = set()\n"
@@ -107,7 +111,7 @@ def test_the_trajectories_of_an_async_reward_are_awaited_together_on_one_loop(cu
         assert failed(scorer) == {}
 
 
-def test_numpy_values_integers_and_booleans_are_numbers(custom_reward, trajectory):
+def test_numpy_values_integers_and_booleans_are_numbers(custom_reward: Callable[[str], str]) -> None:
     module = custom_reward(
         "import numpy as np\n"
         "def array(trajectories):\n"
@@ -121,7 +125,7 @@ def test_numpy_values_integers_and_booleans_are_numbers(custom_reward, trajector
         assert score(scorer, [trajectory("a")] * 4) == [1, 2, 0.5, 7]
 
 
-def test_several_workers_score_at_the_same_time(custom_reward, trajectory):
+def test_several_workers_score_at_the_same_time(custom_reward: Callable[[str], str]) -> None:
     module = custom_reward(
         "import os, time\ndef slow(trajectories):\n    time.sleep(0.3)\n    return [os.getpid()] * len(trajectories)\n"
     )
@@ -130,7 +134,7 @@ def test_several_workers_score_at_the_same_time(custom_reward, trajectory):
         assert len(set(score(scorer, batch))) == 4
 
 
-def test_printing_goes_to_the_log(custom_reward, trajectory, tmp_path):
+def test_printing_goes_to_the_log(custom_reward: Callable[[str], str], tmp_path: Path) -> None:
     module = custom_reward(
         "def chatty(trajectories):\n    print('hello', flush=True)\n    return [1] * len(trajectories)\n"
     )
@@ -143,7 +147,9 @@ def test_printing_goes_to_the_log(custom_reward, trajectory, tmp_path):
 # rewards that fail
 
 
-def test_only_the_offending_trajectory_of_a_call_fails_and_the_retries_are_counted(custom_reward, trajectory):
+def test_only_the_offending_trajectory_of_a_call_fails_and_the_retries_are_counted(
+    custom_reward: Callable[[str], str],
+) -> None:
     module = custom_reward(
         "import os, time\n"
         "def touchy(trajectories):\n"
@@ -163,7 +169,9 @@ def test_only_the_offending_trajectory_of_a_call_fails_and_the_retries_are_count
             assert scorer.metrics["reward/retried"] == 3
 
 
-def test_a_call_for_several_trajectories_has_the_sum_of_their_deadlines(custom_reward, trajectory, tmp_path):
+def test_a_call_for_several_trajectories_has_the_sum_of_their_deadlines(
+    custom_reward: Callable[[str], str], tmp_path: Path
+) -> None:
     module = custom_reward(
         "import time\n"
         "def slow(trajectories, calls):\n"
@@ -199,22 +207,22 @@ def test_a_call_for_several_trajectories_has_the_sum_of_their_deadlines(custom_r
     ],
 )
 def test_anything_but_one_finite_number_per_trajectory_is_counted_and_scores_zero(
-    custom_reward, trajectory, value, expected
-):
+    custom_reward: Callable[[str], str], value: str, expected: list[float] | list[int]
+) -> None:
     module = custom_reward(f"def odd(trajectories):\n    return {value}\n")
     with running_scorer(_target_=f"{module}.odd") as scorer:
         assert score(scorer, [trajectory("a")] * 3) == expected
         assert failed(scorer) == {"value": 3 - sum(map(bool, expected))}
 
 
-def test_a_failed_component_makes_the_whole_reward_zero(trajectory):
+def test_a_failed_component_makes_the_whole_reward_zero() -> None:
     with running_scorer(components={"math": 1.0, "format": 0.5}, timeout_s=0.5) as scorer:
         (scored,) = scorer.scored([trajectory(TOWER)])
     assert scored.reward == 0.0
     assert scored.reward_components == {"math": 0.0, "format": 1.0}
 
 
-def test_a_pathological_answer_costs_at_most_the_limit_and_the_worker_is_replaced(trajectory):
+def test_a_pathological_answer_costs_at_most_the_limit_and_the_worker_is_replaced() -> None:
     with running_scorer(components={"math": 1.0}, timeout_s=1.0) as scorer:
         assert score(scorer, [trajectory("\\boxed{42}")]) == [1]
         (before,) = pids(scorer)
@@ -228,7 +236,7 @@ def test_a_pathological_answer_costs_at_most_the_limit_and_the_worker_is_replace
 
 
 @pytest.mark.parametrize("text", ["\\boxed{" * 500, "(" * 5000, "$" * 5000, "1," * 5000, "9" * 20000, "\\frac{" * 500])
-def test_an_unreadable_answer_scores_zero_without_a_failure(trajectory, text, monkeypatch):
+def test_an_unreadable_answer_scores_zero_without_a_failure(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_pool, "BUILT_IN_TIMEOUT_S", 20.0)
     with running_scorer(components={"math": 1.0}, timeout_s=20.0) as scorer:
         assert score(scorer, [trajectory(text)]) == [0]
@@ -258,7 +266,9 @@ def test_an_unreadable_answer_scores_zero_without_a_failure(trajectory, text, mo
         ),
     ],
 )
-def test_a_reward_that_cannot_be_loaded_is_a_configuration_error(custom_reward, target, reason):
+def test_a_reward_that_cannot_be_loaded_is_a_configuration_error(
+    custom_reward: Callable[[str], str], target: str, reason: str
+) -> None:
     module = custom_reward(
         "NUMBER = 3\ndef no_arguments():\n    return []\nclass Needy:\n    def __init__(self, needed):\n        pass\n"
     )
@@ -276,13 +286,13 @@ def test_a_reward_that_cannot_be_loaded_is_a_configuration_error(custom_reward, 
         ("import os\nos._exit(1)\n", "of the reward reward could not start: the worker process died (exit code 1)"),
     ],
 )
-def test_a_module_that_fails_to_import_says_why(custom_reward, source, reason):
+def test_a_module_that_fails_to_import_says_why(custom_reward: Callable[[str], str], source: str, reason: str) -> None:
     module = custom_reward(source)
     with refused("reward._target_", f"{module}.reward", reason), running_scorer(_target_=f"{module}.reward"):
         pass
 
 
-def test_invalid_settings_are_rejected():
+def test_invalid_settings_are_rejected() -> None:
     for config, setting in (
         (RewardConfig(), "reward.components={}"),
         (RewardConfig(components={"mth": 1.0}), "reward.components.mth=1.0"),

@@ -4,21 +4,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from app.config.reward import RewardConfig
 from app.errors import RunError
 from app.reward.component import custom
+from app.reward.outcome import Failure, LoggedScore
 from app.reward.reward_pool import RewardPool
 from app.reward.scorer import Scorer
+from app.types import Trajectory
 from tests.descriptors import none_left
-from tests.reward.scorers import TOWER, failed, pids, running_scorer, score
+from tests.reward.scorers import TOWER, failed, pids, running_scorer, score, trajectory
 
 
-def test_workers_import_no_torch_and_no_hydra(custom_reward, trajectory):
+def test_workers_import_no_torch_and_no_hydra(custom_reward: Callable[[str], str]) -> None:
     module = custom_reward(
         "import sys\n"
         "def heavy(trajectories):\n"
@@ -42,12 +45,14 @@ class OneWorker:
         (pid,) = self.pool.pids
         return pid
 
-    def call(self, trajectories, timeout_s: float = 60.0, slow_after_s: float = 1000.0):
+    def call(
+        self, trajectories: Sequence[Trajectory], timeout_s: float = 60.0, slow_after_s: float = 1000.0
+    ) -> list[float | LoggedScore | Failure | None] | Failure:
         return self.runner.run(self.pool.call(trajectories, timeout_s, slow_after_s, lambda: self.slow.append("slow")))
 
 
 @pytest.fixture
-def worker(custom_reward, tmp_path) -> Iterator[OneWorker]:
+def worker(custom_reward: Callable[[str], str], tmp_path: Path) -> Iterator[OneWorker]:
     module = custom_reward("import os\ndef run(trajectories):\n    exec(trajectories[0].text)\n    return [1.0]\n")
     component, log = custom(f"{module}.run", {}), tmp_path / "reward.log"
     with asyncio.Runner() as runner:
@@ -63,7 +68,7 @@ def worker(custom_reward, tmp_path) -> Iterator[OneWorker]:
             pool.close()
 
 
-def test_a_worker_that_dies_is_reported_with_its_exit_status_and_log(worker, trajectory, tmp_path):
+def test_a_worker_that_dies_is_reported_with_its_exit_status_and_log(worker: OneWorker, tmp_path: Path) -> None:
     log = tmp_path / "reward.log"
     ends = {"os._exit(3)": "exit code 3", "os.kill(os.getpid(), 9)": "signal 9"}
     for code, status in ends.items():
@@ -72,7 +77,7 @@ def test_a_worker_that_dies_is_reported_with_its_exit_status_and_log(worker, tra
     assert worker.call([trajectory("pass")]) == [1.0]
 
 
-def test_a_worker_that_is_killed_while_it_loads_is_replaced(worker, trajectory):
+def test_a_worker_that_is_killed_while_it_loads_is_replaced(worker: OneWorker) -> None:
     worker.call([trajectory("os._exit(3)")])
 
     while not worker.pool.pids:
@@ -81,7 +86,9 @@ def test_a_worker_that_is_killed_while_it_loads_is_replaced(worker, trajectory):
     assert worker.call([trajectory("pass")]) == [1.0]
 
 
-def test_a_trajectory_whose_worker_is_killed_keeps_its_reward(custom_reward, trajectory, tmp_path):
+def test_a_trajectory_whose_worker_is_killed_keeps_its_reward(
+    custom_reward: Callable[[str], str], tmp_path: Path
+) -> None:
     module = custom_reward(
         "import os, pathlib\n"
         "def killed_once(trajectory):\n"
@@ -97,7 +104,9 @@ def test_a_trajectory_whose_worker_is_killed_keeps_its_reward(custom_reward, tra
         assert scorer.metrics["reward/retried"] == 1
 
 
-def test_a_deadline_that_passes_names_its_setting_and_the_trajectories_and_is_in_the_log(worker, trajectory, tmp_path):
+def test_a_deadline_that_passes_names_its_setting_and_the_trajectories_and_is_in_the_log(
+    worker: OneWorker, tmp_path: Path
+) -> None:
     hang = "import threading; threading.Event().wait()"
     outcome = worker.call([trajectory(hang)], 0.5)
     assert str(outcome) == "timeout: no result for 1 completion(s) within 0.5 s, see reward.timeout_s"
@@ -108,7 +117,7 @@ def test_a_deadline_that_passes_names_its_setting_and_the_trajectories_and_is_in
     assert (tmp_path / "reward.log").read_text().count("run is replaced: no result for") == 2
 
 
-def test_a_frozen_worker_that_reads_nothing_is_given_up(worker, trajectory):
+def test_a_frozen_worker_that_reads_nothing_is_given_up(worker: OneWorker) -> None:
     frozen = worker.pid
     os.kill(frozen, signal.SIGSTOP)
     outcome = worker.call([trajectory("a" * 2**23)], 1.0)  # more than the pipe holds
@@ -117,7 +126,9 @@ def test_a_frozen_worker_that_reads_nothing_is_given_up(worker, trajectory):
     assert not os.path.exists(f"/proc/{frozen}")
 
 
-def test_a_call_goes_on_when_its_caller_is_cancelled_and_ends_at_its_deadline(custom_reward, trajectory):
+def test_a_call_goes_on_when_its_caller_is_cancelled_and_ends_at_its_deadline(
+    custom_reward: Callable[[str], str],
+) -> None:
     module = custom_reward(
         "import time\n"
         "def run(trajectories):\n"
@@ -134,14 +145,14 @@ def test_a_call_goes_on_when_its_caller_is_cancelled_and_ends_at_its_deadline(cu
         assert score(scorer, [trajectory("a")]) == [1.0]  # on the worker that took its place
 
 
-def test_a_failed_call_is_written_to_the_log(worker, trajectory, tmp_path):
+def test_a_failed_call_is_written_to_the_log(worker: OneWorker, tmp_path: Path) -> None:
     worker.call([trajectory("raise KeyError('score')")] * 2)
     log = (tmp_path / "reward.log").read_text()
     assert "Traceback (most recent call last)" in log
     assert log.endswith("run failed on set/0@0, 2 trajectories: exception: KeyError: 'score' at <string>:1\n")
 
 
-def test_closing_stops_every_worker_and_every_call_in_flight(custom_reward, trajectory):
+def test_closing_stops_every_worker_and_every_call_in_flight(custom_reward: Callable[[str], str]) -> None:
     module = custom_reward("import time\ndef hang(trajectories):\n    time.sleep(1000)\n")
 
     async def close_while_scoring(scorer: Scorer) -> list[float]:
@@ -163,7 +174,7 @@ def test_closing_stops_every_worker_and_every_call_in_flight(custom_reward, traj
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
-def test_workers_die_with_a_parent_that_is_killed_even_while_they_hang(trajectory, tmp_path):
+def test_workers_die_with_a_parent_that_is_killed_even_while_they_hang(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio, sys\n"
@@ -207,7 +218,7 @@ def _running(pid: int) -> bool:
         return False
 
 
-def test_a_worker_that_cannot_be_started_again_ends_the_run_in_a_sentence(custom_reward, trajectory):
+def test_a_worker_that_cannot_be_started_again_ends_the_run_in_a_sentence(custom_reward: Callable[[str], str]) -> None:
     module = custom_reward("def run(trajectories):\n    return [1.0]\n")
     with running_scorer(_target_=f"{module}.run", workers=1) as scorer:
         assert score(scorer, [trajectory("a")]) == [1.0]

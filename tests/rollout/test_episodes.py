@@ -53,7 +53,7 @@ class Setting:
         retries: int = 1,
         max_failed_fraction: float = 0.5,
         window: int = 8,
-    ):
+    ) -> None:
         self.engines = [RecordingEngine(lambda _: 1.0, lambda p, m: True, name=f"engine {i}") for i in range(engines)]
         self.environments = SimEnvironments(script)
         self.warnings: list[str] = []

@@ -73,7 +73,7 @@ class InThread(Env):
 class Diary:
     """What the environments of a folder wrote."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         self.path = folder / "diary"
 
     def count(self, what: str) -> int:

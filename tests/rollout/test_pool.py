@@ -9,28 +9,30 @@ from app.errors import EngineError, EngineLost
 from app.protocols import RolloutEngine
 from app.rollout.pool import EnginePool
 from app.types import Completion, GroupRequest, InFlight
-from tests.rollout.support import request
+from tests.rollout import support
+from tests.simulation import SimEngine
 
 
-class ManualEngine:
+class ManualEngine(SimEngine):
     """An engine whose groups the test finishes."""
 
     def __init__(self) -> None:
+        super().__init__(lambda _: 0.0, lambda _, __: True)
         self.groups: dict[str, asyncio.Future[list[Completion]]] = {}
-        self.calls: list[object] = []
+        self.pauses: list[object] = []
 
-    async def generate(self, given: GroupRequest) -> list[Completion]:
-        self.groups[given.prompt_id] = asyncio.get_running_loop().create_future()
-        return await self.groups[given.prompt_id]
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        self.groups[request.prompt_id] = asyncio.get_running_loop().create_future()
+        return await self.groups[request.prompt_id]
 
     async def pause(self, in_flight: InFlight) -> None:
-        self.calls.append(in_flight)
+        self.pauses.append(in_flight)
 
 
 async def sent(pool: EnginePool, name: str, group_size: int) -> asyncio.Task[list[Completion]]:
     async def generate() -> list[Completion]:
         async with pool.least_busy(group_size) as (_, engine):
-            return await engine.generate(request(name, group_size=group_size))
+            return await engine.generate(support.request(name, group_size=group_size))
 
     task = asyncio.create_task(generate())
     await asyncio.sleep(0)
@@ -107,7 +109,8 @@ def test_a_lost_engine_gets_no_group_until_it_is_replaced() -> None:
 def test_the_choice_is_that_of_a_plain_loop_over_all_engines() -> None:
     async def run() -> None:
         chance = random.Random(0)
-        pool = EnginePool([ManualEngine() for _ in range(20)])
+        engines = [ManualEngine() for _ in range(20)]
+        pool = EnginePool(engines)
         load = dict.fromkeys(range(20), 0)
         choices = set()
         for number in range(300):
@@ -119,7 +122,7 @@ def test_the_choice_is_that_of_a_plain_loop_over_all_engines() -> None:
 
             completions = chance.randint(1, 9)
             await sent(pool, str(number), completions)
-            assert str(number) in pool.engines[wanted].groups
+            assert str(number) in engines[wanted].groups
             load[wanted] += completions
             choices.add(wanted)
             if number % 20 == 5 and len(ready) > 3:

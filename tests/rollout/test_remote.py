@@ -3,6 +3,7 @@
 import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -18,7 +19,7 @@ def test_a_host_that_ray_never_schedules_is_named(
     ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remotes, "START_GRACE_S", 1.0)
-    host = ray.remote(EngineHost).options(num_cpus=9).remote(host_spec(tmp_path, name="engine 2"))  # Ray has 8
+    host: Any = ray.remote(EngineHost).options(num_cpus=9).remote(host_spec(tmp_path, name="engine 2"))  # Ray has 8
     with pytest.raises(EngineLost) as late:
         asyncio.run(asyncio.wait_for(RemoteEngine("engine 2", host).start(1.0), 60))
     ray.kill(host)

@@ -26,7 +26,7 @@ Fails = Callable[[GroupRequest, int], Exception | None]  # request, its attempt 
 class FailingEngine(SimEngine):
     """Samples each group for a second, and may then fail it."""
 
-    fails: Fails = staticmethod(lambda request, attempt: None)  # type: ignore[assignment]
+    fails: Fails = staticmethod(lambda request, attempt: None)
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
         completions = await super().generate(request)
@@ -38,7 +38,7 @@ class FailingEngine(SimEngine):
 
 def rollouter(fails: Fails = lambda request, attempt: None, **limits: int) -> tuple[Rollouter, FailingEngine]:
     engine = FailingEngine(lambda prompt_id: 1.0, lambda prompt_id, member: True)
-    engine.fails = fails  # type: ignore[method-assign]
+    engine.fails = fails
     scorer = Scorer(RewardConfig(components={"exact": 1.0}))
     made = Rollouter(EnginePool([engine]), scorer, build_tokenizer(256), Timeline(), RecoveryConfig(**limits))
     return made, engine

@@ -12,13 +12,13 @@ from app.errors import EngineError
 from app.rollout.client import NoAnswer
 from app.rollout.served_adapters import Adapter, Adapters, adapter_limit
 
-BODY = {"config_dict": {}, "serialized_named_tensors": [""], "load_format": None}
+BODY: dict[str, Any] = {"config_dict": {}, "serialized_named_tensors": [""], "load_format": None}
 
 
 class Double:
     """A server's adapters. `failures` holds errors of the next calls, by route; `abort` ends the requests at once."""
 
-    def __init__(self, limit: int = 4):
+    def __init__(self, limit: int = 4) -> None:
         self.loaded: list[str] = []
         self.calls: list[str] = []
         self.failures: dict[str, list[EngineError]] = {}

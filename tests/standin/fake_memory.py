@@ -71,7 +71,7 @@ class PhaseTracker(FSDPMemTracker):
 
     phase = "before"
 
-    def __init__(self, *given: Any):
+    def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.phases: dict[str, dict[str, int]] = defaultdict(dict)
 
@@ -170,7 +170,7 @@ def without_values() -> Iterator[None]:
     from app.trainer import microbatch, optimizer, step
     from app.trainer.reductions import RawSums, UnreadSums
 
-    lay_out, norm = Packing.of.__func__, optimizer.grad_norm
+    lay_out, norm = vars(Packing)["of"].__func__, optimizer.grad_norm
 
     def layout(cls: Any, boundaries: Any, device: Any = "cpu") -> Packing:
         with _disable_current_modes():

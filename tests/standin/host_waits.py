@@ -20,7 +20,7 @@ class HostWaits(TorchDispatchMode):
     found.lines  # {"app/trainer/reductions.py:74 _to_copy": 1}
     """
 
-    def __init__(self, device: str):
+    def __init__(self, device: str) -> None:
         super().__init__()
         self.device = device
         self.lines: Counter[str] = Counter()

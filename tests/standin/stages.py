@@ -71,7 +71,7 @@ def describe(error: BaseException) -> str:
 class RankUnderTest:
     """A `TrainerRank` of a scenario and what the stages do with it."""
 
-    def __init__(self, scenario: Scenario, rank: int, ranks: int, folder: Path):
+    def __init__(self, scenario: Scenario, rank: int, ranks: int, folder: Path) -> None:
         from app.config.algorithm import AlgorithmConfig, Correction, Kl
         from app.config.device import DeviceKind, Dtype
         from app.config.trainer import Checkpointing, TrainerConfig

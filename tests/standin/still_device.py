@@ -8,7 +8,7 @@ import torch
 
 
 class Event:
-    def __init__(self, enable_timing: bool = False, **_: Any):
+    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self.at = 0.0
 
     def record(self, stream: Any = None) -> None:
@@ -26,7 +26,7 @@ class Event:
 
 
 class Stream:
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any):
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.device = device
 
     def wait_stream(self, stream: Any) -> None: ...
@@ -72,10 +72,10 @@ class StillDevice:
 
     def set_rng_state(self, state: Any, device: Any = None) -> None: ...
 
-    def current_stream(self, device: Any = None) -> Stream:
+    def current_stream(self, device: Any = None) -> Any:
         return Stream()
 
-    def default_stream(self, device: Any = None) -> Stream:
+    def default_stream(self, device: Any = None) -> Any:
         return Stream()
 
     def stream(self, stream: Any) -> Any:

@@ -1,4 +1,6 @@
 import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 
@@ -8,7 +10,7 @@ from app.tracking.rules.checker import Alarms
 from app.tracking.rules.table import RULES
 
 
-def run(steps, **settings):
+def run(steps: Iterable[Mapping[str, float]], **settings: Any) -> list[tuple[int, str]]:
     """Return (step, name) of every alarm that these metrics raise."""
     alarms = Alarms(**settings)
     return [(step, alarm.name) for step, metrics in enumerate(steps, 1) for alarm in alarms.check(step, metrics)]
@@ -31,11 +33,11 @@ HEALTHY = {
 }
 
 
-def healthy(count):
+def healthy(count: int) -> list[dict[str, float]]:
     return [dict(HEALTHY) for _ in range(count)]
 
 
-def test_a_healthy_run_and_a_run_without_metrics_raise_nothing():
+def test_a_healthy_run_and_a_run_without_metrics_raise_nothing() -> None:
     learning = [
         {**HEALTHY, "entropy": 1.0 - 0.019 * step, "reward/accuracy": min(0.95, 0.3 + step / 40)} for step in range(50)
     ]
@@ -64,27 +66,29 @@ def test_a_healthy_run_and_a_run_without_metrics_raise_nothing():
         ("gradient not finite", {"updates/skipped": 1.0}, 1),
     ],
 )
-def test_each_problem_raises_its_alarm_once_after_its_number_of_steps(name, changes, needed):
+def test_each_problem_raises_its_alarm_once_after_its_number_of_steps(
+    name: str, changes: dict[str, float], needed: int
+) -> None:
     steps = healthy(15) + [{**HEALTHY, **changes} for _ in range(8)]
     assert run(steps, max_staleness=2) == [(15 + needed, name)]
 
 
-def test_an_alarm_is_raised_again_only_after_its_problem_ended_and_a_growing_number_of_quiet_steps():
+def test_an_alarm_is_raised_again_only_after_its_problem_ended_and_a_growing_number_of_quiet_steps() -> None:
     problem = {**HEALTHY, "mismatch/kl": 0.5}
     flicker = [problem, HEALTHY] * 60
     assert [step for step, _ in run(healthy(10) + flicker)] == [11, 31, 111]
 
 
-def test_stale_data_is_no_mismatch():
+def test_stale_data_is_no_mismatch() -> None:
     """The same KL is a mismatch on fresh data; an older policy's log-probabilities are expected to differ."""
     assert run([*healthy(10), {**HEALTHY, "mismatch/kl": 0.09, "staleness/max": 1.0}], max_staleness=2) == []
 
 
-def test_low_entropy_is_no_alarm_while_most_answers_are_correct():
+def test_low_entropy_is_no_alarm_while_most_answers_are_correct() -> None:
     assert run([{**HEALTHY, "entropy": 1.0 if step < 6 else 0.01, "reward/accuracy": 0.95} for step in range(20)]) == []
 
 
-def test_all_settings_named_in_advice_exist():
+def test_all_settings_named_in_advice_exist() -> None:
     advice = " ".join([*(rule.advice for rule in RULES.values()), *(remedy for _, remedy in PHASES.values())])
     files = {"timeline.json", "ui.perfetto.dev", "reward.log", "environment.log"}
     named = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", advice)) - files
@@ -92,7 +96,7 @@ def test_all_settings_named_in_advice_exist():
     assert named <= set(setting_names())
 
 
-def test_an_alarm_names_the_problem_and_what_to_try():
+def test_an_alarm_names_the_problem_and_what_to_try() -> None:
     alarms = Alarms()
     for step in range(1, 4):
         raised = alarms.check(step, {"reward/zero_std_fraction": 1.0, "reward/accuracy": 0.0})
@@ -110,5 +114,5 @@ def test_an_alarm_names_the_problem_and_what_to_try():
         {"staleness/mean": 1.0, "staleness/max": 1.0},  # at a bound of 1 it means that phases overlap
     ],
 )
-def test_what_may_be_meant_raises_no_alarm(changes):
+def test_what_may_be_meant_raises_no_alarm(changes: dict[str, float]) -> None:
     assert run([*healthy(15), *[{**HEALTHY, **changes}] * 10], max_staleness=1) == []

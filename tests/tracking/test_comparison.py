@@ -67,9 +67,9 @@ def test_where_records_go_and_servers_listen_is_no_difference() -> None:
 
 
 def test_the_checkpoint_tells_evaluations_apart_and_not_training_runs() -> None:
-    configs = [{"seed": 0, "resume": "run/step_1"}, {"seed": 0, "resume": "run/step_2"}]
-    assert compare([a_run(config["resume"], {**config, "mode": "train"}) for config in configs]).keys == []
-    assert compare([a_run(config["resume"], {**config, "mode": "eval"}) for config in configs]).names == [
+    names = ["run/step_1", "run/step_2"]
+    assert compare([a_run(name, {"seed": 0, "resume": name, "mode": "train"}) for name in names]).keys == []
+    assert compare([a_run(name, {"seed": 0, "resume": name, "mode": "eval"}) for name in names]).names == [
         "resume=run/step_1",
         "resume=run/step_2",
     ]

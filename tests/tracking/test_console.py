@@ -1,6 +1,8 @@
 import io
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,15 +10,16 @@ from app.config import Mode, RunConfig
 from app.config.checkpoint import CheckpointConfig
 from app.tracking.console import RunConsole, step_line
 from app.tracking.run_folder.summary import Summary
+from tests.tracking.records import metrics
 
 
-def lines(draw, steps=60):
+def lines(draw: Callable[[RunConsole], None], steps: int = 60) -> list[str]:
     stream = io.StringIO()
     draw(RunConsole(RunConfig(steps=steps), Path("out/run"), stream))
     return stream.getvalue().splitlines()
 
 
-def test_the_header_names_model_algorithm_placement_device_and_folder():
+def test_the_header_names_model_algorithm_placement_device_and_folder() -> None:
     header = "\n".join(lines(lambda console: None))
     assert "custom · grpo · colocate · cpu" in header
     assert "60 steps of 32 prompts × 8 completions, 1 update each · 1 trainer rank, 1 engine" in header
@@ -35,14 +38,14 @@ def test_the_header_names_model_algorithm_placement_device_and_folder():
         ({"keep": 0, "export": False}, "keeps no model: checkpoint.keep=0, checkpoint.export=false"),
     ],
 )
-def test_the_header_says_what_the_run_will_keep(settings, line):
+def test_the_header_says_what_the_run_will_keep(settings: dict[str, Any], line: str) -> None:
     config = RunConfig(checkpoint=CheckpointConfig(**settings))
     stream = io.StringIO()
     RunConsole(config, Path("out/run"), stream)
     assert stream.getvalue().splitlines()[-3:] == ["out/run", line, ""]
 
 
-def test_a_step_is_one_plain_line_without_a_terminal(metrics):
+def test_a_step_is_one_plain_line_without_a_terminal() -> None:
     line = lines(lambda console: console.step(3, metrics(3)))[-1]
     assert line == (
         " step  3/60   reward  0.300   accuracy  30.0%     1.23k tok/s    1.00 s"
@@ -50,10 +53,10 @@ def test_a_step_is_one_plain_line_without_a_terminal(metrics):
     )
 
 
-def test_every_tenth_plain_line_has_the_time_left_by_the_median_of_the_last_steps():
+def test_every_tenth_plain_line_has_the_time_left_by_the_median_of_the_last_steps() -> None:
     seconds = {step: 9.0 if step % 20 == 5 else 0.5 for step in range(1, 61)}
 
-    def draw(console):
+    def draw(console: RunConsole) -> None:
         for step, value in seconds.items():
             console.step(step, {"time/step": value})
 
@@ -62,8 +65,8 @@ def test_every_tenth_plain_line_has_the_time_left_by_the_median_of_the_last_step
     assert estimates == {10: "25 s", 20: "20 s", 30: "15 s", 40: "10 s", 50: "5 s"}
 
 
-def test_slow_steps_have_an_estimate_every_two_minutes():
-    def draw(console):
+def test_slow_steps_have_an_estimate_every_two_minutes() -> None:
+    def draw(console: RunConsole) -> None:
         for step in range(1, 8):
             console.step(step, {"time/step": 50.0})
 
@@ -71,7 +74,7 @@ def test_slow_steps_have_an_estimate_every_two_minutes():
     assert shown == ["about 47 min 30 s left", "about 45 min 00 s left"]
 
 
-def test_the_bar_shows_the_phases_in_proportion(metrics):
+def test_the_bar_shows_the_phases_in_proportion() -> None:
     text = step_line(3, 60, metrics(3), bar=True)
     cells = {}
     for span in text.spans:
@@ -80,8 +83,8 @@ def test_the_bar_shows_the_phases_in_proportion(metrics):
     assert cells == {"cyan": 7, "magenta": 4, "bright_black": 1}  # of 12: 0.6, 0.3, 0.05 rounds to 0
 
 
-def test_an_evaluation_shows_the_change_since_the_first():
-    def draw(console):
+def test_an_evaluation_shows_the_change_since_the_first() -> None:
+    def draw(console: RunConsole) -> None:
         console.log_eval(0, {"eval": {"accuracy": 0.3}})
         console.log_eval(10, {"eval": {"accuracy": 0.85}})
         console.log_eval(10, {"easy": {"accuracy": 0.9}, "hard": {"accuracy": 0.1}})
@@ -93,7 +96,7 @@ def test_an_evaluation_shows_the_change_since_the_first():
     ]
 
 
-def test_the_end_shows_status_totals_and_files():
+def test_the_end_shows_status_totals_and_files() -> None:
     totals = {
         "steps": 60,
         "total/seconds": 102.0,
@@ -111,7 +114,10 @@ def test_the_end_shows_status_totals_and_files():
         "tokens",
         "  report   out/run/report.html",
     ]
-    kept = {"report": Path("out/run/report.html"), "evaluate": "python -m app mode=eval resume=out/run"}
+    kept: dict[str, Path | str] = {
+        "report": Path("out/run/report.html"),
+        "evaluate": "python -m app mode=eval resume=out/run",
+    }
     end = lines(lambda console: console.end("finished", totals, kept))
     assert end[-1] == "  evaluate python -m app mode=eval resume=out/run"
     failed = lines(lambda console: console.end("failed", {"steps": 1, "total/seconds": 3.0}, {}))
@@ -123,7 +129,7 @@ def test_the_end_shows_status_totals_and_files():
 
 
 @pytest.mark.parametrize(("step", "shown"), [(0, "31.0% before training of 7"), (20, "31.0% of 7")])
-def test_one_evaluation_is_shown_as_one_number(step, shown, tmp_path):
+def test_one_evaluation_is_shown_as_one_number(step: int, shown: str, tmp_path: Path) -> None:
     run = Summary(tmp_path)
     run.add(step, {"eval/accuracy": 0.31, "eval/prompts": 7})
     totals = {**run.values, "total/seconds": 2.0}
@@ -131,7 +137,7 @@ def test_one_evaluation_is_shown_as_one_number(step, shown, tmp_path):
     assert end == f"interrupted: 0 steps in 2 s, eval accuracy {shown} prompts"
 
 
-def test_an_evaluation_speaks_of_its_sets_and_not_of_training():
+def test_an_evaluation_speaks_of_its_sets_and_not_of_training() -> None:
     sets = {
         "easy": {"accuracy": 0.9, "accuracy_stderr": 0.03, "prompts": 100, "pass@2": 0.95, "length_mean": 4.0},
         "hard": {"accuracy": 0.1, "prompts": 1, "pass@2": 0.2, "length_mean": 9.5, "truncated_fraction": 0.25},
@@ -157,11 +163,11 @@ def test_an_evaluation_speaks_of_its_sets_and_not_of_training():
 
 
 class Terminal(io.StringIO):
-    def isatty(self):
+    def isatty(self) -> bool:
         return True
 
 
-def test_a_terminal_gets_a_progress_bar_with_the_status():
+def test_a_terminal_gets_a_progress_bar_with_the_status() -> None:
     stream = Terminal()
     console = RunConsole(RunConfig(steps=2), Path("out/run"), stream)
     console.status("starting the engine")
@@ -170,7 +176,7 @@ def test_a_terminal_gets_a_progress_bar_with_the_status():
     assert "0/2" in stream.getvalue()
 
 
-def test_forced_colors_make_no_terminal(monkeypatch):
+def test_forced_colors_make_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Notebooks set FORCE_COLOR, and would show every state of the bar as a line of its own."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     stream = io.StringIO()
@@ -182,8 +188,8 @@ def test_forced_colors_make_no_terminal(monkeypatch):
     assert "\x1b[" in stream.getvalue()
 
 
-def test_without_a_terminal_a_status_is_a_line_with_the_time_since_the_start(monkeypatch):
-    def draw(console):
+def test_without_a_terminal_a_status_is_a_line_with_the_time_since_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(console: RunConsole) -> None:
         for elapsed in (0.0, 12.4, 754.0):
             monkeypatch.setattr("app.tracking.console.time.monotonic", lambda now=started + elapsed: now)
             console.status("starting Ray")

@@ -3,6 +3,9 @@ import re
 import threading
 import time
 import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,16 +15,22 @@ from app.tracking.dashboard import DashboardOptions, Progress, grouped
 from app.tracking.dashboards import DashboardWorker, close_all
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.run_folder.summary import Status
+from tests.tracking.records import metrics
 
 
-def make_config(*use, steps=3):
+def make_config(*use: str, steps: int = 3) -> RunConfig:
     config = RunConfig(steps=steps)
     config.tracking.use = list(use)
     config.tracking.offline = True
     return config
 
 
-def record(config, folder, metrics, steps, resumed_at=None):
+def record(
+    config: RunConfig,
+    folder: Path,
+    steps: Sequence[int],
+    resumed_at: int | None = None,
+) -> None:
     with RunFolderRecorder(config, folder) as recorder:
         if resumed_at is not None:
             recorder.resume(resumed_at)
@@ -31,23 +40,23 @@ def record(config, folder, metrics, steps, resumed_at=None):
             recorder.log(step, {**metrics(step), "lr": 0.5})
 
 
-def warnings(folder):
+def warnings(folder: Path) -> list[str]:
     path = folder / "logs/warnings.jsonl"
     return [json.loads(line)["text"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_names_without_a_prefix_are_grouped_and_non_finite_values_are_left_out():
+def test_names_without_a_prefix_are_grouped_and_non_finite_values_are_left_out() -> None:
     assert grouped({"lr": 1, "reward/mean": 0.5, "loss/policy": float("nan"), "x": None}) == {
         "train/lr": 1.0,
         "reward/mean": 0.5,
     }
 
 
-def test_tensorboard_reads_back_the_curve_of_a_resumed_run_without_duplicates(tmp_path, metrics):
+def test_tensorboard_reads_back_the_curve_of_a_resumed_run_without_duplicates(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    record(make_config("tensorboard"), tmp_path, metrics, (1, 2, 3))
-    record(make_config("tensorboard"), tmp_path, metrics, (3, 4), resumed_at=2)
+    record(make_config("tensorboard"), tmp_path, (1, 2, 3))
+    record(make_config("tensorboard"), tmp_path, (3, 4), resumed_at=2)
     events = EventAccumulator(str(tmp_path / "tracking/tensorboard"))
     events.Reload()
     assert [(event.step, round(event.value, 6)) for event in events.Scalars("reward/mean")] == [
@@ -62,9 +71,11 @@ def test_tensorboard_reads_back_the_curve_of_a_resumed_run_without_duplicates(tm
     assert warnings(tmp_path) == []
 
 
-def test_clearml_offline_keeps_scalars_and_hyperparameters(tmp_path, metrics, monkeypatch, capfd):
+def test_clearml_offline_keeps_scalars_and_hyperparameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
-    record(make_config("clearml"), tmp_path / "run", metrics, (1, 2, 3))
+    record(make_config("clearml"), tmp_path / "run", (1, 2, 3))
     assert "session stored in" not in capfd.readouterr().out
     assert list((tmp_path / "cache").rglob("offline-*")) == []
     assert warnings(tmp_path / "run") == []
@@ -74,11 +85,11 @@ def test_clearml_offline_keeps_scalars_and_hyperparameters(tmp_path, metrics, mo
     assert task["hyperparams"]["run"]["steps"]["value"] == "3"
 
 
-def test_clearml_gets_the_steps_after_a_resume_again(tmp_path, metrics, monkeypatch):
+def test_clearml_gets_the_steps_after_a_resume_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its server keeps one value per metric and step, so they replace those of the earlier attempt."""
     monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
-    record(make_config("clearml"), tmp_path / "run", metrics, (1, 2, 3))
-    record(make_config("clearml"), tmp_path / "run", metrics, (3, 4), resumed_at=2)
+    record(make_config("clearml"), tmp_path / "run", (1, 2, 3))
+    record(make_config("clearml"), tmp_path / "run", (3, 4), resumed_at=2)
     sessions = (tmp_path / "run/tracking/clearml").glob("offline-*.zip")
     assert sorted(clearml_session(each)[0] for each in sessions) == [
         [(1, 0.1), (2, 0.2), (3, 0.3)],
@@ -86,7 +97,7 @@ def test_clearml_gets_the_steps_after_a_resume_again(tmp_path, metrics, monkeypa
     ]
 
 
-def clearml_session(path):
+def clearml_session(path: Path) -> tuple[list[tuple[Any, Any]], Any]:
     """Return the rewards, as (step, value), and the task of an offline session."""
     with zipfile.ZipFile(path) as session:
         scalars = [
@@ -101,9 +112,9 @@ def clearml_session(path):
 
 
 @pytest.mark.parametrize("use", ["tensorboard", "wandb"])
-def test_a_folder_that_cannot_be_written_costs_one_warning_and_nothing_else(tmp_path, metrics, use):
+def test_a_folder_that_cannot_be_written_costs_one_warning_and_nothing_else(tmp_path: Path, use: str) -> None:
     (tmp_path / "tracking").write_text("a file where the folder should be")
-    record(make_config(use), tmp_path, metrics, (1, 2, 3))
+    record(make_config(use), tmp_path, (1, 2, 3))
     messages = warnings(tmp_path)
     assert len(messages) == 1
     assert messages[0].startswith(f"{use} could not be opened")
@@ -111,7 +122,9 @@ def test_a_folder_that_cannot_be_written_costs_one_warning_and_nothing_else(tmp_
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
-def test_a_refused_network_and_a_wrong_key_cost_a_warning_and_no_time_of_a_step(tmp_path, metrics, monkeypatch):
+def test_a_refused_network_and_a_wrong_key_cost_a_warning_and_no_time_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr("app.tracking.recorder.DASHBOARD_DEADLINE_S", dict.fromkeys(Status, 1.0))
@@ -129,34 +142,36 @@ def test_a_refused_network_and_a_wrong_key_cost_a_warning_and_no_time_of_a_step(
 class Slow:
     """A dashboard that blocks until `go` is set."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.go = threading.Event()
-        self.received = []
+        self.received: list[Any] = []
 
-    def log(self, step, metrics):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.go.wait(20)
         if step == 3:
             raise ConnectionError("gone for a moment")
         self.received.append(step)
 
-    def alert(self, step, title, text):
+    def alert(self, step: int, title: str, text: str) -> None:
         self.received.append(title)
 
-    def samples(self, step, name, rows):
+    def samples(self, step: int, name: str, rows: Sequence[object]) -> None:
         self.received.append((step, name, len(rows)))
 
-    def close(self, status):
+    def close(self, status: str) -> None:
         self.received.append(status)
 
 
-def make_options(tmp_path, warned):
+def make_options(tmp_path: Path, warned: list[str]) -> DashboardOptions:
     metrics = tmp_path / "metrics.jsonl"
     return DashboardOptions({}, tmp_path / "slow", metrics, "project", "run", True, None, warned.append)
 
 
-def test_a_slow_dashboard_drops_and_counts_what_its_queue_cannot_hold(tmp_path, monkeypatch):
+def test_a_slow_dashboard_drops_and_counts_what_its_queue_cannot_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = Slow()
-    warned = []
+    warned: list[str] = []
     monkeypatch.setattr(dashboards, "open_dashboard", lambda name, options: slow)
     worker = DashboardWorker("slow", make_options(tmp_path, warned), capacity=4)
     start = time.monotonic()
@@ -172,9 +187,11 @@ def test_a_slow_dashboard_drops_and_counts_what_its_queue_cannot_hold(tmp_path, 
     assert f" {worker.dropped} messages" in warned[-1]
 
 
-def test_a_failed_message_is_reported_and_the_next_ones_are_sent(tmp_path, monkeypatch):
+def test_a_failed_message_is_reported_and_the_next_ones_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = Slow()
-    warned = []
+    warned: list[str] = []
     slow.go.set()
     monkeypatch.setattr(dashboards, "open_dashboard", lambda name, options: slow)
     worker = DashboardWorker("slow", make_options(tmp_path, warned))
@@ -187,9 +204,9 @@ def test_a_failed_message_is_reported_and_the_next_ones_are_sent(tmp_path, monke
     assert re.match("slow failed .*ConnectionError: gone for a moment at ", warning)
 
 
-def test_a_dashboard_that_hangs_is_abandoned_at_the_deadline(tmp_path, monkeypatch):
+def test_a_dashboard_that_hangs_is_abandoned_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow()
-    warned = []
+    warned: list[str] = []
     monkeypatch.setattr(dashboards, "open_dashboard", lambda name, options: slow)
     worker = DashboardWorker("slow", make_options(tmp_path, warned))
     worker.log(1, {"lr": 1.0})
@@ -204,17 +221,19 @@ def test_a_dashboard_that_hangs_is_abandoned_at_the_deadline(tmp_path, monkeypat
 class Waiting:
     """A dashboard whose `close` waits for another's."""
 
-    def __init__(self, closed, other):
+    def __init__(self, closed: threading.Event, other: threading.Event) -> None:
         self.closed = closed
         self.other = other
 
-    def close(self, status):
+    def close(self, status: str) -> None:
         self.closed.set()
         assert self.other.wait(20)
 
 
-def test_dashboards_are_closed_concurrently_so_that_one_takes_no_time_from_another(tmp_path, monkeypatch):
-    warned = []
+def test_dashboards_are_closed_concurrently_so_that_one_takes_no_time_from_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
     events = threading.Event(), threading.Event()
     waiting = {"one": Waiting(*events), "two": Waiting(*reversed(events))}
     monkeypatch.setattr(dashboards, "open_dashboard", lambda name, options: waiting[name])
@@ -223,14 +242,21 @@ def test_dashboards_are_closed_concurrently_so_that_one_takes_no_time_from_anoth
     assert warned == []
 
 
-def test_each_dashboard_has_the_whole_deadline_beside_one_that_hangs(tmp_path, metrics, monkeypatch):
+def test_each_dashboard_has_the_whole_deadline_beside_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = Slow()
     quick = Slow()
     quick.go.set()
-    slow.close = lambda status: slow.go.wait(20)
+    monkeypatch.setattr(slow, "close", lambda status: slow.go.wait(20))
     monkeypatch.setattr(dashboards, "open_dashboard", lambda name, options: {"wandb": slow, "clearml": quick}[name])
     monkeypatch.setattr("app.tracking.recorder.DASHBOARD_DEADLINE_S", dict.fromkeys(Status, 1.5))
-    quick.close = lambda status: (time.sleep(0.5), quick.received.append(status))
+
+    def late(status: str) -> None:
+        time.sleep(0.5)
+        quick.received.append(status)
+
+    monkeypatch.setattr(quick, "close", late)
     with RunFolderRecorder(make_config("wandb", "clearml"), tmp_path) as recorder:
         recorder.log(1, metrics(1))
     assert quick.received == [1, "finished"]
@@ -239,7 +265,7 @@ def test_each_dashboard_has_the_whole_deadline_beside_one_that_hangs(tmp_path, m
     slow.go.set()
 
 
-def test_progress_keeps_the_run_for_a_resume_and_the_last_step_only_once_confirmed(tmp_path):
+def test_progress_keeps_the_run_for_a_resume_and_the_last_step_only_once_confirmed(tmp_path: Path) -> None:
     path = tmp_path / "tracking/x.json"
     first = Progress(path, resumed=False)
     first.opened("abc")

@@ -1,9 +1,10 @@
 import logging
 import logging.config
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+import yaml
 
 from app.tracking.logs import driver_log
 
@@ -11,23 +12,25 @@ LOGGING = Path(__file__).parents[2] / "conf/hydra/job_logging/rich.yaml"
 
 
 @pytest.fixture
-def configured(tmp_path):
+def configured(tmp_path: Path) -> Iterator[Path]:
     """The driver log of a run, with logging as Hydra configures it; the setup is undone afterwards."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
-    logging.config.dictConfig(OmegaConf.to_container(OmegaConf.load(LOGGING), resolve=False))
+    logging.config.dictConfig(yaml.safe_load(LOGGING.read_text()))
     with driver_log(tmp_path):
         yield tmp_path / "logs/driver.log"
     root.handlers, root.level = handlers, level
 
 
-def test_only_the_first_record_creates_the_folder(configured):
+def test_only_the_first_record_creates_the_folder(configured: Path) -> None:
     assert not configured.parent.exists()
     logging.getLogger("app.some.part").info("hello")
     assert "INFO app.some.part: hello" in configured.read_text()
 
 
-def test_warnings_go_to_stderr_and_the_file_and_other_records_to_the_file_only(configured, capsys):
+def test_warnings_go_to_stderr_and_the_file_and_other_records_to_the_file_only(
+    configured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = logging.getLogger("app.some.part")
     log.info("quiet")
     log.warning("watch %s", "out")
@@ -40,7 +43,7 @@ def test_warnings_go_to_stderr_and_the_file_and_other_records_to_the_file_only(c
     ]
 
 
-def test_records_before_and_after_the_run_are_not_in_its_file(tmp_path):
+def test_records_before_and_after_the_run_are_not_in_its_file(tmp_path: Path) -> None:
     log = logging.getLogger("app.some.part")
     log.warning("before")
     with driver_log(tmp_path):

@@ -1,16 +1,18 @@
 import json
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.tracking.run_folder import metrics_file
 
 
-def rows(path):
+def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_each_step_is_one_line_that_is_on_disk_when_append_returns(tmp_path):
+def test_each_step_is_one_line_that_is_on_disk_when_append_returns(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with metrics_file.MetricsFile(path) as file:
         file.append(1, {"loss/policy": 0.5})
@@ -19,7 +21,7 @@ def test_each_step_is_one_line_that_is_on_disk_when_append_returns(tmp_path):
     assert rows(path) == [{"step": 1, "loss/policy": 0.5}, {"step": 2, "loss/policy": None, "lr": None}]
 
 
-def test_metrics_of_the_same_step_join_its_line(tmp_path):
+def test_metrics_of_the_same_step_join_its_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with metrics_file.MetricsFile(path) as file:
         file.append(1, {"lr": 1.0})
@@ -28,14 +30,14 @@ def test_metrics_of_the_same_step_join_its_line(tmp_path):
     assert rows(path) == [{"step": 1, "lr": 1.0, "eval/accuracy": 0.75}, {"step": 2, "lr": 2.0}]
 
 
-def test_an_earlier_step_is_refused(tmp_path):
+def test_an_earlier_step_is_refused(tmp_path: Path) -> None:
     with metrics_file.MetricsFile(tmp_path / "metrics.jsonl") as file:
         file.append(2, {})
         with pytest.raises(ValueError, match="step 1 comes after step 2"):
             file.append(1, {})
 
 
-def test_an_incomplete_line_of_a_killed_writer_is_replaced(tmp_path):
+def test_an_incomplete_line_of_a_killed_writer_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "lr": 1.0}\n{"step": 2, "l')
     assert [row["step"] for row in metrics_file.read(path)] == [1]
@@ -45,7 +47,7 @@ def test_an_incomplete_line_of_a_killed_writer_is_replaced(tmp_path):
     assert rows(path) == [{"step": 1, "lr": 1.0}, {"step": 2, "lr": 2.0}]
 
 
-def test_the_lines_after_a_step_are_moved_to_another_file(tmp_path):
+def test_the_lines_after_a_step_are_moved_to_another_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with metrics_file.MetricsFile(path) as file:
         for step in range(5):
@@ -57,7 +59,7 @@ def test_the_lines_after_a_step_are_moved_to_another_file(tmp_path):
     assert rows(tmp_path / "aside_1" / "metrics.jsonl") == [{"step": step, "lr": step} for step in (3, 4)]
 
 
-def test_where_no_line_is_later_nothing_is_set_aside_and_half_a_line_goes(tmp_path):
+def test_where_no_line_is_later_nothing_is_set_aside_and_half_a_line_goes(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"step": 1}\n{"ste')
     for each in (path, tmp_path / "absent.jsonl"):

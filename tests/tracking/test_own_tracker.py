@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from app.config.tracking import TrackingConfig
 from app.tracking import own_tracker
 from app.tracking.own_tracker import require_trackers
 from tests.refusals import refused
+from tests.tracking.records import group, metrics
 from tests.tracking.test_dashboards import make_config, record, warnings
 
 FULL = """
@@ -62,7 +64,7 @@ def factory(run):
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch) -> str:
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The user's module, in the working directory."""
     name = f"tracker_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(FULL)
@@ -71,7 +73,9 @@ def module(tmp_path, monkeypatch) -> str:
     return name
 
 
-def test_a_tracker_of_the_working_directory_gets_the_run_and_everything_it_asks_for(tmp_path, module, metrics, group):
+def test_a_tracker_of_the_working_directory_gets_the_run_and_everything_it_asks_for(
+    tmp_path: Path, module: str
+) -> None:
     from app.tracking.recorder import RunFolderRecorder
 
     config = make_config(f"{module}.Tracker")
@@ -95,17 +99,21 @@ def test_a_tracker_of_the_working_directory_gets_the_run_and_everything_it_asks_
     assert len(alerts) == 1
 
 
-def test_several_trackers_work_side_by_side_and_methods_that_are_missing_are_skipped(tmp_path, module, metrics):
+def test_several_trackers_work_side_by_side_and_methods_that_are_missing_are_skipped(
+    tmp_path: Path, module: str
+) -> None:
     run = tmp_path / "run"
-    record(make_config("tensorboard", f"{module}.Minimal", f"{module}.factory"), run, metrics, (1, 2))
+    record(make_config("tensorboard", f"{module}.Minimal", f"{module}.factory"), run, (1, 2))
     assert warnings(run) == []
     assert sorted(each.name for each in (run / "tracking").glob("minimal_*")) == ["minimal_0", "minimal_1", "minimal_2"]
     assert list((run / "tracking/tensorboard").iterdir())
 
 
-def test_a_tracker_that_always_fails_is_one_warning_with_its_line_and_the_run_finishes(tmp_path, module, metrics):
+def test_a_tracker_that_always_fails_is_one_warning_with_its_line_and_the_run_finishes(
+    tmp_path: Path, module: str
+) -> None:
     run = tmp_path / "run"
-    record(make_config(f"{module}.Broken"), run, metrics, (1, 2, 3))
+    record(make_config(f"{module}.Broken"), run, (1, 2, 3))
     failed, unclosed = warnings(run)
     assert re.match(rf"{module}.Broken failed .*ConnectionError: refused at step 0 at ", failed)
     assert failed.endswith(f"{module}.py:31")
@@ -123,20 +131,22 @@ def test_a_tracker_that_always_fails_is_one_warning_with_its_line_and_the_run_fi
         ("{module}.Silent", {}, "it has no method log"),
     ],
 )
-def test_a_tracker_that_cannot_be_used_is_refused(module, path, args, reason):
+def test_a_tracker_that_cannot_be_used_is_refused(module: str, path: str, args: dict[str, Any], reason: str) -> None:
     path = path.replace("{module}", module)
     with refused("tracking.use", path, reason.replace("{module}", module)):
         require_trackers(TrackingConfig(use=["tensorboard", path], args=args))
 
 
-def test_an_import_that_hangs_is_refused_at_a_deadline(tmp_path, module, monkeypatch):
+def test_an_import_that_hangs_is_refused_at_a_deadline(
+    tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(own_tracker, "IMPORT_LIMIT_S", 0.2)
     (tmp_path / "stuck_tracker.py").write_text("import threading\nthreading.Event().wait(30)\n")
     with refused("tracking.use", "stuck_tracker.Tracker", "0.2 s"):
         require_trackers(TrackingConfig(use=["stuck_tracker.Tracker"]))
 
 
-def test_the_installed_command_finds_a_tracker_of_the_working_directory(tmp_path, module):
+def test_the_installed_command_finds_a_tracker_of_the_working_directory(tmp_path: Path, module: str) -> None:
     """Its sys.path does not start with the working directory, as that of `python -m` does."""
     code = (
         "import sys; sys.path.pop(0)\n"

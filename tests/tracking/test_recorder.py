@@ -1,23 +1,25 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.config import RunConfig
 from app.errors import EngineError, Interrupted
 from app.tracking.recorder import RunFolderRecorder, evaluation_metrics
+from tests.tracking.records import group, metrics
 
 
-def rows(folder):
+def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def summary(folder):
+def summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_a_run_leaves_metrics_samples_summary_and_timeline(tmp_path, group, metrics, capsys):
+def test_a_run_leaves_metrics_samples_summary_and_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     with RunFolderRecorder(RunConfig(steps=2), folder) as recorder:
         assert summary(folder)["status"] == "running"
@@ -44,20 +46,22 @@ def test_a_run_leaves_metrics_samples_summary_and_timeline(tmp_path, group, metr
         (EngineError("engine 0 died"), "failed", "EngineError: engine 0 died"),
     ],
 )
-def test_the_summary_has_the_reason_of_a_run_that_did_not_finish(tmp_path, error, status, message):
+def test_the_summary_has_the_reason_of_a_run_that_did_not_finish(
+    tmp_path: Path, error: EngineError | Interrupted | KeyboardInterrupt, status: str, message: str
+) -> None:
     with pytest.raises(type(error)), RunFolderRecorder(RunConfig(), tmp_path):
         raise error
     assert (summary(tmp_path)["status"], summary(tmp_path)["error"]) == (status, message)
 
 
-def test_a_repeated_warning_is_reported_once(tmp_path, caplog):
+def test_a_repeated_warning_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = RunFolderRecorder(RunConfig(), tmp_path)
     for text in ("odd", "odd", "other"):
         recorder.warn(text)
     assert [record.message for record in caplog.records] == ["odd", "other"]
 
 
-def test_a_warning_of_a_step_that_is_trained_again_is_reported_again(tmp_path, metrics):
+def test_a_warning_of_a_step_that_is_trained_again_is_reported_again(tmp_path: Path) -> None:
     with RunFolderRecorder(RunConfig(steps=6), tmp_path) as recorder:
         recorder.warn("before")
         for step in (1, 2, 3):
@@ -70,11 +74,13 @@ def test_a_warning_of_a_step_that_is_trained_again_is_reported_again(tmp_path, m
     assert [(line["step"], line["text"]) for line in lines] == [(0, "before"), (2, "later")]
 
 
-def test_records_that_are_set_aside_are_on_disk_before_they_leave_their_file(tmp_path, metrics, monkeypatch):
+def test_records_that_are_set_aside_are_on_disk_before_they_leave_their_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flushed = []
     fsync = os.fsync
 
-    def recorded(handle):
+    def recorded(handle: int) -> None:
         flushed.append(str(Path(os.readlink(f"/proc/self/fd/{handle}")).relative_to(tmp_path)))
         fsync(handle)
 
@@ -90,7 +96,9 @@ def test_records_that_are_set_aside_are_on_disk_before_they_leave_their_file(tmp
     assert flushed == expected[0] + expected[1]
 
 
-def test_a_resumed_run_sets_later_steps_aside_and_its_summary_covers_the_whole_run(tmp_path, group, metrics, capsys):
+def test_a_resumed_run_sets_later_steps_aside_and_its_summary_covers_the_whole_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with RunFolderRecorder(RunConfig(steps=6), tmp_path) as recorder:
         recorder.log_eval(0, {"eval": {"accuracy": 0.25}})
         for step in (1, 2, 3):
@@ -120,7 +128,7 @@ def test_a_resumed_run_sets_later_steps_aside_and_its_summary_covers_the_whole_r
     assert json.loads((aside / "logs/warnings.jsonl").read_text())["text"] == "odd"
 
 
-def test_the_prompt_log_says_which_prompts_had_failed_environments(tmp_path):
+def test_the_prompt_log_says_which_prompts_had_failed_environments(tmp_path: Path) -> None:
     with RunFolderRecorder(RunConfig(steps=2), tmp_path) as recorder:
         recorder.log_prompts(1, trained=["a/1@0"], filtered=["a/2@0", "a/3@0"], unplayable=["a/3@0"])
         recorder.log_prompts(2, trained=["a/4@0"], filtered=[])
@@ -129,7 +137,7 @@ def test_the_prompt_log_says_which_prompts_had_failed_environments(tmp_path):
     assert second == {"step": 2, "trained": ["a/4@0"], "filtered": []}
 
 
-def test_every_resume_sets_aside_into_a_folder_of_its_own_and_only_if_there_is_something(tmp_path, metrics):
+def test_every_resume_sets_aside_into_a_folder_of_its_own_and_only_if_there_is_something(tmp_path: Path) -> None:
     for last in (3, 3, 2):
         with RunFolderRecorder(RunConfig(steps=6), tmp_path) as recorder:
             recorder.resume(1)
@@ -141,7 +149,7 @@ def test_every_resume_sets_aside_into_a_folder_of_its_own_and_only_if_there_is_s
     assert found == {"aside_1": [2, 3], "aside_2": [2, 3]}
 
 
-def test_a_resume_that_fails_at_its_start_keeps_the_totals_of_the_run(tmp_path, metrics):
+def test_a_resume_that_fails_at_its_start_keeps_the_totals_of_the_run(tmp_path: Path) -> None:
     with RunFolderRecorder(RunConfig(steps=2), tmp_path) as recorder:
         for step in (1, 2):
             recorder.log(step, metrics(step))
@@ -153,21 +161,25 @@ def test_a_resume_that_fails_at_its_start_keeps_the_totals_of_the_run(tmp_path, 
     assert content["eval/accuracy_last"] == 0.5
 
 
-def test_a_note_is_on_the_screen_and_its_facts_are_in_the_summary(tmp_path, capsys):
+def test_a_note_is_on_the_screen_and_its_facts_are_in_the_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
         recorder.note("evaluating step 4", {"evaluated/step": 4})
     assert "evaluating step 4\n" in capsys.readouterr().out
     assert summary(tmp_path)["evaluated/step"] == 4
 
 
-def test_what_a_run_kept_is_in_its_last_lines_and_its_summary(tmp_path, capsys):
+def test_what_a_run_kept_is_in_its_last_lines_and_its_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
         recorder.keep({"model": "the model"}, {"checkpoint/best_accuracy": 0.75})
     assert capsys.readouterr().out.splitlines()[-1] == "  model    the model"
     assert json.loads((tmp_path / "summary.json").read_text())["checkpoint/best_accuracy"] == 0.75
 
 
-def test_the_accuracy_of_a_run_is_that_of_its_last_evaluation_in_any_attempt(tmp_path):
+def test_the_accuracy_of_a_run_is_that_of_its_last_evaluation_in_any_attempt(tmp_path: Path) -> None:
     recorder = RunFolderRecorder(RunConfig(), tmp_path)
     assert recorder.accuracy == 0.0
     recorder.log_eval(1, {"one": {"accuracy": 0.5}, "two": {"accuracy": 0.75}})
@@ -177,7 +189,7 @@ def test_the_accuracy_of_a_run_is_that_of_its_last_evaluation_in_any_attempt(tmp
     assert resumed.accuracy == 0.625
 
 
-def test_several_evaluation_sets_keep_their_names_and_the_accuracy_is_their_mean():
+def test_several_evaluation_sets_keep_their_names_and_the_accuracy_is_their_mean() -> None:
     assert evaluation_metrics({"eval": {"accuracy": 0.5, "tokens": 3.0}}) == {"eval/accuracy": 0.5, "eval/tokens": 3.0}
     assert evaluation_metrics({"easy": {"accuracy": 1.0}, "hard": {"accuracy": 0.5}}) == {
         "eval/easy/accuracy": 1.0,

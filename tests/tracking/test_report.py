@@ -1,7 +1,10 @@
 import asyncio
 import json
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -20,6 +23,7 @@ from app.tracking.report.checks import Tone, learning_check, rule_checks, rules_
 from app.tracking.report.page import write_report
 from app.tracking.report.sweep import write_comparison
 from app.types import SYNC_PHASES
+from tests.tracking.records import episode_group, group, metrics
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}
 
@@ -27,21 +31,24 @@ VOID = {"meta", "link", "input", "br", "hr", "img"}
 class Page(HTMLParser):
     """The text, the embedded data and the external addresses of a page. Tags must be closed in order."""
 
-    def __init__(self, path):
+    def __init__(self, path: Path) -> None:
         super().__init__()
-        self.text, self.data, self.addresses, self._open = [], None, [], []
+        self.text: list[str] = []
+        self.data: Any = None
+        self.addresses: list[str] = []
+        self._open: list[tuple[str, dict[str, str | None]]] = []
         self.feed(path.read_text(encoding="utf-8"))
         assert self._open == []
 
-    def handle_starttag(self, tag, attributes):
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         if tag not in VOID:
             self._open.append((tag, dict(attributes)))
-        self.addresses += [value for name, value in attributes if name in ("src", "href")]
+        self.addresses += [value or "" for name, value in attributes if name in ("src", "href")]
 
-    def handle_endtag(self, tag):
+    def handle_endtag(self, tag: str) -> None:
         assert self._open.pop()[0] == tag
 
-    def handle_data(self, data):
+    def handle_data(self, data: str) -> None:
         tag, attributes = self._open[-1] if self._open else ("", {})
         if attributes.get("id") == "data":
             self.data = json.loads(data)
@@ -49,13 +56,20 @@ class Page(HTMLParser):
             self.text.append(data)
 
     @property
-    def words(self):
+    def words(self) -> str:
         return " ".join(" ".join(self.text).split())
 
 
 def run_folder(
-    folder, group, *, steps=20, lr=1e-3, seed=0, accuracy=0.9, overrides=(), change=lambda step, metrics: metrics
-):
+    folder: Path,
+    *,
+    steps: int = 20,
+    lr: float = 1e-3,
+    seed: int = 0,
+    accuracy: float = 0.9,
+    overrides: Sequence[str] = (),
+    change: Callable[[int, dict[str, float]], dict[str, float]] = lambda step, metrics: metrics,
+) -> Path:
     config = RunConfig(steps=steps, seed=seed)
     config.trainer.lr = lr
     (folder / "config").mkdir(parents=True)
@@ -82,8 +96,8 @@ def run_folder(
     return folder
 
 
-def test_the_report_answers_the_three_questions_in_one_file_without_addresses(tmp_path, group):
-    folder = run_folder(tmp_path / "run", group, overrides=["trainer.lr=0.001"])
+def test_the_report_answers_the_three_questions_in_one_file_without_addresses(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", overrides=["trainer.lr=0.001"])
     page = Page(folder / "report.html")
     assert "Did it learn? Yes Held-out accuracy went from 30.0% to 90.0%." in page.words
     assert "Where does the time go? Generation (60%) The mean step takes 1.00 s" in page.words
@@ -96,8 +110,8 @@ def test_the_report_answers_the_three_questions_in_one_file_without_addresses(tm
     assert "Copyright (c) 2022 Leon Sorokin" in (folder / "report.html").read_text()  # uPlot's license stays with it
 
 
-def test_metrics_and_samples_are_in_the_file_and_cannot_become_markup(tmp_path, group):
-    data = Page(run_folder(tmp_path / "run", group) / "report.html").data
+def test_metrics_and_samples_are_in_the_file_and_cannot_become_markup(tmp_path: Path) -> None:
+    data = Page(run_folder(tmp_path / "run") / "report.html").data
     run = data["runs"][0]
     assert run["steps"] == list(range(21))
     assert run["series"]["reward/mean"][:3] == [None, 0.05, 0.1]
@@ -109,7 +123,7 @@ def test_metrics_and_samples_are_in_the_file_and_cannot_become_markup(tmp_path, 
     assert next(chart["section"] for chart in data["charts"] if chart["metrics"] == ["some/other"]) == "more"
 
 
-def test_a_sample_of_an_episode_is_a_conversation_and_environments_have_charts(tmp_path, episode_group):
+def test_a_sample_of_an_episode_is_a_conversation_and_environments_have_charts(tmp_path: Path) -> None:
     config = RunConfig(steps=1)
     values = {
         "environment/turns_mean": 2.0,
@@ -120,7 +134,7 @@ def test_a_sample_of_an_episode_is_a_conversation_and_environments_have_charts(t
     }
     with RunFolderRecorder(config, tmp_path) as recorder:
         recorder.log(1, {"reward/mean": 0.5, **values})
-        recorder.log_samples(1, [episode_group], lambda ids: "6*7=")
+        recorder.log_samples(1, [episode_group()], lambda ids: "6*7=")
     data = Page(tmp_path / "report.html").data
 
     first, second = data["runs"][0]["samples"][0]["rows"]
@@ -138,7 +152,7 @@ def test_a_sample_of_an_episode_is_a_conversation_and_environments_have_charts(t
     assert charts["environment/score_found"]["labels"] == ["found"]
 
 
-def test_a_long_episode_shows_its_first_and_its_last_turns(tmp_path):
+def test_a_long_episode_shows_its_first_and_its_last_turns(tmp_path: Path) -> None:
     turns = [{"role": "user", "text": f"{number}" * 3000, "tokens": 1, "seconds": 0.0} for number in range(40)]
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples/step_1.jsonl").write_text(json.dumps({"prompt": "a", "turns": turns, "logprobs": []}) + "\n")
@@ -149,10 +163,8 @@ def test_a_long_episode_shows_its_first_and_its_last_turns(tmp_path):
     assert max(len(turn["text"]) for turn in row["turns"]) < report_data.TURN_LIMIT + 40
 
 
-def test_several_runs_are_compared_side_by_side_with_the_settings_that_differ(tmp_path, group):
-    folders = [
-        run_folder(tmp_path / name / "2026-01-01", group, lr=lr) for name, lr in (("slow", 1e-4), ("fast", 1e-2))
-    ]
+def test_several_runs_are_compared_side_by_side_with_the_settings_that_differ(tmp_path: Path) -> None:
+    folders = [run_folder(tmp_path / name / "2026-01-01", lr=lr) for name, lr in (("slow", 1e-4), ("fast", 1e-2))]
     assert report_data.find_runs(tmp_path) == sorted(folders)
     write_comparison(folders, tmp_path)
     page = Page(tmp_path / "report.html")
@@ -163,7 +175,7 @@ def test_several_runs_are_compared_side_by_side_with_the_settings_that_differ(tm
     assert "standard deviation over the seeds" not in page.words
 
 
-def test_an_evaluation_has_a_table_of_its_sets_and_no_training_checks(tmp_path, group):
+def test_an_evaluation_has_a_table_of_its_sets_and_no_training_checks(tmp_path: Path) -> None:
     config = RunConfig(mode=Mode.eval)
     (tmp_path / "config").mkdir()
     OmegaConf.save(OmegaConf.structured(config), tmp_path / "config/config.yaml")
@@ -184,7 +196,7 @@ def test_an_evaluation_has_a_table_of_its_sets_and_no_training_checks(tmp_path, 
     assert (samples["step"], [row["reward"] for row in samples["rows"]]) == (20, [0.0, 1.0])
 
 
-def test_shares_of_time_are_shares_of_the_sums(tmp_path):
+def test_shares_of_time_are_shares_of_the_sums(tmp_path: Path) -> None:
     """The medians of these phases are 1 s of a median step of 5 s, though a step does nothing else."""
     with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
         for step, (generate, train) in enumerate([(1.0, 4.0), (1.0, 4.0), (9.0, 1.0), (9.0, 1.0), (1.0, 4.0)], 1):
@@ -194,19 +206,20 @@ def test_shares_of_time_are_shares_of_the_sums(tmp_path):
     assert "The mean step takes 7.00 s: generate 60%, train 40%, other 0%." in time_check(run).explanation
 
 
-def test_warnings_about_the_inputs_are_in_the_report(tmp_path, monkeypatch):
+def test_warnings_about_the_inputs_are_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The data is read before the run's folder exists."""
     sentence = "9 of the 10 questions of evaluation set mine are also in the training set"
     counts = RowCounts({"mine": 47}, {"mine": 10}, [], 0, {})
-    inputs = RunInputs(tmp_path, None, None, SimpleNamespace(counts=counts), (sentence,))
+    prompts: Any = SimpleNamespace(counts=counts)
+    inputs = RunInputs(tmp_path, None, None, prompts, (sentence,))
     monkeypatch.setattr(session, "take_inputs", lambda config, status: inputs)
 
-    def stop(*_, **__):
+    def stop(*_: object, **__: object) -> None:
         raise RunError("nothing else is started in this test")
 
     monkeypatch.setattr("app.reward.scorer.Scorer", stop)
 
-    async def start(recorder):
+    async def start(recorder: RunFolderRecorder) -> None:
         async with session.start_rollout_workers(RunConfig(), device_of(DeviceKind.cuda), tmp_path, recorder):
             pass
 
@@ -222,7 +235,7 @@ def test_warnings_about_the_inputs_are_in_the_report(tmp_path, monkeypatch):
     assert Page(tmp_path / "report.html").words.count(sentence) == 1
 
 
-def test_records_that_were_set_aside_are_no_run_of_their_own_unless_named(tmp_path):
+def test_records_that_were_set_aside_are_no_run_of_their_own_unless_named(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one"
     for folder in (run, run / "aside_1"):
         folder.mkdir(parents=True)
@@ -231,12 +244,12 @@ def test_records_that_were_set_aside_are_no_run_of_their_own_unless_named(tmp_pa
     assert report_data.find_runs(run / "aside_1") == [run / "aside_1"]
 
 
-def test_problems_are_named(tmp_path, group):
-    def change(step, metrics):
+def test_problems_are_named(tmp_path: Path) -> None:
+    def change(step: int, metrics: dict[str, float]) -> dict[str, float]:
         problem = {"mismatch/kl": 0.5, "reward/accuracy": 0.1, "reward/zero_std_fraction": 1.0, "grad_norm": 1.0}
         return {**metrics, **problem} if step > 10 else metrics
 
-    folder = run_folder(tmp_path / "run", group, change=change)
+    folder = run_folder(tmp_path / "run", change=change)
     run = report_data.read_run(folder)
     problems = [check.question for check in rule_checks(run) if check.tone is Tone.warning]
     assert problems == ["no reward variance", "mismatch"]
@@ -246,7 +259,7 @@ def test_problems_are_named(tmp_path, group):
     assert "step 13 In 100% of the groups all completions have the same reward" in words
 
 
-def test_every_metric_has_a_chart_in_its_section(tmp_path):
+def test_every_metric_has_a_chart_in_its_section(tmp_path: Path) -> None:
     phases = [f"sync/{phase}_seconds" for phase in SYNC_PHASES]
     names = [*phases, "lora/norm", "lora/loaded_adapters", "reward/pass@2", "memory/engine_rss_mib", "own/thing"]
     with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
@@ -263,7 +276,7 @@ def test_every_metric_has_a_chart_in_its_section(tmp_path):
     }
 
 
-def test_a_failed_run_and_an_empty_folder_have_a_report_too(tmp_path):
+def test_a_failed_run_and_an_empty_folder_have_a_report_too(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), RunFolderRecorder(RunConfig(), tmp_path / "failed"):
         raise RuntimeError("engine <0> died")
     words = Page(tmp_path / "failed/report.html").words
@@ -273,7 +286,7 @@ def test_a_failed_run_and_an_empty_folder_have_a_report_too(tmp_path):
     assert "Too early" in Page(write_report(tmp_path / "empty", tmp_path / "empty/report.html")).words
 
 
-def test_a_report_that_cannot_be_written_is_a_warning_and_the_run_stays_finished(tmp_path, metrics):
+def test_a_report_that_cannot_be_written_is_a_warning_and_the_run_stays_finished(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
         recorder.log(1, metrics(1))
@@ -281,7 +294,7 @@ def test_a_report_that_cannot_be_written_is_a_warning_and_the_run_stays_finished
     assert "report.html could not be written" in (tmp_path / "logs/warnings.jsonl").read_text()
 
 
-def test_the_curves_of_long_runs_are_thinned():
+def test_the_curves_of_long_runs_are_thinned() -> None:
     rows = [{"step": step, "lr": float(step)} for step in range(1, 5001)]
     steps, series = report_data.curves(rows)
     assert len(steps) == 556
@@ -298,14 +311,14 @@ def test_the_curves_of_long_runs_are_thinned():
         ([0.5, 0.3], "No, it got worse"),
     ],
 )
-def test_learning_is_judged_by_the_held_out_accuracy(tmp_path, accuracy, answer):
+def test_learning_is_judged_by_the_held_out_accuracy(tmp_path: Path, accuracy: list[float], answer: str) -> None:
     with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
         for step, value in enumerate(accuracy):
             recorder.log_eval(step, {"eval": {"accuracy": value}})
     assert learning_check(report_data.read_run(tmp_path)).answer == answer
 
 
-def test_without_an_evaluation_learning_is_judged_by_the_reward_and_phase_overlap_is_mentioned(tmp_path):
+def test_without_an_evaluation_learning_is_judged_by_the_reward_and_phase_overlap_is_mentioned(tmp_path: Path) -> None:
     with RunFolderRecorder(RunConfig(), tmp_path) as recorder:
         for step in range(1, 11):
             times = {"time/step": 1.0, "time/generate": 0.9, "time/train": 0.8, "time/sync": 0.01}

@@ -1,12 +1,14 @@
 import json
+from pathlib import Path
 
 import pytest
 
 from app.tracking.run_folder import summary
 from app.tracking.run_folder.summary import Status, Summary
+from tests.tracking.records import metrics
 
 
-def test_summary_follows_the_steps(tmp_path, metrics):
+def test_summary_follows_the_steps(tmp_path: Path) -> None:
     run = Summary(tmp_path)
     run.add(0, {"eval/accuracy": 0.3})
     for step in (1, 2, 3):
@@ -33,12 +35,12 @@ def test_summary_follows_the_steps(tmp_path, metrics):
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_seconds_of_an_earlier_attempt_are_kept(tmp_path):
+def test_seconds_of_an_earlier_attempt_are_kept(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps({"status": "interrupted", "total/seconds": 100.0}))
     assert 100.0 <= Summary(tmp_path).seconds < 110.0
 
 
-def test_the_prompts_behind_an_accuracy_are_those_of_all_sets_of_the_last_evaluation(tmp_path):
+def test_the_prompts_behind_an_accuracy_are_those_of_all_sets_of_the_last_evaluation(tmp_path: Path) -> None:
     run = Summary(tmp_path)
     run.add(0, {"eval/accuracy": 0.3, "eval/prompts": 7})
     assert run.values["eval/prompts"] == 7
@@ -49,7 +51,7 @@ def test_the_prompts_behind_an_accuracy_are_those_of_all_sets_of_the_last_evalua
 @pytest.mark.parametrize(
     "content", ["", '{"status": "fini', "[]", "\0" * 100], ids=["empty", "cut", "another type", "zeros"]
 )
-def test_a_summary_that_cannot_be_read_counts_as_empty_and_is_replaced(content, tmp_path):
+def test_a_summary_that_cannot_be_read_counts_as_empty_and_is_replaced(content: str, tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(content)
     assert summary.read(tmp_path) == {}
     assert not summary.is_finished(tmp_path)
@@ -57,7 +59,7 @@ def test_a_summary_that_cannot_be_read_counts_as_empty_and_is_replaced(content, 
     assert summary.read(tmp_path)["status"] == "running"
 
 
-def test_a_long_error_keeps_its_first_and_last_characters(tmp_path):
+def test_a_long_error_keeps_its_first_and_last_characters(tmp_path: Path) -> None:
     run = Summary(tmp_path)
     run.end(Status.failed, "engine 0 died; its last lines:\n" + "x" * 100_000 + "\nout of memory")
     run.write()

@@ -1,21 +1,23 @@
 import json
 import time
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
 from app.tracking.run_folder.timeline import Timeline
 
 
-def trace(timeline, folder):
+def trace(timeline: Timeline, folder: Path) -> dict[str, Any]:
     timeline.write(folder)
     return json.loads((folder / "timeline.json").read_text())
 
 
-def rows(content):
+def rows(content: dict[str, Any]) -> dict[str, list[tuple[str, float, float]]]:
     """Return row name → its spans (name, start and end in microseconds)."""
     names = {e["tid"]: e["args"]["name"] for e in content["traceEvents"] if e["name"] == "thread_name"}
-    spans_by_row = {}
+    spans_by_row: dict[str, list[tuple[str, float, float]]] = {}
     for event in content["traceEvents"]:
         if event["ph"] == "X":
             span = (event["name"], event["ts"], event["ts"] + event["dur"])
@@ -23,7 +25,7 @@ def rows(content):
     return spans_by_row
 
 
-def test_the_file_follows_the_trace_event_format(tmp_path):
+def test_the_file_follows_the_trace_event_format(tmp_path: Path) -> None:
     timeline = Timeline()
     with timeline.span("driver", "step 1", version=1), timeline.span("driver", "train"):
         pass
@@ -43,7 +45,7 @@ def test_the_file_follows_the_trace_event_format(tmp_path):
     assert content["traceEvents"][-2]["args"] == {"version": 1}
 
 
-def test_nested_spans_share_a_row_and_overlapping_ones_get_their_own(tmp_path):
+def test_nested_spans_share_a_row_and_overlapping_ones_get_their_own(tmp_path: Path) -> None:
     timeline = Timeline()
     base = timeline.now()
     for name, start, end in [("a", 0, 10), ("inside a", 2, 4), ("b", 5, 12), ("c", 12, 13), ("inside b", 11, 12)]:
@@ -57,7 +59,7 @@ def test_nested_spans_share_a_row_and_overlapping_ones_get_their_own(tmp_path):
     }
 
 
-def test_the_spans_of_every_row_nest_for_any_input(tmp_path):
+def test_the_spans_of_every_row_nest_for_any_input(tmp_path: Path) -> None:
     timeline = Timeline()
     base, state = timeline.now(), 12345
     for index in range(400):
@@ -65,15 +67,15 @@ def test_the_spans_of_every_row_nest_for_any_input(tmp_path):
         start = state % 1000
         timeline.add("engine 0", str(index), base + start / 10, base + (start + state // 1000 % 60) / 10)
     for spans in rows(trace(timeline, tmp_path)).values():
-        open_ends = []
-        for _, start, end in sorted(spans, key=lambda span: (span[1], -span[2])):
-            while open_ends and open_ends[-1] <= start + 1.0:
+        open_ends: list[float] = []
+        for _, begin, end in sorted(spans, key=lambda span: (span[1], -span[2])):
+            while open_ends and open_ends[-1] <= begin + 1.0:
                 open_ends.pop()
             assert not open_ends or end <= open_ends[-1] + 1.0  # within a microsecond
             open_ends.append(end)
 
 
-def test_the_newest_spans_are_kept_and_older_ones_counted(tmp_path):
+def test_the_newest_spans_are_kept_and_older_ones_counted(tmp_path: Path) -> None:
     timeline = Timeline(capacity=10)
     for index in range(25):
         timeline.add("driver", str(index), timeline.now(), timeline.now())
@@ -82,14 +84,14 @@ def test_the_newest_spans_are_kept_and_older_ones_counted(tmp_path):
     assert content["otherData"]["older_spans_left_out"] == 15
 
 
-def test_a_span_is_recorded_when_its_body_raises(tmp_path):
+def test_a_span_is_recorded_when_its_body_raises(tmp_path: Path) -> None:
     timeline = Timeline()
     with pytest.raises(RuntimeError), timeline.span("driver", "push"):
         raise RuntimeError
     assert [event["name"] for event in trace(timeline, tmp_path)["traceEvents"] if event["ph"] == "X"] == ["push"]
 
 
-def test_a_resumed_run_keeps_the_spans_of_the_earlier_attempt(tmp_path):
+def test_a_resumed_run_keeps_the_spans_of_the_earlier_attempt(tmp_path: Path) -> None:
     first = Timeline()
     first.add("driver", "before", first.now() - 100, first.now() - 50)
     first.write(tmp_path)
@@ -101,7 +103,7 @@ def test_a_resumed_run_keeps_the_spans_of_the_earlier_attempt(tmp_path):
     assert spans[1][1] - spans[0][1] == pytest.approx(100e6, abs=5e6)
 
 
-def test_a_span_costs_microseconds():
+def test_a_span_costs_microseconds() -> None:
     """Of CPU time, the median of five rounds: a pause of the machine does not count."""
     timeline = Timeline()
     rounds = []

@@ -14,8 +14,8 @@ import pytest
 from app.cluster.process_reaper import process_reaper
 from app.config import RunConfig
 from app.tracking.recorder import SAMPLES_EVERY, RunFolderRecorder
-from app.types import Group
 from tests.runs import Run
+from tests.tracking.records import group, metrics
 from tests.tracking.wandb_file import recorded
 from tests.waiting import until
 
@@ -29,7 +29,7 @@ def make_config() -> RunConfig:
     return config
 
 
-def record(folder: Path, metrics: Metrics, steps: tuple[int, ...], resumed_at: int | None = None) -> None:
+def record(folder: Path, steps: tuple[int, ...], resumed_at: int | None = None) -> None:
     with RunFolderRecorder(make_config(), folder) as recorder:
         if resumed_at is not None:
             recorder.resume(resumed_at)
@@ -44,9 +44,9 @@ def warnings(folder: Path) -> list[str]:
     return [json.loads(line)["text"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_offline_keeps_history_config_and_run_id_across_a_resume(tmp_path: Path, metrics: Metrics) -> None:
-    record(tmp_path, metrics, (1, 2, 3))
-    record(tmp_path, metrics, (3, 4), resumed_at=2)
+def test_offline_keeps_history_config_and_run_id_across_a_resume(tmp_path: Path) -> None:
+    record(tmp_path, (1, 2, 3))
+    record(tmp_path, (3, 4), resumed_at=2)
     (warning,) = warnings(tmp_path)
     assert warning.startswith("wandb cannot replace steps 3 to 3")
     first, second = recorded(tmp_path)
@@ -58,10 +58,10 @@ def test_offline_keeps_history_config_and_run_id_across_a_resume(tmp_path: Path,
     assert (first.exit_codes, second.exit_codes) == ([0], [0])
 
 
-def test_each_run_of_a_sweep_is_complete_although_its_processes_are_reaped(tmp_path: Path, metrics: Metrics) -> None:
+def test_each_run_of_a_sweep_is_complete_although_its_processes_are_reaped(tmp_path: Path) -> None:
     for name in ("a", "b"):
         with process_reaper():
-            record(tmp_path / name, metrics, (1, 2, 3))
+            record(tmp_path / name, (1, 2, 3))
     for name in ("a", "b"):
         (only,) = recorded(tmp_path / name)
         assert only.column("reward/mean") == {1: 0.1, 2: 0.2, 3: 0.3}
@@ -75,7 +75,7 @@ from pathlib import Path
 from app.cluster.process_reaper import process_reaper
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.wandb import WeightsAndBiases
-from tests.tracking.conftest import make_metrics
+from tests.tracking.records import metrics
 from tests.tracking.test_wandb import make_config
 
 log = WeightsAndBiases.log
@@ -90,14 +90,12 @@ def log_and_tell(self, step, metrics):
 WeightsAndBiases.log = log_and_tell
 with process_reaper(), RunFolderRecorder(make_config(), Path(sys.argv[1])) as recorder:
     for step in (1, 2, 3):
-        recorder.log(step, make_metrics(step))
+        recorder.log(step, metrics(step))
     time.sleep(1000)
 """
 
 
-def test_a_killed_driver_leaves_no_helper_and_its_resume_sends_what_was_not_confirmed(
-    tmp_path: Path, metrics: Metrics
-) -> None:
+def test_a_killed_driver_leaves_no_helper_and_its_resume_sends_what_was_not_confirmed(tmp_path: Path) -> None:
     driver = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.DEVNULL)
     process = psutil.Process(driver.pid)
     until((tmp_path / "logged").exists, 60)
@@ -108,7 +106,7 @@ def test_a_killed_driver_leaves_no_helper_and_its_resume_sends_what_was_not_conf
     _, left = psutil.wait_procs(helpers, timeout=30)
     assert all(each.status() == psutil.STATUS_ZOMBIE for each in left)
 
-    record(tmp_path, metrics, (3, 4), resumed_at=2)
+    record(tmp_path, (3, 4), resumed_at=2)
     second = recorded(tmp_path)[-1]
     assert second.run_id == json.loads((tmp_path / "tracking/wandb.json").read_text())["run_id"]
     assert second.column("reward/mean") == {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4}
@@ -116,7 +114,7 @@ def test_a_killed_driver_leaves_no_helper_and_its_resume_sends_what_was_not_conf
     assert warnings(tmp_path) == []
 
 
-def test_samples_are_tables_at_evaluations_and_every_few_steps(tmp_path: Path, group: Callable[..., Group]) -> None:
+def test_samples_are_tables_at_evaluations_and_every_few_steps(tmp_path: Path) -> None:
     groups = [group(7, [0.5, float("nan")])]
     with RunFolderRecorder(make_config(), tmp_path) as recorder:
         recorder.log_eval(0, {"eval": {"accuracy": 0.5}}, groups, lambda ids: f"question {list(ids)}")
@@ -138,7 +136,7 @@ def test_samples_are_tables_at_evaluations_and_every_few_steps(tmp_path: Path, g
     }
 
 
-def test_a_table_has_a_bounded_number_of_rows(tmp_path: Path, group: Callable[..., Group]) -> None:
+def test_a_table_has_a_bounded_number_of_rows(tmp_path: Path) -> None:
     config = make_config()
     config.tracking.samples_per_step = 1000
     with RunFolderRecorder(config, tmp_path) as recorder:

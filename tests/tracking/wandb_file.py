@@ -25,7 +25,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
         content += data[offset + HEADER : offset + HEADER + length]
         offset += HEADER + length
         if kind in (1, 4):  # a full record, or the last fragment of one
-            record = wandb_internal_pb2.Record()
+            record = vars(wandb_internal_pb2)["Record"]()
             record.ParseFromString(content)
             content = b""
             yield record
@@ -34,7 +34,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
 class Recorded:
     """What one `.wandb` file holds. A nested value of the history has a name with dots, like `samples/eval.nrows`."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path) -> None:
         self.run_id = path.stem.removeprefix("run-")
         self.history: dict[int, dict[str, Any]] = {}
         self.config: dict[str, Any] = {}

@@ -34,7 +34,7 @@ def run_on(ranks: int, work: Callable[..., Any], out: Path, *arguments: Any) -> 
 def processes(work: Callable[..., None], arguments: tuple[Any, ...], number: int) -> None:
     """Run `work(index, *arguments)` in processes that are forked from a server with all imports done."""
     set_forkserver_preload(["tests.trainer.imported"])
-    mp.start_processes(work, arguments, nprocs=number, start_method="forkserver")  # type: ignore[attr-defined]
+    mp.start_processes(work, arguments, nprocs=number, start_method="forkserver")
 
 
 def _rank(

@@ -34,7 +34,7 @@ def scored_groups(count: int, size: int = 4, *, seed: int = 0, shortest: int = 0
     random = np.random.default_rng(seed)
     groups = []
     for index in range(count):
-        prompt = Prompt(f"random/{index}@0", _tokens(random, random.integers(1, 7)), "", "random")
+        prompt = Prompt(f"random/{index}@0", _tokens(random, int(random.integers(1, 7))), "", "random")
         trajectories = [_trajectory(prompt, random, int(random.integers(shortest, LIMIT + 1))) for _ in range(size)]
         advantages = random.normal(size=size).astype(np.float32)
         groups.append(ScoredGroup(Group(prompt, tuple(trajectories)), advantages))
@@ -130,7 +130,7 @@ class Result:
 class RecordingOptimizer(PolicyOptimizer):
     """Also records the gradients of each update."""
 
-    def __init__(self, policy: PolicyModel, config: TrainerConfig):
+    def __init__(self, policy: PolicyModel, config: TrainerConfig) -> None:
         super().__init__(policy.parameters(), config)
         self.policy = policy
         self.gradients: list[dict[str, Tensor]] = []
@@ -220,7 +220,8 @@ def aborted_step(step: TrainStep, scenario: Scenario) -> None:
         others, expected = unreadable(others), IndexError
     elif scenario.before == "failed backward":
         expected = BackwardFailed
-        hook = step.model.layers[1].self_attn.register_full_backward_pre_hook(_fail)
+        attention: Any = step.model.layers[1].self_attn
+        hook = attention.register_full_backward_pre_hook(_fail)
 
     with contextlib.suppress(expected) if expected else contextlib.nullcontext():
         step.add_groups(others)

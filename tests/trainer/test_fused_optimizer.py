@@ -21,7 +21,7 @@ CONFIG = TrainerConfig(lr=1e-3)
 class Trained:
     """A sharded policy and its optimizer, with gradients that depend on the parameters."""
 
-    def __init__(self, path: Path, mesh: DeviceMesh, *, fused: bool, foreach: bool = False):
+    def __init__(self, path: Path, mesh: DeviceMesh, *, fused: bool, foreach: bool = False) -> None:
         self.policy = load(path, mesh=mesh, device="cpu")
         self.optimizer = PolicyOptimizer(self.policy.parameters(), CONFIG, fused=fused)
         for param_group in self.optimizer.torch_optimizer.param_groups:

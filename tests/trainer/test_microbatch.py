@@ -64,7 +64,13 @@ def test_packing_matches_a_loop_over_the_tokens() -> None:
     groups = scored_groups(5, seed=3)
     samples = make_samples(groups, mask_truncated=True)
     trajectories = [trajectory for scored in groups for trajectory in scored.group.trajectories]
-    ids, positions, logit_positions, targets, sequence, logprobs, boundaries = [], [], [], [], [], [], [0]
+    ids: list[int] = []
+    positions: list[int] = []
+    logit_positions: list[int] = []
+    targets: list[int] = []
+    sequence: list[int] = []
+    logprobs: list[float] = []
+    boundaries = [0]
     for index, trajectory in enumerate(trajectories):
         prompt, completion = trajectory.prompt.token_ids, trajectory.completion
         for position, token in enumerate([*prompt, *completion.token_ids]):

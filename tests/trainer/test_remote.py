@@ -52,7 +52,7 @@ def failing_on_one_rank(groups: list[ScoredGroup]) -> list[ScoredGroup]:
 class Garbage:
     """An extension that makes a reference cycle, which only a garbage collection frees."""
 
-    def __init__(self, rank: object):
+    def __init__(self, rank: object) -> None:
         self.reference: weakref.ref[Garbage] | None = None
 
     def make(self) -> bool:

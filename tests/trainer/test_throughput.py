@@ -1,6 +1,7 @@
 """Throughput metrics: FLOPs against torch's own count, utilization, seconds by phase."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_a_frozen_base_needs_no_gradients_of_its_weights(tmp_path: Path) -> None
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.arange(tokens)[None]).logits.sum().backward()
     masked_half = cost.step_cost.per_token_squared * tokens * tokens
-    attention = policy.layers[0].self_attn
+    attention: Any = policy.layers[0].self_attn
     first = [attention.q_proj, attention.k_proj, attention.v_proj]
     left_out = sum(2 * tokens * (layer.weight.numel() + layer.lora_A.numel()) for layer in first)
     assert counter.get_total_flops() == cost.sequence(tokens, tokens) + masked_half - left_out

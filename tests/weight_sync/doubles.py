@@ -25,7 +25,7 @@ from app.types import EngineStats, InFlight
 class WorkDouble(dist._Work):
     """A broadcast in flight."""
 
-    def __init__(self, received: threading.Event):
+    def __init__(self, received: threading.Event) -> None:
         super().__init__()
         self.received = received
         self.aborted = threading.Event()
@@ -45,8 +45,8 @@ class NcclDouble(dist.ProcessGroup):
 
     made: ClassVar[list["NcclDouble"]] = []
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
-        super().__init__(rank, size)
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks it
         self.timeout = timeout
         self.calls: list[str] = []
         self.works: list[WorkDouble] = []
@@ -58,10 +58,10 @@ class NcclDouble(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return "double"
 
-    def _get_backend(self, device: torch.device) -> "NcclDouble":
+    def _get_backend(self, device: torch.device) -> Any:
         return self
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> WorkDouble:
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> WorkDouble:  # type: ignore[override]
         if self.devices_shared:
             raise dist.DistBackendError("NCCL error: invalid usage: Duplicate GPU detected : rank 0 and rank 1")
         self.members_take_part.wait()
@@ -88,7 +88,7 @@ class HcclDouble(NcclDouble):
 class UnreceivedDouble(NcclDouble):
     """A communicator that is built, whose broadcasts nobody receives."""
 
-    def __init__(self, *args: Any):
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.members_take_part.set()
 
@@ -96,7 +96,7 @@ class UnreceivedDouble(NcclDouble):
 class PromptDouble(UnreceivedDouble):
     """A process group in which everything works."""
 
-    def __init__(self, *args: Any):
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.members_receive.set()
 
@@ -112,7 +112,7 @@ DOUBLES = {
 class Doubles:
     """An extension of a trainer rank that registers the doubles as backends of torch.distributed."""
 
-    def __init__(self, trainer_rank: Any = None):
+    def __init__(self, trainer_rank: Any = None) -> None:
         for name, double in DOUBLES.items():
             if name.upper() not in dist.Backend._plugins:
                 dist.Backend.register_backend(name, double, devices=["cpu"])
@@ -121,7 +121,7 @@ class Doubles:
 class EngineDouble:
     """An engine that accepts everything, except what `refuses` names: the n-th request of a route."""
 
-    def __init__(self, name: str = "engine 0", refuses: tuple[str, int] | None = None):
+    def __init__(self, name: str = "engine 0", refuses: tuple[str, int] | None = None) -> None:
         self.name = name
         self.refuses = refuses
         self.requests: list[str] = []  # routes

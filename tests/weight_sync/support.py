@@ -31,7 +31,7 @@ TRANSPORTS = ("ipc", "collective")
 class Weights:
     """An extension of a trainer rank that sets the parameters: the checkpoint's plus seeded noise, or a small step."""
 
-    def __init__(self, trainer_rank: Any):
+    def __init__(self, trainer_rank: Any) -> None:
         self.parameters = list(trainer_rank.model.parameters())
         self.original = [parameter.detach().clone() for parameter in self.parameters]
 
@@ -84,7 +84,8 @@ def make_trainer(
         logs=folder,
         lora=lora or LoraConfig(),
     )
-    make = ray.remote(concurrency_groups=CONCURRENCY_GROUPS, num_cpus=0)(TrainerRank)
+    remote: Any = ray.remote  # whose stubs lack concurrency_groups
+    make = remote(concurrency_groups=CONCURRENCY_GROUPS, num_cpus=0)(TrainerRank)
     return RemoteTrainer([make.remote(spec, rank) for rank in range(ranks)], timeout_s=120, logs=folder)
 
 
@@ -185,7 +186,7 @@ Rule = Callable[[web.Request, Callable[[], Awaitable[web.Response]]], Awaitable[
 class Proxy:
     """An HTTP proxy in front of a real server, in a background thread. `rules` inject faults by route."""
 
-    def __init__(self, target: str):
+    def __init__(self, target: str) -> None:
         self.target = target
         self.rules: dict[str, Rule] = {}  # by route
         self.seen: list[str] = []  # paths of all requests

@@ -50,7 +50,7 @@ def bf16(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathF
         ray.kill(actor)
 
 
-async def checksums_after_full_sync(trainer: Any, engines: list[Any], folder: Path, **shape: int) -> list[list[str]]:
+async def checksums_after_full_sync(trainer: Any, engines: list[Any], folder: Path, **shape: Any) -> list[list[str]]:
     """Run a full sync and return the engines' checksums."""
     await (await make_synchronizer("ipc", trainer, engines, folder, verify=Verify.never, **shape)).sync(99)
     return [await checksum(engine) for engine in engines]
@@ -70,10 +70,13 @@ def test_deltas_leave_the_engine_with_the_bits_of_a_full_sync(
         )
         full = await synchronizer.sync(0)
         assert full.changed_fraction is None
+        assert full.bytes_full is not None
         assert full.bytes >= full.bytes_full
         for version in (1, 2, 3):
             await trainer.call("weights", Weights.step, seed=version, size=STEP)
             report = await synchronizer.sync(version)
+            assert report.changed_fraction is not None
+            assert report.bytes_full is not None
             assert 0 < report.changed_fraction < 0.2
             assert report.bytes < 0.4 * report.bytes_full
         unchanged = await synchronizer.sync(4)

@@ -34,7 +34,7 @@ def test_fifty_deltas_are_bit_equal_to_a_full_push_and_a_replaced_engine_gets_on
     family: str, width: int, ray_session: None, tmp_path: Path
 ) -> None:
     model = TINY_MODELS / {"qwen3": "tiny", "qwen35": "tiny_qwen35"}[family]
-    flags = {"dtype": "bfloat16", "tp_size": width, "max_total_tokens": 2048}
+    flags: dict[str, Any] = {"dtype": "bfloat16", "tp_size": width, "max_total_tokens": 2048}
     if family == "qwen35":
         flags["disable_radix_cache"] = True
 

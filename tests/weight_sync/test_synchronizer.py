@@ -12,6 +12,7 @@ import pytest
 from app.config.weight_sync import Verify
 from app.types import SYNC_PHASES, Completion, InFlight
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
+from app.weight_sync.transport.collective import CollectiveTransport
 from tests.rollout.support import transformers_logprobs
 from tests.weight_sync.support import (
     TRANSPORTS,
@@ -63,6 +64,7 @@ def test_a_group_is_rebuilt_at_every_sync_where_it_is_set(
         for version, seed in ((5, 0), (6, 1), (7, 0)):
             await set_weights(trainer, seed)
             reports.append(await synchronizer.sync(version))
+            assert isinstance(synchronizer.transport, CollectiveTransport)
             assert (synchronizer.transport._name is None) == rebuild
             sums.append(await checksum(engine))
         assert [report.group_reused for report in reports] == [False, not rebuild, not rebuild]

@@ -21,7 +21,8 @@ from app.weight_sync.deadlines import Deadline
 from app.weight_sync.factory import make_synchronizer
 from app.weight_sync.own_transport import own_transport
 from app.weight_sync.sender import Sender
-from app.weight_sync.transport.collective import BroadcastSender
+from app.weight_sync.synchronizer import BucketedWeightSynchronizer
+from app.weight_sync.transport.collective import BroadcastSender, CollectiveTransport
 from app.weight_sync.transport.ipc import IpcSender
 from app.weight_sync.verify import expect_equal
 from tests.compose import composed
@@ -178,5 +179,8 @@ def test_a_transport_of_ones_own_replaces_the_named_one(tmp_path: Path) -> None:
     for kind in ("collective", "ipc"):
         placement = "fully_async" if kind == "collective" else "colocate"
         config = composed(f"placement={placement}", f"weight_sync._target_={target}", f"weight_sync.transport={kind}")
-        made = make_synchronizer(config, device_of(config.device.kind), None, [], tmp_path, one_machine=True)
-        assert (type(made.transport).__name__, made.transport.backend) == ("CollectiveTransport", "gloo")
+        trainer: Any = None
+        made = make_synchronizer(config, device_of(config.device.kind), trainer, [], tmp_path, one_machine=True)
+        assert isinstance(made, BucketedWeightSynchronizer)
+        assert isinstance(made.transport, CollectiveTransport)
+        assert made.transport.backend == "gloo"

@@ -81,7 +81,7 @@ def synced(name: str, ranks: int, rank: int, kind: DeviceKind, layers: int | Non
 
 
 def bucket_bytes() -> int:
-    return composed("model=qwen3_4b", "device=cuda").weight_sync.bucket_mib * MIB
+    return int(composed("model=qwen3_4b", "device=cuda").weight_sync.bucket_mib * MIB)
 
 
 @pytest.mark.parametrize("kind", [DeviceKind.cuda, DeviceKind.npu])

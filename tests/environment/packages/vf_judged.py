@@ -15,10 +15,10 @@ class JudgedConfig(vf.EnvConfig):
 
 
 class JudgedEnv(vf.Env[JudgedConfig]):
-    async def setup(self, agents):
+    async def setup(self, agents) -> None:
         agents.judge.trainable = self.config.trained
 
-    async def run(self, task, agents):
+    async def run(self, task, agents) -> None:
         await agents.solver.run(task)
         await agents.judge.run(task)
 

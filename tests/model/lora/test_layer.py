@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_a_policy_starts_as_its_base_bit_for_bit_and_is_it_again_with_adapters_o
     save: Callable[[Path], Path], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     path = save(tmp_path / "model")
-    dtypes = {"param_dtype": dtype, "compute_dtype": dtype}
+    dtypes: dict[str, Any] = {"param_dtype": dtype, "compute_dtype": dtype}
     policy = load(path, mesh=None, device="cpu", lora=LoraConfig(rank=4), **dtypes)
     base = load(path, mesh=None, device="cpu", **dtypes)
     for name in ("A_log", "dt_bias"):  # a policy of bfloat16 alone rounds them

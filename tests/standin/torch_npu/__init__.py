@@ -25,7 +25,7 @@ native.register_hooks()
 
 
 class Event:
-    def __init__(self, enable_timing: bool = False, **_: Any):
+    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self.at = 0.0
 
     def record(self, stream: Any = None) -> None:
@@ -44,7 +44,7 @@ class Event:
 
 
 class Stream:
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any):
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.device = device
 
     def wait_stream(self, stream: Any) -> None: ...
@@ -95,10 +95,10 @@ class _Module:
     def synchronize(self, device: Any = None) -> None:
         native.synchronize()
 
-    def current_stream(self, device: Any = None) -> Stream:
+    def current_stream(self, device: Any = None) -> Any:
         return Stream(device)
 
-    def default_stream(self, device: Any = None) -> Stream:
+    def default_stream(self, device: Any = None) -> Any:
         return Stream(device)
 
     def stream(self, stream: Any) -> Any:
@@ -150,13 +150,13 @@ def _gather(tensor: Any, gather_list: Any = None, dst: int = 0, group: Any = Non
     """
     if tensor.device.type != "npu":
         return _gather_of_torch(tensor, gather_list, dst, group, async_op)
-    sizes = [each.size() for each in gather_list] if gather_list else [None] * dist.get_world_size(group)
+    sizes = [each.size() for each in gather_list] if gather_list else [()] * dist.get_world_size(group)
     dist.broadcast_object_list(sizes, dst, group)
     found = gather_list or [torch.empty(size, dtype=tensor.dtype, device=tensor.device) for size in sizes]
     return dist.all_gather(found, tensor, group, async_op)
 
 
-dist.gather = _gather
+setattr(dist, "gather", _gather)  # noqa: B010 (of another signature)
 
 
 def _hccl(options: Any, backend_options: Any) -> Any:

@@ -20,7 +20,7 @@ SIZE = 0.3  # of the entries of A and B: the adapters move log-probabilities by 
 class RandomAdapters:
     """An extension of a trainer rank that sets its adapters to noise."""
 
-    def __init__(self, trainer_rank: Any):
+    def __init__(self, trainer_rank: Any) -> None:
         self.adapters = dict(adapter_tensors(trainer_rank.model))
 
     def set(self, seed: int, size: float) -> None:

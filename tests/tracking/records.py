@@ -1,9 +1,6 @@
 """Groups and metrics of a plausible run."""
 
-from collections.abc import Callable
-
 import numpy as np
-import pytest
 
 from app.types import (
     Completion,
@@ -21,7 +18,7 @@ from app.types import (
 SPAN = VersionSpan(3, 0, 3)
 
 
-def make_group(row: int, rewards: list[float], *, version: int = 0) -> Group:
+def group(row: int, rewards: list[float], *, version: int = 0) -> Group:
     prompt = Prompt(f"arithmetic/{row}@0", np.array([row, 1, 2], dtype=np.int32), str(row), "arithmetic")
     trajectories = []
     for index, reward in enumerate(rewards):
@@ -33,7 +30,7 @@ def make_group(row: int, rewards: list[float], *, version: int = 0) -> Group:
     return Group(prompt, tuple(trajectories))
 
 
-def make_episode_group() -> Group:
+def episode_group() -> Group:
     """Two episodes: one of two turns, and one whose history was rewritten."""
     prompt = Prompt("game/3@0", np.array([7, 8], dtype=np.int32), "42", "game", "6*7=")
     two = (
@@ -57,7 +54,7 @@ def make_episode_group() -> Group:
     return Group(prompt, tuple(trajectories))
 
 
-def make_metrics(step: int) -> dict[str, float]:
+def metrics(step: int) -> dict[str, float]:
     return {
         "policy_version": step,
         "reward/mean": 0.1 * step,
@@ -69,18 +66,3 @@ def make_metrics(step: int) -> dict[str, float]:
         "time/train": 0.3,
         "time/sync": 0.05,
     }
-
-
-@pytest.fixture
-def group() -> Callable[..., Group]:
-    return make_group
-
-
-@pytest.fixture
-def episode_group() -> Group:
-    return make_episode_group()
-
-
-@pytest.fixture
-def metrics() -> Callable[[int], dict[str, float]]:
-    return make_metrics
