@@ -469,6 +469,7 @@ class World:
             params_on_device=time_sharing.params_onloaded if colocate else None,
         )
         supervisor.attach(weight_sync.sync_restarted)
+        recorder: Any = self.recorder  # records a run in lists instead of its folder
         return RunContext(
             config=self.config,
             trainer=self.trainer,
@@ -481,7 +482,7 @@ class World:
             ),
             cursor=self.cursor,
             evals={"eval": prompts(self.eval_rows, "eval")},
-            recorder=self.recorder,
+            recorder=recorder,
             checkpoints=CheckpointManager(
                 self.folder, self.config.checkpoint.keep, keep_best=self.config.checkpoint.keep_best
             ),
