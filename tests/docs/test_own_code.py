@@ -25,7 +25,7 @@ from tests.docs.markdown import PAGES, ROOT, code_blocks
 from tests.reward.scorers import failed, running_scorer, score
 from tests.rollout.support import KEY, host_spec, server_spec
 from tests.tiny_models.tokenizer import build_tokenizer
-from tests.tracking.test_dashboards import make_config, record, warnings
+from tests.tracking.records import offline, record, warnings
 
 MODULES = ("my_rewards", "my_judge", "my_reward_model", "my_tracker")
 EXTENDING = ROOT / "docs" / "extending.md"
@@ -225,7 +225,7 @@ def test_the_reward_model_of_the_page_scores_as_transformers(
 
 
 def test_the_tracker_of_the_page_records_a_run(modules: Path) -> None:
-    config = make_config("my_tracker.JsonLines")
+    config = offline("my_tracker.JsonLines")
     config.tracking.args = {"name": "mine"}
     require_trackers(TrackingConfig(use=config.tracking.use, args=config.tracking.args))
     record(config, modules / "run", (1, 2))

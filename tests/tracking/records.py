@@ -1,7 +1,13 @@
-"""Groups and metrics of a plausible run."""
+"""Groups and metrics of a plausible run, and its recording."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from app.config import RunConfig
+from app.tracking.recorder import RunFolderRecorder
 from app.types import (
     Completion,
     Ending,
@@ -66,3 +72,26 @@ def metrics(step: int) -> dict[str, float]:
         "time/train": 0.3,
         "time/sync": 0.05,
     }
+
+
+def offline(*use: str, steps: int = 3) -> RunConfig:
+    """A run with these trackers, which reach no server."""
+    config = RunConfig(steps=steps)
+    config.tracking.use = list(use)
+    config.tracking.offline = True
+    return config
+
+
+def record(config: RunConfig, folder: Path, steps: Sequence[int], resumed_at: int | None = None) -> None:
+    with RunFolderRecorder(config, folder) as recorder:
+        if resumed_at is not None:
+            recorder.resume(resumed_at)
+        else:
+            recorder.log_eval(0, {"eval": {"accuracy": 0.25}})
+        for step in steps:
+            recorder.log(step, {**metrics(step), "lr": 0.5})
+
+
+def warnings(folder: Path) -> list[str]:
+    path = folder / "logs/warnings.jsonl"
+    return [json.loads(line)["text"] for line in path.read_text().splitlines()] if path.exists() else []

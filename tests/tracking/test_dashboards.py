@@ -9,40 +9,12 @@ from typing import Any
 
 import pytest
 
-from app.config import RunConfig
 from app.tracking import dashboards
 from app.tracking.dashboard import DashboardOptions, Progress, grouped
 from app.tracking.dashboards import DashboardWorker, close_all
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.run_folder.summary import Status
-from tests.tracking.records import metrics
-
-
-def make_config(*use: str, steps: int = 3) -> RunConfig:
-    config = RunConfig(steps=steps)
-    config.tracking.use = list(use)
-    config.tracking.offline = True
-    return config
-
-
-def record(
-    config: RunConfig,
-    folder: Path,
-    steps: Sequence[int],
-    resumed_at: int | None = None,
-) -> None:
-    with RunFolderRecorder(config, folder) as recorder:
-        if resumed_at is not None:
-            recorder.resume(resumed_at)
-        else:
-            recorder.log_eval(0, {"eval": {"accuracy": 0.25}})
-        for step in steps:
-            recorder.log(step, {**metrics(step), "lr": 0.5})
-
-
-def warnings(folder: Path) -> list[str]:
-    path = folder / "logs/warnings.jsonl"
-    return [json.loads(line)["text"] for line in path.read_text().splitlines()] if path.exists() else []
+from tests.tracking.records import metrics, offline, record, warnings
 
 
 def test_names_without_a_prefix_are_grouped_and_non_finite_values_are_left_out() -> None:
@@ -55,8 +27,8 @@ def test_names_without_a_prefix_are_grouped_and_non_finite_values_are_left_out()
 def test_tensorboard_reads_back_the_curve_of_a_resumed_run_without_duplicates(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    record(make_config("tensorboard"), tmp_path, (1, 2, 3))
-    record(make_config("tensorboard"), tmp_path, (3, 4), resumed_at=2)
+    record(offline("tensorboard"), tmp_path, (1, 2, 3))
+    record(offline("tensorboard"), tmp_path, (3, 4), resumed_at=2)
     events = EventAccumulator(str(tmp_path / "tracking/tensorboard"))
     events.Reload()
     assert [(event.step, round(event.value, 6)) for event in events.Scalars("reward/mean")] == [
@@ -71,30 +43,22 @@ def test_tensorboard_reads_back_the_curve_of_a_resumed_run_without_duplicates(tm
     assert warnings(tmp_path) == []
 
 
-def test_clearml_offline_keeps_scalars_and_hyperparameters(
+def test_clearml_keeps_scalars_and_hyperparameters_and_gets_the_steps_after_a_resume_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Its server keeps one value per metric and step, so later ones replace those of the earlier attempt."""
     monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
-    record(make_config("clearml"), tmp_path / "run", (1, 2, 3))
+    record(offline("clearml"), tmp_path / "run", (1, 2, 3))
+    record(offline("clearml"), tmp_path / "run", (3, 4), resumed_at=2)
     assert "session stored in" not in capfd.readouterr().out
     assert list((tmp_path / "cache").rglob("offline-*")) == []
     assert warnings(tmp_path / "run") == []
-    rewards, task = clearml_session(next((tmp_path / "run/tracking/clearml").glob("offline-*.zip")))
-    assert rewards == [(1, 0.1), (2, 0.2), (3, 0.3)]
-    assert task["hyperparams"]["algorithm"]["group_size"]["value"] == "8"
-    assert task["hyperparams"]["run"]["steps"]["value"] == "3"
-
-
-def test_clearml_gets_the_steps_after_a_resume_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its server keeps one value per metric and step, so they replace those of the earlier attempt."""
-    monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
-    record(make_config("clearml"), tmp_path / "run", (1, 2, 3))
-    record(make_config("clearml"), tmp_path / "run", (3, 4), resumed_at=2)
-    sessions = (tmp_path / "run/tracking/clearml").glob("offline-*.zip")
-    assert sorted(clearml_session(each)[0] for each in sessions) == [
-        [(1, 0.1), (2, 0.2), (3, 0.3)],
-        [(3, 0.3), (4, 0.4)],
-    ]
+    files = (tmp_path / "run/tracking/clearml").glob("offline-*.zip")
+    first, second = sorted((clearml_session(each) for each in files), key=lambda session: session[0])
+    assert first[0] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert second[0] == [(3, 0.3), (4, 0.4)]
+    assert first[1]["hyperparams"]["algorithm"]["group_size"]["value"] == "8"
+    assert first[1]["hyperparams"]["run"]["steps"]["value"] == "3"
 
 
 def clearml_session(path: Path) -> tuple[list[tuple[Any, Any]], Any]:
@@ -114,7 +78,7 @@ def clearml_session(path: Path) -> tuple[list[tuple[Any, Any]], Any]:
 @pytest.mark.parametrize("use", ["tensorboard", "wandb"])
 def test_a_folder_that_cannot_be_written_costs_one_warning_and_nothing_else(tmp_path: Path, use: str) -> None:
     (tmp_path / "tracking").write_text("a file where the folder should be")
-    record(make_config(use), tmp_path, (1, 2, 3))
+    record(offline(use), tmp_path, (1, 2, 3))
     messages = warnings(tmp_path)
     assert len(messages) == 1
     assert messages[0].startswith(f"{use} could not be opened")
@@ -128,7 +92,7 @@ def test_a_refused_network_and_a_wrong_key_cost_a_warning_and_no_time_of_a_step(
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr("app.tracking.recorder.DASHBOARD_DEADLINE_S", dict.fromkeys(Status, 1.0))
-    config = make_config("wandb")
+    config = offline("wandb")
     config.tracking.offline = False
     with RunFolderRecorder(config, tmp_path) as recorder:
         start = time.monotonic()
@@ -204,20 +168,6 @@ def test_a_failed_message_is_reported_and_the_next_ones_are_sent(
     assert re.match("slow failed .*ConnectionError: gone for a moment at ", warning)
 
 
-def test_a_dashboard_that_hangs_is_abandoned_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Slow()
-    warned: list[str] = []
-    monkeypatch.setattr(dashboards, "open_dashboard", lambda name, options: slow)
-    worker = DashboardWorker("slow", make_options(tmp_path, warned))
-    worker.log(1, {"lr": 1.0})
-    start = time.monotonic()
-    close_all([worker], "finished", 0.2)
-    assert time.monotonic() - start < 2
-    (warning,) = warned
-    assert re.match("slow .*within 0.2 s", warning)
-    slow.go.set()
-
-
 class Waiting:
     """A dashboard whose `close` waits for another's."""
 
@@ -257,7 +207,7 @@ def test_each_dashboard_has_the_whole_deadline_beside_one_that_hangs(
         quick.received.append(status)
 
     monkeypatch.setattr(quick, "close", late)
-    with RunFolderRecorder(make_config("wandb", "clearml"), tmp_path) as recorder:
+    with RunFolderRecorder(offline("wandb", "clearml"), tmp_path) as recorder:
         recorder.log(1, metrics(1))
     assert quick.received == [1, "finished"]
     (warning,) = warnings(tmp_path)

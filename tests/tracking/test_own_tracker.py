@@ -14,8 +14,7 @@ from app.config.tracking import TrackingConfig
 from app.tracking import own_tracker
 from app.tracking.own_tracker import require_trackers
 from tests.refusals import refused
-from tests.tracking.records import group, metrics
-from tests.tracking.test_dashboards import make_config, record, warnings
+from tests.tracking.records import group, metrics, offline, record, warnings
 
 FULL = """
 import json
@@ -78,7 +77,7 @@ def test_a_tracker_of_the_working_directory_gets_the_run_and_everything_it_asks_
 ) -> None:
     from app.tracking.recorder import RunFolderRecorder
 
-    config = make_config(f"{module}.Tracker")
+    config = offline(f"{module}.Tracker")
     config.tracking.args = {"url": "http://x"}
     run = tmp_path / "runs" / "mine"
     with RunFolderRecorder(config, run) as recorder:
@@ -103,7 +102,7 @@ def test_several_trackers_work_side_by_side_and_methods_that_are_missing_are_ski
     tmp_path: Path, module: str
 ) -> None:
     run = tmp_path / "run"
-    record(make_config("tensorboard", f"{module}.Minimal", f"{module}.factory"), run, (1, 2))
+    record(offline("tensorboard", f"{module}.Minimal", f"{module}.factory"), run, (1, 2))
     assert warnings(run) == []
     assert sorted(each.name for each in (run / "tracking").glob("minimal_*")) == ["minimal_0", "minimal_1", "minimal_2"]
     assert list((run / "tracking/tensorboard").iterdir())
@@ -113,7 +112,7 @@ def test_a_tracker_that_always_fails_is_one_warning_with_its_line_and_the_run_fi
     tmp_path: Path, module: str
 ) -> None:
     run = tmp_path / "run"
-    record(make_config(f"{module}.Broken"), run, (1, 2, 3))
+    record(offline(f"{module}.Broken"), run, (1, 2, 3))
     failed, unclosed = warnings(run)
     assert re.match(rf"{module}.Broken failed .*ConnectionError: refused at step 0 at ", failed)
     assert failed.endswith(f"{module}.py:31")

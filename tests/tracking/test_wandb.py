@@ -12,41 +12,18 @@ import psutil
 import pytest
 
 from app.cluster.process_reaper import process_reaper
-from app.config import RunConfig
 from app.tracking.recorder import SAMPLES_EVERY, RunFolderRecorder
 from tests.runs import Run
-from tests.tracking.records import group, metrics
+from tests.tracking.records import group, offline, record, warnings
 from tests.tracking.wandb_file import recorded
 from tests.waiting import until
 
-Metrics = Callable[[int], dict[str, float]]
-
-
-def make_config() -> RunConfig:
-    config = RunConfig(steps=3)
-    config.tracking.use = ["wandb"]
-    config.tracking.offline = True
-    return config
-
-
-def record(folder: Path, steps: tuple[int, ...], resumed_at: int | None = None) -> None:
-    with RunFolderRecorder(make_config(), folder) as recorder:
-        if resumed_at is not None:
-            recorder.resume(resumed_at)
-        else:
-            recorder.log_eval(0, {"eval": {"accuracy": 0.25}})
-        for step in steps:
-            recorder.log(step, {**metrics(step), "lr": 0.5})
-
-
-def warnings(folder: Path) -> list[str]:
-    path = folder / "logs/warnings.jsonl"
-    return [json.loads(line)["text"] for line in path.read_text().splitlines()] if path.exists() else []
+CONFIG = offline("wandb")
 
 
 def test_offline_keeps_history_config_and_run_id_across_a_resume(tmp_path: Path) -> None:
-    record(tmp_path, (1, 2, 3))
-    record(tmp_path, (3, 4), resumed_at=2)
+    record(CONFIG, tmp_path, (1, 2, 3))
+    record(CONFIG, tmp_path, (3, 4), resumed_at=2)
     (warning,) = warnings(tmp_path)
     assert warning.startswith("wandb cannot replace steps 3 to 3")
     first, second = recorded(tmp_path)
@@ -61,7 +38,7 @@ def test_offline_keeps_history_config_and_run_id_across_a_resume(tmp_path: Path)
 def test_each_run_of_a_sweep_is_complete_although_its_processes_are_reaped(tmp_path: Path) -> None:
     for name in ("a", "b"):
         with process_reaper():
-            record(tmp_path / name, (1, 2, 3))
+            record(CONFIG, tmp_path / name, (1, 2, 3))
     for name in ("a", "b"):
         (only,) = recorded(tmp_path / name)
         assert only.column("reward/mean") == {1: 0.1, 2: 0.2, 3: 0.3}
@@ -76,7 +53,7 @@ from app.cluster.process_reaper import process_reaper
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.wandb import WeightsAndBiases
 from tests.tracking.records import metrics
-from tests.tracking.test_wandb import make_config
+from tests.tracking.records import offline
 
 log = WeightsAndBiases.log
 
@@ -88,7 +65,7 @@ def log_and_tell(self, step, metrics):
 
 
 WeightsAndBiases.log = log_and_tell
-with process_reaper(), RunFolderRecorder(make_config(), Path(sys.argv[1])) as recorder:
+with process_reaper(), RunFolderRecorder(offline("wandb"), Path(sys.argv[1])) as recorder:
     for step in (1, 2, 3):
         recorder.log(step, metrics(step))
     time.sleep(1000)
@@ -106,7 +83,7 @@ def test_a_killed_driver_leaves_no_helper_and_its_resume_sends_what_was_not_conf
     _, left = psutil.wait_procs(helpers, timeout=30)
     assert all(each.status() == psutil.STATUS_ZOMBIE for each in left)
 
-    record(tmp_path, (3, 4), resumed_at=2)
+    record(CONFIG, tmp_path, (3, 4), resumed_at=2)
     second = recorded(tmp_path)[-1]
     assert second.run_id == json.loads((tmp_path / "tracking/wandb.json").read_text())["run_id"]
     assert second.column("reward/mean") == {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4}
@@ -116,7 +93,7 @@ def test_a_killed_driver_leaves_no_helper_and_its_resume_sends_what_was_not_conf
 
 def test_samples_are_tables_at_evaluations_and_every_few_steps(tmp_path: Path) -> None:
     groups = [group(7, [0.5, float("nan")])]
-    with RunFolderRecorder(make_config(), tmp_path) as recorder:
+    with RunFolderRecorder(CONFIG, tmp_path) as recorder:
         recorder.log_eval(0, {"eval": {"accuracy": 0.5}}, groups, lambda ids: f"question {list(ids)}")
         for step in range(1, SAMPLES_EVERY + 1):
             recorder.log_samples(step, groups)
@@ -137,7 +114,7 @@ def test_samples_are_tables_at_evaluations_and_every_few_steps(tmp_path: Path) -
 
 
 def test_a_table_has_a_bounded_number_of_rows(tmp_path: Path) -> None:
-    config = make_config()
+    config = offline("wandb")
     config.tracking.samples_per_step = 1000
     with RunFolderRecorder(config, tmp_path) as recorder:
         recorder.log_eval(0, {"eval": {"accuracy": 0.5}}, [group(row, [1.0] * 4) for row in range(50)])
