@@ -26,7 +26,6 @@ PRESETS = (
     "device=npu model=qwen35_9b placement=fully_async",
     "device=cuda model=qwen3_4b_lora",
 )
-PLATFORM = "sglang/srt/platforms"
 ROOT = Path(__file__).parents[2]
 
 
@@ -102,30 +101,30 @@ def test_everything_we_import_exists(sglang: Package) -> None:
     assert missing == []
 
 
-def test_the_platform_method_that_we_override_exists(sglang: Package) -> None:
-    assert sglang.mentions("def get_dispatch_key_name", PLATFORM)
+MENTIONED = {  # by file or folder below sglang/srt
+    "platforms": ["def get_dispatch_key_name"],
+    "": ['"sglang.srt.platforms"', '"sglang.srt.plugins"', '"flattened_bucket"', "hccl"],
+    "lora/lora_manager.py": [
+        f"def {name}" for name in ("init_lora_shapes", "load_lora_weights", "load_lora_weights_from_tensors")
+    ],
+    "lora/layers.py": ["pin_memory=True"],
+    "lora/backend/torch_backend.py": ["pin_memory=True"],
+    "utils": ["def init_custom_process_group", "PrefixStore(group_name"],
+    "managers/scheduler_components/weight_updater": ["ignore_waiting="],
+}
 
 
-def test_both_entry_point_groups_exist(sglang: Package) -> None:
-    for group in ("sglang.srt.platforms", "sglang.srt.plugins"):
-        assert sglang.mentions(f'"{group}"', "sglang/srt"), group
-
-
-def test_what_adapters_need_exists(sglang: Package) -> None:
-    manager = "sglang/srt/lora/lora_manager.py"
-    for name in ("init_lora_shapes", "load_lora_weights", "load_lora_weights_from_tensors"):
-        assert sglang.mentions(f"def {name}", manager), name
+def test_what_we_override_call_and_rely_on_is_there(sglang: Package) -> None:
+    for path, texts in MENTIONED.items():
+        missing = [text for text in texts if not sglang.mentions(text, f"sglang/srt/{path}".rstrip("/"))]
+        assert missing == [], path
     assert sglang.defines("sglang/srt/lora/utils.py", "get_hidden_dim")
-    for module in ("layers.py", "backend/torch_backend.py"):
-        assert sglang.mentions("pin_memory=True", f"sglang/srt/lora/{module}"), module
-    for kind in DeviceKind:
-        assert sglang.mentions(f'"{device_of(kind).lora_backend}"', "sglang/srt/lora/backend"), kind
 
 
-def test_the_process_group_of_the_weight_sync_matches_sglang(sglang: Package) -> None:
-    assert sglang.mentions("def init_custom_process_group", "sglang/srt/utils")
-    assert sglang.mentions("PrefixStore(group_name", "sglang/srt/utils")
-    assert sglang.mentions('"flattened_bucket"', "sglang/srt")
+@pytest.mark.parametrize("kind", list(DeviceKind))
+def test_sglang_knows_our_devices(sglang: Package, kind: DeviceKind) -> None:
+    assert sglang.mentions(f'"{device_of(kind).torch_type}"', "sglang/srt")
+    assert sglang.mentions(f'"{device_of(kind).lora_backend}"', "sglang/srt/lora/backend")
 
 
 @pytest.mark.parametrize("kind", list(DeviceKind))
@@ -140,7 +139,6 @@ def test_weights_may_change_while_retracted_requests_wait(sglang: Package) -> No
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     (function,) = [each for each in functions if each.name == "is_fully_idle"]
     assert "ignore_waiting" in [argument.arg for argument in function.args.args]
-    assert sglang.mentions("ignore_waiting=", "sglang/srt/managers/scheduler_components/weight_updater")
 
 
 def test_the_oldest_accepted_version_is_the_one_that_is_tested() -> None:
@@ -184,38 +182,24 @@ def assigned(package: Package, folder: str, name: str) -> list[object]:
     ]
 
 
-def test_sglang_knows_our_devices_and_collectives(sglang: Package) -> None:
-    for kind in DeviceKind:
-        assert sglang.mentions(f'"{device_of(kind).torch_type}"', "sglang/srt"), kind
-    assert sglang.mentions("hccl", "sglang/srt")
-
-
-def test_ray_uses_our_resource_name_and_variables_for_npus() -> None:
-    ray, npu = installed("ray"), device_of(DeviceKind.npu)
+@pytest.mark.parametrize(
+    "requirement",
+    [
+        "installed",
+        pytest.param("ray==2.50.0", marks=pytest.mark.slow),
+        pytest.param("ray==2.60.0", marks=pytest.mark.slow),
+    ],
+)
+def test_ray_has_the_calls_the_resource_name_and_the_variables_that_we_use(requirement: str, wheels: Path) -> None:
+    ray = installed("ray") if requirement == "installed" else wheel(requirement, wheels)
+    npu = device_of(DeviceKind.npu)
     accelerator = ray.read("ray/_private/accelerators/npu.py")
-    assert f'return "{npu.resource}"' in accelerator
-    assert f'"{npu.visibility}"' in accelerator
-    for variable in npu.machine_env:
-        assert f'"{variable}"' in accelerator
-
-
-def test_ray_has_the_calls_and_variables_that_we_use() -> None:
-    ray = installed("ray")
+    for text in (f'return "{npu.resource}"', f'"{npu.visibility}"', *(f'"{name}"' for name in npu.machine_env)):
+        assert text in accelerator
     assert ray.defines("ray/util/placement_group.py", "remove_placement_group")
     assert ray.defines("ray/util/scheduling_strategies.py", "PlacementGroupSchedulingStrategy")
     assert ray.mentions("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "ray/_private")
     assert ray.mentions("RAY_DEDUP_LOGS", "ray/_private")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("requirement", ["ray==2.50.0", "ray==2.60.0"])
-def test_supported_versions_of_ray_use_our_resource_name_and_variables_for_npus(requirement: str, wheels: Path) -> None:
-    ray, npu = wheel(requirement, wheels), device_of(DeviceKind.npu)
-    accelerator = ray.read("ray/_private/accelerators/npu.py")
-    for text in (f'return "{npu.resource}"', f'"{npu.visibility}"', *(f'"{name}"' for name in npu.machine_env)):
-        assert text in accelerator
-    assert ray.defines("ray/util/scheduling_strategies.py", "PlacementGroupSchedulingStrategy")
-    assert ray.mentions("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "ray/_private")
 
 
 @pytest.mark.slow

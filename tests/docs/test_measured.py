@@ -74,69 +74,6 @@ def test_no_result_comes_from_a_busy_machine(path: Path) -> None:
     assert json.loads(path.read_text()).get("busy", False) is False
 
 
-def test_a_number_is_shown_with_the_spread_of_its_rounds() -> None:
-    rounds = {"median": 1.25, "min": 1.0, "max": 3.0}
-    assert measured.number(rounds, ".1f") == "1.2 (1.0–3.0)"
-    assert measured.number(1.25, ".2f") == "1.25"
-    assert measured.median(rounds, ".2f") == "1.25"
-
-
 def test_a_result_that_does_not_exist_is_not_measured_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "RESULTS", tmp_path)
     assert measured.render("end_to_end") == "Not measured yet: there is no `end_to_end.json`.\n"
-    (tmp_path / "end_to_end.json").write_text(json.dumps(END_TO_END))
-    table, text = measured.render("end_to_end").split("\n\n")
-    assert table.splitlines()[2:] == [
-        "| `colocate` | 693 (600–700) | 14.0 (13.0–15.0) | 7.4 (7.0–8.0) | 3,292 (3,000–3,300) |",
-        "| `fully_async` | 936 (900–990) | 9.0 (8.0–10.0) | 9.0 (8.0–10.0) | 4,000 (3,900–4,100) |",
-        "| TRL, microbatch of 8 | 312 (300–320) | 30.6 (30.0–31.0) | 20.0 (19.0–21.0) | 6,785 (6,000–7,000) |",
-        "| TRL, microbatch of 32 (one run) | 310 | 30.8 | 20.1 | 6,900 |",
-    ]
-    assert " ".join(text.split()) == (
-        "`colocate` has 2.22 (2.00–2.30) × TRL's tokens/s with 0.49 (0.48–0.50) of its memory, `fully_async` "
-        "3.00 (2.90–3.10) × with 0.59 (0.58–0.60). Rounds: 1; load average before a measurement 0.5–1.5, the "
-        "benchmark's own last minute included; other work at most 0.1 cores."
-    )
-
-
-def spread(median: float, least: float, largest: float) -> dict[str, float]:
-    return {"median": median, "min": least, "max": largest}
-
-
-END_TO_END = {
-    "ours_over_trl": {"tokens_per_second": spread(2.22, 2.0, 2.3), "peak_pss_mib": spread(0.49, 0.48, 0.5)},
-    "ours_async_over_trl": {"tokens_per_second": spread(3.0, 2.9, 3.1), "peak_pss_mib": spread(0.59, 0.58, 0.6)},
-    "ours_async": {
-        "tokens_per_second": spread(936, 900, 990),
-        "seconds_per_step": spread(9, 8, 10),
-        "generate_seconds": spread(9, 8, 10),
-        "peak_pss_mib": spread(4000, 3900, 4100),
-    },
-    "ours": {
-        "tokens_per_second": spread(693, 600, 700),
-        "seconds_per_step": spread(14, 13, 15),
-        "generate_seconds": spread(7.4, 7, 8),
-        "peak_pss_mib": spread(3292, 3000, 3300),
-    },
-    "trl": {
-        "tokens_per_second": spread(312, 300, 320),
-        "seconds_per_step": spread(30.6, 30, 31),
-        "generate_seconds": spread(20, 19, 21),
-        "peak_pss_mib": spread(6785, 6000, 7000),
-    },
-    "tuning": {
-        "microbatch of 32": {
-            "tokens_per_second": 310,
-            "seconds_per_step": 30.8,
-            "generate_seconds": 20.1,
-            "peak_pss_mib": 6900,
-        }
-    },
-    "rounds": [
-        {
-            "trl": {"before": {"load_average": 0.5, "busy_cores": 0.0}},
-            "ours": {"before": {"load_average": 1.5, "busy_cores": 0.1}},
-            "ours_async": {"before": {"load_average": 1.0, "busy_cores": 0.0}},
-        }
-    ],
-}

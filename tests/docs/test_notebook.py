@@ -1,7 +1,6 @@
 """The notebook: its commands compose, and its cells run inside a running event loop, as in a kernel."""
 
 import ast
-import asyncio
 import html
 import json
 import re
@@ -66,19 +65,16 @@ def test_every_cell_has_its_output() -> None:
 
 
 @pytest.mark.slow
-def test_its_cells_run_in_a_running_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_its_cells_run_in_a_running_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shell = InteractiveShell()
 
-    async def run_all() -> list[Any]:
-        results: list[Any] = []
-        for source in sources():
-            done = await shell.run_cell_async(source, transformed_cell=shell.transform_cell(source))
-            done.raise_error()
-            results.append(done.result)
-        return results
-
-    _, summary, steps, _ = asyncio.run(run_all())
+    results: list[Any] = []
+    for source in sources():
+        done = await shell.run_cell_async(source, transformed_cell=shell.transform_cell(source))
+        done.raise_error()
+        results.append(done.result)
+    _, summary, steps, _ = results
     assert (summary["status"], summary["steps"]) == ("finished", 3)
     assert 0 <= summary["eval/accuracy_first"] <= 1
     assert [step for step, _, _ in steps] == [1, 2, 3]

@@ -101,9 +101,3 @@ def test_the_build_context_holds_what_is_copied(name: str) -> None:
 @pytest.mark.parametrize("device", ["cuda", "npu"])
 def test_requirements_of_the_images_bring_rays_job_server(device: str) -> None:
     assert "ray[default]==" in text(f"launch/requirements/{device}.txt")
-
-
-def test_the_cuda_image_has_the_kernels_that_its_device_names() -> None:
-    from app.device.cuda import DEVICE
-
-    assert DEVICE.linear_attention in pins("cuda.txt")

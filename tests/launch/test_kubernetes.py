@@ -15,100 +15,52 @@ from tests.compose import composed
 
 FOLDER = Path(__file__).parents[2] / "launch" / "kubernetes"
 RESOURCES = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
-STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
-CONTAINER = {
-    "type": "object",
-    "required": ["name", "image", "resources"],
-    "properties": {
-        "envFrom": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["secretRef"],
-                "properties": {
-                    "secretRef": {
-                        "type": "object",
-                        "required": ["name"],
-                        "properties": {"name": {"type": "string"}, "optional": {"type": "boolean"}},
-                        "additionalProperties": False,
-                    }
-                },
-                "additionalProperties": False,
-            },
-        },
-        "env": {"type": "array", "items": {**STRINGS, "required": ["name", "value"]}},
-        "resources": {
-            "type": "object",
-            "required": ["limits", "requests"],
-            "properties": {"limits": STRINGS, "requests": STRINGS},
-            "additionalProperties": False,
-        },
-        "volumeMounts": {"type": "array", "items": {"type": "object", "required": ["name", "mountPath"]}},
-    },
-}
-POD = {
-    "type": "object",
-    "required": ["spec"],
-    "properties": {
-        "spec": {
-            "type": "object",
-            "required": ["containers"],
-            "properties": {"containers": {"type": "array", "minItems": 1, "items": CONTAINER}},
-        }
-    },
-}
-COUNT = {"type": "integer", "minimum": 0}
-RAYJOB = {
-    "type": "object",
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "additionalProperties": False,
-    "properties": {
-        "apiVersion": {"const": "ray.io/v1"},
-        "kind": {"const": "RayJob"},
-        "metadata": {"type": "object", "required": ["name"]},
-        "spec": {
-            "type": "object",
-            "required": ["entrypoint", "rayClusterSpec"],
-            "additionalProperties": False,
-            "properties": {
-                "entrypoint": {"type": "string"},
-                "shutdownAfterJobFinishes": {"type": "boolean"},
-                "ttlSecondsAfterFinished": COUNT,
-                "backoffLimit": COUNT,
-                "rayClusterSpec": {
-                    "type": "object",
-                    "required": ["headGroupSpec"],
-                    "additionalProperties": False,
-                    "properties": {
-                        "rayVersion": {"type": "string"},
-                        "headGroupSpec": {
-                            "type": "object",
-                            "required": ["rayStartParams", "template"],
-                            "additionalProperties": False,
-                            "properties": {"rayStartParams": STRINGS, "template": POD},
-                        },
-                        "workerGroupSpecs": {
-                            "type": "array",
-                            "items": {
-                                "type": "object",
-                                "required": ["groupName", "rayStartParams", "template"],
-                                "additionalProperties": False,
-                                "properties": {
-                                    "groupName": {"type": "string"},
-                                    "replicas": COUNT,
-                                    "minReplicas": COUNT,
-                                    "maxReplicas": COUNT,
-                                    "rayStartParams": STRINGS,
-                                    "template": POD,
-                                },
-                            },
-                        },
-                    },
-                },
-            },
-        },
-    },
-}
+
+
+def mapping(required: str, more: bool = False, /, **properties: Any) -> dict[str, Any]:
+    """The schema of a mapping, which may have `more` than these properties."""
+    names = required.split()
+    return {"type": "object", "required": names, "properties": properties, "additionalProperties": more}
+
+
+def listed(items: dict[str, Any], least: int = 0) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": least}
+
+
+MORE = True
+TEXT, COUNT, FLAG = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
+STRINGS = {"type": "object", "additionalProperties": TEXT}
+CONTAINER = mapping(
+    "name image resources",
+    MORE,
+    envFrom=listed(mapping("secretRef", secretRef=mapping("name", name=TEXT, optional=FLAG))),
+    env=listed({**STRINGS, "required": ["name", "value"]}),
+    resources=mapping("limits requests", limits=STRINGS, requests=STRINGS),
+    volumeMounts=listed(mapping("name mountPath", MORE)),
+)
+POD = mapping("spec", MORE, spec=mapping("containers", MORE, containers=listed(CONTAINER, 1)))
+GROUP = {"rayStartParams": STRINGS, "template": POD}
+WORKERS = {"groupName": TEXT, "replicas": COUNT, "minReplicas": COUNT, "maxReplicas": COUNT, **GROUP}
+CLUSTER = mapping(
+    "headGroupSpec",
+    rayVersion=TEXT,
+    headGroupSpec=mapping("rayStartParams template", **GROUP),
+    workerGroupSpecs=listed(mapping("groupName rayStartParams template", **WORKERS)),
+)
+RAYJOB = mapping(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "ray.io/v1"},
+    kind={"const": "RayJob"},
+    metadata=mapping("name", MORE),
+    spec=mapping(
+        "entrypoint rayClusterSpec",
+        entrypoint=TEXT,
+        shutdownAfterJobFinishes=FLAG,
+        ttlSecondsAfterFinished=COUNT,
+        backoffLimit=COUNT,
+        rayClusterSpec=CLUSTER,
+    ),
+)
 
 
 def load(kind: str) -> dict[str, Any]:
