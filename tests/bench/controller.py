@@ -16,7 +16,6 @@ engine is given separately.
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import tempfile
@@ -44,7 +43,7 @@ from app.types import (
     VersionSpan,
 )
 from tests.bench.cpu_parts import CpuTime, cpu_time
-from tests.bench.machine import MIB, busy, conditions, machine, spread
+from tests.bench.machine import MIB, busy, conditions, machine, publish, spread
 from tests.simulation import SimSync, SimTrainer, World, config
 from tests.tiny_models.tokenizer import build_tokenizer
 
@@ -244,10 +243,7 @@ def main() -> None:
         "busy": busy(each["before"] for each in rounds),
         "machine": machine("ray", "numpy"),
     }
-    line = json.dumps(result)
-    print(line)
-    if given.out is not None:
-        given.out.write_text(line + "\n")
+    publish(result, given.out)
 
 
 if __name__ == "__main__":

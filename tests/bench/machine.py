@@ -119,7 +119,12 @@ def print_result(measure: Callable[[Path], Coroutine[Any, Any, dict[str, Any]]],
             measured = asyncio.run(measure(Path(folder)))
     finally:
         ray.shutdown()
-    result = json.dumps({**measured, "before": before, "busy": busy([before]) or measured.get("busy", False)})
-    sys.stdout.write(result + "\n")
+    publish({**measured, "before": before, "busy": busy([before]) or measured.get("busy", False)}, out)
+
+
+def publish(result: dict[str, Any], out: Path | None) -> None:
+    """Print a result as one JSON line, also to `out`."""
+    line = json.dumps(result) + "\n"
+    sys.stdout.write(line)
     if out is not None:
-        out.write_text(result + "\n")
+        out.write_text(line)

@@ -7,7 +7,6 @@ products in turns, in one process. Prints one JSON line.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 
 from app.cpu_engine.matmul import multiply
-from tests.bench.machine import busy, conditions, machine, spread
+from tests.bench.machine import busy, conditions, machine, publish, spread
 
 WIDTH, WIDER = 256, 1536  # of a layer
 DECODED, TRAINED = 38, 2048  # requests of a decode step, tokens of a microbatch
@@ -70,9 +69,7 @@ def main() -> None:
         "before": before,
         "busy": busy([before]),
     }
-    print(json.dumps(result))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result) + "\n")
+    publish(result, arguments.out)
 
 
 if __name__ == "__main__":

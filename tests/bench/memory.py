@@ -11,7 +11,6 @@ rounds. `--add` adds rounds to those in FILE.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,17 @@ from typing import Any
 
 import psutil
 
-from tests.bench.machine import busy, conditions, earlier_result, machine, peak_rss_mib, reset_peak, rss_mib, spread
+from tests.bench.machine import (
+    busy,
+    conditions,
+    earlier_result,
+    machine,
+    peak_rss_mib,
+    publish,
+    reset_peak,
+    rss_mib,
+    spread,
+)
 
 VOCABULARIES = (151_936, 248_320)
 LENGTHS = (512, 1024, 2048, 4096)  # tokens
@@ -153,19 +162,15 @@ def main() -> None:
     rounds = earlier_result(arguments.out, add=arguments.add).get("rounds", [])
     with tempfile.TemporaryDirectory() as folder:
         rounds += [one_round(Path(folder)) for _ in range(arguments.rounds)]
-    result = json.dumps(
-        {
-            "what": "memory",
-            "hidden": HIDDEN,
-            "table": table(rounds),
-            "rounds": rounds,
-            "busy": busy(each["before"] for each in rounds),
-            "machine": machine("torch", "transformers"),
-        }
-    )
-    print(result)
-    if arguments.out:
-        arguments.out.write_text(result + "\n")
+    result = {
+        "what": "memory",
+        "hidden": HIDDEN,
+        "table": table(rounds),
+        "rounds": rounds,
+        "busy": busy(each["before"] for each in rounds),
+        "machine": machine("torch", "transformers"),
+    }
+    publish(result, arguments.out)
 
 
 if __name__ == "__main__":

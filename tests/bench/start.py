@@ -10,7 +10,6 @@ process of its own; `forked`, by a fork server that has imported SGLang; `second
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -29,7 +28,7 @@ from app.device.cpu import DEVICE
 from app.model.hf_directory import locate
 from app.rollout.client import Client
 from app.rollout.server import Server, ServerSpec
-from tests.bench.machine import busy, conditions, machine, spread
+from tests.bench.machine import busy, conditions, machine, publish, spread
 
 POLL_INTERVAL_S = 0.02
 LIMIT_SECONDS = 300.0
@@ -148,10 +147,7 @@ def main() -> None:
         "busy": busy(each[way]["before"] for each in rounds for way in WAYS),
         "machine": machine(),
     }
-    line = json.dumps(result)
-    print(line)
-    if given.out is not None:
-        given.out.write_text(line + "\n")
+    publish(result, given.out)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 
 from app.config.model import ModelConfig
 from app.model.hf_directory import locate
-from tests.bench.machine import busy, conditions, machine, spread
+from tests.bench.machine import busy, conditions, machine, publish, spread
 from tests.bench.start import LIMIT_SECONDS, POLL_INTERVAL_S, RUN
 from tests.bench.timed_app import TIMES_VARIABLE
 
@@ -110,10 +110,7 @@ def main() -> None:
         "runs": starts,
         "machine": machine(),
     }
-    line = json.dumps(result)
-    print(line)
-    if given.out is not None:
-        given.out.write_text(line + "\n")
+    publish(result, given.out)
     sys.exit(bool(result["failed"] or result["waited_for_ready_group"]))
 
 

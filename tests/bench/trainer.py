@@ -39,6 +39,7 @@ from tests.bench.machine import (
     earlier_result,
     machine,
     peak_rss_mib,
+    publish,
     reset_peak,
     rss_mib,
     spread,
@@ -277,10 +278,7 @@ def main() -> None:
         parser.error("--add needs --out FILE")
     earlier = earlier_result(arguments.out, add=arguments.add)
     with tempfile.TemporaryDirectory() as folder:
-        result = json.dumps(compare(arguments.rounds, earlier, Path(folder)))
-    print(result)
-    if arguments.out:
-        arguments.out.write_text(result + "\n")
+        publish(compare(arguments.rounds, earlier, Path(folder)), arguments.out)
 
 
 if __name__ == "__main__":
