@@ -86,17 +86,13 @@ class EngineFactory:
 
 
 def engine_threads(config: RunConfig, device: Device) -> dict[str, str]:
-    """Return the environment that divides the cores among engines on CPU; in fully_async ranks get their share too.
-
-    A core is left to the processes around the engines: a thread that waits for its core makes all others wait.
-    """
+    """Return the environment that divides the cores among engines on CPU; in fully_async ranks get their share too."""
     if device.kind is not DeviceKind.cpu:
         return {}
 
     width = config.rollout.tensor_parallel
     processes = config.engines * width
-    most = max(1, ((os.cpu_count() or 1) - 1) // processes)
-    threads = {"OMP_NUM_THREADS": str(min(most, _threads(config, processes)))}
+    threads = {"OMP_NUM_THREADS": str(_threads(config, processes))}
     if width > 1:
         threads["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(os.cpu_count() or 1, width)
     return threads

@@ -32,7 +32,7 @@ def use_onednn_matmul() -> bool:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that an operator is overridden
-        for operator in (_Matmul(), _MatmulInto(), _AddMatmul()):
+        for operator in (_Matmul(), _MatmulInto(), _BiasedMatmul(), _AddMatmul()):
             library.impl(operator.name, operator, "CPU")
     _overrides.append(library)
     return True
@@ -109,6 +109,14 @@ class _MatmulInto(_Operator):
 
     def __call__(self, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
         return out.copy_(multiply(a, b)) if _large(a, b, out) else self.before(a, b, out=out)
+
+
+class _BiasedMatmul(_Operator):
+    name = "addmm"  # of a linear layer with a bias
+
+    def __call__(self, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        plain = bias.dtype == a.dtype and bias.shape == b.shape[1:] and beta == alpha == 1
+        return multiply(a, b).add_(bias) if plain and _large(a, b) else self.before(bias, a, b, beta=beta, alpha=alpha)
 
 
 class _AddMatmul(_Operator):

@@ -19,6 +19,10 @@ def has_cpu_engine() -> bool:
 
 CPU_ENGINE = has_cpu_engine()
 
+# A thread that spins for another one takes the core on which the other one waits to run: with a thread for each core,
+# any other busy process made a layer of SmolLM2-135M four to ten times slower.
+PASSIVE = {"OMP_WAIT_POLICY": "passive"}
+
 
 def fork_server(environment: Mapping[str, str], log: Path) -> AbstractContextManager[Fork]:
     """See `Device.fork_server`."""
@@ -51,13 +55,18 @@ DEVICE = Device(
         "mem-fraction-static": 0.3,
         # A busy-polling scheduler would take a core from the trainer.
         "sleep-on-idle": True,
+        # Nothing overlaps on a CPU, and results that are processed a batch late miss the prefix cache: a group's prompt
+        # was computed once for each of its completions.
+        "disable-overlap-schedule": True,
     },
     engine_env={
         "SGLANG_PLATFORM": "torch_cpu",
         "POSTTRAIN_ENGINE_DEVICE": "cpu",
         # Convolution state of linear attention; bfloat16 by default.
         "SGLANG_MAMBA_CONV_DTYPE": "float32",
+        **PASSIVE,
     },
+    trainer_env=PASSIVE,
     lora_backend="torch_native",  # app/rollout/sglang_plugin/lora_layers.py
     fork_server=fork_server if CPU_ENGINE else None,
     prepare_rank=use_matmul_of_engines if CPU_ENGINE else None,

@@ -25,10 +25,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -37,9 +38,7 @@ from app.types import Trajectory
 from tests.bench.machine import busy, conditions, earlier_result, machine, pss_by_process, spread
 from tests.bench.trl_baseline import VOCABULARY, save_baseline_model
 
-PROMPTS_PER_STEP, GROUP_SIZE, PROMPT_TOKENS, MAX_TOKENS = 16, 8, 16, 256
 WARM_UP = 1  # steps that are not counted
-MICROBATCH_TOKENS = 2048  # ours
 TRL_SETTINGS = ("--microbatch", "8")  # rows; of the rounds
 TUNED_SETTINGS = {  # of --tune
     "microbatch of 128": ("--microbatch", "128"),
@@ -52,6 +51,20 @@ DEADLINE_SECONDS = 1800  # for one run
 ASYNC_WARM_UP = 4  # the same of fully_async, which first fills its buffer
 SIDES = ("trl", "ours", "ours_async")
 MARK = "POSTTRAIN_BENCH_RUN"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a workload."""
+
+    prompts_per_step: int
+    group_size: int
+    prompt_tokens: int  # at most
+    max_tokens: int  # of a completion
+    microbatch_tokens: int  # ours
+
+
+RANDOM = Shape(prompts_per_step=16, group_size=8, prompt_tokens=16, max_tokens=256, microbatch_tokens=2048)
 
 
 def reward(trajectories: list[Trajectory]) -> list[float]:
@@ -71,15 +84,24 @@ class Measured:
 
 def save_prompts(file: Path, count: int) -> Path:
     generator = random.Random(0)
-    rows = [" ".join(f"w{generator.randrange(2, VOCABULARY)}" for _ in range(PROMPT_TOKENS)) for _ in range(count)]
+    rows = [
+        " ".join(f"w{generator.randrange(2, VOCABULARY)}" for _ in range(RANDOM.prompt_tokens)) for _ in range(count)
+    ]
     file.write_text("".join(json.dumps({"question": row, "answer": "0"}) + "\n" for row in rows))
     return file
 
 
-def trl(python: str, model: Path, prompts: Path, steps: int, settings: Sequence[str]) -> Measured:
+def trl(
+    python: str, model: Path, prompts: Path, steps: int, settings: Sequence[str], shape: Shape = RANDOM
+) -> Measured:
     command = [python, str(Path(__file__).with_name("trl_grpo.py")), "--model", str(model), "--prompts", str(prompts)]
-    shape = {"steps": steps, "prompts-per-step": PROMPTS_PER_STEP, "group-size": GROUP_SIZE, "max-tokens": MAX_TOKENS}
-    command += [word for name, value in shape.items() for word in (f"--{name}", str(value))]
+    sizes = {
+        "steps": steps,
+        "prompts-per-step": shape.prompts_per_step,
+        "group-size": shape.group_size,
+        "max-tokens": shape.max_tokens,
+    }
+    command += [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     output, memory = run_and_sample_memory([*command, *settings])
 
     result = json.loads(output.splitlines()[-1])
@@ -87,7 +109,16 @@ def trl(python: str, model: Path, prompts: Path, steps: int, settings: Sequence[
     return measured(result["seconds"], result["generation_seconds"], result["completion_tokens"], memory, detail)
 
 
-def ours(model: Path, prompts: Path, steps: int, folder: Path, placement: str) -> Measured:
+def ours(
+    model: Path,
+    prompts: Path,
+    steps: int,
+    folder: Path,
+    placement: str,
+    *,
+    shape: Shape = RANDOM,
+    settings: Mapping[str, object] = MappingProxyType({}),
+) -> Measured:
     run = folder / f"run-{secrets.token_hex(4)}"
     overrides = {
         "placement": placement,
@@ -98,12 +129,12 @@ def ours(model: Path, prompts: Path, steps: int, folder: Path, placement: str) -
         "data.path": prompts,
         "reward._target_": "tests.bench.end_to_end.reward",
         "steps": steps + 1,  # the start of the last one is the end of the one before
-        "algorithm.prompts_per_step": PROMPTS_PER_STEP,
-        "algorithm.group_size": GROUP_SIZE,
-        "rollout.max_prompt_tokens": PROMPT_TOKENS,
-        "rollout.max_completion_tokens": MAX_TOKENS,
+        "algorithm.prompts_per_step": shape.prompts_per_step,
+        "algorithm.group_size": shape.group_size,
+        "rollout.max_prompt_tokens": shape.prompt_tokens,
+        "rollout.max_completion_tokens": shape.max_tokens,
         "trainer.lr": 1e-5,
-        "trainer.tokens_per_microbatch": MICROBATCH_TOKENS,
+        "trainer.tokens_per_microbatch": shape.microbatch_tokens,
         "trainer.activation_checkpointing": "none",  # as in TRL's
         "checkpoint.keep": 0,
         "checkpoint.export": "false",
@@ -111,6 +142,7 @@ def ours(model: Path, prompts: Path, steps: int, folder: Path, placement: str) -
         "eval.before_train": "false",
         "data.eval_fraction": 1e-9,  # one row
         "hydra.run.dir": run,
+        **settings,
     }
     _, memory = run_and_sample_memory(
         [sys.executable, "-m", "app", *(f"{key}={value}" for key, value in overrides.items())]
@@ -221,7 +253,9 @@ class Workload:
         self.steps = WARM_UP + steps
         self.folder = folder
         self.model = save_baseline_model(folder / "model")
-        self.prompts = save_prompts(folder / "prompts.jsonl", PROMPTS_PER_STEP * (self.steps + ASYNC_WARM_UP + 4))
+        self.prompts = save_prompts(
+            folder / "prompts.jsonl", RANDOM.prompts_per_step * (self.steps + ASYNC_WARM_UP + 4)
+        )
 
     def measure(self, side: str, settings: Sequence[str] = ()) -> dict[str, Any]:
         before = conditions()

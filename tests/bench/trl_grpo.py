@@ -59,10 +59,13 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, required=True)
     parser.add_argument("--microbatch", type=int, required=True, help="trajectories of a forward and backward pass")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--chat", action="store_true", help="prompts are messages of a user, in the model's template")
     parser.add_argument("--continuous-batching", action="store_true", help="of transformers, for generation")
     args = parser.parse_args()
     with open(args.prompts) as file:
         prompts = [json.loads(line)["question"] for line in file][: args.prompts_per_step * args.steps]
+    if args.chat:
+        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
     lengths: list[int] = []
 
     def reward(completion_ids: list[list[int]], **_: object) -> list[float]:

@@ -61,13 +61,14 @@ def test_buffers_that_engines_map_are_not_in_expandable_segments(monkeypatch: py
     ("cores", "overrides", "threads"),
     [
         (1, ["placement=colocate"], 1),
-        (2, ["placement=colocate"], 1),  # a core for the server's other processes and the driver
-        (16, ["placement=colocate"], 15),
-        (16, ["placement=colocate", "placement.devices=4"], 3),
+        (2, ["placement=colocate"], 2),  # the ranks are idle while engines generate
+        (16, ["placement=colocate"], 16),
+        (16, ["placement=colocate", "placement.devices=4"], 4),
+        (2, ["placement=fully_async"], 1),
         (16, ["placement=fully_async"], 8),  # the other half is the trainer's
     ],
 )
-def test_engines_on_a_cpu_leave_cores_to_the_processes_around_them(
+def test_engines_on_a_cpu_divide_the_cores_that_ranks_do_not_use_at_the_same_time(
     cores: int, overrides: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = composed("device=cpu", *overrides)

@@ -81,6 +81,13 @@ with torch.inference_mode():
     agree(resized, product)
     assert len(multiplied) == 7, multiplied
 
+    bias = torch.randn(900)
+    agree(torch.nn.functional.linear(a, b.t(), bias), product + bias)
+    assert multiplied.pop() == (300, 70) and len(multiplied) == 7, multiplied
+    agree(torch.addmm(total, a, b), total + product)  # left to torch
+    agree(torch.addmm(bias, a, b, beta=0.5, alpha=-2), 0.5 * bias - 2 * product)
+    assert len(multiplied) == 7, multiplied
+
     for dtype in (torch.float64, torch.bfloat16, torch.int64):  # these and small ones are left to torch
         a, b = torch.ones(1024, 3, dtype=dtype), torch.ones(3, 1024, dtype=dtype)
         assert (torch.mm(a, b) == 3).all() and (torch.ones(1024, 1024, dtype=dtype).addmm_(a, b) == 4).all()

@@ -1,0 +1,114 @@
+"""The whole application on a real pretrained model, in both placements and dtypes, against TRL's GRPOTrainer.
+
+    python -m tests.bench.real_models --peer PYTHON [--model FOLDER] [--rounds N] [--only SIDE…] [--out FILE [--add]]
+
+All run the same workload on the same two cores, in turns: 8 sums of two-digit numbers per step in the model's chat
+template, groups of 8, completions of up to 32 tokens, a trivial reward, one AdamW update per step; TRL in microbatches
+of 8 rows, which served it best, ours in microbatches of as many positions. In bfloat16 TRL computes with autocast, ours
+with bfloat16 copies of its float32 weights. FOLDER is SmolLM2-135M-Instruct unless named (`tests.real_models`). PYTHON
+is the interpreter of an environment with TRL; tests/bench/trl_grpo.py shows how to create one.
+
+Steps, memory, rounds and `--add` are those of tests/bench/end_to_end.py. Prints one JSON line.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.bench.end_to_end import ASYNC_WARM_UP, TRL_SETTINGS, WARM_UP, Shape, ours, trl
+from tests.bench.machine import busy, conditions, earlier_result, machine, spread
+from tests.real_models import real_model
+
+SUMS = Shape(prompts_per_step=8, group_size=8, prompt_tokens=64, max_tokens=32, microbatch_tokens=640)
+SIDES = {  # ours: placement and dtype
+    "trl float32": None,
+    "trl bfloat16": None,
+    "colocate float32": ("colocate", "float32"),
+    "colocate bfloat16": ("colocate", "bfloat16"),
+    "fully_async float32": ("fully_async", "float32"),
+}
+NAMES = ("seconds_per_step", "generate_seconds", "tokens_per_second", "peak_pss_mib")
+
+
+def save_sums(file: Path, count: int) -> Path:
+    """Save sums of two-digit numbers, one a line."""
+    generator = random.Random(0)
+    with file.open("w") as out:
+        for _ in range(count):
+            a, b = generator.randrange(10, 100), generator.randrange(10, 100)
+            row = {"question": f"What is {a} + {b}? Answer with the number only.", "answer": str(a + b)}
+            out.write(json.dumps(row) + "\n")
+    return file
+
+
+def measure(side: str, python: str, model: Path, steps: int, folder: Path) -> dict[str, Any]:
+    """Run one side for `steps` steps after those that are not counted."""
+    before = conditions()
+    counted_from = ASYNC_WARM_UP if side.startswith("fully_async") else WARM_UP
+    steps += counted_from
+    prompts = save_sums(folder / "sums.jsonl", SUMS.prompts_per_step * (steps + 4))
+    if SIDES[side] is None:
+        settings = [*TRL_SETTINGS, "--chat", "--dtype", side.split()[1]]
+        found = trl(python, model, prompts, steps, settings, SUMS)
+    else:
+        placement, dtype = SIDES[side]
+        found = ours(
+            model, prompts, steps, folder, placement, shape=SUMS, settings={"data": "rows", "device.dtype": dtype}
+        )
+    print(side, found, file=sys.stderr)  # progress: a round takes minutes
+    return {**asdict(found), "before": before}
+
+
+def summary(rounds: list[dict[str, Any]], model: Path, steps: int) -> dict[str, Any]:
+    """Return the medians of each side, and of our ratios to TRL in its better dtype."""
+    sides = [side for side in SIDES if all(side in each for each in rounds)]
+    peers = [side for side in sides if SIDES[side] is None]
+
+    def ratio(side: str) -> dict[str, float]:
+        best = (max(each[peer]["tokens_per_second"] for peer in peers) for each in rounds)
+        return spread((each[side]["tokens_per_second"] / peer for each, peer in zip(rounds, best, strict=True)), 2)
+
+    return {
+        "what": "real_models",
+        "model": model.name,
+        "tokens_per_second_over_trls_better_dtype": {side: ratio(side) for side in sides if peers and SIDES[side]},
+        **{side: {name: spread((each[side][name] for each in rounds), 2) for name in NAMES} for side in sides},
+        "steps": steps,
+        "rounds": rounds,
+        "busy": busy(run["before"] for each in rounds for run in each.values()),
+        "machine": machine(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", required=True, help="Python interpreter of an environment with TRL")
+    parser.add_argument("--model", type=Path, help="Hugging Face directory with a chat template")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="of each run, after those that are not counted")
+    parser.add_argument("--only", nargs="+", choices=SIDES, default=list(SIDES), metavar="SIDE")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--add", action="store_true", help="add to what is in the file of --out")
+    chosen = parser.parse_args()
+    if chosen.add and chosen.out is None:
+        parser.error("--add needs --out FILE")
+
+    model = chosen.model or real_model("smollm2")
+    rounds = earlier_result(chosen.out, add=chosen.add).get("rounds", [])
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(chosen.rounds):
+            rounds.append({side: measure(side, chosen.peer, model, chosen.steps, Path(folder)) for side in chosen.only})
+            found = summary(rounds, model, chosen.steps)
+            if chosen.out:
+                chosen.out.write_text(json.dumps(found) + "\n")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
