@@ -55,8 +55,7 @@ DEVICE = Device(
         "mem-fraction-static": 0.3,
         # A busy-polling scheduler would take a core from the trainer.
         "sleep-on-idle": True,
-        # Nothing overlaps on a CPU, and results that are processed a batch late miss the prefix cache: a group's prompt
-        # was computed once for each of its completions.
+        # Nothing overlaps on a CPU, and a prompt would reach the prefix cache a batch late.
         "disable-overlap-schedule": True,
     },
     engine_env={
