@@ -25,13 +25,7 @@ from tests.bench.machine import busy, conditions, earlier_result, machine, sprea
 from tests.real_models import real_model
 
 SUMS = Shape(prompts_per_step=8, group_size=8, prompt_tokens=64, max_tokens=32, microbatch_tokens=640)
-SIDES = {  # ours: placement and dtype
-    "trl float32": None,
-    "trl bfloat16": None,
-    "colocate float32": ("colocate", "float32"),
-    "colocate bfloat16": ("colocate", "bfloat16"),
-    "fully_async float32": ("fully_async", "float32"),
-}
+SIDES = ("trl float32", "trl bfloat16", "colocate float32", "colocate bfloat16", "fully_async float32")
 NAMES = ("seconds_per_step", "generate_seconds", "tokens_per_second", "peak_pss_mib")
 
 
@@ -52,14 +46,12 @@ def measure(side: str, python: str, model: Path, steps: int, folder: Path) -> di
     counted_from = ASYNC_WARM_UP if side.startswith("fully_async") else WARM_UP
     steps += counted_from
     prompts = save_sums(folder / "sums.jsonl", SUMS.prompts_per_step * (steps + 4))
-    if SIDES[side] is None:
-        settings = [*TRL_SETTINGS, "--chat", "--dtype", side.split()[1]]
-        found = trl(python, model, prompts, steps, settings, SUMS)
+    who, dtype = side.split()
+    if who == "trl":
+        found = trl(python, model, prompts, steps, [*TRL_SETTINGS, "--chat", "--dtype", dtype], SUMS)
     else:
-        placement, dtype = SIDES[side]
-        found = ours(
-            model, prompts, steps, folder, placement, shape=SUMS, settings={"data": "rows", "device.dtype": dtype}
-        )
+        settings = {"data": "rows", "device.dtype": dtype}
+        found = ours(model, prompts, steps, folder, who, shape=SUMS, settings=settings)
     print(side, found, file=sys.stderr)  # progress: a round takes minutes
     return {**asdict(found), "before": before}
 
@@ -67,7 +59,7 @@ def measure(side: str, python: str, model: Path, steps: int, folder: Path) -> di
 def summary(rounds: list[dict[str, Any]], model: Path, steps: int) -> dict[str, Any]:
     """Return the medians of each side, and of our ratios to TRL in its better dtype."""
     sides = [side for side in SIDES if all(side in each for each in rounds)]
-    peers = [side for side in sides if SIDES[side] is None]
+    peers = [side for side in sides if side.startswith("trl")]
 
     def ratio(side: str) -> dict[str, float]:
         best = (max(each[peer]["tokens_per_second"] for peer in peers) for each in rounds)
@@ -76,7 +68,9 @@ def summary(rounds: list[dict[str, Any]], model: Path, steps: int) -> dict[str, 
     return {
         "what": "real_models",
         "model": model.name,
-        "tokens_per_second_over_trls_better_dtype": {side: ratio(side) for side in sides if peers and SIDES[side]},
+        "tokens_per_second_over_trls_better_dtype": {
+            side: ratio(side) for side in sides if peers and side not in peers
+        },
         **{side: {name: spread((each[side][name] for each in rounds), 2) for name in NAMES} for side in sides},
         "steps": steps,
         "rounds": rounds,
@@ -91,7 +85,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="Hugging Face directory with a chat template")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="of each run, after those that are not counted")
-    parser.add_argument("--only", nargs="+", choices=SIDES, default=list(SIDES), metavar="SIDE")
+    parser.add_argument("--only", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--add", action="store_true", help="add to what is in the file of --out")
     chosen = parser.parse_args()
