@@ -30,7 +30,11 @@ def load() -> None:
     request_report.register()
     shared_memory.register()
     if os.environ[DEVICE_VARIABLE] == "cpu":
+        from app.rollout.sglang_plugin import sampling, shared_prompts
+
         lora_layers.register_for_cpu()
+        sampling.register()
+        shared_prompts.register()
         HookRegistry.register(SYNCHRONIZE, nothing_to_wait_for, HookType.REPLACE)
 
 

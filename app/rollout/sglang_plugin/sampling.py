@@ -1,4 +1,4 @@
-"""Runs inside SGLang's processes: sampling from a large vocabulary with one random number a request.
+"""Runs inside SGLang's processes on a CPU: sampling from a large vocabulary with one random number a request.
 
 torch's multinomial draws one for each token of the vocabulary, 3 million in a step of 64 requests with a vocabulary of
 49,152: a fifth of the step. Here the probabilities are summed once, in blocks; a random number selects a block by their
@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.cpu_engine.operators import callable_alike
-
 SAMPLE = "sglang.srt.layers.sampler.sampling_from_probs_torch"
 BLOCK = 64  # tokens
 
@@ -21,8 +19,7 @@ def register() -> None:
     """Register the replacement of plain sampling."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if callable_alike(SAMPLE, sample, before=1):
-        HookRegistry.register(SAMPLE, sample, HookType.AROUND)
+    HookRegistry.register(SAMPLE, sample, HookType.AROUND)
 
 
 def sample(

@@ -1,4 +1,4 @@
-"""Runs inside SGLang's processes: the prompt of a group is computed once, not once for each member.
+"""Runs inside SGLang's processes on a CPU: the prompt of a group is computed once, not once for each member.
 
 The members arrive together, and SGLang adds all of them to one prefill, where none has the others' prompt in the prefix
 cache. Here the first one is added, and the others wait for the next batch, which finds its prompt there. With 8
@@ -11,8 +11,6 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-from app.cpu_engine.operators import callable_alike
-
 ADD_REQUEST = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 MIN_TOKENS = 16  # of a prompt that are not in the cache: below, another batch costs more
 
@@ -23,20 +21,17 @@ def register() -> None:
     """Register the hook around the choice of each request of a prefill."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if callable_alike(ADD_REQUEST, add_one_req, before=1):
-        HookRegistry.register(ADD_REQUEST, add_one_req, HookType.AROUND)
+    HookRegistry.register(ADD_REQUEST, add_one_req, HookType.AROUND)
 
 
-def add_one_req(
-    original: Callable[..., Any], adder: Any, req: Any, has_chunked_req: bool, truncation_align_size: int | None
-) -> Any:
+def add_one_req(original: Callable[..., Any], adder: Any, req: Any, *rest: Any, **named: Any) -> Any:
     """Add a request to the prefill, or leave it in the queue if this prefill computes its prompt for another one."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     if waits(adder, req):
         _waited.add(req)
         return AddReqResult.CONTINUE
-    return original(adder, req, has_chunked_req=has_chunked_req, truncation_align_size=truncation_align_size)
+    return original(adder, req, *rest, **named)
 
 
 def waits(adder: Any, req: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from app.cpu_engine import shared_prompts
+from app.rollout.sglang_plugin import shared_prompts
 from tests.rollout.support import HOT, largest_difference, request
 
 MEMBERS, PROMPT_TOKENS = 6, 40
@@ -66,7 +66,7 @@ def test_a_request_waits_once_and_only_for_its_own_prompt() -> None:
     waiting = Request(list(prompt))
     added: list[Any] = []
 
-    def original(adder: Any, req: Any, **_: Any) -> str:
+    def original(adder: Any, req: Any, *_: Any) -> str:
         added.append(req)
         return "added"
 
