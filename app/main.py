@@ -28,7 +28,7 @@ from app.errors import FAILED_EXIT, ConfigError, Interrupted, RunError, exit_cod
 from app.mode import MODES, NOT_GIVEN, ModeResult
 from app.recovery.run_lock import FolderInUse
 from app.run_report import RunReport, report, reports
-from app.utils.files import disk_errors, not_writable
+from app.utils.files import disk_errors, require_writable
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 FULL_ERROR_REQUESTED = FULL_ERROR in os.environ
@@ -77,14 +77,10 @@ class Validate(Callback):
         checkpoint = _apply_resume(composed, config)
         config = compose.resolve(composed)
 
-        from app.mode.disk import require_space
         from app.mode.preflight import preflight
 
-        require_writable("hydra.run.dir", composed.hydra.run.dir)
-        preflight(config, checkpoint)
+        preflight(config, str(composed.hydra.run.dir or ""), checkpoint)
         composed.steps = config.steps  # of the epochs
-        if checkpoint is None:  # a resume replaces checkpoints of its own
-            require_space(config, Path(str(composed.hydra.run.dir)))
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Refuse the folder of an earlier sweep, whose jobs would be refused one by one."""
@@ -95,7 +91,7 @@ class Validate(Callback):
             raise _ended_by(ConfigError("--multirun", "", reason=why))
 
         try:
-            require_writable("hydra.sweep.dir", config.hydra.sweep.dir)
+            require_writable("hydra.sweep.dir", str(config.hydra.sweep.dir or ""))
             require_text("tracking.project", config.tracking.project, "a name")
             folder = Path(str(config.hydra.sweep.dir))
             used = folder.is_dir() and any(holds_run(each) for each in folder.iterdir() if each.is_dir())
@@ -223,13 +219,6 @@ def _say_how_to_resume(folder: Path) -> None:
 
     if (folder / FOLDER / LATEST).exists():
         say(f"resume with: {command(override('resume', folder))}")
-
-
-def require_writable(key: str, folder: str | None) -> None:
-    """Raise `ConfigError` unless a folder, which may not exist yet, can be written."""
-    require_text(key, folder, "a folder")
-    reason = not_writable(Path(str(folder)))
-    expect(reason is None, key, folder, f"a folder that can be written; {reason}")
 
 
 def require_text(key: str, value: str | None, accepted: str) -> None:

@@ -292,7 +292,7 @@ def test_a_data_file_that_is_missing_empty_or_without_valid_answers_is_refused(
 
     unanswered = write_rows(tmp_path / "unanswered.jsonl", [{"question": "1+1?"}, {"question": "1+2?"}])
     result = run("data=gsm8k", f"data.path={unanswered}", folder=tmp_path)
-    assert_one_sentence(result, ["data.answer", "answer"], tmp_path)
+    assert_one_sentence(result, ["data.answer=answer", "row 1 of", "data.answer=null"], tmp_path)
 
     broken = write_rows(
         tmp_path / "broken.jsonl", [{"question": "1+1?", "answer": "2"}, {"question": "1+2?", "answer": "\ud800"}]

@@ -290,4 +290,4 @@ def test_the_rule_of_optional_rooms_finds_what_breaks_it() -> None:
     ]
     assert list(trespasses({"app.tracking.recorder": ast.parse(lazy)})) == []
     assert list(trespasses({"app.placement.buffer": ast.parse(typed)})) == []
-    assert list(trespasses({"app.mode.doctor.finding": ast.parse(at_start)})) == []
+    assert list(trespasses({"app.mode.doctor.machine": ast.parse(at_start)})) == []

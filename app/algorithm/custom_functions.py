@@ -7,7 +7,7 @@ import numpy as np
 
 from app.config.algorithm import ADVANTAGES, OBJECTIVES, AlgorithmConfig
 from app.errors import expect
-from app.utils.dotted_path import LoadError, error_text, resolve_own
+from app.utils.dotted_path import problem_of
 
 REWARDS = ([0.0, 1.0, 0.0, 1.0], [0.25, 3.0])  # of groups
 LENGTHS = (3, 0, 5)  # tokens of sequences
@@ -17,20 +17,14 @@ def require_own(config: AlgorithmConfig) -> None:
     """Raise `ConfigError` if a function that `algorithm.advantage` or `algorithm.objective` names cannot be used."""
     if config.advantage not in ADVANTAGES:
         accepted = "the path of a function from rewards [G] to finite advantages [G]"
-        _require("algorithm.advantage", config.advantage, accepted, _try_advantage)
+        problem = problem_of(config.advantage, _try_advantage)
+        expect(problem is None, "algorithm.advantage", config.advantage, f"{accepted}; {problem}")
     if config.objective not in OBJECTIVES:
+        import torch  # noqa: F401  # not within the time for the user's module
+
         accepted = "the path of a function from (batch, ratio) to the finite terms [N] of its tokens, with a gradient"
-        _require("algorithm.objective", config.objective, accepted, _try_objective)
-
-
-def _require(key: str, path: str, accepted: str, attempt: Callable[[Callable[..., Any]], str | None]) -> None:
-    try:
-        problem = attempt(resolve_own(path))
-    except LoadError as error:
-        problem = str(error)
-    except Exception as error:  # the user's code may raise anything
-        problem = f"it raised {error_text(error)}"
-    expect(problem is None, key, path, f"{accepted}; {problem}")
+        problem = problem_of(config.objective, _try_objective)
+        expect(problem is None, "algorithm.objective", config.objective, f"{accepted}; {problem}")
 
 
 def _try_advantage(function: Callable[..., Any]) -> str | None:

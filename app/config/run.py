@@ -127,6 +127,13 @@ class RunConfig:
         return self.rollout.stop if self.eval.stop is None else self.eval.stop
 
     @property
+    def device_count(self) -> int:
+        """Devices of the run; engines of `rollout.urls` take none."""
+        placement = self.placement
+        separate = placement.kind is not PlacementKind.colocate and not self.rollout.urls
+        return placement.trainer_ranks + (placement.engine_devices if separate else 0)
+
+    @property
     def stop_strings(self) -> bool:
         """Whether engines look for stop strings, for which they need a tokenizer."""
         return bool(self.rollout.stop or self.eval_stop)

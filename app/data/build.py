@@ -13,6 +13,7 @@ from app.data import rows, template
 from app.data.counts import RowCounts, count, weights_of
 from app.data.cursor import PromptCursor
 from app.data.fields import Row
+from app.data.rows import DataRows
 from app.errors import ConfigError
 from app.types import Prompt
 
@@ -30,7 +31,7 @@ class PromptData:
 
 
 def build(
-    config: DataConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: int, tasks: rows.Tasks = ()
+    config: DataConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: int, loaded: DataRows | None = None
 ) -> PromptData:
     """Load, template and tokenize all rows.
 
@@ -39,12 +40,12 @@ def build(
         tokenizer: Any Hugging Face tokenizer.
         seed: Seed of the shuffling.
         max_prompt_tokens: Longest accepted prompt, template included.
-        tasks: What the environment lists, with `data.from_environment`.
+        loaded: The rows, if they are loaded already.
 
     Raises:
         ConfigError: If data cannot be read or templated, or all prompts of a set are too long.
     """
-    loaded = rows.load(config, tasks=tasks)
+    loaded = loaded or rows.load(config)
     weights = weights_of(config)
     all_train = _prompts(loaded.train, config, tokenizer, set_name=None)
     train = _within_limit(all_train, "the training set", max_prompt_tokens)

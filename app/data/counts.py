@@ -95,22 +95,16 @@ def count(
     )
 
 
-def describe_rows(config: DataConfig, prompts_per_step: int, steps: int) -> list[str]:
-    """Return the section of `mode=plan`: rows, and the epochs of a run of so many steps.
-
-    Neither the hub nor a function of the user is asked for rows.
-
-    Raises:
-        ConfigError: A local file cannot be read.
-    """
-    if not rows.is_local(config):
+def describe_rows(config: DataConfig, loaded: DataRows | None, prompts_per_step: int, steps: int) -> list[str]:
+    """Return the section of `mode=plan`: rows, and the epochs of so many steps. `loaded`: None where only a run can."""
+    if loaded is None:
         return [f"Data: {rows.describe_sources(config)}"]
 
-    loaded = rows.load(config)
     counts = count(loaded.train, loaded.evals, loaded, weights_of(config))
     epochs = steps * prompts_per_step / sum(counts.train.values())
+    described = "1 step is" if steps == 1 else f"{steps} steps are"
     warnings = [f"  {each}" for each in (*loaded.warnings, *counts.repeated(prompts_per_step))]
-    return [f"Data: {counts.text}; {steps} steps are {epochs:.3g} epochs", *warnings]
+    return [f"Data: {counts.text}; {described} {epochs:.3g} epochs", *warnings]
 
 
 def steps_of_epochs(epochs: float, rows: int, prompts_per_step: int) -> int:

@@ -15,6 +15,8 @@ from typing import Any
 from app.data.records.messages import Message, WrongMessages, checked, is_list_of_messages
 from app.errors import ConfigError
 
+WITHOUT = "data.answer=null trains without one, if no reward needs it"
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -119,7 +121,7 @@ class FieldMap:
         return last.strip()
 
     def _error(self, name: str, value: str, accepted: str) -> ConfigError:
-        return ConfigError(f"{self.key}.{name}", value, accepted)
+        return ConfigError(f"{self.key}.{name}", value, accepted, WITHOUT if name == "answer" else "")
 
 
 def plain(value: Any) -> Any:

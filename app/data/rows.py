@@ -68,7 +68,8 @@ def load(config: DataConfig, *, tasks: Tasks = ()) -> DataRows:
     for name, evaluation in sets.items():
         rows = held_out if name in held_out_sets else _read_evaluation(config, name, evaluation, broken)
         evals[name] = rows[: evaluation.rows]
-        overlaps += _overlap_warnings(train, name, evals[name])
+        remedy = "; data.distinct=true keeps one of each" if name in held_out_sets and not config.distinct else ""
+        overlaps += _overlap_warnings(train, name, evals[name], remedy)
     return DataRows(train, evals, [*broken.warnings, *warnings, *overlaps], held_out_sets, broken.count)
 
 
@@ -249,12 +250,12 @@ def _hold_out(rows: list[Row], fraction: float) -> tuple[list[Row], list[Row]]:
     return train, [rows[index] for index in sorted(held_out)]
 
 
-def _overlap_warnings(train: Sequence[Row], name: str, evaluation: Sequence[Row]) -> list[str]:
+def _overlap_warnings(train: Sequence[Row], name: str, evaluation: Sequence[Row], remedy: str) -> list[str]:
     asked = {row.asked for row in train}
     shared = sum(row.asked in asked for row in evaluation)
     if not shared:
         return []
     return [
         f"{shared} of the {len(evaluation)} questions of evaluation set {name} are in the training set: its accuracy "
-        "measures memorization"
+        f"measures memorization{remedy}"
     ]

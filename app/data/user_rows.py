@@ -12,15 +12,13 @@ The function runs once, when the run starts. Its rows are then like those of a f
 '''
 
 import inspect
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
 from app.data.records.formats import Record, Records
 from app.errors import ConfigError, yaml_text
-from app.utils.dotted_path import LoadError, error_text, resolve
+from app.utils.dotted_path import LoadError, error_text, resolve_own
 
 KEY = "data._target_"
 MAX_ROWS = 5_000_000  # a function that never ends would fill the memory
@@ -58,11 +56,8 @@ def _records(target: str, rows: Iterable[Any]) -> Records:
 
 def _load(target: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     """Import the function, and check that it takes the arguments."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: it may have a folder named as an installed package
-
     try:
-        function = resolve(target)
+        function = resolve_own(target)
     except LoadError as error:
         raise _error(target, f"a function that can be imported; {error}") from error
 

@@ -25,16 +25,14 @@ LOG = "environment.log"
 SCORE = "environment"  # the reward component that takes the score of the environment
 
 
-def worker_spec(
-    config: RunConfig, model_path: Path, *, list_tasks: bool = False, tried: bool = False
-) -> EnvironmentSpec:
+def worker_spec(config: RunConfig, model_path: Path, *, tried: bool = False) -> EnvironmentSpec:
     """Return what each worker runs.
 
     Args:
         config: The configuration of the run.
         model_path: The model's directory.
-        list_tasks: The worker lists its tasks when it has loaded the environment.
-        tried: The worker checks what all workers of the run need together, such as sessions of a server.
+        tried: The worker lists the tasks of `data.from_environment`, and checks what all workers of the run need
+            together, such as sessions of a server.
 
     Raises:
         ConfigError: `model.chat_template` cannot be read.
@@ -57,7 +55,7 @@ def worker_spec(
         "system": config.data.system,
         "prefix": config.data.prefix,
         "suffix": config.data.suffix,
-        "list_tasks": list_tasks,
+        "list_tasks": tried and config.data.from_environment,
         "scored": SCORE in config.reward.components,
         "sessions": settings.workers * settings.episodes if tried else None,
     }
@@ -109,20 +107,17 @@ def require_environment(config: RunConfig, model_path: Path) -> Sequence[Mapping
     Raises:
         ConfigError: They cannot be loaded.
     """
-    list_tasks = config.data.from_environment
 
     async def start() -> Sequence[Mapping[str, Any]]:
-        async with tried_pool(config, model_path, list_tasks=list_tasks) as pool:
-            rows: Sequence[Mapping[str, Any]] = pool.info["rows"] if list_tasks else ()
+        async with tried_pool(config, model_path) as pool:
+            rows: Sequence[Mapping[str, Any]] = pool.info["rows"] if config.data.from_environment else ()
             return rows
 
     return run_apart(start())
 
 
 @asynccontextmanager
-async def tried_pool(
-    config: RunConfig, model_path: Path, *, list_tasks: bool = False
-) -> AsyncIterator[EnvironmentPool]:
+async def tried_pool(config: RunConfig, model_path: Path) -> AsyncIterator[EnvironmentPool]:
     """Yield a pool of one worker, which writes no log that stays.
 
     Raises:
@@ -130,7 +125,7 @@ async def tried_pool(
     """
     with tempfile.TemporaryDirectory(prefix="environment-") as folder:
         log = Path(folder) / LOG
-        spec = worker_spec(config, model_path, list_tasks=list_tasks, tried=True)
+        spec = worker_spec(config, model_path, tried=True)
         pool = EnvironmentPool(spec, workers=1, episodes=1, log=log, warn=lambda _: None)
         try:
             await pool.start()

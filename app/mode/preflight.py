@@ -1,176 +1,99 @@
-"""The inputs of a run: a usable device, model directory, tokenizer, data, environment, reward, ports.
+"""The table of input checks: what is cheap comes first, and what is downloaded or started last.
 
-`preflight` checks them before the output folder exists, so that an invalid run leaves nothing behind. The tokenizer and
-the prompts are loaded once: the run gets them from `take_inputs`.
+`mode=plan` lists what fails, `mode=doctor` prints every finding, and a run raises the first `ConfigError` before its
+folder exists, so that an invalid run leaves nothing behind.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import app.data.build as data
-from app.algorithm.custom_functions import require_own
-from app.checkpoint.run_state import read_state, require_model
-from app.config import Mode, RunConfig
-from app.data.counts import steps_of_epochs
-from app.data.rows import Tasks
-from app.device import Device, device_of
+from app.config import RunConfig
 from app.errors import ConfigError
-from app.mode.environments import require_environment, require_rendering
-from app.mode.inputs import check_sizes, tried_reward
-from app.model.architecture import checkpoint_config, require_context
-from app.model.hf_directory import (
-    has_linear_attention,
-    identity,
-    load_tokenizer,
-    locate,
-    own_template,
-    require_window,
-)
-from app.model.lora.base_weights import require_targets
-from app.placement.controller import CURSOR
-from app.reward.tryout import tokenizer_of, try_out
-from app.tracking.own_tracker import require_trackers
-from app.types import Prompt
-from app.utils.net import port_is_free
-from app.weight_sync.own_transport import own_transport
+from app.mode import input_checks as checks
+from app.mode.finding import CheckStatus, Finding
+from app.mode.inputs import Moment, RunInputs
 
 
 @dataclass(frozen=True, slots=True)
-class RunInputs:
-    """The model directory, the tokenizer and the tokenized prompts of a run."""
+class Check:
+    """A row of the table: `find` yields findings or raises `ConfigError`, unless one of `needs` is missing."""
 
-    model_path: Path
-    chat_template: str | None  # text of `model.chat_template`
-    tokenizer: Any
-    prompts: data.PromptData
-    warnings: tuple[str, ...] = ()  # for the run to record
+    name: str
+    find: Callable[[RunInputs], Iterable[Finding] | None]
+    moments: Sequence[Moment]
+    needs: Sequence[str] = ()
+
+
+ALWAYS = tuple(Moment)
+ON_THIS_MACHINE = (Moment.doctor, Moment.start)
+CHECKS = (
+    Check("sizes", checks.sizes, ALWAYS),
+    Check("model", checks.model, ALWAYS),
+    Check("disk", checks.disk, ON_THIS_MACHINE),
+    Check("ports", checks.ports, ON_THIS_MACHINE),
+    Check("data", checks.data, ALWAYS),
+    Check("transport", checks.transport, ALWAYS),
+    Check("tracker", checks.tracker, ALWAYS),
+    Check("algorithm", checks.algorithm, ALWAYS),
+    Check("devices", checks.devices, ON_THIS_MACHINE),
+    # from here on a start downloads models and data sets
+    Check("model files", checks.model_files, ON_THIS_MACHINE, ("sizes", "model")),
+    Check("disk", checks.disk, (Moment.start,)),  # sizes of a hub model may be known only now
+    Check("linear attention", checks.linear_attention, ON_THIS_MACHINE),
+    Check("prompts", checks.prompts, ON_THIS_MACHINE, ("model", "data")),
+    Check("checkpoint", checks.same_run, (Moment.start,)),
+    # and from here on processes try code of the user's; the doctor plays an episode instead
+    Check("environment", checks.environment, (Moment.plan, Moment.start), ("model",)),
+    Check("reward", checks.reward, ALWAYS),
+)
+
+
+def findings(run: RunInputs) -> Iterator[Finding]:
+    """Yield what the checks of this moment find, in the order of the table.
+
+    Raises:
+        ConfigError: At a start, by the first check that fails; else that is a finding.
+        CheckpointError: The checkpoint of the run is of another model.
+    """
+    for check in CHECKS:
+        if run.moment not in check.moments or run.missing.intersection(check.needs):
+            continue
+        try:
+            yield from check.find(run) or ()
+        except ConfigError as error:
+            if run.moment is Moment.start:
+                raise
+            run.missing.add(check.name)
+            yield Finding(check.name, str(error), CheckStatus.fail, checks.REFUSED)
+
+
+def problems(config: RunConfig) -> dict[str, str]:
+    """Return a sentence for each input that a run on this machine would refuse, by the name of its check."""
+    found = findings(RunInputs(config, Moment.plan))
+    return {each.subject: each.message for each in found if each.status is CheckStatus.fail}
 
 
 # Hydra offers no way to hand a value from its callback to the job of the same process.
-_loaded: list[tuple[RunConfig, RunInputs]] = []
+_checked: list[RunInputs] = []
 
 
-def preflight(config: RunConfig, checkpoint: Path | None = None) -> None:
-    """Check and load the inputs of a run, and count the steps of its epochs.
-
-    Args:
-        config: The configuration of the run; its `steps` follow from `epochs`, if that is set.
-        checkpoint: The checkpoint that the run starts from, if any.
-
-    Raises:
-        ConfigError: For the first unusable input, or if the training data is not that of the checkpoint.
-        CheckpointError: The checkpoint is of another model.
-    """
-    inputs = _load(config, status=lambda _: None)
-    if checkpoint is not None:
-        _require_same_run(config, inputs, checkpoint)
-    if config.mode is Mode.train and config.epochs is not None:
-        prompts = len(inputs.prompts.train)
-        config.steps = steps_of_epochs(config.epochs, prompts, config.algorithm.prompts_per_step)
-    _loaded[:] = [(config, inputs)]
+def preflight(
+    config: RunConfig,
+    folder: str | None = None,
+    checkpoint: Path | None = None,
+    status: Callable[[str], None] = lambda _: None,
+) -> RunInputs:
+    """Check and load the inputs of a run, and count the steps of its epochs. Raises as `findings` does."""
+    run = RunInputs(config, Moment.start, folder, checkpoint, status)
+    run.warnings = tuple(each.message for each in findings(run) if each.status is CheckStatus.warn)
+    del run.rows  # whose prompts have what a run needs of them
+    _checked[:] = [run]
+    return run
 
 
 def take_inputs(config: RunConfig, status: Callable[[str], None]) -> RunInputs:
     """Return the inputs that `preflight` loaded for this configuration, or load them (in a sweep's jobs)."""
-    while _loaded:
-        checked, inputs = _loaded.pop()
-        if checked == config:
-            return inputs
-    return _load(config, status)
-
-
-def _load(config: RunConfig, status: Callable[[str], None]) -> RunInputs:
-    check_sizes(config)
-    device_of(config.device.kind).require()
-    _require_ports(config)
-
-    status("preparing the model")
-    return load_from(locate(config.model), config, status)
-
-
-def load_from(path: Path, config: RunConfig, status: Callable[[str], None]) -> RunInputs:
-    """Load the inputs of a run whose model is in this directory. Raises `ConfigError` for unusable ones."""
-    rollout = config.rollout
-    fields = checkpoint_config(replace(config.model, path=str(path), revision=None))
-    require_context(rollout, fields, str(config.model.path))  # of a hub model, known only after its download
-    window = rollout.max_prompt_tokens + rollout.max_completion_tokens
-    require_window(path, tokens=window)
-    if config.model.lora.enabled:
-        require_targets(path, config.model.lora)
-    template = own_template(config.model)
-    tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code, chat_template=template)
-    require_rendering(config, path, tokenizer)
-
-    tasks: Tasks = ()
-    if config.environment.multi_turn:
-        status("trying the environment")
-        tasks = require_environment(config, path)
-
-    status("preparing the data")
-    longest = rollout.max_prompt_tokens
-    prompts = data.build(config.data, tokenizer, seed=config.seed, max_prompt_tokens=longest, tasks=tasks)
-    warnings = [*prompts.warnings, *_slow_attention(path, device_of(config.device.kind))]
-    if config.mode is Mode.train:
-        warnings += prompts.counts.repeated(config.algorithm.prompts_per_step)
-    if prompts.dropped:
-        warnings.append(
-            f"dropped {prompts.dropped} of {prompts.total} prompts: longer than "
-            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}"
-        )
-
-    require_own(config.algorithm)
-    status("trying the reward")
-    require_trackers(config.tracking)
-    own_transport(config.weight_sync)
-    warnings += try_out(tried_reward(config), _some_prompts(config, prompts), tokenizer_of(tokenizer))
-    return RunInputs(path, template, tokenizer, prompts, tuple(warnings))
-
-
-def _some_prompts(config: RunConfig, prompts: data.PromptData) -> list[Prompt]:
-    """Return a training prompt and the first of each evaluation set, whose rows may have other columns."""
-    evaluated = [each[0] for each in prompts.evals.values()]
-    if config.mode is Mode.eval:
-        return evaluated
-
-    start = prompts.train.state()
-    (trained,) = prompts.train.take(1)
-    prompts.train.restore(start)
-    return [trained, *evaluated]
-
-
-def _slow_attention(path: Path, device: Device) -> list[str]:
-    """Warn if an accelerator would train linear attention without kernels."""
-    if not device.shares_memory or not has_linear_attention(path) or not device.loops_linear_attention():
-        return []
-
-    remedy = f"device={device.kind.name} has no kernels for it"
-    if device.linear_attention is not None:
-        remedy = f"install {device.linear_attention}"
-    return [
-        f"the linear attention of {path.name} trains in transformers' torch loop over chunks of 64 tokens, more than "
-        f"ten times slower than kernels: {remedy}"
-    ]
-
-
-def _require_same_run(config: RunConfig, inputs: RunInputs, checkpoint: Path) -> None:
-    state = read_state(checkpoint)
-    require_model(state, identity(inputs.model_path, config.model.lora, inputs.chat_template), checkpoint)
-
-    if config.mode is Mode.train:
-        cursor = inputs.prompts.train
-        start = cursor.state()
-        cursor.restore(state.extra[CURSOR])  # compares the data
-        cursor.restore(start)
-
-
-def _require_ports(config: RunConfig) -> None:
-    if config.rollout.port is None or config.rollout.urls or config.cluster.address is not None:
-        return
-
-    for port in range(config.rollout.port, config.rollout.port + config.engines):
-        if not port_is_free("127.0.0.1", port):
-            accepted = f"the first of {config.engines} free port(s), or null"
-            why = f"port {port} is in use on this machine"
-            raise ConfigError("rollout.port", config.rollout.port, accepted, why)
+    inputs = next((run for run in _checked if run.config == config), None) or preflight(config, status=status)
+    _checked.clear()
+    return inputs

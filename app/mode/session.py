@@ -16,7 +16,8 @@ from app.config import Mode, RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
 from app.mode.environments import worker_spec
-from app.mode.preflight import RunInputs, take_inputs
+from app.mode.inputs import RunInputs
+from app.mode.preflight import take_inputs
 from app.offload import make_offload
 from app.placement.time_sharing import TimeSharing
 from app.recovery.engine_supervisor import EngineSupervisor

@@ -7,13 +7,13 @@ fixed size per request.
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from app.config.engine_flags import CONTEXT_FLAG
 from app.config.model import TINY_PRESETS, ModelConfig
 from app.config.rollout import RolloutConfig
 from app.errors import ConfigError, expect, one_line
+from app.utils.hub import cached_file
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text")
 QUERY_KEY_NORMS = ("qwen3", "qwen3_5_text")
@@ -154,7 +154,7 @@ def checkpoint_config(model: ModelConfig) -> dict[str, Any] | None:
         ConfigError: The file is not JSON, or the model is a mixture of experts.
     """
     local = model.local / CHECKPOINT_CONFIG
-    file = local if local.is_file() else _cached(str(model.path), model.revision)
+    file = local if local.is_file() else cached_file(str(model.path), CHECKPOINT_CONFIG, model.revision)
     if file is None:
         return None
 
@@ -231,18 +231,6 @@ def context_tokens(config: dict[str, Any]) -> int | None:
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     scaled = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
     return int(positions * (1 if scaled else scaling.get("factor", 1)))
-
-
-def _cached(hub_id: str, revision: str | None) -> Path | None:
-    """Return the `config.json` of a hub model that was downloaded before."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(hub_id, CHECKPOINT_CONFIG, revision=revision)
-    except HFValidationError:  # a path
-        return None
-    return Path(found) if isinstance(found, str) else None
 
 
 def from_config(config: dict[str, Any]) -> Architecture | None:

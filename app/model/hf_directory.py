@@ -13,7 +13,7 @@ from app.config.model import LoraConfig, ModelConfig
 from app.errors import ConfigError, expect, one_line
 from app.model.hf_import import general_tokenizer, transformers
 from app.model.lora.base_weights import fingerprint
-from app.utils.hub import hub_client
+from app.utils.hub import cached_file, hub_client
 
 CONFIG = "config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # at least one is required
@@ -51,17 +51,8 @@ def local_folder(config: ModelConfig) -> Path | None:
     """Return the directory of a model that need not be downloaded; else None."""
     if config.local.is_dir():
         return config.local.absolute()
-    if is_path(str(config.path)):
-        return None
-
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(str(config.path), TOKENIZERS[0], revision=config.revision)
-    except HFValidationError:
-        return None
-    return Path(found).parent if isinstance(found, str) else None
+    found = None if is_path(str(config.path)) else cached_file(str(config.path), TOKENIZERS[0], config.revision)
+    return found and found.parent
 
 
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Any:
@@ -121,11 +112,6 @@ def require_window(path: Path, *, tokens: int) -> None:
         accepted = f"rollout.max_prompt_tokens and rollout.max_completion_tokens of at most {window} together"
         why = f"its sliding window of {window} tokens is not supported"
         raise ConfigError("model.path", path, accepted, why)
-
-
-def has_linear_attention(path: Path) -> bool:
-    """Whether some layers of the model have linear attention."""
-    return "linear_attention" in (_text_config(path).get("layer_types") or ())
 
 
 def _text_config(path: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from app.utils.dotted_path import LoadError
 from app.utils.tasks import gather_or_raise
 from app.worker.failures import FailureWindow
 
+LOADABLE = "a function or class that can be called with trajectories"
 run_log = logging.getLogger("app.run")
 
 Values = list[dict[str, Value]]  # per trajectory, by component name
@@ -92,7 +93,7 @@ class Scorer:
                 await workers
             except (LoadError, OSError, RunError) as error:
                 self.close()
-                raise not_accepted(component, error) from error
+                raise not_accepted(component, str(error)) from error
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the same trajectories, in order, with `reward` and `reward_components` (unweighted) filled in.
@@ -191,10 +192,9 @@ def components_of(config: RewardConfig) -> list[RewardComponent]:
     return components
 
 
-def not_accepted(component: RewardComponent, error: Exception) -> ConfigError:
-    """Return the error of a custom reward that cannot be loaded."""
-    accepted = "a function or class that can be called with trajectories"
-    return ConfigError(str(component.key), component.target, accepted, str(error))
+def not_accepted(component: RewardComponent, why: str, accepted: str = LOADABLE) -> ConfigError:
+    """Return the error of a custom reward."""
+    return ConfigError(str(component.key), component.target, accepted, why)
 
 
 def _chunks(trajectories: Sequence[Trajectory], *, per_trajectory: bool) -> Iterator[slice]:

@@ -7,12 +7,13 @@ on all of them would fail on everything, and is refused.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from app.config.reward import RewardConfig
-from app.errors import ConfigError, RunError, say
+from app.errors import RunError, say
 from app.reward.component import RewardComponent
 from app.reward.outcome import Failure, FailureKind, Value
 from app.reward.reward_pool import RewardPool
@@ -25,6 +26,7 @@ from app.worker.remote import NO_LOG
 MAX_PROMPTS = 3
 MAX_COMPONENT_SECONDS = 10.0  # of trying one component: no further prompt after that
 CALL_TIMEOUT_S = 20.0  # for one call, even if `reward.timeout_s` allows more
+SCORING = "a reward that returns one finite number per trajectory, or reward.tryout=false, which skips this try"
 SLOW_SECONDS = 5.0  # for the two completions of a prompt: longer is a warning
 
 Tokenize = Callable[[str], Sequence[int]]
@@ -69,7 +71,7 @@ async def _try_component(
         await pool.start_workers()
         return await _try_prompts(pool, prompts, tokenize, timeout_s)
     except (LoadError, OSError, RunError) as error:
-        raise not_accepted(component, error) from error
+        raise not_accepted(component, str(error)) from error
     finally:
         pool.close()
         await asyncio.sleep(0)  # closes its pipe
@@ -91,7 +93,8 @@ async def _try_prompts(pool: RewardPool, prompts: Sequence[Prompt], tokenize: To
 
     failures = [value for value in values if isinstance(value, Failure)]
     if failures and len(failures) == len(values):
-        raise _refusal(component, f"each of {len(values)} made-up completions ended as {failures[0]}")
+        what = f"each of {len(values)} made-up completions ended as {failures[0]}"
+        raise not_accepted(component, what, SCORING)
     return _warnings(component, failures, len(values), slowest_s)
 
 
@@ -100,28 +103,22 @@ async def _score(pool: RewardPool, group: list[Trajectory], timeout_s: float) ->
     component = pool.component
     call_timeout_s = min(timeout_s, CALL_TIMEOUT_S)
 
-    def report_slow() -> None:
-        say(
-            f"trying reward component {component.name}: no result after {SLOW_SECONDS:g} s; it has {call_timeout_s:g} s"
-        )
+    slow = f"trying reward component {component.name}: no result after {SLOW_SECONDS:g} s; it has {call_timeout_s:g} s"
+    report_slow = partial(say, slow)
 
     outcome = await pool.call(group, call_timeout_s, SLOW_SECONDS, report_slow)
     if not isinstance(outcome, Failure):
         return outcome
     if outcome.kind is FailureKind.timeout:
         late = f"no result for {len(group)} completions within {call_timeout_s:g} s"
-        raise _refusal(component, late if call_timeout_s < timeout_s else f"it gave {outcome}={timeout_s:g}")
+        what = late if call_timeout_s < timeout_s else f"it gave {outcome}={timeout_s:g}"
+        raise not_accepted(component, what, SCORING)
 
     values: list[Value] = []
     for trajectory in group:
         single = await pool.call([trajectory], call_timeout_s, SLOW_SECONDS, report_slow)
         values += [single] if isinstance(single, Failure) else single
     return values
-
-
-def _refusal(component: RewardComponent, what: str) -> ConfigError:
-    accepted = "a reward that returns one finite number per trajectory, or reward.tryout=false, which skips this try"
-    return ConfigError(str(component.key), component.target, accepted, what)
 
 
 def _warnings(component: RewardComponent, failures: list[Failure], tried: int, slowest_s: float) -> list[str]:

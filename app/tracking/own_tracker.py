@@ -12,16 +12,14 @@ All calls come from one thread of its own, in order. They may block and raise: s
 """
 
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from app.config.tracking import TrackingConfig
-from app.errors import ConfigError
+from app.errors import expect
 from app.tracking.dashboard import DashboardOptions
-from app.utils.dotted_path import LoadError, error_text, resolve_own
-
-IMPORT_LIMIT_S = 60.0
+from app.utils.dotted_path import problem_of, resolve_own
 
 
 class OwnTracker:
@@ -49,32 +47,15 @@ class OwnTracker:
 def require_trackers(config: TrackingConfig) -> None:
     """Raise `ConfigError` if a tracker of the user's own cannot be imported or constructed with `tracking.args`."""
     for path in config.own:
-        problem = _problem_in_time(path, config.args)
-        if problem is not None:
-            accepted = "the path of a class that can be called with a run and tracking.args, and has a method log"
-            raise ConfigError("tracking.use", path, accepted, problem)
+        problem = problem_of(path, partial(_problem, config.args))
+        accepted = "the path of a class that can be called with a run and tracking.args, and has a method log"
+        expect(problem is None, "tracking.use", path, f"{accepted}; {problem}")
 
 
-def _problem_in_time(path: str, args: Mapping[str, Any]) -> str | None:
-    """Look for a problem on a thread: the import of the user's module may hang."""
-    found: list[str | None] = []
-    thread = threading.Thread(target=lambda: found.append(_problem(path, args)), name=f"import {path}", daemon=True)
-    thread.start()
-    thread.join(IMPORT_LIMIT_S)
-    return found[0] if found else f"its module was not imported within {IMPORT_LIMIT_S:g} s"
-
-
-def _problem(path: str, args: Mapping[str, Any]) -> str | None:
-    try:
-        made = resolve_own(path)
-        inspect.signature(made).bind(None, **args)
-    except LoadError as error:
-        return str(error)
-    except (Exception, SystemExit) as error:  # custom modules can raise anything
-        return error_text(error)
-    if inspect.isclass(made) and not callable(getattr(made, "log", None)):
-        return "it has no method log"
-    return None
+def _problem(args: Mapping[str, Any], made: Callable[..., Any]) -> str | None:
+    inspect.signature(made).bind(None, **args)
+    lacks = inspect.isclass(made) and not callable(getattr(made, "log", None))
+    return "it has no method log" if lacks else None
 
 
 def _nothing(*_: object) -> None:

@@ -3,8 +3,11 @@
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
+
+IMPORT_TIMEOUT_S = 60.0
 
 
 class LoadError(Exception):
@@ -46,6 +49,24 @@ def resolve_own(path: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     return resolve(path)
+
+
+def problem_of(path: str, attempt: Callable[[Any], str | None]) -> str | None:
+    """Return what is wrong with a user's function or class, or what `attempt` finds wrong with it. It may hang."""
+    found: list[str | None] = []
+    thread = threading.Thread(target=lambda: found.append(_problem(path, attempt)), name=f"import {path}", daemon=True)
+    thread.start()
+    thread.join(IMPORT_TIMEOUT_S)
+    return found[0] if found else f"its module was not imported within {IMPORT_TIMEOUT_S:g} s"
+
+
+def _problem(path: str, attempt: Callable[[Any], str | None]) -> str | None:
+    try:
+        return attempt(resolve_own(path))
+    except LoadError as error:
+        return str(error)
+    except (Exception, SystemExit) as error:  # custom modules can raise anything
+        return error_text(error)
 
 
 def error_text(error: BaseException) -> str:

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from app.errors import RunError
+from app.errors import RunError, expect
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 UNFINISHED = ".tmp"  # suffix of incomplete files and folders; readers ignore them
@@ -87,12 +87,14 @@ def _write_all(stream: io.FileIO, start: int, data: bytes) -> None:
     stream.truncate()
 
 
-def not_writable(folder: Path) -> str | None:
-    """Return why no file can be written in a folder, which may not exist yet; None if nothing is known against it."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        return f"{existing} is a file"
-    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} is read-only"
+def require_writable(key: str, folder: str) -> None:
+    """Raise `ConfigError` unless files can be written in the folder of a setting, which may not exist yet."""
+    accepted = "a folder that can be written"
+    expect(bool(folder.strip()), key, folder, "a folder; the value is empty")
+    path = Path(folder)
+    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
+    expect(existing.is_dir(), key, folder, f"{accepted}; {existing} is a file")
+    expect(os.access(existing, os.W_OK | os.X_OK), key, folder, f"{accepted}; {existing} is read-only")
 
 
 @contextlib.contextmanager

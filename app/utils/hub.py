@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 PROBE_TIMEOUT_S = 5.0
@@ -34,6 +35,18 @@ def hub_client() -> Iterator[bool]:
             switch.HF_HUB_OFFLINE = value
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def cached_file(hub_id: str, name: str, revision: str | None) -> Path | None:
+    """Return a file of a hub model that was downloaded before."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(hub_id, name, revision=revision)
+    except HFValidationError:  # a path
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def _answers() -> bool:

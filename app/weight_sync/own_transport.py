@@ -1,31 +1,20 @@
 """A transport of the user's own, `weight_sync._target_`: a class with what `Transport` (transport/base.py) has."""
 
-from collections.abc import Callable
-from typing import Any
-
 from app.config.weight_sync import WeightSyncConfig
-from app.errors import ConfigError, expect
-from app.utils.dotted_path import LoadError, resolve_own
+from app.errors import expect
+from app.utils.dotted_path import problem_of
 
 NEEDED = ("sender", "route", "connect", "request_body", "abort")
-KEY = "weight_sync._target_"
 
 
-def own_transport(config: WeightSyncConfig) -> Callable[..., Any] | None:
-    """Return the class of `weight_sync._target_`; None without one.
-
-    Raises:
-        ConfigError: It cannot be imported, or is no transport.
-    """
+def require_transport(config: WeightSyncConfig) -> None:
+    """Raise `ConfigError` if the class of `weight_sync._target_` cannot be imported, or is no transport."""
     target = config._target_
-    if target is None:
-        return None
-
+    problem = None if target is None else problem_of(target, _problem)
     accepted = f"the path of a class with {', '.join(NEEDED)}"
-    try:
-        found = resolve_own(target)
-    except LoadError as error:
-        raise ConfigError(KEY, target, accepted, str(error)) from error
+    expect(problem is None, "weight_sync._target_", target, f"{accepted}; {problem}")
+
+
+def _problem(found: object) -> str | None:
     missing = [name for name in NEEDED if not hasattr(found, name)]
-    expect(not missing, KEY, target, f"{accepted}; it lacks {', '.join(missing)}")
-    return found
+    return f"it lacks {', '.join(missing)}" if missing else None

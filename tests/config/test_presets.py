@@ -25,7 +25,7 @@ from app.config.trainer import Checkpointing
 from app.device import device_of
 from app.main import conf_path
 from app.mode.plan.describe import describe
-from app.mode.plan.memory import MemoryPlan, devices, plan_memory
+from app.mode.plan.memory import MemoryPlan, plan_memory
 from app.mode.plan.text import memory
 from app.model.architecture import architecture_of
 from app.rollout.server_args import engine_flags
@@ -191,7 +191,7 @@ def test_an_experiment_composes_to_what_its_name_says(name: str) -> None:
     kind = hardware.rstrip("0123456789")
 
     assert config.device.kind.name == kind
-    assert devices(config) == int(hardware.removeprefix(kind))
+    assert config.device_count == int(hardware.removeprefix(kind))
     assert config.model.name.endswith(model)
     assert config.placement.kind.name == placement
     assert config.data.name == "dapo_math"

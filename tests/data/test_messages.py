@@ -13,7 +13,7 @@ from app.config.data import DataConfig, EvalSetConfig, Template
 from app.data import rows
 from app.data.build import PromptData, build
 from app.errors import ConfigError
-from app.mode.inputs import problems
+from app.mode.preflight import problems
 from app.types import Prompt
 from tests.compose import composed
 from tests.environment.qwen import write_model

@@ -134,6 +134,16 @@ def test_an_evaluation_set_inside_the_training_set_causes_a_warning(jsonl: Calla
     loaded = rows.load(DataConfig(path=path, eval_sets={"same": EvalSetConfig(path=path)}))
     (warning,) = loaded.warnings
     assert re.search("6 of the 6 questions .* set same", warning)
+    assert "data.distinct" not in warning
+
+
+def test_a_warning_of_held_out_rows_that_repeat_training_rows_names_the_setting_that_drops_them(jsonl):
+    path = jsonl(*additions(1) * 20)
+    (warning,) = rows.load(DataConfig(path=path)).warnings
+    assert "data.distinct=true" in warning
+    repeated = jsonl(*[{"question": "1+1=", "answer": str(n)} for n in range(20)])
+    (warning,) = rows.load(DataConfig(path=repeated, distinct=True)).warnings
+    assert "data.distinct" not in warning
 
 
 def test_a_folder_is_loaded_as_a_hub_data_set_with_splits(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from app.cluster.placement_group import bundles
 from app.config import RunConfig
 from app.device import Device, device_of
 from app.main import conf_path
-from app.mode.plan.memory import devices
 from tests.compose import composed
 from tests.launch.shell import bash, dry_run, options
 from tests.launch.test_kubernetes import RAYJOB, RESOURCES
@@ -50,7 +49,7 @@ def test_slurm_offers_the_devices_and_cpus_of_an_experiment(name: str) -> None:
         assert offered(head, device)[resource] == offered(worker, device)[resource]
         assert 2 * offered(head, device)[resource] >= needed
     if device.resource != "CPU":
-        assert 2 * offered(head, device)[device.resource] == devices(config) + devices(config) % 2
+        assert 2 * offered(head, device)[device.resource] == config.device_count + config.device_count % 2
     assert f"experiment={name}" in application
 
 
@@ -60,7 +59,7 @@ def test_docker_passes_the_devices_of_an_experiment(name: str) -> None:
     kind = config.device.kind.name
     (command,) = dry_run("docker.sh", kind, f"experiment={name}")
     cards = [word for word in command if word.startswith("--device=/dev/davinci") and word[-1].isdigit()]
-    assert (command[command.index("--gpus") + 1] == "all") if kind == "cuda" else (len(cards) >= devices(config))
+    assert (command[command.index("--gpus") + 1] == "all") if kind == "cuda" else (len(cards) >= config.device_count)
     assert command[-2:] == [f"hydra-posttrain:{kind}", f"experiment={name}"]
 
 
@@ -78,7 +77,7 @@ def test_kubernetes_reserves_the_devices_of_an_experiment(name: str) -> None:
     cluster = job["spec"]["rayClusterSpec"]
     limits = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
     workers = cluster["workerGroupSpecs"][0]["replicas"]
-    assert int(limits[RESOURCES[kind]]) * (1 + workers) == devices(config)
+    assert int(limits[RESOURCES[kind]]) * (1 + workers) == config.device_count
     assert int(limits["cpu"]) >= sum(bundle["CPU"] for bundle in bundles(config, device))
     started = cluster["headGroupSpec"]["rayStartParams"]
     ray = json.loads(json.loads(started["resources"]))["NPU"] if kind == "npu" else int(started["num-gpus"])

@@ -10,7 +10,6 @@ import yaml
 from app.cluster.placement_group import bundles
 from app.config.device import DeviceKind
 from app.device import device_of
-from app.mode.plan.memory import devices
 from tests.compose import composed
 
 FOLDER = Path(__file__).parents[2] / "launch" / "kubernetes"
@@ -90,7 +89,7 @@ def test_the_entrypoint_composes_and_its_devices_are_there(kind: str) -> None:
     assert config.device.kind.name == kind
     head = job["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     limits = head["resources"]["limits"]
-    assert int(limits[RESOURCES[kind]]) == devices(config) == 8
+    assert int(limits[RESOURCES[kind]]) == config.device_count == 8
     needed = bundles(config, device_of(DeviceKind(kind)))
     assert int(limits["cpu"]) >= sum(bundle["CPU"] for bundle in needed)
 

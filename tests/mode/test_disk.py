@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from app.mode.disk import free_bytes, plan_disk, require_space
-from app.mode.doctor.check import examine
-from app.mode.doctor.finding import CheckStatus
+from app.mode.disk import free_bytes, plan_disk
+from app.mode.input_checks import disk
+from app.mode.inputs import Moment, RunInputs
 from app.model.architecture import architecture_of
 from tests.compose import composed
 from tests.refusals import refused
@@ -26,14 +26,22 @@ def test_a_run_whose_checkpoints_do_not_fit_is_refused(tmp_path: Path, monkeypat
     needed = plan_disk(config, model).bytes
     assert needed == 4 * 12 * model.parameters + 4 * model.parameters  # two kept, the best, one being written
 
+    folder = str(tmp_path / "not" / "made")
     leave(needed, monkeypatch)
-    require_space(config, tmp_path / "not" / "made")
+    assert len([*disk(RunInputs(config, Moment.doctor, folder))]) == 1
     leave(needed - 1, monkeypatch)
-    with refused("hydra.run.dir", tmp_path / "not" / "made", " MiB for", "checkpoint.keep"):
-        require_space(config, tmp_path / "not" / "made")
+    for moment in (Moment.doctor, Moment.start):
+        with refused("hydra.run.dir", folder, " MiB for", "checkpoint.keep"):
+            [*disk(RunInputs(config, moment, folder))]
 
-    require_space(composed("mode=eval"), tmp_path)
-    require_space(composed("checkpoint.keep=0", "checkpoint.export=false"), tmp_path)
+    keeps_nothing = composed("checkpoint.keep=0", "checkpoint.export=false")
+    for each in (
+        RunInputs(config, Moment.start, folder, checkpoint=tmp_path),
+        RunInputs(composed("mode=eval"), Moment.start, folder),
+        RunInputs(keeps_nothing, Moment.start, folder),
+        RunInputs(config, Moment.start),  # a job of a sweep
+    ):
+        [*disk(each)]
 
 
 def test_free_space_is_that_of_the_nearest_folder_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,8 +57,7 @@ def test_free_space_is_that_of_the_nearest_folder_that_exists(tmp_path: Path, mo
     assert asked == [tmp_path]
 
 
-def test_the_doctor_looks_at_the_disk_of_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    (disk,) = [each for each in examine(composed(), tmp_path / "file") if each.subject == "disk"]
-    assert disk.status is CheckStatus.fail
-    assert f"{tmp_path / 'file'} cannot be written: {tmp_path / 'file'} is a file" in disk.message
+    with refused("hydra.run.dir", tmp_path / "file", f"{tmp_path / 'file'} is a file"):
+        [*disk(RunInputs(composed(), Moment.doctor, str(tmp_path / "file")))]

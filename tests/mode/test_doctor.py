@@ -2,23 +2,24 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from app.device import device_of
+from app.device import Device, device_of
 from app.device.cpu import DEVICE as CPU
 from app.mode.doctor import device as doctor_device
+from app.mode.doctor import examine, table
 from app.mode.doctor import machine as doctor_machine
 from app.mode.doctor import nvidia as doctor_nvidia
 from app.mode.doctor import software as doctor_software
-from app.mode.doctor.check import report
-from app.mode.doctor.finding import Check, CheckStatus, check, table
-from app.mode.inputs import problems
+from app.mode.finding import CheckStatus, Finding, judge
+from app.mode.inputs import Moment, RunInputs
+from app.mode.preflight import findings
 from app.model.hf_directory import load_tokenizer
 from tests.compose import composed
 from tests.warm import run_warm
@@ -27,9 +28,13 @@ ROOT = Path(__file__).parents[2]
 MISSION = ("device=npu", "placement=fully_async", "model=qwen35_9b")
 
 
-def of(checks: list[Check], subject: str) -> Check:
-    (match,) = [one for one in checks if one.subject == subject]
+def of(found: Iterable[Finding], subject: str) -> Finding:
+    (match,) = [one for one in found if one.subject == subject]
     return match
+
+
+def inputs(*overrides: str) -> list[Finding]:
+    return list(findings(RunInputs(composed(*overrides), Moment.doctor, "outputs")))
 
 
 def run(*overrides: str) -> subprocess.CompletedProcess[str]:
@@ -37,41 +42,17 @@ def run(*overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_own_rewards_and_trackers_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = [
-        *doctor_machine.reachable(
-            composed("reward._target_=tests.reward.broken.raises", "tracking.use=[no_such.Tracker]")
-        )
-    ]
-    assert (of(checks, "reward").status, "KeyError: 'score'" in of(checks, "reward").message) == (
-        CheckStatus.fail,
-        True,
-    )
-    assert of(checks, "tracker").status is CheckStatus.fail
-    assert "module no_such" in of(checks, "tracker").message
-
-    (right,) = [
-        each
-        for each in doctor_machine.reachable(composed("reward._target_=tests.reward.broken.works"))
-        if each.subject == "reward"
-    ]
-    assert right == Check("reward", CheckStatus.ok, "tests.reward.broken.works can be loaded")
-
-    reward = of(
-        [*doctor_machine.reachable(composed("+reward.components.style._target_=tests.reward.broken.missing"))], "reward"
-    )
-    assert (reward.status, "has no missing" in reward.message) == (CheckStatus.fail, True)
-    assert {each.subject for each in doctor_machine.reachable(composed("tracking=wandb"))} & {
-        "reward",
-        "tracker",
-    } == set()
+def test_own_code_is_loaded() -> None:
+    found = inputs("reward._target_=tests.reward.broken.works", "tracking=wandb")
+    assert of(found, "reward") == Finding("reward", "tests.reward.broken.works can be loaded")
+    assert {"tracker", "transport", "algorithm"} & {each.subject for each in found} == set()
 
 
 def test_the_cpu_passes_on_this_machine() -> None:
-    text, code = report(composed())
-    assert code == 0, text
-    assert "0 fail" in text
-    assert "ok    sglang" in text
+    found = examine(composed())
+    assert [one for one in found if one.status is CheckStatus.fail] == []
+    assert of(found, "sglang").status is CheckStatus.ok
+    assert not [one for one in found if one.subject == "episodes"]
 
 
 def test_the_npu_fails_clearly_on_this_machine_and_nothing_starts() -> None:
@@ -97,26 +78,16 @@ def test_every_check_that_is_not_ok_has_a_hint() -> None:
 
 
 def test_the_rows_of_local_files_are_counted(tmp_path: Path) -> None:
-    def data_of(*overrides: str) -> Check:
-        return of(list(doctor_machine.reachable(composed(*overrides))), "data")
-
-    generated = data_of()
-    assert (generated.status, generated.message) == (
-        CheckStatus.ok,
-        "arithmetic: 2,000 training rows, 200 held-out rows; 60 steps are 0.48 epochs",
-    )
+    counted = "arithmetic: 2,000 training rows, 200 held-out rows; 60 steps are 0.48 epochs"
+    assert of(inputs(), "data") == Finding("data", counted)
     rows = tmp_path / "rows.csv"
     rows.write_text("question,answer\n" + "1+1=,2\n" * 5)
-    few = data_of(f"data.path={rows}", "data.name=mine")
-    assert few.status is CheckStatus.warn
-    assert few.message.startswith(
-        "mine: 4 training rows, 1 held-out row; 60 steps are 240 epochs; 1 of the 1 questions of evaluation set eval"
-    )
-    assert few.message.find("algorithm.prompts_per_step=16") > 0
-    rows.write_text("question,answer\n1+1=,2\n1,2,3\n")
-    broken = data_of(f"data.path={rows}")
-    assert (broken.status, broken.message[: len("data.path=")]) == (CheckStatus.fail, "data.path=")
-    assert "row 2 has 3 instead of 2" in broken.message
+    line = [f"data.path={rows}", "data.name=mine"]
+    few, repeated = (each for each in inputs(*line) if each.subject == "data")
+    assert few == Finding("data", "mine: 4 training rows, 1 held-out row; 60 steps are 240 epochs")
+    assert (repeated.status, "1 of the 1 questions" in repeated.message) == (CheckStatus.warn, True)
+    larger = [each.message for each in inputs(*line) if each.subject == "prompts" and each.hint]
+    assert larger == ["algorithm.prompts_per_step=16 exceeds the 4 training rows: each step repeats some"]
 
 
 def test_a_version_outside_the_range_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,26 +177,6 @@ def test_the_memory_saver_is_required_in_colocate_only() -> None:
     assert "torch_memory_saver" not in subjects("offload.engine=false")
 
 
-def test_kernels_of_linear_attention_are_required_where_the_model_has_it() -> None:
-    def subjects(*overrides: str) -> set[str]:
-        config = composed(*overrides)
-        return {one.subject for one in doctor_software.software(config, device_of(config.device.kind))}
-
-    assert "flash-linear-attention" in subjects("device=cuda", "model=qwen35_9b")
-    assert "flash-linear-attention" not in subjects("device=cuda", "model=qwen3_4b")
-    assert "flash-linear-attention" not in subjects("device=npu", "model=qwen35_9b")
-
-
-def test_a_taken_port_fails() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        checks = list(doctor_machine.machine(composed(f"rollout.port={port}")))
-    assert of(checks, "ports").status is CheckStatus.fail
-    assert of(checks, "ports").message == f"{port} in use"
-
-
 def disk_of(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = SimpleNamespace(free=free, total=2**40)
     monkeypatch.setattr(doctor_machine.shutil, "disk_usage", lambda _: usage)
@@ -233,18 +184,17 @@ def disk_of(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_disk_too_small_for_the_checkpoints_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     disk_of(2**38, monkeypatch)  # 256 GiB
-    newest_two = list(doctor_machine.machine(composed(*MISSION)))
-    none = list(doctor_machine.machine(composed(*MISSION, "checkpoint.keep=0")))
-    assert of(newest_two, "disk").status is CheckStatus.fail
-    needed = 2 + (4 * 12 + 4) * 8_953_803_264 / 2**30  # with the best and the one being written, and the export
-    assert f" {needed:.1f} GiB" in of(newest_two, "disk").message
-    assert of(none, "disk").status is CheckStatus.ok
+    newest_two = of(inputs(*MISSION), "disk")
+    assert newest_two.status is CheckStatus.fail
+    needed = (4 * 12 + 4) * 8_953_803_264 / 2**30  # with the best and the one being written, and the export
+    assert f" {needed:.1f} GiB" in newest_two.message
+    assert of(inputs(*MISSION, "checkpoint.keep=0"), "disk").status is CheckStatus.ok
 
 
 def test_little_shared_memory_warns_and_dockers_default_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def status(free: int) -> CheckStatus:
         disk_of(free, monkeypatch)
-        return of(list(doctor_machine.machine(composed())), "shared memory").status
+        return of(doctor_machine.machine(), "shared memory").status
 
     assert status(64 * 2**20) is CheckStatus.fail
     assert status(2**30) is CheckStatus.warn
@@ -255,57 +205,35 @@ def test_an_unreachable_hub_fails_with_a_workaround(monkeypatch: pytest.MonkeyPa
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    result = of(list(doctor_machine.reachable(composed("model=qwen3_4b"))), "model")
+    result = of(doctor_machine.reachable(composed("model=qwen3_4b", "data=arithmetic")), "hub")
     assert result.status is CheckStatus.fail
     assert "model.path=..." in result.hint
-
-
-def test_what_a_run_refuses_fails_with_the_same_sentence(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("{")
-    line = ["model=hf", f"model.path={tmp_path}", f"data.path={rows}", "reward._target_=nope.f"]
-    checks = list(doctor_machine.reachable(composed(*line)))
-    for subject, sentence in (
-        ("model", "no config.json"),
-        ("data", "line 1 is not JSON"),
-        ("reward", "no module nope"),
-    ):
-        assert of(checks, subject).status is CheckStatus.fail
-        assert sentence in of(checks, subject).message
-        assert of(checks, subject).hint
 
 
 def test_the_prompts_of_local_files_are_tokenized(tmp_path: Path, tiny_model: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"question": "1+{number}=", "answer": "{1 + number}"}}\n' for number in range(20)))
     line = [f"model.path={tiny_model}", f"data.path={rows}", "data.eval_fraction=0.5", "algorithm.prompts_per_step=8"]
-    assert of(list(doctor_machine.reachable(composed(*line))), "prompts").message == "10 to train on, 10 to evaluate on"
-
-    first = of(list(doctor_machine.reachable(composed(*line, "data.shuffle=false", "data.suffix=?"))), "first prompt")
-    assert first.status is CheckStatus.ok
-    question = json.loads(first.message)
+    found = inputs(*line, "data.shuffle=false", "data.suffix=?")
+    assert of(found, "prompts") == Finding("prompts", "10 to train on, 10 to evaluate on")
+    question = json.loads(of(found, "first prompt").message)
     assert question.startswith("1+")
     assert question.endswith("=?")
+
     chat = [*line, "data.shuffle=false", "data.template=chat", "data.system=Add."]
     tokenizer = load_tokenizer(tiny_model)
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": question.removesuffix("?")}]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert json.loads(of(list(doctor_machine.reachable(composed(*chat))), "first prompt").message) == rendered
+    assert json.loads(of(inputs(*chat), "first prompt").message) == rendered
 
-    short = of(list(doctor_machine.reachable(composed(*line, "rollout.max_prompt_tokens=4"))), "prompts")
-    assert short.status is CheckStatus.warn
-    assert "longer than rollout.max_prompt_tokens=4" in short.message
-
-    none = of(list(doctor_machine.reachable(composed(*line, "rollout.max_prompt_tokens=2"))), "prompts")
-    assert none.status is CheckStatus.fail
-    assert "too long" in none.message
+    *_, short = (each for each in inputs(*line, "rollout.max_prompt_tokens=4") if each.subject == "prompts")
+    assert (short.status, "rollout.max_prompt_tokens=4" in short.message) == (CheckStatus.warn, True)
 
 
 def test_a_warning_about_the_rows_is_shown_once(tmp_path: Path, tiny_model: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "1+1=", "answer": "2"}\n' * 20)
-    line = [f"model.path={tiny_model}", f"data.path={rows}", f"data.eval_path={rows}"]
-    text = table(list(doctor_machine.reachable(composed(*line))))
+    text = table(inputs(f"model.path={tiny_model}", f"data.path={rows}", f"data.eval_path={rows}"))
     assert text.count("measures memorization") == 1
 
 
@@ -313,13 +241,10 @@ def test_the_evaluation_set_that_a_run_will_use_is_named(tmp_path: Path, monkeyp
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    hub = ["model=hf", "model.path=me/model"]
-    own = of(list(doctor_machine.reachable(composed(*hub, "data._target_=no_such.halves"))), "data")
+    own = of(inputs("model=hf", "model.path=me/model", "data._target_=no_such.halves"), "data")
     assert "evaluation set eval: held-out rows" in own.message
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "1+1=", "answer": "2"}\n' * 20)
-    sets = ["data=rows", f"data.train_sets.mine.path={rows}", "data.eval_sets.far.path=someone/far"]
-    missing = of(list(doctor_machine.reachable(composed(*hub, *sets))), "data")
+    sets = ["data=rows", f"data.train_sets.mine.path={tmp_path}", "data.eval_sets.far.path=someone/far"]
+    missing = of(doctor_machine.reachable(composed(*sets)), "hub")
     assert (missing.status, "someone/far cannot be reached" in missing.message) == (CheckStatus.fail, True)
     assert "data.eval_sets.far.path=" in missing.hint
 
@@ -330,45 +255,36 @@ def test_the_disk_of_a_run_without_a_folder_of_its_own_is_that_of_outputs(tmp_pa
     assert "not given" not in text
 
 
-@pytest.mark.parametrize("targets", ["[qproj]", "[q_proj,v_porj]", "[in_proj_qkv]"])
-@pytest.mark.parametrize("mode", ["plan", "doctor"])
-def test_misspelled_layers_of_adapters_are_refused(mode: str, targets: str, tmp_path: Path) -> None:
-    done = run_warm(f"mode={mode}", "model=qwen3_4b_lora", f"model.lora.targets={targets}", cwd=tmp_path)
-    assert done.returncode == (2 if mode == "plan" else 1)
-    assert "model.lora.targets=" in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    good = problems(composed("model=qwen3_4b_lora", "model.lora.targets=[q_proj,v_proj]", "data=arithmetic"))
-    assert "model" not in good
-
-
 def test_a_cluster_and_a_server_that_do_not_answer_fail() -> None:
     config = composed("cluster.address=127.0.0.1:9", "rollout.urls=[http://127.0.0.1:9]")
-    checks = list(doctor_machine.reachable(config))
-    assert of(checks, "cluster").status is CheckStatus.fail
-    assert of(checks, "engine").status is CheckStatus.fail
+    found = list(doctor_machine.reachable(config))
+    assert [of(found, each).status for each in ("cluster", "engine")] == [CheckStatus.fail] * 2
 
 
 def test_expandable_segments_with_the_memory_saver_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     for placement, subjects in (("colocate", {"allocator"}), ("fully_async", set())):
         config = composed("device=cuda", "model=qwen3_4b", f"placement={placement}")
-        checks = doctor_device.environment(config, device_of(config.device.kind))
+        checks = doctor_device.variables(config, device_of(config.device.kind))
         assert {one.subject for one in checks if one.status is CheckStatus.warn} == subjects
 
 
 def test_a_conflicting_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "60")
     config = composed(*MISSION)
-    result = of(list(doctor_device.environment(config, device_of(config.device.kind))), "environment")
+    result = of(doctor_device.variables(config, device_of(config.device.kind)), "variables")
     assert result.message == "HCCL_CONNECT_TIMEOUT=60 is overridden by 1500"
 
 
-def test_too_few_visible_devices_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_visible_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3")
-    config = composed(*MISSION)
-    result = of(list(doctor_device.environment(config, device_of(config.device.kind))), "visible devices")
-    assert result.status is CheckStatus.fail
-    assert "4 device(s)" in result.message
+    monkeypatch.setattr(Device, "require", lambda _: None)
+    monkeypatch.setattr(Device, "count", lambda _: 4)
+    found = of(inputs(*MISSION), "devices")
+    assert found.status is CheckStatus.fail
+    assert found.message.startswith("placement.rollout_devices=4 is not accepted")
+    assert "4 npu available, the run needs 8 (ASCEND_RT_VISIBLE_DEVICES=0,1,2,3)" in found.message
+    assert of(inputs(*MISSION, "cluster.address=auto"), "devices").status is CheckStatus.ok
 
 
 def test_a_plan_that_does_not_fit_warns() -> None:
@@ -379,5 +295,5 @@ def test_a_plan_that_does_not_fit_warns() -> None:
 
 
 def test_the_table_counts_its_lines() -> None:
-    checks = [check("one", True, "fine", "never shown"), check("other", False, "bad", "fix it")]
-    assert table(checks) == "ok    one    fine\nfail  other  bad\n             → fix it\n1 fail, 0 warn, 1 ok"
+    found = [judge("one", True, "fine", "never shown"), judge("other", False, "bad", "fix it")]
+    assert table(found) == "ok    one    fine\nfail  other  bad\n             → fix it\n1 fail, 0 warn, 1 ok"

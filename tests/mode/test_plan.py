@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from app.mode.inputs import problems, with_counted_steps
 from app.mode.plan.describe import describe
+from app.mode.preflight import problems
 from tests.compose import composed
 
 ROOT = Path(__file__).parents[2]
@@ -21,12 +21,13 @@ HEAVY = ("torch", "ray", "sglang", "transformers", "torch_npu")
     ("overrides", "steps", "shown"),
     [
         (["epochs=2", "data.arithmetic.problems=40"], 5, "5 steps are 2 epochs"),
-        (["epochs=0.5", "data.arithmetic.problems=32"], 1, "1 steps are 0.5 epochs"),
+        (["epochs=0.5", "data.arithmetic.problems=32"], 1, "1 step is 0.5 epochs"),
         (["epochs=2", "model=hf", "model.path=me/model"], 300, "counts the steps of epochs=2"),  # rows of a hub
     ],
 )
 def test_a_plan_counts_the_steps_of_epochs_where_rows_are_local(overrides: list[str], steps: int, shown: str) -> None:
-    counted = with_counted_steps(composed(*overrides))
+    counted = composed(*overrides)
+    problems(counted)
     plan = describe(counted)
     assert counted.steps == steps
     assert shown in plan
@@ -165,24 +166,6 @@ def test_a_plan_says_what_a_run_would_refuse(tmp_path: Path) -> None:
         "data.question=q",
         "reward._target_=nope.f",
     ]
-
-
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        (None, "no such file"),
-        ("{", "line 1"),
-        ('{"question": "1+1=", "answer": "2"}', "at least 2 rows"),
-        ("", "empty"),
-    ],
-)
-def test_a_data_file_that_a_run_refuses_is_named(content: str | None, named: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    if content is not None:
-        path.write_text(content)
-    (found,) = problems(composed(f"data.path={path}")).values()
-    assert found.startswith(f"data.path={path} ")
-    assert named in found
 
 
 def test_a_mistyped_evaluation_file_is_found_beside_a_hub_data_set() -> None:

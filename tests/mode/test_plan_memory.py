@@ -4,7 +4,7 @@ import pytest
 
 from app.config import RunConfig
 from app.device import device_of
-from app.mode.plan.memory import MemoryPlan, Phase, capacity, devices, plan_memory
+from app.mode.plan.memory import MemoryPlan, Phase, capacity, plan_memory
 from app.mode.plan.text import sync
 from app.model.architecture import QWEN3_4B, QWEN35_9B, VISION_PARAMETERS, Architecture
 from app.rollout.server_args import engine_flags
@@ -169,9 +169,9 @@ def test_capacity_comes_from_the_setting_else_the_machine_else_a_common_card() -
 
 
 def test_the_mission_takes_eight_devices_and_the_default_run_takes_one() -> None:
-    assert devices(composed("device=npu", "placement=fully_async", "model=qwen35_9b")) == 8
-    assert devices(composed()) == 1
-    assert devices(composed("rollout.urls=[http://127.0.0.1:30000]", "placement=fully_async")) == 1
+    assert composed("device=npu", "placement=fully_async", "model=qwen35_9b").device_count == 8
+    assert composed().device_count == 1
+    assert composed("rollout.urls=[http://127.0.0.1:30000]", "placement=fully_async").device_count == 1
 
 
 def test_delta_sync_keeps_a_16_bit_copy_of_each_shard_where_configured() -> None:

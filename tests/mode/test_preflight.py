@@ -1,6 +1,7 @@
 """What is checked before a run's folder exists, and that it is loaded once."""
 
 import json
+import socket
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -11,11 +12,15 @@ import pytest
 
 import app.data.build as data
 from app.config.device import DeviceKind
-from app.device import base, device_of
+from app.device import base
 from app.errors import ConfigError
-from app.mode.preflight import _slow_attention, preflight, take_inputs
+from app.mode.finding import CheckStatus
+from app.mode.input_checks import linear_attention
+from app.mode.inputs import Moment, RunInputs
+from app.mode.preflight import CHECKS, findings, preflight, take_inputs
 from tests.compose import composed
 from tests.model.support import save_qwen3, save_qwen35
+from tests.refusals import refused
 
 OWN_MODEL = ("model=hf", "data=arithmetic", "rollout.max_prompt_tokens=64", "rollout.max_completion_tokens=64")
 OWN = """
@@ -24,6 +29,70 @@ from transformers import PreTrainedTokenizerFast
 class Own(PreTrainedTokenizerFast):
     pass
 """
+
+
+REFUSED = [  # name of a check, what it refuses, and the setting that is named
+    ("sizes", ["model=tiny_lora", "model.lora.targets=[qproj]"], "model.lora.targets"),
+    ("model", ["model=hf", "model.path={folder}", "data=arithmetic"], "model.path"),
+    ("disk", [], "hydra.run.dir"),
+    ("ports", ["rollout.port={port}"], "rollout.port"),
+    ("data", ["data.path=/no/such.jsonl"], "data.path"),
+    ("transport", ["placement=fully_async", "weight_sync._target_=no_such.Transport"], "weight_sync._target_"),
+    ("tracker", ["tracking.use=[no_such.Tracker]"], "tracking.use"),
+    ("algorithm", ["algorithm.advantage=no_such.advantage"], "algorithm.advantage"),
+    ("devices", ["device=cuda"], "device"),
+    ("model files", [*OWN_MODEL, "model.path={sliding}"], "model.path"),
+    ("prompts", ["rollout.max_prompt_tokens=2"], "rollout.max_prompt_tokens"),
+    ("environment", ["environment._target_=no_such.Env"], "environment._target_"),
+    ("reward", ["reward._target_=tests.reward.broken.raises"], "reward._target_"),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides", "key"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_plan_doctor_and_start_refuse_the_same(
+    name: str, overrides: list[str], key: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    sliding = save_qwen3(tmp_path / "sliding")
+    config = json.loads((sliding / "config.json").read_text())
+    slides = {"layer_types": None, "use_sliding_window": True, "sliding_window": 100}
+    (sliding / "config.json").write_text(json.dumps(config | slides))
+    (tmp_path / "file").touch()
+    folder = str(tmp_path / ("file" if name == "disk" else "run"))
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        words = [word.format(folder=tmp_path, port=busy.getsockname()[1], sliding=sliding) for word in overrides]
+
+        for moment in {moment for check in CHECKS if check.name == name for moment in check.moments} - {Moment.start}:
+            found = findings(RunInputs(composed(*words), moment, folder))
+            failed = [each for each in found if each.status is CheckStatus.fail]
+            assert [each.subject for each in failed] == [name]
+            assert failed[0].message.startswith(f"{key}=")
+        with pytest.raises(ConfigError) as refusal:
+            preflight(composed(*words), folder)
+        assert str(refusal.value).startswith(f"{key}=")
+
+
+def test_every_check_of_the_table_that_can_refuse_a_setting_is_refused_here() -> None:
+    warns, of_checkpoints = {"linear attention"}, {"checkpoint"}
+    assert {check.name for check in CHECKS} == {row[0] for row in REFUSED} | warns | of_checkpoints
+
+
+def test_nothing_is_downloaded_or_started_before_what_is_cheap_is_accepted(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "noisy.py").write_text("open('started', 'w').close()\ndef begin(*_): ...\n")
+    monkeypatch.chdir(tmp_path)
+    downloads: list[object] = []
+    own = ("environment._target_=noisy.begin", "reward._target_=noisy.begin")
+    with refused("rollout.max_prompt_tokens"):
+        preflight(composed(*own, "rollout.max_prompt_tokens=2"))
+    assert not (tmp_path / "started").exists()
+
+    monkeypatch.setattr("app.mode.inputs.locate", downloads.append)
+    with refused("data.path", "none.jsonl"):
+        preflight(composed("model=hf", "model.path=owner/name", "data.path=none.jsonl"))
+    assert downloads == []
 
 
 def test_a_models_own_tokenizer_is_loaded_only_where_its_code_is_trusted(tmp_path: Path) -> None:
@@ -42,7 +111,7 @@ def test_the_context_of_a_hub_model_is_compared_once_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_qwen3(tmp_path / "qwen3")  # 256 tokens
-    monkeypatch.setattr("app.mode.preflight.locate", lambda *_, **__: path)
+    monkeypatch.setattr("app.mode.inputs.locate", lambda *_, **__: path)
     line = [*OWN_MODEL, "model.path=owner/name", "rollout.max_completion_tokens=200"]
     with pytest.raises(
         ConfigError, match=r"max_completion_tokens=200 .* at most 192: model\.path=owner/name has a cont"
@@ -159,9 +228,14 @@ def test_linear_attention_without_kernels_is_a_warning(
         return "0.6.0"
 
     monkeypatch.setattr(base, "version", version)
-    assert _slow_attention(save_qwen3(tmp_path / "qwen3"), device_of(kind)) == []
-    warnings = _slow_attention(save_qwen35(tmp_path / "qwen35"), device_of(kind))
-    assert [each.rpartition(": ")[2] for each in warnings] == ([] if remedy is None else [remedy])
+
+    def warnings(path: Path) -> list[str]:
+        config = composed(*OWN_MODEL, f"model.path={path}", f"device={kind.name}")
+        return [each.message for each in linear_attention(RunInputs(config, Moment.start))]
+
+    assert warnings(save_qwen3(tmp_path / "qwen3")) == []
+    found = warnings(save_qwen35(tmp_path / "qwen35"))
+    assert [each.rpartition(": ")[2] for each in found] == ([] if remedy is None else [remedy])
 
 
 def test_the_inputs_of_the_tiny_model_are_loaded_without_torch(tiny_model: Path) -> None:

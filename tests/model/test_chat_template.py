@@ -10,7 +10,7 @@ from app.config import RunConfig
 from app.config.model import LoraConfig
 from app.errors import CheckpointError, ConfigError
 from app.mode.environments import require_rendering, worker_spec
-from app.mode.preflight import load_from
+from app.mode.preflight import preflight
 from app.model.hf_directory import identity, load_tokenizer, own_template
 from tests.compose import composed
 
@@ -30,7 +30,7 @@ def config_of(model: Path, template: Path, *overrides: str) -> RunConfig:
 
 
 def test_prompts_are_rendered_by_the_own_template(tiny_model: Path, template: Path) -> None:
-    inputs = load_from(tiny_model, config_of(tiny_model, template), lambda status: None)
+    inputs = preflight(config_of(tiny_model, template))
     (prompt,) = inputs.prompts.train.take(1)
     text = inputs.tokenizer.decode(prompt.token_ids)
     assert text == f"<|im_start|>{prompt.question}<|im_end|><|im_start|>"
@@ -54,7 +54,7 @@ def test_a_template_that_cannot_render_a_question_is_refused(
 ) -> None:
     template.write_text(text)
     with pytest.raises(ConfigError) as refused:
-        load_from(tiny_model, config_of(tiny_model, template), lambda status: None)
+        preflight(config_of(tiny_model, template))
     assert str(refused.value).startswith(f"model.chat_template={template} is not accepted: ")
     assert problem in str(refused.value)
     assert "\n" not in str(refused.value)

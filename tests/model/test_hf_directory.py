@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from app.config.model import LoraConfig, ModelConfig
-from app.mode.inputs import problems
+from app.mode.preflight import problems
 from app.model.hf_directory import GENERAL, identity, load_tokenizer, locate, require_window
 from app.model.hf_import import transformers
 from tests.compose import composed

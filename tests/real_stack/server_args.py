@@ -13,7 +13,6 @@ from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
 from app.device import device_of
-from app.mode.plan.memory import devices as devices_of
 from app.rollout.server_args import engine_flags, render_flags
 from tests.bench.random_model import QWEN3_4B
 from tests.compose import composed
@@ -52,7 +51,7 @@ class Case:
 def cases(device: DeviceKind) -> list[Case]:
     """Every experiment of a device, and every model preset in both placements on as many devices as it can have."""
     found = [
-        Case((f"experiment={path.stem}",), devices_of(composed(f"experiment={path.stem}")))
+        Case((f"experiment={path.stem}",), composed(f"experiment={path.stem}").device_count)
         for path in sorted(CONF.glob(f"experiment/{device.name}*.yaml"))
     ]
     for path in sorted(CONF.glob("model/*.yaml")):
@@ -66,7 +65,7 @@ def cases(device: DeviceKind) -> list[Case]:
 def _layouts(overrides: tuple[str, ...], placement: PlacementKind) -> Iterator[tuple[tuple[str, ...], int]]:
     """The preset's own layout, and those of one, four and eight devices, with engines as wide as the preset's."""
     preset = composed(*overrides)
-    yield (), devices_of(preset)
+    yield (), preset.device_count
     for devices in LAYOUTS:
         if placement is PlacementKind.colocate:
             layout: tuple[str, ...] = (f"placement.devices={devices}",)
@@ -74,7 +73,7 @@ def _layouts(overrides: tuple[str, ...], placement: PlacementKind) -> Iterator[t
         else:
             engines = devices // 2
             layout = (f"placement.trainer_devices={devices - engines}", f"placement.rollout_devices={engines}")
-        if engines and devices != devices_of(preset):
+        if engines and devices != preset.device_count:
             yield (*layout, f"rollout.tensor_parallel={min(engines, preset.rollout.tensor_parallel)}"), devices
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
-from app.mode.plan.memory import devices
 from tests.compose import composed
 from tests.config.test_presets import EXPERIMENTS, MODELS
 from tests.real_stack import cuda, npu, record
@@ -71,7 +70,7 @@ def test_the_cases_are_all_presets_on_one_four_and_eight_devices(device: str) ->
             of_model = [case for case in found if f"model={model}" in case.overrides and placement.name in case.name]
             assert {case.devices for case in of_model} >= ({1, 4, 8} if placement is PlacementKind.colocate else {4, 8})
     for case in found:
-        assert devices(composed(*case.overrides)) == case.devices, case
+        assert composed(*case.overrides).device_count == case.devices, case
 
 
 def test_a_failing_check_does_not_stop_the_others(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from app.config.tracking import TrackingConfig
 from app.tracking import own_tracker
 from app.tracking.own_tracker import require_trackers
+from app.utils import dotted_path
 from tests.refusals import refused
 from tests.tracking.records import group, metrics, offline, record, warnings
 
@@ -139,7 +140,7 @@ def test_a_tracker_that_cannot_be_used_is_refused(module: str, path: str, args: 
 def test_an_import_that_hangs_is_refused_at_a_deadline(
     tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_tracker, "IMPORT_LIMIT_S", 0.2)
+    monkeypatch.setattr(dotted_path, "IMPORT_TIMEOUT_S", 0.2)
     (tmp_path / "stuck_tracker.py").write_text("import threading\nthreading.Event().wait(30)\n")
     with refused("tracking.use", "stuck_tracker.Tracker", "0.2 s"):
         require_trackers(TrackingConfig(use=["stuck_tracker.Tracker"]))

@@ -15,7 +15,6 @@ from app.data.counts import RowCounts
 from app.device import device_of
 from app.errors import RunError
 from app.mode import session
-from app.mode.preflight import RunInputs
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.report import data as report_data
 from app.tracking.report.charts import charts
@@ -210,8 +209,7 @@ def test_warnings_about_the_inputs_are_in_the_report(tmp_path: Path, monkeypatch
     """The data is read before the run's folder exists."""
     sentence = "9 of the 10 questions of evaluation set mine are also in the training set"
     counts = RowCounts({"mine": 47}, {"mine": 10}, [], 0, {})
-    prompts: Any = SimpleNamespace(counts=counts)
-    inputs = RunInputs(tmp_path, None, None, prompts, (sentence,))
+    inputs = SimpleNamespace(prompts=SimpleNamespace(counts=counts), warnings=(sentence,))
     monkeypatch.setattr(session, "take_inputs", lambda config, status: inputs)
 
     def stop(*_: object, **__: object) -> None:

@@ -29,14 +29,7 @@ from app.environment.protocol import EpisodeOver, Message, Policy, Reply, Task, 
 from app.environment.rendering import PLAIN, renderer_for
 from app.utils.dotted_path import LoadError
 
-PACKAGES = ("aiohttp",)  # in the interpreter of the workers
-PINS = "aiohttp here, openenv 0.4 or later at the server"
 SCHEMA_S = 10.0  # for GET /schema
-
-
-def supported(installed: Mapping[str, str | None]) -> bool:
-    """Return whether the packages of an interpreter will do."""
-    return installed["aiohttp"] is not None
 
 
 def make(settings: Mapping[str, Any]) -> partial["OpenEnv"]:

@@ -22,7 +22,6 @@ from app.environment.verifiers.environment_host import Host, Settings, own_rende
 from app.utils.dotted_path import LoadError
 
 PINS = "verifiers 0.4.x"
-PACKAGES = ("verifiers",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ def make(settings: Mapping[str, Any]) -> Make:
     version = _installed()
     if version is None:
         raise LoadError(f"verifiers is not installed; install {PINS}")
-    if not supported({"verifiers": version}):
+    if not version.startswith("0.4."):
         raise LoadError(f"verifiers {version} is not supported; install {PINS}")
 
     args = dict(settings.get("args") or {})
@@ -83,11 +82,6 @@ def make(settings: Mapping[str, Any]) -> Make:
     if not rows:
         raise LoadError(f"{settings['id']} has no tasks")
     return Make(host, {"tasks": len(rows)} | ({"rows": rows} if settings.get("list_tasks") else {}))
-
-
-def supported(installed: Mapping[str, str | None]) -> bool:
-    """Return whether these versions of `PACKAGES` are those of `PINS`."""
-    return (installed["verifiers"] or "").startswith("0.4.")
 
 
 def _installed() -> str | None:

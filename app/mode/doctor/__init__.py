@@ -1,17 +1,53 @@
-"""`mode=doctor`: check whether this machine can run the configuration. Exit code 1 when a check fails."""
+"""`mode=doctor`: check whether this machine can run the configuration. Exit code 1 when a check fails.
+
+Invariants:
+- Nothing is downloaded or written, and nothing is started but processes that try your own reward and the environment.
+- Every finding that is not ok has a hint.
+"""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from app.config import RunConfig
+from app.errors import FAILED_EXIT
 from app.mode import NOT_GIVEN, ModeResult
-from app.mode.doctor.check import report
-from app.mode.doctor.machine import OUTPUTS
-from app.mode.inputs import with_counted_steps
+from app.mode.doctor import device, machine, scripted_episode, software
+from app.mode.finding import CheckStatus, Finding
+from app.mode.inputs import Moment, RunInputs
+from app.mode.preflight import findings
 
 
 def run(config: RunConfig, folder: Path) -> ModeResult:
-    """Print the checks. The metric is the exit code."""
-    text, code = report(with_counted_steps(config), Path(OUTPUTS) if str(folder) == NOT_GIVEN else folder)
-    sys.stdout.write(text + "\n")
+    """Print the findings. The metric is the exit code."""
+    found = examine(config, "outputs" if str(folder) == NOT_GIVEN else str(folder))
+    sys.stdout.write(table(found) + "\n")
+    code = FAILED_EXIT if any(each.status is CheckStatus.fail for each in found) else 0
     return ModeResult(float(code), code)
+
+
+def examine(config: RunConfig, folder: str = "outputs") -> list[Finding]:
+    """Run every check, in the order in which problems should be fixed."""
+    inputs = RunInputs(config, Moment.doctor, folder=folder)
+    return [
+        *software.software(config, inputs.device),
+        *device.hardware(config, inputs.device),
+        *device.variables(config, inputs.device),
+        *machine.machine(),
+        *findings(inputs),
+        *([scripted_episode.play_episode(inputs)] if config.environment.multi_turn else []),
+        *machine.reachable(config),
+    ]
+
+
+def table(found: Sequence[Finding]) -> str:
+    """Format one line per finding, each hint below its line, and the counts at the end."""
+    width = max(len(one.subject) for one in found)
+    lines: list[str] = []
+    for one in found:
+        lines.append(f"{one.status.name:<4}  {one.subject:<{width}}  {one.message}")
+        if one.hint:
+            lines.append(f"{'':<4}  {'':<{width}}  → {one.hint}")
+
+    counts = [f"{sum(one.status is status for one in found)} {status.name}" for status in reversed(CheckStatus)]
+    return "\n".join([*lines, ", ".join(counts)])

@@ -10,14 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from app.device.runtime_library import library_folders
-from app.mode.doctor.finding import Check, CheckStatus, check
+from app.mode.finding import CheckStatus, Finding, judge
 
 QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 QUERY_TIMEOUT_S = 30
 DRIVERS = {12: 525, 13: 580}  # CUDA's major version → the oldest driver's (NVIDIA's release notes)
 
 
-def nvidia_driver() -> Iterator[Check]:
+def nvidia_driver() -> Iterator[Finding]:
     """Compare the driver with the one that torch's CUDA needs. Says nothing where one of them is unknown."""
     cuda = torch_cuda()
     driver = driver_version()
@@ -28,21 +28,21 @@ def nvidia_driver() -> Iterator[Check]:
     message = f"{driver}; torch is built for CUDA {cuda}, which needs {needed} or later"
     hint = f"update the driver to {needed} or later; data-center GPUs also run with NVIDIA's cuda-compat package"
     # Where neither is done, torch finds no device, and the check of the devices fails.
-    yield check("driver", int(driver.partition(".")[0]) >= needed, message, hint, otherwise=CheckStatus.warn)
+    yield judge("driver", int(driver.partition(".")[0]) >= needed, message, hint, otherwise=CheckStatus.warn)
 
 
-def nvidia_toolkit(*, memory_saver: bool) -> Iterator[Check]:
+def nvidia_toolkit(*, memory_saver: bool) -> Iterator[Finding]:
     """Look for the compiler, and for the library that the memory saver is linked to."""
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
     inside = (shutil.which("nvcc", path=f"{home}/bin") for home in homes if home)
     compiler = shutil.which("nvcc") or next(filter(None, inside), None)
     hint = "install the CUDA toolkit, or set CUDA_HOME: SGLang and TileLang compile kernels at their first use"
-    yield check("nvcc", compiler is not None, compiler or "not found", hint, otherwise=CheckStatus.warn)
+    yield judge("nvcc", compiler is not None, compiler or "not found", hint, otherwise=CheckStatus.warn)
 
     if memory_saver:
         library = find_library("cudart") or next(iter(library_folders()), None)
         hint = "install nvidia-cuda-runtime, or the CUDA toolkit: the memory saver needs it; else offload.engine=false"
-        yield check("libcudart", library is not None, library or "not found", hint)
+        yield judge("libcudart", library is not None, library or "not found", hint)
 
 
 def driver_version() -> str | None:

@@ -11,8 +11,7 @@ from packaging.version import Version
 from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
-from app.mode.doctor.finding import Check, CheckStatus, check
-from app.model.architecture import architecture_of
+from app.mode.finding import CheckStatus, Finding, judge
 
 PYTHON = SpecifierSet(">=3.11,<3.13")
 DISTRIBUTION = "hydra-posttrain"
@@ -21,32 +20,35 @@ PLATFORMS = "sglang.srt.platforms"  # entry points that this package registers w
 MEMORY_SAVER = "torch_memory_saver"
 
 
-def software(config: RunConfig, device: Device) -> Iterator[Check]:
+def software(config: RunConfig, device: Device) -> Iterator[Finding]:
     """Check Python, the dependencies, and the packages that the device needs."""
     python = ".".join(map(str, sys.version_info[:3]))
     hint = "create the environment with Python 3.11 or 3.12"
-    yield check("python", PYTHON.contains(python), f"{python} ({PYTHON})", hint)
+    yield judge("python", PYTHON.contains(python), f"{python} ({PYTHON})", hint)
 
     supported = supported_versions()
     if not supported:
-        yield Check(DISTRIBUTION, CheckStatus.warn, "not installed, so no versions are checked", INSTALL)
+        yield Finding(DISTRIBUTION, "not installed, so no versions are checked", CheckStatus.warn, INSTALL)
     for package, versions in supported.items():
         if package != "sglang" or not config.rollout.urls:
-            yield _supported(package, versions)
-    if not config.rollout.urls:
-        yield from _platform(device)
+            yield _installed(package, f"install {package}{versions}", versions)
+    if not config.rollout.urls and not device.shares_memory:  # SGLang's own platform serves accelerators
+        registered = any(point.value.startswith("app.") for point in entry_points(group=PLATFORMS))
+        message = "registered" if registered else "SGLang does not find this package"
+        yield judge("SGLang platform", registered, message, INSTALL)
 
     for package, purpose in device.packages.items():
-        yield _installed(package, purpose)
-    model = architecture_of(config.model)
-    if model is not None and model.linear is not None and device.linear_attention is not None:
-        purpose = "kernels of linear attention; without them it trains in a torch loop, more than ten times slower"
-        yield _installed(device.linear_attention, purpose)
+        yield _installed(package, f"install {package}: {purpose}")
     if device.plugin is not None:
         yield _built_for_torch(device.plugin)
-    colocate = config.placement.kind is PlacementKind.colocate and device.shares_memory
-    if colocate and config.offload.engine and not config.rollout.urls:
-        yield _installed(MEMORY_SAVER, "releases the engine's memory during training; else offload.engine=false")
+    if uses_memory_saver(config, device) and not config.rollout.urls:
+        purpose = "releases the engine's memory during training; else offload.engine=false"
+        yield _installed(MEMORY_SAVER, f"install {MEMORY_SAVER}: {purpose}")
+
+
+def uses_memory_saver(config: RunConfig, device: Device) -> bool:
+    """Whether engines release device memory while the trainer trains."""
+    return config.placement.kind is PlacementKind.colocate and config.offload.engine and device.shares_memory
 
 
 def supported_versions() -> dict[str, SpecifierSet]:
@@ -62,40 +64,25 @@ def supported_versions() -> dict[str, SpecifierSet]:
     }
 
 
-def _supported(package: str, versions: SpecifierSet) -> Check:
+def _installed(package: str, hint: str, versions: SpecifierSet | None = None) -> Finding:
     actual = installed(package)
-    hint = f"install {package}{versions}"
-    if actual is None:
-        return Check(package, CheckStatus.fail, "not installed", hint)
+    if actual is None or versions is None:
+        return judge(package, actual is not None, actual or "not installed", hint)
     good = versions.contains(Version(actual).base_version, prereleases=True)
-    return check(package, good, f"{actual} ({versions})", hint)
+    return judge(package, good, f"{actual} ({versions})", hint)
 
 
-def _installed(package: str, purpose: str) -> Check:
-    actual = installed(package)
-    return check(package, actual is not None, actual or "not installed", f"install {package}: {purpose}")
-
-
-def _built_for_torch(plugin: str) -> Check:
+def _built_for_torch(plugin: str) -> Finding:
     """Check that a device plugin was built for the installed torch."""
     subject = f"{plugin} for torch"
     actual = installed(plugin)
     torch = installed("torch")
     if actual is None or torch is None:
-        return Check(subject, CheckStatus.fail, "one of them is not installed", f"install both, {plugin} last")
+        return Finding(subject, "one of them is not installed", CheckStatus.fail, f"install both, {plugin} last")
 
     expected = Version(torch).base_version
     good = Version(actual).base_version == expected
-    return check(subject, good, f"{actual} with torch {torch}", f"install {plugin}=={expected}")
-
-
-def _platform(device: Device) -> Iterator[Check]:
-    """Check that SGLang finds our CPU platform, an entry point of this installed package."""
-    if device.shares_memory:  # SGLang's own platform serves accelerators
-        return
-    registered = any(point.value.startswith("app.") for point in entry_points(group=PLATFORMS))
-    message = "registered" if registered else "SGLang does not find this package"
-    yield check("SGLang platform", registered, message, INSTALL)
+    return judge(subject, good, f"{actual} with torch {torch}", f"install {plugin}=={expected}")
 
 
 def installed(package: str) -> str | None:

@@ -6,8 +6,10 @@ from pathlib import Path
 from app.config import RunConfig
 from app.config.command_line import given_settings
 from app.mode import ModeResult
-from app.mode.inputs import check_sizes, problems, with_counted_steps
+from app.mode.input_checks import sizes
+from app.mode.inputs import Moment, RunInputs
 from app.mode.plan import describe
+from app.mode.preflight import problems
 
 
 def run(config: RunConfig, _folder: Path) -> ModeResult:
@@ -16,13 +18,11 @@ def run(config: RunConfig, _folder: Path) -> ModeResult:
     Raises:
         ConfigError: The model and the settings of its preset do not go together.
     """
-    check_sizes(config)
-    config = with_counted_steps(config)
+    sizes(RunInputs(config, Moment.plan))
+    refused = problems(config)  # counts the steps of epochs
     sections = [describe.describe(config, given_settings())]
-    if refused := problems(config):
-        sections.append(
-            "\n".join(["A run on this machine would be refused", *(f"  {each}" for each in refused.values())])
-        )
+    if refused:
+        sections.append("\n  ".join(["A run on this machine would be refused", *refused.values()]))
 
     sys.stdout.write("\n\n".join(sections) + "\n")
     return ModeResult()

@@ -10,12 +10,11 @@ from collections.abc import Collection
 from app.config import RunConfig
 from app.config.idle_settings import idle_clip, idle_settings
 from app.config.placement import PlacementKind
+from app.data import rows
 from app.data.counts import describe_rows
-from app.data.rows import is_local
 from app.device import device_of
 from app.errors import ConfigError
 from app.mode.plan import text
-from app.mode.plan.memory import devices
 from app.mode.plan.remedies import remedies_of
 from app.model.architecture import architecture_of, unknown_shapes
 from app.rollout.server_args import engine_flags
@@ -50,7 +49,7 @@ def _devices(config: RunConfig) -> list[str]:
     width = config.rollout.tensor_parallel
     kind = config.device.kind.name
     first_engine_device = 0 if placement.kind is PlacementKind.colocate else placement.trainer_ranks
-    total = devices(config)
+    total = config.device_count
 
     lines = [f"{config.model.name} · {config.algorithm.name} · {placement.kind.name} on {total} {kind} device(s)"]
     for device in range(total):
@@ -69,10 +68,11 @@ def _devices(config: RunConfig) -> list[str]:
 
 def _rows(config: RunConfig) -> list[str]:
     try:
-        lines = describe_rows(config.data, config.algorithm.prompts_per_step, config.steps)
+        loaded = rows.load(config.data) if rows.is_local(config.data) else None
+        lines = describe_rows(config.data, loaded, config.algorithm.prompts_per_step, config.steps)
     except ConfigError:
         return ["Data: refused, as the last lines say"]
-    if config.epochs is not None and not is_local(config.data):
+    if config.epochs is not None and loaded is None:
         lines.append(f"  a run counts the steps of epochs={config.epochs:g}; this plan is of {config.steps} steps")
     return lines
 

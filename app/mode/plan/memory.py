@@ -73,17 +73,9 @@ def capacity(config: RunConfig, device: Device) -> Capacity:
     if reported is None:
         return Capacity((device.card_memory_gib or 0.0) * GIB, f"assumed: {device.card}; override: device.memory_gib")
     if device.kind is DeviceKind.cpu:
-        sharing = devices(config)
+        sharing = config.device_count
         return Capacity(reported * GIB / sharing, f"{reported:.1f} GiB of this machine for {sharing} device(s)")
     return Capacity(reported * GIB, "this machine's device")
-
-
-def devices(config: RunConfig) -> int:
-    """Count the devices of a run; engines of `rollout.urls` take none."""
-    placement = config.placement
-    if placement.kind is PlacementKind.colocate or config.rollout.urls:
-        return placement.trainer_ranks
-    return placement.trainer_ranks + placement.engine_devices
 
 
 def _trainer_phases(trainer: TrainerMemoryPlan) -> list[Phase]:

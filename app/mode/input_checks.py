@@ -1,0 +1,249 @@
+"""The checks of what a run brings. Each yields findings or raises `ConfigError`; preflight.py orders them."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from app.algorithm.custom_functions import require_own
+from app.checkpoint.run_state import read_state, require_model
+from app.config import Mode
+from app.config.placement import PlacementKind
+from app.config.trainer import Optimizer
+from app.data import rows, template
+from app.data.counts import describe_rows
+from app.errors import ConfigError, expect
+from app.mode.disk import free_bytes, plan_disk
+from app.mode.environments import require_rendering
+from app.mode.finding import CheckStatus, Finding
+from app.mode.inputs import Moment, RunInputs
+from app.model.architecture import architecture_of, checkpoint_config, require_context, require_own_preset
+from app.model.hf_directory import identity, require_complete, require_window
+from app.model.lora.base_weights import check_targets, require_targets
+from app.model.lora.count import layer_names
+from app.reward.tryout import tokenizer_of, try_out
+from app.tracking.own_tracker import require_trackers
+from app.types import Prompt
+from app.utils.files import require_writable
+from app.utils.net import port_is_free
+from app.utils.units import size
+from app.weight_sync.own_transport import require_transport
+
+NO_TOKENS = np.zeros(1, np.int32)
+PROMPT_CHARACTERS = 400  # shown of each end of a long prompt
+REFUSED = "correct the setting; mode=train ends with this sentence"
+WARNED = "a run warns of this, too"
+
+
+def sizes(run: RunInputs) -> None:
+    """Preset, lengths and layers with adapters, as far as the model's sizes are known here."""
+    config = run.config
+    require_own_preset(config.model)
+    require_context(config.rollout, checkpoint_config(config.model), str(config.model.path))
+    known = architecture_of(config.model)
+    if config.model.lora.enabled and known is not None:
+        check_targets(config.model.lora.targets, layer_names(known))
+
+
+def model(run: RunInputs) -> Iterator[Finding]:
+    """Whether a local directory has all files."""
+    settings = run.config.model
+    if settings.local.is_dir():
+        require_complete(settings.local, str(settings.path))
+        yield Finding("model", f"directory {settings.local}")
+
+
+def disk(run: RunInputs) -> Iterator[Finding]:
+    """Whether the folder can be written, and a new run fits. The trainer's exact sizes are compared once it runs."""
+    if run.folder is None:
+        return
+    require_writable("hydra.run.dir", run.folder)
+
+    config, folder = run.config, Path(run.folder)
+    known = architecture_of(config.model)
+    saves = run.trains and config.trainer.optimizer is Optimizer.adamw
+    # a resumed run replaces checkpoints of its own
+    needed = plan_disk(config, known).bytes if saves and known is not None and run.checkpoint is None else 0
+    free = free_bytes(folder)
+    if free < needed:
+        accepted = f"a folder with {size(needed)} for checkpoints and the exported model, or lower checkpoint.keep"
+        raise ConfigError("hydra.run.dir", folder, accepted, f"it has {size(free)}")
+    yield Finding("disk", f"{size(free)} free for {folder.absolute()}, the run may write {size(needed)}")
+
+
+def ports(run: RunInputs) -> Iterator[Finding]:
+    """Whether the ports of the engines are free on this machine."""
+    config = run.config
+    first, count = config.rollout.port, config.engines
+    if first is None or config.rollout.urls or config.cluster.address is not None:
+        return
+
+    for port in range(first, first + count):
+        accepted = f"the first of {count} free port(s), or null"
+        if not port_is_free("127.0.0.1", port):
+            raise ConfigError("rollout.port", first, accepted, f"port {port} is in use on this machine")
+    yield Finding("ports", f"{first} to {first + count - 1} are free")
+
+
+def data(run: RunInputs) -> Iterator[Finding]:
+    """Whether the rows of local files can be read, and their messages rendered."""
+    config = run.config
+    loaded = None
+    if rows.is_local(config.data):
+        loaded = run.rows
+        template.check([*loaded.train, *(row for each in loaded.evals.values() for row in each)], config.data)
+        run.count_steps(len(loaded.train))
+    else:
+        rows.check_files(config.data)
+
+    counted, *_ = describe_rows(config.data, loaded, config.algorithm.prompts_per_step, config.steps)
+    yield Finding("data", f"{config.data.name}: {counted.removeprefix('Data: ')}")
+    for warning in loaded.warnings if loaded is not None else ():
+        yield Finding("data", warning, CheckStatus.warn, WARNED)
+
+
+def transport(run: RunInputs) -> Iterator[Finding]:
+    """Whether a transport of the user's can be loaded."""
+    require_transport(run.config.weight_sync)
+    target = run.config.weight_sync._target_
+    yield from _loaded("transport", [] if target is None else [target])
+
+
+def tracker(run: RunInputs) -> Iterator[Finding]:
+    """Whether trackers of the user's can be loaded."""
+    require_trackers(run.config.tracking)
+    yield from _loaded("tracker", run.config.tracking.own)
+
+
+def algorithm(run: RunInputs) -> Iterator[Finding]:
+    """Whether objective and advantage of the user's work on made-up values."""
+    require_own(run.config.algorithm)
+    yield from _loaded("algorithm", run.config.algorithm.own)
+
+
+def devices(run: RunInputs) -> Iterator[Finding]:
+    """Whether there are devices of this kind, and for a run on this machine enough of them."""
+    config, device = run.config, run.device
+    device.require()
+    available, needed = device.count(), config.device_count
+    message = f"{available} {device.kind.name} available, the run needs {needed}"
+    if visible := os.environ.get(device.visibility or ""):
+        message += f" ({device.visibility}={visible})"
+    # CPU "devices" are shares of one machine, and a cluster may have the rest
+    if device.shares_memory and config.cluster.address is None and run.trains:
+        name = "devices" if config.placement.kind is PlacementKind.colocate else "rollout_devices"
+        key, value = f"placement.{name}", getattr(config.placement, name)
+        accepted = "fewer devices, or join a cluster with cluster.address"
+        expect(available >= needed, key, value, f"{accepted}; {message}")
+    yield Finding("devices", message)
+
+
+def model_files(run: RunInputs) -> None:
+    """What only the files of the model tell: of a hub model its context, windows, the layers with adapters."""
+    config = run.config
+    fields = checkpoint_config(replace(config.model, path=str(run.model_path), revision=None))
+    require_context(config.rollout, fields, str(config.model.path))
+    require_window(run.model_path, tokens=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens)
+    if config.model.lora.enabled:
+        require_targets(run.model_path, config.model.lora)
+
+
+def linear_attention(run: RunInputs) -> Iterator[Finding]:
+    """Whether an accelerator has kernels for the model's linear attention."""
+    known, device = architecture_of(run.config.model), run.device
+    if known is None or known.linear is None or not device.shares_memory or not device.loops_linear_attention():
+        return
+    package = device.linear_attention
+    remedy = f"device={device.kind.name} has no kernels for it" if package is None else f"install {package}"
+    message = (
+        f"the linear attention of {run.config.model.path} trains in transformers' torch loop over chunks of 64 tokens, "
+        f"more than ten times slower than kernels: {remedy}"
+    )
+    yield Finding("linear attention", message, CheckStatus.warn, WARNED)
+
+
+def prompts(run: RunInputs) -> Iterator[Finding]:
+    """The tokenizer, how conversations are rendered, and the lengths of the prompts."""
+    config = run.config
+    require_rendering(config, run.model_path, run.tokenizer)
+    made = run.prompts
+    run.count_steps(len(made.train))
+    evaluated = sum(map(len, made.evals.values()))
+    yield Finding("prompts", f"{len(made.train):,} to train on, {evaluated:,} to evaluate on")
+
+    warnings = [] if rows.is_local(config.data) else [*made.warnings]  # of local rows `data` warns
+    if run.trains:
+        warnings += made.counts.repeated(config.algorithm.prompts_per_step)
+    if made.dropped:
+        limit = f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}"
+        warnings.append(f"dropped {made.dropped} of {made.total} prompts: longer than {limit}")
+    for warning in warnings:
+        yield Finding("prompts", warning, CheckStatus.warn, WARNED)
+
+    start = made.train.state()
+    (first,) = made.train.take(1)
+    made.train.restore(start)
+    yield Finding("first prompt", _shown(run.tokenizer.decode(first.token_ids)))
+
+
+def same_run(run: RunInputs) -> None:
+    """Whether model and data are those of the checkpoint that the run starts from."""
+    if run.checkpoint is None:
+        return
+    from app.placement.controller import CURSOR
+
+    state = read_state(run.checkpoint)
+    require_model(state, identity(run.model_path, run.config.model.lora, run.chat_template), run.checkpoint)
+    if run.config.mode is Mode.train:
+        start = run.prompts.train.state()
+        run.prompts.train.restore(state.extra[CURSOR])  # compares the data
+        run.prompts.train.restore(start)
+
+
+def environment(run: RunInputs) -> None:
+    """Whether a worker process can load the environment and its renderer. The doctor also plays an episode."""
+    if run.config.environment.multi_turn:
+        _ = run.tasks
+
+
+def reward(run: RunInputs) -> Iterator[Finding]:
+    """Whether worker processes can load rewards of the user's, which score completions of some local rows."""
+    config = run.config
+    own = [term.target for term in config.reward.terms().values() if term.target is not None]
+    if not own:
+        return
+    run.status("trying the reward")
+    # those that read turns or scores would fail on completions made up without them
+    tried = replace(config.reward, tryout=config.reward.tryout and not config.environment.multi_turn)
+    tokenize = tokenizer_of(run.tokenizer) if run.moment is Moment.start else lambda text: list(text.encode())
+    for warning in try_out(tried, _some_prompts(run), tokenize):
+        yield Finding("reward", warning, CheckStatus.warn, WARNED)
+    yield from _loaded("reward", own)
+
+
+def _loaded(subject: str, own: Sequence[str]) -> Iterator[Finding]:
+    if own:
+        yield Finding(subject, f"{', '.join(own)} can be loaded")
+
+
+def _some_prompts(run: RunInputs) -> list[Prompt]:
+    """Return a training prompt and the first of each evaluation set, whose rows may have other columns."""
+    if "data" in run.missing:
+        return []
+    trained = [] if run.config.mode is Mode.eval else [run.rows.train]
+    prompts = []
+    for row, *_ in (*trained, *run.rows.evals.values()):
+        name, messages = f"{row.source}/{row.index}", template.conversation(row, run.config.data)
+        prompts.append(Prompt(name, NO_TOKENS, row.answer, row.source, row.question, row.columns, messages))
+    return prompts
+
+
+def _shown(text: str) -> str:
+    """Return a prompt as one line, without its middle if it is long."""
+    omitted = len(text) - 2 * PROMPT_CHARACTERS
+    if omitted > 0:
+        text = f"{text[:PROMPT_CHARACTERS]} … {omitted:,} characters … {text[-PROMPT_CHARACTERS:]}"
+    return json.dumps(text, ensure_ascii=False)
