@@ -137,7 +137,7 @@ def test_an_evaluation_set_inside_the_training_set_causes_a_warning(jsonl: Calla
     assert "data.distinct" not in warning
 
 
-def test_a_warning_of_held_out_rows_that_repeat_training_rows_names_the_setting_that_drops_them(jsonl):
+def test_a_warning_of_held_out_rows_that_repeat_training_rows_names_distinct(jsonl: Callable[..., str]) -> None:
     path = jsonl(*additions(1) * 20)
     (warning,) = rows.load(DataConfig(path=path)).warnings
     assert "data.distinct=true" in warning
