@@ -1,13 +1,14 @@
 """Custom rewards."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.reward.scorers import WriteReward
+
 
 @pytest.fixture
-def custom_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+def custom_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteReward:
     """Write a custom reward module, put it on the path, and return its name."""
 
     def write(source: str) -> str:

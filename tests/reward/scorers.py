@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from app.reward.scorer import Scorer
 from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
 
 TOKENS = 8
+WriteReward = Callable[[str], str]  # a custom reward's source → the name of its module
 TOWER = "\\boxed{9^{9^{9^{9}}}}"
 
 

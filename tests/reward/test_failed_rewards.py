@@ -1,16 +1,12 @@
-from collections.abc import Callable
-
 import pytest
 
 from app.errors import RunError
 from app.reward import reward_pool
 from app.reward.outcome import FailureKind
-from tests.reward.scorers import running_scorer, score, trajectory
+from tests.reward.scorers import WriteReward, running_scorer, score, trajectory
 
 
-def test_too_many_failures_in_a_step_end_the_run_and_the_error_shows_the_last(
-    custom_reward: Callable[[str], str],
-) -> None:
+def test_too_many_failures_in_a_step_end_the_run_and_the_error_shows_the_last(custom_reward: WriteReward) -> None:
     module = custom_reward("def broken(trajectories):\n    raise KeyError('score')\n")
     with running_scorer(_target_=f"{module}.broken", max_failed_fraction=0.25, step_trajectories=16) as scorer:
         assert score(scorer, [trajectory("a")] * 4) == [0, 0, 0, 0]
@@ -24,9 +20,7 @@ def test_too_many_failures_in_a_step_end_the_run_and_the_error_shows_the_last(
     assert message.endswith(f"{module}.py:2.")
 
 
-def test_the_first_failure_of_a_component_is_a_warning_and_then_the_10th_and_100th(
-    custom_reward: Callable[[str], str],
-) -> None:
+def test_the_first_failure_of_a_component_is_a_warning_and_then_the_10th_and_100th(custom_reward: WriteReward) -> None:
     module = custom_reward(
         "def touchy(trajectory):\n    if trajectory.text == 'x':\n        raise KeyError('score')\n    return 1\n"
     )
@@ -46,7 +40,7 @@ def test_the_first_failure_of_a_component_is_a_warning_and_then_the_10th_and_100
     ]
 
 
-def test_each_component_has_a_first_warning(custom_reward: Callable[[str], str]) -> None:
+def test_each_component_has_a_first_warning(custom_reward: WriteReward) -> None:
     module = custom_reward("def one(trajectory):\n    return []\ndef two(trajectory):\n    return 'x'\n")
     components = {name: {"_target_": f"{module}.{name}"} for name in ("one", "two")}
     warned: list[str] = []
@@ -59,7 +53,7 @@ def test_each_component_has_a_first_warning(custom_reward: Callable[[str], str])
 
 
 def test_a_call_that_is_slow_or_repeated_is_a_warning_before_anything_has_failed_for_good(
-    custom_reward: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    custom_reward: WriteReward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reward_pool, "SLOW_SECONDS", 0.1)
     module = custom_reward("import time\ndef sleepy(trajectories):\n    time.sleep(1000)\n")
@@ -78,7 +72,7 @@ def test_a_call_that_is_slow_or_repeated_is_a_warning_before_anything_has_failed
     assert len(warned) == 3
 
 
-def test_the_allowed_number_of_failures_in_every_step_never_ends_the_run(custom_reward: Callable[[str], str]) -> None:
+def test_the_allowed_number_of_failures_in_every_step_never_ends_the_run(custom_reward: WriteReward) -> None:
     module = custom_reward(
         "def partial(trajectories):\n    return [float('nan') if one.text == 'x' else 1 for one in trajectories]\n"
     )
@@ -95,7 +89,7 @@ def test_the_allowed_number_of_failures_in_every_step_never_ends_the_run(custom_
         }
 
 
-def test_a_short_step_is_checked_at_its_end(custom_reward: Callable[[str], str]) -> None:
+def test_a_short_step_is_checked_at_its_end(custom_reward: WriteReward) -> None:
     module = custom_reward("def broken(trajectories):\n    return None\n")
     with running_scorer(_target_=f"{module}.broken", step_trajectories=1000) as scorer:
         score(scorer, [trajectory("a")] * 2)
@@ -103,7 +97,7 @@ def test_a_short_step_is_checked_at_its_end(custom_reward: Callable[[str], str])
             scorer.check()
 
 
-def test_a_fraction_of_zero_allows_none_and_of_one_all(custom_reward: Callable[[str], str]) -> None:
+def test_a_fraction_of_zero_allows_none_and_of_one_all(custom_reward: WriteReward) -> None:
     module = custom_reward("def broken(trajectories):\n    return None\n")
     with running_scorer(_target_=f"{module}.broken", max_failed_fraction=0.0) as scorer, pytest.raises(RunError):
         score(scorer, [trajectory("a")])

@@ -2,7 +2,6 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -12,7 +11,7 @@ from app.config import RunConfig
 from app.config.reward import RewardConfig
 from app.reward import reward_pool
 from tests.refusals import refused
-from tests.reward.scorers import TOWER, failed, pids, running_scorer, score, trajectory
+from tests.reward.scorers import TOWER, WriteReward, failed, pids, running_scorer, score, trajectory
 from tests.waiting import until
 
 # weighted sums
@@ -53,7 +52,7 @@ def test_exact_starts_no_process_and_no_thread() -> None:
 # custom rewards
 
 
-def test_a_function_gets_the_trajectories_of_one_prompt_and_its_arguments(custom_reward: Callable[[str], str]) -> None:
+def test_a_function_gets_the_trajectories_of_one_prompt_and_its_arguments(custom_reward: WriteReward) -> None:
     module = custom_reward(
         "def ranked(trajectories, scale=1.0):\n"
         "    assert len({one.prompt.id for one in trajectories}) == 1\n"
@@ -66,13 +65,13 @@ def test_a_function_gets_the_trajectories_of_one_prompt_and_its_arguments(custom
     assert scored[1].reward_components == {"ranked": 8.5}
 
 
-def test_arguments_arrive_as_they_are(custom_reward: Callable[[str], str]) -> None:
+def test_arguments_arrive_as_they_are(custom_reward: WriteReward) -> None:
     module = custom_reward("def weighted(trajectories, weights):\n    return [weights[2][0]] * len(trajectories)\n")
     with running_scorer(_target_=f"{module}.weighted", args={"weights": {2: (0.5, 1.0)}}) as scorer:
         assert score(scorer, [trajectory("a")]) == [0.5]
 
 
-def test_a_class_is_instantiated_once_and_keeps_its_state(custom_reward: Callable[[str], str]) -> None:
+def test_a_class_is_instantiated_once_and_keeps_its_state(custom_reward: WriteReward) -> None:
     module = custom_reward(
         "class Counter:\n"
         "    def __init__(self, start):\n"
@@ -86,9 +85,7 @@ def test_a_class_is_instantiated_once_and_keeps_its_state(custom_reward: Callabl
         assert score(scorer, [trajectory("a")]) == [12]
 
 
-def test_the_trajectories_of_an_async_reward_are_awaited_together_on_one_loop(
-    custom_reward: Callable[[str], str],
-) -> None:
+def test_the_trajectories_of_an_async_reward_are_awaited_together_on_one_loop(custom_reward: WriteReward) -> None:
     module = custom_reward(
         "import asyncio\n"
         "loops = set()\n"
@@ -111,7 +108,7 @@ def test_the_trajectories_of_an_async_reward_are_awaited_together_on_one_loop(
         assert failed(scorer) == {}
 
 
-def test_numpy_values_integers_and_booleans_are_numbers(custom_reward: Callable[[str], str]) -> None:
+def test_numpy_values_integers_and_booleans_are_numbers(custom_reward: WriteReward) -> None:
     module = custom_reward(
         "import numpy as np\n"
         "def array(trajectories):\n"
@@ -125,7 +122,7 @@ def test_numpy_values_integers_and_booleans_are_numbers(custom_reward: Callable[
         assert score(scorer, [trajectory("a")] * 4) == [1, 2, 0.5, 7]
 
 
-def test_several_workers_score_at_the_same_time(custom_reward: Callable[[str], str]) -> None:
+def test_several_workers_score_at_the_same_time(custom_reward: WriteReward) -> None:
     module = custom_reward(
         "import os, time\ndef slow(trajectories):\n    time.sleep(0.3)\n    return [os.getpid()] * len(trajectories)\n"
     )
@@ -134,7 +131,7 @@ def test_several_workers_score_at_the_same_time(custom_reward: Callable[[str], s
         assert len(set(score(scorer, batch))) == 4
 
 
-def test_printing_goes_to_the_log(custom_reward: Callable[[str], str], tmp_path: Path) -> None:
+def test_printing_goes_to_the_log(custom_reward: WriteReward, tmp_path: Path) -> None:
     module = custom_reward(
         "def chatty(trajectories):\n    print('hello', flush=True)\n    return [1] * len(trajectories)\n"
     )
@@ -147,9 +144,7 @@ def test_printing_goes_to_the_log(custom_reward: Callable[[str], str], tmp_path:
 # rewards that fail
 
 
-def test_only_the_offending_trajectory_of_a_call_fails_and_the_retries_are_counted(
-    custom_reward: Callable[[str], str],
-) -> None:
+def test_only_the_offending_trajectory_of_a_call_fails_and_the_retries_are_counted(custom_reward: WriteReward) -> None:
     module = custom_reward(
         "import os, time\n"
         "def touchy(trajectories):\n"
@@ -170,7 +165,7 @@ def test_only_the_offending_trajectory_of_a_call_fails_and_the_retries_are_count
 
 
 def test_a_call_for_several_trajectories_has_the_sum_of_their_deadlines(
-    custom_reward: Callable[[str], str], tmp_path: Path
+    custom_reward: WriteReward, tmp_path: Path
 ) -> None:
     module = custom_reward(
         "import time\n"
@@ -207,7 +202,7 @@ def test_a_call_for_several_trajectories_has_the_sum_of_their_deadlines(
     ],
 )
 def test_anything_but_one_finite_number_per_trajectory_is_counted_and_scores_zero(
-    custom_reward: Callable[[str], str], value: str, expected: list[float] | list[int]
+    custom_reward: WriteReward, value: str, expected: list[float] | list[int]
 ) -> None:
     module = custom_reward(f"def odd(trajectories):\n    return {value}\n")
     with running_scorer(_target_=f"{module}.odd") as scorer:
@@ -267,7 +262,7 @@ def test_an_unreadable_answer_scores_zero_without_a_failure(text: str, monkeypat
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_a_configuration_error(
-    custom_reward: Callable[[str], str], target: str, reason: str
+    custom_reward: WriteReward, target: str, reason: str
 ) -> None:
     module = custom_reward(
         "NUMBER = 3\ndef no_arguments():\n    return []\nclass Needy:\n    def __init__(self, needed):\n        pass\n"
@@ -286,7 +281,7 @@ def test_a_reward_that_cannot_be_loaded_is_a_configuration_error(
         ("import os\nos._exit(1)\n", "of the reward reward could not start: the worker process died (exit code 1)"),
     ],
 )
-def test_a_module_that_fails_to_import_says_why(custom_reward: Callable[[str], str], source: str, reason: str) -> None:
+def test_a_module_that_fails_to_import_says_why(custom_reward: WriteReward, source: str, reason: str) -> None:
     module = custom_reward(source)
     with refused("reward._target_", f"{module}.reward", reason), running_scorer(_target_=f"{module}.reward"):
         pass

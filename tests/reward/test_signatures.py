@@ -1,6 +1,5 @@
 """The four signatures of a custom reward, what it sees of a row, and what it can return."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ import pytest
 from app.algorithm.metrics import group_metrics
 from app.types import Group
 from tests.refusals import refused
-from tests.reward.scorers import failed, running_scorer, score, trajectory
+from tests.reward.scorers import WriteReward, failed, running_scorer, score, trajectory
 
 
-def test_a_reward_sees_the_question_and_every_column_of_the_row(custom_reward: Callable[[str], str]) -> None:
+def test_a_reward_sees_the_question_and_every_column_of_the_row(custom_reward: WriteReward) -> None:
     module = custom_reward(
         "def rubric(trajectories):\n"
         "    return [one.prompt.row['points'][one.text] + len(one.prompt.question) for one in trajectories]\n"
@@ -22,7 +21,7 @@ def test_a_reward_sees_the_question_and_every_column_of_the_row(custom_reward: C
         assert score(scorer, [trajectory(text, points={"a": 1, "b": 2.5}) for text in "ab"]) == [12, 13.5]
 
 
-def test_keywords_are_lists_of_texts_and_of_every_column(custom_reward: Callable[[str], str]) -> None:
+def test_keywords_are_lists_of_texts_and_of_every_column(custom_reward: WriteReward) -> None:
     module = custom_reward(
         "def judged(prompts, completions, tests, bonus, **columns):\n"
         "    assert prompts == ['what is it?'] * 2\n"
@@ -37,7 +36,7 @@ def test_keywords_are_lists_of_texts_and_of_every_column(custom_reward: Callable
         assert failed(scorer) == {}
 
 
-def test_a_column_named_answer_comes_before_the_reference_answer(custom_reward: Callable[[str], str]) -> None:
+def test_a_column_named_answer_comes_before_the_reference_answer(custom_reward: WriteReward) -> None:
     module = custom_reward("def same(completions, answer):\n    return [float(answer == ['#### 7', '#### 7'])] * 2\n")
     row = {"answer": "#### 7"}
     bare = trajectory("7", answer="7")
@@ -46,7 +45,7 @@ def test_a_column_named_answer_comes_before_the_reference_answer(custom_reward: 
         assert score(scorer, batch) == [1.0, 1.0]
 
 
-def test_a_column_that_rows_lack_is_named(custom_reward: Callable[[str], str]) -> None:
+def test_a_column_that_rows_lack_is_named(custom_reward: WriteReward) -> None:
     module = custom_reward("def needy(completions, solution, rubric):\n    return [1.0]\n")
     warned: list[str] = []
     with running_scorer(_target_=f"{module}.needy", max_failed_fraction=1, warned=warned) as scorer:
@@ -59,7 +58,7 @@ def test_a_column_that_rows_lack_is_named(custom_reward: Callable[[str], str]) -
 VERL_ROW: dict[str, Any] = {"data_source": "openai/gsm8k", "extra_info": {"index": 7}}
 
 
-def test_a_reward_written_for_verl_gets_its_four_arguments(custom_reward: Callable[[str], str]) -> None:
+def test_a_reward_written_for_verl_gets_its_four_arguments(custom_reward: WriteReward) -> None:
     module = custom_reward(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1):\n"
         "    assert (data_source, ground_truth, extra_info['index']) == ('openai/gsm8k', '42', 7)\n"
@@ -73,9 +72,7 @@ def test_a_reward_written_for_verl_gets_its_four_arguments(custom_reward: Callab
     assert scored[0].reward_components == {"compute_score": 2, "compute_score/length": 5}
 
 
-def test_a_reward_for_verl_may_take_fewer_arguments_and_rows_may_lack_the_columns(
-    custom_reward: Callable[[str], str],
-) -> None:
+def test_a_reward_for_verl_may_take_fewer_arguments_and_rows_may_lack_the_columns(custom_reward: WriteReward) -> None:
     module = custom_reward(
         "async def score(solution_str, extra_info, **others):\n"
         "    assert extra_info is None and sorted(others) == ['data_source', 'ground_truth']\n"
@@ -85,14 +82,14 @@ def test_a_reward_for_verl_may_take_fewer_arguments_and_rows_may_lack_the_column
         assert score(scorer, [trajectory("abc")]) == [3]
 
 
-def test_another_signature_is_refused_with_the_accepted_ones(custom_reward: Callable[[str], str]) -> None:
+def test_another_signature_is_refused_with_the_accepted_ones(custom_reward: WriteReward) -> None:
     module = custom_reward("def score(text, reference):\n    return 1.0\n")
     signatures = ("(text, reference)", "(trajectory)", "(data_source, solution_str, ground_truth, extra_info)")
     with refused("reward._target_", f"{module}.score", *signatures), running_scorer(_target_=f"{module}.score"):
         pass
 
 
-def test_none_leaves_a_component_out_of_the_sum_and_of_its_mean(custom_reward: Callable[[str], str]) -> None:
+def test_none_leaves_a_component_out_of_the_sum_and_of_its_mean(custom_reward: WriteReward) -> None:
     module = custom_reward(
         "def code(completions, kind):\n    return [1.0 if each == 'code' else None for each in kind]\n"
         "def brief(trajectory):\n    return 0.5\n"
@@ -108,7 +105,7 @@ def test_none_leaves_a_component_out_of_the_sum_and_of_its_mean(custom_reward: C
     assert (means["reward/code"], means["reward/brief"]) == (1.0, 0.5)
 
 
-def test_a_trajectory_to_which_no_component_applies_has_failed(custom_reward: Callable[[str], str]) -> None:
+def test_a_trajectory_to_which_no_component_applies_has_failed(custom_reward: WriteReward) -> None:
     module = custom_reward("def never(trajectories):\n    return [None, 1.0]\n")
     with running_scorer(_target_=f"{module}.never", max_failed_fraction=1) as scorer:
         assert score(scorer, [trajectory("a"), trajectory("b")]) == [0, 1.0]
@@ -116,7 +113,7 @@ def test_a_trajectory_to_which_no_component_applies_has_failed(custom_reward: Ca
 
 
 @pytest.mark.parametrize("result", ["{'reward': 1.0}", "{'score': 'high'}", "{'score': float('nan')}"])
-def test_a_mapping_without_a_number_as_score_is_a_failure(custom_reward: Callable[[str], str], result: str) -> None:
+def test_a_mapping_without_a_number_as_score_is_a_failure(custom_reward: WriteReward, result: str) -> None:
     module = custom_reward(f"def odd(trajectory):\n    return {result}\n")
     with running_scorer(_target_=f"{module}.odd", max_failed_fraction=1) as scorer:
         assert score(scorer, [trajectory("a")]) == [0]
@@ -124,7 +121,7 @@ def test_a_mapping_without_a_number_as_score_is_a_failure(custom_reward: Callabl
 
 
 def test_a_reward_of_one_trajectory_fails_alone_without_a_second_call(
-    custom_reward: Callable[[str], str], tmp_path: Path
+    custom_reward: WriteReward, tmp_path: Path
 ) -> None:
     module = custom_reward(
         "def one(trajectory):\n"
@@ -141,7 +138,7 @@ def test_a_reward_of_one_trajectory_fails_alone_without_a_second_call(
     assert "one failed on set/0@0, 3 trajectories: exception: ValueError: unreadable at " in log.read_text()
 
 
-def test_an_async_reward_of_one_trajectory_scores_the_group_concurrently(custom_reward: Callable[[str], str]) -> None:
+def test_an_async_reward_of_one_trajectory_scores_the_group_concurrently(custom_reward: WriteReward) -> None:
     module = custom_reward(
         "import asyncio\n"
         "arrived = 0\n"
@@ -164,13 +161,13 @@ def test_an_async_reward_of_one_trajectory_scores_the_group_concurrently(custom_
 
 
 @pytest.mark.parametrize("sync", ["def", "async def"])
-def test_columns_can_be_scored_by_sync_and_async_functions(custom_reward: Callable[[str], str], sync: str) -> None:
+def test_columns_can_be_scored_by_sync_and_async_functions(custom_reward: WriteReward, sync: str) -> None:
     module = custom_reward(f"{sync} lengths(completions, **_):\n    return [len(each) for each in completions]\n")
     with running_scorer(_target_=f"{module}.lengths") as scorer:
         assert score(scorer, [trajectory("a"), trajectory("ab")]) == [1, 2]
 
 
-def test_own_and_built_in_components_are_summed_with_weights(custom_reward: Callable[[str], str]) -> None:
+def test_own_and_built_in_components_are_summed_with_weights(custom_reward: WriteReward) -> None:
     module = custom_reward(
         "def brief(trajectories, limit):\n    return [float(len(one.text) <= limit) for one in trajectories]\n"
         "async def polite(trajectory):\n    return float('please' in trajectory.text)\n"
@@ -190,7 +187,7 @@ def test_own_and_built_in_components_are_summed_with_weights(custom_reward: Call
     assert list(scored[1].reward_components) == ["math", "format", "brief", "polite"]
 
 
-def test_a_component_that_hangs_does_not_keep_the_others_from_their_values(custom_reward: Callable[[str], str]) -> None:
+def test_a_component_that_hangs_does_not_keep_the_others_from_their_values(custom_reward: WriteReward) -> None:
     module = custom_reward("import time\ndef stuck(trajectories):\n    time.sleep(1000)\n")
     components = {"math": 1.0, "stuck": {"_target_": f"{module}.stuck"}}
     with running_scorer(components=components, timeout_s=1.0) as scorer:

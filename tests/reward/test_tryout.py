@@ -1,6 +1,5 @@
 """Custom rewards are tried on made-up completions before anything starts."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from app.reward import tryout
 from app.reward.tryout import made_up, tokenizer_of, try_out
 from app.types import Prompt
 from tests.refusals import refused
-from tests.reward.scorers import trajectory
+from tests.reward.scorers import WriteReward, trajectory
 
 END = 7
 
@@ -37,18 +36,14 @@ def tried(prompts: list[Prompt], **settings: Any) -> list[str]:
         ("import os; os._exit(3)", "(exit code 3)"),
     ],
 )
-def test_a_reward_that_fails_on_everything_is_refused(
-    custom_reward: Callable[[str], str], body: str, reason: str
-) -> None:
+def test_a_reward_that_fails_on_everything_is_refused(custom_reward: WriteReward, body: str, reason: str) -> None:
     module = custom_reward(f"def broken(trajectories):\n    {body}\n")
     with refused("reward._target_", f"{module}.broken", reason, "reward.tryout=false"):
         tried(PROMPTS[:1], _target_=f"{module}.broken")
 
 
 def test_a_reward_that_hangs_is_refused_at_its_deadline_and_named_before(
-    custom_reward: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    custom_reward: WriteReward, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tryout, "SLOW_SECONDS", 0.2)
     module = custom_reward("import time\ndef stuck(trajectories):\n    time.sleep(1000)\n")
@@ -59,9 +54,7 @@ def test_a_reward_that_hangs_is_refused_at_its_deadline_and_named_before(
     assert said == "trying reward component slow: no result after 0.2 s; it has 1 s\n"
 
 
-def test_a_reward_that_fails_on_some_completions_is_a_warning(
-    custom_reward: Callable[[str], str],
-) -> None:
+def test_a_reward_that_fails_on_some_completions_is_a_warning(custom_reward: WriteReward) -> None:
     module = custom_reward("def first(trajectory):\n    return float(trajectory.text.split()[0] == '1')\n")
     (warning,) = tried(PROMPTS, _target_=f"{module}.first")
     for named in ("reward component first ", " 3 of 6 ", "exception: IndexError: ", f"{module}.py:2."):
@@ -69,7 +62,7 @@ def test_a_reward_that_fails_on_some_completions_is_a_warning(
 
 
 def test_a_slow_reward_is_a_warning_and_is_tried_on_one_prompt(
-    custom_reward: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    custom_reward: WriteReward, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tryout, "SLOW_SECONDS", 0.1)
     monkeypatch.setattr(tryout, "MAX_COMPONENT_SECONDS", 0.2)
@@ -88,7 +81,7 @@ def test_a_slow_reward_is_a_warning_and_is_tried_on_one_prompt(
 
 
 def test_a_good_reward_sees_real_rows_with_the_answer_and_an_empty_text(
-    custom_reward: Callable[[str], str], tmp_path: Path
+    custom_reward: WriteReward, tmp_path: Path
 ) -> None:
     seen = tmp_path / "seen"
     module = custom_reward(
@@ -112,7 +105,7 @@ def test_a_good_reward_sees_real_rows_with_the_answer_and_an_empty_text(
     ]
 
 
-def test_without_the_tryout_a_reward_is_only_loaded(custom_reward: Callable[[str], str]) -> None:
+def test_without_the_tryout_a_reward_is_only_loaded(custom_reward: WriteReward) -> None:
     module = custom_reward("def broken(trajectories):\n    1 / 0\n")
     assert tried(PROMPTS, _target_=f"{module}.broken", tryout=False) == []
     with refused("reward._target_", "os.no_such", "no no_such"):

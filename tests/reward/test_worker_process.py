@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from app.reward.reward_pool import RewardPool
 from app.reward.scorer import Scorer
 from app.types import Trajectory
 from tests.descriptors import none_left
-from tests.reward.scorers import TOWER, failed, pids, running_scorer, score, trajectory
+from tests.reward.scorers import TOWER, WriteReward, failed, pids, running_scorer, score, trajectory
 
 
-def test_workers_import_no_torch_and_no_hydra(custom_reward: Callable[[str], str]) -> None:
+def test_workers_import_no_torch_and_no_hydra(custom_reward: WriteReward) -> None:
     module = custom_reward(
         "import sys\n"
         "def heavy(trajectories):\n"
@@ -52,7 +52,7 @@ class OneWorker:
 
 
 @pytest.fixture
-def worker(custom_reward: Callable[[str], str], tmp_path: Path) -> Iterator[OneWorker]:
+def worker(custom_reward: WriteReward, tmp_path: Path) -> Iterator[OneWorker]:
     module = custom_reward("import os\ndef run(trajectories):\n    exec(trajectories[0].text)\n    return [1.0]\n")
     component, log = custom(f"{module}.run", {}), tmp_path / "reward.log"
     with asyncio.Runner() as runner:
@@ -86,9 +86,7 @@ def test_a_worker_that_is_killed_while_it_loads_is_replaced(worker: OneWorker) -
     assert worker.call([trajectory("pass")]) == [1.0]
 
 
-def test_a_trajectory_whose_worker_is_killed_keeps_its_reward(
-    custom_reward: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_a_trajectory_whose_worker_is_killed_keeps_its_reward(custom_reward: WriteReward, tmp_path: Path) -> None:
     module = custom_reward(
         "import os, pathlib\n"
         "def killed_once(trajectory):\n"
@@ -126,9 +124,7 @@ def test_a_frozen_worker_that_reads_nothing_is_given_up(worker: OneWorker) -> No
     assert not os.path.exists(f"/proc/{frozen}")
 
 
-def test_a_call_goes_on_when_its_caller_is_cancelled_and_ends_at_its_deadline(
-    custom_reward: Callable[[str], str],
-) -> None:
+def test_a_call_goes_on_when_its_caller_is_cancelled_and_ends_at_its_deadline(custom_reward: WriteReward) -> None:
     module = custom_reward(
         "import time\n"
         "def run(trajectories):\n"
@@ -152,7 +148,7 @@ def test_a_failed_call_is_written_to_the_log(worker: OneWorker, tmp_path: Path) 
     assert log.endswith("run failed on set/0@0, 2 trajectories: exception: KeyError: 'score' at <string>:1\n")
 
 
-def test_closing_stops_every_worker_and_every_call_in_flight(custom_reward: Callable[[str], str]) -> None:
+def test_closing_stops_every_worker_and_every_call_in_flight(custom_reward: WriteReward) -> None:
     module = custom_reward("import time\ndef hang(trajectories):\n    time.sleep(1000)\n")
 
     async def close_while_scoring(scorer: Scorer) -> list[float]:
@@ -218,7 +214,7 @@ def _running(pid: int) -> bool:
         return False
 
 
-def test_a_worker_that_cannot_be_started_again_ends_the_run_in_a_sentence(custom_reward: Callable[[str], str]) -> None:
+def test_a_worker_that_cannot_be_started_again_ends_the_run_in_a_sentence(custom_reward: WriteReward) -> None:
     module = custom_reward("def run(trajectories):\n    return [1.0]\n")
     with running_scorer(_target_=f"{module}.run", workers=1) as scorer:
         assert score(scorer, [trajectory("a")]) == [1.0]
