@@ -5,6 +5,7 @@ run is the same. The trainer keeps a ledger of what it was fed and what it train
 """
 
 import asyncio
+import functools
 import math
 import random
 import selectors
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -56,6 +57,7 @@ from app.types import (
 )
 from tests.tiny_models.tokenizer import build_tokenizer
 
+P = ParamSpec("P")
 T = TypeVar("T")
 TOKENS_PER_SECOND = 100  # of a group, as `stats` counts them
 RIGHT, WRONG = 22, 21  # the tokens "1" and "0" of the character tokenizer; every prompt's answer is "1"
@@ -91,6 +93,16 @@ class _Jump(selectors.DefaultSelector):
 def run_virtual(work: Coroutine[Any, Any, T]) -> T:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)
+
+
+def virtual(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Run a test in virtual time."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        run_virtual(test(*args, **kwargs))
+
+    return run
 
 
 def now() -> float:

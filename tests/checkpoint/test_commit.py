@@ -36,29 +36,26 @@ class Gate:
         return self.function(*arguments)
 
 
-def test_a_commit_that_is_cancelled_is_finished_and_loses_no_checkpoint(
+async def test_a_commit_that_is_cancelled_is_finished_and_loses_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        checkpoints = CheckpointManager(tmp_path, keep=1)
-        await checkpoints.save(PlainFiles(), RunState(1, 1))
-        await checkpoints.wait()
+    checkpoints = CheckpointManager(tmp_path, keep=1)
+    await checkpoints.save(PlainFiles(), RunState(1, 1))
+    await checkpoints.wait()
 
-        flush = Gate(files.sync)
-        monkeypatch.setattr(files, "sync", flush)
-        await checkpoints.save(PlainFiles(), RunState(2, 2))
-        assert await asyncio.to_thread(flush.reached.wait, DEADLINE_S)
-        assert names(tmp_path) == {"latest", "step_1", "step_2.tmp"}
+    flush = Gate(files.sync)
+    monkeypatch.setattr(files, "sync", flush)
+    await checkpoints.save(PlainFiles(), RunState(2, 2))
+    assert await asyncio.to_thread(flush.reached.wait, DEADLINE_S)
+    assert names(tmp_path) == {"latest", "step_1", "step_2.tmp"}
 
-        settling = asyncio.create_task(checkpoints.settle(0))  # cancels the write
-        done, _ = await asyncio.wait({settling}, timeout=0.05)
-        assert not done
-        assert names(tmp_path) == {"latest", "step_1", "step_2.tmp"}  # nobody cleans up under the thread
-        flush.go.set()
-        assert await settling is None
-        assert checkpoints.committed_step == 2
-
-    asyncio.run(scenario())
+    settling = asyncio.create_task(checkpoints.settle(0))  # cancels the write
+    done, _ = await asyncio.wait({settling}, timeout=0.05)
+    assert not done
+    assert names(tmp_path) == {"latest", "step_1", "step_2.tmp"}  # nobody cleans up under the thread
+    flush.go.set()
+    assert await settling is None
+    assert checkpoints.committed_step == 2
     assert names(tmp_path) == {"latest", "step_2"}
     point = newest_intact(tmp_path)
     assert point is not None
@@ -99,18 +96,15 @@ def test_storage_that_blocks_for_ever_ends_the_process_with_a_sentence(
     assert (ended.returncode, ended.stderr.splitlines()[-1]) == (1, sentence.format(run=tmp_path))
 
 
-def test_a_write_that_does_not_finish_in_time_is_reported_and_removed(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        checkpoints = CheckpointManager(tmp_path, keep=1)
-        assert await checkpoints.settle(0) is None  # nothing is being written
-        await checkpoints.save(PlainFiles(delay=1000), RunState(2, 2))
-        assert await checkpoints.settle(0.05) == (
-            f"checkpoint {tmp_path / 'checkpoints' / 'step_2'} was not written within 0.05 s"
-        )
-        assert names(tmp_path) == set()
-        assert checkpoints.committed_step is None
-
-    asyncio.run(scenario())
+async def test_a_write_that_does_not_finish_in_time_is_reported_and_removed(tmp_path: Path) -> None:
+    checkpoints = CheckpointManager(tmp_path, keep=1)
+    assert await checkpoints.settle(0) is None  # nothing is being written
+    await checkpoints.save(PlainFiles(delay=1000), RunState(2, 2))
+    assert await checkpoints.settle(0.05) == (
+        f"checkpoint {tmp_path / 'checkpoints' / 'step_2'} was not written within 0.05 s"
+    )
+    assert names(tmp_path) == set()
+    assert checkpoints.committed_step is None
 
 
 def test_a_commit_that_fails_removes_its_files_and_leaves_the_previous_checkpoint(

@@ -237,24 +237,23 @@ def test_only_the_newest_checkpoints_are_kept(trainer: OneProcess, tmp_path: Pat
     assert names(tmp_path) == {"latest", "step_10", "step_11"}
 
 
-def test_the_previous_checkpoint_stays_until_the_new_one_is_the_latest(trainer: OneProcess, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        checkpoints = CheckpointManager(tmp_path, keep=1)
-        (first,) = await saved(checkpoints, trainer, 1)
-        trainer.gate.clear()
-        second = await checkpoints.save(trainer, state_of(2))
-        assert names(tmp_path) == {"latest", "step_1", "step_2.tmp"}
-        assert checkpoints.latest() == first
-        third = asyncio.create_task(checkpoints.save(trainer, state_of(3)))
-        await asyncio.sleep(0.05)
-        assert not third.done()  # waits for the second
-        trainer.gate.set()
-        assert await asyncio.wait_for(third, DEADLINE_S) == second.with_name("step_3")
-        assert checkpoints.latest() == second
-        await checkpoints.wait()
-        assert names(tmp_path) == {"latest", "step_3"}
-
-    asyncio.run(scenario())
+async def test_the_previous_checkpoint_stays_until_the_new_one_is_the_latest(
+    trainer: OneProcess, tmp_path: Path
+) -> None:
+    checkpoints = CheckpointManager(tmp_path, keep=1)
+    (first,) = await saved(checkpoints, trainer, 1)
+    trainer.gate.clear()
+    second = await checkpoints.save(trainer, state_of(2))
+    assert names(tmp_path) == {"latest", "step_1", "step_2.tmp"}
+    assert checkpoints.latest() == first
+    third = asyncio.create_task(checkpoints.save(trainer, state_of(3)))
+    await asyncio.sleep(0.05)
+    assert not third.done()  # waits for the second
+    trainer.gate.set()
+    assert await asyncio.wait_for(third, DEADLINE_S) == second.with_name("step_3")
+    assert checkpoints.latest() == second
+    await checkpoints.wait()
+    assert names(tmp_path) == {"latest", "step_3"}
 
 
 def test_a_committed_step_is_not_written_again(trainer: OneProcess, tmp_path: Path) -> None:
@@ -286,23 +285,20 @@ def small_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(
+async def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(
     small_files: None, trainer: OneProcess, tmp_path: Path
 ) -> None:
-    async def scenario() -> None:
-        checkpoints = CheckpointManager(tmp_path, keep=2)
-        (first,) = await saved(checkpoints, trainer, 1)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-        await checkpoints.save(trainer, state_of(2))
-        with pytest.raises(CheckpointError, match=r"step_2.* rank 0: ") as raised:
-            await checkpoints.wait()
-        assert "\n" not in str(raised.value)
-        assert names(tmp_path) == {"latest", "step_1"}
-        assert checkpoints.latest() == first
-        assert read_state(first) == state_of(1)
-        await checkpoints.wait()  # raised only once
-
-    asyncio.run(scenario())
+    checkpoints = CheckpointManager(tmp_path, keep=2)
+    (first,) = await saved(checkpoints, trainer, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    await checkpoints.save(trainer, state_of(2))
+    with pytest.raises(CheckpointError, match=r"step_2.* rank 0: ") as raised:
+        await checkpoints.wait()
+    assert "\n" not in str(raised.value)
+    assert names(tmp_path) == {"latest", "step_1"}
+    assert checkpoints.latest() == first
+    assert read_state(first) == state_of(1)
+    await checkpoints.wait()  # raised only once
 
 
 def test_a_lack_of_disk_space_is_detected_before_anything_is_written(

@@ -10,7 +10,7 @@ from app.cluster.memory_monitor import MIB, MemoryMonitor
 from app.errors import EngineError, EngineLost, RunError, TrainerError
 from app.rollout.pool import EnginePool
 from app.types import MemoryUse
-from tests.simulation import SimEngine, SimTrainer, run_virtual
+from tests.simulation import SimEngine, SimTrainer, run_virtual, virtual
 
 
 class TrainerWithPeaks(SimTrainer):
@@ -99,16 +99,16 @@ class SilentTrainer(SimTrainer):
         (SilentTrainer(), "within 10 s"),
     ],
 )
-def test_ranks_whose_memory_cannot_be_measured_are_missing_with_one_warning(trainer: SimTrainer, reason: str) -> None:
+@virtual
+async def test_ranks_whose_memory_cannot_be_measured_are_missing_with_one_warning(
+    trainer: SimTrainer, reason: str
+) -> None:
     warnings: list[str] = []
 
-    async def steps() -> dict[str, float]:
-        monitor = MemoryMonitor(trainer, EnginePool([engine(7 * MIB)]), warnings.append)
-        await monitor.record_peaks("train")
-        await monitor.sample()
-        return await monitor.sample()
-
-    metrics = run_virtual(steps())
+    monitor = MemoryMonitor(trainer, EnginePool([engine(7 * MIB)]), warnings.append)
+    await monitor.record_peaks("train")
+    await monitor.sample()
+    metrics = await monitor.sample()
     assert set(metrics) == {"memory/host_used_fraction", "memory/driver_rss_mib", "memory/engine_rss_mib"}
     (warning,) = warnings
     assert re.search(f"trainer processes .*{reason}", warning)

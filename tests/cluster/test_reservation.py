@@ -31,7 +31,7 @@ def occupied(ray_session: None) -> Iterator[PlacementGroup]:
     remove_placement_group(group)
 
 
-def test_devices_that_are_free_are_seen_at_once(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_devices_that_are_free_are_seen_at_once(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `PlacementGroup.wait(0.25)`, which waits for 0 s: it misses a group that is ready, for up to minutes."""
     fractions = []
     wait = PlacementGroup.wait
@@ -43,12 +43,9 @@ def test_devices_that_are_free_are_seen_at_once(ray_session: None, monkeypatch: 
     monkeypatch.setattr(PlacementGroup, "wait", recorded)
     with_deadline(60.0)
 
-    async def twelve_times() -> None:
-        async with asyncio.timeout(15):  # milliseconds each
-            for _ in range(12):
-                remove_placement_group((await reserve(CONFIG, DEVICE)).group)
-
-    asyncio.run(twelve_times())
+    async with asyncio.timeout(15):  # milliseconds each
+        for _ in range(12):
+            remove_placement_group((await reserve(CONFIG, DEVICE)).group)
     assert not any(fractions)  # Ray cuts them off
 
 

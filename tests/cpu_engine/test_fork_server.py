@@ -25,54 +25,45 @@ def _runs(process: psutil.Process, module: str) -> bool:
     return module in " ".join(process.cmdline())
 
 
-def test_a_forked_server_has_its_own_arguments_environment_log_and_process_group(
+async def test_a_forked_server_has_its_own_arguments_environment_log_and_process_group(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     servers = [Server(server_spec(tiny_model, tmp_path, name=f"engine {index}")) for index in range(2)]
 
-    async def scenario() -> None:
-        for server in servers:
-            await server.start()
-        for server in servers:
-            process = psutil.Process(server.pid)
-            assert os.getpgid(server.pid) == server.pid
-            await asyncio.to_thread(until, partial(_runs, process, "app.rollout.launcher"), 60)
-            assert os.readlink(f"/proc/{server.pid}/fd/1") == str(server.spec.log)
-            assert server.spec.key not in " ".join(process.cmdline())
-        assert process_parent(servers[0]) == process_parent(servers[1])  # one process imported SGLang for both
-        await servers[0].stop()
-        os.killpg(servers[1].pid, signal.SIGKILL)
-        assert "was killed by SIGKILL" in str(await asyncio.wait_for(servers[1].died(), 30))
-
-    asyncio.run(scenario())
+    for server in servers:
+        await server.start()
+    for server in servers:
+        process = psutil.Process(server.pid)
+        assert os.getpgid(server.pid) == server.pid
+        await asyncio.to_thread(until, partial(_runs, process, "app.rollout.launcher"), 60)
+        assert os.readlink(f"/proc/{server.pid}/fd/1") == str(server.spec.log)
+        assert server.spec.key not in " ".join(process.cmdline())
+    assert process_parent(servers[0]) == process_parent(servers[1])  # one process imported SGLang for both
+    await servers[0].stop()
+    os.killpg(servers[1].pid, signal.SIGKILL)
+    assert "was killed by SIGKILL" in str(await asyncio.wait_for(servers[1].died(), 30))
 
 
 def process_parent(server: Server) -> int:
     return psutil.Process(server.pid).ppid()
 
 
-def test_the_exit_code_of_a_forked_server_is_reported(tiny_model: Path, tmp_path: Path) -> None:
+async def test_the_exit_code_of_a_forked_server_is_reported(tiny_model: Path, tmp_path: Path) -> None:
     server = Server(server_spec(tiny_model, tmp_path, name="engine 0", no_such_flag=1))
 
-    async def scenario() -> str:
-        await server.start()
-        return str(await asyncio.wait_for(server.died(), 60))
-
-    message = asyncio.run(scenario())
+    await server.start()
+    message = str(await asyncio.wait_for(server.died(), 60))
     assert "exited with code 2" in message
     assert "unrecognized arguments: --no-such-flag" in message
 
 
-def test_a_server_imports_sglang_itself_where_there_is_no_fork_server(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_server_imports_sglang_itself_where_there_is_no_fork_server(tiny_model: Path, tmp_path: Path) -> None:
     missing = replace(server_spec(tiny_model, tmp_path, name="engine 0"), fork=partial(fork, tmp_path / "none"))
     server = Server(missing)
 
-    async def scenario() -> None:
-        await server.start()
-        assert psutil.Process(server.pid).ppid() == os.getpid()
-        await server.stop()
-
-    asyncio.run(scenario())
+    await server.start()
+    assert psutil.Process(server.pid).ppid() == os.getpid()
+    await server.stop()
 
 
 def test_a_server_ends_with_its_host_and_with_the_fork_server(tiny_model: Path, tmp_path: Path) -> None:

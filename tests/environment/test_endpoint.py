@@ -3,7 +3,7 @@
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -40,11 +40,14 @@ async def serving(warnings: list[str] | None = None) -> AsyncIterator[Endpoint]:
         await endpoint.close()
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(test(), 60)
-
-    asyncio.run(bounded())
+@asynccontextmanager
+async def client_of(policy: ScriptedPolicy) -> AsyncIterator[openai.AsyncOpenAI]:
+    """OpenAI's client of an episode with this policy."""
+    async with (
+        serving() as endpoint,
+        openai.AsyncOpenAI(base_url=endpoint.open(policy).url, api_key="none") as client,
+    ):
+        yield client
 
 
 async def tool_agent(url: str, question: str) -> str:
@@ -66,15 +69,12 @@ async def tool_agent(url: str, question: str) -> str:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-def test_an_agent_with_tools_written_for_openai_extends_one_sequence_by_exact_prefix() -> None:
+async def test_an_agent_with_tools_written_for_openai_extends_one_sequence_by_exact_prefix() -> None:
     first = Reply("", reasoning="let me add", tool_calls=(ToolCall("add", {"a": 2, "b": 3}, "ok"),))
     policy = ScriptedPolicy([first, Reply("", tool_calls=(ToolCall("add", {"a": 5, "b": 4}, "ok"),)), Reply("9")])
 
-    async def test() -> None:
-        async with serving() as endpoint:
-            assert await tool_agent(endpoint.open(policy).url, "2+3+4?") == "9"
-
-    run(test)
+    async with serving() as endpoint:
+        assert await tool_agent(endpoint.open(policy).url, "2+3+4?") == "9"
     assert len(policy.sequences) == 1
     assert decode(policy.sequences[0]) == (
         "<system>Use tools.<user>2+3+4?<assistant><tool>5<assistant><tool>9<assistant>9"
@@ -85,64 +85,46 @@ def test_an_agent_with_tools_written_for_openai_extends_one_sequence_by_exact_pr
     assert policy.asked[1]["messages"][2] == {**first.message}, "with the reasoning that the agent never sent back"
 
 
-def test_the_answer_has_usage_finish_reason_and_reasoning() -> None:
+async def test_the_answer_has_usage_finish_reason_and_reasoning() -> None:
     policy = ScriptedPolicy([Reply("hello", reasoning="hm"), Reply("cut off", truncated=True)])
 
-    async def test() -> None:
-        async with (
-            serving() as endpoint,
-            openai.AsyncOpenAI(base_url=endpoint.open(policy).url, api_key="none") as client,
-        ):
-            ask = [{"role": "user", "content": [{"type": "text", "text": "hi "}, {"type": "text", "text": "you"}]}]
-            first = await client.chat.completions.create(model="m", messages=ask)  # type: ignore[arg-type]
-            second = await client.chat.completions.create(model="m", messages=ask)  # type: ignore[arg-type]
-            models = await client.models.list()
+    async with client_of(policy) as client:
+        ask = [{"role": "user", "content": [{"type": "text", "text": "hi "}, {"type": "text", "text": "you"}]}]
+        first = await client.chat.completions.create(model="m", messages=ask)  # type: ignore[arg-type]
+        second = await client.chat.completions.create(model="m", messages=ask)  # type: ignore[arg-type]
+        models = await client.models.list()
 
-        assert first.choices[0].message.model_dump()["reasoning_content"] == "hm"
-        assert (first.choices[0].finish_reason, second.choices[0].finish_reason) == ("stop", "length")
-        assert first.usage is not None
-        assert (first.usage.prompt_tokens, first.usage.completion_tokens, first.usage.total_tokens) == (12, 16, 28)
-        assert [model.id for model in models.data] == ["policy"]
-
-    run(test)
+    assert first.choices[0].message.model_dump()["reasoning_content"] == "hm"
+    assert (first.choices[0].finish_reason, second.choices[0].finish_reason) == ("stop", "length")
+    assert first.usage is not None
+    assert (first.usage.prompt_tokens, first.usage.completion_tokens, first.usage.total_tokens) == (12, 16, 28)
+    assert [model.id for model in models.data] == ["policy"]
     assert decode(policy.sequences[0]) == "<user>hi you<assistant>hello"
 
 
-def test_calls_that_could_not_be_read_are_not_sent_but_stay_in_the_history() -> None:
+async def test_calls_that_could_not_be_read_are_not_sent_but_stay_in_the_history() -> None:
     broken = Reply("oh", tool_calls=(ToolCall("add", {}, "the call was not closed"),))
     policy = ScriptedPolicy([broken, Reply("done")])
 
-    async def test() -> None:
-        async with (
-            serving() as endpoint,
-            openai.AsyncOpenAI(base_url=endpoint.open(policy).url, api_key="none") as client,
-        ):
-            messages: list[Any] = [{"role": "user", "content": "x"}]
-            first = await client.chat.completions.create(model="m", messages=messages, tools=[ADD])
-            assert first.choices[0].message.tool_calls is None
-            messages += [{"role": "assistant", "content": "oh"}, {"role": "user", "content": "again"}]
-            await client.chat.completions.create(model="m", messages=messages)
-
-    run(test)
+    async with client_of(policy) as client:
+        messages: list[Any] = [{"role": "user", "content": "x"}]
+        first = await client.chat.completions.create(model="m", messages=messages, tools=[ADD])
+        assert first.choices[0].message.tool_calls is None
+        messages += [{"role": "assistant", "content": "oh"}, {"role": "user", "content": "again"}]
+        await client.chat.completions.create(model="m", messages=messages)
     assert len(policy.sequences) == 1
     assert policy.asked[1]["messages"][1] == broken.message
 
 
-def test_equal_replies_with_other_reasoning_keep_their_place_in_the_history() -> None:
+async def test_equal_replies_with_other_reasoning_keep_their_place_in_the_history() -> None:
     policy = ScriptedPolicy([Reply("yes", reasoning="first"), Reply("yes", reasoning="second"), Reply("end")])
 
-    async def test() -> None:
-        async with (
-            serving() as endpoint,
-            openai.AsyncOpenAI(base_url=endpoint.open(policy).url, api_key="none") as client,
-        ):
-            messages: list[Any] = [{"role": "user", "content": "x"}]
-            for _ in range(3):
-                done = await client.chat.completions.create(model="m", messages=messages)
-                messages += [{"role": "assistant", "content": done.choices[0].message.content}]
-                messages += [{"role": "user", "content": "sure?"}]
-
-    run(test)
+    async with client_of(policy) as client:
+        messages: list[Any] = [{"role": "user", "content": "x"}]
+        for _ in range(3):
+            done = await client.chat.completions.create(model="m", messages=messages)
+            messages += [{"role": "assistant", "content": done.choices[0].message.content}]
+            messages += [{"role": "user", "content": "sure?"}]
     assert len(policy.sequences) == 1
     assert [message.get("reasoning_content") for message in policy.asked[2]["messages"]][1::2] == ["first", "second"]
 
@@ -151,57 +133,47 @@ def test_equal_replies_with_other_reasoning_keep_their_place_in_the_history() ->
     ("sent", "meant"),
     [({"reasoning_content": "first"}, "first"), ({"reasoning_content": "second"}, "second"), ({}, "second")],
 )
-def test_a_sample_that_is_sent_back_is_the_one_with_its_reasoning_else_the_latest(
+async def test_a_sample_that_is_sent_back_is_the_one_with_its_reasoning_else_the_latest(
     sent: dict[str, str], meant: str
 ) -> None:
     policy = ScriptedPolicy([Reply("yes", reasoning="first"), Reply("yes", reasoning="second"), Reply("end")])
 
-    async def test() -> None:
-        async with (
-            serving() as endpoint,
-            openai.AsyncOpenAI(base_url=endpoint.open(policy).url, api_key="none") as client,
-        ):
-            messages: list[Any] = [{"role": "user", "content": "x"}]
-            for _ in range(2):
-                await client.chat.completions.create(model="m", messages=messages)
-            messages += [{"role": "assistant", "content": "yes", **sent}, {"role": "user", "content": "sure?"}]
+    async with client_of(policy) as client:
+        messages: list[Any] = [{"role": "user", "content": "x"}]
+        for _ in range(2):
             await client.chat.completions.create(model="m", messages=messages)
-
-    run(test)
+        messages += [{"role": "assistant", "content": "yes", **sent}, {"role": "user", "content": "sure?"}]
+        await client.chat.completions.create(model="m", messages=messages)
     assert policy.asked[2]["messages"][1]["reasoning_content"] == meant
 
 
 @pytest.mark.parametrize(
     ("limit", "code"), [(OutOfTokens(), "context_length_exceeded"), (OutOfTurns(), "episode_over")]
 )
-def test_a_limit_of_the_episode_is_a_bad_request_that_the_client_does_not_repeat(limit: Exception, code: str) -> None:
+async def test_a_limit_of_the_episode_is_a_bad_request_that_the_client_does_not_repeat(
+    limit: Exception, code: str
+) -> None:
     policy = ScriptedPolicy([limit])
 
-    async def test() -> None:
-        async with serving() as endpoint:
-            seat = endpoint.open(policy)
-            async with openai.AsyncOpenAI(base_url=seat.url, api_key="none", max_retries=5) as client:
-                with pytest.raises(openai.BadRequestError) as caught:
-                    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
-            assert caught.value.code == code
-            assert seat.over is limit
-
-    run(test)
+    async with serving() as endpoint:
+        seat = endpoint.open(policy)
+        async with openai.AsyncOpenAI(base_url=seat.url, api_key="none", max_retries=5) as client:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+        assert caught.value.code == code
+        assert seat.over is limit
     assert len(policy.asked) == 1
 
 
-def test_an_error_of_the_policy_is_not_repeated_either() -> None:
+async def test_an_error_of_the_policy_is_not_repeated_either() -> None:
     policy = ScriptedPolicy([RuntimeError("no renderer"), Reply("never")])
 
-    async def test() -> None:
-        async with (
-            serving() as endpoint,
-            openai.AsyncOpenAI(base_url=endpoint.open(policy).url, api_key="none", max_retries=5) as client,
-        ):
-            with pytest.raises(openai.InternalServerError, match="RuntimeError: no renderer"):
-                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
-
-    run(test)
+    async with (
+        serving() as endpoint,
+        openai.AsyncOpenAI(base_url=endpoint.open(policy).url, api_key="none", max_retries=5) as client,
+    ):
+        with pytest.raises(openai.InternalServerError, match="RuntimeError: no renderer"):
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
     assert len(policy.asked) == 1
 
 
@@ -224,116 +196,96 @@ def test_an_error_of_the_policy_is_not_repeated_either() -> None:
         ),
     ],
 )
-def test_what_is_not_served_is_refused_in_one_sentence(asked: dict[str, Any], sentence: str) -> None:
+async def test_what_is_not_served_is_refused_in_one_sentence(asked: dict[str, Any], sentence: str) -> None:
     policy = ScriptedPolicy([Reply("never")])
 
-    async def test() -> None:
-        async with (
-            serving() as endpoint,
-            openai.AsyncOpenAI(base_url=endpoint.open(policy).url, api_key="none") as client,
-        ):
-            body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **asked}
-            with pytest.raises(openai.BadRequestError) as caught:
-                await client.chat.completions.create(**body)
-            assert sentence in caught.value.message
-
-    run(test)
+    async with client_of(policy) as client:
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **asked}
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(**body)
+        assert sentence in caught.value.message
     assert policy.asked == []
 
 
-def test_sampling_settings_of_an_agent_are_ignored_with_one_warning_each() -> None:
+async def test_sampling_settings_of_an_agent_are_ignored_with_one_warning_each() -> None:
     warnings: list[str] = []
 
-    async def test() -> None:
-        async with serving(warnings) as endpoint:
-            for _ in range(2):
-                await tool_agent(endpoint.open(ScriptedPolicy([Reply("a")])).url, "x")
-
-    run(test)
+    async with serving(warnings) as endpoint:
+        for _ in range(2):
+            await tool_agent(endpoint.open(ScriptedPolicy([Reply("a")])).url, "x")
     assert warnings == ["The agent's temperature has no effect: the run's rollout settings decide how is sampled."]
 
 
-def test_generate_takes_and_gives_token_ids_as_vllm_does() -> None:
+async def test_generate_takes_and_gives_token_ids_as_vllm_does() -> None:
     policy = ScriptedPolicy(["ab", "c"])
     opening = encode("1+1=")
 
-    async def test() -> None:
-        async with serving() as endpoint, aiohttp.ClientSession() as session:
-            url = endpoint.open(policy).url.removesuffix("/v1") + "/inference/v1/generate"
-            sampling = {"max_tokens": 9, "logprobs": 1, "stop_token_ids": [3], "skip_special_tokens": False}
-            body = {"model": "m", "token_ids": opening, "sampling_params": sampling}
-            async with session.post(url, json=body) as answer:
-                choice = (await answer.json())["choices"][0]
-            assert choice["token_ids"] == encode("ab")
-            assert choice["logprobs"]["content"] == [
-                {"token": f"token_id:{ord('a')}", "logprob": -0.5},
-                {"token": f"token_id:{ord('b')}", "logprob": -0.625},
-            ]
-            assert choice["finish_reason"] == "stop"
+    async with serving() as endpoint, aiohttp.ClientSession() as session:
+        url = endpoint.open(policy).url.removesuffix("/v1") + "/inference/v1/generate"
+        sampling = {"max_tokens": 9, "logprobs": 1, "stop_token_ids": [3], "skip_special_tokens": False}
+        body = {"model": "m", "token_ids": opening, "sampling_params": sampling}
+        async with session.post(url, json=body) as answer:
+            choice = (await answer.json())["choices"][0]
+        assert choice["token_ids"] == encode("ab")
+        assert choice["logprobs"]["content"] == [
+            {"token": f"token_id:{ord('a')}", "logprob": -0.5},
+            {"token": f"token_id:{ord('b')}", "logprob": -0.625},
+        ]
+        assert choice["finish_reason"] == "stop"
 
-            body["token_ids"] = opening + encode("ab;")
-            async with session.post(url, json=body) as answer:
-                assert answer.status == 200
-            for wrong in ([], [1, -2], ["a"], [True], None):
-                async with session.post(url, json={"token_ids": wrong}) as answer:
-                    assert (answer.status, await _message(answer)) == (
-                        400,
-                        "token_ids must be a list of at least one token id.",
-                    )
-            async with session.post(url, json={"token_ids": [1], "features": {"mm_hashes": {}}}) as answer:
-                assert (
-                    await _message(answer) == "Images, audio and video are not supported: the policy reads text only."
+        body["token_ids"] = opening + encode("ab;")
+        async with session.post(url, json=body) as answer:
+            assert answer.status == 200
+        for wrong in ([], [1, -2], ["a"], [True], None):
+            async with session.post(url, json={"token_ids": wrong}) as answer:
+                assert (answer.status, await _message(answer)) == (
+                    400,
+                    "token_ids must be a list of at least one token id.",
                 )
-
-    run(test)
+        async with session.post(url, json={"token_ids": [1], "features": {"mm_hashes": {}}}) as answer:
+            assert await _message(answer) == "Images, audio and video are not supported: the policy reads text only."
     assert policy.sequences == [opening + encode("ab;c")]
     assert [asked["max_tokens"] for asked in policy.asked] == [9, 9]
 
 
-def test_episodes_do_not_meet_and_an_episode_that_is_over_is_gone() -> None:
+async def test_episodes_do_not_meet_and_an_episode_that_is_over_is_gone() -> None:
     policies = [ScriptedPolicy([Reply(f"reply {number}")] * 2) for number in range(2)]
 
-    async def test() -> None:
-        async with serving() as endpoint:
-            seats = [endpoint.open(policy) for policy in policies]
-            assert len({seat.url for seat in seats}) == 2
-            assert all(len(seat.url.split("/")[3]) >= 32 for seat in seats), "24 random bytes"
-            answers = await asyncio.gather(*(tool_agent(seat.url, "x") for seat in seats))
-            assert answers == ["reply 0", "reply 1"]
+    async with serving() as endpoint:
+        seats = [endpoint.open(policy) for policy in policies]
+        assert len({seat.url for seat in seats}) == 2
+        assert all(len(seat.url.split("/")[3]) >= 32 for seat in seats), "24 random bytes"
+        answers = await asyncio.gather(*(tool_agent(seat.url, "x") for seat in seats))
+        assert answers == ["reply 0", "reply 1"]
 
-            endpoint.shut(seats[0])
-            endpoint.shut(seats[0])
-            with pytest.raises(openai.NotFoundError, match="There is no such episode, or it is over"):
-                await tool_agent(seats[0].url, "x")
-            assert await tool_agent(seats[1].url, "x") == "reply 1"
-
-    run(test)
+        endpoint.shut(seats[0])
+        endpoint.shut(seats[0])
+        with pytest.raises(openai.NotFoundError, match="There is no such episode, or it is over"):
+            await tool_agent(seats[0].url, "x")
+        assert await tool_agent(seats[1].url, "x") == "reply 1"
     assert len(policies[0].asked) == 1
 
 
-def test_one_url_serves_episodes_that_are_told_apart_by_a_session() -> None:
-    policies = {name: ScriptedPolicy([name]) for name in ("left", "right")}
+async def test_one_url_serves_episodes_that_are_told_apart_by_a_session() -> None:
+    policies = {each: ScriptedPolicy([each]) for each in ("left", "right")}
 
-    async def test() -> None:
-        async with serving() as endpoint, aiohttp.ClientSession() as session:
-            for name, policy in policies.items():
-                endpoint.open(policy, session=name)
-            url = endpoint.shared_url.removesuffix("/v1") + "/inference/v1/generate"
-            for name in policies:
-                async with session.post(url, json={"token_ids": [1]}, headers={SESSION_HEADER: name}) as answer:
-                    assert decode((await answer.json())["choices"][0]["token_ids"]) == name
-            async with session.post(url, json={"token_ids": [1]}) as answer:
-                assert answer.status == 404
-            async with session.get(endpoint.shared_url + "/models") as answer:
-                assert answer.status == 200
-            guess = endpoint.shared_url.replace(endpoint.shared_url.split("/")[3], "left")
-            async with session.get(guess + "/models") as answer:
-                assert answer.status == 404, "a session's name alone is no way in"
-
-    run(test)
+    async with serving() as endpoint, aiohttp.ClientSession() as session:
+        for name, policy in policies.items():
+            endpoint.open(policy, session=name)
+        url = endpoint.shared_url.removesuffix("/v1") + "/inference/v1/generate"
+        for name in policies:
+            async with session.post(url, json={"token_ids": [1]}, headers={SESSION_HEADER: name}) as answer:
+                assert decode((await answer.json())["choices"][0]["token_ids"]) == name
+        async with session.post(url, json={"token_ids": [1]}) as answer:
+            assert answer.status == 404
+        async with session.get(endpoint.shared_url + "/models") as answer:
+            assert answer.status == 200
+        guess = endpoint.shared_url.replace(endpoint.shared_url.split("/")[3], "left")
+        async with session.get(guess + "/models") as answer:
+            assert answer.status == 404, "a session's name alone is no way in"
 
 
-def test_a_request_in_flight_ends_with_its_episode() -> None:
+async def test_a_request_in_flight_ends_with_its_episode() -> None:
     asked = asyncio.Event()
 
     class Slow(ScriptedPolicy):
@@ -341,71 +293,59 @@ def test_a_request_in_flight_ends_with_its_episode() -> None:
             asked.set()
             await asyncio.Event().wait()
 
-    async def test() -> None:
-        async with serving() as endpoint, aiohttp.ClientSession() as session:
-            seat = endpoint.open(Slow([]))
-            url = seat.url.removesuffix("/v1") + "/inference/v1/generate"
-            request = asyncio.create_task(session.post(url, json={"token_ids": [1]}))
-            await asked.wait()
-            endpoint.shut(seat)
-            answer = await request
-            assert (answer.status, await _message(answer)) == (404, "The episode is over.")
-
-    run(test)
+    async with serving() as endpoint, aiohttp.ClientSession() as session:
+        seat = endpoint.open(Slow([]))
+        url = seat.url.removesuffix("/v1") + "/inference/v1/generate"
+        request = asyncio.create_task(session.post(url, json={"token_ids": [1]}))
+        await asked.wait()
+        endpoint.shut(seat)
+        answer = await request
+        assert (answer.status, await _message(answer)) == (404, "The episode is over.")
 
 
-def test_other_routes_are_named_and_large_or_broken_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_routes_are_named_and_large_or_broken_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "BODY_BYTES", 1 << 20)
 
-    async def test() -> None:
-        async with serving() as endpoint, aiohttp.ClientSession() as session:
-            url = endpoint.open(ScriptedPolicy([])).url
-            async with session.post(url + "/responses", json={}) as answer:
-                assert "POST /v1/responses is not served, only GET /v1/models, POST /v1/chat" in await _message(answer)
-            async with session.post(url + "/chat/completions", data=io.BytesIO(b"[" * 100_000)) as answer:
-                assert (answer.status, await _message(answer)) == (400, "The body is not JSON.")
-            async with session.post(url + "/chat/completions", data=b"[]") as answer:
-                assert await _message(answer) == "The body is not a JSON object."
-            async with session.post(url + "/chat/completions", data=io.BytesIO(b"x" * (2 << 20))) as answer:
-                assert (answer.status, await _message(answer)) == (413, "The body is larger than 1 MiB.")
+    async with serving() as endpoint, aiohttp.ClientSession() as session:
+        url = endpoint.open(ScriptedPolicy([])).url
+        async with session.post(url + "/responses", json={}) as answer:
+            assert "POST /v1/responses is not served, only GET /v1/models, POST /v1/chat" in await _message(answer)
+        async with session.post(url + "/chat/completions", data=io.BytesIO(b"[" * 100_000)) as answer:
+            assert (answer.status, await _message(answer)) == (400, "The body is not JSON.")
+        async with session.post(url + "/chat/completions", data=b"[]") as answer:
+            assert await _message(answer) == "The body is not a JSON object."
+        async with session.post(url + "/chat/completions", data=io.BytesIO(b"x" * (2 << 20))) as answer:
+            assert (answer.status, await _message(answer)) == (413, "The body is larger than 1 MiB.")
 
-            host, port = url.split("/")[2].split(":")
-            for bytes_sent, status in [
-                (b"hello\r\n\r\n", b"400"),
-                (b"GET / HTTP/1.1\r\nx: " + b"a" * (1 << 18) + b"\r\n\r\n", b"431"),
-                (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n", b"411"),
-                (b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n", b"400"),
-            ]:
-                reader, writer = await asyncio.open_connection(host, int(port))
-                writer.write(bytes_sent)
-                line = await reader.readline()
-                assert line.split()[1] == status
-                writer.close()
-
-    run(test)
-
-
-def test_closing_ends_idle_connections_and_leaves_no_task() -> None:
-    async def test() -> None:
-        async with serving() as endpoint:
-            host, port = endpoint.open(ScriptedPolicy([])).url.split("/")[2].split(":")
+        host, port = url.split("/")[2].split(":")
+        for bytes_sent, status in [
+            (b"hello\r\n\r\n", b"400"),
+            (b"GET / HTTP/1.1\r\nx: " + b"a" * (1 << 18) + b"\r\n\r\n", b"431"),
+            (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n", b"411"),
+            (b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n", b"400"),
+        ]:
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"GET /none HTTP/1.1\r\n\r\n")
-            assert b"404" in await reader.readuntil(b"episode, or it is over")
-        assert (await reader.read())[-1:] == b"}", "and then the end of the stream"
-        writer.close()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(test())
+            writer.write(bytes_sent)
+            line = await reader.readline()
+            assert line.split()[1] == status
+            writer.close()
 
 
-def test_a_url_may_be_asked_for_in_another_thread() -> None:
-    async def test() -> None:
-        async with serving() as endpoint:
-            seat = await asyncio.to_thread(endpoint.open, ScriptedPolicy([Reply("b")]))
-            assert await tool_agent(seat.url, "x") == "b"
+async def test_closing_ends_idle_connections_and_leaves_no_task() -> None:
+    async with serving() as endpoint:
+        host, port = endpoint.open(ScriptedPolicy([])).url.split("/")[2].split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /none HTTP/1.1\r\n\r\n")
+        assert b"404" in await reader.readuntil(b"episode, or it is over")
+    assert (await reader.read())[-1:] == b"}", "and then the end of the stream"
+    writer.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    run(test)
+
+async def test_a_url_may_be_asked_for_in_another_thread() -> None:
+    async with serving() as endpoint:
+        seat = await asyncio.to_thread(endpoint.open, ScriptedPolicy([Reply("b")]))
+        assert await tool_agent(seat.url, "x") == "b"
 
 
 AGENTS = """

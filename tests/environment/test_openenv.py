@@ -134,7 +134,7 @@ def play(
             make = await asyncio.to_thread(openenv.make, settings(url, renderer, timeout_s, **args))
             return await make().run(task, policy)
 
-    return asyncio.run(asyncio.wait_for(run(), 60))
+    return asyncio.run(run())
 
 
 def act(guess: object) -> str:
@@ -257,50 +257,41 @@ def test_a_server_that_stays_full_is_a_failure_that_names_the_deadline(monkeypat
 
 
 @pytest.mark.parametrize(("most", "shown"), [(1, "1 session"), (3, "3 sessions")])
-def test_a_server_with_fewer_sessions_than_episodes_at_once_is_refused(most: int, shown: str) -> None:
-    async def run() -> tuple[str, int]:
-        guessing = Guessing(most=most)
-        async with serving(guessing) as url:
-            with pytest.raises(LoadError) as caught:
-                await asyncio.to_thread(openenv.make, settings(url, sessions=64))
-            before = guessing.connections
-            for fitting in {1, most}:
-                await asyncio.to_thread(until, lambda: guessing.held == 0, 60)
-                await asyncio.to_thread(openenv.make, settings(url, sessions=fitting))
-            assert guessing.connections == before + (most if most > 1 else 0)
-            return str(caught.value), guessing.resets.count(None)
-
-    sentence, resets = asyncio.run(asyncio.wait_for(run(), 60))
+async def test_a_server_with_fewer_sessions_than_episodes_at_once_is_refused(most: int, shown: str) -> None:
+    guessing = Guessing(most=most)
+    async with serving(guessing) as url:
+        with pytest.raises(LoadError) as caught:
+            await asyncio.to_thread(openenv.make, settings(url, sessions=64))
+        before = guessing.connections
+        for fitting in {1, most}:
+            await asyncio.to_thread(until, lambda: guessing.held == 0, 60)
+            await asyncio.to_thread(openenv.make, settings(url, sessions=fitting))
+        assert guessing.connections == before + (most if most > 1 else 0)
+        sentence, resets = str(caught.value), guessing.resets.count(None)
     assert f" holds {shown}, fewer than the 64 episodes that environment.workers and environment.episodes" in sentence
     assert sentence.endswith(": lower environment.episodes, or raise the server's max_concurrent_envs")
     assert resets == 0
 
 
-def test_a_server_that_tells_no_number_of_sessions_is_accepted() -> None:
-    async def run() -> None:
-        async def silent(request: web.Request) -> web.WebSocketResponse:
-            ws = web.WebSocketResponse()
-            await ws.prepare(request)
-            await ws.send_str("[]")
-            await ws.close()
-            return ws
+async def test_a_server_that_tells_no_number_of_sessions_is_accepted() -> None:
+    async def silent(request: web.Request) -> web.WebSocketResponse:
+        ws = web.WebSocketResponse()
+        await ws.prepare(request)
+        await ws.send_str("[]")
+        await ws.close()
+        return ws
 
-        guessing = Guessing()
-        guessing.socket = silent  # type: ignore[method-assign]
-        async with serving(guessing) as url:
-            await asyncio.to_thread(openenv.make, settings(url, sessions=4))
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+    guessing = Guessing()
+    guessing.socket = silent  # type: ignore[method-assign]
+    async with serving(guessing) as url:
+        await asyncio.to_thread(openenv.make, settings(url, sessions=4))
 
 
-def test_a_server_that_is_gone_before_the_episode_is_a_failure() -> None:
-    async def run() -> None:
-        async with serving(Guessing()) as url:
-            make = await asyncio.to_thread(openenv.make, settings(url))
-        with pytest.raises(ws_session.EnvironmentFailed, match=r"there is no server at http://127\.0\.0\.1"):
-            await make().run(TASK, ScriptedPolicy([]))
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+async def test_a_server_that_is_gone_before_the_episode_is_a_failure() -> None:
+    async with serving(Guessing()) as url:
+        make = await asyncio.to_thread(openenv.make, settings(url))
+    with pytest.raises(ws_session.EnvironmentFailed, match=r"there is no server at http://127\.0\.0\.1"):
+        await make().run(TASK, ScriptedPolicy([]))
 
 
 def test_what_is_no_server_is_refused_in_one_sentence() -> None:

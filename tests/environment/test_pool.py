@@ -12,7 +12,7 @@ from app.errors import RunError
 from app.worker.wire import Failed
 from tests.descriptors import none_left
 from tests.environment.characters import text_of, tokens
-from tests.environment.pools import PATIENCE_S, Maker, Played, a_task, play, play_one, running_pool, script
+from tests.environment.pools import PATIENCE_S, Maker, a_task, play, play_one, running_pool, script
 from tests.waiting import until
 
 GUESS = """
@@ -28,12 +28,9 @@ class Env:
 """
 
 
-def test_an_episode_asks_for_turns_and_ends_with_scores(own: Maker) -> None:
-    async def run() -> tuple[Played, dict[str, int]]:
-        async with running_pool(own(GUESS)) as pool:
-            return await play_one(pool, "7", "42"), pool.counts
-
-    played, counts = asyncio.run(run())
+async def test_an_episode_asks_for_turns_and_ends_with_scores(own: Maker) -> None:
+    async with running_pool(own(GUESS)) as pool:
+        played, counts = await play_one(pool, "7", "42"), pool.counts
     assert played.texts == [(0, "6*7="), (0, "|not 7>")]
     assert played.scored.scores == {"found": 1.0, "half": 0.5}
     assert list(played.scored.scores) == ["found", "half"]
@@ -80,28 +77,23 @@ def notes(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("ending", ["stop", "turns", "length"])
-def test_an_episode_is_closed_once_however_it_ends_well(own: Maker, tmp_path: Path, ending: str) -> None:
+async def test_an_episode_is_closed_once_however_it_ends_well(own: Maker, tmp_path: Path, ending: str) -> None:
     spec = own(CLOSING, args={"folder": str(tmp_path)}, max_turns=2 if ending == "turns" else 8)
     replies = {"stop": ["a", "end"], "turns": ["a", "a"], "length": ["a"]}[ending]
 
-    async def run() -> Played:
-        async with running_pool(spec) as pool:
-            return await play_one(pool, *replies)
-
-    played = asyncio.run(run())
+    async with running_pool(spec) as pool:
+        played = await play_one(pool, *replies)
     assert (played.scored.ending, played.scored.scores) == (ending, {"score": 1.0})
     assert notes(tmp_path) == ["began set/0@0", "closed set/0@0"]
 
 
-def test_a_truncated_last_reply_ends_the_episode_as_length(own: Maker) -> None:
+async def test_a_truncated_last_reply_ends_the_episode_as_length(own: Maker) -> None:
     spec = own("class Env:\n    def begin(self, task): ...\n    def step(self, reply): assert reply.truncated")
 
-    async def run() -> Played:
-        async with running_pool(spec) as pool:
-            session = await pool.begin(a_task(), tokens("q"))
-            return await play(session, lambda ask: ("ab", "length"))
-
-    end = asyncio.run(run()).scored
+    async with running_pool(spec) as pool:
+        session = await pool.begin(a_task(), tokens("q"))
+        result = await play(session, lambda ask: ("ab", "length"))
+    end = result.scored
     assert (end.ending, end.scores) == ("length", {})
 
 
@@ -139,43 +131,39 @@ def test_an_aborted_episode_is_closed_once_and_its_place_is_free(own: Maker, tmp
     ]
 
 
-def test_an_episode_that_waits_for_a_place_gets_one_after_a_cancelled_one_whose_step_hangs(
+async def test_an_episode_that_waits_for_a_place_gets_one_after_a_cancelled_one_whose_step_hangs(
     own: Maker, tmp_path: Path
 ) -> None:
     spec = own(CLOSING, args={"folder": str(tmp_path)}, timeout_s=3600.0)
 
-    async def run() -> tuple[End | Failed, dict[str, int]]:
-        async with running_pool(spec, episodes=1) as pool:
-            session = await pool.begin(a_task(id="begins", row={"wait": True}), tokens("q"))
-            await asyncio.to_thread(until, lambda: len(notes(tmp_path)) == 1, PATIENCE_S)
-            waiting = asyncio.ensure_future(play_one(pool, "end"))
-            await asyncio.sleep(0)
-            await asyncio.wait_for(session.close(at_once=True), PATIENCE_S)
-            return (await waiting).end, pool.counts
-
-    end, counts = asyncio.run(run())
+    async with running_pool(spec, episodes=1) as pool:
+        session = await pool.begin(a_task(id="begins", row={"wait": True}), tokens("q"))
+        await asyncio.to_thread(until, lambda: len(notes(tmp_path)) == 1, PATIENCE_S)
+        waiting = asyncio.ensure_future(play_one(pool, "end"))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(session.close(at_once=True), PATIENCE_S)
+        end, counts = (await waiting).end, pool.counts
     assert isinstance(end, End)
     assert counts == {"restarts": 1}
     assert notes(tmp_path) == ["began begins", "closed begins", "began set/0@0", "closed set/0@0"]
 
 
-def test_an_aborted_episode_whose_step_hangs_is_closed_and_its_worker_replaced(own: Maker, tmp_path: Path) -> None:
+async def test_an_aborted_episode_whose_step_hangs_is_closed_and_its_worker_replaced(
+    own: Maker, tmp_path: Path
+) -> None:
     spec = own(CLOSING, args={"folder": str(tmp_path)}, timeout_s=0.5)
 
-    async def run() -> tuple[End | Failed, int]:
-        async with running_pool(spec) as pool:
-            session = await pool.begin(a_task(row={"wait": True}), tokens("q"))
-            await asyncio.to_thread(until, lambda: bool(notes(tmp_path)), PATIENCE_S)
-            await asyncio.wait_for(session.close(), PATIENCE_S)
-            return (await play_one(pool, "end")).end, pool.restarts
-
-    end, restarts = asyncio.run(run())
+    async with running_pool(spec) as pool:
+        session = await pool.begin(a_task(row={"wait": True}), tokens("q"))
+        await asyncio.to_thread(until, lambda: bool(notes(tmp_path)), PATIENCE_S)
+        await asyncio.wait_for(session.close(), PATIENCE_S)
+        end, restarts = (await play_one(pool, "end")).end, pool.restarts
     assert isinstance(end, End)
     assert restarts == 1
     assert notes(tmp_path)[:2] == ["began set/0@0", "closed set/0@0"]
 
 
-def test_a_worker_that_does_not_close_an_aborted_episode_is_killed(
+async def test_a_worker_that_does_not_close_an_aborted_episode_is_killed(
     own: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.worker.remote.ABORT_TIMEOUT_S", 0.0)
@@ -192,83 +180,72 @@ def test_a_worker_that_does_not_close_an_aborted_episode_is_killed(
     )
     blocked = tmp_path / "blocked"
 
-    async def run() -> tuple[Any, dict[str, int]]:
-        async with running_pool(spec) as pool:
-            session = await pool.begin(a_task(row={"file": str(blocked)}), tokens("q"))
-            ask = await asyncio.wait_for(session.next(), PATIENCE_S)
-            session.answer(ask, tokens("x"), "stop")
-            await asyncio.to_thread(until, blocked.exists, PATIENCE_S)
-            await asyncio.wait_for(session.close(), PATIENCE_S)
-            return await session.next(), pool.counts
-
-    failed, counts = asyncio.run(run())
+    async with running_pool(spec) as pool:
+        session = await pool.begin(a_task(row={"file": str(blocked)}), tokens("q"))
+        ask = await asyncio.wait_for(session.next(), PATIENCE_S)
+        session.answer(ask, tokens("x"), "stop")
+        await asyncio.to_thread(until, blocked.exists, PATIENCE_S)
+        await asyncio.wait_for(session.close(), PATIENCE_S)
+        failed, counts = await session.next(), pool.counts
     assert (failed.kind, failed.text) == ("late", "an aborted job did not end")
     assert counts == {"late": 1, "restarts": 1}
 
 
-def test_episodes_wait_for_a_place_and_are_spread_over_the_workers(own: Maker) -> None:
+async def test_episodes_wait_for_a_place_and_are_spread_over_the_workers(own: Maker) -> None:
     spec = own(
         "import os\nclass Env:\n    def begin(self, task): return str(os.getpid())\n    def step(self, reply): ..."
     )
 
-    async def run() -> tuple[list[str], list[str]]:
-        async with running_pool(spec, workers=2, episodes=2) as pool:
-            sessions = [await pool.begin(a_task(), tokens("q")) for _ in range(4)]
-            asks = [await asyncio.wait_for(session.next(), PATIENCE_S) for session in sessions]
-            waiting = [asyncio.ensure_future(pool.begin(a_task(), tokens("q"))) for _ in range(3)]
-            cancelled = waiting.pop(0)
-            await asyncio.sleep(0)
-            cancelled.cancel()
-            await asyncio.sleep(0.1)
-            assert not any(each.done() for each in waiting)
+    async with running_pool(spec, workers=2, episodes=2) as pool:
+        sessions = [await pool.begin(a_task(), tokens("q")) for _ in range(4)]
+        asks = [await asyncio.wait_for(session.next(), PATIENCE_S) for session in sessions]
+        waiting = [asyncio.ensure_future(pool.begin(a_task(), tokens("q"))) for _ in range(3)]
+        cancelled = waiting.pop(0)
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.sleep(0.1)
+        assert not any(each.done() for each in waiting)
 
-            for session, ask in zip(sessions, asks, strict=True):
-                session.answer(ask, tokens("x"), "stop")
-                assert isinstance(await asyncio.wait_for(session.next(), PATIENCE_S), End)
-            for each in waiting:
-                await play(await asyncio.wait_for(each, PATIENCE_S), script("y"))
-            return [text_of(ask.append) for ask in asks], [f"{pid}>" for pid in pool.pids]
-
-    seen, pids = asyncio.run(run())
+        for session, ask in zip(sessions, asks, strict=True):
+            session.answer(ask, tokens("x"), "stop")
+            assert isinstance(await asyncio.wait_for(session.next(), PATIENCE_S), End)
+        for each in waiting:
+            await play(await asyncio.wait_for(each, PATIENCE_S), script("y"))
+        seen, pids = [text_of(ask.append) for ask in asks], [f"{pid}>" for pid in pool.pids]
     assert sorted(seen) == sorted(pids * 2)
 
 
-def test_one_worker_plays_sixty_four_episodes_at_once(own: Maker) -> None:
+async def test_one_worker_plays_sixty_four_episodes_at_once(own: Maker) -> None:
     spec = own("import time\nclass Env:\n    def begin(self, task): time.sleep(0.2)\n    def step(self, reply): ...")
 
-    async def run() -> tuple[dict[str, int], int]:
-        async with running_pool(spec, episodes=64) as pool:
-            (pid,) = pool.pids
-            idle = psutil.Process(pid).num_threads()
-            await asyncio.gather(*(play_one(pool, "a") for _ in range(128)))
-            await asyncio.to_thread(until, lambda: psutil.Process(pid).num_threads() <= idle, PATIENCE_S)
-            return pool.counts, psutil.Process(pid).num_fds()
-
-    counts, descriptors = asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+    async with running_pool(spec, episodes=64) as pool:
+        (pid,) = pool.pids
+        idle = psutil.Process(pid).num_threads()
+        await asyncio.gather(*(play_one(pool, "a") for _ in range(128)))
+        await asyncio.to_thread(until, lambda: psutil.Process(pid).num_threads() <= idle, PATIENCE_S)
+        counts, descriptors = pool.counts, psutil.Process(pid).num_fds()
     assert counts == {"restarts": 0}
     assert descriptors < 20
 
 
-def test_closing_the_pool_ends_episodes_and_those_that_wait(own: Maker) -> None:
+async def test_closing_the_pool_ends_episodes_and_those_that_wait(own: Maker) -> None:
     spec = own(GUESS)
 
-    async def run() -> Any:
-        async with running_pool(spec, episodes=1) as pool:
-            session = await pool.begin(a_task(), tokens("q"))
-            waiting = asyncio.ensure_future(pool.begin(a_task(), tokens("q")))
-            await asyncio.sleep(0)
-            assert isinstance(await session.next(), Ask)
-            pool.close()
-            pool.close()
-            with pytest.raises(RunError, match="The workers of the environment are closed"):
-                await waiting
-            await session.close()
-            return await session.next()
-
-    assert asyncio.run(run()).kind == "lost"
+    async with running_pool(spec, episodes=1) as pool:
+        session = await pool.begin(a_task(), tokens("q"))
+        waiting = asyncio.ensure_future(pool.begin(a_task(), tokens("q")))
+        await asyncio.sleep(0)
+        assert isinstance(await session.next(), Ask)
+        pool.close()
+        pool.close()
+        with pytest.raises(RunError, match="The workers of the environment are closed"):
+            await waiting
+        await session.close()
+        result = await session.next()
+    assert result.kind == "lost"
 
 
-def test_an_environment_that_drives_itself_scores_each_way(own: Maker) -> None:
+async def test_an_environment_that_drives_itself_scores_each_way(own: Maker) -> None:
     spec = own(
         """
         class Env:
@@ -283,14 +260,11 @@ def test_an_environment_that_drives_itself_scores_each_way(own: Maker) -> None:
         max_turns=2,
     )
 
-    async def run() -> list[End]:
-        async with running_pool(spec) as pool:
-            return [
-                (await play_one(pool, "x", "y", task=a_task(row={"do": do}))).scored
-                for do in ("none", "float", "bool", "names", "limit")
-            ]
-
-    ends = asyncio.run(run())
+    async with running_pool(spec) as pool:
+        ends = [
+            (await play_one(pool, "x", "y", task=a_task(row={"do": do}))).scored
+            for do in ("none", "float", "bool", "names", "limit")
+        ]
     assert [list(end.scores.items()) for end in ends] == [
         [],
         [("score", 0.5)],
@@ -302,7 +276,7 @@ def test_an_environment_that_drives_itself_scores_each_way(own: Maker) -> None:
     assert (ends[0].metrics["things"], ends[0].metrics["tool_failures"]) == (2.0, 5.0)
 
 
-def test_an_episode_counts_only_the_time_of_its_own_code(own: Maker) -> None:
+async def test_an_episode_counts_only_the_time_of_its_own_code(own: Maker) -> None:
     spec = own(
         """
         import time
@@ -316,21 +290,18 @@ def test_an_episode_counts_only_the_time_of_its_own_code(own: Maker) -> None:
         episode_s=0.3,
     )
 
-    async def run() -> Any:
-        async with running_pool(spec) as pool:
-            session = await pool.begin(a_task(), tokens("q"))
-            ask = await asyncio.wait_for(session.next(), PATIENCE_S)
-            await asyncio.sleep(0.5)  # the engine's time
-            session.answer(ask, tokens("x"), "stop")
-            return await asyncio.wait_for(session.next(), PATIENCE_S)
-
-    end = asyncio.run(run())
+    async with running_pool(spec) as pool:
+        session = await pool.begin(a_task(), tokens("q"))
+        ask = await asyncio.wait_for(session.next(), PATIENCE_S)
+        await asyncio.sleep(0.5)  # the engine's time
+        session.answer(ask, tokens("x"), "stop")
+        end = await asyncio.wait_for(session.next(), PATIENCE_S)
     assert (end.ending, len(end.turns)) == ("time", 2)
     assert end.metrics["seconds"] >= 0.5
     assert end.turns[1]["seconds"] >= 0.4  # of the engine
 
 
-def test_several_requests_of_one_episode_are_in_flight_at_once(own: Maker) -> None:
+async def test_several_requests_of_one_episode_are_in_flight_at_once(own: Maker) -> None:
     spec = own(
         """
         import asyncio
@@ -341,20 +312,17 @@ def test_several_requests_of_one_episode_are_in_flight_at_once(own: Maker) -> No
         """
     )
 
-    async def run() -> tuple[list[Any], Any]:
-        async with running_pool(spec) as pool:
-            session = await pool.begin(a_task(), tokens("q"))
-            asks = [await asyncio.wait_for(session.next(), PATIENCE_S) for _ in range(3)]
-            for ask in reversed(asks):
-                session.answer(ask, tokens("r" + text_of(ask.append)), "stop")
-            return [ask.sequence for ask in asks], await asyncio.wait_for(session.next(), PATIENCE_S)
-
-    sequences, end = asyncio.run(run())
+    async with running_pool(spec) as pool:
+        session = await pool.begin(a_task(), tokens("q"))
+        asks = [await asyncio.wait_for(session.next(), PATIENCE_S) for _ in range(3)]
+        for ask in reversed(asks):
+            session.answer(ask, tokens("r" + text_of(ask.append)), "stop")
+        sequences, end = [ask.sequence for ask in asks], await asyncio.wait_for(session.next(), PATIENCE_S)
     assert sequences == [0, 1, 2]
     assert list(end.scores) == ["r0>", "r1>", "r2>"]
 
 
-def test_an_environment_whose_constructor_ran_while_its_episode_was_aborted_is_closed(
+async def test_an_environment_whose_constructor_ran_while_its_episode_was_aborted_is_closed(
     own: Maker, tmp_path: Path
 ) -> None:
     spec = own(
@@ -373,21 +341,19 @@ def test_an_environment_whose_constructor_ran_while_its_episode_was_aborted_is_c
         args={"folder": str(tmp_path)},
     )
 
-    async def run() -> dict[str, int]:
-        async with running_pool(spec) as pool:
-            session = await pool.begin(a_task(), tokens("q"))
-            await asyncio.to_thread(until, (tmp_path / "constructing").exists, PATIENCE_S)
-            closing = asyncio.ensure_future(session.close())
-            await asyncio.sleep(0.05)
-            (tmp_path / "go").touch()
-            await asyncio.wait_for(closing, PATIENCE_S)
-            return pool.counts
-
-    assert asyncio.run(run()) == {"restarts": 0}
+    async with running_pool(spec) as pool:
+        session = await pool.begin(a_task(), tokens("q"))
+        await asyncio.to_thread(until, (tmp_path / "constructing").exists, PATIENCE_S)
+        closing = asyncio.ensure_future(session.close())
+        await asyncio.sleep(0.05)
+        (tmp_path / "go").touch()
+        await asyncio.wait_for(closing, PATIENCE_S)
+        result = pool.counts
+    assert result == {"restarts": 0}
     assert notes(tmp_path) == ["closed"]
 
 
-def test_all_places_of_a_replaced_worker_are_taken_at_once(own: Maker) -> None:
+async def test_all_places_of_a_replaced_worker_are_taken_at_once(own: Maker) -> None:
     spec = own(
         """
         import os
@@ -397,34 +363,29 @@ def test_all_places_of_a_replaced_worker_are_taken_at_once(own: Maker) -> None:
         """
     )
 
-    async def run() -> End | Failed:
-        async with running_pool(spec, episodes=2) as pool:
-            first = await pool.begin(a_task(row={"die": False}), tokens("q"))
-            assert isinstance(await asyncio.wait_for(first.next(), PATIENCE_S), Ask)
-            second = await pool.begin(a_task(row={"die": True}), tokens("q"))
-            waiting = [asyncio.ensure_future(pool.begin(a_task(row={"die": False}), tokens("q"))) for _ in range(3)]
-            await asyncio.sleep(0)
-            assert isinstance(await asyncio.wait_for(second.next(), PATIENCE_S), Failed)
-            sessions = [await asyncio.wait_for(each, PATIENCE_S) for each in waiting[:2]]
-            await play(sessions[0], script("x"))
-            await play(sessions[1], script("x"))
-            return (await play(await asyncio.wait_for(waiting[2], PATIENCE_S), script("x"))).end
-
-    assert isinstance(asyncio.run(run()), End)
+    async with running_pool(spec, episodes=2) as pool:
+        first = await pool.begin(a_task(row={"die": False}), tokens("q"))
+        assert isinstance(await asyncio.wait_for(first.next(), PATIENCE_S), Ask)
+        second = await pool.begin(a_task(row={"die": True}), tokens("q"))
+        waiting = [asyncio.ensure_future(pool.begin(a_task(row={"die": False}), tokens("q"))) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert isinstance(await asyncio.wait_for(second.next(), PATIENCE_S), Failed)
+        sessions = [await asyncio.wait_for(each, PATIENCE_S) for each in waiting[:2]]
+        await play(sessions[0], script("x"))
+        await play(sessions[1], script("x"))
+        result = (await play(await asyncio.wait_for(waiting[2], PATIENCE_S), script("x"))).end
+    assert isinstance(result, End)
 
 
-def test_a_worker_that_cannot_be_replaced_ends_the_wait_of_every_episode(own: Maker, tmp_path: Path) -> None:
+async def test_a_worker_that_cannot_be_replaced_ends_the_wait_of_every_episode(own: Maker, tmp_path: Path) -> None:
     """Not only those that begin later, when descriptors are free again."""
 
-    async def run() -> None:
-        async with running_pool(own(CLOSING, args={"folder": str(tmp_path)}), episodes=1) as pool:
-            await pool.begin(a_task(row={"wait": True}), tokens("6*7="))  # takes the only place
-            waiting = asyncio.create_task(pool.begin(a_task(), tokens("6*7=")))
-            with none_left():
-                os.kill(pool.pids[0], signal.SIGKILL)
-                with pytest.raises(RunError, match="cannot be started"):
-                    await asyncio.wait_for(waiting, PATIENCE_S)
-            with pytest.raises(RunError, match="Too many open files"):
-                await pool.begin(a_task(), tokens("6*7="))
-
-    asyncio.run(run())
+    async with running_pool(own(CLOSING, args={"folder": str(tmp_path)}), episodes=1) as pool:
+        await pool.begin(a_task(row={"wait": True}), tokens("6*7="))  # takes the only place
+        waiting = asyncio.create_task(pool.begin(a_task(), tokens("6*7=")))
+        with none_left():
+            os.kill(pool.pids[0], signal.SIGKILL)
+            with pytest.raises(RunError, match="cannot be started"):
+                await asyncio.wait_for(waiting, PATIENCE_S)
+        with pytest.raises(RunError, match="Too many open files"):
+            await pool.begin(a_task(), tokens("6*7="))

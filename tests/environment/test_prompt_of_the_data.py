@@ -227,7 +227,7 @@ class Env:
 """
 
 
-def test_plain_text_begins_with_the_prompt_of_the_data_too(folder: Path) -> None:
+async def test_plain_text_begins_with_the_prompt_of_the_data_too(folder: Path) -> None:
     letters = build_tokenizer(256)
     letters.save_pretrained(folder / "tiny")
     target = f"{environment_module(folder, PLAIN_AGENT, characters=False)}.Env"
@@ -235,13 +235,10 @@ def test_plain_text_begins_with_the_prompt_of_the_data_too(folder: Path) -> None
     renderer = RendererChoice("plain", str(folder / "tiny"), "template")
     spec = EnvironmentSpec(environment, renderer, Limits(9, None, 100, 30.0, 100.0))
 
-    async def run() -> list[str]:
-        appended = []
-        async with running_pool(spec) as pool:
-            session = await pool.begin(a_task(question="2+3"), letters.encode("12+3="))
-            while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), Ask):
-                appended.append(letters.decode(event.append, skip_special_tokens=True))
-                session.answer(event, letters.encode("5", add_special_tokens=False), "stop")
-        return appended
-
-    assert asyncio.run(run()) == ["12+3=", "12+3=5789"]
+    appended = []
+    async with running_pool(spec) as pool:
+        session = await pool.begin(a_task(question="2+3"), letters.encode("12+3="))
+        while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), Ask):
+            appended.append(letters.decode(event.append, skip_special_tokens=True))
+            session.answer(event, letters.encode("5", add_special_tokens=False), "stop")
+    assert appended == ["12+3=", "12+3=5789"]

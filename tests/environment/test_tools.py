@@ -203,20 +203,17 @@ def test_a_late_tool_is_an_observation_and_the_next_one_has_a_thread(renderer: R
         assert policy.metrics == {"tool_failures": 1.0}
 
 
-def test_an_aborted_episode_ends_its_tool_and_closes_its_instances(renderer: Renderer) -> None:
-    async def episode() -> None:
-        environment = make(
-            {"tools": [f"{HERE}.Notes", f"{HERE}.sleep"], "renderer": chat_choice(), "limits": {"timeout_s": 600.0}}
-        )()
-        policy = Scripted(renderer, call("write", text="a") + call("sleep") + END)
-        running = asyncio.ensure_future(environment.run(TASK, policy))
-        assert await asyncio.to_thread(my_tools.ASLEEP.wait, 60)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        await environment.close()
-
-    asyncio.run(episode())
+async def test_an_aborted_episode_ends_its_tool_and_closes_its_instances(renderer: Renderer) -> None:
+    environment = make(
+        {"tools": [f"{HERE}.Notes", f"{HERE}.sleep"], "renderer": chat_choice(), "limits": {"timeout_s": 600.0}}
+    )()
+    policy = Scripted(renderer, call("write", text="a") + call("sleep") + END)
+    running = asyncio.ensure_future(environment.run(TASK, policy))
+    assert await asyncio.to_thread(my_tools.ASLEEP.wait, 60)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await environment.close()
     assert my_tools.EVENTS == ["made", "closed"]
 
 

@@ -14,7 +14,7 @@ import pytest
 from app.environment.wire import Ask, End
 from app.worker.wire import Failed
 from tests.environment.characters import tokens
-from tests.environment.pools import PATIENCE_S, Maker, Played, a_task, play, play_one, running_pool, script
+from tests.environment.pools import PATIENCE_S, Maker, a_task, play, play_one, running_pool, script
 from tests.waiting import until
 
 ENV = """
@@ -156,7 +156,7 @@ def test_a_wrong_value_says_what_it_is_and_what_is_accepted(misbehave: Misbehave
     assert len(closed) == 8
 
 
-def test_a_constructor_that_raises_fails_the_episode_and_there_is_nothing_to_close(own: Maker) -> None:
+async def test_a_constructor_that_raises_fails_the_episode_and_there_is_nothing_to_close(own: Maker) -> None:
     spec = own(
         """
         class Env:
@@ -166,11 +166,8 @@ def test_a_constructor_that_raises_fails_the_episode_and_there_is_nothing_to_clo
         """
     )
 
-    async def run() -> Failed:
-        async with running_pool(spec) as pool:
-            return (await play_one(pool)).failed
-
-    end = asyncio.run(run())
+    async with running_pool(spec) as pool:
+        end = (await play_one(pool)).failed
     assert end.kind == "raised"
     assert end.text.startswith("the constructor raised OSError: no disk at ")
 
@@ -261,20 +258,18 @@ def test_an_environment_that_ends_the_worker_fails_and_those_that_wait_for_an_en
     assert warnings == [f"A worker of the environment is replaced: {sentence}."]
 
 
-def test_a_worker_that_is_killed_while_all_its_episodes_wait_for_an_engine_blames_none(
+async def test_a_worker_that_is_killed_while_all_its_episodes_wait_for_an_engine_blames_none(
     own: Maker, tmp_path: Path
 ) -> None:
     spec = own(ENV, args={"closed": str(tmp_path / "closed")})
 
-    async def run() -> list[str]:
-        async with running_pool(spec) as pool:
-            sessions = [await pool.begin(a_task(row={"do": "1"}), tokens("a")) for _ in range(3)]
-            for session in sessions:
-                assert isinstance(await asyncio.wait_for(session.next(), PATIENCE_S), Ask)
-            os.kill(pool.pids[0], signal.SIGKILL)
-            return [(await play(session, script())).failed.kind for session in sessions]
-
-    assert asyncio.run(run()) == ["lost"] * 3
+    async with running_pool(spec) as pool:
+        sessions = [await pool.begin(a_task(row={"do": "1"}), tokens("a")) for _ in range(3)]
+        for session in sessions:
+            assert isinstance(await asyncio.wait_for(session.next(), PATIENCE_S), Ask)
+        os.kill(pool.pids[0], signal.SIGKILL)
+        result = [(await play(session, script())).failed.kind for session in sessions]
+    assert result == ["lost"] * 3
 
 
 def test_an_environment_that_holds_the_gil_is_killed_and_its_neighbors_are_lost(
@@ -351,7 +346,7 @@ def test_a_child_that_an_environment_forks_is_gone_with_the_worker(own: Maker, t
     assert not asyncio.run(children(run))
 
 
-def test_a_child_of_a_worker_that_died_is_gone_and_one_that_was_forked_cannot_write_to_the_pipe(
+async def test_a_child_of_a_worker_that_died_is_gone_and_one_that_was_forked_cannot_write_to_the_pipe(
     own: Maker, tmp_path: Path
 ) -> None:
     spec = own(ENV, args={"closed": str(tmp_path / "closed")})
@@ -359,14 +354,11 @@ def test_a_child_of_a_worker_that_died_is_gone_and_one_that_was_forked_cannot_wr
     start = f"open({pid!r}, 'w').write(str(subprocess.Popen(['sleep', '1000']).pid)) and os._exit(3)"
     fork = "write_to_sockets(b'junk\\n') if os.fork() == 0 else time.sleep(1)"
 
-    async def run() -> tuple[str, End | Failed, int]:
-        async with running_pool(spec) as pool:
-            died = (await play_one(pool, task=a_task(row={"do": start, "at": "begin"}))).failed
-            await asyncio.to_thread(until, lambda: not runs(int(Path(pid).read_text())), PATIENCE_S)
-            forked = (await play_one(pool, "a", task=a_task(row={"do": fork, "at": "begin"}))).end
-            return died.kind, forked, pool.restarts
-
-    kind, forked, restarts = asyncio.run(run())
+    async with running_pool(spec) as pool:
+        died = (await play_one(pool, task=a_task(row={"do": start, "at": "begin"}))).failed
+        await asyncio.to_thread(until, lambda: not runs(int(Path(pid).read_text())), PATIENCE_S)
+        forked = (await play_one(pool, "a", task=a_task(row={"do": fork, "at": "begin"}))).end
+        kind, restarts = died.kind, pool.restarts
     assert kind == "died"
     assert isinstance(forked, End)
     assert restarts == 1
@@ -380,21 +372,18 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_a_worker_that_dies_with_a_child_at_its_pipe_is_noticed(own: Maker, tmp_path: Path) -> None:
+async def test_a_worker_that_dies_with_a_child_at_its_pipe_is_noticed(own: Maker, tmp_path: Path) -> None:
     spec = own(ENV, args={"closed": str(tmp_path / "closed")})
     # a child of a C library runs no hooks of Python, so it keeps the worker's pipe
     die = "__import__('ctypes').CDLL(None).fork() and os._exit(5) or time.sleep(1e6)"
 
-    async def run() -> Failed:
-        async with running_pool(spec) as pool:
-            return (await play_one(pool, task=a_task(row={"do": die, "at": "begin"}))).failed
-
-    end = asyncio.run(run())
+    async with running_pool(spec) as pool:
+        end = (await play_one(pool, task=a_task(row={"do": die, "at": "begin"}))).failed
     assert (end.kind, end.text) == ("died", "the worker process died (exit code 5)")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_the_worker_to_the_driver_and_ends_what_an_environment_started(
+async def test_a_signal_leaves_the_worker_to_the_driver_and_ends_what_an_environment_started(
     own: Maker, number: signal.Signals
 ) -> None:
     spec = own(
@@ -409,26 +398,20 @@ def test_a_signal_leaves_the_worker_to_the_driver_and_ends_what_an_environment_s
         """
     )
 
-    async def run() -> tuple[End | Failed, bool]:
-        async with running_pool(spec) as pool:
-            (worker,) = pool.pids
-            os.kill(worker, number)
-            end = (await play_one(pool, "a", task=a_task(row={"signal": int(number)}))).end
-            return end, pool.pids == [worker]
-
-    end, same = asyncio.run(run())
+    async with running_pool(spec) as pool:
+        (worker,) = pool.pids
+        os.kill(worker, number)
+        end = (await play_one(pool, "a", task=a_task(row={"signal": int(number)}))).end
+        same = pool.pids == [worker]
     assert isinstance(end, End)
     assert same
 
 
-def test_task_data_arrives_as_it_is(own: Maker) -> None:
+async def test_task_data_arrives_as_it_is(own: Maker) -> None:
     spec = own("class Env:\n    def begin(self, task): return repr(task)\n    def step(self, reply): ...")
 
-    async def run() -> Played:
-        async with running_pool(spec) as pool:
-            return await play_one(pool, "a", task=a_task(row={"text": "\ud800é\n", "n": 1.5, "none": None}))
-
-    played = asyncio.run(run())
+    async with running_pool(spec) as pool:
+        played = await play_one(pool, "a", task=a_task(row={"text": "\ud800é\n", "n": 1.5, "none": None}))
     assert isinstance(played.end, End)
     assert played.texts[0][1].startswith(
         "Task(id='set/0@0', question='6*7=', answer='42', source='set', row={'text': '\\ud800é"
@@ -478,7 +461,7 @@ def test_an_environment_that_drives_itself_fails_like_any_other(own: Maker) -> N
     assert counts == {"raised": 3, "late": 1, "value": 1, "restarts": 0}
 
 
-def test_an_environment_that_limits_itself_may_take_longer_than_a_step(own: Maker) -> None:
+async def test_an_environment_that_limits_itself_may_take_longer_than_a_step(own: Maker) -> None:
     spec = own(
         """
         import asyncio
@@ -491,8 +474,6 @@ def test_an_environment_that_limits_itself_may_take_longer_than_a_step(own: Make
         timeout_s=0.2,
     )
 
-    async def run() -> End:
-        async with running_pool(spec) as pool:
-            return (await play_one(pool)).scored
-
-    assert asyncio.run(run()).scores == {"score": 1.0}
+    async with running_pool(spec) as pool:
+        result = (await play_one(pool)).scored
+    assert result.scores == {"score": 1.0}

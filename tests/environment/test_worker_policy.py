@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.environment.protocol import OutOfTime, OutOfTokens, OutOfTurns, Reply
+from app.environment.protocol import OutOfTime, OutOfTokens, OutOfTurns
 from app.environment.rendering import renderer_for
 from app.environment.wire import Answer, Limits
 from app.environment.worker.clock import Clock
@@ -72,18 +72,14 @@ def same_sequences(policy: EpisodePolicy, engine: Engine) -> bool:
     return [text_of(sequence.token_ids) for sequence in policy.sequences] == list(engine.sequences.values())
 
 
-def test_a_conversation_that_goes_on_appends_only_its_new_messages() -> None:
+async def test_a_conversation_that_goes_on_appends_only_its_new_messages() -> None:
     engine = Engine("ab", "cd", "ef")
 
-    async def run() -> EpisodePolicy:
-        policy = policy_of(engine)
-        talk = [user("q")]
-        for number in range(3):
-            reply = await policy(talk)
-            talk += [reply.message, user(f"next{number}")]
-        return policy
-
-    policy = asyncio.run(run())
+    policy = policy_of(engine)
+    talk = [user("q")]
+    for number in range(3):
+        reply = await policy(talk)
+        talk += [reply.message, user(f"next{number}")]
     assert engine.requests == [(0, "q>"), (0, "|next0>"), (0, "|next1>")]
     assert engine.sequences == {0: "q>ab|next0>cd|next1>ef"}
     assert same_sequences(policy, engine)
@@ -91,18 +87,14 @@ def test_a_conversation_that_goes_on_appends_only_its_new_messages() -> None:
     assert policy.text == "ef"
 
 
-def test_the_prompt_of_the_data_goes_on_with_the_reply_alone() -> None:
+async def test_the_prompt_of_the_data_goes_on_with_the_reply_alone() -> None:
     engine = Engine("ab", "cd", "ef")
 
-    async def run() -> EpisodePolicy:
-        policy = policy_of(engine)
-        first = await policy(None)
-        second = await policy([first.message, user("more")])
-        assert (first.prompt_tokens, second.prompt_tokens) == (4, 12)
-        await policy(None)  # another sample of the prompt
-        return policy
-
-    policy = asyncio.run(run())
+    policy = policy_of(engine)
+    first = await policy(None)
+    second = await policy([first.message, user("more")])
+    assert (first.prompt_tokens, second.prompt_tokens) == (4, 12)
+    await policy(None)  # another sample of the prompt
     assert engine.requests == [(0, "6*7="), (0, "|more>"), (1, "6*7=")]
     assert same_sequences(policy, engine)
 
@@ -129,144 +121,116 @@ RESULT = {"role": "tool", "content": "3"}  # the template keeps the reasoning be
 
 
 @pytest.mark.parametrize(("sample", "with_reasoning", "meant"), [(0, True, 0), (1, True, 1), (0, False, 1)])
-def test_of_two_samples_with_one_text_the_one_with_the_given_reasoning_goes_on(
+async def test_of_two_samples_with_one_text_the_one_with_the_given_reasoning_goes_on(
     tmp_path: Path, sample: int, with_reasoning: bool, meant: int
 ) -> None:
     thinker = Thinker(tmp_path, "first", "second", "third")
 
-    async def run() -> None:
-        samples = [await thinker.policy([user("q")]) for _ in range(2)]
-        message = dict(samples[sample].message)
-        if not with_reasoning:
-            del message["reasoning_content"]
-        await thinker.policy([user("q"), message, RESULT])
-
-    asyncio.run(run())
+    samples = [await thinker.policy([user("q")]) for _ in range(2)]
+    message = dict(samples[sample].message)
+    if not with_reasoning:
+        del message["reasoning_content"]
+    await thinker.policy([user("q"), message, RESULT])
     assert thinker.where("third") == [meant]
     assert len(thinker.sequences) == 2
 
 
 @pytest.mark.parametrize("sample", [0, 1])
-def test_the_reasoning_of_earlier_replies_tells_two_samples_apart_too(tmp_path: Path, sample: int) -> None:
+async def test_the_reasoning_of_earlier_replies_tells_two_samples_apart_too(tmp_path: Path, sample: int) -> None:
     thinker = Thinker(tmp_path, "first", "second", "same", "same", "third")
 
-    async def run() -> None:
-        histories = []
-        for reply in [await thinker.policy([user("q")]) for _ in range(2)]:
-            history = [user("q"), reply.message, RESULT]
-            again = await thinker.policy(history)
-            histories.append([*history, again.message, RESULT])
-        await thinker.policy(histories[sample])
-
-    asyncio.run(run())
+    histories = []
+    for reply in [await thinker.policy([user("q")]) for _ in range(2)]:
+        history = [user("q"), reply.message, RESULT]
+        again = await thinker.policy(history)
+        histories.append([*history, again.message, RESULT])
+    await thinker.policy(histories[sample])
     assert thinker.where("third") == [sample]
     assert len(thinker.sequences) == 2
 
 
-def test_an_unknown_history_and_one_that_the_template_rewrites_begin_new_sequences() -> None:
+async def test_an_unknown_history_and_one_that_the_template_rewrites_begin_new_sequences() -> None:
     engine = Engine("ab", "cd", "ef")
 
-    async def run() -> EpisodePolicy:
-        policy = policy_of(engine)
-        first = await policy([user("q")])
-        await policy([user("other"), first.message, user("x")])
-        await policy([user("q"), first.message, user("forget")])
-        return policy
-
-    policy = asyncio.run(run())
+    policy = policy_of(engine)
+    first = await policy([user("q")])
+    await policy([user("other"), first.message, user("x")])
+    await policy([user("q"), first.message, user("forget")])
     assert engine.requests == [(0, "q>"), (1, "other|ab|x>"), (2, "q|ab|forget>")]
     assert same_sequences(policy, engine)
     said = ["q", "ab", "other", "ab", "x", "cd", "forget", "ef"]  # a history that was rewritten is not said again
     assert [turn["text"] for turn in policy.turns] == said
 
 
-def test_a_fork_keeps_the_tokens_that_were_sampled_as_context() -> None:
+async def test_a_fork_keeps_the_tokens_that_were_sampled_as_context() -> None:
     engine = Engine("ab", "cd", "ef", "gh")
 
-    async def run() -> EpisodePolicy:
-        policy = policy_of(engine)
-        first = await policy([user("q")])
-        await policy([user("q"), first.message, user("x")])
-        third = await policy([user("q"), first.message, user("y")])  # the sequence has gone on with x
-        await policy([user("q"), first.message, user("y"), third.message, user("z")])
-        return policy
-
-    policy = asyncio.run(run())
+    policy = policy_of(engine)
+    first = await policy([user("q")])
+    await policy([user("q"), first.message, user("x")])
+    third = await policy([user("q"), first.message, user("y")])  # the sequence has gone on with x
+    await policy([user("q"), first.message, user("y"), third.message, user("z")])
     assert engine.requests == [(0, "q>"), (0, "|x>"), (1, "q>ab|y>"), (1, "|z>")]
     assert same_sequences(policy, engine)
     assert policy.metrics["observation_tokens"] == 9.0
 
 
-def test_equal_conversations_at_once_get_sequences_of_their_own() -> None:
+async def test_equal_conversations_at_once_get_sequences_of_their_own() -> None:
     engine = Engine("ab", "c1", "c2", "c3")
 
-    async def run() -> tuple[EpisodePolicy, list[str]]:
-        policy = policy_of(engine)
-        first = await policy([user("q")])
-        talk = [user("q"), first.message, user("x")]
-        engine.held = []
-        asks = [asyncio.ensure_future(policy(talk)) for _ in range(3)]
-        await asyncio.sleep(0)
-        for turn in reversed(engine.held):  # the last is answered first
-            turn.set_result(None)
-        return policy, [reply.text for reply in await asyncio.gather(*asks)]
-
-    policy, texts = asyncio.run(run())
+    policy = policy_of(engine)
+    first = await policy([user("q")])
+    talk = [user("q"), first.message, user("x")]
+    engine.held = []
+    asks = [asyncio.ensure_future(policy(talk)) for _ in range(3)]
+    await asyncio.sleep(0)
+    for turn in reversed(engine.held):  # the last is answered first
+        turn.set_result(None)
+    texts = [reply.text for reply in await asyncio.gather(*asks)]
     assert engine.requests == [(0, "q>"), (0, "|x>"), (1, "q>ab|x>"), (2, "q>ab|x>")]
     assert texts == ["c1", "c2", "c3"]
     assert same_sequences(policy, engine)
 
 
 @pytest.mark.parametrize(("one", "other"), [("x", "y"), ("", "")])
-def test_a_sequence_with_a_request_in_flight_is_not_extended(one: str, other: str) -> None:
+async def test_a_sequence_with_a_request_in_flight_is_not_extended(one: str, other: str) -> None:
     engine = Engine("ab", "cd", "ef")
 
-    async def run() -> EpisodePolicy:
-        policy = policy_of(engine)
-        await policy.generate(tokens("q"))
-        engine.held = []
-        asks = [asyncio.ensure_future(policy.generate(tokens("qab" + text))) for text in (one, other)]
-        await asyncio.sleep(0)
-        for turn in engine.held:
-            turn.set_result(None)
-        await asyncio.gather(*asks)
-        return policy
-
-    policy = asyncio.run(run())
+    policy = policy_of(engine)
+    await policy.generate(tokens("q"))
+    engine.held = []
+    asks = [asyncio.ensure_future(policy.generate(tokens("qab" + text))) for text in (one, other)]
+    await asyncio.sleep(0)
+    for turn in engine.held:
+        turn.set_result(None)
+    await asyncio.gather(*asks)
     assert engine.requests == [(0, "q"), (0, one), (1, "qab" + other)]
     assert same_sequences(policy, engine)
 
 
-def test_tokens_extend_the_longest_sequence_that_they_begin_with() -> None:
+async def test_tokens_extend_the_longest_sequence_that_they_begin_with() -> None:
     engine = Engine("ab", "cd", "ef", "gh", "ij")
 
-    async def run() -> EpisodePolicy:
-        policy = policy_of(engine)
-        sampled = await policy.generate(tokens("q"), logprobs=True, max_tokens=9)
-        assert (sampled.token_ids, sampled.finish, sampled.logprobs) == (tuple(tokens("ab")), "stop", (-1.0, -1.0))
-        await policy.generate(tokens("qabx"))
-        await policy.generate(tokens("qab"))  # shorter than its sequence is now
-        await policy.generate(tokens("qabxcd!"))
-        await policy.generate(tokens("qabef"))  # nothing to append: the reply goes on
-        return policy
-
-    policy = asyncio.run(run())
+    policy = policy_of(engine)
+    sampled = await policy.generate(tokens("q"), logprobs=True, max_tokens=9)
+    assert (sampled.token_ids, sampled.finish, sampled.logprobs) == (tuple(tokens("ab")), "stop", (-1.0, -1.0))
+    await policy.generate(tokens("qabx"))
+    await policy.generate(tokens("qab"))  # shorter than its sequence is now
+    await policy.generate(tokens("qabxcd!"))
+    await policy.generate(tokens("qabef"))  # nothing to append: the reply goes on
     assert engine.requests == [(0, "q"), (0, "x"), (1, "qab"), (0, "!"), (1, "")]
     assert engine.asked[0][2:] == (9, True)
     assert same_sequences(policy, engine)
 
 
-def test_tokens_that_an_agent_rendered_are_shown_as_what_they_say() -> None:
+async def test_tokens_that_an_agent_rendered_are_shown_as_what_they_say() -> None:
     engine = Engine("ab", "cd", "ef")
 
-    async def run() -> list[dict[str, Any]]:
-        policy = policy_of(engine)
-        await policy.generate(tokens("q"))
-        await policy.generate(tokens("qabtold"))
-        await policy.generate(tokens("qabtoldcd"))  # nothing to append
-        return policy.turns
-
-    turns = asyncio.run(run())
+    policy = policy_of(engine)
+    await policy.generate(tokens("q"))
+    await policy.generate(tokens("qabtold"))
+    await policy.generate(tokens("qabtoldcd"))  # nothing to append
+    turns = policy.turns
     assert [(turn["role"], turn["text"], turn["tokens"]) for turn in turns] == [
         ("user", "q", 1),
         ("assistant", "ab", 2),
@@ -276,55 +240,44 @@ def test_tokens_that_an_agent_rendered_are_shown_as_what_they_say() -> None:
     ]
 
 
-def test_another_client_of_the_same_conversation_is_recognized() -> None:
+async def test_another_client_of_the_same_conversation_is_recognized() -> None:
     engine = Engine("!add", "cd", "ef")
 
-    async def run() -> EpisodePolicy:
-        policy = policy_of(engine)
-        await policy([user("q")])
-        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}  # arguments as text
-        said = {"role": "assistant", "content": None, "tool_calls": [call]}
-        await policy([user("q"), said, {"role": "tool", "content": "3", "tool_call_id": "1"}])
-        call = {**call, "function": {"name": "sub", "arguments": "{}"}}
-        await policy([user("q"), {**said, "tool_calls": [call]}, user("x")])
-        return policy
-
-    policy = asyncio.run(run())
+    policy = policy_of(engine)
+    await policy([user("q")])
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}  # arguments as text
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    await policy([user("q"), said, {"role": "tool", "content": "3", "tool_call_id": "1"}])
+    call = {**call, "function": {"name": "sub", "arguments": "{}"}}
+    await policy([user("q"), {**said, "tool_calls": [call]}, user("x")])
     assert engine.requests == [(0, "q>"), (0, "|3>"), (1, "q|None|x>")]
     assert policy.metrics["tool_calls"] == 1.0
 
 
-def test_other_tools_begin_a_new_sequence() -> None:
+async def test_other_tools_begin_a_new_sequence() -> None:
     engine = Engine("ab", "cd", "ef")
     tool = {"type": "function", "function": {"name": "add"}}
 
-    async def run() -> None:
-        policy = policy_of(engine)
-        first = await policy([user("q")], tools=[tool])
-        await policy([user("q"), first.message, user("x")], tools=[tool])
-        await policy([user("q"), first.message, user("x")])
-
-    asyncio.run(run())
+    policy = policy_of(engine)
+    first = await policy([user("q")], tools=[tool])
+    await policy([user("q"), first.message, user("x")], tools=[tool])
+    await policy([user("q"), first.message, user("x")])
     assert engine.requests == [(0, "q>"), (0, "|x>"), (1, "q|ab|x>")]
 
 
-def test_an_observation_is_cut_and_the_history_with_the_whole_one_is_recognized() -> None:
+async def test_an_observation_is_cut_and_the_history_with_the_whole_one_is_recognized() -> None:
     engine = Engine("ab", "cd", "ef", "gh")
     long = "x" * 500 + "y" * 500
     cut = "xxxxx\n[... 990 characters left out ...]\nyyyyy"
 
-    async def run() -> EpisodePolicy:
-        policy = policy_of(engine, max_observation_tokens=45)
-        talk = [user(long)]  # the question is not an observation
-        first = await policy(talk)
-        talk += [first.message, user(long)]
-        second = await policy(talk)
-        talk += [second.message, user("end")]
-        await policy(talk)
-        await policy([user("other"), first.message, user(long)])
-        return policy
-
-    policy = asyncio.run(run())
+    policy = policy_of(engine, max_observation_tokens=45)
+    talk = [user(long)]  # the question is not an observation
+    first = await policy(talk)
+    talk += [first.message, user(long)]
+    second = await policy(talk)
+    talk += [second.message, user("end")]
+    await policy(talk)
+    await policy([user("other"), first.message, user(long)])
     assert engine.requests == [(0, f"{long}>"), (0, f"|{cut}>"), (0, "|end>"), (1, f"other|ab|{cut}>")]
     assert len(cut) <= 45
     assert policy.turns[2]["text"] == cut
@@ -351,76 +304,61 @@ def test_a_shortened_text_has_at_most_its_tokens_and_keeps_both_ends(size: int, 
     assert max(longest) <= most * 64 + 50
 
 
-def test_a_reply_that_the_limit_cut_is_truncated_and_its_sequence_goes_on() -> None:
+async def test_a_reply_that_the_limit_cut_is_truncated_and_its_sequence_goes_on() -> None:
     engine = Engine("ab…", "cd")
 
-    async def run() -> tuple[Reply, Reply]:
-        policy = policy_of(engine, max_turn_tokens=2)
-        first = await policy([user("q")], max_tokens=7)
-        second = await policy([user("q"), first.message, user("x")], max_tokens=1)
-        return first, second
-
-    first, second = asyncio.run(run())
+    policy = policy_of(engine, max_turn_tokens=2)
+    first = await policy([user("q")], max_tokens=7)
+    second = await policy([user("q"), first.message, user("x")], max_tokens=1)
     assert (first.text, first.truncated, second.truncated) == ("ab", True, False)
     assert [max_tokens for _, _, max_tokens, _ in engine.asked] == [2, 1]
 
 
 @pytest.mark.parametrize("over", [OutOfTurns, OutOfTokens, OutOfTime])
-def test_each_limit_has_its_exception_and_nothing_more_is_sampled(
+async def test_each_limit_has_its_exception_and_nothing_more_is_sampled(
     over: type[OutOfTime] | type[OutOfTokens] | type[OutOfTurns],
 ) -> None:
     clock = Clock(60.0)
     engine = Engine("ab") if over is OutOfTokens else Engine("ab", "cd")
     limits: dict[str, Any] = {"max_turns": 1} if over is OutOfTurns else {}
 
-    async def run() -> EpisodePolicy:
-        policy = policy_of(engine, clock=clock, **limits)
-        await policy([user("q")])
-        if over is OutOfTime:
-            clock._before = 61.0
-        with pytest.raises(over):
-            await policy([user("r")])
-        with pytest.raises(over):
-            await policy.generate(tokens("r"))
-        return policy
-
-    policy = asyncio.run(run())
+    policy = policy_of(engine, clock=clock, **limits)
+    await policy([user("q")])
+    if over is OutOfTime:
+        clock._before = 61.0
+    with pytest.raises(over):
+        await policy([user("r")])
+    with pytest.raises(over):
+        await policy.generate(tokens("r"))
     assert policy.ending == {OutOfTurns: "turns", OutOfTokens: "length", OutOfTime: "time"}[over]
     assert len(engine.asked) == (3 if over is OutOfTokens else 1)
     assert engine.sequences[0] == "q>ab"
 
 
-def test_an_answer_extends_its_sequence_even_if_whoever_asked_was_cancelled() -> None:
+async def test_an_answer_extends_its_sequence_even_if_whoever_asked_was_cancelled() -> None:
     engine = Engine("ab", "cd")
 
-    async def run() -> EpisodePolicy:
-        policy = policy_of(engine)
-        engine.held = []
-        asking = asyncio.ensure_future(policy([user("q")]))
-        await asyncio.sleep(0)
-        asking.cancel()
-        await asyncio.sleep(0)
-        engine.held.pop().set_result(None)
-        engine.held = None
-        await asyncio.sleep(0.01)
-        await policy.generate(tokens("q>abx"))
-        return policy
-
-    policy = asyncio.run(run())
+    policy = policy_of(engine)
+    engine.held = []
+    asking = asyncio.ensure_future(policy([user("q")]))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.sleep(0)
+    engine.held.pop().set_result(None)
+    engine.held = None
+    await asyncio.sleep(0.01)
+    await policy.generate(tokens("q>abx"))
     assert engine.requests == [(0, "q>"), (0, "x")]
     assert same_sequences(policy, engine)
 
 
-def test_a_policy_of_an_episode_that_is_over_does_not_speak() -> None:
+async def test_a_policy_of_an_episode_that_is_over_does_not_speak() -> None:
     engine = Engine("ab")
 
-    async def run() -> None:
-        policy = policy_of(engine)
-        policy.close()
-        with pytest.raises(RuntimeError, match="the episode is over"):
-            await policy([user("q")])
-
-    asyncio.run(run())
+    policy = policy_of(engine)
+    policy.close()
+    with pytest.raises(RuntimeError, match="the episode is over"):
+        await policy([user("q")])
     assert engine.asked == []
 
 
@@ -428,14 +366,11 @@ def test_a_policy_of_an_episode_that_is_over_does_not_speak() -> None:
     ("messages", "problem"),
     [([], "at least one message"), (["q"], "'q' is not a message"), ([{"content": "q"}], "is not a message")],
 )
-def test_what_is_no_conversation_is_refused(messages: Any, problem: str) -> None:
+async def test_what_is_no_conversation_is_refused(messages: Any, problem: str) -> None:
     engine = Engine("ab")
 
-    async def run() -> None:
-        with pytest.raises((ValueError, TypeError), match=problem):
-            await policy_of(engine)(messages)
-
-    asyncio.run(run())
+    with pytest.raises((ValueError, TypeError), match=problem):
+        await policy_of(engine)(messages)
     assert engine.asked == []
 
 
@@ -461,21 +396,18 @@ def test_the_clock_stands_still_while_an_engine_is_awaited_and_turns_have_second
     assert (clock.seconds, clock.left) == (16.0, -1.0)
 
 
-def test_turns_say_who_spent_how_many_tokens_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_turns_say_who_spent_how_many_tokens_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine("ab", "cd")
 
-    async def run() -> list[dict[str, Any]]:
-        loop = asyncio.get_running_loop()
-        now = [loop.time()]
-        monkeypatch.setattr("app.environment.worker.clock.time.monotonic", lambda: now[0])
-        policy = policy_of(engine)
-        now[0] += 2.0
-        first = await policy([{"role": "system", "content": "s"}, user("q")])
-        now[0] += 3.0
-        await policy([{"role": "system", "content": "s"}, user("q"), first.message, user("x")])
-        return policy.turns
-
-    turns = asyncio.run(run())
+    loop = asyncio.get_running_loop()
+    now = [loop.time()]
+    monkeypatch.setattr("app.environment.worker.clock.time.monotonic", lambda: now[0])
+    policy = policy_of(engine)
+    now[0] += 2.0
+    first = await policy([{"role": "system", "content": "s"}, user("q")])
+    now[0] += 3.0
+    await policy([{"role": "system", "content": "s"}, user("q"), first.message, user("x")])
+    turns = policy.turns
     assert [(turn["role"], turn["text"], turn["tokens"], round(turn["seconds"], 1)) for turn in turns] == [
         ("system", "s", 0, 0.0),
         ("user", "q", 4, 2.0),
@@ -485,15 +417,12 @@ def test_turns_say_who_spent_how_many_tokens_and_seconds(monkeypatch: pytest.Mon
     ]
 
 
-def test_a_request_for_nothing_is_refused() -> None:
+async def test_a_request_for_nothing_is_refused() -> None:
     engine = Engine("ab")
 
-    async def run() -> None:
-        policy = policy_of(engine)
-        with pytest.raises(ValueError, match="max_tokens=0 is not accepted"):
-            await policy([user("q")], max_tokens=0)
-        with pytest.raises(ValueError, match="at least one token"):
-            await policy.generate([])
-
-    asyncio.run(run())
+    policy = policy_of(engine)
+    with pytest.raises(ValueError, match="max_tokens=0 is not accepted"):
+        await policy([user("q")], max_tokens=0)
+    with pytest.raises(ValueError, match="at least one token"):
+        await policy.generate([])
     assert engine.asked == []

@@ -181,24 +181,21 @@ def test_an_environment_whose_import_hangs_is_given_up(own: Maker, monkeypatch: 
     assert sentence == "A worker of the environment could not start: it did not load the environment within 1 s."
 
 
-def test_a_replaced_worker_that_cannot_load_the_environment_ends_every_wait(own: Maker, tmp_path: Path) -> None:
+async def test_a_replaced_worker_that_cannot_load_the_environment_ends_every_wait(own: Maker, tmp_path: Path) -> None:
     flag = tmp_path / "broken"
     source = f"import os\nif os.path.exists({str(flag)!r}): raise OSError('gone')\n" + PLAIN.replace(
         "def begin(self, task): ...", f"def begin(self, task): open({str(flag)!r}, 'w'); os._exit(3)"
     )
 
-    async def run() -> tuple[Any, str]:
-        async with running_pool(own(source), episodes=1) as pool:
-            session = await pool.begin(a_task(), [1])
-            waiting = asyncio.ensure_future(pool.begin(a_task(), [1]))
-            died = await asyncio.wait_for(session.next(), PATIENCE_S)
-            with pytest.raises(RunError) as gone:
-                await asyncio.wait_for(waiting, PATIENCE_S)
-            with pytest.raises(RunError):
-                await pool.begin(a_task(), [1])
-            return died, str(gone.value)
-
-    died, sentence = asyncio.run(run())
+    async with running_pool(own(source), episodes=1) as pool:
+        session = await pool.begin(a_task(), [1])
+        waiting = asyncio.ensure_future(pool.begin(a_task(), [1]))
+        died = await asyncio.wait_for(session.next(), PATIENCE_S)
+        with pytest.raises(RunError) as gone:
+            await asyncio.wait_for(waiting, PATIENCE_S)
+        with pytest.raises(RunError):
+            await pool.begin(a_task(), [1])
+        sentence = str(gone.value)
     assert died.kind == "died"
     assert sentence.startswith("A worker of the environment cannot be started: environment._target_=")
     assert "(OSError: gone at " in sentence

@@ -22,7 +22,7 @@ from app.eval.evaluate import is_due, measure
 from app.placement.fully_async import FullyAsync
 from app.types import InFlight
 from tests.algorithm.groups import group
-from tests.simulation import World, config, run_virtual
+from tests.simulation import World, config, run_virtual, virtual
 
 
 @pytest.mark.parametrize(
@@ -79,15 +79,13 @@ def test_mode_eval_ends_when_a_completion_is_lost_and_names_it(tmp_path: Path, m
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
-def test_training_completions_in_flight_do_not_change_the_version_of_an_evaluation(tmp_path: Path) -> None:
+@virtual
+async def test_training_completions_in_flight_do_not_change_the_version_of_an_evaluation(tmp_path: Path) -> None:
     """In fully_async they continue during it; no sync begins before it ends."""
     made = config(steps=4, max_staleness=2, in_flight=InFlight.retract, every=2)
     world = World(made, tmp_path, lambda prompt_id: 5.0 if prompt_id.startswith("sim/") else 1.0, eval_rows=40)
 
-    async def story() -> None:
-        await FullyAsync(world.context()).run()
-
-    run_virtual(story())
+    await FullyAsync(world.context()).run()
     begun = [entry for engine in world.engines for entry in engine.begun]
     for ended, step in world.recorder.evaluations:
         first = next(at for at, version in world.sync.pushed if version == step)

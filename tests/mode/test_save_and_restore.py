@@ -138,7 +138,7 @@ def test_a_signal_during_the_write_after_the_last_step_does_not_end_it(tmp_path:
     assert (saved_step(tmp_path), len(world.recorder.lines), world.recorder.warnings) == (3, 3, [])
 
 
-def test_records_are_on_disk_before_the_checkpoint_of_their_step(
+async def test_records_are_on_disk_before_the_checkpoint_of_their_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: list[str] = []
@@ -148,19 +148,16 @@ def test_records_are_on_disk_before_the_checkpoint_of_their_step(
         flushed.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
         fsync(handle)
 
-    async def main() -> None:
-        settings = config(PlacementKind.colocate)
-        world = World(settings, tmp_path)
-        with RunFolderRecorder(settings, tmp_path) as recorder:
-            world.recorder = recorder  # type: ignore[assignment]
-            recorder.log(1, {"reward/mean": 0.5})
-            recorder.log_prompts(1, trained=["a/1@0"], filtered=[])
-            context = world.context()
-            monkeypatch.setattr(os, "fsync", recorded)
-            await Colocate(context, 1).save()
-            await context.checkpoints.wait()
-
-    asyncio.run(main())
+    settings = config(PlacementKind.colocate)
+    world = World(settings, tmp_path)
+    with RunFolderRecorder(settings, tmp_path) as recorder:
+        world.recorder = recorder  # type: ignore[assignment]
+        recorder.log(1, {"reward/mean": 0.5})
+        recorder.log_prompts(1, trained=["a/1@0"], filtered=[])
+        context = world.context()
+        monkeypatch.setattr(os, "fsync", recorded)
+        await Colocate(context, 1).save()
+        await context.checkpoints.wait()
     order = [flushed.index(name) for name in ("metrics.jsonl", "prompts.jsonl", tmp_path.name, "state.json")]
     assert order == sorted(order)
 

@@ -1,6 +1,5 @@
 """Offloaded tensors come back bit for bit, and nothing reads them in between."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -179,35 +178,32 @@ def test_a_checkpoint_is_captured_from_offloaded_tensors(
     assert all(torch.equal(one, other) for one, other in zip(restored, moments, strict=True))
 
 
-def test_calls_that_need_offloaded_memory_raise_and_name_it(
+async def test_calls_that_need_offloaded_memory_raise_and_name_it(
     ray_session: None, engine: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
     """On real ranks: a second offload, a step, a sync and a restore while the parameters are offloaded."""
 
-    async def scenario() -> None:
-        trainer = await started(make_trainer(tiny_model, tmp_path))
-        await trainer.attach_offload(partial(Offload, moves=True))
-        push = await make_synchronizer("ipc", trainer, [engine], tmp_path)
-        await push.sync(1)
+    trainer = await started(make_trainer(tiny_model, tmp_path))
+    await trainer.attach_offload(partial(Offload, moves=True))
+    push = await make_synchronizer("ipc", trainer, [engine], tmp_path)
+    await push.sync(1)
+    await trainer.offload(TrainerMemory.parameters)
+    with pytest.raises(TrainerError, match="rank 0: parameters"):
         await trainer.offload(TrainerMemory.parameters)
-        with pytest.raises(TrainerError, match="rank 0: parameters"):
-            await trainer.offload(TrainerMemory.parameters)
-        with pytest.raises(TrainerError, match=r"rank 0: begin_step .*parameters"):
-            await trainer.begin_step(version=2)
-        with pytest.raises(SyncError, match=r"rank 0: weight sync .*parameters"):
-            await push.sync(2)
-        with pytest.raises(TrainerError, match=r"rank 0: restore .*parameters"):
-            await trainer.restore(tmp_path, version=2)
-        await trainer.onload(TrainerMemory.parameters)
-        await trainer.onload(TrainerMemory.parameters)  # idempotent
-        assert (await push.sync(2)).version == 2
-        await trainer.begin_step(version=3)
-        with pytest.raises(TrainerError, match=r"optimizer .*step is open"):
-            await trainer.offload(TrainerMemory.optimizer)
-        await trainer.abort_step()
-        await push.close()
-
-    asyncio.run(scenario())
+    with pytest.raises(TrainerError, match=r"rank 0: begin_step .*parameters"):
+        await trainer.begin_step(version=2)
+    with pytest.raises(SyncError, match=r"rank 0: weight sync .*parameters"):
+        await push.sync(2)
+    with pytest.raises(TrainerError, match=r"rank 0: restore .*parameters"):
+        await trainer.restore(tmp_path, version=2)
+    await trainer.onload(TrainerMemory.parameters)
+    await trainer.onload(TrainerMemory.parameters)  # idempotent
+    assert (await push.sync(2)).version == 2
+    await trainer.begin_step(version=3)
+    with pytest.raises(TrainerError, match=r"optimizer .*step is open"):
+        await trainer.offload(TrainerMemory.optimizer)
+    await trainer.abort_step()
+    await push.close()
 
 
 class FakeDeviceModule:

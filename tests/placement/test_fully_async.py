@@ -16,7 +16,7 @@ from app.errors import EngineError, RunError, SyncError, TrainerError
 from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
 from app.types import InFlight, Trajectory
-from tests.simulation import World, config, long_tailed, now, run_virtual
+from tests.simulation import World, config, long_tailed, now, run_virtual, virtual
 
 MODES = [(1, InFlight.drain), (1, InFlight.retract), (2, InFlight.in_place)]
 
@@ -239,27 +239,24 @@ def test_a_failed_push_ends_the_run_with_its_own_sentence(tmp_path: Path) -> Non
     assert len(world.trainer.trained) == 2
 
 
-def test_an_aborted_step_puts_its_groups_back_at_the_head_and_they_train_next(tmp_path: Path) -> None:
+@virtual
+async def test_an_aborted_step_puts_its_groups_back_at_the_head_and_they_train_next(tmp_path: Path) -> None:
     world = World(config(max_staleness=1), tmp_path, long_tailed(4))
 
-    async def story() -> tuple[list[str], FullyAsync]:
-        context = world.context()
-        made = FullyAsync(context)
-        producer = asyncio.create_task(made.producer.run())
-        await asyncio.sleep(30)  # all that admission allows has arrived
-        world.trainer.fail = {"finish_step": TrainerError("on purpose")}
-        with pytest.raises(TrainerError) as failed:
-            await made._train(1)
-        await made.recover_step(failed.value)
-        fed = [group.prompt.id for _, group in made.producer.buffer._groups][:4]
-        assert len(made.producer.buffer) == 8
-        world.trainer.fail = {}
-        scored, _ = await made._train(1)
-        producer.cancel()
-        assert [each.group.prompt.id for each in scored] == fed
-        return fed, made
-
-    fed, made = run_virtual(story())
+    context = world.context()
+    made = FullyAsync(context)
+    producer = asyncio.create_task(made.producer.run())
+    await asyncio.sleep(30)  # all that admission allows has arrived
+    world.trainer.fail = {"finish_step": TrainerError("on purpose")}
+    with pytest.raises(TrainerError) as failed:
+        await made._train(1)
+    await made.recover_step(failed.value)
+    fed = [group.prompt.id for _, group in made.producer.buffer._groups][:4]
+    assert len(made.producer.buffer) == 8
+    world.trainer.fail = {}
+    scored, _ = await made._train(1)
+    producer.cancel()
+    assert [each.group.prompt.id for each in scored] == fed
     assert world.trainer.ids == fed
     assert made.producer.staleness.accepted == 8  # neither counted twice nor given back
 
@@ -290,17 +287,15 @@ def test_groups_of_an_aborted_step_are_dropped_once_they_are_too_stale(tmp_path:
     assert all(group.oldest_version == 1 for _, groups in world.trainer.trained for group in groups)
 
 
-def test_dynamic_sampling_ends_after_its_refill_rounds_and_trains_on_what_is_there(tmp_path: Path) -> None:
+@virtual
+async def test_dynamic_sampling_ends_after_its_refill_rounds_and_trains_on_what_is_there(tmp_path: Path) -> None:
     made = config(steps=2, dynamic_sampling=True, max_refill_rounds=3)
     useful = {prompt.id for prompt in World(made, tmp_path).cursor.take(3)}
     world = World(made, tmp_path, right=lambda prompt_id, member: prompt_id in useful and member == 0)
 
-    async def story() -> FullyAsync:
-        run = FullyAsync(world.context())
-        await run.run()
-        return run
-
-    made_run = run_virtual(story())
+    run = FullyAsync(world.context())
+    await run.run()
+    made_run = run
     assert [len(groups) for _, groups in world.trainer.trained] == [3]  # the second step had nothing: no update
     assert [line["rollout/groups"] for line in world.recorder.lines] == [3, 0]
     assert [version for _, version in world.sync.pushed] == [0, 1, 2]

@@ -11,7 +11,7 @@ from app.errors import EngineError
 from app.placement.fully_async import FullyAsync
 from app.types import InFlight
 from tests.placement.test_fully_async import assert_bound, assert_ledger, hash_of, run, total
-from tests.simulation import World, config, run_virtual
+from tests.simulation import World, config, virtual
 
 
 def rare_tail(seconds: float, *, every: int = 10) -> Callable[[str], float]:
@@ -34,46 +34,42 @@ def test_tokens_that_become_too_stale_are_counted(tmp_path: Path, staleness: int
         assert line["rollout/discarded_fraction"] == tokens / (tokens + line["tokens/completion"])
 
 
-def test_a_group_aborted_halfway_counts_half_of_its_tokens(tmp_path: Path) -> None:
+@virtual
+async def test_a_group_aborted_halfway_counts_half_of_its_tokens(tmp_path: Path) -> None:
     world = World(config(max_staleness=1, in_flight=InFlight.retract), tmp_path, lambda p: 10.0, tokens=100)
 
-    async def story() -> FullyAsync:
-        made = FullyAsync(world.context())
-        producer = asyncio.create_task(made.producer.run())
-        await asyncio.sleep(5)
-        made.producer.pause_dispatch()
-        await made.producer.abort_stale(2)
-        await asyncio.sleep(0.1)
-        producer.cancel()
-        return made
-
-    counts = run_virtual(story()).producer.drain_counts()
+    made = FullyAsync(world.context())
+    producer = asyncio.create_task(made.producer.run())
+    await asyncio.sleep(5)
+    made.producer.pause_dispatch()
+    await made.producer.abort_stale(2)
+    await asyncio.sleep(0.1)
+    producer.cancel()
+    counts = made.producer.drain_counts()
     assert (counts.aborted, counts.discarded_tokens) == (8, 8 * 2 * 50)
 
 
-def test_a_prompt_that_is_sent_again_is_as_old_as_its_new_request(tmp_path: Path) -> None:
+@virtual
+async def test_a_prompt_that_is_sent_again_is_as_old_as_its_new_request(tmp_path: Path) -> None:
     world = World(config(max_staleness=1, in_flight=InFlight.retract), tmp_path, lambda p: 10.0, engine_count=1)
 
-    async def story() -> list[int]:
-        made = FullyAsync(world.context())
-        producer = asyncio.create_task(made.producer.run())
-        engine = world.engines[0]
-        await asyncio.sleep(5)
-        made.producer.staleness.version = 2
-        engine.die(EngineError("refused on purpose"))
+    made = FullyAsync(world.context())
+    producer = asyncio.create_task(made.producer.run())
+    engine = world.engines[0]
+    await asyncio.sleep(5)
+    made.producer.staleness.version = 2
+    engine.die(EngineError("refused on purpose"))
+    await asyncio.sleep(0.1)
+    engine.fail = None
+    await asyncio.sleep(5)
+
+    aborted = []
+    for version in (3, 4):
+        await made.producer.abort_stale(version)
         await asyncio.sleep(0.1)
-        engine.fail = None
-        await asyncio.sleep(5)
-
-        aborted = []
-        for version in (3, 4):
-            await made.producer.abort_stale(version)
-            await asyncio.sleep(0.1)
-            aborted.append(len(engine.aborted))
-        producer.cancel()
-        return aborted
-
-    assert run_virtual(story()) == [0, 8]
+        aborted.append(len(engine.aborted))
+    producer.cancel()
+    assert aborted == [0, 8]
 
 
 @pytest.mark.parametrize("staleness", [1, 2])

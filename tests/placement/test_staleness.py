@@ -195,22 +195,19 @@ def test_a_put_beyond_the_bound_is_a_bug_and_raises() -> None:
         buffer.put(group(2, 0))
 
 
-def test_take_waits_until_a_group_is_there_and_wake_lets_it_look_around() -> None:
-    async def story() -> None:
-        buffer = GroupBuffer(2)
-        waiting = asyncio.create_task(buffer.take(2, is_fresh=lambda each: True))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        buffer.wake()
-        assert await waiting == ([], [])
-        waiting = asyncio.create_task(buffer.take(2, is_fresh=lambda each: True))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        buffer.put(group(0, 0))
-        taken, _ = await waiting
-        assert len(taken) == 1
-
-    asyncio.run(story())
+async def test_take_waits_until_a_group_is_there_and_wake_lets_it_look_around() -> None:
+    buffer = GroupBuffer(2)
+    waiting = asyncio.create_task(buffer.take(2, is_fresh=lambda each: True))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    buffer.wake()
+    assert await waiting == ([], [])
+    waiting = asyncio.create_task(buffer.take(2, is_fresh=lambda each: True))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    buffer.put(group(0, 0))
+    taken, _ = await waiting
+    assert len(taken) == 1
 
 
 def test_what_an_aborted_step_was_fed_comes_back_first_and_in_order() -> None:

@@ -20,7 +20,7 @@ from app.placement.watchdog import MARGIN_S, POLL_INTERVAL_S, STATS_TIMEOUT_S, l
 from app.rollout.pool import EnginePool
 from app.rollout.remote import CALL_TIMEOUT_S
 from app.types import EngineStats, InFlight, SyncReport
-from tests.simulation import SimEngine, World, config, now, run_virtual
+from tests.simulation import SimEngine, World, config, now, run_virtual, virtual
 
 CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
     PlacementKind.colocate: Colocate,
@@ -73,16 +73,15 @@ def test_a_lost_completion_ends_the_run_and_is_named_with_its_engine(kind: Place
 
 
 @BOTH
-def test_the_run_ends_within_its_limit_and_three_polls(kind: PlacementKind, tmp_path: Path) -> None:
+@virtual
+async def test_the_run_ends_within_its_limit_and_three_polls(kind: PlacementKind, tmp_path: Path) -> None:
     world = World(quick(kind), tmp_path, hang("sim/"))
 
-    async def story() -> float:
-        context = world.context()
-        with pytest.raises(RunError, match="960 s"):
-            await CONTROLLERS[kind](context).run()
-        return now()
-
-    assert LIMIT < run_virtual(story()) <= LIMIT + 3 * POLL_INTERVAL_S
+    context = world.context()
+    with pytest.raises(RunError, match="960 s"):
+        await CONTROLLERS[kind](context).run()
+    result = now()
+    assert LIMIT < result <= LIMIT + 3 * POLL_INTERVAL_S
 
 
 @BOTH
@@ -212,7 +211,8 @@ def test_attempts_to_restart_an_engine_are_progress_until_they_are_too_many(
         play(world, at_start)
 
 
-def test_an_engine_that_does_not_say_what_it_sampled_neither_stops_the_watchdog_nor_counts_as_progress(
+@virtual
+async def test_an_engine_that_does_not_say_what_it_sampled_neither_stops_the_watchdog_nor_counts_as_progress(
     tmp_path: Path,
 ) -> None:
     async def silent() -> EngineStats:
@@ -222,17 +222,15 @@ def test_an_engine_that_does_not_say_what_it_sampled_neither_stops_the_watchdog_
     async def refuses() -> EngineStats:
         raise EngineError("no stats on purpose")
 
-    async def story() -> float:
-        world = World(quick(ASYNC), tmp_path)
-        context = world.context()
-        world.engines[0].stats = silent  # type: ignore[method-assign]
-        world.engines[1].stats = refuses  # type: ignore[method-assign]
-        with pytest.raises(RunError, match="0 groups in flight, 2 of 2"):
-            async with watchdog(context.rollouter, context.pool, world.config, tmp_path):
-                await asyncio.Event().wait()
-        return now()
-
-    assert run_virtual(story()) <= LIMIT + 3 * (POLL_INTERVAL_S + STATS_TIMEOUT_S)
+    world = World(quick(ASYNC), tmp_path)
+    context = world.context()
+    world.engines[0].stats = silent  # type: ignore[method-assign]
+    world.engines[1].stats = refuses  # type: ignore[method-assign]
+    with pytest.raises(RunError, match="0 groups in flight, 2 of 2"):
+        async with watchdog(context.rollouter, context.pool, world.config, tmp_path):
+            await asyncio.Event().wait()
+    result = now()
+    assert result <= LIMIT + 3 * (POLL_INTERVAL_S + STATS_TIMEOUT_S)
 
 
 def test_signs_of_progress_of_servers_that_report_no_tokens_keep_a_run_alive(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from app.placement.last_step import save_last_step
 from app.recovery import engine_supervisor
 from app.types import InFlight, MemoryUse
 from app.utils import tasks
-from tests.simulation import SimEngine, SimTrainer, World, config, long_tailed, now, run_virtual
+from tests.simulation import SimEngine, SimTrainer, World, config, long_tailed, now, run_virtual, virtual
 
 CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
     PlacementKind.colocate: Colocate,
@@ -118,23 +118,21 @@ def test_an_engine_that_dies_during_a_push_is_replaced_and_the_push_repeated(
 
 
 @pytest.mark.parametrize("cut_at", [3.0, 5.1])
-def test_an_engine_whose_replacement_was_cut_short_is_replaced_in_the_trainers_next_life(
+@virtual
+async def test_an_engine_whose_replacement_was_cut_short_is_replaced_in_the_trainers_next_life(
     cut_at: float, tmp_path: Path
 ) -> None:
     """The trainer was lost while the new engine started (5 s), or while the policy was pushed to it."""
     world = World(config(), tmp_path, engine_count=1, push_seconds=0.2)
 
-    async def story() -> None:
-        context = world.context()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(cut_at), context.supervisor.monitor():
-                context.pool.mark_lost(world.engines[0], EngineLost("engine died on purpose"))
-                await context.pool.wait_for_any()
-        assert context.pool.lost
-        async with asyncio.timeout(1000), context.supervisor.monitor():
-            await FullyAsync(context).run()
-
-    run_virtual(story())
+    context = world.context()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(cut_at), context.supervisor.monitor():
+            context.pool.mark_lost(world.engines[0], EngineLost("engine died on purpose"))
+            await context.pool.wait_for_any()
+    assert context.pool.lost
+    async with asyncio.timeout(1000), context.supervisor.monitor():
+        await FullyAsync(context).run()
     assert_sound(world)
 
 
@@ -142,7 +140,8 @@ NOT_SAVED = "step 3 was not saved: the next update had already changed the param
 
 
 @pytest.mark.parametrize(("ahead", "told"), [(0, []), (1, [NOT_SAVED])])
-def test_a_run_that_is_asked_to_stop_saves_its_last_step_or_says_why_not(
+@virtual
+async def test_a_run_that_is_asked_to_stop_saves_its_last_step_or_says_why_not(
     ahead: int, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`ahead`: 1 between an update and the end of its push, when the parameters are no longer those of a step."""
@@ -151,13 +150,10 @@ def test_a_run_that_is_asked_to_stop_saves_its_last_step_or_says_why_not(
     world.config.checkpoint.every = 2
     world.config.checkpoint.keep = 2
 
-    async def story() -> None:
-        controller = FullyAsync(world.context(), 3)
-        world.trainer.trained = [(version, []) for version in range(3 + ahead)]
-        await save_last_step(controller)
-        await save_last_step(controller)  # what is saved is saved
-
-    run_virtual(story())
+    controller = FullyAsync(world.context(), 3)
+    world.trainer.trained = [(version, []) for version in range(3 + ahead)]
+    await save_last_step(controller)
+    await save_last_step(controller)  # what is saved is saved
     assert world.recorder.warnings == 2 * told
     latest = tmp_path / "checkpoints" / "latest"
     assert latest.exists() == (not told)
@@ -330,7 +326,8 @@ def test_a_checkpoint_holds_the_prompts_that_are_not_done_with(
 
 
 @pytest.mark.parametrize("deaf", ["abort", "stats"])
-def test_an_engine_that_does_not_abort_is_lost_after_a_deadline_and_holds_up_no_other(
+@virtual
+async def test_an_engine_that_does_not_abort_is_lost_after_a_deadline_and_holds_up_no_other(
     deaf: str, tmp_path: Path
 ) -> None:
     world = World(config(), tmp_path, lambda prompt_id: 100.0)
@@ -338,23 +335,21 @@ def test_an_engine_that_does_not_abort_is_lost_after_a_deadline_and_holds_up_no_
     async def silent(prompt_ids: object = None) -> None:
         await asyncio.Event().wait()
 
-    async def story() -> float:
-        context = world.context()
-        setattr(world.engines[0], deaf, silent)
-        groups = [
-            asyncio.create_task(context.rollouter.group(p, size=2, sampling=context.sampling, version=lambda: 0))
-            for p in world.cursor.take(4)
-        ]
-        await asyncio.sleep(1)
-        await context.supervisor.abort_in_flight()
-        assert list(context.pool.lost) == [0]
-        assert re.search("engine 0: .*within 10 s", str(context.pool.lost[0]))
-        assert len(world.engines[1].aborted) == 2
-        for group in groups:
-            group.cancel()
-        return now()
-
-    assert run_virtual(story()) == pytest.approx(1 + 10, abs=0.2)
+    context = world.context()
+    setattr(world.engines[0], deaf, silent)
+    groups = [
+        asyncio.create_task(context.rollouter.group(p, size=2, sampling=context.sampling, version=lambda: 0))
+        for p in world.cursor.take(4)
+    ]
+    await asyncio.sleep(1)
+    await context.supervisor.abort_in_flight()
+    assert list(context.pool.lost) == [0]
+    assert re.search("engine 0: .*within 10 s", str(context.pool.lost[0]))
+    assert len(world.engines[1].aborted) == 2
+    for group in groups:
+        group.cancel()
+    result = now()
+    assert result == pytest.approx(1 + 10, abs=0.2)
 
 
 def test_pauses_between_restarts_are_bounded() -> None:
@@ -362,7 +357,8 @@ def test_pauses_between_restarts_are_bounded() -> None:
     assert (results.attempted, results.failed) == (1, 0)
 
 
-def test_engines_that_do_not_answer_after_a_failed_sync_are_found_at_the_same_time(
+@virtual
+async def test_engines_that_do_not_answer_after_a_failed_sync_are_found_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """All of them may wait in one broadcast."""
@@ -373,10 +369,8 @@ def test_engines_that_do_not_answer_after_a_failed_sync_are_found_at_the_same_ti
 
     monkeypatch.setattr(SimEngine, "check", silent)
 
-    async def story() -> tuple[float, int]:
-        context = World(config(PlacementKind.fully_async), tmp_path, engine_count=4).context()
-        began = now()
-        await context.supervisor.diagnose(dict(enumerate(context.pool.engines)))
-        return now() - began, len(context.pool.lost)
-
-    assert run_virtual(story()) == (10.0, 4)
+    context = World(config(PlacementKind.fully_async), tmp_path, engine_count=4).context()
+    began = now()
+    await context.supervisor.diagnose(dict(enumerate(context.pool.engines)))
+    result = now() - began, len(context.pool.lost)
+    assert result == (10.0, 4)

@@ -147,12 +147,9 @@ async def hanging_up(given: web.Request) -> web.Response:
         (hanging_up, "engine 1: /flush failed: ServerDisconnectedError: Server disconnected"),
     ],
 )
-def test_a_call_that_fails_says_which_engine_and_why(handler: Handler, sentence: str) -> None:
-    async def run() -> None:
-        async with serving(flush=handler) as url:
-            assert str(await failure(url)) == sentence.format(url=url)
-
-    asyncio.run(run())
+async def test_a_call_that_fails_says_which_engine_and_why(handler: Handler, sentence: str) -> None:
+    async with serving(flush=handler) as url:
+        assert str(await failure(url)) == sentence.format(url=url)
 
 
 def test_a_server_that_accepts_no_connection_is_a_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,18 +237,17 @@ def test_an_engine_of_a_whole_model_takes_no_adapter(engine: RemoteEngine) -> No
         asyncio.run(engine.load_adapter(1, {}))
 
 
-def test_a_running_server_without_adapters_is_refused(engine: RemoteEngine, tmp_path: Path) -> None:
-    async def run() -> None:
-        url, key = await engine.actor.__ray_call__.remote(_address_and_key)
-        other = remote(replace(host_spec(tmp_path, name="engine 1", url=url, key=key), serves_adapters=True))
-        with pytest.raises(EngineError, match=f"engine 1 at {url} .*model.lora"):
-            await other.start(60)
-        await other.stop()
-
-    asyncio.run(run())
+async def test_a_running_server_without_adapters_is_refused(engine: RemoteEngine, tmp_path: Path) -> None:
+    url, key = await engine.actor.__ray_call__.remote(_address_and_key)
+    other = remote(replace(host_spec(tmp_path, name="engine 1", url=url, key=key), serves_adapters=True))
+    with pytest.raises(EngineError, match=f"engine 1 at {url} .*model.lora"):
+        await other.start(60)
+    await other.stop()
 
 
-def test_an_abort_that_nobody_asked_for_is_an_error_with_the_servers_reason(ray_session: None, tmp_path: Path) -> None:
+async def test_an_abort_that_nobody_asked_for_is_an_error_with_the_servers_reason(
+    ray_session: None, tmp_path: Path
+) -> None:
     out_of_memory = {"type": "abort", "message": "out of KV cache", "status_code": None}
 
     async def generate(given: web.Request) -> web.Response:
@@ -259,22 +255,19 @@ def test_an_abort_that_nobody_asked_for_is_an_error_with_the_servers_reason(ray_
         replies[2]["meta_info"]["finish_reason"] = out_of_memory
         return web.json_response(replies)
 
-    async def run() -> EngineError:
-        async with serving(health=good, server_info=good, generate=generate) as url:
-            engine = remote(host_spec(tmp_path, name="engine 1", url=url))
-            await engine.start(60)
-            with pytest.raises(EngineError) as aborted:
-                await engine.generate(request("data/3@0"))
-            assert (await engine.stats()).groups == 0
-            await engine.stop()
-            return aborted.value
-
-    error = asyncio.run(run())
+    async with serving(health=good, server_info=good, generate=generate) as url:
+        engine = remote(host_spec(tmp_path, name="engine 1", url=url))
+        await engine.start(60)
+        with pytest.raises(EngineError) as aborted:
+            await engine.generate(request("data/3@0"))
+        assert (await engine.stats()).groups == 0
+        await engine.stop()
+        error = aborted.value
     assert type(error) is EngineError  # the engine is still usable
     assert re.search("engine 1 .* 1 of 4 .*data/3@0 .*: out of KV cache", str(error))
 
 
-def test_an_abort_calls_the_server_for_many_requests_at_a_time(ray_session: None, tmp_path: Path) -> None:
+async def test_an_abort_calls_the_server_for_many_requests_at_a_time(ray_session: None, tmp_path: Path) -> None:
     """Each call is answered only after `MAX_ABORT_CALLS` of them arrived: one after the other they would never end."""
     waiting = 0
     most = 0
@@ -300,18 +293,16 @@ def test_an_abort_calls_the_server_for_many_requests_at_a_time(ray_session: None
             sampled.set()
         return web.json_response({})
 
-    async def run() -> list[FinishReason]:
-        async with serving(health=good, server_info=good, generate=generate, abort_request=abort_request) as url:
-            engine = remote(host_spec(tmp_path, name="engine 1", url=url))
-            await engine.start(60)
-            tasks = [asyncio.create_task(engine.generate(request(f"data/{i}@0", group_size=64))) for i in range(2)]
-            while (await engine.stats()).groups < 2:  # noqa: ASYNC110 (another process)
-                await asyncio.sleep(0.01)
-            await asyncio.wait_for(engine.abort(["data/0@0", "data/1@0", "not/there@0"]), 60)
-            groups = await asyncio.gather(*tasks)  # asked for: no error
-            await engine.stop()
-            return [completion.finish_reason for group in groups for completion in group]
-
-    assert asyncio.run(run()) == [FinishReason.abort] * 128
+    async with serving(health=good, server_info=good, generate=generate, abort_request=abort_request) as url:
+        engine = remote(host_spec(tmp_path, name="engine 1", url=url))
+        await engine.start(60)
+        tasks = [asyncio.create_task(engine.generate(request(f"data/{i}@0", group_size=64))) for i in range(2)]
+        while (await engine.stats()).groups < 2:  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(engine.abort(["data/0@0", "data/1@0", "not/there@0"]), 60)
+        groups = await asyncio.gather(*tasks)  # asked for: no error
+        await engine.stop()
+        result = [completion.finish_reason for group in groups for completion in group]
+    assert result == [FinishReason.abort] * 128
     assert len(set(aborted)) == 128
     assert most == MAX_ABORT_CALLS

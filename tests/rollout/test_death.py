@@ -83,17 +83,14 @@ def test_no_process_list_and_no_log_shows_the_key(own: OwnServer) -> None:
     assert KEY not in own.log.read_text()
 
 
-def test_a_running_server_is_used_by_its_address(own: OwnServer, visitor: RemoteEngine) -> None:
+async def test_a_running_server_is_used_by_its_address(own: OwnServer, visitor: RemoteEngine) -> None:
     """At the same time as by another host, for the same prompt."""
 
-    async def run() -> None:
-        theirs = await in_flight(own.engine, request(group_size=2, temperature=HOT, max_tokens=2000))
-        assert len(await visitor.generate(request(group_size=2))) == 2
-        assert not theirs.done()
-        await visitor.abort(["test/0@0"])
-        assert {completion.finish_reason for completion in await theirs} == {FinishReason.length}
-
-    asyncio.run(run())
+    theirs = await in_flight(own.engine, request(group_size=2, temperature=HOT, max_tokens=2000))
+    assert len(await visitor.generate(request(group_size=2))) == 2
+    assert not theirs.done()
+    await visitor.abort(["test/0@0"])
+    assert {completion.finish_reason for completion in await theirs} == {FinishReason.length}
 
 
 def test_a_wrong_key_is_one_sentence(own: OwnServer, tmp_path: Path) -> None:
@@ -104,55 +101,50 @@ def test_a_wrong_key_is_one_sentence(own: OwnServer, tmp_path: Path) -> None:
     assert str(refused.value) == f"engine 9 at {own.url} refused our key (HTTP 401)"
 
 
-def test_aborted_members_that_were_still_waiting_are_empty(own: OwnServer) -> None:
-    async def run() -> list[list[int]]:
-        task = await in_flight(own.engine, request(group_size=64, temperature=HOT, max_tokens=3000), running=4)
-        await own.engine.abort(["test/0@0"])
-        completions = await asyncio.wait_for(task, 60)
-        assert {completion.finish_reason for completion in completions} == {FinishReason.abort}
-        assert all(len(each.token_ids) == len(each.logprobs) == each.spans[-1].end for each in completions)
-        return [each.token_ids.tolist() for each in completions]
-
-    tokens = asyncio.run(run())
+async def test_aborted_members_that_were_still_waiting_are_empty(own: OwnServer) -> None:
+    task = await in_flight(own.engine, request(group_size=64, temperature=HOT, max_tokens=3000), running=4)
+    await own.engine.abort(["test/0@0"])
+    completions = await asyncio.wait_for(task, 60)
+    assert {completion.finish_reason for completion in completions} == {FinishReason.abort}
+    assert all(len(each.token_ids) == len(each.logprobs) == each.spans[-1].end for each in completions)
+    tokens = [each.token_ids.tolist() for each in completions]
     assert sum(bool(each) for each in tokens) >= 4
     assert sum(not each for each in tokens) >= 4
 
 
 @pytest.mark.slow  # takes 10 s; the recovery soaks cover it twenty times
-def test_a_scheduler_that_stands_still_is_found_while_nothing_is_in_flight(own: OwnServer, tmp_path: Path) -> None:
+async def test_a_scheduler_that_stands_still_is_found_while_nothing_is_in_flight(
+    own: OwnServer, tmp_path: Path
+) -> None:
     """Its HTTP process still answers `/health`."""
     engine = remote(host_spec(tmp_path, name="engine 10", url=own.url, key=KEY))
     (scheduler,) = [each for each in process_group(own.pid) if "sglang::scheduler" in " ".join(each.cmdline())]
 
-    async def run() -> EngineLost:
-        await engine.start(60)
-        await engine.check()
-        scheduler.suspend()
-        try:
-            with pytest.raises(EngineLost) as lost:
-                await asyncio.wait_for(engine.check(), 20)
-        finally:
-            scheduler.resume()
-        with pytest.raises(EngineLost):
-            await engine.check()  # it stays lost
-        return lost.value
-
-    assert re.search("engine 10 .*/server_info within 10 s", str(asyncio.run(run())))
+    await engine.start(60)
+    await engine.check()
+    scheduler.suspend()
+    try:
+        with pytest.raises(EngineLost) as lost:
+            await asyncio.wait_for(engine.check(), 20)
+    finally:
+        scheduler.resume()
+    with pytest.raises(EngineLost):
+        await engine.check()  # it stays lost
+    result = lost.value
+    assert re.search("engine 10 .*/server_info within 10 s", str(result))
     ray.kill(engine.actor)
 
 
-def test_a_server_that_stalls_fails_what_is_in_flight(own: OwnServer, visitor: RemoteEngine) -> None:
-    async def run() -> EngineError:
-        task = await in_flight(visitor, request(group_size=4, temperature=HOT, max_tokens=2000))
-        os.killpg(own.pid, signal.SIGSTOP)
-        try:
-            with pytest.raises(EngineError) as stalled:
-                await asyncio.wait_for(task, 20)
-        finally:
-            os.killpg(own.pid, signal.SIGCONT)
-        return stalled.value
-
-    assert re.search(r"engine 6 .*rollout.stall_timeout_s=3 s .*\(test/0@0\)", str(asyncio.run(run())))
+async def test_a_server_that_stalls_fails_what_is_in_flight(own: OwnServer, visitor: RemoteEngine) -> None:
+    task = await in_flight(visitor, request(group_size=4, temperature=HOT, max_tokens=2000))
+    os.killpg(own.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineError) as stalled:
+            await asyncio.wait_for(task, 20)
+    finally:
+        os.killpg(own.pid, signal.SIGCONT)
+    result = stalled.value
+    assert re.search(r"engine 6 .*rollout.stall_timeout_s=3 s .*\(test/0@0\)", str(result))
 
 
 def test_a_killed_server_fails_what_is_in_flight_within_5_seconds(own: OwnServer) -> None:

@@ -36,33 +36,30 @@ def member(pid: int, role: str) -> psutil.Process:
 
 
 @pytest.mark.parametrize("role", ["server", "scheduler", "detokenizer"])
-def test_whatever_dies_fails_what_is_in_flight_within_5_seconds(role: str, started: tuple[RemoteEngine, int]) -> None:
+async def test_whatever_dies_fails_what_is_in_flight_within_5_seconds(
+    role: str, started: tuple[RemoteEngine, int]
+) -> None:
     engine, pid = started
 
-    async def run() -> tuple[EngineError, float]:
-        task = await in_flight(engine, request(group_size=4, temperature=HOT, max_tokens=2000))
-        os.kill(member(pid, role).pid, signal.SIGKILL)
-        killed = time.monotonic()
-        with pytest.raises(EngineError) as failed:
-            await asyncio.wait_for(task, 30)
-        return failed.value, time.monotonic() - killed
-
-    error, seconds = asyncio.run(run())
+    task = await in_flight(engine, request(group_size=4, temperature=HOT, max_tokens=2000))
+    os.kill(member(pid, role).pid, signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(EngineError) as failed:
+        await asyncio.wait_for(task, 30)
+    error, seconds = failed.value, time.monotonic() - killed
     assert seconds < 5
     assert str(error).startswith(f"engine 5 (pid {pid}) ")
     assert "its last lines:\n  | " in str(error)
     assert until(lambda: not process_group(pid), 5) < 5
 
 
-def test_a_working_server_ends_with_its_host(started: tuple[RemoteEngine, int]) -> None:
+async def test_a_working_server_ends_with_its_host(started: tuple[RemoteEngine, int]) -> None:
     engine, pid = started
 
-    async def run() -> EngineError:
-        task = await in_flight(engine, request(group_size=4, temperature=HOT, max_tokens=2000))
-        ray.kill(engine.actor)
-        with pytest.raises(EngineError) as failed:
-            await asyncio.wait_for(task, 10)
-        return failed.value
-
-    assert str(asyncio.run(run())).startswith("engine 5: ")
+    task = await in_flight(engine, request(group_size=4, temperature=HOT, max_tokens=2000))
+    ray.kill(engine.actor)
+    with pytest.raises(EngineError) as failed:
+        await asyncio.wait_for(task, 10)
+    result = failed.value
+    assert str(result).startswith("engine 5: ")
     assert until(lambda: not process_group(pid), 5) < 5

@@ -130,16 +130,13 @@ def test_a_completion_ends_with_its_stop_string_whose_tokens_have_logprobs(
     assert_logprobs(tiny_model, completions, given)
 
 
-def test_abort_ends_the_group_of_a_prompt_and_no_other(endless: RemoteEngine) -> None:
-    async def run() -> tuple[list[Completion], list[Completion]]:
-        long = [request(name, group_size=3, temperature=HOT, max_tokens=LONG) for name in ("a/1@0", "a/2@0")]
-        first = await in_flight(endless, long[0])
-        second = await in_flight(endless, long[1], running=4)  # at least one of them
-        assert (await endless.stats()).groups == 2
-        await endless.abort(["a/1@0", "not/there@0"])
-        return await first, await second
-
-    aborted, finished = asyncio.run(run())
+async def test_abort_ends_the_group_of_a_prompt_and_no_other(endless: RemoteEngine) -> None:
+    long = [request(name, group_size=3, temperature=HOT, max_tokens=LONG) for name in ("a/1@0", "a/2@0")]
+    first = await in_flight(endless, long[0])
+    second = await in_flight(endless, long[1], running=4)  # at least one of them
+    assert (await endless.stats()).groups == 2
+    await endless.abort(["a/1@0", "not/there@0"])
+    aborted, finished = await first, await second
     assert {completion.finish_reason for completion in aborted} == {FinishReason.abort}
     assert max(len(completion.token_ids) for completion in aborted) > 0
     assert all(len(completion.token_ids) == len(completion.logprobs) < LONG for completion in aborted)
@@ -157,48 +154,43 @@ def test_abort_ends_everything(endless: RemoteEngine) -> None:
 
 
 @pytest.mark.parametrize("mode", [InFlight.in_place, InFlight.retract])
-def test_a_paused_group_continues_when_resumed(mode: InFlight, endless: RemoteEngine, tiny_model: Path) -> None:
+async def test_a_paused_group_continues_when_resumed(mode: InFlight, endless: RemoteEngine, tiny_model: Path) -> None:
     given = request(group_size=4, temperature=HOT, max_tokens=LONG)
 
-    async def run() -> list[Completion]:
-        task = await in_flight(endless, given)
-        await endless.pause(mode)
-        await asyncio.sleep(1.0)
-        assert not task.done()
-        await endless.resume()
-        return await asyncio.wait_for(task, 60)
-
-    completions = asyncio.run(run())
+    task = await in_flight(endless, given)
+    await endless.pause(mode)
+    await asyncio.sleep(1.0)
+    assert not task.done()
+    await endless.resume()
+    completions = await asyncio.wait_for(task, 60)
     assert_whole(completions, given)
     assert not any(completion.finish_reason is FinishReason.abort for completion in completions)
     assert_logprobs(tiny_model, completions, given)
 
 
 @pytest.mark.parametrize("mode", [InFlight.drain, InFlight.retract])
-def test_a_paused_engine_leaves_the_cores_to_others_and_wakes_at_once(mode: InFlight, endless: RemoteEngine) -> None:
+async def test_a_paused_engine_leaves_the_cores_to_others_and_wakes_at_once(
+    mode: InFlight, endless: RemoteEngine
+) -> None:
     """SGLang's own loop would take a whole core while the trainer trains."""
 
-    async def run() -> tuple[float, list[float]]:
-        task = await in_flight(endless, request(group_size=4, temperature=HOT, max_tokens=LONG))
-        await endless.pause(mode)
-        try:
-            if mode is InFlight.drain:
-                await asyncio.wait_for(task, 60)
-            assert task.done() == (mode is InFlight.drain)
-            busy = scheduler_seconds()
-            await asyncio.sleep(2.0)
-            busy = scheduler_seconds() - busy
-        finally:  # the engine is this module's
-            wake_seconds = [await timed(endless.resume())]
+    task = await in_flight(endless, request(group_size=4, temperature=HOT, max_tokens=LONG))
+    await endless.pause(mode)
+    try:
+        if mode is InFlight.drain:
+            await asyncio.wait_for(task, 60)
+        assert task.done() == (mode is InFlight.drain)
+        busy = scheduler_seconds()
+        await asyncio.sleep(2.0)
+        busy = scheduler_seconds() - busy
+    finally:  # the engine is this module's
+        wake_seconds = [await timed(endless.resume())]
 
-        for _ in range(2):
-            await endless.pause(InFlight.retract)
-            wake_seconds.append(await timed(endless.resume()))
-        await endless.abort()
-        await asyncio.wait_for(task, 60)
-        return busy, wake_seconds
-
-    busy, wake_seconds = asyncio.run(run())
+    for _ in range(2):
+        await endless.pause(InFlight.retract)
+        wake_seconds.append(await timed(endless.resume()))
+    await endless.abort()
+    await asyncio.wait_for(task, 60)
     assert busy < 0.5
     assert sorted(wake_seconds)[1] < 0.5  # the median: other processes may take the cores meanwhile
 
@@ -220,33 +212,27 @@ def scheduler_seconds() -> float:
     return sum(sum(each.cpu_times()[:2]) for each in schedulers)
 
 
-def test_drain_waits_for_what_is_in_flight_and_holds_what_comes_after(endless: RemoteEngine) -> None:
-    async def run() -> None:
-        task = await in_flight(endless, request(group_size=4, temperature=HOT, max_tokens=LONG))
-        await endless.pause(InFlight.drain)
-        assert (await endless.stats()).groups == 0
-        completions = await asyncio.wait_for(task, 60)
-        assert not any(completion.finish_reason is FinishReason.abort for completion in completions)
+async def test_drain_waits_for_what_is_in_flight_and_holds_what_comes_after(endless: RemoteEngine) -> None:
+    task = await in_flight(endless, request(group_size=4, temperature=HOT, max_tokens=LONG))
+    await endless.pause(InFlight.drain)
+    assert (await endless.stats()).groups == 0
+    completions = await asyncio.wait_for(task, 60)
+    assert not any(completion.finish_reason is FinishReason.abort for completion in completions)
 
-        later = asyncio.create_task(endless.generate(request("later/0@0")))
-        await asyncio.sleep(0.5)
-        assert not later.done()
-        assert (await endless.stats()).groups == 0
-        await endless.resume()
-        assert len(await asyncio.wait_for(later, 60)) == 4
-
-    asyncio.run(run())
+    later = asyncio.create_task(endless.generate(request("later/0@0")))
+    await asyncio.sleep(0.5)
+    assert not later.done()
+    assert (await endless.stats()).groups == 0
+    await endless.resume()
+    assert len(await asyncio.wait_for(later, 60)) == 4
 
 
-def test_a_prompt_that_is_in_flight_is_refused_a_second_time(endless: RemoteEngine) -> None:
-    async def run() -> None:
-        task = await in_flight(endless, request(group_size=4, temperature=HOT, max_tokens=LONG))
-        with pytest.raises(EngineError, match="engine 1: prompt test/0@0"):
-            await endless.generate(request())
-        await endless.abort()
-        await task
-
-    asyncio.run(run())
+async def test_a_prompt_that_is_in_flight_is_refused_a_second_time(endless: RemoteEngine) -> None:
+    task = await in_flight(endless, request(group_size=4, temperature=HOT, max_tokens=LONG))
+    with pytest.raises(EngineError, match="engine 1: prompt test/0@0"):
+        await endless.generate(request())
+    await endless.abort()
+    await task
 
 
 def test_a_request_that_the_server_refuses_says_why(engine: RemoteEngine) -> None:

@@ -25,7 +25,7 @@ from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, Ending, FinishReason, GroupRequest, Sampling, Trajectory
 from tests.environment.characters import Characters
 from tests.simulated_environments import InProcessEnvironments
-from tests.simulation import SimEngine, now, prompts, run_virtual
+from tests.simulation import SimEngine, now, prompts, run_virtual, virtual
 from tests.tiny_models.tokenizer import build_tokenizer
 
 LIMIT = 64  # tokens of a trajectory
@@ -148,35 +148,31 @@ def test_replies_that_have_room_together_are_sampled_together() -> None:
     assert trajectory.response_tokens == LIMIT
 
 
-def test_a_request_that_was_lost_with_its_engine_keeps_its_room_until_it_is_sampled() -> None:
+@virtual
+async def test_a_request_that_was_lost_with_its_engine_keeps_its_room_until_it_is_sampled() -> None:
     engines = [Engine(lambda number: (30, 1.0)), Engine(lambda number: (30, 1.0))]
     rollouter = rollouter_of(at_once(3, max_tokens=32), engines)
 
-    async def story() -> Trajectory:
-        playing = asyncio.create_task(one(rollouter))
-        await Engine.sampling(engines)
-        (busy,) = (engine for engine in engines if engine.sent)
-        busy.die(EngineLost("engine was killed"))
-        return await playing
-
-    trajectory = run_virtual(story())
+    playing = asyncio.create_task(one(rollouter))
+    await Engine.sampling(engines)
+    (busy,) = (engine for engine in engines if engine.sent)
+    busy.die(EngineLost("engine was killed"))
+    trajectory = await playing
     assert sorted(len(engine.sent) for engine in engines) == [2, 3]
     assert trajectory.response_tokens == 30 + 30 + 4
 
 
-def test_an_abort_ends_those_that_wait_for_room_and_the_prompt_is_played_again() -> None:
+@virtual
+async def test_an_abort_ends_those_that_wait_for_room_and_the_prompt_is_played_again() -> None:
     engine = Engine(lambda number: (60, 5.0))
     rollouter = rollouter_of(at_once(4), [engine])
 
-    async def story() -> Trajectory:
-        playing = asyncio.create_task(one(rollouter))
-        await Engine.sampling([engine])
-        await rollouter.abort(["sim/0"])
-        with pytest.raises(Aborted):
-            await playing
-        return await one(rollouter)
-
-    trajectory = run_virtual(story())
+    playing = asyncio.create_task(one(rollouter))
+    await Engine.sampling([engine])
+    await rollouter.abort(["sim/0"])
+    with pytest.raises(Aborted):
+        await playing
+    trajectory = await one(rollouter)
     assert trajectory.response_tokens == LIMIT
     assert [most for _, most in engine.sent] == [LIMIT, LIMIT, 4]
 

@@ -15,7 +15,7 @@ from app.rollout.episodes.attempt import MIN_SHOWN_S
 from app.rollout.episodes.player import episode_failures
 from app.tracking.run_folder.timeline import Span, Timeline
 from app.types import Completion, FinishReason, Prompt, Sampling, VersionSpan
-from tests.simulation import now, run_virtual
+from tests.simulation import now, virtual
 
 SLOW_S = 5 * MIN_SHOWN_S
 PROMPT = Prompt("game/1@0", np.array([1, 2], np.int32), "42", "game")
@@ -62,7 +62,8 @@ class Pool:
         yield SimpleNamespace(engine=None)
 
 
-def test_a_slow_stretch_of_an_environment_is_a_span_and_neither_a_fast_one_nor_an_engines_turn_is() -> None:
+@virtual
+async def test_a_slow_stretch_of_an_environment_is_a_span_and_neither_a_fast_one_nor_an_engines_turn_is() -> None:
     spans: list[Span] = []
 
     async def send(*_: Any) -> list[Completion]:
@@ -72,17 +73,14 @@ def test_a_slow_stretch_of_an_environment_is_a_span_and_neither_a_fast_one_nor_a
     async def begin(*_: Any) -> Session:
         return Session()
 
-    async def story() -> None:
-        timeline = VirtualTimeline()
-        environments: Any = SimpleNamespace(begin=begin)
-        failures = episode_failures(0.1, 4, lambda text: None)
-        episodes = Episodes(environments, EpisodeLimits(8, 64, 0), failures, seed=0)
-        requests: Any = SimpleNamespace(timeline=timeline, send=send)
-        pool: Any = Pool()
-        await episodes.play(Play(PROMPT, 1, Sampling(1.0, 1.0, 64), lambda: 0, True), pool, requests)
-        spans.extend(timeline._spans)
-
-    run_virtual(story())
+    timeline = VirtualTimeline()
+    environments: Any = SimpleNamespace(begin=begin)
+    failures = episode_failures(0.1, 4, lambda text: None)
+    episodes = Episodes(environments, EpisodeLimits(8, 64, 0), failures, seed=0)
+    requests: Any = SimpleNamespace(timeline=timeline, send=send)
+    pool: Any = Pool()
+    await episodes.play(Play(PROMPT, 1, Sampling(1.0, 1.0, 64), lambda: 0, True), pool, requests)
+    spans.extend(timeline._spans)
     assert [(span.track, span.name) for span in spans] == [("environment", "game/1@0 member 0")] * 2
     assert [span.end - span.start for span in spans] == pytest.approx([SLOW_S, SLOW_S])
     assert spans[1].start - spans[0].end == pytest.approx(2 * SLOW_S)  # two turns of the engine

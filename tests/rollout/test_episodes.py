@@ -22,7 +22,7 @@ from app.rollout.rollouter import Rollouter
 from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, Ending, Group, GroupRequest, Sampling
 from tests.simulated_environments import OBSERVATION, Script, SimEnvironments
-from tests.simulation import SimEngine, now, prompts, run_virtual
+from tests.simulation import SimEngine, now, prompts, run_virtual, virtual
 from tests.tiny_models.tokenizer import build_tokenizer
 
 SAMPLING = Sampling(1.0, 1.0, 64)
@@ -98,30 +98,26 @@ def test_every_request_begins_with_all_tokens_of_the_sequence_and_only_sampled_o
         assert trajectory.episode.metrics["tool_calls"] == 1
 
 
-def test_the_turns_of_a_group_stay_on_one_engine_and_groups_spread_over_engines() -> None:
+@virtual
+async def test_the_turns_of_a_group_stay_on_one_engine_and_groups_spread_over_engines() -> None:
     setting = Setting(engines=2)
 
-    async def story() -> None:
-        await asyncio.gather(*(setting.group(prompt=number) for number in range(4)))
-
-    run_virtual(story())
+    await asyncio.gather(*(setting.group(prompt=number) for number in range(4)))
     served = [{request.prompt_id for request in engine.requests} for engine in setting.engines]
     assert not served[0] & served[1]
     assert [len(each) for each in served] == [2, 2]
     assert setting.rollouter.pool._seated.tolist() == [0, 0]
 
 
-def test_a_turn_whose_engine_dies_is_asked_again_elsewhere_and_the_environment_goes_on() -> None:
+@virtual
+async def test_a_turn_whose_engine_dies_is_asked_again_elsewhere_and_the_environment_goes_on() -> None:
     setting = Setting(engines=2)
 
-    async def story() -> Group:
-        playing = asyncio.create_task(setting.group())
-        await asyncio.sleep(3.5)  # in the second turn
-        (busy,) = (engine for engine in setting.engines if engine.requests)
-        busy.die(EngineLost("engine was killed"))
-        return await playing
-
-    group = run_virtual(story())
+    playing = asyncio.create_task(setting.group())
+    await asyncio.sleep(3.5)  # in the second turn
+    (busy,) = (engine for engine in setting.engines if engine.requests)
+    busy.die(EngineLost("engine was killed"))
+    group = await playing
     assert len(setting.environments.sessions) == 2  # none began again
     assert [trajectory.sampled_tokens for trajectory in group.trajectories] == [8, 8]
     assert setting.rollouter.take_lost() == 1
@@ -194,17 +190,15 @@ def test_an_abort_reaches_an_episode_inside_its_environment_and_counts_what_was_
     assert setting.rollouter.requests.in_flight == {}
 
 
-def test_a_cancelled_group_closes_its_environments() -> None:
+@virtual
+async def test_a_cancelled_group_closes_its_environments() -> None:
     setting = Setting()
 
-    async def story() -> None:
-        playing = asyncio.create_task(setting.group())
-        await asyncio.sleep(1.5)
-        playing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
-
-    run_virtual(story())
+    playing = asyncio.create_task(setting.group())
+    await asyncio.sleep(1.5)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
     assert [session.ended for session in setting.environments.sessions] == ["aborted", "aborted"]
 
 
@@ -241,14 +235,12 @@ def test_an_episode_in_which_the_policy_was_never_asked_has_no_sampled_token() -
         assert trajectory.reward == 0.5
 
 
-def test_the_members_of_a_group_have_one_seed_and_groups_have_others() -> None:
+@virtual
+async def test_the_members_of_a_group_have_one_seed_and_groups_have_others() -> None:
     setting = Setting()
 
-    async def story() -> None:
-        await setting.group(prompt=0)
-        await setting.group(prompt=1)
-
-    run_virtual(story())
+    await setting.group(prompt=0)
+    await setting.group(prompt=1)
     seeds = [session.task.seed for session in setting.environments.sessions]
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
 

@@ -272,15 +272,12 @@ class Mortal(Scripted):
         return await super().generate(request)
 
 
-def test_an_engine_that_dies_in_the_second_turn_costs_only_that_turn(own: Any, tmp_path: Path) -> None:
+async def test_an_engine_that_dies_in_the_second_turn_costs_only_that_turn(own: Any, tmp_path: Path) -> None:
     engines = [Mortal("4"), Scripted("987")]
     spec = own(DIARY, args={"folder": str(tmp_path), "turns": 3})
 
-    async def run() -> Group:
-        async with rollouter_of(spec, engines) as rollouter:
-            return await group(rollouter, prompt())
-
-    played = asyncio.run(run())
+    async with rollouter_of(spec, engines) as rollouter:
+        played = await group(rollouter, prompt())
     assert Diary(tmp_path).counts == {"made": 4, "begin": 4, "step": 12, "score": 4, "close": 4}
     assert [len(engine.asked) for engine in engines] == [4, 8]
     for trajectory in played.trajectories:

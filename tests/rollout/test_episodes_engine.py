@@ -114,7 +114,7 @@ class Env:
 """
 
 
-def test_an_episode_that_fails_while_an_engine_samples_for_it_is_played_again(
+async def test_an_episode_that_fails_while_an_engine_samples_for_it_is_played_again(
     engine: RemoteEngine, tiny_model: Path, own: Any, tmp_path: Path
 ) -> None:
     """Its request is not waited for, and does not stand in the way of the next one."""
@@ -125,10 +125,8 @@ def test_an_episode_that_fails_while_an_engine_samples_for_it_is_played_again(
             (tmp_path / "sampling").touch()
             return await task
 
-    async def run() -> Group:
-        spec = own(FAILS_ONCE, args={"folder": str(tmp_path)}, model=tiny_model)
-        async with rollouter_of(spec, [Tells(engine)], retries=1) as rollouter:
-            return await group(rollouter, tiny_prompt(1, tiny_model), size=1, temperature=HOT)
-
-    (trajectory,) = asyncio.run(run()).trajectories
+    spec = own(FAILS_ONCE, args={"folder": str(tmp_path)}, model=tiny_model)
+    async with rollouter_of(spec, [Tells(engine)], retries=1) as rollouter:
+        result = await group(rollouter, tiny_prompt(1, tiny_model), size=1, temperature=HOT)
+    (trajectory,) = result.trajectories
     assert trajectory.reward == trajectory.sampled_tokens > 0

@@ -49,60 +49,51 @@ def request(prompt_id: str) -> GroupRequest:
     return GroupRequest(prompt_id, np.zeros(1, dtype=np.int32), 1, Sampling(1.0, 1.0, 4), 0)
 
 
-def test_an_abort_of_everything_includes_what_waits_for_admission(
+async def test_an_abort_of_everything_includes_what_waits_for_admission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a prompt whose caller is gone would be admitted at `resume`, and refused to the next caller."""
 
-    async def story() -> None:
-        host = started(SilentClient(), monkeypatch, tmp_path)
-        await host.pause(InFlight.drain)
-        waiting = asyncio.create_task(host.generate(request("p/1@0")))
-        await asyncio.sleep(0)
-        await host.abort()
-        await host.resume()
-        with pytest.raises(EngineError, match="engine 0: prompt p/1@0"):
-            await waiting
+    host = started(SilentClient(), monkeypatch, tmp_path)
+    await host.pause(InFlight.drain)
+    waiting = asyncio.create_task(host.generate(request("p/1@0")))
+    await asyncio.sleep(0)
+    await host.abort()
+    await host.resume()
+    with pytest.raises(EngineError, match="engine 0: prompt p/1@0"):
+        await waiting
 
-        again = asyncio.create_task(host.generate(request("p/1@0")))
-        await asyncio.sleep(0.01)
-        assert (await host.stats()).groups == 1
-        again.cancel()
-
-    asyncio.run(asyncio.wait_for(story(), 60))
+    again = asyncio.create_task(host.generate(request("p/1@0")))
+    await asyncio.sleep(0.01)
+    assert (await host.stats()).groups == 1
+    again.cancel()
 
 
-def test_an_engine_is_lost_when_the_connection_of_a_control_call_breaks(
+async def test_an_engine_is_lost_when_the_connection_of_a_control_call_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story() -> None:
-        host = started(BrokenClient(), monkeypatch, tmp_path)
-        host._connection._server = SimpleNamespace()  # type: ignore[assignment]  # one that is still alive
-        with pytest.raises(EngineLost, match="/pause_generation failed"):
-            await host.pause(InFlight.retract)
-
-    asyncio.run(asyncio.wait_for(story(), 60))
+    host = started(BrokenClient(), monkeypatch, tmp_path)
+    host._connection._server = SimpleNamespace()  # type: ignore[assignment]  # one that is still alive
+    with pytest.raises(EngineLost, match="/pause_generation failed"):
+        await host.pause(InFlight.retract)
 
 
-def test_a_start_ends_when_another_program_took_the_port(
+async def test_a_start_ends_when_another_program_took_the_port(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang would wait for its own warm-up for ever, and the host for `start_timeout_s`."""
     monkeypatch.setattr(module, "log_to", lambda path: None)
     server = server_spec(tiny_model, tmp_path, name="engine 0")
 
-    async def story() -> None:
-        host = EngineHost(host_spec(tmp_path, name="engine 0", server=server, start_timeout_s=3600))
-        starting = asyncio.create_task(host.start())
-        while host._connection._server is None or host._connection._server._process is None:  # noqa: ASYNC110 (no event says so)
-            await asyncio.sleep(0.01)
+    host = EngineHost(host_spec(tmp_path, name="engine 0", server=server, start_timeout_s=3600))
+    starting = asyncio.create_task(host.start())
+    while host._connection._server is None or host._connection._server._process is None:  # noqa: ASYNC110 (no event says so)
+        await asyncio.sleep(0.01)
 
-        with socket.socket() as taker:
-            taker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            taker.bind(("127.0.0.1", host._connection._server.spec.port))
-            taker.listen()
-            with pytest.raises(EngineError, match=r"engine 0: .*127\.0\.0\.1:\d+; log: "):
-                await starting
-        await host.stop()
-
-    asyncio.run(asyncio.wait_for(story(), 120))
+    with socket.socket() as taker:
+        taker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taker.bind(("127.0.0.1", host._connection._server.spec.port))
+        taker.listen()
+        with pytest.raises(EngineError, match=r"engine 0: .*127\.0\.0\.1:\d+; log: "):
+            await starting
+    await host.stop()

@@ -76,28 +76,24 @@ async def sample_forever(engine: RemoteEngine) -> None:
     await asyncio.gather(repeat("good/0@0"), repeat("good/1@0"))
 
 
-def test_a_request_that_is_lost_while_others_are_sampled_loses_the_engine(engine: RemoteEngine) -> None:
-    async def run() -> EngineLost:
-        others = asyncio.create_task(sample_forever(engine))
-        with pytest.raises(EngineLost) as lost:
-            await asyncio.wait_for(engine.generate(request("lost/1@0")), 60)
-        with pytest.raises(EngineLost):
-            await others  # they were sampled until then
-        return lost.value
-
-    assert re.search(r"engine 4 .*rollout.stall_timeout_s=4 s \(lost/1@0\)", str(asyncio.run(run())))
+async def test_a_request_that_is_lost_while_others_are_sampled_loses_the_engine(engine: RemoteEngine) -> None:
+    others = asyncio.create_task(sample_forever(engine))
+    with pytest.raises(EngineLost) as lost:
+        await asyncio.wait_for(engine.generate(request("lost/1@0")), 60)
+    with pytest.raises(EngineLost):
+        await others  # they were sampled until then
+    result = lost.value
+    assert re.search(r"engine 4 .*rollout.stall_timeout_s=4 s \(lost/1@0\)", str(result))
 
 
-def test_requests_of_a_paused_engine_are_not_lost(engine: RemoteEngine) -> None:
-    async def run() -> list[FinishReason]:
-        task = await in_flight(engine, request(group_size=8, temperature=HOT, max_tokens=1900))
-        await engine.pause(InFlight.retract)
-        await asyncio.sleep(2 * STALL_S)
-        assert not task.done()
-        await engine.resume()
-        return [completion.finish_reason for completion in await asyncio.wait_for(task, 120)]
-
-    assert asyncio.run(run()) == [FinishReason.length] * 8
+async def test_requests_of_a_paused_engine_are_not_lost(engine: RemoteEngine) -> None:
+    task = await in_flight(engine, request(group_size=8, temperature=HOT, max_tokens=700))
+    await engine.pause(InFlight.retract)
+    await asyncio.sleep(2 * STALL_S)
+    assert not task.done()
+    await engine.resume()
+    result = [completion.finish_reason for completion in await asyncio.wait_for(task, 120)]
+    assert result == [FinishReason.length] * 8
 
 
 def test_the_tokens_of_running_requests_count_as_sampled(engine: RemoteEngine) -> None:
@@ -127,13 +123,10 @@ def test_the_tokens_of_running_requests_count_as_sampled(engine: RemoteEngine) -
     assert counts == sorted(counts)
 
 
-def test_an_abort_that_nobody_asked_for_is_an_error_of_that_prompt(engine: RemoteEngine) -> None:
-    async def run() -> EngineError:
-        with pytest.raises(EngineError) as aborted:
-            await asyncio.wait_for(engine.generate(request("aborted/1@0")), 60)
-        assert len(await engine.generate(request("good/2@0"))) == 4  # the engine still serves
-        return aborted.value
-
-    error = asyncio.run(run())
+async def test_an_abort_that_nobody_asked_for_is_an_error_of_that_prompt(engine: RemoteEngine) -> None:
+    with pytest.raises(EngineError) as aborted:
+        await asyncio.wait_for(engine.generate(request("aborted/1@0")), 60)
+    assert len(await engine.generate(request("good/2@0"))) == 4  # the engine still serves
+    error = aborted.value
     assert type(error) is EngineError
     assert re.search("engine 4 .* 4 of 4 .*aborted/1@0 .*: out of KV cache", str(error))

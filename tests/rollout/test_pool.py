@@ -39,39 +39,33 @@ async def sent(pool: EnginePool, name: str, group_size: int) -> asyncio.Task[lis
     return task
 
 
-def test_work_goes_to_the_engine_with_the_fewest_completions_outstanding() -> None:
-    async def run() -> None:
-        one, two = ManualEngine(), ManualEngine()
-        pool = EnginePool([one, two])
-        first = await sent(pool, "a", 8)
-        for name in ("b", "c"):
-            await sent(pool, name, 3)
-        await sent(pool, "d", 3)  # two has 6 outstanding, one 8
-        assert (list(one.groups), list(two.groups)) == (["a"], ["b", "c", "d"])
-        one.groups["a"].set_result([])
-        assert await first == []
-        await sent(pool, "e", 1)
-        assert list(one.groups) == ["a", "e"]
-
-    asyncio.run(run())
+async def test_work_goes_to_the_engine_with_the_fewest_completions_outstanding() -> None:
+    one, two = ManualEngine(), ManualEngine()
+    pool = EnginePool([one, two])
+    first = await sent(pool, "a", 8)
+    for name in ("b", "c"):
+        await sent(pool, name, 3)
+    await sent(pool, "d", 3)  # two has 6 outstanding, one 8
+    assert (list(one.groups), list(two.groups)) == (["a"], ["b", "c", "d"])
+    one.groups["a"].set_result([])
+    assert await first == []
+    await sent(pool, "e", 1)
+    assert list(one.groups) == ["a", "e"]
 
 
-def test_an_engine_that_failed_a_group_has_no_work_left_from_it() -> None:
-    async def run() -> None:
-        one, two = ManualEngine(), ManualEngine()
-        pool = EnginePool([one, two])
-        failing = await sent(pool, "a", 8)
-        one.groups["a"].set_exception(EngineError("engine 0 died"))
-        with pytest.raises(EngineError, match="engine 0 died"):
-            await failing
-        cancelled = await sent(pool, "b", 8)
-        cancelled.cancel()
-        await asyncio.wait([cancelled])
-        await sent(pool, "c", 1)
-        await sent(pool, "d", 1)
-        assert (list(one.groups), list(two.groups)) == (["a", "b", "c"], ["d"])
-
-    asyncio.run(run())
+async def test_an_engine_that_failed_a_group_has_no_work_left_from_it() -> None:
+    one, two = ManualEngine(), ManualEngine()
+    pool = EnginePool([one, two])
+    failing = await sent(pool, "a", 8)
+    one.groups["a"].set_exception(EngineError("engine 0 died"))
+    with pytest.raises(EngineError, match="engine 0 died"):
+        await failing
+    cancelled = await sent(pool, "b", 8)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    await sent(pool, "c", 1)
+    await sent(pool, "d", 1)
+    assert (list(one.groups), list(two.groups)) == (["a", "b", "c"], ["d"])
 
 
 def test_a_call_of_each_engine_reaches_every_engine() -> None:
@@ -80,54 +74,48 @@ def test_a_call_of_each_engine_reaches_every_engine() -> None:
     assert one.pauses == two.pauses == [InFlight.drain]
 
 
-def test_a_lost_engine_gets_no_group_until_it_is_replaced() -> None:
-    async def run() -> None:
-        one, two, replacement = ManualEngine(), ManualEngine(), ManualEngine()
-        pool = EnginePool([one, two])
-        failing = await sent(pool, "a", 1)
-        one.groups["a"].set_exception(EngineLost("engine 0 was killed"))
-        with pytest.raises(EngineLost, match="engine 0 was killed"):
-            await failing
-        assert pool.engine_lost.is_set()
-        assert pool.alive == [two]
-        for name in ("b", "c"):
-            await sent(pool, name, 4)
-        assert (list(one.groups), list(two.groups)) == (["a"], ["b", "c"])
-        pool.mark_lost(two, EngineLost("engine 1 was killed"))
-        waiting = await sent(pool, "d", 1)
-        assert await pool.each(RolloutEngine.pause, InFlight.drain) == {}
-        assert not waiting.done()
-        pool.replace(0, replacement)
-        pool.mark_ready(0)
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert list(replacement.groups) == ["d"]
-
-    asyncio.run(run())
+async def test_a_lost_engine_gets_no_group_until_it_is_replaced() -> None:
+    one, two, replacement = ManualEngine(), ManualEngine(), ManualEngine()
+    pool = EnginePool([one, two])
+    failing = await sent(pool, "a", 1)
+    one.groups["a"].set_exception(EngineLost("engine 0 was killed"))
+    with pytest.raises(EngineLost, match="engine 0 was killed"):
+        await failing
+    assert pool.engine_lost.is_set()
+    assert pool.alive == [two]
+    for name in ("b", "c"):
+        await sent(pool, name, 4)
+    assert (list(one.groups), list(two.groups)) == (["a"], ["b", "c"])
+    pool.mark_lost(two, EngineLost("engine 1 was killed"))
+    waiting = await sent(pool, "d", 1)
+    assert await pool.each(RolloutEngine.pause, InFlight.drain) == {}
+    assert not waiting.done()
+    pool.replace(0, replacement)
+    pool.mark_ready(0)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert list(replacement.groups) == ["d"]
 
 
-def test_the_choice_is_that_of_a_plain_loop_over_all_engines() -> None:
-    async def run() -> None:
-        chance = random.Random(0)
-        engines = [ManualEngine() for _ in range(20)]
-        pool = EnginePool(engines)
-        load = dict.fromkeys(range(20), 0)
-        choices = set()
-        for number in range(300):
-            ready = [index for index in load if index not in pool.lost]
-            wanted = min(ready, key=lambda index: (load[index], index))
-            with pool.seat(chance.randint(1, 4)) as seat:
-                async with seat.engine() as (name, _):
-                    assert name == f"engine {wanted}"
+async def test_the_choice_is_that_of_a_plain_loop_over_all_engines() -> None:
+    chance = random.Random(0)
+    engines = [ManualEngine() for _ in range(20)]
+    pool = EnginePool(engines)
+    load = dict.fromkeys(range(20), 0)
+    choices = set()
+    for number in range(300):
+        ready = [index for index in load if index not in pool.lost]
+        wanted = min(ready, key=lambda index: (load[index], index))
+        with pool.seat(chance.randint(1, 4)) as seat:
+            async with seat.engine() as (name, _):
+                assert name == f"engine {wanted}"
 
-            completions = chance.randint(1, 9)
-            await sent(pool, str(number), completions)
-            assert str(number) in engines[wanted].groups
-            load[wanted] += completions
-            choices.add(wanted)
-            if number % 20 == 5 and len(ready) > 3:
-                pool.mark_lost(pool.engines[chance.choice(ready)], EngineLost("killed"))
-        assert len(choices) == 20
-        assert len(pool.lost) == 15
-
-    asyncio.run(run())
+        completions = chance.randint(1, 9)
+        await sent(pool, str(number), completions)
+        assert str(number) in engines[wanted].groups
+        load[wanted] += completions
+        choices.add(wanted)
+        if number % 20 == 5 and len(ready) > 3:
+            pool.mark_lost(pool.engines[chance.choice(ready)], EngineLost("killed"))
+    assert len(choices) == 20
+    assert len(pool.lost) == 15

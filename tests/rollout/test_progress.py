@@ -76,7 +76,7 @@ def test_sampled_tokens_never_decrease_while_a_prompt_is_in_flight() -> None:
     assert clock.tokens(["a#0", "a#1"]) == 0
 
 
-def test_each_sign_of_progress_of_a_server_without_reports_is_counted() -> None:
+async def test_each_sign_of_progress_of_a_server_without_reports_is_counted() -> None:
     class Client:
         name = "engine 0"
         asked = 0
@@ -88,10 +88,8 @@ def test_each_sign_of_progress_of_a_server_without_reports_is_counted() -> None:
             self.asked += 1
             return self.asked <= 3
 
-    async def story() -> int:
-        clock = ProgressClock()
-        monitor = ProgressMonitor(Client(), clock, lambda: {"a": ["a#0"]}, limit_s=0.04)  # type: ignore[arg-type]
-        await asyncio.wait_for(monitor.failure(), 60)
-        return clock.beats
-
-    assert asyncio.run(story()) == 3
+    clock = ProgressClock()
+    monitor = ProgressMonitor(Client(), clock, lambda: {"a": ["a#0"]}, limit_s=0.04)  # type: ignore[arg-type]
+    await asyncio.wait_for(monitor.failure(), 60)
+    result = clock.beats
+    assert result == 3

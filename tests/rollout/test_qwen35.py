@@ -62,16 +62,14 @@ def test_requests_that_come_and_go_have_the_logprobs_of_transformers(engine: Rem
     assert largest_difference(model, requests, groups) < ROUNDING
 
 
-def test_a_group_that_was_retracted_has_the_logprobs_of_transformers(engine: RemoteEngine, model: Path) -> None:
+async def test_a_group_that_was_retracted_has_the_logprobs_of_transformers(engine: RemoteEngine, model: Path) -> None:
     given = request(group_size=16, temperature=HOT, max_tokens=240)
 
-    async def run() -> list[Any]:
-        task = await in_flight(engine, given)
-        await engine.pause(InFlight.retract)
-        await engine.resume()
-        return await asyncio.wait_for(task, 120)
-
-    assert largest_difference(model, [given], [asyncio.run(run())]) < ROUNDING
+    task = await in_flight(engine, given)
+    await engine.pause(InFlight.retract)
+    await engine.resume()
+    result = await asyncio.wait_for(task, 120)
+    assert largest_difference(model, [given], [result]) < ROUNDING
 
 
 def test_all_turns_of_episodes_have_the_logprobs_of_transformers(engine: RemoteEngine, model: Path, own: Any) -> None:
@@ -88,22 +86,18 @@ def test_all_turns_of_episodes_have_the_logprobs_of_transformers(engine: RemoteE
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_push_equals_the_export_and_logprobs_are_those_of_the_pushed_weights(
+async def test_a_push_equals_the_export_and_logprobs_are_those_of_the_pushed_weights(
     transport: str, engine_and_trainer: tuple[Any, Any], model: Path, tmp_path: Path
 ) -> None:
     engine, trainer = engine_and_trainer
     given = request(f"after/{transport}", group_size=4, temperature=1.0, max_tokens=12)
 
-    async def scenario() -> list[Any]:
-        push = await make_synchronizer(transport, trainer, [engine], tmp_path, verify=Verify.always)
-        for version, seed in ((3, 1), (4, 2)):
-            await set_weights(trainer, seed)
-            await push.sync(version)
-        completions = await engine.generate(given)
-        await push.close()
-        return completions
-
-    completions = asyncio.run(scenario())
+    push = await make_synchronizer(transport, trainer, [engine], tmp_path, verify=Verify.always)
+    for version, seed in ((3, 1), (4, 2)):
+        await set_weights(trainer, seed)
+        await push.sync(version)
+    completions = await engine.generate(given)
+    await push.close()
     assert {span.version for completion in completions for span in completion.spans} == {4}
     assert largest_difference(model, [given], [completions], seed=2) < ROUNDING
     assert largest_difference(model, [given], [completions], seed=1) > 0.1

@@ -16,7 +16,7 @@ from app.rollout.requests import Aborted
 from app.rollout.rollouter import Rollouter
 from app.tracking.run_folder.timeline import Timeline
 from app.types import Completion, Group, GroupRequest, Sampling
-from tests.simulation import SimEngine, now, prompts, run_virtual
+from tests.simulation import SimEngine, now, prompts, run_virtual, virtual
 from tests.tiny_models.tokenizer import build_tokenizer
 
 SAMPLING = Sampling(1.0, 1.0, 16)
@@ -53,14 +53,13 @@ def out_of_memory(request: GroupRequest) -> EngineError:
     return EngineError(f"engine 0 aborted prompt {request.prompt_id}: out of memory on purpose")
 
 
-def test_a_prompt_that_an_engine_aborts_is_sent_again_after_a_pause() -> None:
+@virtual
+async def test_a_prompt_that_an_engine_aborts_is_sent_again_after_a_pause() -> None:
     made, engine = rollouter(lambda request, attempt: out_of_memory(request) if attempt < 3 else None)
 
-    async def story() -> float:
-        assert len(await sample(made)) == 1
-        return now()
-
-    assert run_virtual(story()) == pytest.approx(3 + 0.25 + 0.5)
+    assert len(await sample(made)) == 1
+    result = now()
+    assert result == pytest.approx(3 + 0.25 + 0.5)
     assert engine.calls["sim/0"] == 3
 
 
@@ -75,50 +74,46 @@ def test_a_prompt_that_an_engine_always_aborts_ends_with_its_name_and_the_engine
     assert engine.calls["sim/0"] == 3
 
 
-def test_pauses_between_attempts_stay_below_a_minute() -> None:
+@virtual
+async def test_pauses_between_attempts_stay_below_a_minute() -> None:
     made, _ = rollouter(lambda request, attempt: out_of_memory(request), max_prompt_retries=40)
 
-    async def story() -> float:
-        with pytest.raises(EngineError, match="41 times"):
-            await sample(made)
-        return now()
-
-    assert run_virtual(story()) == pytest.approx(41 + 0.25 * (2**7 - 1) + 33 * 32)
+    with pytest.raises(EngineError, match="41 times"):
+        await sample(made)
+    result = now()
+    assert result == pytest.approx(41 + 0.25 * (2**7 - 1) + 33 * 32)
 
 
-def test_an_abort_on_request_is_not_an_error_of_the_engine_and_counts_what_was_sampled() -> None:
+@virtual
+async def test_an_abort_on_request_is_not_an_error_of_the_engine_and_counts_what_was_sampled() -> None:
     made, engine = rollouter()
     engine.seconds = lambda prompt_id: 10.0
     engine.tokens = 100
 
-    async def story() -> Aborted:
-        group = asyncio.create_task(made.group(prompts(1)[0], size=2, sampling=SAMPLING, version=lambda: 0))
-        await asyncio.sleep(4)
-        await engine.abort(["sim/0"])
-        with pytest.raises(Aborted, match=r"sim/0 .* 80 tokens") as aborted:
-            await group
-        return aborted.value
-
-    assert run_virtual(story()).tokens == 2 * 40
+    group = asyncio.create_task(made.group(prompts(1)[0], size=2, sampling=SAMPLING, version=lambda: 0))
+    await asyncio.sleep(4)
+    await engine.abort(["sim/0"])
+    with pytest.raises(Aborted, match=r"sim/0 .* 80 tokens") as aborted:
+        await group
+    result = aborted.value
+    assert result.tokens == 2 * 40
     assert engine.calls["sim/0"] == 1
 
 
-def test_what_is_in_flight_says_where_it_is() -> None:
+@virtual
+async def test_what_is_in_flight_says_where_it_is() -> None:
     made, engine = rollouter(lambda request, attempt: out_of_memory(request) if attempt == 1 else None)
 
-    async def story() -> list[str]:
-        made.pool.mark_lost(engine, EngineLost("engine 0 was killed"))
-        seen = []
-        task = asyncio.create_task(sample(made, 7))
-        for seconds in (1.0, 0.5, 0.6, 0.2):
-            await asyncio.sleep(seconds)
-            seen.append(made.situation())
-            if made.pool.lost:
-                made.pool.mark_ready(0)
-        await task
-        return [*seen, made.situation()]
-
-    waiting, sampling, again, sampling_again, done = run_virtual(story())
+    made.pool.mark_lost(engine, EngineLost("engine 0 was killed"))
+    seen = []
+    task = asyncio.create_task(sample(made, 7))
+    for seconds in (1.0, 0.5, 0.6, 0.2):
+        await asyncio.sleep(seconds)
+        seen.append(made.situation())
+        if made.pool.lost:
+            made.pool.mark_ready(0)
+    await task
+    waiting, sampling, again, sampling_again, done = [*seen, made.situation()]
     for named in ("7 groups in flight (sim/0 waiting", "sim/4 waiting", "0 of 1 engines ready", "engine 0 was killed"):
         assert named in waiting
     assert "sim/5" not in waiting
@@ -128,16 +123,14 @@ def test_what_is_in_flight_says_where_it_is() -> None:
     assert done == "0 groups in flight, 1 of 1 engines ready"
 
 
-def test_groups_that_fail_together_leave_no_error_that_nobody_read() -> None:
+@virtual
+async def test_groups_that_fail_together_leave_no_error_that_nobody_read() -> None:
     made, _ = rollouter(lambda request, attempt: out_of_memory(request), max_prompt_retries=0)
     unread: list[dict[str, Any]] = []
 
-    async def story() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unread.append(context))
-        with pytest.raises(EngineError, match="out of memory on purpose"):
-            await sample(made, 4)
-        gc.collect()
-
-    run_virtual(story())
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unread.append(context))
+    with pytest.raises(EngineError, match="out of memory on purpose"):
+        await sample(made, 4)
+    gc.collect()
     assert unread == []
     assert made.requests.in_flight == {}

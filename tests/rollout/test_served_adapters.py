@@ -64,82 +64,67 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def test_every_load_has_a_name_of_its_own_and_later_requests_use_it() -> None:
-    async def run() -> None:
-        server = Double()
-        with pytest.raises(EngineError, match="engine 0 has no adapter"), server.adapters.for_request():
-            pass
-        for version, name in ((7, "policy-v7-h-0"), (8, "policy-v8-h-1"), (7, "policy-v7-h-2")):
-            assert await server.adapters.load(version, BODY) == 1
-            assert server.loaded == [name]
-            with server.adapters.for_request() as adapter:
-                assert (adapter.name, adapter.version) == (name, version)
-
-    asyncio.run(run())
-
-
-def test_an_adapter_in_use_is_unloaded_when_its_last_request_ends() -> None:
-    async def run() -> None:
-        server = Double()
-        await server.adapters.load(1, BODY)
-        ends = [await server.request(), await server.request()]
-        assert await server.adapters.load(2, BODY) == 2
-        ends[0].set()
-        await settled()
-        assert server.loaded == ["policy-v1-h-0", "policy-v2-h-1"]
-        ends[1].set()
-        await settled()
-        assert server.loaded == ["policy-v2-h-1"]
-
-    asyncio.run(run())
-
-
-def test_nothing_is_unloaded_while_the_server_is_paused() -> None:
-    async def run() -> None:
-        server = Double()
-        await server.adapters.load(1, BODY)
-        ended = await server.request()
-        server.adapters.pause()
-        assert await server.adapters.load(2, BODY) == 2
-        ended.set()
-        await settled()
-        assert server.calls == ["+policy-v1-h-0", "+policy-v2-h-1"]
-        server.adapters.resume()
-        await settled()
-        assert server.calls[2:] == ["-policy-v1-h-0"]
-
-    asyncio.run(run())
-
-
-def test_a_failed_load_leaves_the_adapter_before_it_in_force() -> None:
-    async def run() -> None:
-        server = Double()
-        await server.adapters.load(1, BODY)
-        server.failures["+"] = [EngineError("refused")]
-        with pytest.raises(EngineError, match="refused"):
-            await server.adapters.load(2, BODY)
+async def test_every_load_has_a_name_of_its_own_and_later_requests_use_it() -> None:
+    server = Double()
+    with pytest.raises(EngineError, match="engine 0 has no adapter"), server.adapters.for_request():
+        pass
+    for version, name in ((7, "policy-v7-h-0"), (8, "policy-v8-h-1"), (7, "policy-v7-h-2")):
+        assert await server.adapters.load(version, BODY) == 1
+        assert server.loaded == [name]
         with server.adapters.for_request() as adapter:
-            assert adapter.version == 1
-        assert await server.adapters.load(3, BODY) == 1
-        assert server.calls[2:] == ["+policy-v3-h-2", "-policy-v1-h-0"]
-
-    asyncio.run(run())
+            assert (adapter.name, adapter.version) == (name, version)
 
 
-def test_an_adapter_whose_load_was_not_answered_is_unloaded_later() -> None:
+async def test_an_adapter_in_use_is_unloaded_when_its_last_request_ends() -> None:
+    server = Double()
+    await server.adapters.load(1, BODY)
+    ends = [await server.request(), await server.request()]
+    assert await server.adapters.load(2, BODY) == 2
+    ends[0].set()
+    await settled()
+    assert server.loaded == ["policy-v1-h-0", "policy-v2-h-1"]
+    ends[1].set()
+    await settled()
+    assert server.loaded == ["policy-v2-h-1"]
+
+
+async def test_nothing_is_unloaded_while_the_server_is_paused() -> None:
+    server = Double()
+    await server.adapters.load(1, BODY)
+    ended = await server.request()
+    server.adapters.pause()
+    assert await server.adapters.load(2, BODY) == 2
+    ended.set()
+    await settled()
+    assert server.calls == ["+policy-v1-h-0", "+policy-v2-h-1"]
+    server.adapters.resume()
+    await settled()
+    assert server.calls[2:] == ["-policy-v1-h-0"]
+
+
+async def test_a_failed_load_leaves_the_adapter_before_it_in_force() -> None:
+    server = Double()
+    await server.adapters.load(1, BODY)
+    server.failures["+"] = [EngineError("refused")]
+    with pytest.raises(EngineError, match="refused"):
+        await server.adapters.load(2, BODY)
+    with server.adapters.for_request() as adapter:
+        assert adapter.version == 1
+    assert await server.adapters.load(3, BODY) == 1
+    assert server.calls[2:] == ["+policy-v3-h-2", "-policy-v1-h-0"]
+
+
+async def test_an_adapter_whose_load_was_not_answered_is_unloaded_later() -> None:
     """The server may have it all the same."""
 
-    async def run() -> None:
-        server = Double()
-        await server.adapters.load(1, BODY)
-        server.failures["+"] = [NoAnswer("no answer")]
-        with pytest.raises(NoAnswer):
-            await server.adapters.load(2, BODY)
-        server.loaded.append("policy-v2-h-1")
-        assert await server.adapters.load(3, BODY) == 1
-        assert server.loaded == ["policy-v3-h-2"]
-
-    asyncio.run(run())
+    server = Double()
+    await server.adapters.load(1, BODY)
+    server.failures["+"] = [NoAnswer("no answer")]
+    with pytest.raises(NoAnswer):
+        await server.adapters.load(2, BODY)
+    server.loaded.append("policy-v2-h-1")
+    assert await server.adapters.load(3, BODY) == 1
+    assert server.loaded == ["policy-v3-h-2"]
 
 
 def test_an_unload_that_failed_is_logged_and_tried_again_with_the_next_load(caplog: pytest.LogCaptureFixture) -> None:
@@ -160,17 +145,14 @@ def test_an_unload_that_failed_is_logged_and_tried_again_with_the_next_load(capl
     assert warning.startswith("engine 0: policy-v1-h-0 ")
 
 
-def test_an_adapter_that_the_server_does_not_have_any_more_is_forgotten() -> None:
-    async def run() -> None:
-        server = Double()
-        await server.adapters.load(1, BODY)
-        server.failures["-"] = [NoAnswer("no answer")]
-        await server.adapters.load(2, BODY)
-        server.loaded.remove("policy-v1-h-0")
-        assert await server.adapters.load(3, BODY) == 1
-        assert server.calls.count("-policy-v1-h-0") == 1
-
-    asyncio.run(run())
+async def test_an_adapter_that_the_server_does_not_have_any_more_is_forgotten() -> None:
+    server = Double()
+    await server.adapters.load(1, BODY)
+    server.failures["-"] = [NoAnswer("no answer")]
+    await server.adapters.load(2, BODY)
+    server.loaded.remove("policy-v1-h-0")
+    assert await server.adapters.load(3, BODY) == 1
+    assert server.calls.count("-policy-v1-h-0") == 1
 
 
 def test_a_load_does_not_fail_because_an_unload_is_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -205,18 +187,15 @@ def test_the_oldest_requests_are_aborted_when_the_server_holds_no_more(caplog: p
     assert re.search("engine 0: .* 1 requests of policy 1", warning)
 
 
-def test_requests_that_do_not_end_when_aborted_fail_the_load() -> None:
-    async def run() -> None:
-        server = Double(limit=2)
-        await server.adapters.load(1, BODY)
-        await server.request()
-        await server.adapters.load(2, BODY)
-        server.ending.clear()
-        with pytest.raises(EngineError, match=r"engine 0: .*policy 1 .*within"):
-            await server.adapters.load(3, BODY)
-        assert server.loaded == ["policy-v1-h-0", "policy-v2-h-1"]
-
-    asyncio.run(run())
+async def test_requests_that_do_not_end_when_aborted_fail_the_load() -> None:
+    server = Double(limit=2)
+    await server.adapters.load(1, BODY)
+    await server.request()
+    await server.adapters.load(2, BODY)
+    server.ending.clear()
+    with pytest.raises(EngineError, match=r"engine 0: .*policy 1 .*within"):
+        await server.adapters.load(3, BODY)
+    assert server.loaded == ["policy-v1-h-0", "policy-v2-h-1"]
 
 
 @pytest.mark.parametrize(

@@ -37,22 +37,19 @@ def test_no_representation_shows_the_key(tmp_path: Path) -> None:
     assert KEY not in repr(host_spec(tmp_path, name="engine 0", server=server, key=KEY))
 
 
-def test_the_phase_of_a_start_is_read_from_what_this_server_logged(tmp_path: Path) -> None:
+async def test_the_phase_of_a_start_is_read_from_what_this_server_logged(tmp_path: Path) -> None:
     spec = replace(server_spec(tmp_path, tmp_path, name="engine 0"), log=tmp_path / "engine.log")
     spec.log.write_text("max_total_num_tokens=65536\n")  # of the server before it
     server = Server(spec)
 
-    async def phases() -> list[EngineStart]:
-        await server.start()
-        found = [server.start_phase()]
-        for line in ("Load weight begin. avail", "Load weight end. elapsed", "Memory pool end\nmax_total_num_tokens=6"):
-            with spec.log.open("a") as log:
-                log.write(f"[2026-11-22 05:32:26] {line}\n")
-            found.append(server.start_phase())
-        await server.stop()
-        return found
-
-    assert asyncio.run(phases()) == list(EngineStart)
+    await server.start()
+    found = [server.start_phase()]
+    for line in ("Load weight begin. avail", "Load weight end. elapsed", "Memory pool end\nmax_total_num_tokens=6"):
+        with spec.log.open("a") as log:
+            log.write(f"[2026-11-22 05:32:26] {line}\n")
+        found.append(server.start_phase())
+    await server.stop()
+    assert found == list(EngineStart)
 
 
 @pytest.mark.parametrize(
@@ -98,23 +95,20 @@ def test_a_port_that_is_in_use_is_refused_with_one_sentence(tmp_path: Path) -> N
             asyncio.run(Server(spec).start())
 
 
-def test_the_port_of_a_server_is_reserved_from_its_start_to_its_stop(tmp_path: Path) -> None:
+async def test_the_port_of_a_server_is_reserved_from_its_start_to_its_stop(tmp_path: Path) -> None:
     """SGLang imports for seconds before it binds the port."""
     server = Server(replace(server_spec(tmp_path, tmp_path, name="engine 0"), fork=None))
 
-    async def started() -> None:
-        await server.start()
-        address = (server.spec.host, server.spec.port)
-        with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
-            other.bind(address)
-        await server.stop()
-        with socket.socket() as other:
-            other.bind(address)
-
-    asyncio.run(started())
+    await server.start()
+    address = (server.spec.host, server.spec.port)
+    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+        other.bind(address)
+    await server.stop()
+    with socket.socket() as other:
+        other.bind(address)
 
 
-def test_a_server_can_take_a_title_whatever_variables_it_changes(
+async def test_a_server_can_take_a_title_whatever_variables_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Process lists show "sglang::scheduler" as the title, and our tests find the scheduler by it."""
@@ -128,11 +122,8 @@ def test_a_server_can_take_a_title_whatever_variables_it_changes(
     monkeypatch.setattr(ServerSpec, "command", lambda spec: [sys.executable, "-c", code])
     server = Server(replace(server_spec(tmp_path, tmp_path, name="engine 0"), fork=None))
 
-    async def run() -> None:
-        await server.start()
-        await asyncio.wait_for(server.died(), 30)
-
-    asyncio.run(run())
+    await server.start()
+    await asyncio.wait_for(server.died(), 30)
     assert server.tail().strip() == "| engine::title"
 
 

@@ -1,6 +1,5 @@
 """The driver's proxy over real ranks in Ray: checkpoints, and calls that fail on one rank."""
 
-import asyncio
 import gc
 import os
 import signal
@@ -73,43 +72,42 @@ async def step(trainer: RemoteTrainer, version: int, groups: list[ScoredGroup]) 
 
 
 @pytest.mark.slow
-def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(trainer: RemoteTrainer, tmp_path: Path) -> None:
+async def test_two_ranks_save_restore_and_end_a_call_that_one_of_them_failed(
+    trainer: RemoteTrainer, tmp_path: Path
+) -> None:
     groups = scored_groups(4, shortest=2)
 
-    async def scenario() -> None:
-        parameters = await trainer.setup()
-        assert await trainer.checkpoint_bytes() == 12 * parameters
-        await trainer.attach("garbage", Garbage)
-        assert await trainer.call("garbage", Garbage.make) == [False, False]  # automatic GC is off
-        assert await trainer.call("garbage", Garbage.exists) == [True, True]
-        await step(trainer, 1, groups)
-        assert await trainer.call("garbage", Garbage.exists) == [False, False]
-        checkpoints = CheckpointManager(tmp_path, keep=2)
-        saved = await checkpoints.save(trainer, RunState(1, 1))
-        first = await step(trainer, 2, groups[:3])  # while the checkpoint is written
-        await checkpoints.wait()
-        assert checkpoints.metrics["checkpoint/bytes"] > 12 * parameters
-        assert await trainer.version() == 2
-        await trainer.restore(saved, version=1)
-        assert await trainer.version() == 1
-        again = await step(trainer, 2, groups[:3])
-        for name in ("loss/policy", "grad_norm", "entropy", "lr"):
-            assert again.metrics[name] == first.metrics[name], name
+    parameters = await trainer.setup()
+    assert await trainer.checkpoint_bytes() == 12 * parameters
+    await trainer.attach("garbage", Garbage)
+    assert await trainer.call("garbage", Garbage.make) == [False, False]  # automatic GC is off
+    assert await trainer.call("garbage", Garbage.exists) == [True, True]
+    await step(trainer, 1, groups)
+    assert await trainer.call("garbage", Garbage.exists) == [False, False]
+    checkpoints = CheckpointManager(tmp_path, keep=2)
+    saved = await checkpoints.save(trainer, RunState(1, 1))
+    first = await step(trainer, 2, groups[:3])  # while the checkpoint is written
+    await checkpoints.wait()
+    assert checkpoints.metrics["checkpoint/bytes"] > 12 * parameters
+    assert await trainer.version() == 2
+    await trainer.restore(saved, version=1)
+    assert await trainer.version() == 1
+    again = await step(trainer, 2, groups[:3])
+    for name in ("loss/policy", "grad_norm", "entropy", "lr"):
+        assert again.metrics[name] == first.metrics[name], name
 
-        await trainer.begin_step(version=3)
-        for call in (trainer.capture(), trainer.restore(saved, version=1)):
-            with pytest.raises(TrainerError, match="step is open"):
-                await call
-        assert not trainer.broken  # both ranks raised, and both still work
-        started = time.monotonic()
-        with pytest.raises(TrainerError, match=r"rank \d .*(add_groups|finish_step): IndexError"):
-            await fail(trainer, groups)
-        assert time.monotonic() - started < TOO_LONG_S
-        assert trainer.broken  # the other rank is stuck in a collective
-        with pytest.raises(TrainerError, match=r"abort_step: .*rank \d"):
-            await trainer.abort_step()
-
-    asyncio.run(scenario())
+    await trainer.begin_step(version=3)
+    for call in (trainer.capture(), trainer.restore(saved, version=1)):
+        with pytest.raises(TrainerError, match="step is open"):
+            await call
+    assert not trainer.broken  # both ranks raised, and both still work
+    started = time.monotonic()
+    with pytest.raises(TrainerError, match=r"rank \d .*(add_groups|finish_step): IndexError"):
+        await fail(trainer, groups)
+    assert time.monotonic() - started < TOO_LONG_S
+    assert trainer.broken  # the other rank is stuck in a collective
+    with pytest.raises(TrainerError, match=r"abort_step: .*rank \d"):
+        await trainer.abort_step()
 
 
 async def fail(trainer: RemoteTrainer, groups: list[ScoredGroup]) -> None:
@@ -118,15 +116,12 @@ async def fail(trainer: RemoteTrainer, groups: list[ScoredGroup]) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_is_the_one_that_is_named(trainer: RemoteTrainer) -> None:
+async def test_a_rank_that_dies_is_the_one_that_is_named(trainer: RemoteTrainer) -> None:
     """Its death breaks the collective of the other rank, whose error may come first."""
 
-    async def scenario() -> None:
-        await trainer.setup()
-        await trainer.begin_step(version=1)
-        os.kill(await trainer.ranks[1].pid.remote(), signal.SIGKILL)
-        with pytest.raises(TrainerError, match=r"rank 1 .*add_groups"):
-            await trainer.add_groups(scored_groups(100, shortest=2))
-        assert trainer.broken
-
-    asyncio.run(scenario())
+    await trainer.setup()
+    await trainer.begin_step(version=1)
+    os.kill(await trainer.ranks[1].pid.remote(), signal.SIGKILL)
+    with pytest.raises(TrainerError, match=r"rank 1 .*add_groups"):
+        await trainer.add_groups(scored_groups(100, shortest=2))
+    assert trainer.broken

@@ -79,14 +79,12 @@ def test_groups_that_ray_cannot_store_are_one_sentence(
         asyncio.run(trainer_of([], tmp_path, timeout_s=3).add_groups(scored_groups(2, shortest=2)))
 
 
-def test_a_rank_listens_for_the_others_at_the_address_of_its_node_only(actors: list[Any], tmp_path: Path) -> None:
+async def test_a_rank_listens_for_the_others_at_the_address_of_its_node_only(actors: list[Any], tmp_path: Path) -> None:
     trainer = make_trainer(save_qwen3(tmp_path / "policy"), tmp_path)
     actors += trainer.ranks
 
-    async def run() -> tuple[str, int, int]:
-        await trainer.setup()
-        return *await trainer.source(), await trainer.ranks[0].pid.remote()
-
-    address, port, pid = asyncio.run(run())
+    await trainer.setup()
+    address, port = await trainer.source()
+    pid = await trainer.ranks[0].pid.remote()
     listening = [each for each in psutil.Process(pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN]
     assert [each.laddr.ip for each in listening if each.laddr.port == port] == [address]

@@ -70,7 +70,7 @@ def test_a_third_signal_ends_the_cleanup() -> None:
     assert events == ["cancelled again"]
 
 
-def test_a_cancellation_waits_for_the_thread() -> None:
+async def test_a_cancellation_waits_for_the_thread() -> None:
     began, go = threading.Event(), threading.Event()
     ended: list[bool] = []
 
@@ -79,15 +79,12 @@ def test_a_cancellation_waits_for_the_thread() -> None:
         assert go.wait(DEADLINE_S)
         ended.append(True)
 
-    async def main() -> None:
-        task = asyncio.create_task(run_to_end(function))
-        await asyncio.to_thread(began.wait, DEADLINE_S)
-        task.cancel()
-        done, _ = await asyncio.wait({task}, timeout=0.05)
-        assert not done
-        go.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert ended == [True]
-
-    asyncio.run(main())
+    task = asyncio.create_task(run_to_end(function))
+    await asyncio.to_thread(began.wait, DEADLINE_S)
+    task.cancel()
+    done, _ = await asyncio.wait({task}, timeout=0.05)
+    assert not done
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == [True]

@@ -169,7 +169,7 @@ def two_ranks(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.Temp
         pytest.param("unreceived_double", 1, id="rank 0 waits for its last broadcast"),
     ],
 )
-def test_an_engine_that_refuses_a_bucket_leaves_no_rank_behind(
+async def test_an_engine_that_refuses_a_bucket_leaves_no_rank_behind(
     backend: str, bucket: int, two_ranks: Any, tmp_path: Path
 ) -> None:
     """The sync fails at once, the ranks answer again at once, and the next sync is complete."""
@@ -187,16 +187,13 @@ def test_an_engine_that_refuses_a_bucket_leaves_no_rank_behind(
             backend=backend,
         )
 
-    async def scenario() -> None:
-        failing = await synchronizer(backend, refusing)
-        began = time.monotonic()
-        with pytest.raises(SyncError, match=f"bucket {bucket} of 9: engine 0: refused by the test"):
-            await failing.sync(1)
-        assert time.monotonic() - began < 2 * SOON_S
-        assert await asyncio.wait_for(two_ranks.version(), SOON_S) == 0
-        assert "resume" not in refusing.requests
+    failing = await synchronizer(backend, refusing)
+    began = time.monotonic()
+    with pytest.raises(SyncError, match=f"bucket {bucket} of 9: engine 0: refused by the test"):
+        await failing.sync(1)
+    assert time.monotonic() - began < 2 * SOON_S
+    assert await asyncio.wait_for(two_ranks.version(), SOON_S) == 0
+    assert "resume" not in refusing.requests
 
-        report = await (await synchronizer("prompt_double", EngineDouble())).sync(2)
-        assert report.buckets == 9
-
-    asyncio.run(scenario())
+    report = await (await synchronizer("prompt_double", EngineDouble())).sync(2)
+    assert report.buckets == 9

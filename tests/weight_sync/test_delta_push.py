@@ -58,56 +58,50 @@ async def checksums_after_full_sync(trainer: Any, engines: list[Any], folder: Pa
 
 @pytest.mark.parametrize("bucket_mib", [0.05, 512.0])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_deltas_leave_the_engine_with_the_bits_of_a_full_sync(
+async def test_deltas_leave_the_engine_with_the_bits_of_a_full_sync(
     transport: str, bucket_mib: float, bf16: tuple[Any, Any], tmp_path: Path
 ) -> None:
     trainer, engine = bf16
 
-    async def scenario() -> None:
-        await set_weights(trainer, 0)
-        synchronizer = await make_synchronizer(
-            transport, trainer, [engine], tmp_path, bucket_mib=bucket_mib, mode=SyncMode.delta, verify=Verify.always
-        )
-        full = await synchronizer.sync(0)
-        assert full.changed_fraction is None
-        assert full.bytes_full is not None
-        assert full.bytes >= full.bytes_full
-        for version in (1, 2, 3):
-            await trainer.call("weights", Weights.step, seed=version, size=STEP)
-            report = await synchronizer.sync(version)
-            assert report.changed_fraction is not None
-            assert report.bytes_full is not None
-            assert 0 < report.changed_fraction < 0.2
-            assert report.bytes < 0.4 * report.bytes_full
-        unchanged = await synchronizer.sync(4)
-        assert unchanged.changed_fraction == 0
-        assert unchanged.metrics["sync/bytes"] < 0.05 * unchanged.metrics["sync/bytes_full"]
-        (completion, _) = await engine.generate(request())
-        assert [span.version for span in completion.spans] == [4]
-        after_deltas = await checksum(engine)
-        await synchronizer.close()
-        assert [after_deltas] == await checksums_after_full_sync(trainer, [engine], tmp_path)
-
-    asyncio.run(scenario())
+    await set_weights(trainer, 0)
+    synchronizer = await make_synchronizer(
+        transport, trainer, [engine], tmp_path, bucket_mib=bucket_mib, mode=SyncMode.delta, verify=Verify.always
+    )
+    full = await synchronizer.sync(0)
+    assert full.changed_fraction is None
+    assert full.bytes_full is not None
+    assert full.bytes >= full.bytes_full
+    for version in (1, 2, 3):
+        await trainer.call("weights", Weights.step, seed=version, size=STEP)
+        report = await synchronizer.sync(version)
+        assert report.changed_fraction is not None
+        assert report.bytes_full is not None
+        assert 0 < report.changed_fraction < 0.2
+        assert report.bytes < 0.4 * report.bytes_full
+    unchanged = await synchronizer.sync(4)
+    assert unchanged.changed_fraction == 0
+    assert unchanged.metrics["sync/bytes"] < 0.05 * unchanged.metrics["sync/bytes_full"]
+    (completion, _) = await engine.generate(request())
+    assert [span.version for span in completion.spans] == [4]
+    after_deltas = await checksum(engine)
+    await synchronizer.close()
+    assert [after_deltas] == await checksums_after_full_sync(trainer, [engine], tmp_path)
 
 
-def test_full_syncs_follow_full_every_and_a_change_of_engines(bf16: tuple[Any, Any], tmp_path: Path) -> None:
+async def test_full_syncs_follow_full_every_and_a_change_of_engines(bf16: tuple[Any, Any], tmp_path: Path) -> None:
     trainer, engine = bf16
 
-    async def scenario() -> None:
-        synchronizer = await make_synchronizer("ipc", trainer, [engine], tmp_path, mode=SyncMode.delta, full_every=3)
-        full = [(await synchronizer.sync(version)).changed_fraction is None for version in range(7)]
-        assert full == [True, False, False, True, False, False, True]
-        synchronizer.set_engines({0: engine})
-        assert (await synchronizer.sync(7)).changed_fraction == 0  # no change
-        synchronizer.set_engines({0: RemoteEngine(engine.name, engine.actor)})
-        assert (await synchronizer.sync(8)).changed_fraction is None
-        assert (await synchronizer.sync(9)).changed_fraction == 0
-        await synchronizer.prepare()  # as after a restart of the trainer
-        assert (await synchronizer.sync(10)).changed_fraction is None
-        await synchronizer.close()
-
-    asyncio.run(scenario())
+    synchronizer = await make_synchronizer("ipc", trainer, [engine], tmp_path, mode=SyncMode.delta, full_every=3)
+    full = [(await synchronizer.sync(version)).changed_fraction is None for version in range(7)]
+    assert full == [True, False, False, True, False, False, True]
+    synchronizer.set_engines({0: engine})
+    assert (await synchronizer.sync(7)).changed_fraction == 0  # no change
+    synchronizer.set_engines({0: RemoteEngine(engine.name, engine.actor)})
+    assert (await synchronizer.sync(8)).changed_fraction is None
+    assert (await synchronizer.sync(9)).changed_fraction == 0
+    await synchronizer.prepare()  # as after a restart of the trainer
+    assert (await synchronizer.sync(10)).changed_fraction is None
+    await synchronizer.close()
 
 
 async def swallow(incoming: Any, forward: Any) -> Any:
@@ -130,32 +124,29 @@ async def repeat(incoming: Any, forward: Any) -> Any:
         (repeat, "message 1 of policy 6 is out of"),
     ],
 )
-def test_a_lost_or_repeated_message_fails_the_sync_and_the_next_one_is_full(
+async def test_a_lost_or_repeated_message_fails_the_sync_and_the_next_one_is_full(
     rule: Any, message: str, bf16: tuple[Any, Any], tmp_path: Path
 ) -> None:
     trainer, engine = bf16
 
-    async def scenario() -> None:
-        url, key = await address_of(engine)
-        proxy = Proxy(url)
-        try:
-            proxied = engine_at(proxy.url, key, tmp_path, "engine behind a proxy")
-            await proxied.start(60)
-            synchronizer = await make_synchronizer(
-                "ipc", trainer, [proxied], tmp_path, mode=SyncMode.delta, bucket_mib=0.05
-            )
-            synchronizer.verifier = type(synchronizer.verifier)(Verify.never, tmp_path)
-            await synchronizer.sync(5)
-            proxy.rules[LOAD["ipc"]] = once(rule, at=1)
-            await trainer.call("weights", Weights.step, seed=6, size=STEP)
-            with pytest.raises(SyncError, match=message):
-                await synchronizer.sync(6)
-            assert (await synchronizer.sync(7)).changed_fraction is None
-            after_full = await checksum(engine)
-            assert (await synchronizer.sync(8)).changed_fraction == 0
-            await synchronizer.close()
-            assert [after_full] == await checksums_after_full_sync(trainer, [engine], tmp_path)
-        finally:
-            proxy.stop()
-
-    asyncio.run(scenario())
+    url, key = await address_of(engine)
+    proxy = Proxy(url)
+    try:
+        proxied = engine_at(proxy.url, key, tmp_path, "engine behind a proxy")
+        await proxied.start(60)
+        synchronizer = await make_synchronizer(
+            "ipc", trainer, [proxied], tmp_path, mode=SyncMode.delta, bucket_mib=0.05
+        )
+        synchronizer.verifier = type(synchronizer.verifier)(Verify.never, tmp_path)
+        await synchronizer.sync(5)
+        proxy.rules[LOAD["ipc"]] = once(rule, at=1)
+        await trainer.call("weights", Weights.step, seed=6, size=STEP)
+        with pytest.raises(SyncError, match=message):
+            await synchronizer.sync(6)
+        assert (await synchronizer.sync(7)).changed_fraction is None
+        after_full = await checksum(engine)
+        assert (await synchronizer.sync(8)).changed_fraction == 0
+        await synchronizer.close()
+        assert [after_full] == await checksums_after_full_sync(trainer, [engine], tmp_path)
+    finally:
+        proxy.stop()

@@ -1,6 +1,5 @@
 """Fifty delta syncs between every shape of trainer and engine, compared with full syncs. Run with `-m slow`."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ STEP = 1e-6
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("family", ["qwen3", "qwen35"])
-def test_fifty_deltas_are_bit_equal_to_a_full_push_and_a_replaced_engine_gets_one(
+async def test_fifty_deltas_are_bit_equal_to_a_full_push_and_a_replaced_engine_gets_one(
     family: str, width: int, ray_session: None, tmp_path: Path
 ) -> None:
     model = TINY_MODELS / {"qwen3": "tiny", "qwen35": "tiny_qwen35"}[family]
@@ -38,28 +37,24 @@ def test_fifty_deltas_are_bit_equal_to_a_full_push_and_a_replaced_engine_gets_on
     if family == "qwen35":
         flags["disable_radix_cache"] = True
 
-    async def scenario() -> dict[str, Any]:
-        engines = [make_engine(model, tmp_path, name=f"engine {i}", **flags) for i in range(2)]
-        trainers = {
-            ranks: make_trainer(model, tmp_path / f"{ranks}", ranks=ranks, dtype=Dtype.bfloat16) for ranks in (1, 2)
-        }
-        actors = [*(engine.actor for engine in engines), *(rank for each in trainers.values() for rank in each.ranks)]
-        results = {}
-        with killed(*actors):
-            for engine in engines:
-                await engine.actor.__ray_call__.remote(bind_ranks)
-                await engine.start(600)
-            for ranks, trainer in trainers.items():
-                await started(trainer)
-                for transport in TRANSPORTS:
-                    # IPC handles need one trainer rank for each engine rank
-                    if transport == "ipc" and ranks < width:
-                        continue
-                    key = f"{family}, {transport}, {ranks} trainer rank(s), engine of {width}"
-                    results[key] = await deltas(transport, trainer, engines, tmp_path, width)
-        return results
-
-    results = asyncio.run(scenario())
+    engines = [make_engine(model, tmp_path, name=f"engine {i}", **flags) for i in range(2)]
+    trainers = {
+        ranks: make_trainer(model, tmp_path / f"{ranks}", ranks=ranks, dtype=Dtype.bfloat16) for ranks in (1, 2)
+    }
+    actors = [*(engine.actor for engine in engines), *(rank for each in trainers.values() for rank in each.ranks)]
+    results = {}
+    with killed(*actors):
+        for engine in engines:
+            await engine.actor.__ray_call__.remote(bind_ranks)
+            await engine.start(600)
+        for ranks, trainer in trainers.items():
+            await started(trainer)
+            for transport in TRANSPORTS:
+                # IPC handles need one trainer rank for each engine rank
+                if transport == "ipc" and ranks < width:
+                    continue
+                key = f"{family}, {transport}, {ranks} trainer rank(s), engine of {width}"
+                results[key] = await deltas(transport, trainer, engines, tmp_path, width)
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     RESULT.write_text(json.dumps({**known, "delta": {**known.get("delta", {}), **results}}, indent=2) + "\n")
 

@@ -1,6 +1,5 @@
 """Faults in a sync to one engine: the error names engine and phase, comes in time, and the next sync is complete."""
 
-import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -43,34 +42,31 @@ CASES = [
 
 
 @pytest.mark.parametrize(("transport", "where", "rule", "message"), CASES)
-def test_a_faulty_call_fails_the_sync_in_time_and_the_next_one_is_complete(
+async def test_a_faulty_call_fails_the_sync_in_time_and_the_next_one_is_complete(
     transport: str, where: str, rule: Rule, message: str, trainer: Any, engine: Any, proxied: Any, tmp_path: Path
 ) -> None:
-    async def scenario() -> None:
-        await set_weights(trainer, 1)
-        expected = await sync_directly(trainer, engine, tmp_path)
-        await set_weights(trainer, 0)
-        await sync_directly(trainer, engine, tmp_path)
-        await set_weights(trainer, 1)
-        proxy, faulty = proxied
-        route = LOAD[transport] if where == "load" else where
-        proxy.rules[route] = once(rule, at=1 if where == "load" else 0)
-        synchronizer = await make_synchronizer(
-            transport, trainer, [faulty], tmp_path, bucket_mib=0.05, verify=Verify.never, timeout_s=TIMEOUT_S
-        )
-        began = time.monotonic()
-        with pytest.raises(SyncError, match=message):
-            await synchronizer.sync(1)
-        assert time.monotonic() - began < TIMEOUT_S + 5
-        if where != "/continue_generation":
-            assert "/continue_generation" not in proxy.seen  # it may hold weights of two policies
-        report = await synchronizer.sync(2)
-        assert report.group_reused == (transport == "ipc")
-        assert await checksum(engine) == expected
-        (completion, _) = await faulty.generate(request())
-        assert completion.spans[-1].version == 2
-
-    asyncio.run(scenario())
+    await set_weights(trainer, 1)
+    expected = await sync_directly(trainer, engine, tmp_path)
+    await set_weights(trainer, 0)
+    await sync_directly(trainer, engine, tmp_path)
+    await set_weights(trainer, 1)
+    proxy, faulty = proxied
+    route = LOAD[transport] if where == "load" else where
+    proxy.rules[route] = once(rule, at=1 if where == "load" else 0)
+    synchronizer = await make_synchronizer(
+        transport, trainer, [faulty], tmp_path, bucket_mib=0.05, verify=Verify.never, timeout_s=TIMEOUT_S
+    )
+    began = time.monotonic()
+    with pytest.raises(SyncError, match=message):
+        await synchronizer.sync(1)
+    assert time.monotonic() - began < TIMEOUT_S + 5
+    if where != "/continue_generation":
+        assert "/continue_generation" not in proxy.seen  # it may hold weights of two policies
+    report = await synchronizer.sync(2)
+    assert report.group_reused == (transport == "ipc")
+    assert await checksum(engine) == expected
+    (completion, _) = await faulty.generate(request())
+    assert completion.spans[-1].version == 2
 
 
 async def sync_directly(trainer: Any, engine: Any, folder: Path) -> list[str]:
@@ -80,49 +76,40 @@ async def sync_directly(trainer: Any, engine: Any, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_late_reply_within_the_deadline_is_accepted(
+async def test_a_late_reply_within_the_deadline_is_accepted(
     transport: str, trainer: Any, proxied: Any, tmp_path: Path
 ) -> None:
-    async def scenario() -> None:
-        proxy, slow = proxied
-        proxy.rules[LOAD[transport]] = once(delay_reply(1.0))
-        synchronizer = await make_synchronizer(transport, trainer, [slow], tmp_path, bucket_mib=0.05, timeout_s=30)
-        assert (await synchronizer.sync(1)).seconds["load"] > 1.0
-
-    asyncio.run(scenario())
+    proxy, slow = proxied
+    proxy.rules[LOAD[transport]] = once(delay_reply(1.0))
+    synchronizer = await make_synchronizer(transport, trainer, [slow], tmp_path, bucket_mib=0.05, timeout_s=30)
+    assert (await synchronizer.sync(1)).seconds["load"] > 1.0
 
 
-def test_a_wrong_key_is_reported(trainer: Any, engine: Any, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        url, _ = await address_of(engine)
-        stranger = engine_at(url, "wrong", tmp_path, "engine with a wrong key")
-        with pytest.raises(EngineError, match="HTTP 401"):
-            await stranger.start(30)
-        synchronizer = await make_synchronizer("collective", trainer, [stranger], tmp_path, timeout_s=TIMEOUT_S)
-        with pytest.raises(SyncError, match=r"pause: engine with a wrong key.*HTTP 401"):
-            await synchronizer.sync(1)
-
-    asyncio.run(scenario())
+async def test_a_wrong_key_is_reported(trainer: Any, engine: Any, tmp_path: Path) -> None:
+    url, _ = await address_of(engine)
+    stranger = engine_at(url, "wrong", tmp_path, "engine with a wrong key")
+    with pytest.raises(EngineError, match="HTTP 401"):
+        await stranger.start(30)
+    synchronizer = await make_synchronizer("collective", trainer, [stranger], tmp_path, timeout_s=TIMEOUT_S)
+    with pytest.raises(SyncError, match=r"pause: engine with a wrong key.*HTTP 401"):
+        await synchronizer.sync(1)
 
 
 async def key_of(engine: Any) -> str:
     return await engine.actor.__ray_call__.remote(lambda host: host.spec.key)
 
 
-def test_a_running_server_of_an_older_sglang_is_refused(proxied: Any, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        proxy, engine = proxied
-        proxy.rules["/server_info"] = of_version_0_5_20
-        old = engine_at(proxy.url, await key_of(engine), tmp_path, "engine 0")
-        with pytest.raises(EngineError) as refused:
-            await old.start(30)
-        for named in (f"engine 0 at {proxy.url}", "SGLang 0.5.20", "rollout.urls", str(OLDEST_SGLANG)):
-            assert named in str(refused.value)
-
-    asyncio.run(scenario())
+async def test_a_running_server_of_an_older_sglang_is_refused(proxied: Any, tmp_path: Path) -> None:
+    proxy, engine = proxied
+    proxy.rules["/server_info"] = of_version_0_5_20
+    old = engine_at(proxy.url, await key_of(engine), tmp_path, "engine 0")
+    with pytest.raises(EngineError) as refused:
+        await old.start(30)
+    for named in (f"engine 0 at {proxy.url}", "SGLang 0.5.20", "rollout.urls", str(OLDEST_SGLANG)):
+        assert named in str(refused.value)
 
 
-def test_an_engine_that_differs_is_named_with_its_parameter(
+async def test_an_engine_that_differs_is_named_with_its_parameter(
     trainer: Any, engine: Any, proxied: Any, tmp_path: Path
 ) -> None:
     """A proxy loads other weights instead of the export, so the verification has to fail."""
@@ -133,14 +120,11 @@ def test_an_engine_that_differs_is_named_with_its_parameter(
         await other.sync(1)
         return web.json_response({"success": True, "message": "not loaded"})
 
-    async def scenario() -> None:
-        proxy, faulty = proxied
-        proxy.rules["/update_weights_from_disk"] = load_other_weights
-        await set_weights(trainer, 1)
-        synchronizer = await make_synchronizer("ipc", trainer, [faulty], tmp_path, verify=Verify.first)
-        with pytest.raises(SyncError, match=r"exported checkpoint .*weight \(rank 0\)"):
-            await synchronizer.sync(1)
-        assert "/continue_generation" not in proxy.seen
-        await faulty.resume()
-
-    asyncio.run(scenario())
+    proxy, faulty = proxied
+    proxy.rules["/update_weights_from_disk"] = load_other_weights
+    await set_weights(trainer, 1)
+    synchronizer = await make_synchronizer("ipc", trainer, [faulty], tmp_path, verify=Verify.first)
+    with pytest.raises(SyncError, match=r"exported checkpoint .*weight \(rank 0\)"):
+        await synchronizer.sync(1)
+    assert "/continue_generation" not in proxy.seen
+    await faulty.resume()

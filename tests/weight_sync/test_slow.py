@@ -53,44 +53,41 @@ def killed(*actors: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
-def test_two_ranks_push_the_same_bytes_into_every_shape_of_engines(
+async def test_two_ranks_push_the_same_bytes_into_every_shape_of_engines(
     dtype: Dtype, width: int, ray_session: None, tiny_model: Path, tmp_path: Path
 ) -> None:
     """width 1: two engines; width 2: one engine of two ranks. Both transports, and one trainer rank to two engines."""
 
-    async def scenario() -> None:
-        engines = [
-            make_engine(tiny_model, tmp_path, name=f"engine {i}", dtype=dtype.name, tp_size=width)
-            for i in range(2 // width)
-        ]
-        trainers = [make_trainer(tiny_model, tmp_path / f"{ranks}", ranks=ranks, dtype=dtype) for ranks in (2, 1)]
-        with killed(*(engine.actor for engine in engines), *(rank for trainer in trainers for rank in trainer.ranks)):
-            await asyncio.gather(*(each.actor.__ray_call__.remote(bind_ranks) for each in engines))
-            await asyncio.gather(*(each.start(600) for each in engines))
-            two, one = [await started(trainer) for trainer in trainers]
-            for trainer, transports in ((two, TRANSPORTS), (one, ("collective",))):
-                for transport in transports:
-                    for bucket_mib in (0.02, 512.0):
-                        synchronizer = await make_synchronizer(
-                            transport,
-                            trainer,
-                            engines,
-                            tmp_path,
-                            bucket_mib=bucket_mib,
-                            verify=Verify.always,
-                            tensor_parallel=width,
-                        )
-                        await set_weights(trainer, 1)
-                        await synchronizer.sync(1)  # compared with the export, and the engines with each other
-                        noisy = [await checksum(engine) for engine in engines]
-                        await set_weights(trainer, 0)
-                        await synchronizer.sync(2)
-                        plain = [await checksum(engine) for engine in engines]
-                        assert noisy[0] != plain[0]
-                        assert noisy[0] == noisy[-1]
-                        assert plain[0] == plain[-1]
-
-    asyncio.run(scenario())
+    engines = [
+        make_engine(tiny_model, tmp_path, name=f"engine {i}", dtype=dtype.name, tp_size=width)
+        for i in range(2 // width)
+    ]
+    trainers = [make_trainer(tiny_model, tmp_path / f"{ranks}", ranks=ranks, dtype=dtype) for ranks in (2, 1)]
+    with killed(*(engine.actor for engine in engines), *(rank for trainer in trainers for rank in trainer.ranks)):
+        await asyncio.gather(*(each.actor.__ray_call__.remote(bind_ranks) for each in engines))
+        await asyncio.gather(*(each.start(600) for each in engines))
+        two, one = [await started(trainer) for trainer in trainers]
+        for trainer, transports in ((two, TRANSPORTS), (one, ("collective",))):
+            for transport in transports:
+                for bucket_mib in (0.02, 512.0):
+                    synchronizer = await make_synchronizer(
+                        transport,
+                        trainer,
+                        engines,
+                        tmp_path,
+                        bucket_mib=bucket_mib,
+                        verify=Verify.always,
+                        tensor_parallel=width,
+                    )
+                    await set_weights(trainer, 1)
+                    await synchronizer.sync(1)  # compared with the export, and the engines with each other
+                    noisy = [await checksum(engine) for engine in engines]
+                    await set_weights(trainer, 0)
+                    await synchronizer.sync(2)
+                    plain = [await checksum(engine) for engine in engines]
+                    assert noisy[0] != plain[0]
+                    assert noisy[0] == noisy[-1]
+                    assert plain[0] == plain[-1]
 
 
 def bind_ranks(host: Any) -> None:
@@ -108,36 +105,33 @@ LOSSES = [
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_lost_engine_fails_its_push_in_time_and_its_replacement_gets_the_next(
+async def test_a_lost_engine_fails_its_push_in_time_and_its_replacement_gets_the_next(
     transport: str, ray_session: None, tiny_model: Path, tmp_path: Path
 ) -> None:
     """Of two engines the second is killed or stopped repeatedly; the first survives."""
 
-    async def scenario() -> None:
-        engines = [make_engine(tiny_model, tmp_path, name=f"engine {i}") for i in range(2 + len(LOSSES))]
-        trainer = make_trainer(tiny_model, tmp_path, ranks=2)
-        with killed(*(engine.actor for engine in engines), *trainer.ranks):
-            survivor, *others = engines
-            infos = await asyncio.gather(*(engine.start(600) for engine in engines[:2]))
-            pid = infos[1]["pid"]
-            await started(trainer)
-            synchronizer = await make_synchronizer(
-                transport, trainer, engines[:2], tmp_path, bucket_mib=0.01, verify=Verify.always, timeout_s=TIMEOUT_S
-            )
-            await synchronizer.sync(0)
-            for turn, (number, moment) in enumerate(LOSSES):
-                await set_weights(trainer, turn)
-                await lose(others[turn], pid, number, moment, synchronizer, 10 * turn)
-                pid = (await others[turn + 1].start(600))["pid"]
-                synchronizer.set_engines({0: survivor, 1: others[turn + 1]})
-                await synchronizer.sync(10 * turn + 5)
-                hashes = [await checksum(engine) for engine in synchronizer.engines.values()]
-                assert hashes[0] == hashes[1]
-                for engine in synchronizer.engines.values():
-                    (completion, _) = await engine.generate(request())
-                    assert [span.version for span in completion.spans] == [10 * turn + 5]
-
-    asyncio.run(scenario())
+    engines = [make_engine(tiny_model, tmp_path, name=f"engine {i}") for i in range(2 + len(LOSSES))]
+    trainer = make_trainer(tiny_model, tmp_path, ranks=2)
+    with killed(*(engine.actor for engine in engines), *trainer.ranks):
+        survivor, *others = engines
+        infos = await asyncio.gather(*(engine.start(600) for engine in engines[:2]))
+        pid = infos[1]["pid"]
+        await started(trainer)
+        synchronizer = await make_synchronizer(
+            transport, trainer, engines[:2], tmp_path, bucket_mib=0.01, verify=Verify.always, timeout_s=TIMEOUT_S
+        )
+        await synchronizer.sync(0)
+        for turn, (number, moment) in enumerate(LOSSES):
+            await set_weights(trainer, turn)
+            await lose(others[turn], pid, number, moment, synchronizer, 10 * turn)
+            pid = (await others[turn + 1].start(600))["pid"]
+            synchronizer.set_engines({0: survivor, 1: others[turn + 1]})
+            await synchronizer.sync(10 * turn + 5)
+            hashes = [await checksum(engine) for engine in synchronizer.engines.values()]
+            assert hashes[0] == hashes[1]
+            for engine in synchronizer.engines.values():
+                (completion, _) = await engine.generate(request())
+                assert [span.version for span in completion.spans] == [10 * turn + 5]
 
 
 async def lose(engine: Any, pid: int, number: signal.Signals, moment: str, synchronizer: Any, version: int) -> None:
@@ -160,69 +154,63 @@ async def lose(engine: Any, pid: int, number: signal.Signals, moment: str, synch
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_killed_trainer_rank_fails_the_push_and_leaves_the_engine_answering(
+async def test_a_killed_trainer_rank_fails_the_push_and_leaves_the_engine_answering(
     transport: str, ray_session: None, tiny_model: Path, tmp_path: Path
 ) -> None:
     """Rank 1 of two dies during a sync; another trainer then syncs to the same engines."""
 
-    async def scenario() -> None:
-        engines = [make_engine(tiny_model, tmp_path, name=f"engine {i}") for i in range(2)]
-        lost, other = (make_trainer(tiny_model, tmp_path / name, ranks=2) for name in ("lost", "other"))
-        with killed(*(engine.actor for engine in engines), *lost.ranks, *other.ranks):
-            await asyncio.gather(*(engine.start(600) for engine in engines))
-            await started(lost)
-            synchronizer = await make_synchronizer(
-                transport, lost, engines, tmp_path, bucket_mib=0.01, verify=Verify.never, timeout_s=TIMEOUT_S
-            )
-            await synchronizer.sync(1)
-            pid = await lost.ranks[1].pid.remote()
-            syncing = asyncio.create_task(synchronizer.sync(2))
-            await asyncio.sleep(0.03)
-            os.kill(pid, signal.SIGKILL)
-            began = time.monotonic()
-            with contextlib.suppress(SyncError):
-                await syncing  # it may have finished already
-            with pytest.raises(SyncError, match="trainer rank"):
-                await synchronizer.sync(3)
-            assert time.monotonic() - began < TIMEOUT_S + 5
-            await started(other)
-            await set_weights(other, 1)
-            again = await make_synchronizer(transport, other, engines, tmp_path, verify=Verify.always)
-            await again.sync(4)
-
-    asyncio.run(scenario())
+    engines = [make_engine(tiny_model, tmp_path, name=f"engine {i}") for i in range(2)]
+    lost, other = (make_trainer(tiny_model, tmp_path / name, ranks=2) for name in ("lost", "other"))
+    with killed(*(engine.actor for engine in engines), *lost.ranks, *other.ranks):
+        await asyncio.gather(*(engine.start(600) for engine in engines))
+        await started(lost)
+        synchronizer = await make_synchronizer(
+            transport, lost, engines, tmp_path, bucket_mib=0.01, verify=Verify.never, timeout_s=TIMEOUT_S
+        )
+        await synchronizer.sync(1)
+        pid = await lost.ranks[1].pid.remote()
+        syncing = asyncio.create_task(synchronizer.sync(2))
+        await asyncio.sleep(0.03)
+        os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        with contextlib.suppress(SyncError):
+            await syncing  # it may have finished already
+        with pytest.raises(SyncError, match="trainer rank"):
+            await synchronizer.sync(3)
+        assert time.monotonic() - began < TIMEOUT_S + 5
+        await started(other)
+        await set_weights(other, 1)
+        again = await make_synchronizer(transport, other, engines, tmp_path, verify=Verify.always)
+        await again.sync(4)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_many_pushes_do_not_grow(
+async def test_many_pushes_do_not_grow(
     transport: str, ray_session: None, tiny_model: Path, tmp_path: Path, engine: Any
 ) -> None:
     """Memory, file handles and shared memory do not grow between 20 and 200 syncs, apart from allocator caches."""
 
-    async def scenario() -> dict[str, Any]:
-        trainer = make_trainer(tiny_model, tmp_path)
-        with killed(*trainer.ranks):
-            await started(trainer)
-            synchronizer = await make_synchronizer(
-                transport, trainer, [engine], tmp_path, bucket_mib=0.05, verify=Verify.never, in_flight=InFlight.retract
-            )
-            server = await engine.actor.__ray_call__.remote(lambda host: host._connection.pid)
-            processes = [psutil.Process(await trainer.ranks[0].pid.remote()), psutil.Process(server)]
-            processes += processes[1].children(recursive=True)  # trainer rank, server and its children
-            usages = []
-            for version in range(1, PUSHES + 1):
-                await synchronizer.sync(version)
-                if version in SEEN:
-                    usages.append(usage(processes))
-            await set_weights(trainer, 0)
-            await synchronizer.sync(0)
-        early, *_, late = usages
-        assert late["handles"] <= early["handles"] + 5
-        assert late["shared_files"] <= early["shared_files"]
-        assert late["mib"] <= early["mib"] + GROWTH_MIB
-        return {f"after_{version}_pushes": each for version, each in zip(SEEN, usages, strict=True)}
-
-    result = asyncio.run(scenario())
+    trainer = make_trainer(tiny_model, tmp_path)
+    with killed(*trainer.ranks):
+        await started(trainer)
+        synchronizer = await make_synchronizer(
+            transport, trainer, [engine], tmp_path, bucket_mib=0.05, verify=Verify.never, in_flight=InFlight.retract
+        )
+        server = await engine.actor.__ray_call__.remote(lambda host: host._connection.pid)
+        processes = [psutil.Process(await trainer.ranks[0].pid.remote()), psutil.Process(server)]
+        processes += processes[1].children(recursive=True)  # trainer rank, server and its children
+        usages = []
+        for version in range(1, PUSHES + 1):
+            await synchronizer.sync(version)
+            if version in SEEN:
+                usages.append(usage(processes))
+        await set_weights(trainer, 0)
+        await synchronizer.sync(0)
+    early, *_, late = usages
+    assert late["handles"] <= early["handles"] + 5
+    assert late["shared_files"] <= early["shared_files"]
+    assert late["mib"] <= early["mib"] + GROWTH_MIB
+    result = {f"after_{version}_pushes": each for version, each in zip(SEEN, usages, strict=True)}
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     RESULT.write_text(json.dumps({**known, transport: result}, indent=2) + "\n")
 

@@ -30,64 +30,55 @@ LARGEST_MIB = 0.05  # smaller than some tensors of the tiny model, larger than o
 
 @pytest.mark.parametrize("bucket_mib", [1e-6, LARGEST_MIB, 512.0])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_sync_equals_loading_the_export(
+async def test_a_sync_equals_loading_the_export(
     transport: str, bucket_mib: float, trainer: Any, engine: Any, tmp_path: Path
 ) -> None:
-    async def scenario() -> None:
-        await restore(trainer, engine, tmp_path)
-        before = await checksum(engine)
-        await set_weights(trainer, 1)
-        synchronizer = await make_synchronizer(transport, trainer, [engine], tmp_path, bucket_mib=bucket_mib)
-        report = await synchronizer.sync(7)  # verify=first compares with the export, or raises
-        assert await checksum(engine) != before
-        assert report.bytes == sum(bucket.bytes for bucket in synchronizer._buckets)
-        assert (report.buckets == 1) == (bucket_mib == 512.0)
-        assert tuple(report.seconds) == (*SYNC_PHASES, "total")
-        assert all(seconds > 0 for seconds in report.seconds.values())
-        await set_weights(trainer, 0)
-        assert (await synchronizer.sync(8)).group_reused
-        assert await checksum(engine) == before
-        assert not (tmp_path / "verify").exists()
-
-    asyncio.run(scenario())
+    await restore(trainer, engine, tmp_path)
+    before = await checksum(engine)
+    await set_weights(trainer, 1)
+    synchronizer = await make_synchronizer(transport, trainer, [engine], tmp_path, bucket_mib=bucket_mib)
+    report = await synchronizer.sync(7)  # verify=first compares with the export, or raises
+    assert await checksum(engine) != before
+    assert report.bytes == sum(bucket.bytes for bucket in synchronizer._buckets)
+    assert (report.buckets == 1) == (bucket_mib == 512.0)
+    assert tuple(report.seconds) == (*SYNC_PHASES, "total")
+    assert all(seconds > 0 for seconds in report.seconds.values())
+    await set_weights(trainer, 0)
+    assert (await synchronizer.sync(8)).group_reused
+    assert await checksum(engine) == before
+    assert not (tmp_path / "verify").exists()
 
 
 @pytest.mark.parametrize("rebuild", [False, True])
-def test_a_group_is_rebuilt_at_every_sync_where_it_is_set(
+async def test_a_group_is_rebuilt_at_every_sync_where_it_is_set(
     rebuild: bool, trainer: Any, engine: Any, tmp_path: Path
 ) -> None:
-    async def scenario() -> None:
-        synchronizer = await make_synchronizer(
-            "collective", trainer, [engine], tmp_path, verify=Verify.never, rebuild_group=rebuild
-        )
-        reports, sums = [], []
-        for version, seed in ((5, 0), (6, 1), (7, 0)):
-            await set_weights(trainer, seed)
-            reports.append(await synchronizer.sync(version))
-            assert isinstance(synchronizer.transport, CollectiveTransport)
-            assert (synchronizer.transport._name is None) == rebuild
-            sums.append(await checksum(engine))
-        assert [report.group_reused for report in reports] == [False, not rebuild, not rebuild]
-        assert sums[0] == sums[2] != sums[1]
-
-    asyncio.run(scenario())
+    synchronizer = await make_synchronizer(
+        "collective", trainer, [engine], tmp_path, verify=Verify.never, rebuild_group=rebuild
+    )
+    reports, sums = [], []
+    for version, seed in ((5, 0), (6, 1), (7, 0)):
+        await set_weights(trainer, seed)
+        reports.append(await synchronizer.sync(version))
+        assert isinstance(synchronizer.transport, CollectiveTransport)
+        assert (synchronizer.transport._name is None) == rebuild
+        sums.append(await checksum(engine))
+    assert [report.group_reused for report in reports] == [False, not rebuild, not rebuild]
+    assert sums[0] == sums[2] != sums[1]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_logprobs_after_a_sync_are_those_of_the_synced_weights(
+async def test_logprobs_after_a_sync_are_those_of_the_synced_weights(
     transport: str, trainer: Any, engine: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
-    async def scenario() -> None:
-        synchronizer = await make_synchronizer(transport, trainer, [engine], tmp_path, verify=Verify.never)
-        for version, seed in ((3, 0), (4, 2)):
-            await set_weights(trainer, seed)
-            await synchronizer.sync(version)
-            (completion, _) = await engine.generate(request())
-            assert [span.version for span in completion.spans] == [version]
-            expected = logprobs_of(tiny_model, completion, seed)
-            assert np.abs(completion.logprobs - expected).max() < 1e-4
-
-    asyncio.run(scenario())
+    synchronizer = await make_synchronizer(transport, trainer, [engine], tmp_path, verify=Verify.never)
+    for version, seed in ((3, 0), (4, 2)):
+        await set_weights(trainer, seed)
+        await synchronizer.sync(version)
+        (completion, _) = await engine.generate(request())
+        assert [span.version for span in completion.spans] == [version]
+        expected = logprobs_of(tiny_model, completion, seed)
+        assert np.abs(completion.logprobs - expected).max() < 1e-4
 
 
 @pytest.mark.parametrize("in_flight", list(InFlight))
@@ -127,24 +118,19 @@ def test_generation_continues_through_a_sync(in_flight: InFlight, trainer: Any, 
 
 
 @pytest.mark.parametrize("in_flight", list(InFlight))
-def test_requests_after_a_sync_use_no_cache_of_older_weights(
+async def test_requests_after_a_sync_use_no_cache_of_older_weights(
     in_flight: InFlight, trainer: Any, engine: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
     """in_place keeps the cache for requests in flight; it may also hold the prompts of others."""
 
-    async def scenario() -> None:
-        synchronizer = await make_synchronizer(
-            "ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight
-        )
-        for version, seed in ((30, 0), (31, 2), (32, 1)):
-            await set_weights(trainer, seed)
-            await synchronizer.sync(version)
-            for _ in range(2):  # the second may hit the first one's prompt in the cache
-                (completion, _) = await engine.generate(request())
-                expected = logprobs_of(tiny_model, completion, seed)
-                assert np.abs(completion.logprobs - expected).max() < 1e-4
-
-    asyncio.run(scenario())
+    synchronizer = await make_synchronizer("ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=in_flight)
+    for version, seed in ((30, 0), (31, 2), (32, 1)):
+        await set_weights(trainer, seed)
+        await synchronizer.sync(version)
+        for _ in range(2):  # the second may hit the first one's prompt in the cache
+            (completion, _) = await engine.generate(request())
+            expected = logprobs_of(tiny_model, completion, seed)
+            assert np.abs(completion.logprobs - expected).max() < 1e-4
 
 
 def test_requests_during_a_drain_are_sampled_by_the_new_policy(trainer: Any, engine: Any, tmp_path: Path) -> None:

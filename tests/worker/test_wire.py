@@ -6,19 +6,16 @@ import pytest
 from app.worker.wire import Close, Codec, Lines, WireError
 
 
-def test_messages_to_an_end_that_is_gone_are_dropped_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+async def test_messages_to_an_end_that_is_gone_are_dropped_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     ended: list[WireError | None] = []
 
-    async def run() -> None:
-        end, other = socket.socketpair()
-        lines = Lines(Codec(), lambda message: None, ended.append)
-        await asyncio.get_running_loop().create_connection(lambda: lines, sock=end)
-        other.close()
-        for episode in range(10):  # before the loop learns that the other end is gone
-            lines.send(Close(episode))
-        assert ended == []
-        await asyncio.sleep(0)
-
-    asyncio.run(run())
+    end, other = socket.socketpair()
+    lines = Lines(Codec(), lambda message: None, ended.append)
+    await asyncio.get_running_loop().create_connection(lambda: lines, sock=end)
+    other.close()
+    for episode in range(10):  # before the loop learns that the other end is gone
+        lines.send(Close(episode))
+    assert ended == []
+    await asyncio.sleep(0)
     assert ended == [None]
     assert caplog.messages == []

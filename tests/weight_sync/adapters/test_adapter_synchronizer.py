@@ -152,43 +152,40 @@ def test_a_hundred_pushes_leave_memory_adapters_and_shared_memory_as_they_were(
     assert memory[1] - memory[0] < GROWTH_MIB * 2**20
 
 
-def test_a_server_that_is_killed_in_mid_load_costs_nothing_but_the_retry(
+async def test_a_server_that_is_killed_in_mid_load_costs_nothing_but_the_retry(
     trainer: Any, engine: RemoteEngine, model: Path, tmp_path: Path
 ) -> None:
     """The survivor goes on under a complete adapter, and the replacement gets the same version."""
 
-    async def scenario() -> tuple[str, dict[str, list[Completion]]]:
-        doomed = adapter_engine(model, tmp_path, name="engine 1")
-        info = await doomed.start(300)
-        synchronizer = await adapter_synchronizer(trainer, [engine, doomed])
-        await set_adapters(trainer, 1)
-        await synchronizer.sync(1)
+    doomed = adapter_engine(model, tmp_path, name="engine 1")
+    info = await doomed.start(300)
+    synchronizer = await adapter_synchronizer(trainer, [engine, doomed])
+    await set_adapters(trainer, 1)
+    await synchronizer.sync(1)
 
-        scheduler = next(
-            process for process in psutil.Process(info["pid"]).children(recursive=True) if "sched" in title(process)
-        )
-        log = tmp_path / "engine_1.log"
-        scheduler.suspend()  # the load does not return
-        await set_adapters(trainer, 2)
-        syncing = asyncio.create_task(synchronizer.sync(2))
-        await asyncio.to_thread(until, lambda: loads(log) == 2, 60)
-        os.killpg(info["pid"], signal.SIGKILL)
-        with pytest.raises(SyncError) as failure:
-            await syncing
-        await doomed.end()
-        await synchronizer.abort()
+    scheduler = next(
+        process for process in psutil.Process(info["pid"]).children(recursive=True) if "sched" in title(process)
+    )
+    log = tmp_path / "engine_1.log"
+    scheduler.suspend()  # the load does not return
+    await set_adapters(trainer, 2)
+    syncing = asyncio.create_task(synchronizer.sync(2))
+    await asyncio.to_thread(until, lambda: loads(log) == 2, 60)
+    os.killpg(info["pid"], signal.SIGKILL)
+    with pytest.raises(SyncError) as failure:
+        await syncing
+    await doomed.end()
+    await synchronizer.abort()
 
-        replacement = adapter_engine(model, tmp_path / "again", name="engine 1")
-        await replacement.start(300)
-        synchronizer.set_engines({0: engine, 1: replacement})
-        await synchronizer.sync(2)
-        given = {"engine 0": engine, "engine 1": replacement}
-        sampled = {name: await each.generate(request(f"k/{name}@0")) for name, each in given.items()}
-        await replacement.end()
-        await synchronizer.close()
-        return str(failure.value), sampled
-
-    message, sampled = asyncio.run(scenario())
+    replacement = adapter_engine(model, tmp_path / "again", name="engine 1")
+    await replacement.start(300)
+    synchronizer.set_engines({0: engine, 1: replacement})
+    await synchronizer.sync(2)
+    given = {"engine 0": engine, "engine 1": replacement}
+    sampled = {name: await each.generate(request(f"k/{name}@0")) for name, each in given.items()}
+    await replacement.end()
+    await synchronizer.close()
+    message = str(failure.value)
     assert "weight sync of policy 2 failed at loading the adapter: engine 1" in message
     for completions in sampled.values():
         assert {span.version for each in completions for span in each.spans} == {2}
