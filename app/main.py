@@ -101,7 +101,7 @@ class Validate(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print a table of the sweep's runs, and write their report and tables."""
-        from app.tracking.report.sweep import end_sweep
+        from app.mode.report import end_sweep
 
         folder = Path(str(config.hydra.sweep.dir))
         if lines := end_sweep(folder):

@@ -11,8 +11,8 @@ from typing import Any
 from app.environment.pool import EpisodeSession
 from app.environment.protocol import Task
 from app.environment.wire import Answer, Ask, End, Limits
+from app.environment.worker.conversation import Framing
 from app.environment.worker.episode import Episode
-from app.environment.worker.framing import Framing
 from app.worker.wire import Begin, Close, Closed, Failed
 
 OBSERVATION = [7, 8]

@@ -47,9 +47,7 @@ class Room:
 
 
 ROOMS = {
-    "report": Room(
-        ("app.mode.report", "app.tracking.report"), ("app.checkpoint.model_card", "app.main", "app.tracking.recorder")
-    ),
+    "report": Room(("app.mode.report", "app.tracking.report"), ("app.main", "app.tracking.recorder")),
     "plan": Room(("app.mode.plan",), ()),  # of the table of modes, by name
     "doctor": Room(("app.mode.doctor",), ()),
     "parity": Room(("app.mode.parity",), ()),

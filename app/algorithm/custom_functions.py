@@ -42,7 +42,7 @@ def _try_objective(function: Callable[..., Any]) -> str | None:
     """Return what is wrong with the function, if anything."""
     import torch
 
-    from app.algorithm.token_batch import TokenBatch
+    from app.algorithm.objective import TokenBatch
 
     tokens = sum(LENGTHS)
     logprobs = -torch.rand(tokens, generator=torch.Generator().manual_seed(0))

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.algorithm.objective import Terms, objective_terms
-from app.algorithm.token_batch import TokenBatch
+from app.algorithm.objective import Terms, TokenBatch, objective_terms
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
 
 # Log-ratios are clamped to ± this limit before exp.

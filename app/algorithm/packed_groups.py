@@ -9,18 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from app.types import (
-    Completion,
-    Ending,
-    Episode,
-    FinishReason,
-    Group,
-    Prompt,
-    ScoredGroup,
-    TokenSequence,
-    Trajectory,
-    VersionSpan,
-)
+from app import types
 
 Row = tuple[Any, ...]
 
@@ -28,19 +17,19 @@ Row = tuple[Any, ...]
 class Packed:
     """Groups that are unpickled as a list of `ScoredGroup` with what `TrainStep` reads; the rest is empty."""
 
-    def __init__(self, groups: Sequence[ScoredGroup]):
+    def __init__(self, groups: Sequence[types.ScoredGroup]):
         self.groups = groups
 
     def __reduce__(self) -> tuple[Any, ...]:
         return unpack, ([_group_row(scored) for scored in self.groups],)
 
 
-def unpack(rows: Sequence[Row]) -> list[ScoredGroup]:
+def unpack(rows: Sequence[Row]) -> list[types.ScoredGroup]:
     """Return the groups of `Packed`."""
     return [_group(*row) for row in rows]
 
 
-def _group_row(scored: ScoredGroup) -> Row:
+def _group_row(scored: types.ScoredGroup) -> Row:
     prompt = scored.group.prompt
     # Nearly always the group's own prompt, which is sent once.
     members = [
@@ -50,11 +39,11 @@ def _group_row(scored: ScoredGroup) -> Row:
     return _prompt_row(prompt), scored.advantages, members
 
 
-def _prompt_row(prompt: Prompt) -> Row:
+def _prompt_row(prompt: types.Prompt) -> Row:
     return prompt.id, prompt.token_ids, prompt.source
 
 
-def _sampled_rows(trajectory: Trajectory) -> tuple[Row, Row | None]:
+def _sampled_rows(trajectory: types.Trajectory) -> tuple[Row, Row | None]:
     """Return the rows of the completion and of the episode; a single turn has none."""
     completion = trajectory.completion
     spans = _span_rows(completion.spans)
@@ -69,14 +58,14 @@ def _sampled_rows(trajectory: Trajectory) -> tuple[Row, Row | None]:
     return row, (sequences, trajectory.episode.ending.value)
 
 
-def _span_rows(spans: Sequence[VersionSpan]) -> Row:
+def _span_rows(spans: Sequence[types.VersionSpan]) -> Row:
     return tuple((span.version, span.start, span.end) for span in spans)
 
 
-def _group(prompt_row: Row, advantages: np.ndarray, members: Sequence[Row]) -> ScoredGroup:
+def _group(prompt_row: Row, advantages: np.ndarray, members: Sequence[Row]) -> types.ScoredGroup:
     prompt = _prompt(prompt_row)
     trajectories = tuple(
-        Trajectory(
+        types.Trajectory(
             prompt if own_prompt is None else _prompt(own_prompt),
             _completion(*completion),
             "",
@@ -85,24 +74,25 @@ def _group(prompt_row: Row, advantages: np.ndarray, members: Sequence[Row]) -> S
         )
         for own_prompt, reward, completion, episode in members
     )
-    return ScoredGroup(Group(prompt, trajectories), advantages)
+    return types.ScoredGroup(types.Group(prompt, trajectories), advantages)
 
 
-def _prompt(row: Row) -> Prompt:
+def _prompt(row: Row) -> types.Prompt:
     prompt_id, token_ids, source = row
-    return Prompt(prompt_id, token_ids, "", source)
+    return types.Prompt(prompt_id, token_ids, "", source)
 
 
-def _completion(token_ids: np.ndarray, logprobs: np.ndarray, reason: str, spans: Row) -> Completion:
-    return Completion(token_ids, logprobs, FinishReason(reason), _spans(spans))
+def _completion(token_ids: np.ndarray, logprobs: np.ndarray, reason: str, spans: Row) -> types.Completion:
+    return types.Completion(token_ids, logprobs, types.FinishReason(reason), _spans(spans))
 
 
-def _episode(sequences: Sequence[Row], ending: str) -> Episode:
+def _episode(sequences: Sequence[Row], ending: str) -> types.Episode:
     made = tuple(
-        TokenSequence(token_ids, sampled, logprobs, _spans(spans)) for token_ids, sampled, logprobs, spans in sequences
+        types.TokenSequence(token_ids, sampled, logprobs, _spans(spans))
+        for token_ids, sampled, logprobs, spans in sequences
     )
-    return Episode(made, (), Ending(ending), {}, {})
+    return types.Episode(made, (), types.Ending(ending), {}, {})
 
 
-def _spans(rows: Row) -> tuple[VersionSpan, ...]:
-    return tuple(VersionSpan(*row) for row in rows)
+def _spans(rows: Row) -> tuple[types.VersionSpan, ...]:
+    return tuple(types.VersionSpan(*row) for row in rows)

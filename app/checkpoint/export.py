@@ -7,29 +7,48 @@ Invariants:
 - `export/` is replaced only by a complete directory.
 - Adapters are merged into the base in float32, rounded once to its dtype, and also written to `export/adapter/` as they
   are.
+- The model card replaces that of the base, of which the license remains. It has no local paths: exports are published.
 """
 
 import asyncio
 import contextlib
+import re
 import shutil
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from app.checkpoint.folder import latest
 from app.checkpoint.manager import CheckpointManager
-from app.checkpoint.model_card import NAME as CARD
-from app.checkpoint.model_card import model_card
 from app.checkpoint.run_state import RunState, lora_of, read_intact, read_state
 from app.config import RunConfig
-from app.config.command_line import command, override
-from app.config.model import LoraConfig
+from app.config.command_line import DISTRIBUTION, command, override
+from app.config.model import LoraConfig, ModelConfig
+from app.data.records.sources import is_remote
 from app.errors import RunError
-from app.model.hf_directory import identity, locate
+from app.model.hf_directory import identity, is_path, locate
 from app.protocols import Trainer
+from app.tracking.run_folder import metrics_file, read_config
+from app.tracking.run_folder.summary import EVALUATED
 from app.utils import files
 from app.utils.tasks import in_thread
 
 FOLDER, FINAL, ADAPTER = "export", "final", "adapter"
 CHAT_TEMPLATE = "chat_template.jinja"  # before one in tokenizer_config.json
+CARD = "README.md"
+LICENSE = re.compile(r"^(license|license_name|license_link): *\"?([\w./:-]+)\"?$", re.MULTILINE)
+LOAD = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+path = "{name}"  # this directory, or its id on a hub
+model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained(path)"""
+LOAD_ADAPTER = """\
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+path = "{name}"  # this directory, or its id on a hub
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}", dtype="auto"), path)"""
 
 
 async def export_trained(
@@ -112,8 +131,7 @@ def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
 
 def _write(checkpoint: Path, source: Path, lora: LoraConfig, out: Path) -> None:
     from app.model.hf_export import export, export_adapter
-    from app.model.lora.merge import merged
-    from app.model.lora.names import adapter_config
+    from app.model.lora.names import adapter_config, merged
     from app.trainer.checkpoint_state import read_weights
 
     if not lora.enabled:
@@ -135,3 +153,57 @@ def _discard(unfinished: Path) -> None:
     """Remove what a failed export left. An error here must not hide the one that came first."""
     with contextlib.suppress(OSError):
         files.remove(unfinished)
+
+
+def model_card(run: Path, source: Path, step: int, *, adapter: bool = False) -> str:
+    """Return the card of the model after `step`, as far as the run's folder says how it was trained.
+
+    Args:
+        run: Folder of the run.
+        source: Directory of the base model.
+        step: The exported one.
+        adapter: The card is of the adapter alone.
+    """
+    from huggingface_hub import ModelCardData
+
+    config, _ = read_config(run)
+    base, data = config.get("model.path"), config.get("data.path")
+    hub_base = base if base and not is_path(base) and not ModelConfig(path=base).local.exists() else None
+    hub_data = data if isinstance(data, str) and is_remote(data) and not Path(data).exists() else None
+    base_name = hub_base or (Path(base).name if base else config.get("model.name", source.name))
+    algorithm = config.get("algorithm.name", "RL")
+
+    base_card = (source / CARD).read_text(encoding="utf-8") if (source / CARD).is_file() else ""
+    front = ModelCardData(
+        base_model=hub_base,
+        datasets=[hub_data] if hub_data else None,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=[algorithm, "reinforcement-learning", *(["lora"] if adapter else [])],
+        **dict(LICENSE.findall(base_card.partition("\n---")[0])),
+    )
+    facts = {"base model": base_name, "steps": step, **_settings(config), **_evaluations(run, step)}
+    facts["trained with"] = f"{DISTRIBUTION} {version(DISTRIBUTION)}"
+
+    name = f"{base_name.rpartition('/')[2]}-{algorithm}"
+    load = (LOAD_ADAPTER if adapter else LOAD).format(base=base_name, name=name)
+    rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
+    return f"---\n{front.to_yaml()}\n---\n\n# {name}\n\n| | |\n|---|---|\n{rows}\n\n```python\n{load}\n```\n"
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    shown = ["algorithm.name", "algorithm.prompts_per_step", "algorithm.group_size", "data.name", "trainer.lr"]
+    if config.get("model.lora.rank"):
+        shown += ["model.lora.rank", "model.lora.alpha"]
+    return {f"`{key}`": config[key] for key in shown if key in config}
+
+
+def _evaluations(run: Path, step: int) -> dict[str, str]:
+    """The first and the last evaluation up to the step."""
+    rows = metrics_file.read(run / metrics_file.NAME)
+    found = [row for row in rows if row["step"] <= step and row.get("eval/accuracy") is not None]
+    facts = {}
+    for when, row in zip(("first", "last"), found[:1] + found[1:][-1:], strict=False):
+        prompts = sum(value for name, value in row.items() if EVALUATED.fullmatch(name) and value)
+        facts[f"{when} evaluation"] = f"{row['eval/accuracy']:.1%} after step {row['step']} (n = {prompts:,.0f})"
+    return facts

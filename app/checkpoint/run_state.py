@@ -17,7 +17,7 @@ from typing import Any
 from app.config.model import LoraConfig
 from app.errors import CheckpointError, DamagedCheckpoint
 from app.utils import files
-from app.utils.checksums import crc32_of
+from app.utils.files import crc32_of
 
 STATE = "state.json"
 FORMAT = 2

@@ -14,7 +14,7 @@ from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
 from app.config.weight_sync import TransportKind, transport_of
 from app.device import Device, Fork
-from app.device.allocator import expandable_segments_off
+from app.device.process_environment import expandable_segments_off
 from app.rollout.host import EngineHost, HostSpec
 from app.rollout.remote import RemoteEngine
 from app.rollout.server import ServerSpec

@@ -19,27 +19,22 @@ from app.config.run import SECTIONS, Mode, RunConfig
 from app.config.setting import settings
 from app.errors import ConfigError
 
-# Hydra's options: those that stand alone and those with a value, with their short names.
-FLAGS = {
-    "--help": "-h",
-    "--hydra-help": "",
-    "--version": "",
-    "--resolve": "",
-    "--run": "-r",
-    "--multirun": "-m",
-    "--shell-completion": "-sc",
+# Hydra's options: those that stand alone, those with a value, and their short names.
+FLAGS = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--shell-completion")
+VALUED = ("--cfg", "--package", "--config-path", "--config-name", "--config-dir", "--experimental-rerun", "--info")
+OPTIONS = (*FLAGS, *VALUED)
+SHORT = {
+    "-h": "--help",
+    "-r": "--run",
+    "-m": "--multirun",
+    "-sc": "--shell-completion",
+    "-c": "--cfg",
+    "-p": "--package",
+    "-cp": "--config-path",
+    "-cn": "--config-name",
+    "-cd": "--config-dir",
+    "-i": "--info",
 }
-VALUED = {
-    "--cfg": "-c",
-    "--package": "-p",
-    "--config-path": "-cp",
-    "--config-name": "-cn",
-    "--config-dir": "-cd",
-    "--experimental-rerun": "",
-    "--info": "-i",
-}
-OPTIONS = FLAGS | VALUED
-SHORT = {short: option for option, short in OPTIONS.items() if short}
 OPTION_CHOICES = {
     "--cfg": ("job", "hydra", "all"),
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),

@@ -10,10 +10,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from app.config import folder_name, foreign_names, own_data
-from app.config.command_line import command_name, given_settings
+from app.config import foreign_names, own_data, resolvers
+from app.config.command_line import given_settings
 from app.config.command_line import override as quoted
-from app.config.help import settings_help
 from app.config.run import RunConfig
 from app.config.setting import Setting, settings
 from app.errors import ConfigError, expect, yaml_text
@@ -32,9 +31,7 @@ NOISE = ("full_key:", "object_type=", "reference_type=", "Set the env", "Config 
 def register() -> None:
     """Register the schema, so that Hydra refuses misspelled keys and wrong types, and the resolvers of `conf/`."""
     ConfigStore.instance().store(name="run_schema", node=_open_schema())
-    OmegaConf.register_new_resolver("settings_help", settings_help, replace=True)
-    OmegaConf.register_new_resolver("command_name", command_name, replace=True)
-    folder_name.register()
+    resolvers.register()
 
 
 def _open_schema() -> DictConfig:

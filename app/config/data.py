@@ -31,43 +31,46 @@ class Generator(Enum):
 
 
 @dataclass
-class ArithmeticConfig:
-    """Generated additions such as `12+34=`, used where `data.path` is null."""
+class GeneratorConfig:
+    """Sizes of generated data."""
 
     problems: int = setting(2000, "Training rows.", at_least=1)
     eval_problems: int = setting(200, "Held-out rows, disjoint from the training rows.", at_least=1)
+
+    @property
+    def distinct(self) -> int:
+        """How many different problems there are."""
+        raise NotImplementedError
+
+    def validate(self, key: str) -> None:
+        """Raise `ConfigError` for more rows than there are different problems. `key` is that of the section."""
+        accepted = f"at most {self.distinct} problems together with {key}.eval_problems={self.eval_problems}"
+        expect(self.problems + self.eval_problems <= self.distinct, f"{key}.problems", self.problems, accepted)
+
+
+@dataclass
+class ArithmeticConfig(GeneratorConfig):
+    """Generated additions such as `12+34=`, used where `data.path` is null."""
+
     max_operand: int = setting(50, "Largest operand.", at_least=1)
 
     @property
     def distinct(self) -> int:
-        """How many different problems there are."""
         return (self.max_operand + 1) ** 2
 
 
 @dataclass
-class ProductsConfig:
+class ProductsConfig(GeneratorConfig):
     """Generated products such as `37*84=`."""
 
-    problems: int = setting(2000, "Training rows.", at_least=1)
-    eval_problems: int = setting(200, "Held-out rows, disjoint from the training rows.", at_least=1)
-
-    @property
-    def distinct(self) -> int:
-        """How many different problems there are."""
-        return len(FACTORS) ** 2
+    distinct = len(FACTORS) ** 2
 
 
 @dataclass
-class ChainConfig:
+class ChainConfig(GeneratorConfig):
     """Generated chains of a product and a sum such as `12*7+30=`."""
 
-    problems: int = setting(2000, "Training rows.", at_least=1)
-    eval_problems: int = setting(200, "Held-out rows, disjoint from the training rows.", at_least=1)
-
-    @property
-    def distinct(self) -> int:
-        """How many different problems there are."""
-        return len(FACTORS) * len(DIGITS) * len(FACTORS)
+    distinct = len(FACTORS) ** 2 * len(DIGITS)
 
 
 @dataclass
@@ -194,7 +197,6 @@ class DataConfig:
         expect(not marked, "data.answer_after", self.answer_after, "null with data.answer=null")
 
         self._validate_sources()
-        self._validate_arithmetic()
         expect(
             not self.from_environment or (self.path is None and self._target_ is None and not self.train_sets),
             "data.from_environment",
@@ -202,8 +204,9 @@ class DataConfig:
             "false with data.path, data._target_ or data.train_sets",
         )
         if self.path is None:
-            _expect_distinct("data.products", self.products)
-            _expect_distinct("data.chain", self.chain)
+            self.arithmetic.validate("data.arithmetic")
+            self.products.validate("data.products")
+            self.chain.validate("data.chain")
 
         expect(
             self.system is None or self.template is Template.chat,
@@ -233,26 +236,6 @@ class DataConfig:
         )
         expect(target is None or not self.train_sets, "data._target_", target, "null with data.train_sets")
         expect(target is not None or not self.args, "data.args", self.args, "{} without data._target_")
-
-    def _validate_arithmetic(self) -> None:
-        arithmetic = self.arithmetic
-        expect(
-            self.path is not None or arithmetic.problems + arithmetic.eval_problems <= arithmetic.distinct,
-            "data.arithmetic.problems",
-            arithmetic.problems,
-            f"at most {arithmetic.distinct} problems together with "
-            f"data.arithmetic.eval_problems={arithmetic.eval_problems}, all that "
-            f"data.arithmetic.max_operand={arithmetic.max_operand} allows",
-        )
-
-
-def _expect_distinct(key: str, config: ProductsConfig | ChainConfig) -> None:
-    expect(
-        config.problems + config.eval_problems <= config.distinct,
-        f"{key}.problems",
-        config.problems,
-        f"at most {config.distinct} problems together with {key}.eval_problems={config.eval_problems}",
-    )
 
 
 def _expect_path(key: str, path: object) -> None:

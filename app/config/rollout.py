@@ -62,6 +62,11 @@ class RolloutConfig:
         noun="entries as in +rollout.engine_args.chunked-prefill-size=8192",
     )
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence: prompt and completion."""
+        return self.max_prompt_tokens + self.max_completion_tokens
+
     def validate(self) -> None:
         """Raise `ConfigError` for an address without a scheme, and for sampling that has no right log-probabilities.
 

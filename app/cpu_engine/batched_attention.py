@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from app.cpu_engine.kv_cache import WorkingCopy, attend
-from app.utils.lengths import length_buckets
+from app.model.packing import length_buckets
 
 NAME = "torch_batched"
 MAX_PADDED = 2  # times the pool's tokens: a copy that padding makes larger is not allocated

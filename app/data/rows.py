@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.config.data import DataConfig, EvalSetConfig, Generator, TrainSetConfig
-from app.data import arithmetic, chain, products, user_rows
+from app.data import generators, user_rows
 from app.data.fields import FieldMap, Row
 from app.data.reading import BrokenRows, Setting, read_rows
 from app.data.records import sources
@@ -163,11 +163,11 @@ def _training(
 def _generated(config: DataConfig) -> tuple[list[Row], list[Row]]:
     match config.generator:
         case Generator.arithmetic:
-            return arithmetic.problems(config.arithmetic)
+            return generators.arithmetic(config.arithmetic)
         case Generator.products:
-            return products.problems(config.products)
+            return generators.products(config.products)
         case Generator.chain:
-            return chain.problems(config.chain)
+            return generators.chain(config.chain)
 
 
 def _read_training(config: DataConfig, broken: BrokenRows, tasks: Tasks) -> dict[Setting, list[Row]]:

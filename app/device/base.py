@@ -43,7 +43,7 @@ Fork = Callable[[Sequence[str], Mapping[str, str], int], ServerProcess]
 
 @dataclass(frozen=True, slots=True)
 class LinearKernels:
-    """Kernels of gated delta-nets over packed sequences, see app/device/cuda_linear_attention.py."""
+    """Kernels of gated delta-nets over packed sequences, see app/device/cuda.py."""
 
     convolve: "Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]"
     delta_rule: "Callable[..., Tensor]"

@@ -15,7 +15,7 @@ from app.checkpoint.run_state import read_state
 from app.config import RunConfig
 from app.device import device_of
 from app.errors import expect
-from app.eval.evaluate import evaluate
+from app.eval import evaluate
 from app.mode import ModeResult
 from app.mode.export import source_of
 from app.mode.session import start_rollout_workers

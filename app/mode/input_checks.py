@@ -13,7 +13,8 @@ from app.checkpoint.run_state import read_state, require_model
 from app.config import Mode
 from app.config.placement import PlacementKind
 from app.config.trainer import Optimizer
-from app.data import rows, template
+from app.data import rows
+from app.data.build import check_template, conversation
 from app.data.counts import describe_rows
 from app.errors import ConfigError, expect
 from app.mode.disk import free_bytes, plan_disk
@@ -94,7 +95,7 @@ def data(run: RunInputs) -> Iterator[Finding]:
     loaded = None
     if rows.is_local(config.data):
         loaded = run.rows
-        template.check([*loaded.train, *(row for each in loaded.evals.values() for row in each)], config.data)
+        check_template([*loaded.train, *(row for each in loaded.evals.values() for row in each)], config.data)
         run.count_steps(len(loaded.train))
     else:
         rows.check_files(config.data)
@@ -236,7 +237,7 @@ def _some_prompts(run: RunInputs) -> list[Prompt]:
     trained = [] if run.config.mode is Mode.eval else [run.rows.train]
     prompts = []
     for row, *_ in (*trained, *run.rows.evals.values()):
-        name, messages = f"{row.source}/{row.index}", template.conversation(row, run.config.data)
+        name, messages = f"{row.source}/{row.index}", conversation(row, run.config.data)
         prompts.append(Prompt(name, NO_TOKENS, row.answer, row.source, row.question, row.columns, messages))
     return prompts
 

@@ -5,25 +5,36 @@ Invariants:
 - What the mode started has ended when the lock is released, or soon after this process was killed.
 - No mode overwrites or deletes the results of another run: the folder is unused, or the run in it is resumed, or it
   ended before its first checkpoint and its records are set aside.
+- While the lock is held, all records go to `logs/driver.log` there. Warnings and errors go to the terminal, alongside
+  the lines of `app.tracking.console` (`conf/hydra/job_logging/rich.yaml`).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from app.checkpoint.export import FOLDER as EXPORT
+from app.checkpoint.folder import best, latest, step_of
+from app.checkpoint.run_state import read_state
 from app.cluster.process_reaper import process_reaper
 from app.config import Mode, RunConfig
-from app.errors import ConfigError, RunError, say
+from app.config.command_line import command, override
+from app.errors import CheckpointError, ConfigError, RunError, say
 from app.recovery.resume import NEVER, apply_resume, has_checkpoint, holds_run, require_unused
 from app.recovery.run_lock import run_lock
-from app.tracking.logs import driver_log
 from app.tracking.run_folder import CONFIG
 from app.tracking.run_folder.aside import set_all_aside
 from app.utils.files import replace_file
+
+DRIVER_LOG = Path("logs") / "driver.log"
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+YELLOW, RED, PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
 @contextmanager
@@ -93,3 +104,89 @@ def _set_aside_unless_resumable(folder: Path) -> None:
 
     moved = set_all_aside(folder)
     say(f"the run in {folder} ended before its first checkpoint: it starts over, and its records are now in {moved}")
+
+
+@contextmanager
+def driver_log(folder: Path) -> Iterator[None]:
+    """Append all log records to `logs/driver.log` of a run's folder."""
+    handler = DriverLog(folder / DRIVER_LOG)
+    handler.setFormatter(logging.Formatter(FORMAT))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
+
+
+class DriverLog(logging.FileHandler):
+    """Appends to a file. The first record creates it and its folder, so a process without logs leaves none."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file, encoding="utf-8", delay=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.stream is None:
+            with suppress(OSError):  # `super().emit` meets it again
+                Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Print nothing where the disk is full or read-only: the records that matter are on the screen too."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):  # the records that could not be written are still buffered
+            super().close()
+
+
+class ConsoleWarnings(logging.Handler):
+    """Prints `warning: …` or `error: …` to stderr, in color on a terminal, without a traceback."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # `sys.stderr` is looked up each time: rich replaces it while a progress bar is shown, to print above the bar.
+        try:
+            label = "error" if record.levelno >= logging.ERROR else "warning"
+            if sys.stderr.isatty():
+                label = f"{RED if label == 'error' else YELLOW}{label}{PLAIN}"
+            sys.stderr.write(f"{label}: {record.getMessage()}\n")
+            sys.stderr.flush()
+        except (OSError, ValueError):  # the terminal is gone; the log file has the record
+            self.handleError(record)
+
+
+def kept_in(
+    folder: Path, *, exported: bool, continued: Sequence[str] = ()
+) -> tuple[dict[str, str], dict[str, str | int | float]]:
+    """Return what the run in `folder` has kept: lines for its end, and facts for `summary.json`.
+
+    Args:
+        folder: Of the run.
+        exported: Whether `export/` holds its last step.
+        continued: Overrides that continue a finished run; the lines then also have the commands.
+    """
+    lines: dict[str, str] = {}
+    facts: dict[str, str | int | float] = {}
+    if exported:
+        lines["model"] = facts["model"] = str(folder / EXPORT)
+    try:
+        last, top = latest(folder), best(folder)
+        accuracy = read_state(top).accuracy if top is not None else None
+    except CheckpointError:  # the run's own error says it, if it matters
+        return lines, facts
+
+    if last is not None:
+        lines["last"] = facts["checkpoint/last"] = str(last)
+    if top is not None and accuracy is not None:
+        lines["best"] = f"{top}  (eval accuracy {accuracy:.1%})"
+        facts |= {
+            "checkpoint/best": str(top),
+            "checkpoint/best_step": step_of(top),
+            "checkpoint/best_accuracy": accuracy,
+        }
+    if last is not None and continued:
+        resume = override("resume", folder)
+        lines |= {"evaluate": command("mode=eval", resume), "continue": command(resume, *continued)}
+    return lines, facts

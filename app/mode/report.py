@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from app.config import RunConfig
-from app.config.folder_name import RUN_ID
+from app.config.resolvers import RUN_ID
 from app.errors import ConfigError, expect, say
 from app.mode import NOT_GIVEN, ModeResult
 from app.recovery.run_lock import FolderInUse, run_lock
-from app.tracking.report.data import find_runs
-from app.tracking.report.page import NAME, write_report
-from app.tracking.report.sweep import write_comparison
+from app.tracking.report.comparison import compare, run_table, screen, seed_table
+from app.tracking.report.data import find_runs, read_run
+from app.tracking.report.page import NAME, write_page, write_report
+from app.utils.files import replace_file
 
 COMPARISONS = Path("outputs/comparisons")
+RUNS = "runs.csv"
+SEEDS = "seeds.csv"
 
 
 def run(config: RunConfig, folder: Path) -> ModeResult:
@@ -58,3 +61,31 @@ def _comparison(compared: Sequence[str], folder: Path) -> list[str]:
         folder = COMPARISONS / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{RUN_ID}"
     expect(find_runs(folder) != [folder], "hydra.run.dir", folder, "a folder that is not a run's, for the comparison")
     return write_comparison(list(runs.values()), folder)
+
+
+def write_comparison(folders: Sequence[Path], out: Path) -> list[str]:
+    """Write `report.html`, `runs.csv` and, if a setting ran with several seeds, `seeds.csv` into the folder `out`.
+
+    `runs.csv` has a row for each run. `seeds.csv` has a row for each setting: mean and sample standard deviation over
+    the seeds of its finished runs.
+
+    Returns:
+        Lines for the screen: the tables, and the files.
+    """
+    comparison = compare([read_run(folder) for folder in folders])
+    write_page(comparison, out / NAME)
+    replace_file(out / RUNS, run_table(comparison).csv)
+    if seeds := seed_table(comparison):
+        replace_file(out / SEEDS, seeds.csv)
+    return [*screen(comparison), "", f"report: {out / NAME}", f"tables: {out / RUNS}"]
+
+
+def end_sweep(folder: Path) -> list[str]:
+    """Compare the jobs in a sweep's folder, those that did not start included; do nothing if none did."""
+    if not any(folder.glob("*/summary.json")):
+        return []
+    runs = find_runs(folder)
+    # Launchers keep files in hidden folders.
+    jobs = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    other = [job for job in jobs if not any(run.is_relative_to(job) for run in runs)]
+    return [str(folder), *write_comparison([*runs, *other], folder)]

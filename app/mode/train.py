@@ -24,7 +24,6 @@ from typing import Any
 
 from app.checkpoint.export import export_trained
 from app.checkpoint.folder import ResumePoint
-from app.checkpoint.kept import kept_in
 from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import require_model
 from app.cluster.memory_monitor import MemoryMonitor
@@ -35,6 +34,7 @@ from app.config.placement import PlacementKind
 from app.device import Device, device_of
 from app.errors import TrainerError, TrainerLost
 from app.mode import ModeResult
+from app.mode.output_folder import kept_in
 from app.mode.session import RolloutWorkers, TrainerWorkers, start_rollout_workers, start_trainer_workers
 from app.model.hf_directory import identity
 from app.placement.colocate import Colocate
@@ -64,8 +64,9 @@ def run(config: RunConfig, folder: Path) -> ModeResult:
             asyncio.run(until_signal(_train(config, folder, recorder), on_second=warn))
             finished = True
         finally:
-            kept = kept_in(folder, exported=finished and config.checkpoint.export)
-            recorder.keep(kept.lines(_continued(config, recorder.stop_reason) if finished else ()), kept.facts)
+            exported = finished and config.checkpoint.export
+            continued = _continued(config, recorder.stop_reason) if finished else ()
+            recorder.keep(*kept_in(folder, exported=exported, continued=continued))
         if reason := recorder.stop_reason:
             recorder.note(f"stopped early: {reason}", {"stop/reason": reason})
     return ModeResult(recorder.accuracy)

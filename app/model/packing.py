@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.utils.lengths import length_buckets
+FILLED = 0.75  # a bucket takes sequences of at least this fraction of its longest one
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +109,20 @@ class _Gather(torch.autograd.Function):
         if used is not None:
             gradient = gradient.masked_fill_(~used.view(-1, *[1] * (gradient.dim() - 1)), 0.0)
         return gradient, None, None, None
+
+
+def length_buckets(lengths: Sequence[int]) -> list[list[int]]:
+    """Group the indices of `lengths` by similar length. The longest sequence of a bucket comes first.
+
+    Each bucket is padded to its longest sequence; padding stays below 25 %.
+
+    >>> length_buckets([10, 100, 9, 90])
+    [[1, 3], [0, 2]]
+    """
+    buckets: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        if buckets and lengths[index] >= FILLED * lengths[buckets[-1][0]]:
+            buckets[-1].append(index)
+        else:
+            buckets.append([index])
+    return buckets

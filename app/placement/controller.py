@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from app.algorithm.advantage import SMALLEST_GROUP, score
 from app.checkpoint.run_state import RunState
 from app.errors import RunError, TrainerError, TrainerLost
-from app.eval.evaluate import evaluate, is_due
+from app.eval import evaluate, is_due
 from app.placement.context import RunContext
 from app.placement.step_metrics import RolloutCounts, step_metrics
 from app.placement.watchdog import watchdog

@@ -3,9 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from app.algorithm.metrics import advantage_metrics, group_metrics, source_metrics, staleness_metrics
-from app.environment.episode_metrics import environment_metrics
-from app.types import Group, ScoredGroup, StepReport, SyncReport
+from app.types import Ending, Episode, Group, ScoredGroup, StepReport, SyncReport
+
+OWN_METRICS = ("turns", "sequences", "wall_seconds", "engine_seconds", "prompt_tokens", "cached_tokens")
+TOOL_CALLS, TOOL_FAILURES = "tool_calls", "tool_failures"
 
 
 @dataclass(slots=True)
@@ -66,3 +70,60 @@ def step_metrics(
     metrics |= {f"time/{phase}": value for phase, value in seconds.items()}
     metrics["throughput/completion_tokens_per_second"] = metrics["tokens/completion"] / seconds["step"]
     return metrics
+
+
+def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Measure the episodes of a step's groups; nothing for single turns.
+
+    Means are over trajectories. What an environment counted itself (`policy.count`) is a mean too, under its name.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    episodes = [trajectory.episode for trajectory in trajectories if trajectory.episode is not None]
+    if not episodes:
+        return {}
+
+    observed = [trajectory.response_tokens - trajectory.sampled_tokens for trajectory in trajectories]
+    wall = _total(episodes, "wall_seconds")
+    calls = _total(episodes, TOOL_CALLS)
+    return {
+        **_counted(episodes),
+        **_scores(episodes),
+        "environment/turns_mean": _total(episodes, "turns") / len(episodes),
+        "environment/turns_max": max(episode.metrics.get("turns", 0.0) for episode in episodes),
+        "environment/sequences_mean": _total(episodes, "sequences") / len(episodes),
+        "environment/observation_tokens": float(np.mean(observed)),
+        "environment/tool_calls": calls / len(episodes),
+        "environment/tool_failed_fraction": _total(episodes, TOOL_FAILURES) / calls if calls else 0.0,
+        "environment/out_of_turns_fraction": _ended(episodes, Ending.turns),
+        "environment/out_of_time_fraction": _ended(episodes, Ending.time),
+        "environment/seconds": wall / len(episodes),
+        # Of an episode's time, in which no engine worked for it.
+        "environment/wait_fraction": max(0.0, 1 - _total(episodes, "engine_seconds") / wall) if wall else 0.0,
+        # Of the tokens that requests began with, those that the engine had in its KV cache.
+        "rollout/cached_fraction": _total(episodes, "cached_tokens") / max(1.0, _total(episodes, "prompt_tokens")),
+    }
+
+
+def _total(episodes: Sequence[Episode], name: str) -> float:
+    return sum(episode.metrics.get(name, 0.0) for episode in episodes)
+
+
+def _ended(episodes: Sequence[Episode], ending: Ending) -> float:
+    return sum(episode.ending is ending for episode in episodes) / len(episodes)
+
+
+def _scores(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Mean of each score over the episodes that have it, if environments give more than one."""
+    names = dict.fromkeys(name for episode in episodes for name in episode.scores)
+    if len(names) < 2:
+        return {}
+    return {
+        f"environment/score_{name}": float(np.mean([each.scores[name] for each in episodes if name in each.scores]))
+        for name in names
+    }
+
+
+def _counted(episodes: Sequence[Episode]) -> dict[str, float]:
+    known = {*OWN_METRICS, TOOL_CALLS, TOOL_FAILURES, "observation_tokens", "seconds"}
+    names = sorted({name for episode in episodes for name in episode.metrics} - known)
+    return {f"environment/{name}": _total(episodes, name) / len(episodes) for name in names}

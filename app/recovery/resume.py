@@ -27,7 +27,7 @@ from app.config.command_line import command, override
 from app.config.compose import config_error
 from app.config.stop import StopConfig
 from app.errors import ConfigError, DamagedCheckpoint, yaml_text
-from app.stop.early_stop import stop_reason
+from app.stop import stop_reason
 from app.tracking.run_folder import CONFIG, metrics_file, summary
 
 NEVER = "never"

@@ -19,7 +19,7 @@ from app.worker.pool import WorkerPool
 from app.worker.remote import WorkerSpec
 
 START_TIMEOUT_S = 60.0  # includes the imports of custom rewards
-SLOW_SECONDS = 10.0  # a call without a result is reported, long before its deadline
+SLOW_WARNING_S = 10.0  # a call without a result is reported, long before its deadline
 CLOSED = Failure(FailureKind.died, "the scorer was closed")
 
 
@@ -129,10 +129,10 @@ class RewardPool(WorkerPool):
     async def _call(self, trajectories: Sequence[Trajectory]) -> Outcome:
         timeout_s = self._timeout_s * len(trajectories)
         slow = (
-            f"has no result for {len(trajectories)} trajectories after {SLOW_SECONDS:g} s; it has {timeout_s:g} s "
+            f"has no result for {len(trajectories)} trajectories after {SLOW_WARNING_S:g} s; it has {timeout_s:g} s "
             "(reward.timeout_s). reward.workers processes score as many groups at a time."
         )
-        return await self.call(trajectories, timeout_s, SLOW_SECONDS, lambda: self._warn_once("slow", slow))
+        return await self.call(trajectories, timeout_s, SLOW_WARNING_S, lambda: self._warn_once("slow", slow))
 
     def _warn_once(self, event: str, text: str) -> None:
         if event not in self._warned:

@@ -16,8 +16,7 @@ import sys
 from collections.abc import MutableMapping
 from typing import Any
 
-from app.device.allocator import EXPANDABLE, without_expandable_segments
-from app.device.runtime_library import let_the_loader_find_it
+from app.device.process_environment import EXPANDABLE, let_the_loader_find_it, without_expandable_segments
 from app.device.torchvision_shim import define_operators
 from app.rollout.server import KEY_VARIABLE
 from app.utils.process import PARENT_VARIABLE

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.tracking.dashboard import DashboardOptions, Progress
-from app.tracking.report.data import flatten
+from app.tracking.run_folder import flatten
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The console of a run: a header, one line per step and evaluation, and a progress bar at the bottom.
 
 Terminals get colors and the bar (rich); files, pipes and CI get the same lines as plain text, notebooks in color.
-Warnings are log records, which `app.tracking.logs` prints.
+Warnings are log records, which `app.mode.output_folder` prints.
 """
 
 import sys
@@ -19,8 +19,7 @@ from rich.text import Text
 
 from app.config import Mode, RunConfig
 from app.config.checkpoint import CheckpointConfig
-from app.tracking.evaluation_table import evaluation_rows
-from app.tracking.number_format import aligned, count, duration, plural, seconds
+from app.tracking.number_format import aligned, count, duration, evaluation_rows, plural, seconds
 
 PHASES = (("generate", "cyan"), ("train", "magenta"), ("sync", "yellow"))
 BAR_CELLS = 12

@@ -1,9 +1,11 @@
 """Numbers and tables formatted for people."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 MISSING = "—"
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+PREFIX = "eval/"
+ONLY = "eval"  # the name of a single set, whose metrics have none
 
 
 def count(value: float) -> str:
@@ -34,15 +36,17 @@ def seconds(value: float) -> str:
 def duration(value: float) -> str:
     """Format the duration of a run.
 
-    >>> duration(42.4), duration(102), duration(7384)
-    ('42 s', '1 min 42 s', '2 h 03 min')
+    >>> duration(42.4), duration(102), duration(7384), duration(600_000)
+    ('42 s', '1 min 42 s', '2 h 03 min', '6 d 22 h')
     """
     whole = round(value)
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    if whole < 2 * 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
 
 
 def percent(value: float) -> str:
@@ -80,3 +84,51 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def set_metrics(row: Mapping[str, float | None]) -> dict[str, dict[str, float]]:
+    """Return the metrics of each evaluation set in a line of `metrics.jsonl`.
+
+    >>> set_metrics({"step": 3, "eval/accuracy": 0.5, "eval/easy/accuracy": 0.7, "eval/hard/accuracy": 0.3})
+    {'easy': {'accuracy': 0.7}, 'hard': {'accuracy': 0.3}}
+    >>> set_metrics({"step": 3, "eval/accuracy": 0.5})
+    {'eval': {'accuracy': 0.5}}
+    """
+    sets: dict[str, dict[str, float]] = {}
+    for key, value in row.items():
+        if key.startswith(PREFIX) and value is not None:
+            name, _, metric = key.removeprefix(PREFIX).rpartition("/")
+            sets.setdefault(name, {})[metric] = value
+
+    if len(sets) > 1:
+        sets.pop("", None)  # the mean over the sets
+    return {name or ONLY: metrics for name, metrics in sets.items()}
+
+
+def evaluation_rows(results: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+    """Return the head and a row for each evaluation set. The ± of an accuracy is its standard error.
+
+    set         prompts  accuracy       pass@2  pass@4  tokens  truncated
+    arithmetic  200      34.5% ± 3.4%   41.0%   47.5%   5.2     0.0%
+    """
+    passes = sorted({name for metrics in results.values() for name in metrics if name.startswith("pass@")}, key=_k)
+    rows = [["set", "prompts", "accuracy", *passes, "tokens", "truncated"]]
+    for name, metrics in results.items():
+        accuracy = measured(metrics.get("accuracy"), percent)
+        if "accuracy_stderr" in metrics:
+            accuracy += f" ± {percent(metrics['accuracy_stderr'])}"
+        rows.append(
+            [
+                name,
+                measured(metrics.get("prompts"), "{:.0f}".format),
+                accuracy,
+                *(measured(metrics.get(each), percent) for each in passes),
+                measured(metrics.get("length_mean"), "{:.1f}".format),
+                measured(metrics.get("truncated_fraction"), percent),
+            ]
+        )
+    return rows
+
+
+def _k(name: str) -> int:
+    return int(name.removeprefix("pass@"))

@@ -19,11 +19,11 @@ from omegaconf import OmegaConf
 
 from app.config import RunConfig
 from app.errors import Interrupted
-from app.stop.early_stop import stop_reason
+from app.stop import stop_reason
 from app.tracking import dashboards
 from app.tracking.console import RunConsole
 from app.tracking.dashboard import DashboardOptions
-from app.tracking.rules.checker import Alarms
+from app.tracking.rules.table import Alarms
 from app.tracking.run_folder import PROMPTS, WARNINGS, aside, metrics_file, samples, summary, timeline
 from app.tracking.run_folder.samples import Decode
 from app.tracking.run_folder.summary import Status, Summary

@@ -35,10 +35,9 @@ from torch.distributed.tensor import DTensor
 
 from app.errors import CheckpointError, one_line
 from app.model.policy import PolicyModel, named_trained_tensors
-from app.trainer import rng_state
-from app.trainer.host_copy import HostCopier
+from app.trainer.host_state import HostCopier, read_rng, write_rng
 from app.trainer.optimizer import PolicyOptimizer
-from app.utils.checksums import ChecksumWriter
+from app.utils.files import ChecksumWriter
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ class RankState:
 
         captured = {key: self._on_host(tensor, copy or self.host_copy) for key, tensor in tensors.items()}
         captured[self._schedule_key] = torch.tensor([self.optimizer.updates, self.optimizer.skipped_in_a_row])
-        captured[f"{RANDOM}{self.rank}"] = rng_state.read(self.device)
+        captured[f"{RANDOM}{self.rank}"] = read_rng(self.device)
         self._captured = captured
         return sum(_local(tensor).nbytes for tensor in captured.values())
 
@@ -172,7 +171,7 @@ class RankState:
         updates, skipped = target[self._schedule_key].tolist()
         self.optimizer.restore(optimizer_state, updates=updates, skipped_in_a_row=skipped)
         if random_key in target:
-            rng_state.write(target[random_key], self.device)
+            write_rng(target[random_key], self.device)
 
     @property
     def _schedule_key(self) -> str:

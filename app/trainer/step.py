@@ -29,11 +29,10 @@ from torch import Tensor
 
 from app.algorithm.loss import LossSums, denominator, policy_loss
 from app.algorithm.metrics import TABLE, finalize
-from app.algorithm.token_batch import TokenBatch
+from app.algorithm.objective import TokenBatch
 from app.config.algorithm import AlgorithmConfig, Correction
 from app.errors import TrainerError
-from app.model.lora.layer import adapters_off
-from app.model.lora.norm import adapter_metrics
+from app.model.lora.layer import adapter_metrics, adapters_off
 from app.model.packing import to_device
 from app.model.parallelize import reset_fsdp_state
 from app.model.policy import PolicyModel

@@ -1,17 +1,26 @@
-"""File operations. All but a plain `replace_file` survive a machine crash: their result is on disk when they return."""
+"""File operations. All but a plain `replace_file` survive a machine crash: their result is on disk when they return.
+
+Checksums are CRC-32, computed while a file is written and again when it is read back: it finds accidental damage, not
+tampering, is in the standard library, and at about 3 GB/s per core is faster than most disks. A damaged file has the
+same value once in 4 billion times.
+"""
 
 import contextlib
 import errno
 import io
 import os
 import shutil
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from app.errors import RunError, expect
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 UNFINISHED = ".tmp"  # suffix of incomplete files and folders; readers ignore them
+READ_BYTES = 2**22  # per read and thread
+MAX_THREADS = 8  # zlib releases the GIL
 
 
 def write(file: Path, text: str) -> None:
@@ -156,3 +165,43 @@ def describe(error: OSError) -> str:
     """Return the reason of a file error, and the file if it is known."""
     reason = error.strerror or str(error)
     return f"{reason} ({error.filename})" if error.filename else reason
+
+
+class ChecksumWriter(io.BufferedWriter):
+    """A new file opened for writing, with the CRC-32 of what was written to it. It is on disk once it is closed.
+
+    The value comes from the bytes in memory, so that it also finds what was damaged on the way to the disk.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self.crc32 = 0
+
+    def write(self, data: "bytes | bytearray | memoryview", /) -> int:  # type: ignore[override]
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return super().write(data)
+
+    def close(self) -> None:
+        """Flush the buffer and the file to disk. An `fsync` by the file's user does not reach what is in the buffer."""
+        if self.closed:
+            return
+        try:
+            self.flush()
+            os.fsync(self.fileno())
+        finally:
+            super().close()
+
+
+def crc32_of(paths: Sequence[Path]) -> list[int]:
+    """Read files in parallel and return the CRC-32 of each."""
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        return list(threads.map(_crc32, paths))
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    buffer = memoryview(bytearray(READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            value = zlib.crc32(buffer[:size], value)
+    return value

@@ -17,7 +17,7 @@ from app.weight_sync.transport.ipc import IpcTransport
 from app.weight_sync.verify import Verifier
 
 if TYPE_CHECKING:
-    from app.weight_sync.adapters.adapter_synchronizer import AdapterSynchronizer
+    from app.weight_sync.adapters import AdapterSynchronizer
 
     Synchronizer = BucketedWeightSynchronizer | AdapterSynchronizer
 
@@ -42,7 +42,7 @@ def make_synchronizer(
     """
     tensor_parallel = config.rollout.tensor_parallel
     if config.model.lora.enabled:
-        from app.weight_sync.adapters.adapter_synchronizer import AdapterSynchronizer
+        from app.weight_sync.adapters import AdapterSynchronizer
 
         return AdapterSynchronizer(
             trainer,

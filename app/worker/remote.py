@@ -23,7 +23,7 @@ from app.worker.process import WorkerProcess
 from app.worker.wire import Beat, Begin, Closed, Codec, Failed, Lines, Ready, Refused, Start, WireError
 
 SILENCE_TIMEOUT_S = 10.0  # beyond `step_timeout_s`, without a beat
-AT_ONCE_TIMEOUT_S = 5.0  # without a beat since a job was to close at once
+CLOSE_TIMEOUT_S = 5.0  # without a beat since a job was to close at once
 ABORT_TIMEOUT_S = 15.0  # beyond twice `step_timeout_s`: for a step to end, and for `close`
 READ_TIMEOUT_S = 5.0  # after its last beat, in which a worker may have read a message
 NO_LOG = Path(os.devnull)
@@ -195,7 +195,7 @@ class RemoteWorker:
         """Whether the worker has been silent since this job was to close at once."""
         if not job.at_once or job.closing_s is None:
             return False
-        return self._received_s < job.closing_s < now - AT_ONCE_TIMEOUT_S
+        return self._received_s < job.closing_s < now - CLOSE_TIMEOUT_S
 
     def _blamed(self, kind: str) -> list[Job]:
         """Return the jobs to blame for the worker's end: those whose own code was running.

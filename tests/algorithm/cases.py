@@ -8,7 +8,7 @@ import torch
 
 from app.algorithm import metrics
 from app.algorithm.loss import denominator, policy_loss
-from app.algorithm.token_batch import TokenBatch
+from app.algorithm.objective import TokenBatch
 from app.config.algorithm import AlgorithmConfig, Correction, Kl
 
 from .reference_loss import Case, Tokens

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from app.algorithm.loss import k3, policy_loss
-from app.algorithm.token_batch import TokenBatch
+from app.algorithm.objective import TokenBatch
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl
 
 BETA = 0.7

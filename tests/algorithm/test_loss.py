@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.algorithm.loss import policy_loss
-from app.algorithm.token_batch import TokenBatch
+from app.algorithm.objective import TokenBatch
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
 
 from . import reference_loss

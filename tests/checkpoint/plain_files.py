@@ -7,7 +7,7 @@ from typing import Any
 
 from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import RunState
-from app.utils.checksums import ChecksumWriter
+from app.utils.files import ChecksumWriter
 
 DATA = "__0_0.distcp"
 

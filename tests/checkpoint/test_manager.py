@@ -22,7 +22,7 @@ from app.config.trainer import Optimizer, TrainerConfig
 from app.errors import CheckpointError
 from app.trainer.checkpoint_state import ChecksummedFiles
 from app.types import ScoredGroup
-from app.utils.checksums import crc32_of
+from app.utils.files import crc32_of
 from tests.checkpoint.resume_scenarios import RunResult, on_two_ranks, run_and_save, run_resumed, trainer_of
 from tests.checkpoint.saves import DEADLINE_S, OneProcess
 from tests.model.support import relative, save_qwen3, save_qwen35

@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 from omegaconf import OmegaConf
 
-from app.checkpoint.model_card import model_card
+from app.checkpoint.export import model_card
 from app.tracking.run_folder import CONFIG
 from tests.compose import composed
 

@@ -13,7 +13,7 @@ import pytest
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from app.config.arguments import FLAGS, OPTION_CHOICES, OPTIONS, check_arguments, named_values
+from app.config.arguments import FLAGS, OPTION_CHOICES, OPTIONS, SHORT, check_arguments, named_values
 from app.config.foreign_names import ABSENT, CHOICES, NAMES, VALUE, answer
 from app.config.run import RunConfig
 from app.config.setting import settings
@@ -114,7 +114,8 @@ def test_the_options_are_those_of_hydra() -> None:
         for each in get_args_parser()._actions
         if each.option_strings
     }
-    assert {option: short for option, (short, _, _) in declared.items()} == OPTIONS
+    assert set(declared) == set(OPTIONS)
+    assert {short: option for option, (short, _, _) in declared.items() if short} == SHORT
     assert {option for option, (_, count, _) in declared.items() if count == 0} == set(FLAGS)
     assert {option: choices for option, (_, _, choices) in declared.items() if choices} == OPTION_CHOICES
 

@@ -17,10 +17,10 @@ from app.config import compose as configuration
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
 from app.config.data import Generator
 from app.config.device import DeviceKind
-from app.config.folder_name import run_name
 from app.config.idle_settings import idle_settings
 from app.config.model import TINY_PRESETS
 from app.config.placement import PlacementKind
+from app.config.resolvers import run_name
 from app.config.trainer import Checkpointing
 from app.device import device_of
 from app.main import conf_path

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from app.config.data import EvalSetConfig, TrainSetConfig
-from app.config.help import render, settings_help
+from app.config.resolvers import render, settings_help
 from app.config.run import RunConfig
 from app.config.setting import Bounds, Setting, check_bounds, settings
 from tests.refusals import refused

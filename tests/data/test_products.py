@@ -1,18 +1,20 @@
 """Generated products and chains: their answers, their splits, and the presets that select them."""
 
 import re
-from types import ModuleType
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from app.config.data import ChainConfig, ProductsConfig
-from app.data import chain, products, rows
+from app.data import rows
+from app.data.generators import chain, products
 from tests.compose import composed
 from tests.refusals import refused
 
 
 def test_the_answer_is_the_product_of_two_factors_with_two_digits() -> None:
-    train, held_out = products.problems(ProductsConfig(problems=8000, eval_problems=100))
+    train, held_out = products(ProductsConfig(problems=8000, eval_problems=100))
     assert (len(train), len(held_out)) == (8000, 100)
     for row in train + held_out:
         ((left, right),) = re.findall(r"^([1-9]\d)\*([1-9]\d)=$", row.question)
@@ -21,7 +23,7 @@ def test_the_answer_is_the_product_of_two_factors_with_two_digits() -> None:
 
 
 def test_the_answer_of_a_chain_is_the_product_plus_the_last_number() -> None:
-    train, held_out = chain.problems(ChainConfig(problems=900, eval_problems=100))
+    train, held_out = chain(ChainConfig(problems=900, eval_problems=100))
     for row in train + held_out:
         left, right, addend = map(int, *re.findall(r"^([1-9]\d)\*([2-9])\+([1-9]\d)=$", row.question))
         assert row.answer == str(left * right + addend)
@@ -30,13 +32,13 @@ def test_the_answer_of_a_chain_is_the_product_plus_the_last_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "config", "first"),
+    ("draw", "config", "first"),
     [(products, ProductsConfig(), "86*87="), (chain, ChainConfig(), "86*8+90=")],
     ids=["products", "chain"],
 )
-def test_every_run_has_the_same_problems(module: ModuleType, config: object, first: str) -> None:
-    assert module.problems(config) == module.problems(config)
-    assert module.problems(config)[0][0].question == first
+def test_every_run_has_the_same_problems(draw: Callable[[Any], Any], config: object, first: str) -> None:
+    assert draw(config) == draw(config)
+    assert draw(config)[0][0].question == first
 
 
 @pytest.mark.parametrize(("name", "symbols"), [("arithmetic", "+"), ("products", "*"), ("chain", "*+")])

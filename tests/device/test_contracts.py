@@ -11,7 +11,7 @@ import pytest
 
 from app.config.device import DeviceKind
 from app.device import device_of
-from app.mode.plan.engine_memory import STATES_PER_REQUEST, TRACKING_STATES
+from app.mode.plan.memory import STATES_PER_REQUEST, TRACKING_STATES
 from app.model.policy import FLOAT32_PARAMETERS
 from app.rollout.host.server_connection import OLDEST_SGLANG
 from app.rollout.server_args import MAX_BATCH, engine_flags

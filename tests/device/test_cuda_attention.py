@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from app.device import cuda_attention
-from app.device.cuda_attention import activate_flash_attention
+from app.device import cuda
+from app.device.cuda import activate_flash_attention
 
 
 class Switch:
@@ -39,7 +39,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Switch]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(nn.attention, "activate_flash_attention_impl", switch.activate, raising=False)
         monkeypatch.setattr(nn.attention, "restore_flash_attention_impl", switch.restore, raising=False)
-        monkeypatch.setattr(cuda_attention, "_outputs", switch.outputs)
+        monkeypatch.setattr(cuda, "_outputs", switch.outputs)
         return switch
 
     return install
@@ -83,4 +83,4 @@ def test_a_torch_without_the_switch_keeps_the_default(
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_whatever_is_activated_on_a_device_equals_the_default(width: int) -> None:
     used = activate_flash_attention(width)
-    assert used in (None, *cuda_attention.IMPLEMENTATIONS)
+    assert used in (None, *cuda.IMPLEMENTATIONS)

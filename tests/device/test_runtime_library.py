@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.device.runtime_library import let_the_loader_find_it, library_folders
+from app.device.process_environment import let_the_loader_find_it, library_folders
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_the_runtime_library_is_found_in_pips_folder(site: Path) -> None:
 
 
 def test_other_devices_keep_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.device.runtime_library.find_spec", lambda _: None)
+    monkeypatch.setattr("app.device.process_environment.find_spec", lambda _: None)
     environment: dict[str, str] = {}
     let_the_loader_find_it(environment)
     assert (library_folders(), environment) == ([], {})

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from app.environment.own import Stepwise, make
+from app.environment.own import Stepwise, WrongValue, make, messages_of
 from app.environment.protocol import OutOfTurns, Policy, Reply, Task
-from app.environment.values import WrongValue, messages_of
 from app.utils.dotted_path import LoadError
 from tests.environment.pools import a_task
 

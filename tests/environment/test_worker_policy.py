@@ -10,9 +10,9 @@ import pytest
 from app.environment.protocol import OutOfTime, OutOfTokens, OutOfTurns
 from app.environment.rendering import renderer_for
 from app.environment.wire import Answer, Limits
-from app.environment.worker.clock import Clock
-from app.environment.worker.observations import shorten
+from app.environment.worker.calls import Clock
 from app.environment.worker.policy import EpisodePolicy
+from app.environment.worker.sequences import shorten
 from tests.environment.characters import Characters, text_of, tokens
 from tests.environment.qwen import tokenizer, write_model
 
@@ -401,7 +401,7 @@ async def test_turns_say_who_spent_how_many_tokens_and_seconds(monkeypatch: pyte
 
     loop = asyncio.get_running_loop()
     now = [loop.time()]
-    monkeypatch.setattr("app.environment.worker.clock.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("app.environment.worker.calls.time.monotonic", lambda: now[0])
     policy = policy_of(engine)
     now[0] += 2.0
     first = await policy([{"role": "system", "content": "s"}, user("q")])

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
+import app.eval
 import app.mode.eval
 from app.config import Mode
 from app.config.eval import EvalConfig
 from app.config.placement import PlacementKind
 from app.errors import RunError
-from app.eval import evaluate
-from app.eval.evaluate import is_due, measure
+from app.eval import is_due, measure
 from app.placement.fully_async import FullyAsync
 from app.types import InFlight
 from tests.algorithm.groups import group
@@ -51,7 +51,7 @@ def test_one_prompt_has_no_standard_error() -> None:
 
 
 def test_the_example_in_the_docstring_holds() -> None:
-    results = doctest.testmod(evaluate)
+    results = doctest.testmod(app.eval)
     assert results.attempted > 0
     assert results.failed == 0
 

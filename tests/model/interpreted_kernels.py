@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.device.cuda_linear_attention import KERNELS
+from app.device.cuda import KERNELS
 from tests.model.linear_double import DOUBLE
 from tests.model.support import relative
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.model.packing import Packing
-from app.utils.lengths import FILLED
+from app.model.packing import FILLED, Packing
 
 
 def packing(lengths: list[int]) -> Packing:

@@ -9,7 +9,7 @@ import torch
 
 from app.config.data import ChainConfig, ProductsConfig
 from app.config.model import TINY_MODELS
-from app.data import chain, products
+from app.data.generators import chain, products
 from app.environment.calculator import answer
 from app.model.hf_directory import load_tokenizer
 from app.model.hf_import import transformers
@@ -19,8 +19,8 @@ from tests.tiny_models.supervised import encode
 from tests.tiny_models.tokenizer import build_tokenizer
 
 PATH = TINY_MODELS / "tiny_tools"
-QUESTIONS = [row.question for row in products.problems(ProductsConfig())[1]]
-CHAINS = [row.question for row in chain.problems(ChainConfig())[1]]
+QUESTIONS = [row.question for row in products(ProductsConfig())[1]]
+CHAINS = [row.question for row in chain(ChainConfig())[1]]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

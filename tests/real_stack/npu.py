@@ -78,7 +78,7 @@ def fusion_attention() -> Any:
     import_torch_npu()
     from torch_npu.op_plugin.meta import _meta_registrations
 
-    from app.device.npu_attention import fusion_attention
+    from app.device.npu import fusion_attention
 
     _meta_registrations._npu_fusion_attention_warning_printed = True  # else it asks the device for its kind
     query, key, value = (torch.empty(48, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8, 8))

@@ -55,7 +55,7 @@ def test_each_component_has_a_first_warning(custom_reward: WriteReward) -> None:
 def test_a_call_that_is_slow_or_repeated_is_a_warning_before_anything_has_failed_for_good(
     custom_reward: WriteReward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reward_pool, "SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(reward_pool, "SLOW_WARNING_S", 0.1)
     module = custom_reward("import time\ndef sleepy(trajectories):\n    time.sleep(1000)\n")
     warned: list[str] = []
     with running_scorer(_target_=f"{module}.sleepy", timeout_s=0.25, max_failed_fraction=1.0, warned=warned) as scorer:

@@ -140,7 +140,7 @@ class RankUnderTest:
         """Copy a tensor of several pieces of the pinned buffers, the last one shorter."""
         import torch
 
-        from app.trainer.host_copy import HostCopier
+        from app.trainer.host_state import HostCopier
 
         copier = HostCopier(self.host.torch_device, staging_bytes=90_000)
         values = torch.arange(100_000, dtype=torch.float32).view(100, 1000)

@@ -41,7 +41,7 @@ MISTAKES = {  # file, what it has, what it gets
         "copy.copy_from_device()\n        self._synchronize()\n",
         "copy.copy_from_device()\n",
     ),
-    "a capture that does not wait for its copies": ("app/trainer/host_copy.py", "event.synchronize()", "pass"),
+    "a capture that does not wait for its copies": ("app/trainer/host_state.py", "event.synchronize()", "pass"),
     "no set_device": (
         "app/trainer/rank.py",
         "self.accelerator.set_device(self.torch_device)",

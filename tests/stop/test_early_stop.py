@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from app import stop
 from app.checkpoint.folder import latest
 from app.config import RunConfig
 from app.config.checkpoint import CheckpointConfig
@@ -14,8 +15,7 @@ from app.config.stop import StopConfig
 from app.mode import train
 from app.mode.train import CONTROLLERS
 from app.recovery.resume import apply_resume
-from app.stop import early_stop
-from app.stop.early_stop import stop_reason
+from app.stop import stop_reason
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.report.page import write_report
 from tests.checkpoint.test_best import save
@@ -55,7 +55,7 @@ def test_neither_the_last_step_nor_one_without_an_evaluation_stops_a_run() -> No
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
-    results = doctest.testmod(early_stop)
+    results = doctest.testmod(stop)
     assert (results.attempted > 0, results.failed) == (True, 0)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from app.config.data import ArithmeticConfig, ChainConfig, ProductsConfig
 from app.config.model import TINY_MODELS
-from app.data import arithmetic, chain, products
+from app.data import generators
 from app.model.hf_import import transformers
 from tests.tiny_models.tokenizer import build_tokenizer
 
@@ -65,11 +65,11 @@ def _warm_up(model: Any, tokenizer: Any, recipe: Recipe, seed: int) -> None:
     from tests.tiny_models import sums, tool_calls
 
     if not recipe.tools:
-        sums.warm_up(model, tokenizer, *arithmetic.problems(ArithmeticConfig()), seed)
+        sums.warm_up(model, tokenizer, *generators.arithmetic(ArithmeticConfig()), seed)
         return
 
-    train, held_out = products.problems(ProductsConfig())
-    train_chains, held_out_chains = chain.problems(ChainConfig())
+    train, held_out = generators.products(ProductsConfig())
+    train_chains, held_out_chains = generators.chain(ChainConfig())
     tool_calls.warm_up(model, tokenizer, [*train, *train_chains], [*held_out, *held_out_chains], seed)
 
 

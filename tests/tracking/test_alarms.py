@@ -6,8 +6,7 @@ import pytest
 
 from app.config.compose import setting_names
 from app.tracking.report.checks import PHASES
-from app.tracking.rules.checker import Alarms
-from app.tracking.rules.table import RULES
+from app.tracking.rules.table import RULES, Alarms
 
 
 def run(steps: Iterable[Mapping[str, float]], **settings: Any) -> list[tuple[int, str]]:

@@ -15,12 +15,12 @@ from app.data.counts import RowCounts
 from app.device import device_of
 from app.errors import RunError
 from app.mode import session
+from app.mode.report import write_comparison
 from app.tracking.recorder import RunFolderRecorder
 from app.tracking.report import data as report_data
 from app.tracking.report.charts import charts
 from app.tracking.report.checks import Tone, learning_check, rule_checks, rules_check, time_check
 from app.tracking.report.page import write_report
-from app.tracking.report.sweep import write_comparison
 from app.types import SYNC_PHASES
 from tests.tracking.records import episode_group, group, metrics
 

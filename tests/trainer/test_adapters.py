@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from app.config.algorithm import Kl
 from app.config.model import LoraConfig
 from app.config.trainer import TrainerConfig
-from app.model.lora.merge import delta, pairs
+from app.model.lora.names import delta, pairs
 from app.model.policy import named_checkpoint_tensors
 from app.types import ScoredGroup
 from tests.model.lora.support import adapt

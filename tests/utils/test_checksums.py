@@ -4,7 +4,7 @@ import pickle
 import zlib
 from pathlib import Path
 
-from app.utils.checksums import READ_BYTES, ChecksumWriter, crc32_of
+from app.utils.files import READ_BYTES, ChecksumWriter, crc32_of
 
 
 def test_the_checksum_of_what_is_written_is_that_of_the_file(tmp_path: Path) -> None:

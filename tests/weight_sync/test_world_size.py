@@ -24,7 +24,7 @@ from app.model.architecture import QWEN3_4B, QWEN35_9B
 from app.model.lora.count import adapter_parameters
 from app.model.parallelize import own_rows
 from app.utils.units import MIB
-from app.weight_sync.adapters.adapter_sender import AdapterSender
+from app.weight_sync.adapters import AdapterSender
 from app.weight_sync.buckets import Bucket, TensorMeta, plan_buckets
 from app.weight_sync.sender import Sender
 from tests.compose import composed

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.environment.openenv.action import ActionError
+from app.environment.protocol import Reply
+from app.environment.tool_schema import checked
 
 CAPACITY = "CAPACITY_REACHED"
 OF_THE_ACTION = ("VALIDATION_ERROR", "EXECUTION_ERROR")  # errors of a step, which the policy can act on
@@ -140,3 +141,45 @@ def _shown(observation: Mapping[str, Any]) -> str:
     if len(fields) == 1 and isinstance(text := next(iter(fields.values())), str):
         return text
     return json.dumps(fields, ensure_ascii=False)
+
+
+class ActionError(Exception):
+    """The reply is no action, or the server refuses it. The message is for the policy."""
+
+
+def read_action(reply: Reply, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the action in a reply.
+
+    Raises:
+        ActionError: There is none that fits the schema.
+    """
+    if len(reply.tool_calls) > 1:
+        raise ActionError("there were several calls; act once")
+    if reply.tool_calls:
+        (call,) = reply.tool_calls
+        if not call.ok:
+            raise ActionError(call.status)
+        action: object = dict(call.arguments)
+    else:
+        try:
+            action = json.loads(_unfenced(reply.text))
+        except (ValueError, RecursionError):
+            raise ActionError("the reply is not a JSON object") from None
+    if not isinstance(action, dict):
+        raise ActionError("the reply is not a JSON object")
+
+    known = action
+    if schema.get("additionalProperties") is not False:
+        known = {name: value for name, value in action.items() if name in schema["properties"]}
+    try:
+        return {**action, **checked({"function": {"parameters": schema}}, known)}
+    except ValueError as error:
+        raise ActionError(str(error)) from error
+
+
+def _unfenced(text: str) -> str:
+    """The text in a Markdown fence, if it is in one."""
+    text = text.strip()
+    if text.startswith("```") and text.endswith("```"):
+        return text.removesuffix("```").partition("\n")[2]
+    return text

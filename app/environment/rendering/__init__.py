@@ -12,7 +12,7 @@ Invariants:
 from functools import lru_cache
 from pathlib import Path
 
-from app.environment.rendering.base import Renderer, Tools
+from app.environment.protocol import Renderer, Tools
 
 __all__ = ["CHAT", "PLAIN", "RENDERERS", "Renderer", "Tools", "renderer_for"]
 

@@ -19,10 +19,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from app.environment.protocol import Message, Reply, ToolCall
+from app.environment.protocol import Message, Reply, ToolCall, Tools
 from app.environment.rendering import reply_parser
-from app.environment.rendering.base import Tools
-from app.environment.rendering.chat_messages import START, messages_in
 from app.environment.rendering.chat_template import ChatTemplate
 from app.environment.rendering.tokenizer_file import TokenizerFile
 
@@ -48,6 +46,9 @@ PROBLEMS = {  # the package's status of a call → the message for the policy
 }
 UNREADABLE = "the call cannot be read"
 NOT_AN_OBJECT = "the arguments of the call are not a JSON object"
+START, END = "<|im_start|>", "<|im_end|>"
+TOOL_RESULT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
+NO_REASONING = re.compile(r"</?think>")
 
 
 class ChatRenderer:
@@ -225,3 +226,24 @@ def _tool_call(call: Any, index: int, tools: Tools | None) -> ToolCall:
         problem,
         id=f"call_{index}",
     )
+
+
+def messages_in(text: str) -> list[Message]:
+    r"""Return the messages that a rendered text holds, without the empty one for the next reply.
+
+    >>> messages_in("<|im_end|>\n<|im_start|>user\nMore!<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    [{'role': 'user', 'content': 'More!'}]
+    """
+    first, *rendered = text.split(START)
+    messages: list[Message] = []
+    if beginning := first.replace(END, "").strip():  # of a text that begins within a message
+        messages.append({"role": "user", "content": beginning})
+
+    for each in rendered:
+        role, _, content = each.partition("\n")
+        content = content.partition(END)[0]
+        results = TOOL_RESULT.findall(content) if role == "user" else []
+        messages += [{"role": "tool", "content": result} for result in results]
+        if not results and not (role == "assistant" and not NO_REASONING.sub("", content).strip()):
+            messages.append({"role": role, "content": content.strip()})
+    return messages

@@ -8,8 +8,7 @@ A reply ends at an end-of-sequence token. There are no roles, no reasoning and n
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.environment.protocol import Message, Reply
-from app.environment.rendering.base import Tools
+from app.environment.protocol import Message, Reply, Tools
 from app.environment.rendering.tokenizer_file import TokenizerFile
 
 

@@ -1,11 +1,13 @@
-"""Calls of an environment's methods: async ones on the loop, the others in a thread of the episode's own."""
+"""Calls of an environment's methods: async ones on the loop, the others in a thread; and their time."""
 
 import asyncio
 import contextlib
 import inspect
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -105,3 +107,52 @@ class Calls:
 def _work(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (job := jobs.get()) is not None:
         job()
+
+
+class Clock:
+    """Measures an episode's time in its environment's own code, without waiting for engines.
+
+    A stretch is the time between two requests to the policy.
+
+    Args:
+        timeout_s: Limit of one stretch, or of one call of `begin`, `step` or `score`.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.step = "run"  # what runs now, for people
+        self._timeout_s = timeout_s
+        self._since = time.monotonic()  # of the current stretch
+        self._before = 0.0  # seconds of the earlier ones
+        self._requests = 0  # in flight; while there are any, the episode waits
+
+    def begin(self, step: str) -> None:
+        """Begin a stretch of its own."""
+        self._before = self.seconds
+        self._since = time.monotonic()
+        self.step = step
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Stop the clock while a request to the policy is in flight."""
+        if self._requests == 0:
+            self._before = self.seconds
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._requests -= 1
+            self._since = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the environment's own code so far."""
+        return self._before + self._stretch
+
+    @property
+    def left(self) -> float:
+        """Seconds until the current stretch is late; not positive: it is."""
+        return self._timeout_s - self._stretch
+
+    @property
+    def _stretch(self) -> float:
+        return 0.0 if self._requests else time.monotonic() - self._since

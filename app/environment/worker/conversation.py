@@ -1,11 +1,13 @@
-"""Messages as keys, to find equal conversations, and as readable text."""
+"""Conversations: the messages that open one, keys to find equal ones, and the turns of an episode as text."""
 
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from app.environment.protocol import Message, Reply, Tool
+from app.environment.protocol import Message, Reply, Task, Tool
+from app.environment.worker.calls import Clock
 
 Conversation = tuple[str, ...]  # of the tools, then of each message
 
@@ -24,7 +26,7 @@ def reasonings(messages: Sequence[Message]) -> tuple[str, ...]:
     return tuple(str(each.get("reasoning_content") or "") for each in messages if each.get("role") == "assistant")
 
 
-def spoken(reply: Reply) -> str:
+def readable(reply: Reply) -> str:
     """Return the readable text of a reply."""
     parts = [f"<think>{reply.reasoning}</think>"] if reply.reasoning else []
     parts += [reply.text] if reply.text else []
@@ -60,3 +62,59 @@ def _call_key(call: Mapping[str, Any]) -> list[Any]:
 
 def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
+
+
+class Transcript:
+    """The turns of one episode.
+
+    Args:
+        clock: Measures the environment's own time.
+
+    Attributes:
+        turns: role, text, tokens and seconds, in order.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.turns: list[dict[str, Any]] = []
+        self._clock = clock
+        self._noted_s = 0.0  # the environment's own seconds that are in `turns`
+
+    def add_messages(self, messages: Sequence[Message], tokens: int) -> None:
+        """Add what the policy reads. The tokens and seconds are of all of it: the last message has them."""
+        if not messages:
+            return
+        seconds = self._clock.seconds - self._noted_s
+        self._noted_s += seconds
+
+        for message in messages[:-1]:
+            self._add(str(message.get("role")), str(message.get("content") or ""), 0, 0.0)
+        last = messages[-1]
+        self._add(str(last.get("role")), str(last.get("content") or ""), tokens, seconds)
+
+    def add_reply(self, reply: Reply, seconds: float) -> None:
+        """Add what the policy replied. `seconds`: of the engine."""
+        self._add("assistant", readable(reply), len(reply.token_ids), seconds)
+
+    def _add(self, role: str, text: str, tokens: int, seconds: float) -> None:
+        self.turns.append({"role": role, "text": text, "tokens": tokens, "seconds": seconds})
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """What the data puts around a question."""
+
+    system: str | None
+    prefix: str
+    suffix: str
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "Framing":
+        """Return the framing that a worker's settings name as `system`, `prefix` and `suffix`."""
+        return cls(settings.get("system"), settings.get("prefix", ""), settings.get("suffix", ""))
+
+    def messages(self, task: Task) -> list[Message]:
+        """Return the conversation that an episode opens with. The driver has framed one that is of the data."""
+        if task.messages:
+            return list(task.messages)
+        user = {"role": "user", "content": self.prefix + task.question + self.suffix}
+        return [user] if self.system is None else [{"role": "system", "content": self.system}, user]

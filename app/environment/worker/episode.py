@@ -13,21 +13,19 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from app.environment.own import Stepwise, check_methods, score_of
+from app.environment.own import Stepwise, WrongValue, check_methods, score_of, scores_of, short
 from app.environment.protocol import EpisodeOver, Task
 from app.environment.rendering import Renderer
-from app.environment.values import WrongValue, scores_of, short
 from app.environment.wire import End, Limits
-from app.environment.worker.calls import Calls, Exited
-from app.environment.worker.clock import Clock
-from app.environment.worker.framing import Framing
+from app.environment.worker.calls import Calls, Clock, Exited
+from app.environment.worker.conversation import Framing
 from app.environment.worker.policy import AskEngine, EpisodePolicy
 from app.utils.dotted_path import LoadError, error_text
 from app.worker.process import log
 from app.worker.wire import Begin, Closed, Failed
 
 CANCEL_TIMEOUT_S = 5.0  # for code that was cancelled to end
-AT_ONCE_TIMEOUT_S = 1.0  # for the same, and for a call in a thread, where the run itself ends
+RUN_END_TIMEOUT_S = 1.0  # for the same, and for a call in a thread, where the run itself ends
 CHECK_TIMEOUT_S = 1.0  # between two looks at the clock, which stops while an engine is awaited
 
 Make = Callable[[], Any]
@@ -99,7 +97,7 @@ class Episode:
         if running.done():
             return self._result(running)
         if self._aborted.is_set():
-            await self._cancel(running, AT_ONCE_TIMEOUT_S if self._at_once else self._limits.timeout_s)
+            await self._cancel(running, RUN_END_TIMEOUT_S if self._at_once else self._limits.timeout_s)
             return Closed(self.number)
         step = self._clock.step
         await self._cancel(running, 0.0)
@@ -122,7 +120,7 @@ class Episode:
     async def _cancel(self, running: "asyncio.Future[Any]", thread_s: float) -> None:
         """Cancel a run, and give a call in its thread so much time to end."""
         running.cancel()
-        await asyncio.wait({running}, timeout=AT_ONCE_TIMEOUT_S if self._at_once else CANCEL_TIMEOUT_S)
+        await asyncio.wait({running}, timeout=RUN_END_TIMEOUT_S if self._at_once else CANCEL_TIMEOUT_S)
         if not running.done():
             self._stuck = True
         elif not running.cancelled():

@@ -15,10 +15,9 @@ from typing import Any
 from app.environment.protocol import EpisodeOver, Message, OutOfTime, OutOfTokens, OutOfTurns, Reply, Sampled, Tool
 from app.environment.rendering import Renderer
 from app.environment.wire import Answer, Limits
-from app.environment.worker.clock import Clock
-from app.environment.worker.conversation import Conversation, conversation_key, reasonings
+from app.environment.worker.calls import Clock
+from app.environment.worker.conversation import Conversation, Transcript, conversation_key, reasonings
 from app.environment.worker.sequences import Continuation, EpisodeSequences, OpenSequence, ReplyEnd
-from app.environment.worker.transcript import Transcript
 
 AskEngine = Callable[
     [int, Sequence[int], int | None, bool], Awaitable[Answer]

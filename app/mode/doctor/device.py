@@ -9,7 +9,7 @@ from pathlib import Path
 from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.device import Device
-from app.device.allocator import EXPANDABLE
+from app.device.process_environment import EXPANDABLE
 from app.mode.doctor.nvidia import nvidia_driver, nvidia_toolkit
 from app.mode.doctor.software import uses_memory_saver
 from app.mode.finding import CheckStatus, Finding, judge

@@ -9,7 +9,7 @@ from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
 
-from app.device.runtime_library import library_folders
+from app.device.process_environment import library_folders
 from app.mode.finding import CheckStatus, Finding, judge
 
 QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")

@@ -7,7 +7,7 @@ No engine is needed.
 
 import asyncio
 
-from app.data.template import conversation
+from app.data.build import conversation
 from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
 from app.environment.wire import Ask, End

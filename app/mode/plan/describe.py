@@ -15,6 +15,7 @@ from app.data.counts import describe_rows
 from app.device import device_of
 from app.errors import ConfigError
 from app.mode.plan import text
+from app.mode.plan.duration import step_tokens
 from app.mode.plan.remedies import remedies_of
 from app.model.architecture import architecture_of, unknown_shapes
 from app.rollout.server_args import engine_flags
@@ -87,7 +88,7 @@ def _batch(config: RunConfig, given: Collection[str]) -> list[str]:
         f"  {algorithm.updates_per_step} optimizer update(s) of {algorithm.prompts_per_update} prompt(s) "
         f"= {algorithm.prompts_per_update * algorithm.group_size} trajectories",
         f"  a trajectory: up to {rollout.max_prompt_tokens} + {rollout.max_completion_tokens} "
-        f"= {rollout.max_prompt_tokens + rollout.max_completion_tokens} tokens; "
+        f"= {rollout.max_tokens} tokens; "
         f"a step: up to {trajectories * rollout.max_completion_tokens:,} completion tokens",
         f"  {trajectories / config.placement.trainer_ranks:g} trajectories per trainer rank, in microbatches of up to "
         f"{config.trainer.tokens_per_microbatch:,} tokens",
@@ -102,29 +103,24 @@ def _episodes(config: RunConfig) -> list[str]:
     settings = config.environment
     rollout = config.rollout
     groups, size = config.groups_in_flight, config.algorithm.group_size
-    places = settings.workers * settings.episodes
-    waiting = ""
-    if places < groups * size:
-        waiting = "; the others wait: raise environment.episodes or environment.workers"
-
+    at_once = settings.workers * settings.episodes
+    waiting = "; the others wait: raise environment.episodes or environment.workers" * (at_once < groups * size)
     where = "" if settings.python is None else f" of {settings.python}"
     return [
         f"Episodes of {settings._target_ or settings.kind.name}",
         f"  {plural(settings.workers, 'worker process', 'worker processes')}{where}, which may allocate "
         f"{settings.memory_gib:g} GiB each, beside the driver",
-        f"  {places} episodes at once ({settings.workers} × environment.episodes={settings.episodes}); the run keeps "
+        f"  {at_once} episodes at once ({settings.workers} × environment.episodes={settings.episodes}); the run keeps "
         f"up to {groups} groups × {size} = {groups * size} in flight{waiting}",
         f"  an episode: up to {plural(settings.max_turns, 'turn')}; rollout.max_completion_tokens="
         f"{rollout.max_completion_tokens} is the limit of all of them together, observations included",
-        f"  its longest sequence: {rollout.max_prompt_tokens + rollout.max_completion_tokens} tokens",
+        f"  its longest sequence: {rollout.max_tokens} tokens",
     ]
 
 
 def _deadline(config: RunConfig) -> str:
     """What one call to the trainer computes under its deadline."""
-    algorithm = config.algorithm
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
-    work = f"up to {algorithm.trajectories_per_step * longest:,} tokens in {algorithm.updates_per_step} update(s)"
+    work = f"up to {step_tokens(config):,} tokens in {config.algorithm.updates_per_step} update(s)"
     if config.stream:
         work = "the groups that have arrived"
     return f"one call to the trainer computes {work} within trainer.timeout_s={config.trainer.timeout_s:g} s"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
-from app.mode.plan.engine_memory import EngineMemoryPlan
+from app.mode.plan.memory import EngineMemoryPlan
 from app.mode.plan.trainer_memory import uncheckpointed_layers
 from app.model.architecture import Architecture
 from app.model.lora.count import adapter_parameters
@@ -21,7 +21,6 @@ FORWARD_BACKWARD_FLOPS = 6
 LORA_FLOPS = 4  # a frozen weight has no gradient; those of the adapters are negligible
 UTILIZATION = 0.4  # of peak FLOP/s, for a well-fed trainer
 BANDWIDTH_SHARE = 0.5  # of peak memory bandwidth while decoding; a decode step also computes, samples and waits
-HOUR, DAY = 3600.0, 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +52,7 @@ def training_seconds(config: RunConfig, device: Device, model: Architecture) -> 
 
 def step_tokens(config: RunConfig) -> int:
     """Tokens of a step of full-length trajectories."""
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
-    return config.algorithm.trajectories_per_step * longest
+    return config.algorithm.trajectories_per_step * config.rollout.max_tokens
 
 
 def sync_seconds(config: RunConfig, device: Device, model: Architecture) -> float:
@@ -85,7 +83,7 @@ def _decode_seconds(
         return None
 
     completion = config.rollout.max_completion_tokens
-    longest = config.rollout.max_prompt_tokens + completion
+    longest = config.rollout.max_tokens
     at_once = min(config.requests_per_engine, int(str(flags["max-running-requests"])), engine.kv_tokens // longest)
     if engine.state_requests is not None:
         at_once = min(at_once, engine.state_requests)
@@ -97,32 +95,3 @@ def _decode_seconds(
     rate = device.memory_gb_per_s * 1e9 * BANDWIDTH_SHARE
     decode_steps = config.algorithm.trajectories_per_step * completion / config.engines / at_once
     return decode_steps * (engine.weights + caches) / rate
-
-
-def describe_time(seconds: StepSeconds | None, config: RunConfig, device: Device) -> list[str]:
-    """The plan's section on time."""
-    if seconds is None:
-        return [f"Time: no estimate on {device.kind.name}; a run logs what remains of it"]
-
-    bound = "the longer of generation and training" if seconds.overlap else "one after the other"
-    return [
-        f"Time on {device.card}, with every trajectory at full length; shorter ones need less",
-        f"  generate about {seconds.generate:.0f} s (decoding at {BANDWIDTH_SHARE:.0%} of "
-        f"{device.memory_gb_per_s:,.0f} GB/s of memory), train about {seconds.train:.0f} s (at {UTILIZATION:.0%} of "
-        f"{device.peak_tflops:g} TFLOP/s), sync about {seconds.sync:.1f} s",
-        f"  a step: about {seconds.total:.0f} s ({bound}); {config.steps} steps: about "
-        f"{duration(config.steps * seconds.total)}, without start, evaluations and checkpoints",
-    ]
-
-
-def duration(seconds: float) -> str:
-    """Return a span of time in its largest sensible unit.
-
-    >>> duration(95), duration(5400), duration(3 * 86400)
-    ('2 minutes', '1.5 hours', '3.0 days')
-    """
-    if seconds >= 2 * DAY:
-        return f"{seconds / DAY:.1f} days"
-    if seconds >= HOUR:
-        return f"{seconds / HOUR:.1f} hours"
-    return f"{seconds / 60:.0f} minutes"

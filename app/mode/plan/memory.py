@@ -1,4 +1,9 @@
-"""Memory of a device in every phase of a run, and the peak phase."""
+"""Memory of an engine rank, as SGLang allocates it, and of a device in every phase of a run.
+
+Weights and caches share `rollout.memory_fraction` of the device; the rest is for activations and graphs. After the
+weights, a model with linear attention gives 0.9 / 1.9 of the remainder to request states (SGLang's default
+mamba_full_memory_ratio); the KV cache gets what is left, bounded by `max-total-tokens`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,10 +12,101 @@ from app.config import RunConfig
 from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
 from app.device import Device
-from app.mode.plan.engine_memory import EngineMemoryPlan, plan_engine
-from app.mode.plan.trainer_memory import Items, TrainerMemoryPlan, plan_trainer
+from app.mode.plan.trainer_memory import FLOAT32, Items, TrainerMemoryPlan, plan_trainer
 from app.model.architecture import Architecture
+from app.model.lora.count import adapter_parameters
 from app.utils.units import GIB
+
+CONV_BYTES = 2  # SGLang keeps the inputs of the convolution in bfloat16
+STATE_SHARE = 0.9 / 1.9
+DEFAULT_PREFILL = 8192  # tokens of a prefill chunk
+STATES_PER_REQUEST = 3  # SGLang's MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO
+TRACKING_STATES = 2  # and what its radix cache takes of each request
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemoryPlan:
+    """Memory of one tensor-parallel rank."""
+
+    weights: float  # bytes
+    cache_bytes: float  # what the weights leave for caches; negative if they do not fit
+    token_bytes: int  # KV cache of a token
+    state_bytes: int  # linear-attention state of a request
+    kv_tokens: int  # capacity of the KV cache
+    state_slots: int | None  # states that fit; None: the model has no such state
+    states_per_request: int
+    activations: float  # bytes
+    kept: Items  # weights that no sync would bring back, so that they are not released
+    resident: Items  # what no release frees
+
+    @property
+    def state_requests(self) -> int | None:
+        """Requests whose states fit."""
+        return None if self.state_slots is None else self.state_slots // self.states_per_request
+
+    @property
+    def caches(self) -> Items:
+        """KV cache and request states."""
+        items: Items = {"KV cache": self.kv_tokens * self.token_bytes}
+        if self.state_slots is not None:
+            items["recurrent states"] = self.state_slots * self.state_bytes
+        return items
+
+    @property
+    def generating(self) -> Items:
+        """What an engine uses while it generates."""
+        work = {"engine weights": self.weights, "engine activations": self.activations}
+        return {**work, **self.kept, **self.caches, **self.resident}
+
+    def syncing(self, bucket: float) -> Items:
+        """What an engine with released caches uses during a sync: weights, and a bucket with the loader's copy."""
+        return {"engine weights": self.weights, **self.kept, "received bucket": 2 * bucket, **self.resident}
+
+
+def plan_engine(
+    config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object], capacity: float
+) -> EngineMemoryPlan:
+    """Plan an engine rank that starts with these SGLang flags on a device of `capacity` bytes."""
+    item = config.device.dtype.bytes
+    width = config.rollout.tensor_parallel
+    weights = (model.parameters + model.vision_parameters) * item / width
+
+    kept: Items = {}
+    if config.model.lora.enabled:
+        slots = int(str(flags["max-loras-per-batch"]))
+        adapters = slots * adapter_parameters(model, config.model.lora) * item / width
+        kept = {"engine weights": weights, "engine adapters": adapters}
+
+    cache_bytes = float(str(flags["mem-fraction-static"])) * capacity - max(weights, sum(kept.values()))
+    token_bytes = model.kv_bytes_per_token(item, width)
+    state_bytes = model.state_bytes_per_request(CONV_BYTES, width)
+    requests = int(str(flags["max-running-requests"]))
+    state_slots = max(0, int(cache_bytes * STATE_SHARE // state_bytes)) if state_bytes else None
+    states_per_request = STATES_PER_REQUEST + TRACKING_STATES
+    if state_slots is not None and flags.get("disable-radix-cache"):
+        state_slots = min(state_slots, requests)
+        states_per_request = 1
+    kv_tokens = max(0, int((cache_bytes - (state_slots or 0) * state_bytes) // token_bytes))
+    kv_tokens = min(kv_tokens, int(str(flags.get("max-total-tokens") or kv_tokens)))
+
+    # a prefill chunk in one layer, and the float32 logits twice (they become log-probabilities)
+    chunk = int(str(flags.get("chunked-prefill-size") or DEFAULT_PREFILL))
+    layer = min(chunk, kv_tokens or chunk) * (4 * model.hidden + 3 * model.ffn / width) * item
+    activations = layer + 2 * FLOAT32 * requests * model.vocabulary
+
+    resident = {"engine runtime": device.engine_runtime_gib * GIB}
+    return EngineMemoryPlan(
+        weights,
+        cache_bytes,
+        token_bytes,
+        state_bytes,
+        kv_tokens,
+        state_slots,
+        states_per_request,
+        activations,
+        kept,
+        resident,
+    )
 
 
 @dataclass(frozen=True, slots=True)

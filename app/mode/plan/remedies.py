@@ -3,14 +3,13 @@
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from operator import attrgetter
 
 from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.config.trainer import Checkpointing
 from app.device import Device
-from app.errors import ConfigError
+from app.errors import ConfigError, yaml_text
 from app.mode.plan.memory import MemoryPlan, plan_memory
 from app.model.architecture import QWEN3_06B, QWEN3_17B, Architecture
 from app.rollout.server_args import engine_flags, memory_fraction
@@ -35,11 +34,7 @@ class Change:
     def __str__(self) -> str:
         if self.model is not None:
             return f"model=hf model.path={self.model}"
-        return " ".join(f"{key}={_written(value)}" for key, value in self.settings.items())
-
-
-def _written(value: object) -> str:
-    return value.name if isinstance(value, Enum) else str(value).lower()
+        return " ".join(f"{key}={yaml_text(value)}" for key, value in self.settings.items())
 
 
 def remedies_of(config: RunConfig, device: Device, model: Architecture) -> list[list[str]]:
@@ -72,9 +67,8 @@ def _changes(config: RunConfig, device: Device, model: Architecture) -> Iterator
     if colocated and device.shares_memory and not (config.offload.engine and config.offload.trainer):
         yield Change({"offload.engine": True, "offload.trainer": True})
 
-    tokens = rollout.max_prompt_tokens + rollout.max_completion_tokens
-    if config.trainer.tokens_per_microbatch > tokens:
-        yield Change({"trainer.tokens_per_microbatch": tokens})
+    if config.trainer.tokens_per_microbatch > rollout.max_tokens:
+        yield Change({"trainer.tokens_per_microbatch": rollout.max_tokens})
     shorter = rollout.max_completion_tokens // 2
     if shorter >= SHORTEST:
         yield Change(

@@ -8,12 +8,19 @@ from app.config import RunConfig
 from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
 from app.mode.disk import CHECKPOINT_BYTES, plan_disk
-from app.mode.plan.duration import describe_time, step_seconds, step_tokens, sync_seconds, training_seconds
-from app.mode.plan.engine_memory import EngineMemoryPlan, plan_engine
-from app.mode.plan.memory import Phase, capacity, plan_memory
+from app.mode.plan.duration import (
+    BANDWIDTH_SHARE,
+    UTILIZATION,
+    step_seconds,
+    step_tokens,
+    sync_seconds,
+    training_seconds,
+)
+from app.mode.plan.memory import EngineMemoryPlan, Phase, capacity, plan_engine, plan_memory
 from app.model.architecture import Architecture
 from app.model.lora.count import adapter_parameters
 from app.rollout.server_args import render_flags
+from app.tracking.number_format import duration
 from app.utils.units import GIB, MIB, size
 
 MAX_ITEMS = 4  # items shown per phase
@@ -67,7 +74,7 @@ def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan, fl
         f"  KV cache: {model.full_layers} of {model.layers} layers, {engine.token_bytes:,} bytes per "
         f"token and engine rank; {engine.kv_tokens:,} tokens per engine"
     ]
-    longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    longest = rollout.max_tokens
     fitting = engine.kv_tokens // longest
     if engine.state_requests is not None:
         fitting = min(fitting, engine.state_requests)
@@ -84,8 +91,20 @@ def _caches(config: RunConfig, model: Architecture, engine: EngineMemoryPlan, fl
 
 def time(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> list[str]:
     """Expected seconds of a step, and the duration of the run."""
-    engine = plan_memory(config, device, model, flags).engine
-    return describe_time(step_seconds(config, device, model, engine, flags), config, device)
+    engine = plan_engine(config, device, model, flags, capacity(config, device).bytes)
+    seconds = step_seconds(config, device, model, engine, flags)
+    if seconds is None:
+        return [f"Time: no estimate on {device.kind.name}; a run logs what remains of it"]
+
+    bound = "the longer of generation and training" if seconds.overlap else "one after the other"
+    return [
+        f"Time on {device.card}, with every trajectory at full length; shorter ones need less",
+        f"  generate about {seconds.generate:.0f} s (decoding at {BANDWIDTH_SHARE:.0%} of "
+        f"{device.memory_gb_per_s:,.0f} GB/s of memory), train about {seconds.train:.0f} s (at {UTILIZATION:.0%} of "
+        f"{device.peak_tflops:g} TFLOP/s), sync about {seconds.sync:.1f} s",
+        f"  a step: about {seconds.total:.0f} s ({bound}); {config.steps} steps: about "
+        f"{duration(config.steps * seconds.total)}, without start, evaluations and checkpoints",
+    ]
 
 
 def _radix_cache(config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object]) -> list[str]:
@@ -94,7 +113,7 @@ def _radix_cache(config: RunConfig, device: Device, model: Architecture, flags: 
         return []
 
     limit = capacity(config, device).bytes
-    half = (config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens) // 2
+    half = config.rollout.max_tokens // 2
     fitting = []
     for off in (False, True):
         engine = plan_engine(config, device, model, {**flags, RADIX_OFF: off}, limit)

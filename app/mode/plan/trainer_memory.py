@@ -89,8 +89,7 @@ def _forward_backward(config: RunConfig, device: Device, model: Architecture) ->
     head = model.vocabulary * model.hidden
 
     # a trajectory above the token budget has its own microbatch
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
-    tokens = max(config.trainer.tokens_per_microbatch, longest)
+    tokens = max(config.trainer.tokens_per_microbatch, config.rollout.max_tokens)
     logits = min(device.head_chunk, tokens * model.vocabulary) * FLOAT32
 
     # of a checkpointed layer, the forward pass keeps only the input
@@ -103,35 +102,31 @@ def _forward_backward(config: RunConfig, device: Device, model: Architecture) ->
     # a layer that kept its activations only adds gradients to them; a checkpointed one computes both
     computing = (BACKWARD_OVER_FORWARD - (1 if kept else 0)) * max(full, linear)
 
-    if config.model.lora.enabled:  # the base has no gradients
-        adapters = adapter_parameters(model, config.model.lora) / model.layers
-        return {
-            "loss and head": {"gathered": root, "activations": saved, "logits": 3 * logits},
-            "backward of a layer": {
-                "gathered": root + LAYERS_GATHERED * layer * item,
-                "activations": saved + computing,
-                "unreduced gradients": adapters * (item + REDUCTIONS_IN_FLIGHT * FLOAT32),
-            },
-        }
+    # with LoRA the base has no gradients
+    lora = config.model.lora.enabled
+    trained_layer = adapter_parameters(model, config.model.lora) / model.layers if lora else layer
+    head_gradient = 0 if lora else head
 
-    return {
+    phases: dict[str, Items] = {
         "loss and head": {
             "gathered": root,
             "activations": saved,
-            "head gradient": head * (FLOAT32 + item),
+            "head gradient": head_gradient * (FLOAT32 + item),
             "logits": 3 * logits,  # logits, probabilities, casts
         },
         "backward of a layer": {
             "gathered": root + LAYERS_GATHERED * layer * item,
             "activations": saved + computing,
-            "unreduced gradients": (head + layer) * item + REDUCTIONS_IN_FLIGHT * layer * FLOAT32,
-        },
-        # The last layer's gradients are still being reduced. FSDP2 has freed a head that is not the embedding.
-        "backward of the embedding": {
-            "gathered": root if model.tied else 0.0,
-            "unreduced gradients": model.root_parameters * (item + FLOAT32) + layer * FLOAT32,
+            "unreduced gradients": head_gradient * item + trained_layer * (item + REDUCTIONS_IN_FLIGHT * FLOAT32),
         },
     }
+    if not lora:
+        # The last layer's gradients are still being reduced. FSDP2 has freed a head that is not the embedding.
+        phases["backward of the embedding"] = {
+            "gathered": root if model.tied else 0.0,
+            "unreduced gradients": model.root_parameters * (item + FLOAT32) + layer * FLOAT32,
+        }
+    return phases
 
 
 def uncheckpointed_layers(model: Architecture, checkpointing: Checkpointing) -> int:

@@ -1,16 +1,20 @@
-"""Names and forms of adapters outside of the trainer: PEFT's, for files, and SGLang's, for engines.
+"""Names and forms of adapters outside of the trainer: PEFT's, for files, SGLang's, for engines, and merged weights.
 
 in the model    layers.0.self_attn.q_proj: LoraLinear with lora_A, lora_B
 PEFT            base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
 SGLang          as PEFT's, but the fused projection of linear attention is spelled in its parts
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from app.config.model import LoraConfig
+from app.errors import RunError
+from app.model.hf_checkpoint import open_checkpoint, stored_name
 from app.model.lora.layer import ADAPTER_PARAMETERS, LoraLinear
 
 PREFIX, SUFFIX = "base_model.model.", ".weight"
@@ -81,3 +85,39 @@ def served(name: str, tensor: Tensor, model_config: Any) -> list[tuple[str, Tens
         values = model_config.linear_num_value_heads * model_config.linear_value_head_dim
         parts = tensor.split([keys, keys, values])
     return [(name.replace(QKV, part), each) for part, each in zip(QKV_PARTS, parts, strict=True)]
+
+
+def merged(source: Path, adapters: Mapping[str, Tensor], scale: float) -> Iterator[tuple[str, Tensor]]:
+    """Yield (checkpoint name, W + scale · B A) of every adapted weight, in float32 and one at a time.
+
+    Storing them in bfloat16 rounds them once. A change below half a step of bfloat16's grid is lost by that, which is
+    why engines get the adapters themselves while a run trains.
+
+    Args:
+        source: Directory of the base model.
+        adapters: A [r, in] and B [out, r] by PEFT's names.
+        scale: Factor of the product.
+
+    Raises:
+        RunError: The base has no weight of an adapter's name.
+    """
+    with open_checkpoint(source) as base:
+        for layer, (a, b) in pairs(adapters).items():
+            name = stored_name(f"{layer}.weight", base.names)
+            if name is None:
+                raise RunError(f"export: {source} has no tensor named {layer}.weight")
+            yield name, base.read(name).to(torch.float32) + delta(a, b, scale)
+
+
+def delta(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return what an adapter adds to its layer's weight: `scale · B A` [out, in] float32."""
+    return scale * (b.to(torch.float32) @ a.to(torch.float32))
+
+
+def pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return (A, B) of every adapted layer, by the layer's name. `tensors` have PEFT's names."""
+    by_layer: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        layer, parameter = module_of(name)
+        by_layer.setdefault(layer, {})[parameter] = tensor
+    return {layer: (both["lora_A"], both["lora_B"]) for layer, both in by_layer.items()}

@@ -1,14 +1,18 @@
 """What a set of runs varies, and the mean and standard deviation of its results over seeds.
 
-Runs that differ in nothing but `seed` are one setting. Its results cover the finished runs.
+Runs that differ in nothing but `seed` are one setting. Its results cover the finished runs. The tables are for the
+screen, the report and CSV files: a row for each run, and for each setting.
 """
 
+import csv
+import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from app.tracking.number_format import MISSING
+from app.errors import yaml_text
+from app.tracking.number_format import MISSING, aligned, duration, measured, percent
 from app.tracking.report.data import RunData
 from app.tracking.run_folder.summary import Status
 
@@ -24,6 +28,16 @@ CHOICES = {
 }
 # Where a run's records go, and where its servers listen, changes no result.
 NOT_COMPARED = re.compile(r"tracking\..*|rollout\.(port|urls)|cluster\.address")
+SEED_TITLE = "mean ± standard deviation over the seeds of finished runs"
+# Of `summary.json`, with a title and a format.
+RESULTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("eval/accuracy_first", "first accuracy", percent),
+    ("eval/accuracy_last", "last", percent),
+    ("eval/accuracy_best", "best", percent),
+    ("total/seconds", "time", duration),
+)
+NAMES = [name for name, _, _ in RESULTS]
+TITLES = [title for _, title, _ in RESULTS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +109,7 @@ def distinguishing(runs: Sequence[RunData]) -> list[str]:
 
 def values_of(run: RunData, keys: Sequence[str]) -> tuple[str, ...]:
     """Return a run's values of the keys as text."""
-    return tuple(value_text(run.config.get(key, MISSING)) for key in keys)
-
-
-def value_text(value: object) -> str:
-    """Format a value as in YAML.
-
-    >>> value_text(None), value_text(True), value_text(0.001)
-    ('null', 'true', '0.001')
-    """
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return tuple(yaml_text(run.config.get(key, MISSING)) for key in keys)
 
 
 def label(key: str, keys: Sequence[str]) -> str:
@@ -160,3 +163,70 @@ def folder_names(runs: Sequence[RunData]) -> list[str]:
         if len(set(names)) == len(names):
             break
     return names
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text for people, and of numbers for a CSV file. The first row is the head."""
+
+    text: list[list[str]]
+    numbers: list[list[object]]
+
+    @property
+    def csv(self) -> str:
+        file = io.StringIO()
+        csv.writer(file, lineterminator="\n").writerows(self.numbers)
+        return file.getvalue()
+
+
+def run_table(comparison: Comparison) -> Table:
+    """Return a row for each run."""
+    text = [["run", *comparison.labels, "status", "steps", *TITLES]]
+    numbers: list[list[object]] = [["folder", *comparison.keys, "status", "steps", *NAMES]]
+    for run, name in zip(comparison.runs, short_names(comparison.runs), strict=True):
+        values = values_of(run, comparison.keys) if run.config else [""] * len(comparison.keys)
+        status, steps = str(run.summary.get("status", "not started")), run.summary.get("steps", "")
+        results = [measured(run.summary.get(key), form) for key, _, form in RESULTS]
+        text.append([name, *values, status, str(steps), *results])
+        numbers.append([run.folder, *values, status, steps, *(run.summary.get(key, "") for key in NAMES)])
+    return Table(text, numbers)
+
+
+def seed_table(comparison: Comparison) -> Table | None:
+    """Return a row for each setting; None unless a setting ran with several seeds."""
+    groups = comparison.seed_groups()
+    if not groups:
+        return None
+
+    settings = comparison.labels[: len(comparison.settings)]
+    text = [[*settings, "seeds", *TITLES]]
+    numbers: list[list[object]] = [
+        [*comparison.settings, "runs", *(f"{name}/{part}" for name in NAMES for part in ("mean", "std"))]
+    ]
+    for values, runs in groups.items():
+        spreads = [spread(runs, name) for name in NAMES]
+        results = [
+            measured(mean, form) if deviation is None else f"{measured(mean, form)} ± {form(deviation)}"
+            for (mean, deviation), (_, _, form) in zip(spreads, RESULTS, strict=True)
+        ]
+        text.append([*values, str(len(runs)), *results])
+        numbers.append([*values, len(runs), *(number for pair in spreads for number in pair)])
+    return Table(text, numbers)
+
+
+def screen(comparison: Comparison) -> list[str]:
+    """Return the tables as lines, and the errors of failed runs."""
+    lines = aligned(run_table(comparison).text)
+    if seeds := seed_table(comparison):
+        lines += ["", SEED_TITLE, *aligned(seeds.text)]
+
+    named = zip(short_names(comparison.runs), comparison.runs, strict=True)
+    failed = [f"{name}: {run.summary['error']}" for name, run in named if "error" in run.summary]
+    return [*lines, *(line.splitlines()[0] for line in failed)]
+
+
+def short_names(runs: Sequence[RunData]) -> list[str]:
+    """Return the job numbers, which the folders of a sweep begin with; the folders' names if there are none."""
+    numbers = [match.group() for run in runs if (match := re.match(r"\d+(?=-|$)", run.folder.name))]
+    unique = len(numbers) == len(runs) == len(set(numbers))
+    return numbers if unique else folder_names(runs)

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from app.config import Mode, RunConfig
 from app.tracking.number_format import MISSING
-from app.tracking.run_folder import CONFIG, WARNINGS, metrics_file, samples, summary
+from app.tracking.run_folder import WARNINGS, flatten, metrics_file, read_config, samples, summary
 from app.tracking.run_folder.aside import is_aside
 
 POINTS = 600
@@ -58,7 +58,7 @@ class RunData:
     @property
     def changed(self) -> dict[str, tuple[Any, Any]]:
         """Settings that differ from the schema's defaults: key → (default, value)."""
-        defaults = flatten(to_plain(OmegaConf.structured(RunConfig)))
+        defaults = flatten(OmegaConf.structured(RunConfig))
         return {
             key: (defaults.get(key, MISSING), value)
             for key, value in self.config.items()
@@ -70,7 +70,7 @@ def read_run(folder: Path) -> RunData:
     """Read a run folder."""
     rows = list(metrics_file.read(folder / metrics_file.NAME))
     steps, series = curves(rows)
-    config, overrides = read_config(folder / CONFIG)
+    config, overrides = read_config(folder)
 
     return RunData(
         folder=folder,
@@ -114,38 +114,6 @@ def curves(rows: list[dict[str, Any]]) -> tuple[list[int], dict[str, list[float 
     names = sorted({name for row in rows for name in row} - {"step"})
     steps = [bucket[-1]["step"] for bucket in buckets]
     return steps, {name: [_mean(bucket, name) for bucket in buckets] for name in names}
-
-
-def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the composed configuration with dotted keys and the command line's overrides, as the run saved them."""
-    config_file = folder / "config.yaml"
-    overrides_file = folder / "overrides.yaml"
-
-    config = flatten(to_plain(OmegaConf.load(config_file))) if config_file.exists() else {}
-    overrides = [str(item) for item in OmegaConf.load(overrides_file)] if overrides_file.exists() else []
-    return config, overrides
-
-
-def to_plain(node: Any) -> dict[str, Any]:
-    """Convert an OmegaConf node to dictionaries and lists; enums become their names."""
-    plain = OmegaConf.to_container(node, resolve=False, enum_to_str=True)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
-
-
-def flatten(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Join nested keys with dots.
-
-    >>> flatten({"a": {"b": 1, "c": {}}, "d": [2]})
-    {'a.b': 1, 'a.c': {}, 'd': [2]}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in node.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def read_warnings(path: Path) -> list[Mapping[str, Any]]:

@@ -14,12 +14,11 @@ from pathlib import Path
 from statistics import median_high
 from string import Template
 
-from app.tracking.evaluation_table import evaluation_rows, set_metrics
-from app.tracking.number_format import MISSING, count, duration, plural, seconds
+from app.errors import yaml_text
+from app.tracking.number_format import MISSING, count, duration, evaluation_rows, plural, seconds, set_metrics
 from app.tracking.report.charts import charts
 from app.tracking.report.checks import Tone, health_checks, rule_checks
-from app.tracking.report.comparison import Comparison, compare, value_text
-from app.tracking.report.comparison_table import SEED_TITLE, run_table, seed_table
+from app.tracking.report.comparison import SEED_TITLE, Comparison, compare, run_table, seed_table
 from app.tracking.report.data import RunData, read_run
 from app.tracking.run_folder.summary import Status
 from app.utils.files import replace_file
@@ -177,7 +176,7 @@ def _changes(run: RunData) -> str:
     rows = []
     for key, (default, value) in run.changed.items():
         source = "command line" if key in overridden else "preset"
-        values = (escape(value_text(each)) for each in (value, default))
+        values = (escape(yaml_text(each)) for each in (value, default))
         rows.append([f"<code>{escape(key)}</code>", *values, source])
 
     table = _table([["setting", "this run", "without presets", "set by"], *rows]) if rows else ""
@@ -190,7 +189,7 @@ def _differences(runs: Sequence[RunData], names: Sequence[str]) -> str:
     for key in sorted({key for run in runs for key in run.config}):
         values = [run.config.get(key, MISSING) for run in runs]
         if len(set(map(str, values))) > 1:
-            rows.append([f"<code>{escape(key)}</code>", *(escape(value_text(value)) for value in values)])
+            rows.append([f"<code>{escape(key)}</code>", *(escape(yaml_text(value)) for value in values)])
 
     if not rows:
         return "<p class='none'>The runs have the same configuration.</p>"

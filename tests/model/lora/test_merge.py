@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from app.model.lora.layer import LoraLinear
-from app.model.lora.merge import delta
+from app.model.lora.names import delta
 
 WIDTH, RANK = 256, 32
 

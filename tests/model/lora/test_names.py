@@ -7,8 +7,7 @@ import torch
 
 from app.config.model import LoraConfig
 from app.model.load import load
-from app.model.lora.merge import delta, pairs
-from app.model.lora.names import adapter_config, served, served_config
+from app.model.lora.names import adapter_config, delta, pairs, served, served_config
 from app.model.policy import PolicyModel, named_checkpoint_tensors, named_trained_tensors
 from tests.model.lora.support import move
 from tests.model.support import save_qwen3, save_qwen35

@@ -9,7 +9,7 @@ import torch
 from app.config.model import LoraConfig
 from app.config.weight_sync import WeightSyncConfig
 from app.model.lora.names import adapter_tensors
-from app.weight_sync.adapters.adapter_synchronizer import AdapterSynchronizer
+from app.weight_sync.adapters import AdapterSynchronizer
 from tests.rollout.adapters import load_model
 from tests.weight_sync.support import make_trainer, started
 

@@ -1,19 +1,25 @@
-"""Parts of `--help`: the name of the command, and a table of every setting with value, accepted values and meaning."""
+"""OmegaConf resolvers of `conf/config.yaml`: the settings in `--help`, and the names of models and output folders."""
 
 import inspect
 import json
+import re
+import secrets
 import textwrap
 from collections.abc import Iterator
 from enum import Enum
+from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from app.config.run import RunConfig
+from app.config.command_line import command_name
+from app.config.model import HF_PRESET
+from app.config.run import Mode, RunConfig
 from app.config.setting import Setting, settings
 
 WIDTH = 100  # columns
 VALUE_WIDTH = 44  # columns of "key = value"
 INDENT = " " * 6
+RUN_ID = secrets.token_hex(3)  # of this process
 
 
 def settings_help(section: str | None = None, *, _root_: DictConfig) -> str:
@@ -63,3 +69,30 @@ def _shown(value: object) -> str:
     if isinstance(value, str):
         return value or "''"
     return json.dumps(value, ensure_ascii=False)
+
+
+def register() -> None:
+    """Register the resolvers."""
+    OmegaConf.register_new_resolver("settings_help", settings_help, replace=True)
+    OmegaConf.register_new_resolver("command_name", command_name, replace=True)
+    OmegaConf.register_new_resolver("model_name", model_name, replace=True)
+    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
+    # Hydra hands cached values to the jobs of a sweep, so a launcher's processes agree on the sweep's folder.
+    OmegaConf.register_new_resolver("run_id", lambda: RUN_ID, replace=True, use_cache=True)
+
+
+def model_name(*, _root_: DictConfig) -> str:
+    """Return the last part of `model.path`, fit for a file name: that of `Qwen/Qwen3-4B` is `Qwen3-4B`."""
+    path = OmegaConf.select(_root_, "model.path", default=None)
+    name = Path(path).expanduser().absolute().name if path else ""
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or HF_PRESET
+
+
+def run_name(*, _root_: DictConfig) -> str:
+    """Return `<model>-<algorithm>-<placement>` of a training run, and `<model>-<mode>` of anything else."""
+    mode = OmegaConf.select(_root_, "mode", default=Mode.train)
+    if mode is Mode.train:
+        choices = _root_.hydra.runtime.choices
+        model = _root_.model.name if choices.model == HF_PRESET else choices.model
+        return f"{model}-{choices.algorithm}-{choices.placement}"
+    return f"{_root_.model.name}-{mode.name}"

@@ -2,7 +2,7 @@
 
 import random
 
-from app.utils.lengths import FILLED, length_buckets
+from app.model.packing import FILLED, length_buckets
 
 
 def test_buckets_hold_every_sequence_once_beside_others_of_similar_length() -> None:

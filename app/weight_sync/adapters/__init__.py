@@ -1,1 +1,0 @@
-"""Weight syncs of low-rank adapters (`model.lora`): every policy version is a new adapter of the engines."""
