@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from app.tracking.run_folder.timeline import Timeline
-from tests.bench import end_to_end, trainer
+from tests.bench import end_to_end, real_models, trainer
 from tests.bench.machine import earlier_result
 
 
@@ -39,3 +39,19 @@ def test_add_without_a_file_is_refused(
         main()  # type: ignore[operator]
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith("error: --add needs --out FILE\n")
+
+
+def test_ratios_on_real_models_are_to_trl_in_its_better_dtype(tmp_path: Path) -> None:
+    def run(speed: float) -> dict[str, object]:
+        before = {"load_average": 0.0, "busy_cores": 0.0}
+        return {**dict.fromkeys(real_models.NAMES, 1.0), "tokens_per_second": speed, "before": before}
+
+    speeds = dict(zip(real_models.SIDES, (40.0, 50.0, 100.0, 200.0, 150.0), strict=True))
+    found = real_models.summary([{side: run(speed) for side, speed in speeds.items()}], tmp_path, 4)
+    ratios = found["tokens_per_second_over_trls_better_dtype"]
+    assert {side: ratio["median"] for side, ratio in ratios.items()} == {
+        "colocate float32": 2.0,
+        "colocate bfloat16": 4.0,
+        "fully_async float32": 3.0,
+    }
+    assert found["busy"] is False
