@@ -6,7 +6,9 @@ Each run is `python -m app` with the overrides below; nothing of an algorithm is
 accuracy before and after, the composed updates per step, the mean fractions of clipped tokens, the largest staleness
 trained on, and the median step and completion tokens per second without the first three steps. Prints one JSON line.
 `--out FILE` replaces these runs in the file and keeps the others of this list. `presets` is short for the eight runs
-of the four presets in both placements. A run that fails is no result: it is named at the end, and the exit code is 1.
+of the four presets in both placements, `real` for those of SmolLM2-135M-Instruct, which take a quarter of an hour each
+and have a file of their own, `learning_real.json`.
+A run that fails is no result: it is named at the end, and the exit code is 1.
 """
 
 import argparse
@@ -22,15 +24,27 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from tests.bench.machine import busy, conditions, machine
+from tests.real_models import real_model
 
+LIMIT_S = 5400.0
 ASYNC = "placement=fully_async"
 PRESETS: dict[str, str] = {
     f"{algorithm} {placement}": f"algorithm={algorithm} model=tiny placement={placement}"
     for algorithm in ("grpo", "dapo", "dr_grpo", "gspo")
     for placement in ("colocate", "fully_async")  # fully_async's defaults: staleness 2, retract
 }
+SMOLLM2 = "model.path=SMOLLM2"  # stands for the directory that `tests.real_models` made
+REAL: dict[str, str] = {
+    f"smollm2 {placement} {what} seed {seed}": " ".join(
+        ["experiment=cpu1_smollm2", SMOLLM2, f"placement={placement}", *overrides, f"seed={seed}"]
+    )
+    for placement in ("colocate", "fully_async")
+    for what, overrides in {"full": [], "lora": ["model.lora.rank=16", "trainer.lr=2e-4"]}.items()
+    for seed in (0, 1, 2)
+}
 RUNS: dict[str, str] = {
     **PRESETS,
+    **REAL,
     **{f"grpo seed {seed}": f"seed={seed}" for seed in (1, 2)},
     "async 0 drain": f"{ASYNC} placement.max_staleness=0 placement.in_flight=drain",
     **{
@@ -40,14 +54,16 @@ RUNS: dict[str, str] = {
     },
     "verify always": "weight_sync.verify=always",
 }
+SHORT = {"presets": PRESETS, "real": REAL}
 
 
 def run(overrides: str, folder: Path) -> dict[str, Any]:
     """Return the result of one run. Raises `CalledProcessError` if it fails, with the end of its stderr as a note."""
     before = conditions()
     nothing_kept = ["checkpoint.keep=0", "checkpoint.export=false"]
-    command = [sys.executable, "-m", "app", *overrides.split(), *nothing_kept, f"hydra.run.dir={folder}"]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=1800)
+    given = [f"model.path={real_model('smollm2')}" if each == SMOLLM2 else each for each in overrides.split()]
+    command = [sys.executable, "-m", "app", *given, *nothing_kept, f"hydra.run.dir={folder}"]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
     try:
         done.check_returncode()
     except subprocess.CalledProcessError as error:
@@ -60,6 +76,7 @@ def run(overrides: str, folder: Path) -> dict[str, Any]:
     return {
         "overrides": overrides,
         "first": summary["eval/accuracy_first"],
+        "accuracies": {line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line},
         "last": summary["eval/accuracy_last"],
         "steps": summary["steps"],
         "updates_per_step": OmegaConf.load(folder / "config" / "config.yaml").algorithm.updates_per_step,
@@ -106,7 +123,8 @@ def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=list(RUNS), help=f"one or more of: presets, {', '.join(RUNS)}")
+    quick = [name for name in RUNS if name not in REAL]
+    parser.add_argument("names", nargs="*", default=quick, help=f"one or more of: presets, real, {', '.join(RUNS)}")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     previous = json.loads(arguments.out.read_text())["runs"] if arguments.out and arguments.out.exists() else []

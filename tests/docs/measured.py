@@ -13,7 +13,12 @@ from typing import Any
 from tests.docs.markdown import ROOT
 
 RESULTS = ROOT / "tests" / "bench" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "placements.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "placements.md",
+    ROOT / "docs" / "experiments" / "cpu1_smollm2.md",
+)
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 VIRTUAL_TIME = ("overlap",)  # results that no other work of the machine changes
@@ -246,6 +251,17 @@ def learning() -> str:
     return table
 
 
+def learning_real() -> str:
+    runs = sorted(load("learning_real")["runs"], key=lambda run: run["overrides"])
+    steps = list(runs[0]["accuracies"])
+    table = header("run", *(f"step {step}" for step in steps), "minutes")
+    for run in runs:
+        shown = (run["accuracies"].get(step) for step in steps)
+        accuracies = ("" if accuracy is None else f"{100 * accuracy:.0f} %" for accuracy in shown)
+        table += row(f"`{run['overrides']}`", *accuracies, round(run["run_seconds"] / 60))
+    return table
+
+
 def placements() -> str:
     runs = {run["name"]: run for run in load("learning")["runs"]}
     shown = ((placement, runs.get(run)) for placement, run in PLACEMENT_RUNS.items())
@@ -349,7 +365,8 @@ def summary() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    block.__name__: block for block in (claims, trainer, end_to_end, learning, placements, overlap, missed, summary)
+    block.__name__: block
+    for block in (claims, trainer, end_to_end, learning, learning_real, placements, overlap, missed, summary)
 }
 
 
