@@ -37,7 +37,7 @@ class RunResult:
 
 
 def run(arguments: Sequence[str] = ()) -> RunResult:
-    """Run one command and wait for its end. Its output goes to `sys.stdout`, line by line.
+    """Run one command and wait for it to finish. Its output goes to `sys.stdout`, line by line.
 
     Args:
         arguments: As on the command line: `["model=tiny", "steps=3"]`.
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str] = ()) -> RunResult:
         ConfigError: A setting is not accepted; nothing was started.
         RunError: The run failed.
         Interrupted: The command received SIGINT or SIGTERM.
-        KeyboardInterrupt: This process received SIGINT. The run was saved as by Ctrl-C and has ended.
+        KeyboardInterrupt: This process received SIGINT. The run was saved and stopped, as on Ctrl-C.
     """
     with tempfile.TemporaryDirectory(prefix="posttrain_") as folder:
         file = Path(folder) / "report.json"

@@ -24,7 +24,7 @@ from app.types import (
 
 
 class RolloutEngine(Protocol):
-    """One SGLang server of `rollout.tensor_parallel` devices.
+    """One SGLang server of `rollout.tensor_parallel` devices. Implemented by app/rollout/remote.py:RemoteEngine.
 
     Lifecycle:
         1. `start` once.
@@ -144,7 +144,7 @@ class RolloutEngine(Protocol):
 
 
 class Trainer(Protocol):
-    """The FSDP2 ranks as one trainer. A step is split into calls.
+    """The FSDP2 ranks as one trainer, app/trainer/remote.py:RemoteTrainer. A step is split into calls.
 
         CLOSED → `begin_step` → OPEN → `add_groups` … → `finish_step` or `abort_step` → CLOSED
 
@@ -237,7 +237,7 @@ class Trainer(Protocol):
 
 
 class WeightSynchronizer(Protocol):
-    """Copies the trainer's parameters into every engine."""
+    """Copies parameters into every engine: `BucketedWeightSynchronizer`, `AdapterSynchronizer` (app/weight_sync)."""
 
     def set_engines(self, engines: Mapping[int, RolloutEngine]) -> None:
         """Sync into these engines, by index, from now on."""

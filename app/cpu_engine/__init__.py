@@ -1,4 +1,4 @@
-"""Optional room: makes SGLang's engines, and their start, fast on a CPU. Deletable with its line in pyproject.toml.
+"""Optional package: makes SGLang's engines, and their start, fast on a CPU. Deletable with its line in pyproject.toml.
 
 Inside SGLang's processes, by SGLang's entry point `sglang.srt.plugins` (`plugin`):
 
@@ -12,5 +12,5 @@ Outside of them, by app/device/cpu.py:
 
     `fork_server`         the process that imports SGLang once and forks servers; `forked_server` is its client
 
-Without this room every server imports SGLang, and computes with SGLang's own torch operators. Qwen3.5 does not run.
+Without this package every server imports SGLang, and computes with SGLang's own torch operators. Qwen3.5 does not run.
 """

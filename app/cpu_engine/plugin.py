@@ -1,4 +1,4 @@
-"""Runs inside SGLang's processes on a CPU: the entry point `sglang.srt.plugins` of this room."""
+"""Runs inside SGLang's processes on a CPU: the entry point `sglang.srt.plugins` of this package."""
 
 import multiprocessing
 import os
@@ -29,17 +29,17 @@ def load() -> None:
 
 
 def fork_children(result: Any, *_: Any, **__: Any) -> Any:
-    """Fork the server's processes. Hook after SGLang set the start method to spawn.
+    """Fork the server's processes. Runs as a hook after SGLang has set the start method to spawn.
 
-    Spawned children import everything again, which only a device in use requires. Forked children start at once and
-    share the memory of imported modules.
+    Spawned children re-import everything; that is needed only if the parent has already initialized a device. Forked
+    children start at once and share the memory of imported modules.
     """
     multiprocessing.set_start_method("fork", force=True)
     return result
 
 
 def sleep_while_paused(result: Any, scheduler: Any, *_: Any) -> Any:
-    """Make a paused scheduler sleep until the next request. Hook after it polled for requests.
+    """Make a paused scheduler sleep until the next request. Runs as a hook after it has polled for requests.
 
     A paused scheduler polls in a busy loop, which takes a core from the trainer; `--sleep-on-idle` does not cover it.
     """

@@ -10,7 +10,7 @@ from app.device.base import Device, Fork
 
 
 def has_cpu_engine() -> bool:
-    """Return whether the optional room app/cpu_engine/ is installed: whether SGLang finds its entry point."""
+    """Return whether the optional package app/cpu_engine/ is installed: whether SGLang finds its entry point."""
     try:
         return bool(distribution("hydra-posttrain").entry_points.select(name="cpu_engine"))
     except PackageNotFoundError:

@@ -8,7 +8,7 @@ HASHES = "####"
 
 
 def extract_final_answer(text: str) -> str | None:
-    r"""Return the marked final answer, stripped; None if there is no mark or the mark is empty.
+    r"""Return the marked final answer, stripped; None if there is no marker (\boxed{} or ####) or it is empty.
 
     >>> extract_final_answer(r"so it is \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'

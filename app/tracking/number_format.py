@@ -68,7 +68,7 @@ def measured(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def plural(number: int, noun: str, many: str | None = None) -> str:
-    """Format a number of things.
+    """Format a count with its noun.
 
     >>> plural(1, "step"), plural(2, "step"), plural(2, "process", "processes")
     ('1 step', '2 steps', '2 processes')

@@ -27,11 +27,11 @@ SCRIPT: tuple[tuple[str, tuple[Message, ...], tuple[Message, ...], bool], ...] =
 def first_difference(renderer: ChatRenderer, tokenizer: Any, *, enable_thinking: bool) -> str | None:
     """Compare a renderer with transformers on conversations of a system message, replies, tool calls and results.
 
-    What the template rejects is not compared: a run with such messages is refused by name.
+    What the template rejects is not compared: a run with such messages fails with an error naming the message.
 
     Args:
         renderer: With the model's chat template.
-        tokenizer: The model's, of transformers.
+        tokenizer: The model's transformers tokenizer.
         enable_thinking: The template's argument.
 
     Returns:

@@ -74,10 +74,10 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def adapter_metrics(model: nn.Module) -> Mapping[str, float]:
-    """Return `lora/norm`, the 2-norm of everything that the adapters add to the weights; nothing without adapters.
+    """Return `lora/norm`, the 2-norm of what the adapters add to the weights; an empty mapping without adapters.
 
-    A collective. No product of a weight's size is computed: ‖B A‖² = Σ (Bᵀ B) ∘ (A Aᵀ), both [r, r]. Each rank has rows
-    of B, whose products add up, and gathers A.
+    A collective. Never materializes B·A: ‖B A‖² = Σ (Bᵀ B) ∘ (A Aᵀ), both [r, r]. Each rank holds some rows of B; the
+    Gram matrices of B are all-reduced, and A is gathered.
     """
     layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
     if not layers:

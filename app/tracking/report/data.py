@@ -88,8 +88,8 @@ def read_run(folder: Path) -> RunData:
 def find_runs(folder: Path) -> list[Path]:
     """Return the run folders at or below `folder` (a sweep's, or `outputs`), sorted by path.
 
-    Symbolic links are followed, and a run that is reached twice is returned once. Records that a run set aside count
-    only if `folder` names them.
+    Symbolic links are followed, and a run that is reached twice is returned once. Records set
+    aside by a rewind are included only if `folder` points at them.
     """
     found: list[Path] = []
     visited: set[Path] = set()

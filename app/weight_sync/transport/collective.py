@@ -101,7 +101,7 @@ class CollectiveTransport:
     """The driver's half. Implements `Transport`."""
 
     sender = BroadcastSender
-    route = "update_weights_from_distributed"
+    route = "update_weights_from_distributed"  # deltas: sglang_plugin/delta_loader.py:DeltaLoader.from_collective
 
     def __init__(self, *, backend: str, tensor_parallel: int):
         self.backend = backend

@@ -75,7 +75,7 @@ class IpcTransport:
     """The driver's half. Implements `Transport`."""
 
     sender = IpcSender
-    route = "update_weights_from_tensor"
+    route = "update_weights_from_tensor"  # deltas: sglang_plugin/delta_loader.py:DeltaLoader.from_ipc
 
     def __init__(self, *, tensor_parallel: int, backend: str | None = None):  # it has no process group
         self.tensor_parallel = tensor_parallel
