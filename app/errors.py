@@ -125,6 +125,6 @@ def exit_code(error: Exception) -> int:
     return FAILED_EXIT if isinstance(error, RunError) else CONFIG_EXIT
 
 
-def say(message: Exception | str) -> None:
+def echo(message: Exception | str) -> None:
     """Write one line to stderr."""
     sys.stderr.write(f"{message}\n")

@@ -24,7 +24,7 @@ from app.config import Mode, RunConfig, compose
 from app.config.arguments import check_arguments, named_values
 from app.config.command_line import command, override, versions
 from app.config.own_data import with_preset
-from app.errors import FAILED_EXIT, ConfigError, Interrupted, RunError, exit_code, expect, say
+from app.errors import FAILED_EXIT, ConfigError, Interrupted, RunError, echo, exit_code, expect
 from app.mode import MODES, NOT_GIVEN, ModeResult
 from app.recovery.run_lock import FolderInUse
 from app.run_report import RunReport, report, reports
@@ -63,7 +63,7 @@ class Validate(Callback):
         require_text("hydra.run.dir", given, "a folder")
         require_text("tracking.project", config.tracking.project, "a name")
         if config.mode is Mode.plan and (sentence := compose.replaced_settings(composed)):
-            say(sentence)
+            echo(sentence)
         if config.mode in (Mode.plan, Mode.doctor):
             from app.recovery.resume import apply_preview
 
@@ -105,7 +105,7 @@ class Validate(Callback):
 
         folder = Path(str(config.hydra.sweep.dir))
         if lines := end_sweep(folder):
-            say("\n".join(lines))
+            echo("\n".join(lines))
         elif all(file.name == "multirun.yaml" for file in folder.rglob("*") if file.is_file()):
             shutil.rmtree(folder, ignore_errors=True)  # plans write nothing; the folder and this file are Hydra's
 
@@ -128,7 +128,7 @@ def main(composed: DictConfig) -> float:
     except (RunError, ConfigError) as error:
         if FULL_ERROR_REQUESTED:
             raise
-        say(error)
+        echo(error)
         if not isinstance(error, FolderInUse):
             _say_how_to_resume(folder)
         if multirun and not isinstance(error, Interrupted):
@@ -168,7 +168,7 @@ def cli() -> None:
 def _ended_by(error: RunError | HydraException | OmegaConfBaseException) -> SystemExit:
     """Write why the command ends before it has run anything, and return its exit."""
     ended = error if isinstance(error, ConfigError | RunError) else compose.config_error(error)
-    say(ended)
+    echo(ended)
     report(RunReport(exit_code=exit_code(ended), error=ended.args))
     return SystemExit(exit_code(ended))
 
@@ -207,7 +207,7 @@ def _apply_resume(composed: DictConfig, config: RunConfig) -> Path | None:
         return None
 
     for note in resumption.notes:
-        say(note)
+        echo(note)
     if resumption.finished:
         _report(ModeResult(resumption.accuracy), str(composed.hydra.run.dir))
         raise SystemExit(0)
@@ -218,7 +218,7 @@ def _say_how_to_resume(folder: Path) -> None:
     from app.checkpoint.folder import FOLDER, LATEST
 
     if (folder / FOLDER / LATEST).exists():
-        say(f"resume with: {command(override('resume', folder))}")
+        echo(f"resume with: {command(override('resume', folder))}")
 
 
 def require_text(key: str, value: str | None, accepted: str) -> None:

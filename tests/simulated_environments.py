@@ -10,7 +10,7 @@ from typing import Any
 
 from app.environment.pool import EpisodeSession
 from app.environment.protocol import Task
-from app.environment.wire import Answer, Ask, End, Limits
+from app.environment.wire import Answer, End, Limits, SampleRequest
 from app.environment.worker.conversation import Framing
 from app.environment.worker.episode import Episode
 from app.worker.wire import Begin, Close, Closed, Failed
@@ -71,7 +71,7 @@ class SimSession:
     Attributes:
         ended: end, failed or aborted; None while it runs.
         closed: Calls of `close`.
-        asked: Each `Ask`, with the tokens that its answer had.
+        asked: Each `SampleRequest`, with the tokens that its answer had.
     """
 
     def __init__(self, number: int, task: Task, prompt_ids: Sequence[int], script: Script) -> None:
@@ -80,14 +80,14 @@ class SimSession:
         self.script = script
         self.ended: str | None = None
         self.closed = 0
-        self.asked: list[tuple[Ask, list[int]]] = []
+        self.asked: list[tuple[SampleRequest, list[int]]] = []
         self._prompt_ids = list(prompt_ids)
         self._turn = 0
         self._waiting: asyncio.Event | None = None
         self._asks = itertools.count()
         self._full = False
 
-    async def next(self) -> Ask | End | Failed:
+    async def next(self) -> SampleRequest | End | Failed:
         if self._waiting is not None:
             await self._waiting.wait()
         await asyncio.sleep(self.script.seconds)
@@ -102,9 +102,11 @@ class SimSession:
         append = OBSERVATION if self._turn else self._prompt_ids
         self._turn += 1
         self._waiting = asyncio.Event()
-        return Ask(self.number, next(self._asks), 0, append, None, False)
+        return SampleRequest(self.number, next(self._asks), 0, append, None, False)
 
-    def answer(self, ask: Ask, token_ids: Sequence[int], finish: str, logprobs: Sequence[float] | None = None) -> None:
+    def answer(
+        self, ask: SampleRequest, token_ids: Sequence[int], finish: str, logprobs: Sequence[float] | None = None
+    ) -> None:
         assert self._waiting is not None
         self.asked.append((ask, list(token_ids)))
         self._full = finish == "full"
@@ -138,7 +140,7 @@ class InProcessEnvironments:
         session = EpisodeSession(number, worker.send, lambda kind, text: None, lambda session: None)
 
         def ask(sequence: int, append: Sequence[int], most: int | None, logprobs: bool) -> "asyncio.Future[Answer]":
-            request = Ask(number, next(self.numbers), sequence, append, most, logprobs)
+            request = SampleRequest(number, next(self.numbers), sequence, append, most, logprobs)
             worker.asks[request.number] = asyncio.get_running_loop().create_future()
             session.receive(request)
             return worker.asks[request.number]

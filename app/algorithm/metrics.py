@@ -17,39 +17,39 @@ from app.types import Group, ScoredGroup, Trajectory
 CORRECTNESS_COMPONENTS = ("exact", "math")
 
 
-class Over(Enum):
+class Denominator(Enum):
     """Divisor of a raw value at the end of an update."""
 
     tokens = "tokens"
-    sequences = "sequences"  # trajectories
+    trajectories = "trajectories"
     loss = "loss"  # `loss.denominator`
     max = "max"  # merged by max, never divided
     min = "min"  # merged by min, never divided
     intermediate = "intermediate"  # input of another metric, not reported
 
 
-TABLE: Mapping[str, Over] = {
-    "loss/total": Over.loss,
+TABLE: Mapping[str, Denominator] = {
+    "loss/total": Denominator.loss,
     # Terms of the total, coefficients included.
-    "loss/policy": Over.loss,
-    "loss/kl": Over.loss,
-    "loss/entropy": Over.loss,
-    "entropy": Over.tokens,
-    "ratio/mean": Over.tokens,
-    "ratio/sequence_mean": Over.sequences,  # geometric mean over each sequence: GSPO's ratio; sequences by their tokens
-    "ratio/max": Over.max,
-    "ratio/min": Over.min,
-    "clip/low_fraction": Over.tokens,
-    "clip/high_fraction": Over.tokens,
-    "clip/dual_fraction": Over.tokens,
-    "kl/old": Over.tokens,  # k3 of KL(π_old ‖ π)
-    "kl/reference": Over.tokens,  # k3 of KL(π ‖ π_ref)
-    "mismatch/kl": Over.tokens,  # k3 of KL(π_rollout ‖ π_old of the trainer)
-    "mismatch/abs_difference": Over.tokens,  # of log-probabilities
-    "mismatch/max_ratio": Over.max,
-    "mismatch/weight": Over.intermediate,
-    "mismatch/weight_square": Over.intermediate,
-    "mismatch/masked_fraction": Over.tokens,  # tokens zeroed by the correction
+    "loss/policy": Denominator.loss,
+    "loss/kl": Denominator.loss,
+    "loss/entropy": Denominator.loss,
+    "entropy": Denominator.tokens,
+    "ratio/mean": Denominator.tokens,
+    "ratio/sequence_mean": Denominator.trajectories,  # GSPO's: geometric mean of a sequence; by their tokens
+    "ratio/max": Denominator.max,
+    "ratio/min": Denominator.min,
+    "clip/low_fraction": Denominator.tokens,
+    "clip/high_fraction": Denominator.tokens,
+    "clip/dual_fraction": Denominator.tokens,
+    "kl/old": Denominator.tokens,  # k3 of KL(π_old ‖ π)
+    "kl/reference": Denominator.tokens,  # k3 of KL(π ‖ π_ref)
+    "mismatch/kl": Denominator.tokens,  # k3 of KL(π_rollout ‖ π_old of the trainer)
+    "mismatch/abs_difference": Denominator.tokens,  # of log-probabilities
+    "mismatch/max_ratio": Denominator.max,
+    "mismatch/weight": Denominator.intermediate,
+    "mismatch/weight_square": Denominator.intermediate,
+    "mismatch/masked_fraction": Denominator.tokens,  # tokens zeroed by the correction
 }
 
 
@@ -63,9 +63,9 @@ def merge(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, flo
 
 def _combine(name: str, one: float, other: float) -> float:
     match TABLE[name]:
-        case Over.max:
+        case Denominator.max:
             return max(one, other)
-        case Over.min:
+        case Denominator.min:
             return min(one, other)
         case _:
             return one + other
@@ -80,12 +80,12 @@ def finalize(sums: Mapping[str, float], *, tokens: float, sequences: float, loss
         sequences: Trajectories of the unmasked batch.
         loss: The update's `loss.denominator`.
     """
-    reported = {name: value for name, value in sums.items() if TABLE[name] is not Over.intermediate}
+    reported = {name: value for name, value in sums.items() if TABLE[name] is not Denominator.intermediate}
     if tokens == 0:
         return dict.fromkeys(reported, 0.0)
 
-    counts = {Over.tokens: tokens, Over.sequences: sequences, Over.loss: loss, Over.max: 1.0, Over.min: 1.0}
-    metrics = {name: value / counts[TABLE[name]] for name, value in reported.items()}
+    counts = {Denominator.tokens: tokens, Denominator.trajectories: sequences, Denominator.loss: loss}
+    metrics = {name: value / counts.get(TABLE[name], 1.0) for name, value in reported.items()}
 
     # (Σw)² / (N · Σw²): 1 if all weights are equal.
     if "mismatch/weight" in sums:

@@ -35,12 +35,12 @@ class EngineFactory:
     run_folder: Path
     placement: DevicePlacement
     fork: Fork | None  # of `Device.fork_server`
-    _lives: Counter[int] = field(default_factory=Counter)  # engines made so far, by index
+    _restarts: Counter[int] = field(default_factory=Counter)  # engines made so far, by index
 
     def __call__(self, index: int) -> RemoteEngine:
         """Create the host of engine `index`. Its sampling noise is not that of an earlier one."""
-        life = self._lives[index]
-        self._lives[index] += 1
+        restarts = self._restarts[index]
+        self._restarts[index] += 1
 
         rollout = self.config.rollout
         name = f"engine {index}"
@@ -59,7 +59,7 @@ class EngineFactory:
                 host="127.0.0.1",
                 port=0 if rollout.port is None else rollout.port + index,
                 key=secrets.token_urlsafe(24),
-                flags=engine_flags(self.config, self.device, index=index, life=life),
+                flags=engine_flags(self.config, self.device, index=index, restarts=restarts),
                 environment={
                     **self.device.engine_env,
                     **engine_threads(self.config, self.device),

@@ -5,7 +5,7 @@ registry by plain torch with the arithmetic of transformers' reference, so log-p
 
     S ← S · exp(g) + (v − S·exp(g) · k) β kᵀ        out = S · q        (S: [V, K] for each value head)
 
-T tokens of B requests are packed end to end; `query_start_loc` [B + 1] are their borders. H key heads of width K serve
+T tokens of B requests are packed end to end; `query_start_loc` [B + 1] are their offsets. H key heads of width K serve
 HV value heads of width V. `**_` swallows arguments for other devices.
 
 Invariant: the state of a request (the last inputs of the convolution, the recurrent matrix) is read and written in
@@ -42,7 +42,7 @@ def register() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Borders:
+class PackedLayout:
     """Converts packed tokens to a padded batch and back."""
 
     lengths: Tensor  # [B] int64
@@ -50,8 +50,8 @@ class Borders:
     column: Tensor  # [T] int64, its position in the request
 
     @classmethod
-    def of(cls, query_start_loc: Tensor) -> "Borders":
-        """Return the borders from SGLang's cumulative lengths [B + 1]."""
+    def of(cls, query_start_loc: Tensor) -> "PackedLayout":
+        """Return the layout from SGLang's cumulative lengths [B + 1]."""
         starts = query_start_loc.long()
         lengths = starts.diff()
         row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -80,23 +80,23 @@ def causal_conv1d_fn(
     **_: Any,
 ) -> Tensor:
     """Convolve the new tokens of a prefill; returns [D, T]."""
-    borders = Borders.of(query_start_loc)
+    layout = PackedLayout.of(query_start_loc)
     width = weight.shape[1]
-    slots = cache_indices[: len(borders.lengths)].long()
+    slots = cache_indices[: len(layout.lengths)].long()
     before = conv_states[slots, :, 1 - width :].transpose(1, 2).to(x.dtype)  # [B, W - 1, D]
     if has_initial_state is not None:
         before = before * has_initial_state[: len(slots), None, None].to(x.dtype)
 
-    inputs = borders.pad(x.T, before=width - 1)
+    inputs = layout.pad(x.T, before=width - 1)
     inputs[:, : width - 1] = before
     mixed = activated(conv1d(inputs.transpose(1, 2), weight.unsqueeze(1), bias, groups=len(x)), activation)
 
-    last = borders.lengths[:, None] + torch.arange(width - 1)
+    last = layout.lengths[:, None] + torch.arange(width - 1)
     window = inputs[torch.arange(len(slots))[:, None], last]
     conv_states[slots, :, 1 - width :] = window.transpose(1, 2).to(conv_states.dtype)
 
     out = torch.zeros_like(x)
-    out[:, : len(borders.row)] = mixed[borders.row, :, borders.column].T
+    out[:, : len(layout.row)] = mixed[layout.row, :, layout.column].T
     return out
 
 
@@ -232,17 +232,17 @@ def extend_delta_rule(
     """Apply the delta rule to a prefill, by transformers' chunked reference; returns [1, T, HV, V]."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-    borders = Borders.of(query_start_loc)
+    layout = PackedLayout.of(query_start_loc)
     heads_per_key = v.shape[2] // q.shape[2]
-    slots = cache_indices[: len(borders.lengths)].long()
+    slots = cache_indices[: len(layout.lengths)].long()
     state = ssm_states[slots].float().transpose(-1, -2)  # transformers keeps [K, V]
     if extend_prefix_lens is not None:
         state = state * (extend_prefix_lens[: len(slots)] > 0)[:, None, None, None]
 
     mixed, state = torch_chunk_gated_delta_rule(
-        borders.pad(q[0]).repeat_interleave(heads_per_key, 2),
-        borders.pad(k[0]).repeat_interleave(heads_per_key, 2),
-        *(borders.pad(each[0]) for each in (v, g, beta)),
+        layout.pad(q[0]).repeat_interleave(heads_per_key, 2),
+        layout.pad(k[0]).repeat_interleave(heads_per_key, 2),
+        *(layout.pad(each[0]) for each in (v, g, beta)),
         initial_state=state,
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
@@ -251,7 +251,7 @@ def extend_delta_rule(
         ssm_states[slots] = state.transpose(-1, -2).to(ssm_states.dtype)
 
     out = torch.zeros_like(v)
-    out[0, : len(borders.row)] = mixed[borders.row, borders.column].to(v.dtype)
+    out[0, : len(layout.row)] = mixed[layout.row, layout.column].to(v.dtype)
     return out, None, None
 
 

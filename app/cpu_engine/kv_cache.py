@@ -83,8 +83,8 @@ class WorkingCopy:
         """
         rows = len(self.requests)
         keys, values = self.layers.get(index, (torch.zeros(0), torch.zeros(0)))
-        keys = grown(keys, rows * heads * key_width * self.columns)
-        values = grown(values, rows * heads * value_width * self.columns)
+        keys = ensure_capacity(keys, rows * heads * key_width * self.columns)
+        values = ensure_capacity(values, rows * heads * value_width * self.columns)
         self.layers[index] = keys, values
         return rows_of(keys, heads * key_width, self.columns), rows_of(values, heads, self.columns, value_width)
 
@@ -102,7 +102,7 @@ class WorkingCopy:
         return moves
 
 
-def grown(flat: Tensor, size: int) -> Tensor:
+def ensure_capacity(flat: Tensor, size: int) -> Tensor:
     """Return `flat`, or a larger tensor that begins with it if it has less than `size` numbers."""
     if flat.numel() >= size:
         return flat

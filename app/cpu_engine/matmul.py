@@ -27,7 +27,7 @@ def use_onednn_matmul() -> bool:
     Returns:
         False where it would not help: on other vendors' CPUs, without AVX-512, and in a torch without oneDNN.
     """
-    if not helps():
+    if not onednn_is_faster():
         return False
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
@@ -38,7 +38,7 @@ def use_onednn_matmul() -> bool:
     return True
 
 
-def helps() -> bool:
+def onednn_is_faster() -> bool:
     """Whether oneDNN's kernels are faster here than MKL's."""
     return (
         torch.backends.mkldnn.is_available()

@@ -107,10 +107,10 @@ def rotary_embedding(
         return layer.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
     cos, sin = cos_and_sin(layer.cos_sin_cache, positions.flatten())
 
-    def turned(x: Tensor) -> Tensor:
+    def rotate(x: Tensor) -> Tensor:
         return rotated(x.view(len(cos), -1, layer.head_size), cos, sin).view(x.shape)
 
-    return turned(query), turned(key)
+    return rotate(query), rotate(key)
 
 
 def plain_norm(layer: Any) -> bool:

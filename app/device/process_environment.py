@@ -18,7 +18,7 @@ def library_folders() -> list[str]:
     return sorted({str(folder) for folder in found})
 
 
-def let_the_loader_find_it(environment: MutableMapping[str, str]) -> None:
+def prepend_library_folders(environment: MutableMapping[str, str]) -> None:
     """Search pip's folders first in processes that are started from now on.
 
     The memory saver is preloaded into SGLang's processes and needs the library. Without it the loader ends them.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from app.environment.protocol import Task
-from app.environment.wire import CODEC, Answer, Ask, Limits, RendererChoice
+from app.environment.wire import CODEC, Answer, Limits, RendererChoice, SampleRequest
 from app.errors import ConfigError
 from app.utils.dotted_path import LoadError
 from app.worker.job import Job
@@ -40,20 +40,19 @@ class EpisodeSession(Job):
 
     session = await pool.begin(task, prompt_ids)
     try:
-        while isinstance(event := await session.next(), Ask):
+        while isinstance(event := await session.next(), SampleRequest):
             session.answer(event, token_ids, "stop")
     finally:
         await session.close()
     """
 
-    def answer(self, ask: Ask, token_ids: Sequence[int], finish: str, logprobs: Sequence[float] | None = None) -> None:
+    def answer(
+        self, ask: SampleRequest, token_ids: Sequence[int], finish: str, logprobs: Sequence[float] | None = None
+    ) -> None:
         """Answer a request; without effect when the episode has ended.
 
-        Args:
-            ask: The request.
-            token_ids: What was sampled.
-            finish: stop, length, or full: no room was left and nothing was sampled.
-            logprobs: One for each token, where `ask.logprobs`.
+        `finish`: stop, length, or full: no room was left and nothing was sampled. `logprobs`: one for each token, where
+        `ask.logprobs`.
         """
         self.reply(ask, Answer(ask.number, token_ids, finish, logprobs))
 

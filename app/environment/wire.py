@@ -1,11 +1,11 @@
 """The messages of episodes between the driver and an environment worker, beside those of `app/worker/wire.py`.
 
     driver → worker   Begin · Answer · Close
-    worker → driver   Ask · End, Failed or Closed · Beat
+    worker → driver   SampleRequest · End, Failed or Closed · Heartbeat
 
 Invariants:
 - A worker sends End, Failed or Closed after it called the environment's `close`.
-- Only new tokens travel: each side appends `Ask.append` and then the sampled tokens to its own copy of the sequence.
+- Only new tokens travel: each side appends `SampleRequest.append`, then the sampled tokens, to its own copy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an engine sampled for an `Ask`. finish `full`: no room was left and nothing was sampled."""
+    """What an engine sampled for a `SampleRequest`. finish `full`: no room was left and nothing was sampled."""
 
     ask: int
     token_ids: Sequence[int]
@@ -48,7 +48,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask(Request):
+class SampleRequest(Request):
     """Append tokens to a sequence, then sample."""
 
     sequence: int  # from 0; the number of sequences so far: a new one
@@ -69,4 +69,4 @@ class End:
     metrics: Mapping[str, float]
 
 
-CODEC = Codec(Ask, Answer, End)
+CODEC = Codec(SampleRequest, Answer, End)

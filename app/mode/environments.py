@@ -19,7 +19,7 @@ from app.environment.rendering.chat_template import ChatTemplate
 from app.environment.wire import Limits, RendererChoice
 from app.errors import ConfigError, RunError
 from app.model.hf_directory import own_template
-from app.utils.tasks import run_apart
+from app.utils.tasks import run_blocking
 
 LOG = "environment.log"
 SCORE = "environment"  # the reward component that takes the score of the environment
@@ -113,7 +113,7 @@ def require_environment(config: RunConfig, model_path: Path) -> Sequence[Mapping
             rows: Sequence[Mapping[str, Any]] = pool.info["rows"] if config.data.from_environment else ()
             return rows
 
-    return run_apart(start())
+    return run_blocking(start())
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ from app.checkpoint.folder import FOLDER as CHECKPOINTS
 from app.checkpoint.folder import find, there_are
 from app.checkpoint.run_state import RunState, lora_of, read_state, require_model
 from app.config import RunConfig
-from app.errors import ConfigError, say
+from app.errors import ConfigError, echo
 from app.mode import ModeResult
 from app.model.hf_directory import identity, locate
 from app.recovery.run_lock import run_lock
@@ -15,7 +15,7 @@ from app.recovery.run_lock import run_lock
 
 def run(config: RunConfig, folder: Path) -> ModeResult:
     """Export the run in `folder`, or the checkpoint of `resume=`, and print where to."""
-    say(str(export_run(config, folder)))
+    echo(str(export_run(config, folder)))
     return ModeResult()
 
 

@@ -22,6 +22,6 @@ class Finding:
     hint: str = ""  # how to fix it; empty if there is nothing to do
 
 
-def judge(subject: str, good: bool, message: str, hint: str, *, otherwise: CheckStatus = CheckStatus.fail) -> Finding:
+def outcome(subject: str, good: bool, message: str, hint: str, *, otherwise: CheckStatus = CheckStatus.fail) -> Finding:
     """Return an ok finding if `good`; else one with status `otherwise` and the hint."""
     return Finding(subject, message) if good else Finding(subject, message, otherwise, hint)

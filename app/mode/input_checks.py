@@ -20,12 +20,12 @@ from app.errors import ConfigError, expect
 from app.mode.disk import free_bytes, plan_disk
 from app.mode.environments import require_rendering
 from app.mode.finding import CheckStatus, Finding
-from app.mode.inputs import Moment, RunInputs
+from app.mode.inputs import CheckStage, RunInputs
 from app.model.architecture import architecture_of, checkpoint_config, require_context, require_own_preset
 from app.model.hf_directory import identity, require_complete, require_window
 from app.model.lora.base_weights import check_targets, require_targets
 from app.model.lora.count import layer_names
-from app.reward.tryout import tokenizer_of, try_out
+from app.reward.tryout import tokenizer_of, try_rewards
 from app.tracking.own_tracker import require_trackers
 from app.types import Prompt
 from app.utils.files import require_writable
@@ -219,8 +219,8 @@ def reward(run: RunInputs) -> Iterator[Finding]:
     run.status("trying the reward")
     # those that read turns or scores would fail on completions made up without them
     tried = replace(config.reward, tryout=config.reward.tryout and not config.environment.multi_turn)
-    tokenize = tokenizer_of(run.tokenizer) if run.moment is Moment.start else lambda text: list(text.encode())
-    for warning in try_out(tried, _some_prompts(run), tokenize):
+    tokenize = tokenizer_of(run.tokenizer) if run.moment is CheckStage.start else lambda text: list(text.encode())
+    for warning in try_rewards(tried, _some_prompts(run), tokenize):
         yield Finding("reward", warning, CheckStatus.warn, WARNED)
     yield from _loaded("reward", own)
 

@@ -19,7 +19,7 @@ from app.mode.environments import require_environment
 from app.model.hf_directory import load_tokenizer, local_folder, locate, own_template
 
 
-class Moment(Enum):
+class CheckStage(Enum):
     """When inputs are checked."""
 
     plan = "plan"  # needs no device, and no library that takes seconds to import
@@ -32,7 +32,7 @@ class RunInputs:
     """The inputs of a run. What cannot be loaded raises `ConfigError`."""
 
     config: RunConfig  # its `steps` follow from its `epochs` once the rows are counted
-    moment: Moment
+    moment: CheckStage
     folder: str | None = None  # where the run writes; None: not checked
     checkpoint: Path | None = None  # what the run starts from
     status: Callable[[str], None] = lambda _: None  # shows what is being loaded
@@ -40,7 +40,7 @@ class RunInputs:
     missing: set[str] = field(default_factory=set)  # `model` and `data` that only a start loads, and failed checks
 
     def __post_init__(self) -> None:
-        if self.moment is not Moment.start:
+        if self.moment is not CheckStage.start:
             self.missing |= {"model"} if self.local_model is None else set()
             self.missing |= set() if rows.is_local(self.config.data) else {"data"}
 
@@ -60,7 +60,7 @@ class RunInputs:
 
     @cached_property
     def model_path(self) -> Path:
-        if self.moment is not Moment.start and self.local_model is not None:
+        if self.moment is not CheckStage.start and self.local_model is not None:
             return self.local_model
         self.status("preparing the model")
         return locate(self.config.model)

@@ -25,7 +25,7 @@ from app.checkpoint.run_state import read_state
 from app.cluster.process_reaper import process_reaper
 from app.config import Mode, RunConfig
 from app.config.command_line import command, override
-from app.errors import CheckpointError, ConfigError, RunError, say
+from app.errors import CheckpointError, ConfigError, RunError, echo
 from app.recovery.resume import NEVER, apply_resume, has_checkpoint, holds_run, require_unused
 from app.recovery.run_lock import run_lock
 from app.tracking.run_folder import CONFIG
@@ -103,7 +103,7 @@ def _set_aside_unless_resumable(folder: Path) -> None:
         return
 
     moved = set_all_aside(folder)
-    say(f"the run in {folder} ended before its first checkpoint: it starts over, and its records are now in {moved}")
+    echo(f"the run in {folder} ended before its first checkpoint: it starts over, and its records are now in {moved}")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from app.config import RunConfig
 from app.errors import ConfigError
 from app.mode import input_checks as checks
 from app.mode.finding import CheckStatus, Finding
-from app.mode.inputs import Moment, RunInputs
+from app.mode.inputs import CheckStage, RunInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,12 @@ class Check:
 
     name: str
     find: Callable[[RunInputs], Iterable[Finding] | None]
-    moments: Sequence[Moment]
+    moments: Sequence[CheckStage]
     needs: Sequence[str] = ()
 
 
-ALWAYS = tuple(Moment)
-ON_THIS_MACHINE = (Moment.doctor, Moment.start)
+ALWAYS = tuple(CheckStage)
+ON_THIS_MACHINE = (CheckStage.doctor, CheckStage.start)
 CHECKS = (
     Check("sizes", checks.sizes, ALWAYS),
     Check("model", checks.model, ALWAYS),
@@ -39,12 +39,12 @@ CHECKS = (
     Check("devices", checks.devices, ON_THIS_MACHINE),
     # from here on a start downloads models and data sets
     Check("model files", checks.model_files, ON_THIS_MACHINE, ("sizes", "model")),
-    Check("disk", checks.disk, (Moment.start,)),  # sizes of a hub model may be known only now
+    Check("disk", checks.disk, (CheckStage.start,)),  # sizes of a hub model may be known only now
     Check("linear attention", checks.linear_attention, ON_THIS_MACHINE),
     Check("prompts", checks.prompts, ON_THIS_MACHINE, ("model", "data")),
-    Check("checkpoint", checks.same_run, (Moment.start,)),
+    Check("checkpoint", checks.same_run, (CheckStage.start,)),
     # and from here on processes try code of the user's; the doctor plays an episode instead
-    Check("environment", checks.environment, (Moment.plan, Moment.start), ("model",)),
+    Check("environment", checks.environment, (CheckStage.plan, CheckStage.start), ("model",)),
     Check("reward", checks.reward, ALWAYS),
 )
 
@@ -62,7 +62,7 @@ def findings(run: RunInputs) -> Iterator[Finding]:
         try:
             yield from check.find(run) or ()
         except ConfigError as error:
-            if run.moment is Moment.start:
+            if run.moment is CheckStage.start:
                 raise
             run.missing.add(check.name)
             yield Finding(check.name, str(error), CheckStatus.fail, checks.REFUSED)
@@ -70,7 +70,7 @@ def findings(run: RunInputs) -> Iterator[Finding]:
 
 def problems(config: RunConfig) -> dict[str, str]:
     """Return a sentence for each input that a run on this machine would refuse, by the name of its check."""
-    found = findings(RunInputs(config, Moment.plan))
+    found = findings(RunInputs(config, CheckStage.plan))
     return {each.subject: each.message for each in found if each.status is CheckStatus.fail}
 
 
@@ -85,7 +85,7 @@ def preflight(
     status: Callable[[str], None] = lambda _: None,
 ) -> RunInputs:
     """Check and load the inputs of a run, and count the steps of its epochs. Raises as `findings` does."""
-    run = RunInputs(config, Moment.start, folder, checkpoint, status)
+    run = RunInputs(config, CheckStage.start, folder, checkpoint, status)
     run.warnings = tuple(each.message for each in findings(run) if each.status is CheckStatus.warn)
     del run.rows  # whose prompts have what a run needs of them
     _checked[:] = [run]

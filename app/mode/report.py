@@ -9,7 +9,7 @@ from pathlib import Path
 
 from app.config import RunConfig
 from app.config.resolvers import RUN_ID
-from app.errors import ConfigError, expect, say
+from app.errors import ConfigError, echo, expect
 from app.mode import NOT_GIVEN, ModeResult
 from app.recovery.run_lock import FolderInUse, run_lock
 from app.tracking.report.comparison import compare, run_table, screen, seed_table
@@ -25,7 +25,7 @@ SEEDS = "seeds.csv"
 def run(config: RunConfig, folder: Path) -> ModeResult:
     """Write the report and print its path, and the tables of a comparison. Raises `ConfigError` without any run."""
     if config.tracking.compare:
-        say("\n".join(_comparison(config.tracking.compare, folder)))
+        echo("\n".join(_comparison(config.tracking.compare, folder)))
         return ModeResult()
 
     runs = find_runs(folder)
@@ -33,7 +33,7 @@ def run(config: RunConfig, folder: Path) -> ModeResult:
         accepted = "a run's or a sweep's folder, or list runs in tracking.compare"
         raise ConfigError("hydra.run.dir", folder, accepted, "a report needs at least one run folder")
 
-    say(str(_report_of_run(folder)) if runs == [folder] else "\n".join(write_comparison(runs, folder)))
+    echo(str(_report_of_run(folder)) if runs == [folder] else "\n".join(write_comparison(runs, folder)))
     return ModeResult()
 
 

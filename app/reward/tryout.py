@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from app.config.reward import RewardConfig
-from app.errors import RunError, say
+from app.errors import RunError, echo
 from app.reward.component import RewardComponent
 from app.reward.outcome import Failure, FailureKind, Value
 from app.reward.reward_pool import RewardPool
 from app.reward.scorer import components_of, not_accepted
 from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
 from app.utils.dotted_path import LoadError
-from app.utils.tasks import run_apart
+from app.utils.tasks import run_blocking
 from app.worker.remote import NO_LOG
 
 MAX_PROMPTS = 3
@@ -32,7 +32,7 @@ SLOW_SECONDS = 5.0  # for the two completions of a prompt: longer is a warning
 Tokenize = Callable[[str], Sequence[int]]
 
 
-def try_out(config: RewardConfig, prompts: Sequence[Prompt], tokenize: Tokenize) -> list[str]:
+def try_rewards(config: RewardConfig, prompts: Sequence[Prompt], tokenize: Tokenize) -> list[str]:
     """Load every custom reward and try it on made-up completions.
 
     Args:
@@ -51,7 +51,7 @@ def try_out(config: RewardConfig, prompts: Sequence[Prompt], tokenize: Tokenize)
     for component in components_of(config):
         if component.key is not None:
             tried = prompts[:MAX_PROMPTS] if config.tryout else []
-            warnings += run_apart(_try_component(component, tried, tokenize, config.timeout_s))
+            warnings += run_blocking(_try_component(component, tried, tokenize, config.timeout_s))
     return warnings
 
 
@@ -104,7 +104,7 @@ async def _score(pool: RewardPool, group: list[Trajectory], timeout_s: float) ->
     call_timeout_s = min(timeout_s, CALL_TIMEOUT_S)
 
     slow = f"trying reward component {component.name}: no result after {SLOW_SECONDS:g} s; it has {call_timeout_s:g} s"
-    report_slow = partial(say, slow)
+    report_slow = partial(echo, slow)
 
     outcome = await pool.call(group, call_timeout_s, SLOW_SECONDS, report_slow)
     if not isinstance(outcome, Failure):

@@ -16,7 +16,7 @@ import sys
 from collections.abc import MutableMapping
 from typing import Any
 
-from app.device.process_environment import EXPANDABLE, let_the_loader_find_it, without_expandable_segments
+from app.device.process_environment import EXPANDABLE, prepend_library_folders, without_expandable_segments
 from app.device.torchvision_shim import define_operators
 from app.rollout.server import KEY_VARIABLE
 from app.utils.process import PARENT_VARIABLE
@@ -37,7 +37,7 @@ def main(parent: int) -> None:
     os.environ.setdefault(MODELS_VARIABLE, MODELS)
     if "--enable-memory-saver" in sys.argv:
         forbid_expandable_segments(os.environ)
-        let_the_loader_find_it(os.environ)
+        prepend_library_folders(os.environ)
     watch_host()
     mask_in_logs(key)
 

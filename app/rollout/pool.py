@@ -1,6 +1,6 @@
 """Balances groups over engines, by outstanding completions, and records which engines are lost.
 
-A group of episodes has a seat: the engine of its first turn serves all turns of all its members, which share prefixes.
+A group of episodes has a sticky engine: that of its first turn serves all turns of its members, which share prefixes.
 
 Invariants:
     - A lost engine gets no request until `mark_ready`. While all engines are lost, groups wait.
@@ -28,7 +28,7 @@ class EnginePool:
     """The engines of a run.
 
     Lifecycle of an engine:
-        1. Ready: `least_busy`, seats and `each` use it.
+        1. Ready: `least_busy`, sticky engines and `each` use it.
         2. Lost: by an `EngineLost` in a call, or by `mark_lost`. `engine_lost` is set.
         3. Replaced: the owner puts a new engine at the same index with `replace`, then calls `mark_ready`.
 
@@ -45,7 +45,7 @@ class EnginePool:
         self._engine_ready = asyncio.Event()
         # By engine index. Arrays, because every request compares and counts all engines.
         self._outstanding = np.zeros(len(self.engines), dtype=np.int64)  # completions in flight
-        self._seated = np.zeros(len(self.engines), dtype=np.int64)  # episodes that have their seat there
+        self._sticky_episodes = np.zeros(len(self.engines), dtype=np.int64)  # episodes whose sticky engine it is
         self._busy_seconds = 0.0  # summed over engines, until `_counted_until`
         self._counted_until = time.perf_counter()
 
@@ -88,17 +88,17 @@ class EnginePool:
             yield named_engine
 
     @contextmanager
-    def seat(self, episodes: int) -> Iterator["Seat"]:
+    def sticky_engine(self, episodes: int) -> Iterator["StickyEngine"]:
         """Give the turns of `episodes` episodes of one prompt an engine of their own choice, which they keep."""
-        seat = Seat(self, episodes)
+        sticky_engine = StickyEngine(self, episodes)
         try:
-            yield seat
+            yield sticky_engine
         finally:
-            seat.leave()
+            sticky_engine.leave()
 
     def _least_loaded(self) -> int:
         """Return the index of the engine with the least load that is not lost: the first one of equals."""
-        load = self._outstanding + self._seated
+        load = self._outstanding + self._sticky_episodes
         if self.lost:
             load[list(self.lost)] = LOST_LOAD
         return int(load.argmin())
@@ -165,7 +165,7 @@ class EnginePool:
         self._counted_until = now
 
 
-class Seat:
+class StickyEngine:
     """The engine of a group of episodes. It changes only when that engine is lost."""
 
     def __init__(self, pool: EnginePool, episodes: int):
@@ -180,13 +180,13 @@ class Seat:
         if self._index is None or self._index in self._pool.lost:
             self.leave()
             self._index = self._pool._least_loaded()
-            self._pool._seated[self._index] += self._episodes
+            self._pool._sticky_episodes[self._index] += self._episodes
 
         async with self._pool._request(self._index, 1) as named_engine:
             yield named_engine
 
     def leave(self) -> None:
-        """Give the seat up. Idempotent."""
+        """Give the engine up. Idempotent."""
         if self._index is not None:
-            self._pool._seated[self._index] -= self._episodes
+            self._pool._sticky_episodes[self._index] -= self._episodes
             self._index = None

@@ -9,7 +9,7 @@ from typing import Any
 from app.config.recovery import RecoveryConfig
 from app.protocols import RolloutEngine
 from app.reward.scorer import Scorer
-from app.rollout.episodes import Episodes, Play
+from app.rollout.episodes import Episodes, GroupSpec
 from app.rollout.pool import EnginePool
 from app.rollout.requests import Requests
 from app.tracking.run_folder.timeline import Timeline
@@ -80,7 +80,7 @@ class Rollouter:
                 unscored = await self._single_turns(prompt, size, sampling, version, on_sent)
             else:
                 on_sent()
-                play = Play(prompt, size, sampling, version, training)
+                play = GroupSpec(prompt, size, sampling, version, training)
                 unscored = await self.episodes.play(play, self.pool, self.requests)
 
             self.requests.in_flight[prompt.id] = "being scored"

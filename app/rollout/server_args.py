@@ -12,14 +12,14 @@ SHARED_FRACTION = 0.7  # of a device's memory, where the trainer's runtime stays
 MAX_BATCH = 512  # requests; the largest decode graph that SGLang captures by default on cards below 160 GB
 
 
-def engine_flags(config: RunConfig, device: Device, *, index: int = 0, life: int = 0) -> dict[str, object]:
+def engine_flags(config: RunConfig, device: Device, *, index: int = 0, restarts: int = 0) -> dict[str, object]:
     """Return SGLang's flags by name: ours, then the device's, then `engine_args`. Later ones win.
 
     Args:
         config: The run's.
         device: Of the engine.
         index: Of the engine in the run.
-        life: How many engines had this index before; they were lost.
+        restarts: How many engines had this index before; they were lost.
     """
     colocate = config.placement.kind is PlacementKind.colocate
     # Above the largest captured batch an engine would decode without graphs; further requests wait for a place.
@@ -27,7 +27,7 @@ def engine_flags(config: RunConfig, device: Device, *, index: int = 0, life: int
     return {
         "dtype": config.device.dtype.name,
         "tp-size": config.rollout.tensor_parallel,
-        "random-seed": engine_seed(config.seed, index, life),
+        "random-seed": engine_seed(config.seed, index, restarts),
         "skip-tokenizer-init": not config.stop_strings,
         "mem-fraction-static": memory_fraction(config, device),
         "max-running-requests": batch,
@@ -69,13 +69,13 @@ def memory_fraction(config: RunConfig, device: Device) -> float:
     return SHARED_FRACTION if config.shared_devices else device.engine_fraction
 
 
-def engine_seed(seed: int, index: int, life: int) -> int:
+def engine_seed(seed: int, index: int, restarts: int) -> int:
     """Return the seed of an engine's sampling noise. Engines of one seed would sample the same noise.
 
     >>> engine_seed(0, 0, 0), engine_seed(0, 1, 0), engine_seed(0, 1, 1)
     (268180898, 238974869, 2033796867)
     """
-    return zlib.crc32(f"{seed}/{index}/{life}".encode()) & MAX_SEED
+    return zlib.crc32(f"{seed}/{index}/{restarts}".encode()) & MAX_SEED
 
 
 def render_flags(flags: Mapping[str, object]) -> list[str]:

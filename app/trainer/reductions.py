@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.algorithm.loss import LossSums
-from app.algorithm.metrics import TABLE, Over, merge
+from app.algorithm.metrics import TABLE, Denominator, merge
 from app.trainer.microbatch import MicroBatch, Sample, SampleKey
 
-EXTREMES = (Over.max, Over.min)
+EXTREMES = (Denominator.max, Denominator.min)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class RawSums:
         dist.all_reduce(summed)
 
         # One max reduction serves both extremes: min(x) = -max(-x).
-        sign = {name: -1.0 if TABLE[name] is Over.min else 1.0 for name in names}
+        sign = {name: -1.0 if TABLE[name] is Denominator.min else 1.0 for name in names}
         maxima = [sign[name] * self.sums[name] if name in self.sums else -torch.inf for name in names]
         extremes = torch.tensor(maxima, dtype=torch.float64)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)

@@ -47,7 +47,7 @@ async def until_signal(work: Coroutine[Any, Any, T], on_second: Callable[[], Non
             loop.remove_signal_handler(number)
 
 
-def run_apart(work: Coroutine[Any, Any, T]) -> T:
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, also from a function that is called on an event loop, which then stands still."""
     try:
         asyncio.get_running_loop()

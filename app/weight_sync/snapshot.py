@@ -66,15 +66,15 @@ class ShardSnapshot:
 
         return torch.cat(positions), torch.cat(values)
 
-    def parts(self, shard: Tensor) -> Iterator["Part"]:
+    def parts(self, shard: Tensor) -> Iterator["ShardRange"]:
         """Cut the comparison into pieces for several threads; a single one on an accelerator."""
         if self.device.type != "cpu" or shard.numel() <= CPU_PART:
-            yield Part(self, shard, 0)
+            yield ShardRange(self, shard, 0)
             return
         for start, piece in _chunks(shard, CPU_PART):
             own = copy.copy(self)
             own._values = self._values[start : start + _padded(piece.numel())]
-            yield Part(own, piece, start)
+            yield ShardRange(own, piece, start)
 
     @property
     def _chunk(self) -> int:
@@ -82,7 +82,7 @@ class ShardSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardRange:
     """A range of a shard and its snapshot."""
 
     snapshot: ShardSnapshot
@@ -100,7 +100,7 @@ def diff_and_replace_all(snapshots: Sequence[ShardSnapshot], shards: Sequence[Te
     parts = [list(snapshot.parts(shard)) for snapshot, shard in zip(snapshots, shards, strict=True)]
     flat = [part for each in parts for part in each]
     if snapshots and snapshots[0].device.type == "cpu":
-        done = iter(list(_threads().map(Part.changes, flat)))
+        done = iter(list(_threads().map(ShardRange.changes, flat)))
     else:
         done = iter([part.changes() for part in flat])
     return [_joined([next(done) for _ in each]) for each in parts]

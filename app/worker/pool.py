@@ -152,16 +152,16 @@ class WorkerPool:
         try:
             await worker.start()
         except WorkerDied:
-            successor = await self._take_place(worker)
+            successor = await self._swap_in_successor(worker)
             await successor.start()
         self._wake()
 
     async def _replace(self, worker: RemoteWorker) -> None:
         self.restarts += 1
         self._warn(f"A worker of {self._spec.name} is replaced: {worker.problem}.")
-        await self._start(await self._take_place(worker))
+        await self._start(await self._swap_in_successor(worker))
 
-    async def _take_place(self, worker: RemoteWorker) -> RemoteWorker:
+    async def _swap_in_successor(self, worker: RemoteWorker) -> RemoteWorker:
         """Return the successor of a worker that has ended."""
         successor = self._new_worker()
         self._workers[self._workers.index(worker)] = successor

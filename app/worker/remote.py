@@ -20,7 +20,7 @@ from app.errors import RunError
 from app.utils.dotted_path import LoadError
 from app.worker.job import Job
 from app.worker.process import WorkerProcess
-from app.worker.wire import Beat, Begin, Closed, Codec, Failed, Lines, Ready, Refused, Start, WireError
+from app.worker.wire import Begin, Closed, Codec, Failed, Heartbeat, Lines, Ready, Refused, Start, WireError
 
 SILENCE_TIMEOUT_S = 10.0  # beyond `step_timeout_s`, without a beat
 CLOSE_TIMEOUT_S = 5.0  # without a beat since a job was to close at once
@@ -172,7 +172,7 @@ class RemoteWorker:
         """
         if self.state is State.ended:
             return
-        blamed = self._blamed(kind)
+        blamed = self._jobs_at_fault(kind)
         self.state = State.ended
         self.problem = text
         self._process.kill()
@@ -197,7 +197,7 @@ class RemoteWorker:
             return False
         return self._received_s < job.closing_s < now - CLOSE_TIMEOUT_S
 
-    def _blamed(self, kind: str) -> list[Job]:
+    def _jobs_at_fault(self, kind: str) -> list[Job]:
         """Return the jobs to blame for the worker's end: those whose own code was running.
 
         If all of them waited for an answer, something else killed the worker. In a worker that fell silent, a job
@@ -220,7 +220,7 @@ class RemoteWorker:
             case Refused():
                 self._started.set_exception(LoadError(message.text))
                 self.end("died", message.text)
-            case Beat():
+            case Heartbeat():
                 pass
             case _:
                 self._route(message)

@@ -1,7 +1,7 @@
 """The messages between the driver and a worker: one JSON object a line, never unpickled.
 
     driver → worker   Start · Begin · Close · a handler's own
-    worker → driver   Ready or Refused · Failed or Closed · Beat · a handler's own
+    worker → driver   Ready or Refused · Failed or Closed · Heartbeat · a handler's own
 
 The first key of an object names the message and carries its first field: `{"close": 3, "at_once": false}`.
 
@@ -90,7 +90,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """A sign of life while jobs run."""
 
     number: int
@@ -104,7 +104,7 @@ class Codec:
     """
 
     def __init__(self, *own: type[Any]) -> None:
-        types = (Start, Ready, Refused, Begin, Close, Closed, Failed, Beat, *own)
+        types = (Start, Ready, Refused, Begin, Close, Closed, Failed, Heartbeat, *own)
         self._types = {each.__name__.lower(): each for each in types}
         self._fields = {name: [each.name for each in fields(kind)] for name, kind in self._types.items()}
 

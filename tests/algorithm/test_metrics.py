@@ -14,7 +14,7 @@ from app.algorithm import metrics
 from app.algorithm.advantage import score
 from app.algorithm.metrics import (
     TABLE,
-    Over,
+    Denominator,
     advantage_metrics,
     correct,
     finalize,
@@ -147,7 +147,7 @@ def test_maxima_and_minima_are_merged_as_such() -> None:
         {"ratio/max": 2.0, "ratio/min": 0.5, "entropy": 1.0}, {"ratio/max": 3.0, "ratio/min": 0.7, "entropy": 1.0}
     )
     assert merged == {"ratio/max": 3.0, "ratio/min": 0.5, "entropy": 2.0}
-    assert {name for name, over in TABLE.items() if over is Over.max} == {"ratio/max", "mismatch/max_ratio"}
+    assert {name for name, over in TABLE.items() if over is Denominator.max} == {"ratio/max", "mismatch/max_ratio"}
 
 
 def test_the_docstrings_examples_hold() -> None:

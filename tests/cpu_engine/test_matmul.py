@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from app.cpu_engine import matmul
-from app.cpu_engine.matmul import helps, multiply
+from app.cpu_engine.matmul import multiply, onednn_is_faster
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -42,16 +42,16 @@ def test_it_serves_amd_only(vendor: str, tmp_path: Path, monkeypatch: pytest.Mon
     description.write_text(f"vendor_id\t: {vendor}\n")
     monkeypatch.setattr(matmul, "CPU_DESCRIPTION", description)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    assert helps() is (vendor == "AuthenticAMD")
+    assert onednn_is_faster() is (vendor == "AuthenticAMD")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert not helps()
+    assert not onednn_is_faster()
 
 
 PROGRAM = """
 import torch
 from app.cpu_engine import matmul
 
-matmul.helps = lambda: True
+matmul.onednn_is_faster = lambda: True
 multiplied = []
 multiply = matmul.multiply
 matmul.multiply = lambda a, b: (multiplied.append(tuple(a.shape)), multiply(a, b))[1]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.device.process_environment import let_the_loader_find_it, library_folders
+from app.device.process_environment import library_folders, prepend_library_folders
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def answer(site: Path, environment: dict[str, str]) -> int:
 def test_the_runtime_library_is_found_in_pips_folder(site: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": "/somewhere/else"}
     assert answer(site, environment) == 1  # the loader does not find it
-    let_the_loader_find_it(environment)
+    prepend_library_folders(environment)
     assert environment["LD_LIBRARY_PATH"] == f"{site / 'nvidia/cu13/lib'}{os.pathsep}/somewhere/else"
     assert answer(site, environment) == 13
 
@@ -50,5 +50,5 @@ def test_the_runtime_library_is_found_in_pips_folder(site: Path) -> None:
 def test_other_devices_keep_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.device.process_environment.find_spec", lambda _: None)
     environment: dict[str, str] = {}
-    let_the_loader_find_it(environment)
+    prepend_library_folders(environment)
     assert (library_folders(), environment) == ([], {})

@@ -15,7 +15,7 @@ import psutil
 
 from app.environment.pool import EnvironmentPool, EnvironmentSpec, EpisodeSession
 from app.environment.protocol import Task
-from app.environment.wire import Ask, End, Limits, RendererChoice
+from app.environment.wire import End, Limits, RendererChoice, SampleRequest
 from app.worker.wire import Failed
 from tests.environment.characters import text_of, tokens
 
@@ -69,7 +69,7 @@ class Played:
     """What an episode asked for, and how it ended."""
 
     end: End | Failed
-    asks: list[Ask] = field(default_factory=list)
+    asks: list[SampleRequest] = field(default_factory=list)
 
     @property
     def scored(self) -> End:
@@ -87,14 +87,14 @@ class Played:
         return [(ask.sequence, text_of(ask.append)) for ask in self.asks]
 
 
-Says = Callable[[Ask], tuple[str, str]]  # text and finish of the reply to a request
+Says = Callable[[SampleRequest], tuple[str, str]]  # text and finish of the reply to a request
 
 
 def script(*replies: str) -> Says:
     """Reply with these, in order; then with nothing, because nothing has room."""
     left = iter(replies)
 
-    def say(ask: Ask) -> tuple[str, str]:
+    def say(ask: SampleRequest) -> tuple[str, str]:
         reply = next(left, None)
         return ("", "full") if reply is None else (reply, "stop")
 
@@ -104,7 +104,7 @@ def script(*replies: str) -> Says:
 async def play(session: EpisodeSession, say: Says) -> Played:
     """Answer all requests of an episode until it ends."""
     asks = []
-    while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), Ask):
+    while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), SampleRequest):
         asks.append(event)
         text, finish = say(event)
         session.answer(event, tokens(text), finish, [-0.5] * len(text) if event.logprobs else None)

@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
-from app.environment.wire import Ask, End
+from app.environment.wire import End, SampleRequest
 from app.errors import RunError
 from app.worker.wire import Failed
 from tests.descriptors import none_left
@@ -104,7 +104,7 @@ def test_an_aborted_episode_is_closed_once_and_its_place_is_free(own: Maker, tmp
     async def run() -> tuple[Any, End | Failed, dict[str, int]]:
         async with running_pool(spec, episodes=1) as pool:
             session = await pool.begin(a_task(id="waits for an engine"), tokens("q"))
-            assert isinstance(await session.next(), Ask)
+            assert isinstance(await session.next(), SampleRequest)
             await asyncio.wait_for(asyncio.gather(session.close(), session.close()), PATIENCE_S)
             await session.close()
             aborted = await session.next()
@@ -235,7 +235,7 @@ async def test_closing_the_pool_ends_episodes_and_those_that_wait(own: Maker) ->
         session = await pool.begin(a_task(), tokens("q"))
         waiting = asyncio.ensure_future(pool.begin(a_task(), tokens("q")))
         await asyncio.sleep(0)
-        assert isinstance(await session.next(), Ask)
+        assert isinstance(await session.next(), SampleRequest)
         pool.close()
         pool.close()
         with pytest.raises(RunError, match="The workers of the environment are closed"):
@@ -365,7 +365,7 @@ async def test_all_places_of_a_replaced_worker_are_taken_at_once(own: Maker) -> 
 
     async with running_pool(spec, episodes=2) as pool:
         first = await pool.begin(a_task(row={"die": False}), tokens("q"))
-        assert isinstance(await asyncio.wait_for(first.next(), PATIENCE_S), Ask)
+        assert isinstance(await asyncio.wait_for(first.next(), PATIENCE_S), SampleRequest)
         second = await pool.begin(a_task(row={"die": True}), tokens("q"))
         waiting = [asyncio.ensure_future(pool.begin(a_task(row={"die": False}), tokens("q"))) for _ in range(3)]
         await asyncio.sleep(0)

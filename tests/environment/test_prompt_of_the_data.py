@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from app.environment.pool import EnvironmentPool, EnvironmentSpec
-from app.environment.wire import Ask, End, Limits, RendererChoice
+from app.environment.wire import End, Limits, RendererChoice, SampleRequest
 from app.worker.wire import Failed
 from tests.environment.pools import PATIENCE_S, a_task, environment_module, running_pool
 from tests.environment.qwen import tokenizer, write_model
@@ -111,7 +111,7 @@ def requests(
         sequences: dict[int, list[int]] = {}
         sent: list[tuple[int, str]] = []
         session = await pool.begin(a_task(question=QUESTION, row={"story": story}, messages=messages), ids(prompt))
-        while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), Ask):
+        while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), SampleRequest):
             sequence = sequences.setdefault(event.sequence, [])
             sequence += event.append
             said = ids(thought(model[0], len(sent)))
@@ -238,7 +238,7 @@ async def test_plain_text_begins_with_the_prompt_of_the_data_too(folder: Path) -
     appended = []
     async with running_pool(spec) as pool:
         session = await pool.begin(a_task(question="2+3"), letters.encode("12+3="))
-        while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), Ask):
+        while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), SampleRequest):
             appended.append(letters.decode(event.append, skip_special_tokens=True))
             session.answer(event, letters.encode("5", add_special_tokens=False), "stop")
     assert appended == ["12+3=", "12+3=5789"]

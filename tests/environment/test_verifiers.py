@@ -15,7 +15,7 @@ from app.environment import verifiers
 from app.environment.pool import EnvironmentSpec
 from app.environment.protocol import Task
 from app.environment.verifiers.environment_host import own_renderer
-from app.environment.wire import Ask, End, Limits, RendererChoice
+from app.environment.wire import End, Limits, RendererChoice, SampleRequest
 from app.errors import ConfigError
 from app.utils.dotted_path import LoadError
 from app.worker.wire import Failed
@@ -115,7 +115,7 @@ class Engine:
     sequences: list[list[int]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
 
-    def answer(self, ask: Ask) -> tuple[list[int], str]:
+    def answer(self, ask: SampleRequest) -> tuple[list[int], str]:
         assert ask.sequence <= len(self.sequences)
         if ask.sequence == len(self.sequences):
             self.sequences.append([])
@@ -163,7 +163,7 @@ class Runner:
                 task = Task(f"set/{index}@0", "", "", "set", {"index": index})
                 session = await pool.begin(task, [])
                 engine = Engine(script)
-                while isinstance(event := await asyncio.wait_for(session.next(), 4 * PATIENCE_S), Ask):
+                while isinstance(event := await asyncio.wait_for(session.next(), 4 * PATIENCE_S), SampleRequest):
                     token_ids, finish = engine.answer(event)
                     session.answer(event, token_ids, finish, [-0.5] * len(token_ids))
                 return Played(engine, event)

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from app.environment.wire import Ask, End
+from app.environment.wire import End, SampleRequest
 from app.worker.wire import Failed
 from tests.environment.characters import tokens
 from tests.environment.pools import PATIENCE_S, Maker, a_task, play, play_one, running_pool, script
@@ -203,7 +203,7 @@ def test_neighbors_of_a_step_that_hangs_go_on_and_their_worker_is_replaced_when_
             (first,) = pool.pids
             neighbor = await pool.begin(a_task(row={"do": "1"}), tokens("a"))
             ask = await asyncio.wait_for(neighbor.next(), PATIENCE_S)
-            assert isinstance(ask, Ask)
+            assert isinstance(ask, SampleRequest)
 
             failed = await play_one(pool, task=a_task(row={"do": FOREVER, "at": "begin"}))
             waiting = asyncio.ensure_future(pool.begin(a_task(row={"do": "1"}), tokens("b")))
@@ -243,7 +243,7 @@ def test_an_environment_that_ends_the_worker_fails_and_those_that_wait_for_an_en
     async def run() -> tuple[Failed, Failed, End | Failed, dict[str, int]]:
         async with running_pool(spec, log=log, warn=warnings.append) as pool:
             neighbor = await pool.begin(a_task(row={"do": "1"}), tokens("a"))
-            assert isinstance(await asyncio.wait_for(neighbor.next(), PATIENCE_S), Ask)
+            assert isinstance(await asyncio.wait_for(neighbor.next(), PATIENCE_S), SampleRequest)
             died = await play_one(pool, task=a_task(row={"do": do, "at": "begin"}))
             lost = await play(neighbor, script())
             after = await play_one(pool, "a", task=a_task(row={"do": "1"}))
@@ -266,7 +266,7 @@ async def test_a_worker_that_is_killed_while_all_its_episodes_wait_for_an_engine
     async with running_pool(spec) as pool:
         sessions = [await pool.begin(a_task(row={"do": "1"}), tokens("a")) for _ in range(3)]
         for session in sessions:
-            assert isinstance(await asyncio.wait_for(session.next(), PATIENCE_S), Ask)
+            assert isinstance(await asyncio.wait_for(session.next(), PATIENCE_S), SampleRequest)
         os.kill(pool.pids[0], signal.SIGKILL)
         result = [(await play(session, script())).failed.kind for session in sessions]
     assert result == ["lost"] * 3
@@ -282,7 +282,7 @@ def test_an_environment_that_holds_the_gil_is_killed_and_its_neighbors_are_lost(
     async def run() -> tuple[Failed, Failed, End | Failed, dict[str, int]]:
         async with running_pool(spec) as pool:
             neighbor = await pool.begin(a_task(row={"do": "1"}), tokens("a"))
-            assert isinstance(await asyncio.wait_for(neighbor.next(), PATIENCE_S), Ask)
+            assert isinstance(await asyncio.wait_for(neighbor.next(), PATIENCE_S), SampleRequest)
             held = await play_one(pool, task=a_task(row={"do": backtrack, "at": "begin"}))
             lost = await play(neighbor, script())
             after = await play_one(pool, "a", task=a_task(row={"do": "1"}))

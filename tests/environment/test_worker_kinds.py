@@ -8,7 +8,7 @@ import pytest
 
 from app.environment.pool import EnvironmentSpec
 from app.environment.rendering.tokenizer_file import TokenizerFile
-from app.environment.wire import Ask, End, Limits, RendererChoice
+from app.environment.wire import End, Limits, RendererChoice, SampleRequest
 from tests.environment.pools import PATIENCE_S, a_task, running_pool
 from tests.environment.qwen import write_model
 
@@ -28,7 +28,7 @@ def play_texts(kind: dict, name: str, model: Path, prompt: str, *replies: str) -
         asked = []
         async with running_pool(spec) as pool:
             session = await pool.begin(a_task(question=prompt), encode(prompt))
-            while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), Ask):
+            while isinstance(event := await asyncio.wait_for(session.next(), PATIENCE_S), SampleRequest):
                 asked.append((event.sequence, decode(event.append)))
                 session.answer(event, encode(next(said)), "stop")
             return event, asked

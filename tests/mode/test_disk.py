@@ -8,7 +8,7 @@ import pytest
 
 from app.mode.disk import free_bytes, plan_disk
 from app.mode.input_checks import disk
-from app.mode.inputs import Moment, RunInputs
+from app.mode.inputs import CheckStage, RunInputs
 from app.model.architecture import architecture_of
 from tests.compose import composed
 from tests.refusals import refused
@@ -28,18 +28,18 @@ def test_a_run_whose_checkpoints_do_not_fit_is_refused(tmp_path: Path, monkeypat
 
     folder = str(tmp_path / "not" / "made")
     leave(needed, monkeypatch)
-    assert len([*disk(RunInputs(config, Moment.doctor, folder))]) == 1
+    assert len([*disk(RunInputs(config, CheckStage.doctor, folder))]) == 1
     leave(needed - 1, monkeypatch)
-    for moment in (Moment.doctor, Moment.start):
+    for moment in (CheckStage.doctor, CheckStage.start):
         with refused("hydra.run.dir", folder, " MiB for", "checkpoint.keep"):
             [*disk(RunInputs(config, moment, folder))]
 
     keeps_nothing = composed("checkpoint.keep=0", "checkpoint.export=false")
     for each in (
-        RunInputs(config, Moment.start, folder, checkpoint=tmp_path),
-        RunInputs(composed("mode=eval"), Moment.start, folder),
-        RunInputs(keeps_nothing, Moment.start, folder),
-        RunInputs(config, Moment.start),  # a job of a sweep
+        RunInputs(config, CheckStage.start, folder, checkpoint=tmp_path),
+        RunInputs(composed("mode=eval"), CheckStage.start, folder),
+        RunInputs(keeps_nothing, CheckStage.start, folder),
+        RunInputs(config, CheckStage.start),  # a job of a sweep
     ):
         [*disk(each)]
 
@@ -60,4 +60,4 @@ def test_free_space_is_that_of_the_nearest_folder_that_exists(tmp_path: Path, mo
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with refused("hydra.run.dir", tmp_path / "file", f"{tmp_path / 'file'} is a file"):
-        [*disk(RunInputs(composed(), Moment.doctor, str(tmp_path / "file")))]
+        [*disk(RunInputs(composed(), CheckStage.doctor, str(tmp_path / "file")))]

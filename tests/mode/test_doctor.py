@@ -17,8 +17,8 @@ from app.mode.doctor import examine, table
 from app.mode.doctor import machine as doctor_machine
 from app.mode.doctor import nvidia as doctor_nvidia
 from app.mode.doctor import software as doctor_software
-from app.mode.finding import CheckStatus, Finding, judge
-from app.mode.inputs import Moment, RunInputs
+from app.mode.finding import CheckStatus, Finding, outcome
+from app.mode.inputs import CheckStage, RunInputs
 from app.mode.preflight import findings
 from app.model.hf_directory import load_tokenizer
 from tests.compose import composed
@@ -34,7 +34,7 @@ def of(found: Iterable[Finding], subject: str) -> Finding:
 
 
 def inputs(*overrides: str) -> list[Finding]:
-    return list(findings(RunInputs(composed(*overrides), Moment.doctor, "outputs")))
+    return list(findings(RunInputs(composed(*overrides), CheckStage.doctor, "outputs")))
 
 
 def run(*overrides: str) -> subprocess.CompletedProcess[str]:
@@ -295,5 +295,5 @@ def test_a_plan_that_does_not_fit_warns() -> None:
 
 
 def test_the_table_counts_its_lines() -> None:
-    found = [judge("one", True, "fine", "never shown"), judge("other", False, "bad", "fix it")]
+    found = [outcome("one", True, "fine", "never shown"), outcome("other", False, "bad", "fix it")]
     assert table(found) == "ok    one    fine\nfail  other  bad\n             → fix it\n1 fail, 0 warn, 1 ok"

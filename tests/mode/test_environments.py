@@ -11,7 +11,7 @@ import pytest
 from app.mode.doctor import scripted_episode
 from app.mode.environments import require_environment, worker_spec
 from app.mode.finding import CheckStatus, Finding
-from app.mode.inputs import Moment, RunInputs
+from app.mode.inputs import CheckStage, RunInputs
 from app.mode.preflight import problems, take_inputs
 from tests.compose import composed
 from tests.environment.qwen import write_model
@@ -34,7 +34,7 @@ def workers() -> list[str]:
 
 
 def episode(*overrides: str) -> Finding:
-    return scripted_episode.play_episode(RunInputs(composed(*overrides), Moment.doctor))
+    return scripted_episode.play_episode(RunInputs(composed(*overrides), CheckStage.doctor))
 
 
 @pytest.mark.parametrize(

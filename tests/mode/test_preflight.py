@@ -16,7 +16,7 @@ from app.device import base
 from app.errors import ConfigError
 from app.mode.finding import CheckStatus
 from app.mode.input_checks import linear_attention
-from app.mode.inputs import Moment, RunInputs
+from app.mode.inputs import CheckStage, RunInputs
 from app.mode.preflight import CHECKS, findings, preflight, take_inputs
 from tests.compose import composed
 from tests.model.support import save_qwen3, save_qwen35
@@ -63,7 +63,9 @@ def test_plan_doctor_and_start_refuse_the_same(
         busy.listen()
         words = [word.format(folder=tmp_path, port=busy.getsockname()[1], sliding=sliding) for word in overrides]
 
-        for moment in {moment for check in CHECKS if check.name == name for moment in check.moments} - {Moment.start}:
+        for moment in {moment for check in CHECKS if check.name == name for moment in check.moments} - {
+            CheckStage.start
+        }:
             found = findings(RunInputs(composed(*words), moment, folder))
             failed = [each for each in found if each.status is CheckStatus.fail]
             assert [each.subject for each in failed] == [name]
@@ -231,7 +233,7 @@ def test_linear_attention_without_kernels_is_a_warning(
 
     def warnings(path: Path) -> list[str]:
         config = composed(*OWN_MODEL, f"model.path={path}", f"device={kind.name}")
-        return [each.message for each in linear_attention(RunInputs(config, Moment.start))]
+        return [each.message for each in linear_attention(RunInputs(config, CheckStage.start))]
 
     assert warnings(save_qwen3(tmp_path / "qwen3")) == []
     found = warnings(save_qwen35(tmp_path / "qwen35"))

@@ -7,7 +7,7 @@ import pytest
 
 from app.config.reward import RewardConfig
 from app.reward import tryout
-from app.reward.tryout import made_up, tokenizer_of, try_out
+from app.reward.tryout import made_up, tokenizer_of, try_rewards
 from app.types import Prompt
 from tests.refusals import refused
 from tests.reward.scorers import WriteReward, trajectory
@@ -23,7 +23,7 @@ PROMPTS = [trajectory("", answer=str(index), prompt_id=f"set/{index}@0", level=i
 
 
 def tried(prompts: list[Prompt], **settings: Any) -> list[str]:
-    return try_out(RewardConfig(**settings), prompts, tokens)
+    return try_rewards(RewardConfig(**settings), prompts, tokens)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.environment.wire import Ask, End
-from app.rollout.episodes import EpisodeLimits, Episodes, Play
+from app.environment.wire import End, SampleRequest
+from app.rollout.episodes import EpisodeLimits, Episodes, GroupSpec
 from app.rollout.episodes.attempt import MIN_SHOWN_S
 from app.rollout.episodes.player import episode_failures
 from app.tracking.run_folder.timeline import Span, Timeline
@@ -33,15 +33,19 @@ class Session:
         self.answers: asyncio.Queue[None] = asyncio.Queue()
         self.turns = 0
 
-    async def next(self) -> Ask | End:
+    async def next(self) -> SampleRequest | End:
         self.turns += 1
         if self.turns > 1:
             await self.answers.get()
         if self.turns != 2:
             await asyncio.sleep(SLOW_S)
-        return End(0, {"found": 1.0}, "stop", [], "42", {}) if self.turns == 3 else Ask(0, 0, 0, [1, 2], None, False)
+        return (
+            End(0, {"found": 1.0}, "stop", [], "42", {})
+            if self.turns == 3
+            else SampleRequest(0, 0, 0, [1, 2], None, False)
+        )
 
-    def answer(self, ask: Ask, token_ids: Any, finish: str, logprobs: Any = None) -> None:
+    def answer(self, ask: SampleRequest, token_ids: Any, finish: str, logprobs: Any = None) -> None:
         self.answers.put_nowait(None)
 
     async def close(self, *, at_once: bool = False) -> None: ...
@@ -58,7 +62,7 @@ class Pool:
     """Engines that take long."""
 
     @contextmanager
-    def seat(self, size: int) -> Iterator[Any]:
+    def sticky_engine(self, size: int) -> Iterator[Any]:
         yield SimpleNamespace(engine=None)
 
 
@@ -79,7 +83,7 @@ async def test_a_slow_stretch_of_an_environment_is_a_span_and_neither_a_fast_one
     episodes = Episodes(environments, EpisodeLimits(8, 64, 0), failures, seed=0)
     requests: Any = SimpleNamespace(timeline=timeline, send=send)
     pool: Any = Pool()
-    await episodes.play(Play(PROMPT, 1, Sampling(1.0, 1.0, 64), lambda: 0, True), pool, requests)
+    await episodes.play(GroupSpec(PROMPT, 1, Sampling(1.0, 1.0, 64), lambda: 0, True), pool, requests)
     spans.extend(timeline._spans)
     assert [(span.track, span.name) for span in spans] == [("environment", "game/1@0 member 0")] * 2
     assert [span.end - span.start for span in spans] == pytest.approx([SLOW_S, SLOW_S])

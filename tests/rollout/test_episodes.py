@@ -1,4 +1,4 @@
-"""Groups of episodes on the driver: seats, retries, failures, aborts and limits. In virtual time."""
+"""Groups of episodes on the driver: sticky engines, retries, failures, aborts and limits. In virtual time."""
 
 import asyncio
 import re
@@ -106,7 +106,7 @@ async def test_the_turns_of_a_group_stay_on_one_engine_and_groups_spread_over_en
     served = [{request.prompt_id for request in engine.requests} for engine in setting.engines]
     assert not served[0] & served[1]
     assert [len(each) for each in served] == [2, 2]
-    assert setting.rollouter.pool._seated.tolist() == [0, 0]
+    assert setting.rollouter.pool._sticky_episodes.tolist() == [0, 0]
 
 
 @virtual

@@ -106,8 +106,8 @@ async def test_the_choice_is_that_of_a_plain_loop_over_all_engines() -> None:
     for number in range(300):
         ready = [index for index in load if index not in pool.lost]
         wanted = min(ready, key=lambda index: (load[index], index))
-        with pool.seat(chance.randint(1, 4)) as seat:
-            async with seat.engine() as (name, _):
+        with pool.sticky_engine(chance.randint(1, 4)) as sticky_engine:
+            async with sticky_engine.engine() as (name, _):
                 assert name == f"engine {wanted}"
 
         completions = chance.randint(1, 9)

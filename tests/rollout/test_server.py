@@ -80,7 +80,7 @@ def test_engine_args_may_fix_the_seed_of_every_engine() -> None:
 
 
 def test_engines_of_neighboring_runs_have_different_seeds() -> None:
-    seeds = {engine_seed(seed, index, life) for seed in range(4) for index in range(8) for life in range(4)}
+    seeds = {engine_seed(seed, index, restarts) for seed in range(4) for index in range(8) for restarts in range(4)}
     assert len(seeds) == 4 * 8 * 4
     assert all(0 <= seed < 2**31 for seed in seeds)
 

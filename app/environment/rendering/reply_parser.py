@@ -63,11 +63,11 @@ def tool_parser(
     """
     for name in RENDERERS:
         parse = _typed(name, tokenizer, thinking)
-        if parse is not None and _reads(parse, prompt_ids, call):
+        if parse is not None and _parses_call(parse, prompt_ids, call):
             return name, parse
     for name in TOOL_PARSERS:
         parse = _default(tokenizer, name)
-        if _reads(parse, prompt_ids, call):
+        if _parses_call(parse, prompt_ids, call):
             return name, parse
     return None
 
@@ -96,6 +96,6 @@ def _default(tokenizer: TokenizerFile, syntax: str | None) -> Parse:
     return parse
 
 
-def _reads(parse: Parse, prompt_ids: Sequence[int], call: Sequence[int]) -> bool:
+def _parses_call(parse: Parse, prompt_ids: Sequence[int], call: Sequence[int]) -> bool:
     parsed = parse(list(call), tools=[dict(TOOL)], prompt_ids=list(prompt_ids))
     return [(each.name, each.arguments, str(each.status)) for each in parsed.tool_calls] == [("add", ARGUMENTS, "ok")]

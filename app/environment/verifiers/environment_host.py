@@ -82,7 +82,7 @@ def _agree(ours: ChatRenderer, theirs: Any, messages: Sequence[Message], with_to
     return mine == its
 
 
-class Untrained:
+class UntrainedPolicy:
     """The policy of an agent that is not trained: refused, because every reply of the policy is trained on."""
 
     url = ""
@@ -156,7 +156,7 @@ class Host:
 
         def agent_begins(trace: Any) -> None:
             # verifiers sends the id of the trace as the session
-            speaker: Policy = policy if trace.agent.trainable else Untrained(trace.agent.name or "agent")
+            speaker: Policy = policy if trace.agent.trainable else UntrainedPolicy(trace.agent.name or "agent")
             seats.append(endpoint.open(speaker, session=trace.id))
 
         try:

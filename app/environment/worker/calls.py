@@ -112,21 +112,21 @@ def _work(jobs: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
 class Clock:
     """Measures an episode's time in its environment's own code, without waiting for engines.
 
-    A stretch is the time between two requests to the policy.
+    A segment is the time between two requests to the policy.
 
     Args:
-        timeout_s: Limit of one stretch, or of one call of `begin`, `step` or `score`.
+        timeout_s: Limit of one segment, or of one call of `begin`, `step` or `score`.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.step = "run"  # what runs now, for people
         self._timeout_s = timeout_s
-        self._since = time.monotonic()  # of the current stretch
+        self._since = time.monotonic()  # of the current segment
         self._before = 0.0  # seconds of the earlier ones
         self._requests = 0  # in flight; while there are any, the episode waits
 
     def begin(self, step: str) -> None:
-        """Begin a stretch of its own."""
+        """Begin a segment of its own."""
         self._before = self.seconds
         self._since = time.monotonic()
         self.step = step
@@ -146,13 +146,13 @@ class Clock:
     @property
     def seconds(self) -> float:
         """Seconds of the environment's own code so far."""
-        return self._before + self._stretch
+        return self._before + self._segment_s
 
     @property
     def left(self) -> float:
-        """Seconds until the current stretch is late; not positive: it is."""
-        return self._timeout_s - self._stretch
+        """Seconds until the current segment is late; not positive: it is."""
+        return self._timeout_s - self._segment_s
 
     @property
-    def _stretch(self) -> float:
+    def _segment_s(self) -> float:
         return 0.0 if self._requests else time.monotonic() - self._since

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from app.environment.rendering import Renderer
-from app.environment.wire import CODEC, Answer, Ask, End, Limits, RendererChoice
+from app.environment.wire import CODEC, Answer, End, Limits, RendererChoice, SampleRequest
 from app.environment.worker.conversation import Framing
 from app.environment.worker.episode import Episode, Make
 from app.environment.worker.policy import EpisodePolicy
 from app.utils.dotted_path import LoadError, error_text
 from app.worker.process import STDERR, log
-from app.worker.wire import Beat, Begin, Close, Closed, Failed, Lines, WireError
+from app.worker.wire import Begin, Close, Closed, Failed, Heartbeat, Lines, WireError
 
 BEAT_SECONDS = 1.0
 MAX_SILENCE_SECONDS = 10.0  # without a beat; then all stacks go to the log
@@ -93,7 +93,7 @@ class EnvironmentHandler:
         def ask(
             sequence: int, append: Sequence[int], max_tokens: int | None, logprobs: bool
         ) -> "asyncio.Future[Answer]":
-            request = Ask(number, next(self._numbers), sequence, append, max_tokens, logprobs)
+            request = SampleRequest(number, next(self._numbers), sequence, append, max_tokens, logprobs)
             future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
             self._asks[request.number] = future
             asks.add(request.number)
@@ -137,7 +137,7 @@ class EnvironmentHandler:
         for number in itertools.count():
             if not self._episodes:
                 break
-            self._lines.send(Beat(number))
+            self._lines.send(Heartbeat(number))
             faulthandler.dump_traceback_later(MAX_SILENCE_SECONDS, exit=False, file=STDERR)
             await asyncio.sleep(BEAT_SECONDS)
         faulthandler.cancel_dump_traceback_later()

@@ -131,11 +131,11 @@ class EpisodeSequences:
         """
         given = reasonings(messages)
 
-        def likeness(each: ReplyEnd) -> tuple[list[bool], bool]:
+        def similarity(each: ReplyEnd) -> tuple[list[bool], bool]:
             same = [mine == its for mine, its in zip(reversed(given), reversed(each.reasonings), strict=True)]
             return same, self._is_end(each.sequence, each.length)
 
-        return max(reversed(ends), key=likeness)
+        return max(reversed(ends), key=similarity)
 
     def _is_end(self, sequence: int, length: int) -> bool:
         return len(self.all[sequence].token_ids) == length and not self.all[sequence].in_flight

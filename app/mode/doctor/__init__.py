@@ -14,7 +14,7 @@ from app.errors import FAILED_EXIT
 from app.mode import NOT_GIVEN, ModeResult
 from app.mode.doctor import device, machine, scripted_episode, software
 from app.mode.finding import CheckStatus, Finding
-from app.mode.inputs import Moment, RunInputs
+from app.mode.inputs import CheckStage, RunInputs
 from app.mode.preflight import findings
 
 
@@ -28,7 +28,7 @@ def run(config: RunConfig, folder: Path) -> ModeResult:
 
 def examine(config: RunConfig, folder: str = "outputs") -> list[Finding]:
     """Run every check, in the order in which problems should be fixed."""
-    inputs = RunInputs(config, Moment.doctor, folder=folder)
+    inputs = RunInputs(config, CheckStage.doctor, folder=folder)
     return [
         *software.software(config, inputs.device),
         *device.hardware(config, inputs.device),

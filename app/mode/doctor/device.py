@@ -12,7 +12,7 @@ from app.device import Device
 from app.device.process_environment import EXPANDABLE
 from app.mode.doctor.nvidia import nvidia_driver, nvidia_toolkit
 from app.mode.doctor.software import uses_memory_saver
-from app.mode.finding import CheckStatus, Finding, judge
+from app.mode.finding import CheckStatus, Finding, outcome
 from app.mode.plan.memory import plan_memory
 from app.model.architecture import architecture_of, unknown_shapes
 from app.rollout.server_args import engine_flags
@@ -32,12 +32,12 @@ def hardware(config: RunConfig, device: Device) -> Iterator[Finding]:
     for path in device.driver_paths:
         exists = Path(path).exists()
         hint = "install the driver, or mount it into the container (launch/docker.sh shows how)"
-        yield judge("driver", exists, path if exists else f"{path} is missing", hint)
+        yield outcome("driver", exists, path if exists else f"{path} is missing", hint)
     if device.toolkit_variable is not None:
         folder = os.environ.get(device.toolkit_variable, "")
         message = f"{device.toolkit_variable}={folder}" if folder else f"{device.toolkit_variable} is not set"
         hint = "source the toolkit's set_env.sh before Python"
-        yield judge("toolkit", bool(folder) and Path(folder).is_dir(), message, hint)
+        yield outcome("toolkit", bool(folder) and Path(folder).is_dir(), message, hint)
     yield _memory(config, device)
 
 
@@ -60,7 +60,7 @@ def variables(config: RunConfig, device: Device) -> Iterator[Finding]:
     if config.cluster.address is not None:
         for name, value in device.machine_env.items():
             hint = f"start Ray on every node with {name}={value} (launch/ray_cluster.sh does)"
-            yield judge("cluster", os.environ.get(name) == value, name, hint, otherwise=CheckStatus.warn)
+            yield outcome("cluster", os.environ.get(name) == value, name, hint, otherwise=CheckStatus.warn)
 
 
 def _toolkit(command: tuple[str, ...]) -> Finding:
@@ -73,7 +73,7 @@ def _toolkit(command: tuple[str, ...]) -> Finding:
     except subprocess.TimeoutExpired:
         late = f"no answer within {TOOLKIT_TIMEOUT_S} s"
         return Finding(name, late, CheckStatus.fail, "the driver hangs; see its log")
-    return judge(name, result.returncode == 0, f"exit code {result.returncode}", hint)
+    return outcome(name, result.returncode == 0, f"exit code {result.returncode}", hint)
 
 
 def _memory(config: RunConfig, device: Device) -> Finding:
@@ -87,4 +87,4 @@ def _memory(config: RunConfig, device: Device) -> Finding:
     total = plan.capacity.bytes
     message = f"{peak.device}, {peak.name}: {peak.bytes / GIB:.1f} of {total / GIB:.1f} GiB ({plan.capacity.source})"
     hint = "mode=plan shows the breakdown; use more devices or a smaller trainer.tokens_per_microbatch"
-    return judge("memory", peak.bytes <= total, message, hint, otherwise=CheckStatus.warn)
+    return outcome("memory", peak.bytes <= total, message, hint, otherwise=CheckStatus.warn)

@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 from app.config import RunConfig
 from app.data import rows
 from app.data.records import sources
-from app.mode.finding import CheckStatus, Finding, judge
+from app.mode.finding import CheckStatus, Finding, outcome
 from app.utils.process import SHARED_MEMORY
 from app.utils.units import GIB
 
@@ -29,17 +29,17 @@ def machine() -> Iterator[Finding]:
         free = shutil.disk_usage(SHARED_MEMORY).free / GIB
         hint = "give the container more: --ipc=host or --shm-size=16g; in Kubernetes an emptyDir of medium Memory"
         status = CheckStatus.fail if free < SHARED_GIB_FAIL else CheckStatus.warn
-        yield judge("shared memory", free >= SHARED_GIB_WARN, f"{free:.1f} GiB free", hint, otherwise=status)
+        yield outcome("shared memory", free >= SHARED_GIB_WARN, f"{free:.1f} GiB free", hint, otherwise=status)
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     hint = f"ulimit -n {hard} (the hard limit), or raise it in the container or unit settings"
-    yield judge("open files", soft >= OPEN_FILES_WARN, f"limit {soft:,}", hint, otherwise=CheckStatus.warn)
+    yield outcome("open files", soft >= OPEN_FILES_WARN, f"limit {soft:,}", hint, otherwise=CheckStatus.warn)
 
     folder = tempfile.gettempdir()
     usage = shutil.disk_usage(folder)
     used = 1 - usage.free / usage.total
     hint = f"free some space: Ray refuses to spill objects at {FULL_DISK:.0%}"
-    yield judge("temporary files", used < FULL_DISK, f"{folder} is {used:.0%} full", hint, otherwise=CheckStatus.warn)
+    yield outcome("temporary files", used < FULL_DISK, f"{folder} is {used:.0%} full", hint, otherwise=CheckStatus.warn)
 
 
 def reachable(config: RunConfig) -> Iterator[Finding]:
@@ -77,7 +77,7 @@ def _hub(kind: str, name: str, key: str) -> Finding:
 def _answers(subject: str, request: str | Request, name: str, hint: str) -> Finding:
     try:
         with urlopen(request, timeout=REACH_TIMEOUT_S) as reply:
-            return judge(subject, reply.status == 200, f"{name} answers with {reply.status}", hint)
+            return outcome(subject, reply.status == 200, f"{name} answers with {reply.status}", hint)
     except OSError as error:  # every failure of urllib
         return Finding(subject, f"{name} cannot be reached: {error}", CheckStatus.fail, hint)
 

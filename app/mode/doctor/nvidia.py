@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from app.device.process_environment import library_folders
-from app.mode.finding import CheckStatus, Finding, judge
+from app.mode.finding import CheckStatus, Finding, outcome
 
 QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 QUERY_TIMEOUT_S = 30
@@ -28,7 +28,7 @@ def nvidia_driver() -> Iterator[Finding]:
     message = f"{driver}; torch is built for CUDA {cuda}, which needs {needed} or later"
     hint = f"update the driver to {needed} or later; data-center GPUs also run with NVIDIA's cuda-compat package"
     # Where neither is done, torch finds no device, and the check of the devices fails.
-    yield judge("driver", int(driver.partition(".")[0]) >= needed, message, hint, otherwise=CheckStatus.warn)
+    yield outcome("driver", int(driver.partition(".")[0]) >= needed, message, hint, otherwise=CheckStatus.warn)
 
 
 def nvidia_toolkit(*, memory_saver: bool) -> Iterator[Finding]:
@@ -37,12 +37,12 @@ def nvidia_toolkit(*, memory_saver: bool) -> Iterator[Finding]:
     inside = (shutil.which("nvcc", path=f"{home}/bin") for home in homes if home)
     compiler = shutil.which("nvcc") or next(filter(None, inside), None)
     hint = "install the CUDA toolkit, or set CUDA_HOME: SGLang and TileLang compile kernels at their first use"
-    yield judge("nvcc", compiler is not None, compiler or "not found", hint, otherwise=CheckStatus.warn)
+    yield outcome("nvcc", compiler is not None, compiler or "not found", hint, otherwise=CheckStatus.warn)
 
     if memory_saver:
         library = find_library("cudart") or next(iter(library_folders()), None)
         hint = "install nvidia-cuda-runtime, or the CUDA toolkit: the memory saver needs it; else offload.engine=false"
-        yield judge("libcudart", library is not None, library or "not found", hint)
+        yield outcome("libcudart", library is not None, library or "not found", hint)
 
 
 def driver_version() -> str | None:

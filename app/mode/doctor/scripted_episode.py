@@ -10,7 +10,7 @@ import asyncio
 from app.data.build import conversation
 from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
-from app.environment.wire import Ask, End
+from app.environment.wire import End, SampleRequest
 from app.errors import ConfigError
 from app.mode.environments import tried_pool, without_log
 from app.mode.finding import CheckStatus, Finding
@@ -73,7 +73,7 @@ async def _episode(pool: EnvironmentPool, task: Task, tokenize: Tokenize) -> tup
     session = await pool.begin(task, [*tokenize(task.question or QUESTION)])
     replies = 0
     try:
-        while isinstance(event := await session.next(), Ask):
+        while isinstance(event := await session.next(), SampleRequest):
             room = replies < MAX_REPLIES
             replies += room
             logprobs = [-1.0] * len(reply) if event.logprobs and room else None

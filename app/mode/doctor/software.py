@@ -11,7 +11,7 @@ from packaging.version import Version
 from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.device import Device
-from app.mode.finding import CheckStatus, Finding, judge
+from app.mode.finding import CheckStatus, Finding, outcome
 
 PYTHON = SpecifierSet(">=3.11,<3.13")
 DISTRIBUTION = "hydra-posttrain"
@@ -24,7 +24,7 @@ def software(config: RunConfig, device: Device) -> Iterator[Finding]:
     """Check Python, the dependencies, and the packages that the device needs."""
     python = ".".join(map(str, sys.version_info[:3]))
     hint = "create the environment with Python 3.11 or 3.12"
-    yield judge("python", PYTHON.contains(python), f"{python} ({PYTHON})", hint)
+    yield outcome("python", PYTHON.contains(python), f"{python} ({PYTHON})", hint)
 
     supported = supported_versions()
     if not supported:
@@ -35,7 +35,7 @@ def software(config: RunConfig, device: Device) -> Iterator[Finding]:
     if not config.rollout.urls and not device.shares_memory:  # SGLang's own platform serves accelerators
         registered = any(point.value.startswith("app.") for point in entry_points(group=PLATFORMS))
         message = "registered" if registered else "SGLang does not find this package"
-        yield judge("SGLang platform", registered, message, INSTALL)
+        yield outcome("SGLang platform", registered, message, INSTALL)
 
     for package, purpose in device.packages.items():
         yield _installed(package, f"install {package}: {purpose}")
@@ -67,9 +67,9 @@ def supported_versions() -> dict[str, SpecifierSet]:
 def _installed(package: str, hint: str, versions: SpecifierSet | None = None) -> Finding:
     actual = installed(package)
     if actual is None or versions is None:
-        return judge(package, actual is not None, actual or "not installed", hint)
+        return outcome(package, actual is not None, actual or "not installed", hint)
     good = versions.contains(Version(actual).base_version, prereleases=True)
-    return judge(package, good, f"{actual} ({versions})", hint)
+    return outcome(package, good, f"{actual} ({versions})", hint)
 
 
 def _built_for_torch(plugin: str) -> Finding:
@@ -82,7 +82,7 @@ def _built_for_torch(plugin: str) -> Finding:
 
     expected = Version(torch).base_version
     good = Version(actual).base_version == expected
-    return judge(subject, good, f"{actual} with torch {torch}", f"install {plugin}=={expected}")
+    return outcome(subject, good, f"{actual} with torch {torch}", f"install {plugin}=={expected}")
 
 
 def installed(package: str) -> str | None:

@@ -7,7 +7,7 @@ from app.config import RunConfig
 from app.config.command_line import given_settings
 from app.mode import ModeResult
 from app.mode.input_checks import sizes
-from app.mode.inputs import Moment, RunInputs
+from app.mode.inputs import CheckStage, RunInputs
 from app.mode.plan import describe
 from app.mode.preflight import problems
 
@@ -18,7 +18,7 @@ def run(config: RunConfig, _folder: Path) -> ModeResult:
     Raises:
         ConfigError: The model and the settings of its preset do not go together.
     """
-    sizes(RunInputs(config, Moment.plan))
+    sizes(RunInputs(config, CheckStage.plan))
     refused = problems(config)  # counts the steps of epochs
     sections = [describe.describe(config, given_settings())]
     if refused:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from app.environment.pool import EpisodeSession
-from app.environment.wire import Ask, End
+from app.environment.wire import End, SampleRequest
 from app.rollout.episodes.episode_group import EpisodeGroup
 from app.rollout.episodes.sequence_builder import SequenceBuilder
 from app.types import (
@@ -77,7 +77,7 @@ class EpisodeAttempt:
                 self._show()
                 on_message()
                 match message:
-                    case Ask():
+                    case SampleRequest():
                         problem = self._append(message)
                         if problem is not None:
                             return Failed(message.job, "value", problem)
@@ -91,7 +91,7 @@ class EpisodeAttempt:
                 task.cancel()
             await asyncio.gather(*self._answering, return_exceptions=True)
 
-    async def _next(self) -> Ask | End | Failed:
+    async def _next(self) -> SampleRequest | End | Failed:
         """Wait for the next message. Raises what a request of the episode raised."""
         waiting = asyncio.ensure_future(self.session.next())
         try:
@@ -112,7 +112,7 @@ class EpisodeAttempt:
         if not self._answering and now - self._idle_since >= MIN_SHOWN_S:
             timeline.add("environment", f"{self.group.play.prompt.id} member {self.number}", self._idle_since, now)
 
-    def _append(self, ask: Ask) -> str | None:
+    def _append(self, ask: SampleRequest) -> str | None:
         """Append to the sequence. Returns what is wrong with the first opening, if anything."""
         if ask.sequence == len(self.sequences):
             self.sequences.append(SequenceBuilder())
@@ -126,13 +126,13 @@ class EpisodeAttempt:
             f"rollout.max_prompt_tokens={self.limits.max_prompt_tokens}."
         )
 
-    async def _answer(self, ask: Ask) -> None:
+    async def _answer(self, ask: SampleRequest) -> None:
         try:
             await self._extend(ask)
         finally:
             self._idle_since = self.group.requests.timeline.now()
 
-    async def _extend(self, ask: Ask) -> None:
+    async def _extend(self, ask: SampleRequest) -> None:
         sequence = self.sequences[ask.sequence]
         async with self._admission:
             most = await self._reserve(sequence, ask.max_tokens)
@@ -194,7 +194,7 @@ class EpisodeAttempt:
         )
 
         sent = time.perf_counter()
-        (completion,) = await self.group.requests.send(request, play.version, self.group.seat.engine)
+        (completion,) = await self.group.requests.send(request, play.version, self.group.sticky_engine.engine)
         self.engine_seconds += time.perf_counter() - sent
         self.prompt_tokens += len(token_ids)
         self.cached_tokens += completion.cached_tokens

@@ -5,14 +5,14 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from app.rollout.pool import Seat
+from app.rollout.pool import StickyEngine
 from app.rollout.requests import Aborted, Requests
 from app.types import Prompt, Sampling, Trajectory
 from app.utils.tasks import gather_or_raise
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
+class GroupSpec:
     """A group to be played."""
 
     prompt: Prompt
@@ -25,9 +25,9 @@ class Play:
 class EpisodeGroup:
     """The episodes of one prompt that are being played."""
 
-    def __init__(self, play: Play, seat: Seat, requests: Requests):
+    def __init__(self, play: GroupSpec, sticky_engine: StickyEngine, requests: Requests):
         self.play = play
-        self.seat = seat
+        self.sticky_engine = sticky_engine
         self.requests = requests
         self.trajectories: dict[int, Trajectory] = {}  # by member; those that failed are missing
         self.sampled_tokens = 0

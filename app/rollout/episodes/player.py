@@ -1,6 +1,6 @@
 """The driver's side of episodes: environments ask, engines answer, and sequences grow.
 
-    environment worker ── Ask: new tokens of a sequence ──→ request of the whole sequence ──→ the group's engine
+    environment worker ── SampleRequest: new tokens ──→ request of the whole sequence ──→ the group's engine
                        ←─ Answer: sampled tokens ─────── sequence + completion ←───────────┘
                        ── End: scores, turns ──────────→ Trajectory
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from app.environment.pool import EnvironmentPool
 from app.environment.protocol import Task
 from app.rollout.episodes.attempt import EpisodeAttempt, EpisodeLimits
-from app.rollout.episodes.episode_group import EpisodeGroup, Play
+from app.rollout.episodes.episode_group import EpisodeGroup, GroupSpec
 from app.rollout.pool import EnginePool
 from app.rollout.requests import Requests
 from app.types import Prompt, Trajectory
@@ -64,7 +64,7 @@ class Episodes:
         self.progress = 0
         self._groups: dict[str, EpisodeGroup] = {}  # by prompt id
 
-    async def play(self, play: Play, pool: EnginePool, requests: Requests) -> list[Trajectory]:
+    async def play(self, play: GroupSpec, pool: EnginePool, requests: Requests) -> list[Trajectory]:
         """Return the trajectories of a group, without those that failed.
 
         Raises:
@@ -72,8 +72,8 @@ class Episodes:
             EngineError: A request failed too often.
             RunError: Environments failed too often.
         """
-        with pool.seat(play.size) as seat:
-            group = EpisodeGroup(play, seat, requests)
+        with pool.sticky_engine(play.size) as sticky_engine:
+            group = EpisodeGroup(play, sticky_engine, requests)
             self._groups[play.prompt.id] = group
             try:
                 await group.run(self._member)

@@ -40,10 +40,10 @@ def load() -> None:
         lora_layers.register_for_cpu()
         sampling.register()
         shared_prompts.register()
-        HookRegistry.register(SYNCHRONIZE, nothing_to_wait_for, HookType.REPLACE)
+        HookRegistry.register(SYNCHRONIZE, skip_synchronize, HookType.REPLACE)
 
 
-def nothing_to_wait_for(*_: Any) -> None:
+def skip_synchronize(*_: Any) -> None:
     """Stand in for the wait for a GPU."""
 
 

@@ -130,14 +130,14 @@ class Endpoint:
         _, secret, *rest = request.path.partition("?")[0].split("/")
         route = f"{request.method} /{'/'.join(rest)}"
         if route == "GET /v1/models" and secret == self._shared:
-            return openai_api.models_answer()  # asked without a session
+            return openai_api.models_response()  # asked without a session
 
         session = request.headers.get(SESSION_HEADER.lower(), "") if secret == self._shared else ""
         seat = self._seats.get((secret, session))
         if seat is None:
             raise Refusal("There is no such episode, or it is over.", HTTPStatus.NOT_FOUND)
         if route == "GET /v1/models":
-            return openai_api.models_answer()
+            return openai_api.models_response()
 
         calls = {"POST /v1/chat/completions": self._chat, "POST /inference/v1/generate": self._generate}
         if route not in calls:

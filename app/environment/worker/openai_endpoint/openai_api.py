@@ -92,11 +92,11 @@ def read_chat(body: Mapping[str, Any], given: Mapping[str, Sequence[Message]]) -
     keys = [key_of(message) for message in read]
     for place, key in enumerate(keys):
         if replies := given.get(key):
-            read[place] = _meant(read[place], replies, keys[place:].count(key))
+            read[place] = _match_reply(read[place], replies, keys[place:].count(key))
     return ChatRequest(read, body.get("tools") or None, max_tokens_of(body))
 
 
-def _meant(message: Message, replies: Sequence[Message], left: int) -> Message:
+def _match_reply(message: Message, replies: Sequence[Message], left: int) -> Message:
     """Return which of the replies with its text, oldest first, a message is: by its reasoning, else by its place.
 
     `left`: messages of the conversation with this text, from this one on. They are the latest replies.
@@ -193,7 +193,7 @@ def generate_answer(sampled: Sampled) -> dict[str, Any]:
     return {"request_id": "generate-policy", "choices": [choice]}
 
 
-def models_answer() -> dict[str, Any]:
+def models_response() -> dict[str, Any]:
     """The answer to `models`."""
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "run"}]}
 
