@@ -33,8 +33,8 @@ from app.utils.units import GIB
 from tests.compose import composed
 
 CONF = Path(conf_path())
-TINY_EXPERIMENTS = ["tiny_tools"]
-EXPERIMENTS = sorted({path.stem for path in (CONF / "experiment").glob("*.yaml")} - set(TINY_EXPERIMENTS))
+CPU_EXPERIMENTS = ["cpu1_smollm2", "tiny_tools"]
+EXPERIMENTS = sorted({path.stem for path in (CONF / "experiment").glob("*.yaml")} - set(CPU_EXPERIMENTS))
 SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
 RUNNABLE = sorted(path for group in ("experiment", "sweep", "model", "algorithm") for path in (CONF / group).glob("*"))
 MODELS = ["tiny", "tiny_qwen35", "tiny_tools", "tiny_lora", "qwen3_4b", "qwen3_4b_lora", "qwen35_9b", "qwen35_9b_lora"]
@@ -118,7 +118,7 @@ CORRECTIONS = {PlacementKind.colocate: Correction.none, PlacementKind.fully_asyn
 COMPOSITIONS = [
     *([f"model={model}", f"placement={placement}"] for model in MODELS for placement in PLACEMENTS),
     *(["model=hf", "model.path=Qwen/Qwen3-1.7B", f"placement={placement}"] for placement in PLACEMENTS),
-    *([f"experiment={experiment}"] for experiment in (*EXPERIMENTS, *TINY_EXPERIMENTS)),
+    *([f"experiment={experiment}"] for experiment in (*EXPERIMENTS, *CPU_EXPERIMENTS)),
 ]
 
 # What is meant for hardware. `model=hf` is for models of which one device can hold the whole training state: with

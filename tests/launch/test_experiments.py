@@ -16,7 +16,7 @@ from tests.launch.shell import bash, dry_run, options
 from tests.launch.test_kubernetes import RAYJOB, RESOURCES
 
 EXPERIMENTS = sorted(path.stem for path in (Path(conf_path()) / "experiment").glob("*.yaml"))
-ON_CARDS = [name for name in EXPERIMENTS if not name.startswith("tiny")]
+ON_CARDS = [name for name in EXPERIMENTS if name.startswith(("cuda", "npu"))]
 CPUS = 96
 
 
