@@ -84,8 +84,14 @@ def finalize(sums: Mapping[str, float], *, tokens: float, sequences: float, loss
     if tokens == 0:
         return dict.fromkeys(reported, 0.0)
 
-    counts = {Denominator.tokens: tokens, Denominator.trajectories: sequences, Denominator.loss: loss}
-    metrics = {name: value / counts.get(TABLE[name], 1.0) for name, value in reported.items()}
+    counts = {
+        Denominator.tokens: tokens,
+        Denominator.trajectories: sequences,
+        Denominator.loss: loss,
+        Denominator.max: 1.0,
+        Denominator.min: 1.0,
+    }
+    metrics = {name: value / counts[TABLE[name]] for name, value in reported.items()}
 
     # (Σw)² / (N · Σw²): 1 if all weights are equal.
     if "mismatch/weight" in sums:
