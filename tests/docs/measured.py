@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.bench.real_models import SIDES
 from tests.docs.markdown import ROOT
 
 RESULTS = ROOT / "tests" / "bench" / "results"
@@ -221,11 +222,13 @@ def load_sentence(result: Result, sides: tuple[str, ...]) -> str:
     )
 
 
+RUN_COLUMNS = {"tokens_per_second": ".0f", "seconds_per_step": ".1f", "generate_seconds": ".1f", "peak_pss_mib": ",.0f"}
+RUN_COLUMN_TITLES = ("completion tokens/s", "seconds per step", "of them generating", "peak memory (PSS), MiB")
+
+
 def end_to_end() -> str:
     result = load("end_to_end")
-    names = {"tokens_per_second": ".0f", "seconds_per_step": ".1f", "generate_seconds": ".1f", "peak_pss_mib": ",.0f"}
-    columns = ("completion tokens/s", "seconds per step", "of them generating", "peak memory (PSS), MiB")
-    table = header("", *columns)
+    names, table = RUN_COLUMNS, header("", *RUN_COLUMN_TITLES)
     for shown, side in (("`colocate`", "ours"), ("`fully_async`", "ours_async"), ("TRL, microbatch of 8", "trl")):
         table += row(shown, *(number(result[side][name], digits) for name, digits in names.items()))
     for setting, run in result["tuning"].items():
@@ -238,6 +241,23 @@ def end_to_end() -> str:
         f"{number(both['tokens_per_second'], '.2f')} × with {number(both['peak_pss_mib'], '.2f')}. "
         f"{load_sentence(result, ('ours', 'ours_async', 'trl'))}"
     )
+    return f"{table}\n{textwrap.fill(text, 128)}\n"
+
+
+def real_models() -> str:
+    result = load("real_models")
+    sides = [side for side in SIDES if side in result]
+    table = header(result["model"], *RUN_COLUMN_TITLES)
+    for side in sides:
+        table += row(f"`{side}`", *(number(result[side][name], digits) for name, digits in RUN_COLUMNS.items()))
+
+    ratios = result["tokens_per_second_over_trls_better_dtype"]
+    shown = ", ".join(f"`{side}` {number(ratio, '.2f')} ×" for side, ratio in ratios.items())
+    text = (
+        f"Tokens/s over TRL's: {shown}. Counted steps a round: {result['steps']}. {load_sentence(result, tuple(sides))}"
+    )
+    missing = [side for side in SIDES if side not in sides]
+    text += f" Not measured: {', '.join(missing)}." if missing else ""
     return f"{table}\n{textwrap.fill(text, 128)}\n"
 
 
@@ -366,7 +386,18 @@ def summary() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     block.__name__: block
-    for block in (claims, trainer, end_to_end, learning, learning_real, placements, overlap, missed, summary)
+    for block in (
+        claims,
+        trainer,
+        end_to_end,
+        real_models,
+        learning,
+        learning_real,
+        placements,
+        overlap,
+        missed,
+        summary,
+    )
 }
 
 
