@@ -172,7 +172,7 @@ def _action_schema(url: str, given: str) -> dict[str, Any]:
 
 def _require_sessions(url: str, given: str, sessions: int) -> None:
     """Raise `LoadError` if the server holds fewer sessions than the run's episodes."""
-    most = most_sessions(url, sessions)
+    most = session_capacity(url, sessions)
     if most is not None and most < sessions:
         raise LoadError(
             f"environment.url={given} holds {most} session{'' if most == 1 else 's'}, fewer than the {sessions} "
@@ -181,7 +181,7 @@ def _require_sessions(url: str, given: str, sessions: int) -> None:
         )
 
 
-def most_sessions(url: str, needed: int) -> int | None:
+def session_capacity(url: str, needed: int) -> int | None:
     """Open as many sessions as a run needs, and close them.
 
     Args:
@@ -194,10 +194,10 @@ def most_sessions(url: str, needed: int) -> int | None:
     if needed <= 1:
         return None
     with ThreadPoolExecutor(1) as thread:  # the caller's event loop runs
-        return thread.submit(asyncio.run, _most_sessions(ws_url(url), needed)).result()
+        return thread.submit(asyncio.run, _session_capacity(ws_url(url), needed)).result()
 
 
-async def _most_sessions(url: str, needed: int) -> int | None:
+async def _session_capacity(url: str, needed: int) -> int | None:
     import aiohttp
 
     most: int | None = None
