@@ -19,6 +19,7 @@ from app.types import (
     ScoredGroup,
     StepReport,
     SyncReport,
+    TokenSequence,
     TrainerMemory,
 )
 
@@ -146,7 +147,7 @@ class RolloutEngine(Protocol):
 class Trainer(Protocol):
     """The FSDP2 ranks as one trainer, app/trainer/remote.py:RemoteTrainer. A step is split into calls.
 
-        CLOSED → `begin_step` → OPEN → `add_groups` … → `finish_step` or `abort_step` → CLOSED
+        CLOSED → `begin_step` → OPEN → `add_groups`, `add_demonstrations` … → `finish_step` or `abort_step` → CLOSED
 
     Calls are made one at a time; only `memory`, `write` and `version` may overlap with others.
 
@@ -178,6 +179,10 @@ class Trainer(Protocol):
 
     async def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
         """Add groups to the open step. Microbatches that fill their token budget are computed at once."""
+        ...
+
+    async def add_demonstrations(self, sequences: Sequence[TokenSequence]) -> None:
+        """Add sequences to imitate to the open step. They are computed by `finish_step`, spread over its updates."""
         ...
 
     async def finish_step(self) -> StepReport:

@@ -149,8 +149,8 @@ class TokenSequence:
 
     token_ids: np.ndarray  # [L] int32
     sampled: np.ndarray  # [L] bool; False: prompt, observation, template
-    logprobs: np.ndarray  # [N] float32, of the sampled tokens, as the engine reported them
-    spans: tuple[VersionSpan, ...]  # cover 0:N without gaps
+    logprobs: np.ndarray  # [N] float32, of the sampled tokens, as the engine reported them; zeros of a demonstration
+    spans: tuple[VersionSpan, ...]  # cover 0:N without gaps; none of a demonstration
 
     @classmethod
     def of(cls, prompt: Prompt, completion: Completion) -> "TokenSequence":
@@ -159,6 +159,11 @@ class TokenSequence:
         sampled[len(prompt.token_ids) :] = True
         token_ids = np.concatenate([prompt.token_ids, completion.token_ids])
         return cls(token_ids, sampled, completion.logprobs, completion.spans)
+
+    @classmethod
+    def demonstration(cls, token_ids: np.ndarray, imitated: np.ndarray) -> "TokenSequence":
+        """Return a sequence [L] int32 whose marked tokens [L] bool are imitated, in place of sampled ones."""
+        return cls(token_ids, imitated, np.zeros(int(imitated.sum()), dtype=np.float32), ())
 
     @property
     def opening_tokens(self) -> int:

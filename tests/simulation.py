@@ -52,6 +52,7 @@ from app.types import (
     ScoredGroup,
     StepReport,
     SyncReport,
+    TokenSequence,
     TrainerMemory,
     VersionSpan,
 )
@@ -273,6 +274,7 @@ class SimTrainer:
     busy: float = 0.0
     open: int | None = None
     fed: list[Group] = field(default_factory=list)
+    demonstrated: list[TokenSequence] = field(default_factory=list)
     trained: list[tuple[int, list[Group]]] = field(default_factory=list)  # version trained, groups
     finished_at: list[float] = field(default_factory=list)
     calls: int = 0
@@ -304,6 +306,10 @@ class SimTrainer:
         self.aborts += 1
         self.open, self.fed = None, []
         self._raise("abort_step")
+
+    async def add_demonstrations(self, sequences: Sequence[TokenSequence]) -> None:
+        assert self.open is not None
+        self.demonstrated += sequences
 
     async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None: ...
 

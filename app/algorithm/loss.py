@@ -1,20 +1,32 @@
-"""Policy loss of a packed microbatch. GRPO, DAPO, Dr. GRPO, GSPO, CISPO and the like are settings of one mechanism.
+"""Loss of an update: a sum of components, each with a weight per token and a global denominator of its own.
 
-    J = Σ weight · [ correction · objective(ratio, Â) − β · KL + η · entropy ]
+    L = Σ rl / N_rl  +  Σ ref_kl / N_ref_kl  +  Σ ce / N_ce
+
+| component | term of a token                                           | tokens            | N                       |
+|-----------|-----------------------------------------------------------|-------------------|-------------------------|
+| rl        | −weight · [ correction · objective(ratio, Â) + η · entropy ] | sampled        | `algorithm.aggregation` |
+| ref_kl    | weight · β · KL to the reference                          | sampled           | `algorithm.aggregation` |
+| ce        | −c · log π                                                | of demonstrations | their number            |
+
+GRPO, DAPO, Dr. GRPO, GSPO, CISPO and the like are settings of rl and ref_kl; a supervised step has ce alone.
 
 Invariants:
-- The loss is a raw sum, divided once by the `denominator` of the whole update. Gradients and metrics therefore do not
-  depend on how an update is split into microbatches.
+- A component is a raw sum, divided once by its denominator of the whole update, counted over all ranks and
+  microbatches. Gradients and metrics therefore do not depend on how an update is split into microbatches.
+- Gradients accumulate in one place and are divided by one number, N_rl (`common_denominator`). A component with
+  another denominator is computed when N_rl is known, and multiplied by N_rl / N.
 - Denominators count the unmasked batch: the term of a masked token is zero, but the token is still counted.
 - Tensors over tokens have shape [N], tensors over sequences [S]. A sequence is never split across microbatches. The
   sequences of a trajectory may be: each knows the tokens of the whole, which is counted once in every denominator.
 
 Sources: DeepSeekMath (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), dual clip
 (1912.09729); those of the objectives are in objective.py. Truncated importance sampling (TIS) and IcePop (a masked
-band) correct the mismatch between rollout and trainer.
+band) correct the mismatch between rollout and trainer. Components with denominators of their own are prime-rl's.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -26,31 +38,73 @@ from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, O
 LOG_RATIO_LIMIT = 20.0
 
 
+class Component(Enum):
+    """A summand of the loss."""
+
+    rl = "rl"
+    ref_kl = "ref_kl"
+    ce = "ce"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LossSums:
     """Raw sums over a microbatch. Sums of a dummy pass are not merged: no denominator counts its tokens."""
 
-    loss: Tensor  # [] carries the gradient; divide by `denominator`
+    components: Mapping[Component, Tensor]  # [] each; carry the gradient
     sums: dict[str, Tensor]  # [] each, detached; names and divisors as in `metrics.TABLE`
+
+    @property
+    def loss(self) -> Tensor:
+        """The components' sum [], to be divided by `common_denominator`."""
+        return torch.stack(list(self.components.values())).sum()
 
     def stack(self) -> Tensor:
         """Return the sums as one tensor [sums], still on the device."""
         return torch.stack(list(self.sums.values()))
 
 
-def denominator(config: AlgorithmConfig, *, tokens: float, sequences: float, max_completion_tokens: int) -> float:
-    """Return the divisor of an update's summed loss, from global counts of its unmasked batch."""
+def denominators(
+    config: AlgorithmConfig, *, tokens: float, sequences: float, demonstrated: float = 0, max_completion_tokens: int
+) -> dict[Component, float]:
+    """Return the divisor of each component in an update, from global counts of its unmasked batch.
+
+    Args:
+        config: Settings of `algorithm=`.
+        tokens: Sampled tokens.
+        sequences: Trajectories.
+        demonstrated: Tokens of demonstrations.
+        max_completion_tokens: Length limit of a completion.
+    """
     match config.aggregation:
         case Aggregation.token_mean:
-            return tokens
+            sampled = tokens
         case Aggregation.seq_mean_token_mean | Aggregation.seq_mean_token_sum:
-            return sequences
+            sampled = sequences
         case Aggregation.seq_mean_token_sum_norm:
-            return sequences * max_completion_tokens
+            sampled = sequences * max_completion_tokens
+    return {Component.rl: sampled, Component.ref_kl: sampled, Component.ce: demonstrated}
+
+
+def common_denominator(divisors: Mapping[Component, float]) -> float:
+    """Return what the accumulated gradient is divided by: N_rl, or N_ce in an update without sampled tokens."""
+    return max(divisors[Component.rl] or divisors[Component.ce], 1.0)
+
+
+def demonstration_loss(logprobs: Tensor, weight: Tensor, coefficient: float) -> LossSums:
+    """Compute the component ce of a microbatch of demonstrations.
+
+    Args:
+        logprobs: [N] of their tokens at temperature 1; carry the gradient.
+        weight: [N], 0 for the token of a dummy.
+        coefficient: c · N / N_ce, with the common denominator N.
+    """
+    cross_entropy = -(weight * logprobs).sum()
+    loss = coefficient * cross_entropy
+    return LossSums({Component.ce: loss}, {"loss/total": loss.detach(), "loss/ce": cross_entropy.detach()})
 
 
 def policy_loss(batch: TokenBatch, config: AlgorithmConfig, correction: Correction) -> LossSums:
-    """Compute the loss and the metrics of a microbatch as raw sums.
+    """Compute the components rl and ref_kl and the metrics of a microbatch as raw sums.
 
     Args:
         batch: The tokens of whole sequences.
@@ -69,18 +123,20 @@ def policy_loss(batch: TokenBatch, config: AlgorithmConfig, correction: Correcti
     weight = aggregation_weight(batch, config.aggregation)
 
     terms = {"loss/policy": -(weight * corrected * objective.values).sum()}
-    if batch.reference_logprobs is not None:
-        kl = kl_estimate(batch.logprobs - batch.reference_logprobs, config.kl)
-        terms["loss/kl"] = config.kl_coefficient * (weight * kl).sum()
+    components = {Component.rl: terms["loss/policy"]}
     if config.entropy_coefficient > 0:
         terms["loss/entropy"] = -config.entropy_coefficient * (weight * batch.entropy).sum()
-    loss = torch.stack(list(terms.values())).sum()
+        components[Component.rl] = terms["loss/policy"] + terms["loss/entropy"]
+    if batch.reference_logprobs is not None:
+        kl = kl_estimate(batch.logprobs - batch.reference_logprobs, config.kl)
+        terms["loss/kl"] = components[Component.ref_kl] = config.kl_coefficient * (weight * kl).sum()
 
     with torch.no_grad():
-        sums = {name: term.detach() for name, term in {"loss/total": loss, **terms}.items()}
+        total = torch.stack(list(components.values())).sum()
+        sums = {name: term.detach() for name, term in {"loss/total": total, **terms}.items()}
         sums |= _policy_sums(batch, old, ratio, objective, config)
         sums |= _mismatch_sums(batch, trainer_old, corrected)
-    return LossSums(loss, sums)
+    return LossSums(components, sums)
 
 
 def importance_ratio(batch: TokenBatch, old: Tensor, level: RatioLevel) -> Tensor:

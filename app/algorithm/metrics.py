@@ -22,7 +22,8 @@ class Denominator(Enum):
 
     tokens = "tokens"
     trajectories = "trajectories"
-    loss = "loss"  # `loss.denominator`
+    loss = "loss"  # `loss.common_denominator`
+    demonstrated = "demonstrated"  # tokens of demonstrations
     max = "max"  # merged by max, never divided
     min = "min"  # merged by min, never divided
     intermediate = "intermediate"  # input of another metric, not reported
@@ -34,6 +35,7 @@ TABLE: Mapping[str, Denominator] = {
     "loss/policy": Denominator.loss,
     "loss/kl": Denominator.loss,
     "loss/entropy": Denominator.loss,
+    "loss/ce": Denominator.demonstrated,  # nats per token, without its coefficient
     "entropy": Denominator.tokens,
     "ratio/mean": Denominator.tokens,
     "ratio/sequence_mean": Denominator.trajectories,  # GSPO's: geometric mean of a sequence; by their tokens
@@ -71,30 +73,30 @@ def _combine(name: str, one: float, other: float) -> float:
             return one + other
 
 
-def finalize(sums: Mapping[str, float], *, tokens: float, sequences: float, loss: float) -> dict[str, float]:
+def finalize(
+    sums: Mapping[str, float], *, tokens: float, sequences: float, loss: float, demonstrated: float = 0
+) -> dict[str, float]:
     """Compute the metrics of an update from global sums and counts.
 
     Args:
         sums: Raw sums, merged over all microbatches and ranks.
-        tokens: Sampled tokens of the unmasked batch. Without any token every metric is 0.
+        tokens: Sampled tokens of the unmasked batch. Without any, their metrics are 0.
         sequences: Trajectories of the unmasked batch.
-        loss: The update's `loss.denominator`.
+        loss: The update's `loss.common_denominator`.
+        demonstrated: Tokens of demonstrations.
     """
     reported = {name: value for name, value in sums.items() if TABLE[name] is not Denominator.intermediate}
-    if tokens == 0:
-        return dict.fromkeys(reported, 0.0)
-
-    counts = {
-        Denominator.tokens: tokens,
-        Denominator.trajectories: sequences,
-        Denominator.loss: loss,
-        Denominator.max: 1.0,
-        Denominator.min: 1.0,
-    }
-    metrics = {name: value / counts[TABLE[name]] for name, value in reported.items()}
+    counts = {Denominator.loss: loss, Denominator.demonstrated: demonstrated}
+    if tokens:
+        counts[Denominator.tokens] = tokens
+        counts[Denominator.trajectories] = sequences
+        counts[Denominator.max] = counts[Denominator.min] = 1.0
+    elif not demonstrated:
+        counts = {}
+    metrics = {name: value / counts[TABLE[name]] if TABLE[name] in counts else 0.0 for name, value in reported.items()}
 
     # (Σw)² / (N · Σw²): 1 if all weights are equal.
-    if "mismatch/weight" in sums:
+    if tokens and "mismatch/weight" in sums:
         squares = tokens * sums["mismatch/weight_square"]
         metrics["mismatch/effective_sample_size"] = sums["mismatch/weight"] ** 2 / squares
     return metrics

@@ -132,6 +132,7 @@ class AlgorithmConfig:
     )
     kl_coefficient: float = setting(0.0, "Weight of the KL penalty in the loss.", at_least=0)
     entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus in the loss.", at_least=0)
+    ce_coefficient: float = setting(1.0, "Weight of the cross-entropy on demonstrations in the loss.", at_least=0)
     old_policy: OldPolicy = setting(
         OldPolicy.trainer,
         "Policy in the ratio's denominator: the trainer's log-probabilities at the start of the step, or the rollout "

@@ -31,7 +31,7 @@ from app.device import device_of
 from app.device.torchvision_shim import define_operators
 from app.errors import TrainerError
 from app.trainer.profile import FOLDER, StepProfiler
-from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
+from app.types import MemoryUse, ScoredGroup, StepReport, TokenSequence, TrainerMemory
 from app.utils.net import Listener
 from app.utils.process import log_to, memory_use
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from app.model.policy import PolicyModel
+    from app.trainer.step import StepSettings
 
 log = logging.getLogger(__name__)
 # Ray's concurrency groups: calls that run in their own thread, concurrently with the step.
@@ -73,6 +74,18 @@ class RankSpec:
     profile_steps: tuple[int, ...] = ()
     lora: LoraConfig = field(default_factory=LoraConfig)
 
+    @property
+    def step_settings(self) -> "StepSettings":
+        from app.trainer.step import StepSettings
+
+        return StepSettings(
+            algorithm=self.algorithm,
+            correction=self.correction,
+            temperature=self.temperature,
+            max_completion_tokens=self.max_completion_tokens,
+            tokens_per_microbatch=self.trainer.tokens_per_microbatch,
+        )
+
 
 class MemoryOffload(Protocol):
     """Moves a rank's memory regions between its device and the host."""
@@ -93,7 +106,7 @@ class TrainerRank:
         1. Create the actor.
         2. `start`, then `setup`, each on all ranks at once: `setup` runs collectives.
         3. `attach_offload`, and `attach` for each extension.
-        4. Steps: `begin_step` → `add_groups` … → `finish_step` or `abort_step`.
+        4. Steps: `begin_step` → `add_groups`, `add_demonstrations` … → `finish_step` or `abort_step`.
         5. Between steps: `offload` and `onload`, `capture` → `write`, `restore`.
     """
 
@@ -228,21 +241,16 @@ class TrainerRank:
     def _make_step(self) -> None:
         from app.trainer.checkpoint_state import RankState
         from app.trainer.optimizer import PolicyOptimizer
-        from app.trainer.step import StepSettings, TrainStep
+        from app.trainer.step import TrainStep
 
         spec = self.spec
         self.optimizer = PolicyOptimizer(
             self.model.parameters(), spec.trainer, run_updates=spec.run_updates, fused=self.device.fused_optimizer
         )
         reference = self.model if spec.reference and spec.lora.enabled else self.reference
-        settings = StepSettings(
-            algorithm=spec.algorithm,
-            correction=spec.correction,
-            temperature=spec.temperature,
-            max_completion_tokens=spec.max_completion_tokens,
-            tokens_per_microbatch=spec.trainer.tokens_per_microbatch,
+        self.step = TrainStep(
+            self.model, self.optimizer, spec.step_settings, self.torch_device, reference, self._peak_flops()
         )
-        self.step = TrainStep(self.model, self.optimizer, settings, self.torch_device, reference, self._peak_flops())
         self.state = RankState(self.model, self.optimizer, self.torch_device, timeout_s=self.spec.trainer.timeout_s)
 
     def _peak_flops(self) -> float | None:
@@ -264,6 +272,9 @@ class TrainerRank:
 
     def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
         self.step.add_groups(groups)
+
+    def add_demonstrations(self, sequences: Sequence[TokenSequence]) -> None:
+        self.step.add_demonstrations(sequences)
 
     def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
         self.step.old_logprobs(groups)

@@ -25,14 +25,17 @@ class RawSums:
     sequences: float = 0.0  # trajectories, however many sequences they have
     input_tokens: float = 0.0  # sampled or not
     padding_tokens: float = 0.0  # of dummies
+    demonstrated: float = 0.0  # tokens of demonstrations that are trained on
     sums: Mapping[str, float] = field(default_factory=dict)  # by name, see `algorithm.metrics.TABLE`
 
     @classmethod
-    def counts(cls, micro: MicroBatch) -> "RawSums":
+    def counts(cls, micro: MicroBatch, *, demonstrations: bool = False) -> "RawSums":
         """Return the counts of one microbatch. A dummy's tokens are padding and in no denominator."""
         size = float(micro.input_ids.numel())
         if micro.dummy:
             return cls(padding_tokens=size)
+        if demonstrations:
+            return cls(input_tokens=size, demonstrated=float(len(micro.targets)))
         return cls(float(len(micro.targets)), float(micro.trajectories), size)
 
     def __add__(self, other: "RawSums") -> "RawSums":
@@ -41,6 +44,7 @@ class RawSums:
             self.sequences + other.sequences,
             self.input_tokens + other.input_tokens,
             self.padding_tokens + other.padding_tokens,
+            self.demonstrated + other.demonstrated,
             merge(self.sums, other.sums),
         )
 
@@ -50,7 +54,7 @@ class RawSums:
             return self
 
         names = list(TABLE)
-        counts = [self.tokens, self.sequences, self.input_tokens, self.padding_tokens]
+        counts = [self.tokens, self.sequences, self.input_tokens, self.padding_tokens, self.demonstrated]
         present = [float(name in self.sums) for name in names]
         addends = [0.0 if TABLE[name] in EXTREMES else self.sums.get(name, 0.0) for name in names]
         summed = torch.tensor([*counts, *present, *addends], dtype=torch.float64)
@@ -68,26 +72,26 @@ class RawSums:
             for name, on_ranks, total, extreme in zip(names, present, totals, extremes.tolist(), strict=True)
             if on_ranks
         }
-        return RawSums(counts[0], counts[1], counts[2], counts[3], sums)
+        tokens, sequences, input_tokens, padding_tokens, demonstrated = counts
+        return RawSums(tokens, sequences, input_tokens, padding_tokens, demonstrated, sums)
 
 
 class UnreadSums:
     """Metric sums of an update's microbatches, left on the device so that the host can run ahead of it."""
 
     def __init__(self) -> None:
-        self._names: tuple[str, ...] = ()
-        self._values: list[Tensor] = []  # [sums] each
+        self._values: dict[tuple[str, ...], list[Tensor]] = {}  # [sums] each, by the names of the sums
 
     def add(self, loss_sums: LossSums) -> None:
-        """Keep the sums of a microbatch, a few numbers. All microbatches of an update have the same ones."""
-        self._names = tuple(loss_sums.sums)
-        self._values.append(loss_sums.stack())
+        """Keep the sums of a microbatch, a few numbers. Those of policy and demonstrations have other names."""
+        self._values.setdefault(tuple(loss_sums.sums), []).append(loss_sums.stack())
 
     def read(self) -> RawSums:
         """Return the merged sums and forget them. The host waits for the device, once."""
         sums: Mapping[str, float] = {}
-        for values in torch.stack(self._values).tolist() if self._values else []:
-            sums = merge(sums, dict(zip(self._names, values, strict=True)))
+        for names, stacked in self._values.items():
+            for values in torch.stack(stacked).tolist():
+                sums = merge(sums, dict(zip(names, values, strict=True)))
         self._values.clear()
         return RawSums(sums=sums)
 

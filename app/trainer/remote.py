@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayError
 from app.algorithm.packed_groups import Packed
 from app.errors import TrainerError, TrainerLost, one_line
 from app.trainer.rank import MemoryOffload, TrainerRank
-from app.types import MemoryUse, ScoredGroup, StepReport, TrainerMemory
+from app.types import MemoryUse, ScoredGroup, StepReport, TokenSequence, TrainerMemory
 from app.utils.ray_calls import reply, run_error
 
 P = ParamSpec("P")
@@ -68,6 +68,9 @@ class RemoteTrainer:
 
     async def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
         await self._each(TrainerRank.add_groups, _shared(groups))
+
+    async def add_demonstrations(self, sequences: Sequence[TokenSequence]) -> None:
+        await self._each(TrainerRank.add_demonstrations, sequences)
 
     async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
         await self._each(TrainerRank.old_logprobs, _shared(groups))

@@ -2,7 +2,7 @@
 
     CLOSED ── begin(version) ──→ OPEN ──┬── finish() ──→ CLOSED, the parameters are policy `version`
                                  ↑   │  └── abort() ───→ CLOSED, nothing changed
-                                 └───┘ add_groups(groups), any number of times
+                                 └───┘ add_groups(groups), add_demonstrations(sequences), any number of times
 
     microbatch   forward → raw loss sum → backward, gradients accumulate in FSDP2's sharded `.grad`
     update       all-reduce the counts → divide the gradients once → clip → optimizer update
@@ -27,7 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.algorithm.loss import LossSums, denominator, policy_loss
+from app.algorithm.loss import (
+    Component,
+    LossSums,
+    common_denominator,
+    demonstration_loss,
+    denominators,
+    policy_loss,
+)
 from app.algorithm.metrics import TABLE, finalize
 from app.algorithm.objective import TokenBatch
 from app.config.algorithm import AlgorithmConfig, Correction
@@ -41,7 +48,7 @@ from app.trainer.optimizer import PolicyOptimizer, UpdateResult, update_metrics
 from app.trainer.pass_gate import PassGate
 from app.trainer.reductions import RawSums, UnreadSums, all_gather_logprobs
 from app.trainer.throughput import ModelFlops, phase_timer, throughput_metrics
-from app.types import ScoredGroup, StepReport
+from app.types import ScoredGroup, StepReport, TokenSequence
 
 COLLECT_PASSES = 16  # between collections of garbage
 
@@ -138,7 +145,7 @@ class TrainStep:
         algorithm = self.settings.algorithm
         samples = make_samples(groups, mask_truncated=algorithm.mask_truncated)
         self._pending += samples
-        self._flops += sum(self.model_flops.sequence(each.tokens, each.sampled_tokens) for each in samples)
+        self._flops += _training_flops(self.model_flops, samples)
         if self.reference_flops is not None:
             self._flops += sum(self.reference_flops.forward(each.tokens, each.sampled_tokens) for each in samples)
 
@@ -148,17 +155,25 @@ class TrainStep:
             self._accumulate(self._pending[:ready])
             del self._pending[:ready]
 
+    def add_demonstrations(self, sequences: Sequence[TokenSequence]) -> None:
+        """Add sequences whose marked tokens are imitated (component ce), spread over the updates of the step."""
+        self._require_open("add_demonstrations")
+        samples = _demonstration_samples(sequences, first=len(self._demonstrations))
+        self._demonstrations += samples
+        self._flops += _training_flops(self.model_flops, samples)
+
     def finish(self) -> StepReport:
         """Compute the pending samples, update the parameters and close the step."""
         self._require_open("finish_step")
         assert self._open_version is not None
 
-        for samples in self._split_by_update():
+        updates = list(_by_update(self._pending, self.settings.algorithm))
+        for number, samples in enumerate(updates):
             self._accumulate(samples)
+            self._accumulate_demonstrations(self._demonstrations[number :: len(updates)])
             self._update()
 
-        applied = sum(result.applied for result in self._results)
-        report = StepReport(self._open_version, applied, self._metrics())
+        report = StepReport(self._open_version, sum(each.applied for each in self._results), self._metrics())
         self.version = self._open_version
         self._close()
         return report
@@ -186,6 +201,7 @@ class TrainStep:
     def _reset(self) -> None:
         """Clear the state of a step."""
         self._pending: list[Sample] = []
+        self._demonstrations: list[Sample] = []
         self._old_logprobs: dict[SampleKey, Tensor] = {}  # [T] each
         self._sums = RawSums()  # this rank, current update
         self._unread = UnreadSums()  # the metrics of the same, on the device
@@ -225,6 +241,22 @@ class TrainStep:
             if not micro.dummy:
                 self._unread.add(loss_sums)
 
+    def _accumulate_demonstrations(self, samples: Sequence[Sample]) -> None:
+        """Add the component ce to the current update, whose sampled tokens are all counted by now."""
+        if not samples:
+            return
+        demonstrated = RawSums(demonstrated=sum(sample.sampled_tokens for sample in samples))
+        coefficient = _ce_coefficient(self._sums.all_reduce() + demonstrated, self.settings)
+        for micro in self._microbatches(samples):
+            with self._timer.phase("forward"):
+                logprobs, _ = self._forward(self.model, micro, temperature=1.0)
+            with self._timer.phase("backward"):
+                loss_sums = demonstration_loss(logprobs, micro.weight_mask[micro.sequence], coefficient)
+                loss_sums.loss.backward()
+            self._sums += RawSums.counts(micro, demonstrations=True)
+            if not micro.dummy:
+                self._unread.add(loss_sums)
+
     def _forward_backward(self, micro: MicroBatch) -> LossSums:
         algorithm = self.settings.algorithm
 
@@ -250,16 +282,21 @@ class TrainStep:
         return loss_sums
 
     def _forward(
-        self, model: PolicyModel, micro: MicroBatch, *, entropy_gradient: bool = False
+        self,
+        model: PolicyModel,
+        micro: MicroBatch,
+        *,
+        entropy_gradient: bool = False,
+        temperature: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies of the sampled tokens, both [N]."""
+        """Return log-probabilities and entropies of the sampled tokens, both [N], by default as they were sampled."""
         return model(
             input_ids=micro.input_ids,
             position_ids=micro.position_ids,
             packing=micro.packing,
             logit_positions=micro.logit_positions,
             targets=micro.targets,
-            temperature=self.settings.temperature,
+            temperature=self.settings.temperature if temperature is None else temperature,
             entropy_gradient=entropy_gradient,
         )
 
@@ -278,17 +315,6 @@ class TrainStep:
 
     # --- updates
 
-    def _split_by_update(self) -> Iterator[Sequence[Sample]]:
-        """Yield the pending samples of each update: those of whole groups. Without samples, yield one empty update."""
-        algorithm = self.settings.algorithm
-        if algorithm.updates_per_step == 1 or not self._pending:
-            yield self._pending
-            return
-
-        groups = [list(samples) for _, samples in groupby(self._pending, key=lambda sample: sample.key[0])]
-        for start in range(0, len(groups), algorithm.prompts_per_update):
-            yield [sample for group in groups[start : start + algorithm.prompts_per_update] for sample in group]
-
     def _update(self) -> None:
         """Update the parameters from the accumulated gradients, with the denominator of all ranks."""
         self.gate.enter(update=True)
@@ -299,43 +325,80 @@ class TrainStep:
             self.version = None
 
             # FSDP2 averages gradients over the ranks; the loss is a sum over the ranks, divided once.
-            scale = self.ranks / max(self._denominator(totals), 1.0)
+            scale = self.ranks / common_denominator(_denominators(totals, self.settings))
             self._results.append(self.optimizer.update(scale=scale))
 
         self._totals += totals
         self._sums = RawSums()
 
-    def _denominator(self, totals: RawSums) -> float:
-        return denominator(
-            self.settings.algorithm,
-            tokens=totals.tokens,
-            sequences=totals.sequences,
-            max_completion_tokens=self.settings.max_completion_tokens,
-        )
-
     def _metrics(self) -> dict[str, float]:
-        totals = self._totals
-        computed = totals.input_tokens + totals.padding_tokens
-
-        # A step without trajectories reports every metric as 0.
-        sums = totals.sums or dict.fromkeys(TABLE, 0.0)
-        loss_metrics = finalize(sums, tokens=totals.tokens, sequences=totals.sequences, loss=self._denominator(totals))
-        throughput = throughput_metrics(
-            self._timer.seconds(),
-            tokens=totals.input_tokens,
-            flops=self._flops,
-            ranks=self.ranks,
-            peak_flops=self.peak_flops,
-        )
+        tokens = self._totals.input_tokens
         return {
-            **loss_metrics,
+            **_loss_metrics(self._totals, self.settings),
             **update_metrics(self._results),
             **adapter_metrics(self.model),
-            **throughput,
+            **throughput_metrics(
+                self._timer.seconds(), tokens=tokens, flops=self._flops, ranks=self.ranks, peak_flops=self.peak_flops
+            ),
             "time/microbatch_max": self._timer.longest("forward") + self._timer.longest("backward"),
-            "trainer/tokens": totals.input_tokens,
-            "trainer/padding_fraction": totals.padding_tokens / computed if computed else 0.0,
         }
+
+
+def _training_flops(flops: ModelFlops, samples: Sequence[Sample]) -> float:
+    return sum(flops.sequence(each.tokens, each.sampled_tokens) for each in samples)
+
+
+def _by_update(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> Iterator[Sequence[Sample]]:
+    """Yield the samples of each update: those of whole groups. Without samples, yield one empty update."""
+    if algorithm.updates_per_step == 1 or not samples:
+        yield samples
+        return
+
+    groups = [list(members) for _, members in groupby(samples, key=lambda sample: sample.key[0])]
+    for start in range(0, len(groups), algorithm.prompts_per_update):
+        yield [sample for group in groups[start : start + algorithm.prompts_per_update] for sample in group]
+
+
+def _denominators(totals: RawSums, settings: StepSettings) -> dict[Component, float]:
+    return denominators(
+        settings.algorithm,
+        tokens=totals.tokens,
+        sequences=totals.sequences,
+        demonstrated=totals.demonstrated,
+        max_completion_tokens=settings.max_completion_tokens,
+    )
+
+
+def _ce_coefficient(totals: RawSums, settings: StepSettings) -> float:
+    """Return c · N / N_ce, with the common denominator N."""
+    divisors = _denominators(totals, settings)
+    return settings.algorithm.ce_coefficient * common_denominator(divisors) / max(divisors[Component.ce], 1.0)
+
+
+def _loss_metrics(totals: RawSums, settings: StepSettings) -> dict[str, float]:
+    """Return the metrics of the loss and of the tokens that were computed."""
+    computed = totals.input_tokens + totals.padding_tokens
+    losses = finalize(
+        # A step without trajectories reports every metric as 0.
+        totals.sums or dict.fromkeys(TABLE, 0.0),
+        tokens=totals.tokens,
+        sequences=totals.sequences,
+        loss=common_denominator(_denominators(totals, settings)),
+        demonstrated=totals.demonstrated,
+    )
+    return {
+        **losses,
+        "trainer/tokens": totals.input_tokens,
+        "trainer/padding_fraction": totals.padding_tokens / computed if computed else 0.0,
+    }
+
+
+def _demonstration_samples(sequences: Sequence[TokenSequence], *, first: int) -> list[Sample]:
+    """Return demonstrations as samples with keys of their own, numbered from `first`."""
+    return [
+        Sample(each, 0.0, 1.0, (f"demonstration/{number}", 0, 0), len(each.logprobs))
+        for number, each in enumerate(sequences, start=first)
+    ]
 
 
 def _by_sample(logprobs: Tensor, micro: MicroBatch) -> dict[SampleKey, Tensor]:

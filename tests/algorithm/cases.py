@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from app.algorithm import metrics
-from app.algorithm.loss import denominator, policy_loss
+from app.algorithm.loss import common_denominator, denominators, policy_loss
 from app.algorithm.objective import TokenBatch
 from app.config.algorithm import AlgorithmConfig, Correction, Kl
 
@@ -92,7 +92,9 @@ def update(
 
     sequences = [sequence for case in microbatches for sequence in case]
     tokens = sum(map(len, sequences))
-    divisor = denominator(config, tokens=tokens, sequences=len(sequences), max_completion_tokens=LIMIT)
+    divisor = common_denominator(
+        denominators(config, tokens=tokens, sequences=len(sequences), max_completion_tokens=LIMIT)
+    )
     return Update(
         loss=total / divisor,
         gradient=[value / divisor for value in gradient],

@@ -20,7 +20,17 @@ from app.model.load import load
 from app.model.policy import PolicyModel, named_trained_tensors
 from app.trainer.optimizer import PolicyOptimizer, UpdateResult
 from app.trainer.step import StepSettings, TrainStep
-from app.types import Completion, FinishReason, Group, Prompt, ScoredGroup, StepReport, Trajectory, VersionSpan
+from app.types import (
+    Completion,
+    FinishReason,
+    Group,
+    Prompt,
+    ScoredGroup,
+    StepReport,
+    TokenSequence,
+    Trajectory,
+    VersionSpan,
+)
 from tests.model.lora.support import move
 
 VOCABULARY = 101
@@ -51,6 +61,18 @@ def _trajectory(prompt: Prompt, random: np.random.Generator, length: int) -> Tra
     return Trajectory(
         prompt, Completion(_tokens(random, length), logprobs, reason, (VersionSpan(0, 0, length),)), "", reward=0.0
     )
+
+
+def demonstrations(count: int, *, seed: int = 5) -> list[TokenSequence]:
+    """Make sequences of random tokens, of which random ones after the first are imitated."""
+    random = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        length = int(random.integers(2, LIMIT + 6))
+        imitated = random.random(length) < 0.6
+        imitated[0], imitated[-1] = False, True
+        made.append(TokenSequence.demonstration(_tokens(random, length), imitated))
+    return made
 
 
 def with_logprobs(groups: Sequence[ScoredGroup], logprobs: Sequence[np.ndarray]) -> list[ScoredGroup]:
@@ -110,6 +132,7 @@ class Scenario:
     lora: LoraConfig = field(default_factory=LoraConfig)
     moved: bool = False  # whether adapters start at random values, and not at B = 0
     compute_dtype: torch.dtype = torch.float32
+    demonstrations: Sequence[TokenSequence] = ()
 
 
 @dataclass(frozen=True)
@@ -194,6 +217,7 @@ def train(step: TrainStep, scenario: Scenario, version: int = 1) -> StepReport:
             step.old_logprobs(piece)
     for piece in pieces:
         step.add_groups(piece)
+    step.add_demonstrations(scenario.demonstrations)
     return step.finish()
 
 
