@@ -5,8 +5,9 @@ nor an accelerator.
 
 Invariants:
 - `export/` is replaced only by a complete directory.
-- Adapters are merged into the base in float32, rounded once to its dtype, and also written to `export/adapter/` as they
-  are.
+- Trained tensors have the dtypes of the source, but float32 if the run computed in it: short trainings move weights by
+  less than a step of bfloat16's grid.
+- Adapters are merged into the base in float32, rounded at most once, and also written to `export/adapter/` as they are.
 - The model card replaces that of the base, of which the license remains. It has no local paths: exports are published.
 """
 
@@ -23,6 +24,7 @@ from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import RunState, lora_of, read_intact, read_state
 from app.config import RunConfig
 from app.config.command_line import DISTRIBUTION, command, override
+from app.config.device import Dtype
 from app.config.model import LoraConfig, ModelConfig
 from app.data.records.sources import is_remote
 from app.errors import RunError
@@ -101,7 +103,7 @@ def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
     """Copy the model directory `source` to `out`, with the tensors of a checkpoint in place of its own.
 
     Of a checkpoint with adapters, those are merged into the tensors of `source`.
-    The cards describe the run in `out.parent`.
+    The dtype and the cards are those of the run in `out.parent`.
 
     Raises:
         CheckpointError: The checkpoint is damaged.
@@ -114,7 +116,7 @@ def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
     unfinished = out.with_name(f"{out.name}.new{files.UNFINISHED}")
     try:
         files.remove(unfinished)
-        _write(checkpoint, source, lora_of(state), unfinished)
+        _write(checkpoint, source, out.parent, lora_of(state), unfinished)
         _write_cards(unfinished, out.parent, source, state.step)
         if template is not None:
             (unfinished / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
@@ -129,17 +131,21 @@ def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
     return out
 
 
-def _write(checkpoint: Path, source: Path, lora: LoraConfig, out: Path) -> None:
+def _write(checkpoint: Path, source: Path, run: Path, lora: LoraConfig, out: Path) -> None:
+    import torch
+
     from app.model.hf_export import export, export_adapter
     from app.model.lora.names import adapter_config, merged
     from app.trainer.checkpoint_state import read_weights
 
+    config, _ = read_config(run)
+    dtype = torch.float32 if config.get("device.dtype") == Dtype.float32.name else None
     if not lora.enabled:
-        export(source, read_weights(checkpoint), out)
+        export(source, read_weights(checkpoint), out, dtype)
         return
 
     adapters = dict(read_weights(checkpoint))
-    export(source, merged(source, adapters, lora.scale), out)
+    export(source, merged(source, adapters, lora.scale), out, dtype)
     export_adapter(adapters, adapter_config(lora, adapters, str(source)), out / ADAPTER)
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 
 from app.checkpoint import export as exporter
 from app.checkpoint.manager import CheckpointManager
@@ -25,11 +26,13 @@ from app.config.trainer import TrainerConfig
 from app.errors import CheckpointError, RunError
 from app.mode.export import export_run
 from app.model.hf_directory import identity
+from app.tracking.run_folder import CONFIG
 from app.trainer.step import TrainStep
 from app.types import GroupRequest, Sampling
 from tests.checkpoint.plain_files import DATA, flip_a_byte, save
 from tests.checkpoint.resume_scenarios import trainer_of
 from tests.checkpoint.saves import OneProcess
+from tests.compose import composed
 from tests.conftest import make_engine
 from tests.model.support import batch, save_qwen3, save_qwen35
 from tests.refusals import refused
@@ -95,6 +98,25 @@ def test_transformers_with_an_export_matches_the_trainer(make: Callable[[Path], 
     for file in source.iterdir():
         if file.suffix != ".safetensors":
             assert (out / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_export_of_a_bfloat16_model_has_the_precision_of_its_run(dtype: torch.dtype, tmp_path: Path) -> None:
+    source, run = save_qwen3(tmp_path / "source"), tmp_path / "run"
+    rounded = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(rounded, source / "model.safetensors", metadata={"format": "pt"})
+    step = trained(source, run)
+    (run / CONFIG).mkdir()
+    name = str(dtype).removeprefix("torch.")
+    OmegaConf.save(OmegaConf.structured(composed(f"device.dtype={name}")), run / CONFIG / "config.yaml")
+
+    out = export_run(config_of(source), run)
+    weights = load_file(out / "model.safetensors")
+    expected = dict(step.model.causal_lm.named_parameters())
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert weight.dtype == dtype
+        assert torch.equal(weight, expected[name].detach().to(dtype)), name
 
 
 def test_an_export_replaces_the_previous_one_and_leaves_nothing_else(tmp_path: Path) -> None:
