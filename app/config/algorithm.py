@@ -132,7 +132,10 @@ class AlgorithmConfig:
     )
     kl_coefficient: float = setting(0.0, "Weight of the KL penalty in the loss.", at_least=0)
     entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus in the loss.", at_least=0)
-    ce_coefficient: float = setting(1.0, "Weight of the cross-entropy on demonstrations in the loss.", at_least=0)
+    ce_coefficient: float = setting(
+        1.0, "Weight of the cross-entropy on the rows of data.demonstrations in the loss.", at_least=0
+    )
+    demonstrations_per_step: int = setting(8, "Rows of data.demonstrations in each step.", at_least=1)
     old_policy: OldPolicy = setting(
         OldPolicy.trainer,
         "Policy in the ratio's denominator: the trainer's log-probabilities at the start of the step, or the rollout "

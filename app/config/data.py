@@ -176,6 +176,12 @@ class DataConfig:
         "Evaluation sets by name; {} evaluates on held-out training rows, named eval, also where a preset has sets.",
         noun="entries as in +data.eval_sets.mine.path=FILE",
     )
+    demonstrations: Any = setting(
+        None,
+        "Rows whose replies an RL run imitates as well, algorithm.demonstrations_per_step of them in each step; "
+        "question and reply are read as in mode=sft.",
+        noun=f"null, {FILES}",
+    )
     from_environment: bool = setting(
         False, "The rows are the tasks of the environment, which lists them when it is loaded."
     )
@@ -218,6 +224,7 @@ class DataConfig:
     def _validate_sources(self) -> None:
         _expect_path("data.path", self.path)
         _expect_path("data.eval_path", self.eval_path)
+        _expect_path("data.demonstrations", self.demonstrations)
 
         for name, training in self.train_sets.items():
             expect(training.path is not None, f"data.train_sets.{name}.path", None, FILES)

@@ -95,7 +95,7 @@ CUT = (
 NODES = "nodes join through Ray: start them with launch/ray_cluster.sh or launch/slurm.sbatch, or set cluster.address"
 PARALLEL = "FSDP2 shards the trainer over placement.trainer_devices; there is no other parallelism of the trainer"
 SEQUENCE_PARALLEL = "there is no sequence parallelism: a sequence is trained on one device, as mode=plan checks"
-SFT = "there is no supervised stage: start from a model that is tuned already, with model.path=<directory>"
+SFT = "a supervised run is mode=sft data.path=<rows with replies>"
 VLLM = "there is no vLLM backend: SGLang generates; its flags are +rollout.engine_args.<flag>=<value>"
 
 REASONS = {  # why there is no such setting, and the ends of its names
@@ -129,7 +129,6 @@ CHOICES = {  # choices of a group, and values of a setting, that other programs 
     "algorithm=ppo": CRITIC,
     "algorithm=reinforce++": "REINFORCE++ normalizes over a whole step, which streaming cannot",
     "device=mps": "there is no backend for Apple GPUs: device=cpu runs everywhere",
-    "mode=sft": SFT,
     "placement=async": "write placement=fully_async",
 }
 

@@ -30,12 +30,18 @@ class Mode(Enum):
     """What the command does; each mode is a module or package of `app.mode`."""
 
     train = "train"
+    sft = "sft"
     eval = "eval"
     plan = "plan"
     doctor = "doctor"
     parity = "parity"
     export = "export"
     report = "report"
+
+    @property
+    def trains(self) -> bool:
+        """Whether the mode makes steps of a run that can be resumed."""
+        return self in (Mode.train, Mode.sft)
 
 
 @dataclass
@@ -44,9 +50,10 @@ class RunConfig:
 
     mode: Mode = setting(
         Mode.train,
-        "train trains; eval evaluates a model or, with resume, a checkpoint; plan prints devices, batches and a memory "
-        "estimate; doctor checks this machine; parity compares the device's numbers with a float32 CPU reference; "
-        "export writes a checkpoint as a Hugging Face directory; report writes report.html.",
+        "train trains by reinforcement; sft imitates the replies of rows; eval evaluates a model or, with resume, a "
+        "checkpoint; plan prints devices, batches and a memory estimate; doctor checks this machine; parity compares "
+        "the device's numbers with a float32 CPU reference; export writes a checkpoint as a Hugging Face directory; "
+        "report writes report.html.",
     )
     seed: int = setting(0, "Seed of the data order and of sampling.", at_least=0, at_most=2**31 - 1)
     steps: int = setting(60, "Training steps of the run.", at_least=1)
@@ -81,13 +88,20 @@ class RunConfig:
 
     @property
     def engines(self) -> int:
-        """Number of engines."""
+        """Number of engines. A supervised run has none, unless it is evaluated."""
+        if not self.evaluates:
+            return 0
         return len(self.rollout.urls) or self.placement.engine_devices // self.rollout.tensor_parallel
 
     @property
     def optimizer_updates(self) -> int:
         """Optimizer updates of the whole run, over which the learning rate decays."""
-        return self.steps * self.algorithm.updates_per_step
+        return self.steps * (1 if self.mode is Mode.sft else self.algorithm.updates_per_step)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether completions are sampled: a supervised run does it for `eval.every` alone."""
+        return self.mode is not Mode.sft or self.eval.every > 0
 
     @property
     def shared_devices(self) -> bool:
@@ -97,7 +111,7 @@ class RunConfig:
     @property
     def requests_per_engine(self) -> int:
         """The most completions in flight on each engine while training, spread evenly."""
-        return math.ceil(self.groups_in_flight * self.algorithm.group_size / self.engines)
+        return math.ceil(self.groups_in_flight * self.algorithm.group_size / max(1, self.engines))
 
     @property
     def groups_in_flight(self) -> int:
@@ -176,18 +190,35 @@ class RunConfig:
         )
         transport_of(self.weight_sync, shared_devices=self.shared_devices, device=self.device.kind)
 
+        self._validate_demonstrations()
         self._validate_devices()
         self._validate_stream()
         self._validate_tasks()
         compares = self.reward.needs_answer
         why = f"a field of the rows with reward={compares}, which compares with it; or a reward of your own"
-        expect(self.data.answer is not None or compares is None, "data.answer", None, why)
+        answered = self.data.answer is not None or self.mode is Mode.sft  # whose reply is the answer
+        expect(answered or compares is None, "data.answer", None, why)
         negative = [name for name, term in self.reward.terms().items() if term.weight < 0]
         why = "another one with a negative weight in reward.components: it needs rewards of at least 0"
         expect(self.algorithm.advantage != "maxrl" or not negative, "algorithm.advantage", "maxrl", why)
         scored = self.environment.scores or "environment" not in self.reward.components
         why = f"another reward with {self.environment.choice}, which has no score of its own"
         expect(scored, "reward", "environment", why)
+
+    def _validate_demonstrations(self) -> None:
+        if self.mode is not Mode.sft:
+            return
+        algorithm, data = self.algorithm, self.data
+        kind = self.placement.kind
+        accepted = "colocate with mode=sft, which has engines for its evaluations only"
+        expect(kind is PlacementKind.colocate, "placement", kind, accepted)
+        expect(not self.environment.multi_turn, "environment", self.environment.choice, "single_turn with mode=sft")
+        accepted = "null with mode=sft, which imitates the rows of data.path"
+        expect(data.demonstrations is None, "data.demonstrations", data.demonstrations, accepted)
+        accepted = "1 with mode=sft, whose loss has no other component"
+        expect(algorithm.ce_coefficient == 1, "algorithm.ce_coefficient", algorithm.ce_coefficient, accepted)
+        accepted = "none with mode=sft, which is no reinforcement"
+        expect(not algorithm.needs_reference, "algorithm.kl", algorithm.kl, accepted)
 
     def _validate_devices(self) -> None:
         colocated = self.placement.kind is PlacementKind.colocate

@@ -132,14 +132,14 @@ def build(
     """
     loaded = loaded or rows.load(config)
     weights = weights_of(config)
-    all_train = _prompts(loaded.train, config, tokenizer, set_name=None)
+    all_train = prompts_of(loaded.train, config, tokenizer)
     train = _within_limit(all_train, "the training set", max_prompt_tokens)
     _require_all_sets(train, weights, max_prompt_tokens)
     total = len(all_train)
 
     evals: dict[str, list[Prompt]] = {}
     for name, eval_rows in loaded.evals.items():
-        prompts = _prompts(eval_rows, config, tokenizer, set_name=name)
+        prompts = prompts_of(eval_rows, config, tokenizer, set_name=name)
         evals[name] = _within_limit(prompts, f"evaluation set {name}", max_prompt_tokens)
         total += len(prompts)
 
@@ -148,7 +148,10 @@ def build(
     return PromptData(cursor, evals, counts, total - counts.total, total, loaded.warnings)
 
 
-def _prompts(members: Sequence[Row], config: DataConfig, tokenizer: Any, *, set_name: str | None) -> list[Prompt]:
+def prompts_of(
+    members: Sequence[Row], config: DataConfig, tokenizer: Any, *, set_name: str | None = None
+) -> list[Prompt]:
+    """Return the prompts of rows of an evaluation set, or of training rows. Raises `ConfigError` as `build` does."""
     encoded = encode(members, config, tokenizer)
 
     prompts = []
@@ -166,6 +169,7 @@ def _prompts(members: Sequence[Row], config: DataConfig, tokenizer: Any, *, set_
                 question=row.question,
                 row=row.columns,
                 messages=conversation(row, config),
+                reply=row.reply,
             )
         )
     return prompts

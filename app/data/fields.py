@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.data.records.messages import Message, WrongMessages, checked, is_list_of_messages
+from app.data.records.messages import REPLY, Message, WrongMessages, checked, is_list_of_messages
 from app.errors import ConfigError
 
 WITHOUT = "data.answer=null trains without one, if no reward needs it"
@@ -28,6 +28,7 @@ class Row:
     index: int  # in its file, from 0; independent of dropped rows
     columns: Mapping[str, Any]  # all of them, as JSON values
     messages: tuple[Message, ...] = ()  # if the question is a column of chat messages
+    reply: Message | None = None  # to imitate
 
     @property
     def asked(self) -> str:
@@ -44,6 +45,7 @@ class FieldMap:
     answer: str | None  # None: rows have none
     answer_after: str | None
     may_be_blank: bool = False  # an environment may have its own ways to ask and to judge
+    replies: bool = False  # rows have a reply to imitate: the last message, or the whole answer
 
     def row(self, record: Mapping[str, Any], *, source: str, index: int, place: str) -> Row:
         """Map a record to a row.
@@ -59,11 +61,26 @@ class FieldMap:
         """
         columns = {sys.intern(str(name)): plain(value) for name, value in record.items() if not _is_bytes(value)}
         messages = self._messages(columns, place)
+        reply = None
+        if self.replies and messages:
+            *before, reply = messages
+            messages = tuple(before)
         question = messages[-1]["content"] if messages else self._text(columns, "question", self.question, place)
-        answer = "" if self.answer is None else self._text(columns, "answer", self.answer, place)
+        answer = self._answer(columns, reply, place)
+        if self.replies and reply is None:
+            reply = {"role": REPLY, "content": answer}
         if self.answer is not None and self.answer_after:
             answer = self._after(answer, self.answer_after, place)
-        return Row(question, answer, source, index, columns, messages)
+        return Row(question, answer, source, index, columns, messages, reply)
+
+    def _answer(self, record: Mapping[str, Any], reply: Message | None, place: str) -> str:
+        """Return the whole answer; without a field of its own, what the reply says."""
+        if reply is not None and (self.answer is None or isinstance(find(record, self.answer), Missing)):
+            content: str = reply["content"]
+            return content
+        if self.answer is None and self.replies:
+            raise ConfigError(f"{self.key}.answer", None, f"the field of the reply; {place} is no conversation")
+        return "" if self.answer is None else self._text(record, "answer", self.answer, place)
 
     def _messages(self, record: Mapping[str, Any], place: str) -> tuple[Message, ...]:
         """Return the messages of the question's field; none if it has text."""
@@ -72,7 +89,7 @@ class FieldMap:
         if not is_list_of_messages(value):
             return ()
         try:
-            messages = checked(value)
+            messages = checked(value, replied=self.replies)
         except WrongMessages as error:
             raise self._error("question", self.question, f"{error} in {place}") from error
         for message in messages:

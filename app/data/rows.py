@@ -16,7 +16,7 @@ Invariants:
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app.config.data import DataConfig, EvalSetConfig, Generator, TrainSetConfig
@@ -25,6 +25,7 @@ from app.data.fields import FieldMap, Row
 from app.data.reading import BrokenRows, Setting, read_rows
 from app.data.records import sources
 from app.data.records.formats import Record, Records
+from app.data.records.messages import REPLY
 from app.errors import ConfigError, yaml_text
 
 DEFAULT_EVAL_SET = "eval"
@@ -46,12 +47,13 @@ class DataRows:
     broken: int = 0  # rows that were skipped
 
 
-def load(config: DataConfig, *, tasks: Tasks = ()) -> DataRows:
+def load(config: DataConfig, *, tasks: Tasks = (), replies: bool = False) -> DataRows:
     """Read or generate all rows.
 
     Args:
         config: Settings of `data=`.
         tasks: What the environment lists, with `data.from_environment`.
+        replies: Whether rows have a reply to imitate.
 
     Raises:
         ConfigError: Rows cannot be read, or there are none.
@@ -60,13 +62,13 @@ def load(config: DataConfig, *, tasks: Tasks = ()) -> DataRows:
     held_out_sets = [name for name, evaluation in sets.items() if _is_held_out(config, evaluation)]
     broken = BrokenRows(config.max_broken_rows)
 
-    train, held_out = _training(config, bool(held_out_sets), broken, tasks)
+    train, held_out = _training(config, bool(held_out_sets), broken, tasks, replies=replies)
     warnings = _held_out_warnings(config, held_out_sets)
 
     evals = {}
     overlaps = []
     for name, evaluation in sets.items():
-        rows = held_out if name in held_out_sets else _read_evaluation(config, name, evaluation, broken)
+        rows = held_out if name in held_out_sets else _read_evaluation(config, name, evaluation, broken, replies)
         evals[name] = rows[: evaluation.rows]
         remedy = "; data.distinct=true keeps one of each" if name in held_out_sets and not config.distinct else ""
         overlaps += _overlap_warnings(train, name, evals[name], remedy)
@@ -118,16 +120,24 @@ def is_generated(config: DataConfig) -> bool:
     return config.path is None and own
 
 
-def check_files(config: DataConfig) -> None:
+def demonstrations(config: DataConfig) -> list[Row]:
+    """Read the rows of `data.demonstrations`. Raises `ConfigError` as `load` does."""
+    key = ("data.demonstrations", yaml_text(config.demonstrations))
+    records = sources.read(config.demonstrations, subset=None, split="train", key="data.demonstrations")
+    fields = FieldMap("data", config.question, config.answer, config.answer_after, replies=True)
+    return read_rows(records, fields, "demonstrations", key, config.distinct, BrokenRows(config.max_broken_rows))
+
+
+def check_files(config: DataConfig, *, replies: bool = False) -> None:
     """Raise the `ConfigError` that `load` would raise for its sets that are files, where others are not."""
     broken = BrokenRows(config.max_broken_rows)
     training = [each.path for each in config.train_sets.values()] or [config.path]
     elsewhere = config._target_ is not None or config.from_environment
     if not elsewhere and not any(path is not None and sources.is_remote(path) for path in training):
-        _training(config, False, broken)
+        _training(config, False, broken, replies=replies)
     for name, evaluation in evaluation_sets(config).items():
         if evaluation.path is not None and not sources.is_remote(evaluation.path):
-            _read_evaluation(config, name, evaluation, broken)
+            _read_evaluation(config, name, evaluation, broken, replies)
 
 
 def _is_held_out(config: DataConfig, evaluation: EvalSetConfig) -> bool:
@@ -143,21 +153,26 @@ def _of_path(config: DataConfig) -> bool:
 
 
 def _training(
-    config: DataConfig, with_held_out: bool, broken: BrokenRows, tasks: Tasks = ()
+    config: DataConfig, with_held_out: bool, broken: BrokenRows, tasks: Tasks = (), *, replies: bool = False
 ) -> tuple[list[Row], list[Row]]:
     """Return the rows of all training sets, and those held out of each."""
     if is_generated(config):
-        return _generated(config)
+        generated, evaluated = _generated(config)
+        return ([_with_reply(row) for row in generated] if replies else generated), evaluated
 
     train: list[Row] = []
     held_out: list[Row] = []
-    for setting, rows in _read_training(config, broken, tasks).items():
+    for setting, rows in _read_training(config, broken, tasks, replies).items():
         if with_held_out and len(rows) < MIN_ROWS:
             raise _too_few(setting, len(rows), of_environment=config.from_environment)
         kept, held = _hold_out(rows, config.eval_fraction) if with_held_out else (rows, [])
         train += kept
         held_out += held
     return train, held_out
+
+
+def _with_reply(row: Row) -> Row:
+    return replace(row, reply={"role": REPLY, "content": row.answer})
 
 
 def _generated(config: DataConfig) -> tuple[list[Row], list[Row]]:
@@ -170,14 +185,14 @@ def _generated(config: DataConfig) -> tuple[list[Row], list[Row]]:
             return generators.chain(config.chain)
 
 
-def _read_training(config: DataConfig, broken: BrokenRows, tasks: Tasks) -> dict[Setting, list[Row]]:
+def _read_training(config: DataConfig, broken: BrokenRows, tasks: Tasks, replies: bool) -> dict[Setting, list[Row]]:
     """Return the rows of each training set, by the setting that errors about all of them name."""
     if config.from_environment:
         key: Setting = ("data.from_environment", "true")
         fields = FieldMap("data", config.question, config.answer, config.answer_after, may_be_blank=True)
         return {key: read_rows(_records(tasks), fields, config.name, key, config.distinct, broken)}
 
-    fields = FieldMap("data", config.question, config.answer, config.answer_after)
+    fields = FieldMap("data", config.question, config.answer, config.answer_after, replies=replies)
     if config._target_ is not None:
         key = (user_rows.KEY, config._target_)
         records = user_rows.read(config._target_, config.args)
@@ -186,7 +201,7 @@ def _read_training(config: DataConfig, broken: BrokenRows, tasks: Tasks) -> dict
     if config.train_sets:
         sets = config.train_sets.items()
         return {
-            (f"data.train_sets.{name}.path", yaml_text(each.path)): _read_set(config, name, each, broken)
+            (f"data.train_sets.{name}.path", yaml_text(each.path)): _read_set(config, name, each, broken, replies)
             for name, each in sets
         }
 
@@ -200,31 +215,34 @@ def _records(tasks: Tasks) -> Iterator[Record]:
         yield Record("the tasks of the environment", number, dict(task))
 
 
-def _read_set(config: DataConfig, name: str, training: TrainSetConfig, broken: BrokenRows) -> list[Row]:
+def _read_set(config: DataConfig, name: str, training: TrainSetConfig, broken: BrokenRows, replies: bool) -> list[Row]:
     key = f"data.train_sets.{name}"
     records = sources.read(training.path, subset=training.subset, split=training.split, key=f"{key}.path")
-    fields = _fields_of(config, key, training)
+    fields = _fields_of(config, key, training, replies)
     return read_rows(records, fields, name, (f"{key}.path", training.path), config.distinct, broken)
 
 
-def _read_evaluation(config: DataConfig, name: str, evaluation: EvalSetConfig, broken: BrokenRows) -> list[Row]:
+def _read_evaluation(
+    config: DataConfig, name: str, evaluation: EvalSetConfig, broken: BrokenRows, replies: bool
+) -> list[Row]:
     key = "data" if config.eval_path is not None else f"data.eval_sets.{name}"
     path_key = "data.eval_path" if config.eval_path is not None else f"{key}.path"
 
     path = evaluation.path or config.path
     subset = evaluation.subset if evaluation.path else evaluation.subset or config.subset
     records: Records = sources.read(path, subset=subset, split=evaluation.split, key=path_key)
-    fields = _fields_of(config, key, evaluation)
+    fields = _fields_of(config, key, evaluation, replies)
     return read_rows(records, fields, name, (path_key, path), config.distinct, broken)
 
 
-def _fields_of(config: DataConfig, key: str, own: TrainSetConfig | EvalSetConfig) -> FieldMap:
+def _fields_of(config: DataConfig, key: str, own: TrainSetConfig | EvalSetConfig, replies: bool) -> FieldMap:
     """Return the fields of a set: its own, else those of `data`."""
     return FieldMap(
         key=key,
         question=own.question or config.question,
         answer=own.answer or config.answer,
         answer_after=config.answer_after if own.answer_after is None else own.answer_after,
+        replies=replies,
     )
 
 

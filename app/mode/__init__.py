@@ -37,6 +37,7 @@ class ModeSpec:
 
 MODES = {
     Mode.train: ModeSpec("app.mode.train", writes=True),
+    Mode.sft: ModeSpec("app.mode.sft", writes=True),
     Mode.eval: ModeSpec("app.mode.eval", writes=True),
     Mode.parity: ModeSpec("app.mode.parity", writes=True),
     Mode.plan: ModeSpec("app.mode.plan", writes=False),

@@ -98,7 +98,7 @@ def data(run: RunInputs) -> Iterator[Finding]:
         check_template([*loaded.train, *(row for each in loaded.evals.values() for row in each)], config.data)
         run.count_steps(len(loaded.train))
     else:
-        rows.check_files(config.data)
+        rows.check_files(config.data, replies=run.replies)
 
     counted, *_ = describe_rows(config.data, loaded, config.algorithm.prompts_per_step, config.steps)
     yield Finding("data", f"{config.data.name}: {counted.removeprefix('Data: ')}")
@@ -190,6 +190,25 @@ def prompts(run: RunInputs) -> Iterator[Finding]:
     yield Finding("first prompt", _shown(run.tokenizer.decode(first.token_ids)))
 
 
+def demonstrations(run: RunInputs) -> Iterator[Finding]:
+    """Whether the replies to imitate can be rendered, and how many are too long."""
+    config = run.config
+    if run.replies:
+        start = run.prompts.train.state()
+        prompts = run.prompts.train.take(len(run.prompts.train))
+        run.prompts.train.restore(start)
+    elif config.data.demonstrations is not None:
+        prompts = run.demonstrations.prompts
+    else:
+        return
+
+    yield Finding("demonstrations", f"{len(prompts):,} to imitate")
+    if cut := run.demonstrator.count_cut(prompts):
+        limit = f"rollout.max_prompt_tokens + rollout.max_completion_tokens = {config.rollout.max_tokens}"
+        warning = f"{cut} of {len(prompts)} demonstrations are cut: longer than {limit}"
+        yield Finding("demonstrations", warning, CheckStatus.warn, WARNED)
+
+
 def same_run(run: RunInputs) -> None:
     """Whether model and data are those of the checkpoint that the run starts from."""
     if run.checkpoint is None:
@@ -198,7 +217,7 @@ def same_run(run: RunInputs) -> None:
 
     state = read_state(run.checkpoint)
     require_model(state, identity(run.model_path, run.config.model.lora, run.chat_template), run.checkpoint)
-    if run.config.mode is Mode.train:
+    if run.config.mode.trains:
         start = run.prompts.train.state()
         run.prompts.train.restore(state.extra[CURSOR])  # compares the data
         run.prompts.train.restore(start)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import app.data.build as data
 from app.config import Mode, RunConfig
@@ -16,7 +16,10 @@ from app.data import rows
 from app.data.counts import steps_of_epochs
 from app.device import Device, device_of
 from app.mode.environments import require_environment
-from app.model.hf_directory import load_tokenizer, local_folder, locate, own_template
+from app.model.hf_directory import load_tokenizer, local_folder, locate, own_template, stop_ids
+
+if TYPE_CHECKING:
+    from app.data.demonstrations import DemonstrationStream, Demonstrator
 
 
 class CheckStage(Enum):
@@ -48,6 +51,11 @@ class RunInputs:
     def trains(self) -> bool:
         """Whether this is about a training run."""
         return self.config.mode not in (Mode.eval, Mode.parity)
+
+    @property
+    def replies(self) -> bool:
+        """Whether the rows of the run have replies that it imitates."""
+        return self.config.mode is Mode.sft
 
     @cached_property
     def device(self) -> Device:
@@ -84,13 +92,35 @@ class RunInputs:
     @cached_property
     def rows(self) -> rows.DataRows:
         self.status("preparing the data")
-        return rows.load(self.config.data, tasks=self.tasks if self.config.data.from_environment else ())
+        tasks = self.tasks if self.config.data.from_environment else ()
+        return rows.load(self.config.data, tasks=tasks, replies=self.replies)
 
     @cached_property
     def prompts(self) -> data.PromptData:
         longest = self.config.rollout.max_prompt_tokens
         seed = self.config.seed
         return data.build(self.config.data, self.tokenizer, seed=seed, max_prompt_tokens=longest, loaded=self.rows)
+
+    @cached_property
+    def demonstrator(self) -> "Demonstrator":
+        """Renders what the run imitates."""
+        from app.data.demonstrations import Demonstrator
+
+        return Demonstrator(self.config.data, self.tokenizer, stop_ids(self.model_path), self.config.rollout.max_tokens)
+
+    @cached_property
+    def demonstrations(self) -> "DemonstrationStream":
+        """The rows of `data.demonstrations`."""
+        from app.data.demonstrations import DemonstrationStream
+
+        config = self.config
+        return DemonstrationStream(
+            self.demonstrator,
+            rows.demonstrations(config.data),
+            per_step=config.algorithm.demonstrations_per_step,
+            seed=config.seed,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+        )
 
     def count_steps(self, prompts: int) -> None:
         """Set the steps of `epochs`."""

@@ -23,7 +23,7 @@ from app.checkpoint.export import FOLDER as EXPORT
 from app.checkpoint.folder import best, latest, step_of
 from app.checkpoint.run_state import read_state
 from app.cluster.process_reaper import process_reaper
-from app.config import Mode, RunConfig
+from app.config import RunConfig
 from app.config.command_line import command, override
 from app.errors import CheckpointError, ConfigError, RunError, echo
 from app.recovery.resume import NEVER, apply_resume, has_checkpoint, holds_run, require_unused
@@ -52,7 +52,7 @@ def output_folder(composed: DictConfig, config: RunConfig, folder: Path) -> Iter
         RunError: Another process has changed what `resume` means since it was applied to `composed`.
     """
     with run_lock(folder):
-        if config.mode is Mode.train and config.resume != NEVER:
+        if config.mode.trains and config.resume != NEVER:
             _require_unchanged(composed, folder)
             _set_aside_unless_resumable(folder)
         else:

@@ -42,6 +42,7 @@ CHECKS = (
     Check("disk", checks.disk, (CheckStage.start,)),  # sizes of a hub model may be known only now
     Check("linear attention", checks.linear_attention, ON_THIS_MACHINE),
     Check("prompts", checks.prompts, ON_THIS_MACHINE, ("model", "data")),
+    Check("demonstrations", checks.demonstrations, ON_THIS_MACHINE, ("model", "data", "prompts")),
     Check("checkpoint", checks.same_run, (CheckStage.start,)),
     # and from here on processes try code of the user's; the doctor plays an episode instead
     Check("environment", checks.environment, (CheckStage.plan, CheckStage.start), ("model",)),

@@ -64,6 +64,8 @@ class RolloutWorkers:
     async def start_engines(self) -> None:
         """Start all engines concurrently. Shows what the slowest of them does."""
         engines = self.pool.engines
+        if not engines:
+            return
         showing = asyncio.create_task(self._show_phases())
         try:
             await gather_or_raise(*(engine.start(self.config.rollout.start_timeout_s) for engine in engines))
@@ -113,7 +115,7 @@ async def start_rollout_workers(
 
     async with AsyncExitStack() as stack:
         fork = None
-        if device.fork_server is not None and not config.rollout.urls:
+        if device.fork_server is not None and config.engines and not config.rollout.urls:
             fork = stack.enter_context(device.fork_server(device.engine_env, folder / "logs" / "fork_server.log"))
 
         inputs = take_inputs(config, recorder.status)
@@ -133,7 +135,8 @@ async def start_rollout_workers(
             warn=recorder.warn,
         )
         stack.callback(scorer.close)
-        await scorer.start()
+        if config.engines:
+            await scorer.start()
 
         recorder.status("starting Ray")
         stack.callback(_shutdown_ray)

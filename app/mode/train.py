@@ -27,7 +27,7 @@ from app.checkpoint.folder import ResumePoint
 from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import require_model
 from app.cluster.memory_monitor import MemoryMonitor
-from app.config import RunConfig
+from app.config import Mode, RunConfig
 from app.config.command_line import given_settings, override
 from app.config.idle_settings import idle_settings
 from app.config.placement import PlacementKind
@@ -55,13 +55,19 @@ CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
 }
 
 
-def run(config: RunConfig, folder: Path) -> ModeResult:
-    """Train to the last step; the metric is the last evaluation's accuracy."""
+def run(config: RunConfig, folder: Path, schedule: type[PlacementController] | None = None) -> ModeResult:
+    """Train to the last step; the metric is the last evaluation's accuracy.
+
+    Args:
+        config: The configuration of the run.
+        folder: The run's folder.
+        schedule: Makes the steps; None is that of the placement.
+    """
     with RunFolderRecorder(config, folder) as recorder:
         warn = partial(recorder.warn, second_signal(config))
         finished = False
         try:
-            asyncio.run(until_signal(_train(config, folder, recorder), on_second=warn))
+            asyncio.run(until_signal(_train(config, folder, recorder, schedule), on_second=warn))
             finished = True
         finally:
             exported = finished and config.checkpoint.export
@@ -84,25 +90,34 @@ def second_signal(config: RunConfig) -> str:
     return f"the run is {saving if config.checkpoint.keep else ''}shutting down; a third signal ends that at once"
 
 
-async def _train(config: RunConfig, folder: Path, recorder: RunFolderRecorder) -> None:
+async def _train(
+    config: RunConfig, folder: Path, recorder: RunFolderRecorder, schedule: type[PlacementController] | None
+) -> None:
     device = device_of(config.device.kind)
     for sentence in idle_settings(config, given_settings()):
         recorder.warn(sentence)
     async with start_rollout_workers(config, device, folder, recorder) as workers:
-        await TrainingRun(config, device, folder, recorder, workers).train_with_restarts()
+        await TrainingRun(config, device, folder, recorder, workers, schedule).train_with_restarts()
 
 
 class TrainingRun:
     """One run: the state that survives a restart of the trainer."""
 
     def __init__(
-        self, config: RunConfig, device: Device, folder: Path, recorder: RunFolderRecorder, workers: RolloutWorkers
+        self,
+        config: RunConfig,
+        device: Device,
+        folder: Path,
+        recorder: RunFolderRecorder,
+        workers: RolloutWorkers,
+        schedule: type[PlacementController] | None = None,
     ):
         self.config = config
         self.device = device
         self.folder = folder
         self.recorder = recorder
         self.workers = workers
+        self.schedule = schedule or CONTROLLERS[config.placement.kind]
         self.checkpoints = CheckpointManager(
             folder,
             config.checkpoint.keep,
@@ -148,7 +163,7 @@ class TrainingRun:
             context = self._context(trainer_workers, version)
             self.workers.supervisor.attach(context.weight_sync.sync_restarted)
             due = resume_point is not None and resume_point.state.evaluation_due
-            controller = CONTROLLERS[self.config.placement.kind](context, version, evaluation_due=due)
+            controller = self.schedule(context, version, evaluation_due=due)
             try:
                 return await self.run(controller)
             except TrainerError as error:
@@ -261,6 +276,8 @@ class TrainingRun:
             checkpoints=self.checkpoints,
             memory=MemoryMonitor(trainer_workers.trainer, workers.pool, self.recorder.warn),
             model=self._identity,
+            demonstrator=workers.inputs.demonstrator if config.mode is Mode.sft else None,
+            demonstrations=workers.inputs.demonstrations if config.data.demonstrations is not None else None,
         )
 
 

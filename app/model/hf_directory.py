@@ -101,6 +101,16 @@ def identity(path: Path, lora: LoraConfig, chat_template: str | None = None) -> 
     return {**shapes, **adapters, **template, "source": str(path.absolute())}
 
 
+def stop_ids(path: Path) -> list[int]:
+    """Return the tokens that end a completion of a model directory, by its configuration."""
+    found: list[Any] = []
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        stops = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        found += stops if isinstance(stops, list) else [stops]
+    return [*dict.fromkeys(stop for stop in found if isinstance(stop, int))]
+
+
 def require_window(path: Path, *, tokens: int) -> None:
     """Raise `ConfigError` if the model has a sliding window below `tokens`, which packed attention does not support."""
     config = _text_config(path)

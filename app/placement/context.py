@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.checkpoint.manager import CheckpointManager
 from app.cluster.memory_monitor import MemoryMonitor
@@ -16,6 +16,9 @@ from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.tracking.recorder import RunFolderRecorder
 from app.types import Prompt, Sampling
+
+if TYPE_CHECKING:
+    from app.data.demonstrations import DemonstrationStream, Demonstrator
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,8 @@ class RunContext:
     checkpoints: CheckpointManager
     memory: MemoryMonitor
     model: Mapping[str, Any]  # `identity` of the source checkpoint
+    demonstrator: "Demonstrator | None" = None  # of a supervised run
+    demonstrations: "DemonstrationStream | None" = None  # imitated beside the rewards
 
     @property
     def sampling(self) -> Sampling:

@@ -10,7 +10,7 @@ Invariants:
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from app.algorithm.advantage import SMALLEST_GROUP, score
@@ -28,8 +28,9 @@ ABORT_TIMEOUT_S = 30.0  # deadline of an abort on a trainer that has just failed
 CURSOR = "cursor"
 EMPTY_STEPS = 3  # consecutive steps without a group; then the run ends
 
-# A step whose last call to the trainer was made and that is not committed yet.
-_Unsynced = tuple[int, Sequence[ScoredGroup], Callable[[], RolloutCounts], "asyncio.Future[StepReport]"]
+# A step whose last call to the trainer was made and that is not committed yet, and what commits it.
+Commit = Callable[[StepReport, Mapping[str, float]], Awaitable[None]]  # from the report and the seconds so far
+Unsynced = tuple[int, Commit, "asyncio.Future[StepReport]"]
 
 
 class PlacementController(ABC):
@@ -45,7 +46,7 @@ class PlacementController(ABC):
         self.current_phase = "start"
         self.seconds: dict[str, float] = {}  # of the phases of the current step
         self.microbatch_s = 0.0  # of the longest microbatch so far
-        self._unsynced: _Unsynced | None = None
+        self._unsynced: Unsynced | None = None
         self._empty_steps: dict[int, RolloutCounts] = {}  # the last ones, without a group, in a row
         self._trainer_failures = 0  # in a row
 
@@ -100,37 +101,33 @@ class PlacementController(ABC):
         if len(self._empty_steps) < EMPTY_STEPS:
             return
 
-        empty = self._empty_steps.values()
-        filtered = sum(len(each.filtered) for each in empty)
-        unplayable = sum(len(each.unplayable) for each in empty)
-        causes = []
-        if unplayable:
-            causes.append(
-                f"{unplayable} groups were unplayable, since episodes failed in every attempt and left fewer than "
-                f"{SMALLEST_GROUP} members (the last: {self.context.rollouter.last_failure}); see logs/environment.log"
-            )
-        if filtered:
-            causes.append(
-                f"dynamic sampling filtered {filtered} groups, since all rewards of each were equal: use harder or "
-                "easier problems, or algorithm.dynamic_sampling=false"
-            )
-        raise RunError(f"{EMPTY_STEPS} steps in a row had no group to train on: {'; '.join(causes)}.")
+        raise _nothing_to_train_on(self._empty_steps.values(), self.context.rollouter.last_failure)
 
     async def finish_step(
         self, step: int, scored: Sequence[ScoredGroup], counts: Callable[[], RolloutCounts]
     ) -> StepReport:
-        """Finish the open step. Without groups make no update.
-
-        A cancellation leaves the trainer's call in progress: `commit_unsynced` awaits its report.
-        """
+        """Add the step's demonstrations and finish it. Without groups make no update."""
         if not scored:
             await self.context.trainer.abort_step()
             return StepReport(step, 0, {})
 
+        if (demonstrations := self.context.demonstrations) is not None:
+            await self.context.trainer.add_demonstrations(demonstrations.of_step(step))
+
+        sync = SyncReport(step, 0, 0, {})  # none
+        return await self.finish_open_step(
+            step, lambda report, seconds: self.commit(step, scored, counts(), report, sync, seconds)
+        )
+
+    async def finish_open_step(self, step: int, commit: Commit) -> StepReport:
+        """Finish the open step, which `commit` records if the run ends before its schedule does.
+
+        A cancellation leaves the trainer's call in progress: `commit_unsynced` awaits its report.
+        """
         async with self.context.weight_sync.updating(step):
             finishing = asyncio.ensure_future(self.context.trainer.finish_step())
             finishing.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._unsynced = step, scored, counts, finishing
+            self._unsynced = step, commit, finishing
             report = await asyncio.shield(finishing)
 
         self.microbatch_s = max(self.microbatch_s, report.metrics.get("time/microbatch_max", 0.0))
@@ -144,9 +141,9 @@ class PlacementController(ABC):
         if self._unsynced is None or version != self._unsynced[0]:
             raise TrainerError("the next update had already changed the parameters")
 
-        step, scored, counts, report = self._unsynced
-        seconds = {"step": sum(self.seconds.get(phase, 0.0) for phase in ("generate", "train", "sync")), **self.seconds}
-        await self.commit(step, scored, counts(), await report, SyncReport(step, 0, 0, {}), seconds)
+        _, commit, report = self._unsynced
+        step_s = sum(self.seconds.get(phase, 0.0) for phase in ("generate", "train", "sync"))
+        await commit(await report, {"step": step_s, **self.seconds})
 
     async def sync(self, version: int) -> SyncReport:
         """Sync the weights and add the sync's phases, which are consecutive, to the timeline."""
@@ -172,25 +169,33 @@ class PlacementController(ABC):
         extra: Mapping[str, float] | None = None,
     ) -> None:
         """Record a finished step and mark its prompts as consumed."""
-        context = self.context
-        recorder = context.recorder
-        scorer = context.rollouter.scorer
+        rollouter = self.context.rollouter
         groups = [each.group for each in scored]
 
         metrics = step_metrics(scored, counts, report, sync, seconds, trained_version=self.version)
-        metrics |= extra or {}
-        metrics |= scorer.metrics
-        metrics |= context.rollouter.failure_metrics
-        metrics |= await context.memory.sample()
-        metrics["recovery/engine_restarts"] = float(context.supervisor.restarts)
-        metrics |= context.checkpoints.metrics
+        metrics |= {**(extra or {}), **rollouter.scorer.metrics, **rollouter.failure_metrics}
 
         trained = [group.prompt.id for group in groups]
         filtered = [group.prompt.id for group in counts.filtered] + counts.unplayable
-        recorder.log_samples(step, groups, context.rollouter.tokenizer.decode)
+        self.context.recorder.log_samples(step, groups, rollouter.tokenizer.decode)
+        await self.record(step, metrics, trained=trained, filtered=filtered, unplayable=counts.unplayable)
+
+    async def record(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        *,
+        trained: Sequence[str],
+        filtered: Sequence[str] = (),
+        unplayable: Sequence[str] = (),
+    ) -> None:
+        """Record the metrics of a finished step and the ids of its prompts, which are consumed by it."""
+        context = self.context
+        restarts = {"recovery/engine_restarts": float(context.supervisor.restarts)}
+        metrics = {**metrics, **await context.memory.sample(), **restarts, **context.checkpoints.metrics}
         with _recording(f"step {step}"):
-            recorder.log(step, metrics)
-            recorder.log_prompts(step, trained=trained, filtered=filtered, unplayable=counts.unplayable)
+            context.recorder.log(step, metrics)
+            context.recorder.log_prompts(step, trained=trained, filtered=filtered, unplayable=unplayable)
         context.cursor.mark_consumed([*trained, *filtered])
 
         self.version = step
@@ -289,6 +294,24 @@ class PlacementController(ABC):
     def situation(self) -> str:
         """Describe what the run is waiting for, in one line."""
         return f"step {self.version + 1}, phase {self.current_phase}: {self.context.rollouter.situation()}"
+
+
+def _nothing_to_train_on(empty: Collection[RolloutCounts], last_failure: str) -> RunError:
+    """Return the error of steps without a group, with what became of theirs."""
+    filtered = sum(len(each.filtered) for each in empty)
+    unplayable = sum(len(each.unplayable) for each in empty)
+    causes = []
+    if unplayable:
+        causes.append(
+            f"{unplayable} groups were unplayable, since episodes failed in every attempt and left fewer than "
+            f"{SMALLEST_GROUP} members (the last: {last_failure}); see logs/environment.log"
+        )
+    if filtered:
+        causes.append(
+            f"dynamic sampling filtered {filtered} groups, since all rewards of each were equal: use harder or "
+            "easier problems, or algorithm.dynamic_sampling=false"
+        )
+    return RunError(f"{EMPTY_STEPS} steps in a row had no group to train on: {'; '.join(causes)}.")
 
 
 @contextmanager

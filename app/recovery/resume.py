@@ -95,7 +95,7 @@ def apply_resume(composed: DictConfig) -> Resumption:
     resume = str(composed.resume)
     folder = _run_dir(composed)
     if resume == NEVER:
-        require_unused(folder, Mode.train)
+        require_unused(folder, composed.mode)
         return Resumption()
 
     if resume == AUTO:
@@ -110,8 +110,7 @@ def apply_resume(composed: DictConfig) -> Resumption:
         _set_run_dir(composed, folder)
 
     saved = _saved(folder)
-    if saved.mode is not Mode.train:
-        raise ConfigError("resume", resume, reason=f"{folder} holds a run of mode={saved.mode.name}")
+    _take_over_mode(composed, saved, folder)
 
     if checkpoint_of(resume) is None and not has_checkpoint(folder):
         return _without_checkpoint(composed, saved, folder, notes)
@@ -130,6 +129,14 @@ def apply_resume(composed: DictConfig) -> Resumption:
     if reason := _stopped(composed, folder, step):
         return _finished(folder, step, notes, reason)
     return Resumption(notes, checkpoint=checkpoint)
+
+
+def _take_over_mode(composed: DictConfig, saved: DictConfig, folder: Path) -> None:
+    """Continue a supervised run as such. Raises `ConfigError` if another mode is given than the run's."""
+    if saved.mode.trains and "mode" not in _given(composed):
+        composed.mode = saved.mode
+    if saved.mode is not composed.mode:
+        raise ConfigError("resume", composed.resume, reason=f"{folder} holds a run of mode={saved.mode.name}")
 
 
 def apply_evaluation(composed: DictConfig) -> Resumption:
@@ -182,7 +189,7 @@ def require_unused(folder: Path, mode: Mode | None = None) -> None:
         return
 
     accepted = "another folder"
-    if mode is Mode.train:
+    if mode is not None and mode.trains:
         accepted = "resume=auto to continue it, or another folder"
     elif mode is Mode.eval:
         accepted = f"another folder, or {override('resume', folder)} without hydra.run.dir to evaluate that run"

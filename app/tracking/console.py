@@ -130,7 +130,8 @@ class RunConsole:
     def _header(self) -> None:
         config = self._config
         title = Text("\n").append(config.model.name, "bold cyan")
-        choices = [config.algorithm.name, config.placement.kind.value, config.device.kind.value]
+        trained_by = "sft" if config.mode is Mode.sft else config.algorithm.name
+        choices = [trained_by, config.placement.kind.value, config.device.kind.value]
         if config.mode is Mode.eval:
             choices = ["evaluation", config.device.kind.value]
         for choice in choices:
@@ -138,7 +139,7 @@ class RunConsole:
         self._print(title)
         self._print(Text(work_of(config), "dim"))
         self._print(Text(str(self._folder), "dim"))
-        if config.mode is Mode.train:
+        if config.mode.trains:
             self._print(Text(kept_of(config.checkpoint), "dim"))
         self._print(Text())
 
@@ -174,11 +175,15 @@ def work_of(config: RunConfig) -> str:
         return f"{plural(config.eval.samples, 'completion')} per prompt, {sampling} · {engines}"
 
     algorithm = config.algorithm
+    ranks = plural(config.placement.trainer_ranks, "trainer rank")
+    if config.mode is Mode.sft:
+        rows = f"{config.steps} steps of {plural(algorithm.prompts_per_step, 'demonstration')}"
+        return f"{rows} · {ranks}, {engines}"
     steps = (
         f"{config.steps} steps of {algorithm.prompts_per_step} prompts × {algorithm.group_size} completions, "
         f"{plural(algorithm.updates_per_step, 'update')} each"
     )
-    return f"{steps} · {plural(config.placement.trainer_ranks, 'trainer rank')}, {engines}"
+    return f"{steps} · {ranks}, {engines}"
 
 
 def kept_of(checkpoint: CheckpointConfig) -> str:
@@ -224,6 +229,10 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], *, bar: bool)
     accuracy = metrics.get("reward/accuracy")
     if accuracy is not None:
         line.append("   accuracy ", "dim").append(f"{accuracy:6.1%}")
+
+    imitation = metrics.get("loss/ce")
+    if imitation is not None:
+        line.append("   cross-entropy ", "dim").append(f"{imitation:6.3f}", "bold")
 
     rate = metrics.get("throughput/completion_tokens_per_second")
     if rate is not None:

@@ -218,6 +218,7 @@ def test_the_version_is_that_of_the_application() -> None:
 def test_named_values_complete() -> None:
     assert named_values("posttrain mode=") == [
         "mode=train",
+        "mode=sft",
         "mode=eval",
         "mode=plan",
         "mode=doctor",

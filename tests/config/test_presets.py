@@ -42,6 +42,8 @@ PLACEMENTS = ["colocate", "fully_async"]
 
 SIZES = {"prompts_per_step", "group_size"}
 COMMON: dict[str, object] = {
+    "ce_coefficient": 1.0,
+    "demonstrations_per_step": 8,
     "dual_clip": None,
     "kl": Kl.none,
     "kl_coefficient": 0.0,

@@ -2,7 +2,8 @@
 
 Invariants:
 - Messages are taken whole or refused: no message and no role is left out.
-- The last message is a user's or a tool's, so that the policy replies to it.
+- The last message of a prompt is a user's or a tool's, so that the policy replies to it. A demonstration ends with the
+  reply to imitate, an assistant's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ Message = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 LAST = ("user", "tool")
+REPLY = "assistant"
 FRAMES = ("system", "developer")  # roles that data.system would stand beside
 
 
@@ -24,14 +26,16 @@ def is_list_of_messages(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and any(map(_has_role, value))
 
 
-def checked(value: Sequence[Any]) -> tuple[Message, ...]:
+def checked(value: Sequence[Any], *, replied: bool = False) -> tuple[Message, ...]:
     """Return the messages of a column, without fields that are null, and with their parts of text joined.
+
+    With `replied`, the last one is the reply to those before it.
 
     >>> checked([{"role": "user", "content": [{"type": "text", "text": "1+1="}], "name": None}])
     ({'role': 'user', 'content': '1+1='},)
 
     Raises:
-        WrongMessages: A message has another form or role, or the last one is the assistant's.
+        WrongMessages: A message has another form or role, or the last one is of a role that cannot be the last.
     """
     messages = []
     for number, message in enumerate(value, start=1):
@@ -42,7 +46,9 @@ def checked(value: Sequence[Any]) -> tuple[Message, ...]:
         messages.append({**fields, "content": _text(fields, number)})
 
     last = messages[-1]["role"]
-    if last not in LAST:
+    if replied and (last != REPLY or len(messages) < 2 or messages[-2]["role"] not in LAST):
+        raise WrongMessages(f"messages that end with a reply of the role {REPLY}; the last one is of the role {last}")
+    if not replied and last not in LAST:
         raise WrongMessages(f"messages of which a user's or a tool's is the last; the last one is of the role {last}")
     return tuple(messages)
 

@@ -1,0 +1,133 @@
+"""Demonstrations as sequences to imitate: a prompt and its reply, in the tokens that a rollout would have.
+
+    plain   prompt tokens │ reply, end of text
+    chat    rendered up to the reply │ reply … token that ends it │ next messages │ …     by the model's chat template
+
+Invariants:
+- Text on either side of a border is encoded on its own, as prompts and completions are.
+- What is imitated begins where the policy would begin to sample, and ends with a token that ends a completion.
+- Earlier replies of a conversation are imitated too, but not those that the template writes in another way once
+  messages follow (reasoning that it leaves out).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from app.config.data import DataConfig, Template
+from app.data.build import prompts_of
+from app.data.cursor import Epochs
+from app.data.fields import Row
+from app.data.records.messages import REPLY, Message, framed
+from app.errors import ConfigError
+from app.types import Prompt, TokenSequence
+
+Piece = tuple[list[int], bool]  # token ids, and whether they are imitated
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstrator:
+    """Turns prompts with a reply into sequences.
+
+    Args:
+        config: Settings of `data=`.
+        tokenizer: Any Hugging Face tokenizer.
+        stop_ids: Tokens that end a completion.
+        max_tokens: Longer sequences are cut.
+    """
+
+    config: DataConfig
+    tokenizer: Any
+    stop_ids: Sequence[int]
+    max_tokens: int
+
+    def sequences(self, prompts: Iterable[Prompt]) -> list[TokenSequence]:
+        """Return one sequence for each prompt. Raises `ConfigError` if the chat template does not end a reply."""
+        return [self._sequence(prompt) for prompt in prompts]
+
+    def count_cut(self, prompts: Iterable[Prompt]) -> int:
+        """Return how many demonstrations are too long. Raises as `sequences` does."""
+        return sum(sum(len(ids) for ids, _ in self._pieces(prompt)) > self.max_tokens for prompt in prompts)
+
+    def _sequence(self, prompt: Prompt) -> TokenSequence:
+        pieces = self._pieces(prompt)
+        token_ids = np.array([token for ids, _ in pieces for token in ids], dtype=np.int32)
+        imitated = np.array([marked for ids, marked in pieces for _ in ids], dtype=bool)
+        return TokenSequence.demonstration(token_ids[: self.max_tokens], imitated[: self.max_tokens])
+
+    def _pieces(self, prompt: Prompt) -> list[Piece]:
+        assert prompt.reply is not None
+        if self.config.template is Template.plain:
+            end = self.tokenizer.eos_token_id
+            reply = self._encode(prompt.reply["content"])
+            return [(prompt.token_ids.tolist(), False), ([*reply, *([] if end is None else [end])], True)]
+
+        config = self.config
+        asked: Message = {"role": "user", "content": prompt.question}
+        messages = prompt.messages or framed((asked,), config.system, config.prefix, config.suffix)
+        return self._chat_pieces([*messages, prompt.reply], prompt.id)
+
+    def _chat_pieces(self, messages: Sequence[Message], name: str) -> list[Piece]:
+        """Cut a rendered conversation at the borders of its replies."""
+        whole = self._render(messages, open_reply=False)
+        stops = [self.tokenizer.decode([token]) for token in self.stop_ids]
+        pieces: list[Piece] = []
+        done = 0
+        for index, message in enumerate(messages):
+            if message["role"] != REPLY or index == 0:
+                continue
+            before = self._render(messages[:index], open_reply=False)
+            start = common_length(self._render(messages[:index], open_reply=True), whole)
+            ends = [found + len(stop) for stop in stops if (found := whole.find(stop, start)) >= 0]
+            if ends and whole.startswith(before):
+                pieces += [(self._encode(whole[done:start]), False), (self._encode(whole[start : min(ends)]), True)]
+                done = min(ends)
+            elif index == len(messages) - 1:
+                why = f"it does not end the reply of {name} with {' or '.join(stops)}, which ends a completion"
+                raise ConfigError("data.template", self.config.template, "plain, or another chat template", why)
+        return pieces
+
+    def _render(self, messages: Sequence[Message], *, open_reply: bool) -> str:
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=open_reply, enable_thinking=self.config.thinking
+            )
+        except TemplateError as error:
+            why = f"the tokenizer's chat template rejects a demonstration ({error})"
+            raise ConfigError("data.template", self.config.template, "plain, or other messages", why) from error
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+def common_length(one: str, other: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+class DemonstrationStream:
+    """The demonstrations of each step of an RL run, in seeded epochs. A step's are a function of its number alone."""
+
+    def __init__(
+        self, demonstrator: Demonstrator, rows: Sequence[Row], *, per_step: int, seed: int, max_prompt_tokens: int
+    ) -> None:
+        self.demonstrator = demonstrator
+        prompts = prompts_of(rows, demonstrator.config, demonstrator.tokenizer)
+        self.prompts = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
+        if not self.prompts:
+            path = demonstrator.config.demonstrations
+            raise ConfigError("data.demonstrations", path, "shorter prompts, or a larger rollout.max_prompt_tokens")
+        self._epochs = Epochs(self.prompts, seed=seed, shuffle=demonstrator.config.shuffle)
+        self._per_step = per_step
+
+    def of_step(self, step: int) -> list[TokenSequence]:
+        """Return the sequences of a step, which is counted from 1."""
+        self._epochs.restore(*divmod((step - 1) * self._per_step, len(self._epochs)))
+        return self.demonstrator.sequences(next(self._epochs) for _ in range(self._per_step))

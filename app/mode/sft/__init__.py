@@ -1,0 +1,77 @@
+"""`mode=sft`: a supervised run, which imitates the replies of its rows.
+
+    take prompts_per_step rows → render prompt and reply → cross-entropy of the replies' tokens → update → commit
+
+The run is one of `mode=train` with another schedule: devices, trainer, checkpoints, resume, LoRA, trackers and export
+are the same. There are no engines, unless `eval.every` is above 0: then they are those of placement=colocate, get the
+weights before an evaluation, and hand the devices back after it.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from app.config import RunConfig
+from app.errors import TrainerError
+from app.mode import ModeResult, train
+from app.placement.context import RunContext
+from app.placement.controller import PlacementController
+from app.types import Prompt, StepReport
+
+
+def run(config: RunConfig, folder: Path) -> ModeResult:
+    """Imitate to the last step; the metric is the last evaluation's accuracy, or 0 without one."""
+    return train.run(config, folder, Supervised)
+
+
+class Supervised(PlacementController):
+    """The schedule of `mode=sft`."""
+
+    def __init__(self, context: RunContext, version: int = 0, *, evaluation_due: bool = False):
+        super().__init__(context, version, evaluation_due=evaluation_due)
+        self.evaluation_due = self.evaluation_due and self.config.evaluates
+
+    async def _run(self) -> None:
+        await self.context.supervisor.pause_restarts()
+        await self.evaluate_first()
+
+        while not self.finished:
+            await self._step(self.version + 1)
+            self.evaluation_due = self.evaluation_due and self.config.evaluates
+            await self.after_step()
+
+    async def _step(self, step: int) -> None:
+        self.seconds = {}
+        prompts = self.context.cursor.take(self.config.algorithm.prompts_per_step)
+        async with self.phase("train"):
+            report = await self._train(step, prompts)
+        await self._commit(step, prompts, report, {"step": self.seconds["train"], **self.seconds})
+
+    async def _train(self, step: int, prompts: Sequence[Prompt]) -> StepReport:
+        """Train one step; if it fails and the ranks can continue, retry it on the same rows."""
+        assert self.context.demonstrator is not None
+        sequences = self.context.demonstrator.sequences(prompts)
+        trainer = self.context.trainer
+
+        async def commit(report: StepReport, seconds: Mapping[str, float]) -> None:
+            await self._commit(step, prompts, report, seconds)
+
+        while True:
+            try:
+                await trainer.begin_step(version=step)
+                await trainer.add_demonstrations(sequences)
+                return await self.finish_open_step(step, commit)
+            except TrainerError as error:
+                await self.recover_step(error)
+
+    async def _commit(
+        self, step: int, prompts: Sequence[Prompt], report: StepReport, seconds: Mapping[str, float]
+    ) -> None:
+        metrics = {"policy_version": float(report.version), **report.metrics}
+        metrics |= {f"time/{phase}": value for phase, value in seconds.items()}
+        await self.record(step, metrics, trained=[prompt.id for prompt in prompts])
+
+    async def _evaluate(self) -> None:
+        """Evaluate during the engines' turn."""
+        await self.context.time_sharing.give_to_engines(lambda: self.sync(self.version))
+        await super()._evaluate()
+        await self.context.time_sharing.give_to_trainer()

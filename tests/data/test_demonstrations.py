@@ -1,0 +1,156 @@
+"""Demonstrations in the tokens of a rollout: what is imitated, by chat templates of models and in plain text."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config.data import DataConfig, Template
+from app.data import build, rows
+from app.data.demonstrations import DemonstrationStream, Demonstrator
+from app.errors import ConfigError
+from app.model.hf_directory import load_tokenizer, stop_ids
+from app.types import Prompt, TokenSequence
+from tests.environment.families import TEMPLATES
+
+CHAT = DataConfig(name="mine", question="messages", template=Template.chat, shuffle=False)
+ASKED = [{"role": "user", "content": "1+1="}]
+TURN = [{"role": "user", "content": "12+34="}, {"role": "assistant", "content": "46"}]
+SEVERAL = [
+    {"role": "system", "content": "Add."},
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2="},
+    {"role": "assistant", "content": "4"},
+]
+QWEN3 = TEMPLATES / "qwen3.jinja"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_of(tiny_model: Path) -> Callable[[Path], Any]:
+    return lambda template: load_tokenizer(tiny_model, chat_template=template.read_text())
+
+
+def demonstrator(tokenizer: Any, model: Path, config: DataConfig = CHAT, max_tokens: int = 4096) -> Demonstrator:
+    return Demonstrator(config, tokenizer, stop_ids(model), max_tokens)
+
+
+def prompts_of(config: DataConfig, file: str, tokenizer: Any) -> list[Prompt]:
+    loaded = rows.load(replace(config, path=file, eval_path=file), replies=True)
+    return build.prompts_of(loaded.train, config, tokenizer)
+
+
+def imitated(sequence: TokenSequence, tokenizer: Any) -> list[str]:
+    """Return the text of each run of imitated tokens."""
+    texts: list[list[int]] = []
+    for before, marked, token in zip(
+        [False, *sequence.sampled[:-1]], sequence.sampled, sequence.token_ids, strict=True
+    ):
+        if marked and not before:
+            texts.append([])
+        if marked:
+            texts[-1].append(int(token))
+    return [tokenizer.decode(text) for text in texts]
+
+
+@pytest.mark.parametrize("template", [*sorted(path.name for path in TEMPLATES.glob("qwen*")), "smollm2.jinja"])
+@pytest.mark.parametrize("thinking", [False, True])
+def test_every_reply_of_a_conversation_is_imitated_with_the_token_that_ends_it(
+    template: str, thinking: bool, tokenizer_of: Callable[[Path], Any], tiny_model: Path, jsonl: Callable[..., str]
+) -> None:
+    tokenizer = tokenizer_of(TEMPLATES / template)
+    config = replace(CHAT, thinking=thinking)
+    (prompt,) = prompts_of(config, jsonl({"messages": SEVERAL}), tokenizer)
+    (sequence,) = demonstrator(tokenizer, tiny_model, config).sequences([prompt])
+
+    first, last = imitated(sequence, tokenizer)
+    assert (first, last.rpartition("</think>")[2].strip()) == ("2<|im_end|>", "4<|im_end|>")
+    whole = tokenizer.apply_chat_template(SEVERAL, tokenize=False, enable_thinking=thinking)
+    assert tokenizer.decode(sequence.token_ids.tolist()) == whole.rstrip("\n")
+    # the last reply stands where a rollout's would
+    assert sequence.token_ids[: len(prompt.token_ids)].tolist() == prompt.token_ids.tolist()
+    assert bool(sequence.sampled[len(prompt.token_ids)])
+
+
+def test_a_question_with_an_answer_is_a_conversation_of_two_messages(
+    tokenizer_of: Callable[[Path], Any], tiny_model: Path, jsonl: Callable[..., str]
+) -> None:
+    tokenizer = tokenizer_of(QWEN3)
+    fields = replace(CHAT, question="question", answer_after="####")
+    row = {"question": "12+34=", "answer": "Add. #### 46"}
+    (prompt,) = prompts_of(fields, jsonl(row), tokenizer)
+    assert (prompt.answer, prompt.reply) == ("46", {"role": "assistant", "content": "Add. #### 46"})
+    (sequence,) = demonstrator(tokenizer, tiny_model, fields).sequences([prompt])
+    assert imitated(sequence, tokenizer) == ["Add. #### 46<|im_end|>"]
+
+
+def test_plain_rows_are_imitated_up_to_the_end_of_the_text(tiny_model: Path, jsonl: Callable[..., str]) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    config = DataConfig(name="mine")
+    (prompt,) = prompts_of(config, jsonl({"question": "12+34=", "answer": 46}), tokenizer)
+    (sequence,) = demonstrator(tokenizer, tiny_model, config).sequences([prompt])
+    assert imitated(sequence, tokenizer) == ["46<|im_end|>"]
+    assert tokenizer.decode(sequence.token_ids.tolist()) == "12+34=46<|im_end|>"
+    assert len(sequence.logprobs) == 3
+
+
+def test_long_demonstrations_are_cut_and_counted(tiny_model: Path, jsonl: Callable[..., str]) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    config = DataConfig(name="mine")
+    rows = [{"question": "1+1=", "answer": "2"}, {"question": "1+1=", "answer": "2222"}]
+    prompts = prompts_of(config, jsonl(*rows), tokenizer)
+    short = demonstrator(tokenizer, tiny_model, config, max_tokens=7)
+    assert short.count_cut(prompts) == 1
+    assert [len(each.token_ids) for each in short.sequences(prompts)] == [6, 7]
+
+
+def test_the_stream_depends_on_the_step_alone(tiny_model: Path, jsonl: Callable[..., str]) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    path = jsonl(*({"question": f"{n}+1=", "answer": n + 1} for n in range(7)))
+    config = DataConfig(name="mine", demonstrations=path)
+
+    def stream() -> DemonstrationStream:
+        of = demonstrator(tokenizer, tiny_model, config)
+        return DemonstrationStream(of, rows.demonstrations(config), per_step=3, seed=4, max_prompt_tokens=64)
+
+    def texts(sequences: Sequence[TokenSequence]) -> list[str]:
+        return [tokenizer.decode(each.token_ids.tolist()) for each in sequences]
+
+    one = stream()
+    steps = [texts(one.of_step(step)) for step in range(1, 8)]
+    assert texts(stream().of_step(5)) == steps[4]
+    epochs = [text for step in steps for text in step]
+    assert len(set(epochs[:7])) == len(set(epochs[7:14])) == 7
+    assert epochs[:7] != epochs[7:14]
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ({"messages": ASKED}, "data.question"),
+        ({"messages": TURN[1:]}, "data.question"),
+        ({"messages": [TURN[1], TURN[1]]}, "data.question"),
+        ({"messages": [*TURN, {"role": "assistant", "content": [{"type": "image"}]}]}, "data.question"),
+        ({"messages": "1+1="}, "data.answer"),
+    ],
+)
+def test_rows_without_a_reply_are_refused(row: Mapping[str, Any], key: str, jsonl: Callable[..., str]) -> None:
+    file = jsonl(row)
+    with pytest.raises(ConfigError) as refused:
+        rows.load(replace(CHAT, path=file, eval_path=file), replies=True)
+    assert refused.value.key == key
+    assert Path(file).name in str(refused.value)
+
+
+def test_a_template_that_does_not_end_a_reply_is_refused(
+    tiny_model: Path, tmp_path: Path, jsonl: Callable[..., str]
+) -> None:
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    tokenizer = load_tokenizer(tiny_model, chat_template=template)
+    prompts = prompts_of(CHAT, jsonl({"messages": TURN}), tokenizer)
+    with pytest.raises(ConfigError) as refused:
+        demonstrator(tokenizer, tiny_model).count_cut(prompts)
+    assert (refused.value.key, json.dumps(str(refused.value)).count("<|im_end|>")) == ("data.template", 1)

@@ -1,0 +1,83 @@
+"""Supervised runs, and demonstrations beside rewards, as a user starts them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import Run
+
+ROWS = [("12+34=", "46"), ("10+11=", "21"), ("50+34=", "84"), ("15+64=", "79"), ("23+23=", "46"), ("71+18=", "89")]
+CHAT = ["data.question=messages", "data.template=chat"]
+STEP = ["algorithm.prompts_per_step=4", "trainer.lr=1e-3", "trainer.schedule=linear"]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    file = tmp_path / "rows.jsonl"
+    with file.open("w") as lines:
+        for question, answer in ROWS:
+            asked, reply = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
+            lines.write(json.dumps({"messages": [asked, reply]}) + "\n")
+    return str(file)
+
+
+def steps_of(run: Run) -> list[dict[str, Any]]:
+    """Return the lines of the steps, without what depends on the machine."""
+    machine = ("time/", "memory/", "checkpoint/", "trainer/tokens_per_second")
+    lines = [line for line in run.metrics() if "time/step" in line]
+    return [{name: value for name, value in line.items() if not name.startswith(machine)} for line in lines]
+
+
+def test_a_supervised_run_starts_no_engine_and_a_resumed_one_is_the_same(
+    start: Callable[..., Run], rows: str, tmp_path: Path
+) -> None:
+    line = ["mode=sft", f"data.path={rows}", f"data.eval_path={rows}", *CHAT, *STEP, "eval.every=0", "seed=3"]
+    (tmp_path / "whole").mkdir()
+    whole = Run(tmp_path / "whole", *line, "steps=8", "checkpoint.keep=1")
+    assert whole.wait() == 0, whole.text
+    assert not list((whole.folder / "logs").glob("engine*"))
+    assert whole.summary()["status"] == "finished"
+
+    run = start(*line, "steps=8", "checkpoint.every=3", "checkpoint.keep=3")
+    assert run.wait() == 0, run.text
+    expected = steps_of(whole)
+    assert steps_of(run) == expected
+    assert expected[0]["loss/ce"] == expected[0]["loss/total"] > 1.3 * expected[-1]["loss/ce"]
+
+    again = start(f"resume={run.folder}/checkpoints/step_3")  # of itself a supervised run
+    assert again.wait() == 0, again.text
+    assert steps_of(again) == expected
+    exported = [(each.folder / "export" / "model.safetensors").read_bytes() for each in (whole, again)]
+    assert exported[0] == exported[1]
+    prompts = [json.loads(line)["trained"] for line in (run.folder / "prompts.jsonl").read_text().splitlines()]
+    assert len(prompts) == 8
+    assert len({prompt for step in prompts for prompt in step}) == 32  # ids have the epoch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny", "tiny_lora"])
+def test_a_tiny_model_overfits_some_rows(model: str, start: Callable[..., Run], rows: str) -> None:
+    line = ["mode=sft", f"model={model}", f"data.path={rows}", f"data.eval_path={rows}", *CHAT, "eval.every=30"]
+    rate = "trainer.lr=1e-3" if model == "tiny" else "trainer.lr=1e-2"
+    run = start(*line, rate, "algorithm.prompts_per_step=6", "steps=60", "checkpoint.keep=0")
+    assert run.wait() == 0, run.text
+    summary = run.summary()
+    assert (summary["eval/accuracy_first"], summary["eval/accuracy_last"]) == (0.0, 1.0)
+    assert steps_of(run)[-1]["loss/ce"] < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["colocate", "fully_async"])
+def test_demonstrations_are_imitated_beside_rewards(placement: str, start: Callable[..., Run], tmp_path: Path) -> None:
+    demonstrations = tmp_path / "demonstrations.jsonl"
+    demonstrations.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in ROWS))
+    line = [f"placement={placement}", f"data.demonstrations={demonstrations}", "algorithm.demonstrations_per_step=6"]
+    run = start(*line, "algorithm.ce_coefficient=0.5", "steps=6", "eval.before_train=false", "trainer.lr=1e-3")
+    assert run.wait() == 0, run.text
+    steps = steps_of(run)
+    assert steps[-1]["loss/ce"] < steps[0]["loss/ce"]
+    for step in steps:
+        assert step["loss/total"] == pytest.approx(step["loss/policy"] + 0.5 * step["loss/ce"], abs=1e-5)
