@@ -1,6 +1,7 @@
 """Engine and trainer compute what transformers computes for a real pretrained model, in float32.
 
-SmolLM2 (llama, 30 layers, a tied head), from a short question to contexts of 4,000 tokens.
+SmolLM2 (llama, 30 layers, a tied head), from a short question to contexts of 4,000 tokens; gradients also of
+Qwen2.5-Coder (qwen2, 24 layers, biases).
 """
 
 import asyncio
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(MAKE_S + 1200)]
 MEAN_ROUNDING = 1e-4  # nats a token
 LARGEST_ROUNDING = 2e-3
 GRADIENT_ROUNDING = 1e-3  # |difference| / |reference| of a tensor
-NAMES = ["smollm2"]
+NAMES = ["smollm2", "qwen25"]
 QUESTION = "Tom has 12 apples and buys 30 more. How many apples does he have now?"
 TEXT = (ROOT / "docs" / "weight_sync.md", ROOT / "docs" / "environments.md", ROOT / "docs" / "configuration.md")
 
@@ -80,6 +81,7 @@ def requests_of(model: Path, text: np.ndarray) -> list[GroupRequest]:
     ]
 
 
+@pytest.mark.parametrize("model", ["smollm2"], indirect=True)
 def test_an_engine_samples_with_the_logprobs_of_transformers(
     engine: RemoteEngine, model: Path, text: np.ndarray
 ) -> None:
