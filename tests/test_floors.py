@@ -76,6 +76,7 @@ ROOMS = {
         ("app.rollout.served_adapters", "app.rollout.sglang_plugin.lora_layers", "app.weight_sync.adapters"),
         ("app.rollout.host.engine_host", "app.rollout.sglang_plugin.entry_points", "app.weight_sync.factory"),
     ),
+    "rewards that run code": Room(("app.reward.code",), ("app.mode.input_checks",)),
     "engines on a CPU": Room(("app.cpu_engine",), ("app.device.cpu",)),
 }
 SHARED_NAMES = {  # base names that several packages may use

@@ -14,7 +14,7 @@ import numpy as np
 from app.types import Group, ScoredGroup, Trajectory
 
 # Built-in reward components that are 1 if and only if the answer is correct.
-CORRECTNESS_COMPONENTS = ("exact", "math")
+CORRECTNESS_COMPONENTS = ("exact", "math", "code")
 
 
 class Denominator(Enum):

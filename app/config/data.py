@@ -145,6 +145,11 @@ class DataConfig:
     answer_after: str | None = setting(
         None, "Take the answer after the last occurrence of this text, such as '####'; null takes the whole field."
     )
+    context: str | None = setting(
+        None,
+        "Field that follows the question after an empty line, the items of a list one a line, such as the tests that a "
+        "program shall pass; null adds nothing, and nothing is added to chat messages.",
+    )
     distinct: bool = setting(False, "Keep only the first of rows with the same question and answer.")
     max_broken_rows: int = setting(
         0,
@@ -198,6 +203,7 @@ class DataConfig:
         """Raise `ConfigError` for settings that contradict each other."""
         expect(self.question != "", "data.question", "''", "the name of a field of the rows")
         expect(self.answer != "", "data.answer", "''", "the name of a field of the rows")
+        expect(self.context != "", "data.context", "''", "null or the name of a field of the rows")
         expect(self.answer_after != "", "data.answer_after", "''", "null or a text such as '####'")
         marked = self.answer is None and self.answer_after is not None
         expect(not marked, "data.answer_after", self.answer_after, "null with data.answer=null")

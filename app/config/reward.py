@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.config.setting import SECONDS, is_dotted_path, setting
 from app.errors import expect
 
-BUILT_IN = ("exact", "format", "math", "environment")  # each is a module of `app.reward`
+BUILT_IN = ("exact", "format", "math", "code", "environment")  # each is a module of `app.reward`
 COMPARING = ("exact", "math")  # with the answer of the row
 TARGET = "the dotted path of a function or class, such as my_package.my_module.my_reward"
 ENTRY_KEYS = ("weight", "_target_", "args")
+CODE = "code"  # the built-in component with arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,25 @@ class RewardTerm:
     weight: float = 1.0
     target: str | None = None  # None: built in
     args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CodeArgs:
+    """The arguments of the component `code`."""
+
+    partial: bool = False
+    sandbox: str = "auto"
+    memory_mib: int = 512
+
+
+CODE_ACCEPTED = {
+    "partial": (lambda value: isinstance(value, bool), "true or false"),
+    "sandbox": (
+        lambda value: value in ("auto", "namespaces", "process") or str(value).startswith(("http://", "https://")),
+        "auto, namespaces, process, or the URL of a Sandbox Fusion server",
+    ),
+    "memory_mib": (lambda value: type(value) is int and value >= 64, "a whole number of at least 64"),
+}
 
 
 @dataclass
@@ -34,7 +54,10 @@ class RewardConfig:
         noun="a path such as my_package.my_module.my_reward",
     )
     args: dict[str, Any] = setting(
-        {}, "Keyword arguments of reward._target_.", noun="entries as in +reward.args.scale=0.5"
+        {},
+        "Keyword arguments of reward._target_; with reward=code partial (score the share of the tests), sandbox (auto, "
+        "namespaces, process or the URL of a Sandbox Fusion server) and memory_mib (512).",
+        noun="entries as in +reward.args.scale=0.5",
     )
     components: dict[str, Any] = setting(
         {},
@@ -79,7 +102,16 @@ class RewardConfig:
         """Return the components by name. The settings must be valid."""
         if self._target_ is not None:
             return {self._target_.rpartition(".")[2]: RewardTerm(target=self._target_, args=self.args)}
-        return {name: _term(entry) for name, entry in self.components.items()}
+        terms = {name: _term(entry) for name, entry in self.components.items()}
+        if CODE in terms:
+            terms[CODE] = replace(terms[CODE], args=self.args)
+        return terms
+
+    @property
+    def code(self) -> CodeArgs | None:
+        """The arguments of the component `code`, if it is there."""
+        runs_code = self._target_ is None and CODE in self.components
+        return CodeArgs(**self.args) if runs_code else None
 
     def validate(self) -> None:
         """Raise `ConfigError` for unknown components, a malformed path, or arguments without a callable."""
@@ -94,7 +126,10 @@ class RewardConfig:
             _check_entry(f"reward.components.{name}", name, entry)
 
         _check_target("reward._target_", target)
-        expect(target is not None or not self.args, "reward.args", self.args, "{} without reward._target_")
+        if target is None and CODE in self.components:
+            _check_code(self.args)
+        else:
+            expect(target is not None or not self.args, "reward.args", self.args, "{} without reward._target_")
         self._check_replaced()
 
     def _check_replaced(self) -> None:
@@ -147,6 +182,13 @@ def _check_entry(key: str, name: str, entry: Any) -> None:
     args = entry.get("args") or {}
     expect(isinstance(args, dict), f"{key}.args", args, f"entries as in +{key}.args.scale=0.5")
     expect(target is not None or not args, f"{key}.args", args, f"{{}} without {key}._target_")
+
+
+def _check_code(args: Mapping[str, Any]) -> None:
+    for name, value in args.items():
+        expect(name in CODE_ACCEPTED, f"reward.args.{name}", value, f"{', '.join(CODE_ACCEPTED)} with reward=code")
+        accepts, accepted = CODE_ACCEPTED[name]
+        expect(accepts(value), f"reward.args.{name}", value, accepted)
 
 
 def _check_target(key: str, target: Any) -> None:

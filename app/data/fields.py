@@ -44,6 +44,7 @@ class FieldMap:
     question: str
     answer: str | None  # None: rows have none
     answer_after: str | None
+    context: str | None = None  # a field that follows a question of text
     may_be_blank: bool = False  # an environment may have its own ways to ask and to judge
     replies: bool = False  # rows have a reply to imitate: the last message, or the whole answer
 
@@ -66,6 +67,8 @@ class FieldMap:
             *before, reply = messages
             messages = tuple(before)
         question = messages[-1]["content"] if messages else self._text(columns, "question", self.question, place)
+        if self.context is not None and not messages:
+            question += f"\n\n{self._context(columns, self.context, place)}"
         answer = self._answer(columns, reply, place)
         if self.replies and reply is None:
             reply = {"role": REPLY, "content": answer}
@@ -121,6 +124,13 @@ class FieldMap:
 
         self._require_unicode(name, path, text, place)
         return text
+
+    def _context(self, record: Mapping[str, Any], path: str, place: str) -> str:
+        """Return a field as text, the items of a list one a line."""
+        items = find(record, path)
+        if not isinstance(items, list):
+            return self._text(record, "context", path, place)
+        return "\n".join(self._text(record, "context", f"{path}.{index}", place) for index in range(len(items)))
 
     def _require_unicode(self, name: str, path: str, text: str, place: str) -> None:
         try:

@@ -189,10 +189,12 @@ def _read_training(config: DataConfig, broken: BrokenRows, tasks: Tasks, replies
     """Return the rows of each training set, by the setting that errors about all of them name."""
     if config.from_environment:
         key: Setting = ("data.from_environment", "true")
-        fields = FieldMap("data", config.question, config.answer, config.answer_after, may_be_blank=True)
+        fields = FieldMap(
+            "data", config.question, config.answer, config.answer_after, config.context, may_be_blank=True
+        )
         return {key: read_rows(_records(tasks), fields, config.name, key, config.distinct, broken)}
 
-    fields = FieldMap("data", config.question, config.answer, config.answer_after, replies=replies)
+    fields = FieldMap("data", config.question, config.answer, config.answer_after, config.context, replies=replies)
     if config._target_ is not None:
         key = (user_rows.KEY, config._target_)
         records = user_rows.read(config._target_, config.args)
@@ -242,6 +244,7 @@ def _fields_of(config: DataConfig, key: str, own: TrainSetConfig | EvalSetConfig
         question=own.question or config.question,
         answer=own.answer or config.answer,
         answer_after=config.answer_after if own.answer_after is None else own.answer_after,
+        context=config.context,
         replies=replies,
     )
 

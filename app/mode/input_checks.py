@@ -229,6 +229,23 @@ def environment(run: RunInputs) -> None:
         _ = run.tasks
 
 
+def code(run: RunInputs) -> Iterator[Finding]:
+    """With reward=code whether its sandbox runs a program here, and which form the tests of the rows have."""
+    args = run.config.reward.code
+    if args is None:
+        return
+    from app.reward.code.check import describe_tests, require_sandbox
+
+    description, weak = require_sandbox(args)
+    yield Finding("sandbox", description, CheckStatus.warn if weak else CheckStatus.ok, WARNED if weak else "")
+    if "data" not in run.missing:
+        trained = [] if run.config.mode is Mode.eval else run.rows.train
+        every = [*trained, *(row for each in run.rows.evals.values() for row in each)]
+        yield Finding(
+            "tests", describe_tests([(f"{each.source}/{each.index}", each.columns, each.answer) for each in every])
+        )
+
+
 def reward(run: RunInputs) -> Iterator[Finding]:
     """Whether worker processes can load rewards of the user's, which score completions of some local rows."""
     config = run.config

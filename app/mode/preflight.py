@@ -46,6 +46,7 @@ CHECKS = (
     Check("checkpoint", checks.same_run, (CheckStage.start,)),
     # and from here on processes try code of the user's; the doctor plays an episode instead
     Check("environment", checks.environment, (CheckStage.plan, CheckStage.start), ("model",)),
+    Check("code", checks.code, ALWAYS),
     Check("reward", checks.reward, ALWAYS),
 )
 

@@ -26,6 +26,7 @@ RewardFunction = Callable[[Sequence[Trajectory]], Scores | Awaitable[Scores]]
 # Copies, and string operations linear in the text: they cannot hang, so they need no worker.
 IN_PROCESS = ("exact", "format", "environment")
 BUILT_IN_TIMEOUT_S = 5.0  # per trajectory; a judge needs more, a comparison of two answers does not
+KILL_MARGIN_S = 5.0  # of `code`, which ends its programs at `reward.timeout_s` itself
 COLUMN_PARAMETERS = ("prompts", "completions", "completion_ids")
 SIGNATURES = (
     "(trajectories)",
@@ -51,6 +52,12 @@ class RewardComponent:
     per_trajectory: bool = False  # one trajectory per call, so that a hanging one costs the timeout only once
     isolated: bool = True  # runs in worker processes
 
+    def deadline_s(self, timeout_s: float) -> float:
+        """Return the seconds per trajectory after which a worker is killed, of `reward.timeout_s`."""
+        if self.key is not None:
+            return timeout_s
+        return timeout_s + KILL_MARGIN_S if self.args else min(timeout_s, BUILT_IN_TIMEOUT_S)
+
     def load(self) -> RewardFunction:
         """Import the target. A class is instantiated with `args`; a function receives them on each call.
 
@@ -70,10 +77,10 @@ class RewardComponent:
             ) from error
 
 
-def built_in(name: str, weight: float) -> RewardComponent:
+def built_in(name: str, weight: float, args: Mapping[str, Any] | None = None) -> RewardComponent:
     """Return the built-in component `name`: the function of that name in the module of that name in this package."""
     target = f"{__package__}.{name}.{name}"
-    return RewardComponent(name, weight, target, per_trajectory=True, isolated=name not in IN_PROCESS)
+    return RewardComponent(name, weight, target, args or {}, per_trajectory=True, isolated=name not in IN_PROCESS)
 
 
 def custom(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from app.errors import RunError
-from app.reward.component import BUILT_IN_TIMEOUT_S, RewardComponent
+from app.reward.component import RewardComponent
 from app.reward.handler import CODEC, Scored, pickled, unpack
 from app.reward.outcome import Failure, FailureKind, Outcome, Value
 from app.types import Trajectory
@@ -56,7 +56,7 @@ class RewardPool(WorkerPool):
         self.component = component
         self.retried = 0
         self._log = log
-        self._timeout_s = timeout_s if component.key is not None else min(timeout_s, BUILT_IN_TIMEOUT_S)
+        self._timeout_s = component.deadline_s(timeout_s)
         self._warn_user = warn
         self._warned: set[str] = set()
         self._calls: set[asyncio.Task[Outcome]] = set()

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from app.config.reward import RewardConfig
+from app.config.reward import CODE, RewardConfig
 from app.errors import ConfigError, RunError
 from app.reward.component import RewardComponent, RewardFunction, built_in, custom
 from app.reward.outcome import Failure, FailureKind, LoggedScore, Outcome, Value, evaluate
@@ -183,7 +183,8 @@ def components_of(config: RewardConfig) -> list[RewardComponent]:
     components = []
     for name, term in config.terms().items():
         if term.target is None:
-            components.append(built_in(name, term.weight))
+            args = {**term.args, "timeout_s": config.timeout_s} if name == CODE else {}
+            components.append(built_in(name, term.weight, args))
         elif config._target_ is not None:
             components.append(custom(term.target, term.args))
         else:

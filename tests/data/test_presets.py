@@ -7,7 +7,9 @@ import pytest
 
 from app.config.data import Template
 from app.config.own_data import with_preset
+from app.config.reward import CodeArgs
 from app.data import rows
+from app.errors import ConfigError
 from tests.compose import composed
 
 
@@ -31,6 +33,20 @@ def test_rows_in_dapo_format_are_read_and_duplicates_dropped(jsonl: Callable[...
     loaded = rows.load(config.data)
     assert [(row.question, row.answer) for row in loaded.train] == [("q0", "0"), ("q1", "1"), ("q2", "2")]
     assert len(loaded.evals["aime24"]) == 3
+
+
+def test_a_local_file_in_mbpp_format_shows_the_tests_and_is_scored_by_them(jsonl: Callable[..., str]) -> None:
+    tests = ["assert inc(1) == 2", "assert inc(2) == 3"]
+    row = {"text": "Add one.", "code": "def inc(n): return n + 1", "test_list": tests, "test_setup_code": ""}
+    config = composed("data=mbpp", f"data.path={jsonl(*[row] * 40)}", "+reward.args.partial=true")
+    loaded = rows.load(config.data)
+    assert (len(loaded.train), len(loaded.evals["test"])) == (38, 2)
+    assert loaded.train[0].question == "Add one.\n\nassert inc(1) == 2\nassert inc(2) == 3"
+    assert config.reward.components == {"code": 1.0}
+    assert config.reward.code == CodeArgs(partial=True)
+    with pytest.raises(ConfigError) as refused:
+        rows.load(composed("data=mbpp", f"data.path={jsonl({'text': 'Add.', 'code': '1'})}").data)
+    assert (refused.value.key, refused.value.value) == ("data.context", "test_list")
 
 
 def test_a_reward_on_the_command_line_overrides_that_of_the_data() -> None:

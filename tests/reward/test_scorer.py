@@ -9,7 +9,7 @@ import pytest
 
 from app.config import RunConfig
 from app.config.reward import RewardConfig
-from app.reward import reward_pool
+from app.reward import component
 from tests.refusals import refused
 from tests.reward.scorers import TOWER, WriteReward, failed, pids, running_scorer, score, trajectory
 from tests.waiting import until
@@ -232,7 +232,7 @@ def test_a_pathological_answer_costs_at_most_the_limit_and_the_worker_is_replace
 
 @pytest.mark.parametrize("text", ["\\boxed{" * 500, "(" * 5000, "$" * 5000, "1," * 5000, "9" * 20000, "\\frac{" * 500])
 def test_an_unreadable_answer_scores_zero_without_a_failure(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_pool, "BUILT_IN_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(component, "BUILT_IN_TIMEOUT_S", 20.0)
     with running_scorer(components={"math": 1.0}, timeout_s=20.0) as scorer:
         assert score(scorer, [trajectory(text)]) == [0]
         assert failed(scorer) == {}

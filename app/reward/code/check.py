@@ -1,0 +1,45 @@
+"""The check before a run with `reward=code`: its sandbox, and the tests of the rows."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from app.config.reward import CodeArgs
+from app.errors import ConfigError
+from app.reward.code import sandbox_of
+from app.reward.code.row_tests import ACCEPTED, NoTests, read_tests
+from app.reward.code.sandbox import NAMESPACES, PROCESS, SandboxError, available
+
+MAX_ROWS = 500  # of all sets: compressed tests take milliseconds to read
+
+
+def require_sandbox(args: CodeArgs) -> tuple[str, bool]:
+    """Return what the sandbox protects, and whether a run warns of it.
+
+    Raises:
+        ConfigError: It cannot run a program here.
+    """
+    try:
+        description = sandbox_of(args.sandbox, args.memory_mib << 20).description
+    except SandboxError as error:
+        working = [kind for kind in (NAMESPACES, PROCESS) if "://" not in args.sandbox and available(kind) is None]
+        accepted = " or ".join([*working, "the URL of a Sandbox Fusion server that answers"])
+        raise ConfigError("reward.args.sandbox", args.sandbox, accepted, str(error)) from error
+    return f"programs of completions run in {description}", args.sandbox == "auto" and description.startswith(PROCESS)
+
+
+def describe_tests(rows: Sequence[tuple[str, Mapping[str, Any], str]]) -> str:
+    """Return the forms of the tests of rows, each a place, its columns and its answer.
+
+    Raises:
+        ConfigError: One of the first rows has none that can be read.
+    """
+    forms: Counter[str] = Counter()
+    for place, columns, answer in rows[:MAX_ROWS]:
+        try:
+            tests = read_tests(columns, answer)
+        except NoTests as error:
+            raise ConfigError("reward", "code", ACCEPTED, f"{place}: {error}") from error
+        forms[tests.name] += 1
+    counted = ", ".join(f"{name} in {count:,} rows" for name, count in forms.items())
+    return f"{counted}{f', of the first {MAX_ROWS}' if len(rows) > MAX_ROWS else ''}"

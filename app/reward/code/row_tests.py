@@ -1,0 +1,182 @@
+"""Read the tests of a row. Its columns tell their form.
+
+| columns | form | of |
+|---|---|---|
+| `test_list`, maybe `test_setup_code`, `test_imports` | asserts | MBPP |
+| `test`, `entry_point` | asserts | HumanEval |
+| `input_output`: JSON of `inputs`, `outputs`, maybe `fn_name` | stdin or calls | APPS, TACO |
+| `public_test_cases`, `private_test_cases`, maybe `metadata` or `starter_code` | stdin or calls | LiveCodeBench |
+| `inputs`, `outputs`, maybe `fn_name`: columns, or JSON as the answer | stdin or calls | other trainers |
+"""
+
+import ast
+import base64
+import binascii
+import io
+import json
+import pickle
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ACCEPTED = (
+    "rows with test_list (MBPP), test and entry_point (HumanEval), input_output (APPS), public_test_cases "
+    "(LiveCodeBench), or inputs and outputs"
+)
+
+
+class NoTests(Exception):
+    """A row has no tests that can be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asserts:
+    """Statements, each of which passes unless it raises.
+
+    setup: Code before each of them.
+    defined: Names of the reference solution. One of a builtin (`def sum(a, b)`) means the program's.
+    modules: Of the standard library, that the tests use as such, maybe without importing them.
+    """
+
+    setup: str
+    statements: Sequence[str]
+    defined: frozenset[str] = frozenset()
+    modules: frozenset[str] = frozenset()
+    name = "asserts"
+
+    def __len__(self) -> int:
+        return len(self.statements)
+
+
+@dataclass(frozen=True, slots=True)
+class Stdin:
+    """What a program reads and what it shall print."""
+
+    cases: Sequence[tuple[str, str]]
+    name = "stdin and stdout"
+
+    def __len__(self) -> int:
+        return len(self.cases)
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Arguments of a function, or of a method of the class Solution, and what it shall return."""
+
+    function: str
+    cases: Sequence[tuple[Sequence[Any], Any]]
+    name = "function calls"
+
+    def __len__(self) -> int:
+        return len(self.cases)
+
+
+Tests = Asserts | Stdin | Calls
+
+
+def read_tests(row: Mapping[str, Any], answer: str = "") -> Tests:
+    """Return the tests of a row.
+
+    Raises:
+        NoTests: There are none, or they cannot be read.
+    """
+    try:
+        tests = _read(row, answer)
+    except (ValueError, LookupError, TypeError, SyntaxError, zlib.error, pickle.UnpicklingError, EOFError) as error:
+        raise NoTests(f"its tests cannot be read: {type(error).__name__}: {error}") from error
+    if tests is None:
+        raise NoTests(f"it has the columns {', '.join(sorted(row)) or 'none'}")
+    if not len(tests):
+        raise NoTests("its list of tests is empty")
+    return tests
+
+
+def _read(row: Mapping[str, Any], answer: str) -> Tests | None:
+    if row.get("test_list") is not None:
+        setup = [row.get("test_setup_code") or "", *(_json(row.get("test_imports")) or [])]
+        return _asserts("\n".join(setup), [str(each) for each in _json(row["test_list"])], answer)
+    if row.get("test") is not None and row.get("entry_point"):
+        return _asserts("", [f"{row['test']}\ncheck({row['entry_point']})"], answer)
+    if row.get("input_output") is not None:
+        return _pairs(_json(row["input_output"]))
+    if row.get("public_test_cases") is not None:
+        return _live_code_bench(row)
+    if row.get("inputs") is not None and row.get("outputs") is not None:
+        return _pairs(row)
+
+    content = _json(answer) if answer.lstrip().startswith("{") else None
+    return _pairs(content) if isinstance(content, dict) and {"inputs", "outputs"} <= content.keys() else None
+
+
+def _asserts(setup: str, statements: Sequence[str], answer: str) -> Asserts:
+    nodes = [node for each in (setup, *statements) for node in ast.walk(ast.parse(each))]
+    owners = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    defined = frozenset(_defined(answer))
+    return Asserts(setup, statements, defined, frozenset(owners & sys.stdlib_module_names - defined))
+
+
+def _defined(source: str) -> Iterator[str]:
+    try:
+        statements = ast.parse(source.strip()).body
+    except (SyntaxError, ValueError):
+        return
+    for each in statements:
+        if isinstance(each, ast.FunctionDef | ast.ClassDef):
+            yield each.name
+
+
+def _pairs(value: Mapping[str, Any]) -> Tests:
+    inputs, outputs = _json(value["inputs"]), _json(value["outputs"])
+    if len(inputs) != len(outputs):
+        raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs")
+    if value.get("fn_name"):
+        calls = [(_json(each), _json(expected)) for each, expected in zip(inputs, outputs, strict=True)]
+        return Calls(_identifier(value["fn_name"]), calls)
+    return Stdin([(_lines(each), _lines(expected)) for each, expected in zip(inputs, outputs, strict=True)])
+
+
+def _live_code_bench(row: Mapping[str, Any]) -> Tests:
+    cases = [*_json(row["public_test_cases"]), *_private(row.get("private_test_cases"))]
+    if not any(each.get("testtype") == "functional" for each in cases):
+        return Stdin([(str(each["input"]), str(each["output"])) for each in cases])
+
+    name = _identifier((_json(row.get("metadata")) or {})["func_name"])
+    arguments = [[json.loads(line) for line in each["input"].split("\n") if line.strip()] for each in cases]
+    return Calls(name, [(given, json.loads(each["output"])) for given, each in zip(arguments, cases, strict=True)])
+
+
+def _private(value: Any) -> Sequence[Mapping[str, Any]]:
+    """Read private tests: JSON, or as published, pickled JSON text, compressed. Nothing but text is unpickled."""
+    if not value:
+        return []
+    try:
+        cases: Sequence[Mapping[str, Any]] = _json(value)
+    except ValueError:
+        try:
+            packed = base64.b64decode(value, validate=True)
+        except binascii.Error as error:
+            raise ValueError("private_test_cases is neither JSON nor base64") from error
+        cases = json.loads(_Text(io.BytesIO(zlib.decompress(packed))).load())
+    return cases
+
+
+class _Text(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} in private_test_cases")
+
+
+def _json(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _identifier(name: Any) -> str:
+    name = str(name).rpartition(".")[2]
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} is no name of a function")
+    return name
+
+
+def _lines(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

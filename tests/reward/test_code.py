@@ -1,0 +1,271 @@
+"""`reward=code`: the forms of tests, what a completion scores, and the server of Sandbox Fusion."""
+
+import base64
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from app.config.reward import CodeArgs, RewardConfig
+from app.errors import ConfigError
+from app.reward.code import last_block
+from app.reward.code.check import describe_tests, require_sandbox
+from app.reward.code.judge import Judge, same_lines, same_value
+from app.reward.code.row_tests import Asserts, Calls, NoTests, Stdin, read_tests
+from app.reward.code.sandbox import NAMESPACES, PROCESS, LocalSandbox, Sandbox, available, choose
+from app.reward.code.sandbox_fusion import SandboxFusion
+from tests.reward.scorers import running_scorer, score, trajectory
+
+MEMORY = 256 << 20
+TIMEOUT_S = 60.0
+MBPP: dict[str, Any] = {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"], "test_setup_code": ""}
+RIGHT = "def add(a, b):\n    return a + b\n"
+HALF = "def add(a, b):\n    return 3\n"
+
+
+class FusionServer(BaseHTTPRequestHandler):
+    """The protocol of `POST /run_code`, for programs that are trusted."""
+
+    requests: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.requests.append(request)
+        ran = subprocess.run(
+            [sys.executable, "-c", request["code"]], input=request["stdin"].encode(), capture_output=True, check=False
+        )
+        status = "Finished" if ran.returncode == 0 else "Error"
+        result = {"status": status, "return_code": ran.returncode, "stdout": ran.stdout.decode()}
+        body = json.dumps({"status": "Success" if ran.returncode == 0 else "Failed", "run_result": result}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def fusion() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FusionServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(params=[NAMESPACES, PROCESS, "fusion"])
+def sandbox(request: pytest.FixtureRequest, fusion: str) -> Sandbox:
+    if request.param == "fusion":
+        return SandboxFusion(fusion, MEMORY)
+    if (reason := available(request.param)) is not None:
+        pytest.skip(reason)
+    return LocalSandbox(request.param, MEMORY)
+
+
+def passed(sandbox: Sandbox, program: str, row: dict[str, Any], answer: str = "") -> int:
+    return Judge(sandbox, stop_early=False, timeout_s=TIMEOUT_S).passed(program, read_tests(row, answer))
+
+
+def test_asserts_are_counted_one_by_one(sandbox: Sandbox) -> None:
+    assert [passed(sandbox, program, MBPP) for program in (RIGHT, HALF, "", "def add(a):", "add = None")] == [
+        2,
+        1,
+        0,
+        0,
+        0,
+    ]
+
+
+def test_a_test_that_needs_several_values_or_an_object_of_the_program_gets_them(sandbox: Sandbox) -> None:
+    program = (
+        "class Pair:\n    def __init__(self, a, b):\n        self.a, self.b = a, b\n    def swap(self):\n"
+        "        return Pair(self.b, self.a)\n"
+        "def longest(pairs, *, limit):\n    return max(each.b - each.a for each in pairs if each.b < limit)\n"
+        "def numbers():\n    yield from (1, 2)\n"
+        "def fail():\n    raise ValueError('no')\n"
+    )
+    tests = [
+        "assert longest([Pair(5, 24), Pair(15, 99)], limit=50) == 19",
+        "pair = Pair(1, 2).swap()\nassert (pair.a, pair.b) == (2, 1)",
+        "pair = Pair(1, 2)\npair.b = 7\nassert longest([pair], limit=8) == 6",
+        "assert list(numbers()) == [1, 2]",
+        "try:\n    fail()\n    assert False\nexcept ValueError:\n    pass",
+        "import math\nassert math.isclose(longest([Pair(0, 1)], limit=9), 1.0)",
+        "assert Pair(1, 2) == Pair(1, 2)",  # objects of a program are equal to themselves alone
+    ]
+    assert passed(sandbox, program, {"test_list": tests}) == len(tests) - 1
+
+
+def test_values_of_pythons_plain_types_come_back_as_they_are(sandbox: Sandbox) -> None:
+    values: list[Any] = [
+        *(None, True, -7, 10**30, 0.1, float("inf"), "ä\n'\"\ud83d", b"\x00\xff", 1 - 2j, (), (1, (2,))),
+        *({1, 2}, frozenset({"a"}), {(1, 2): [None]}, [[]], set()),
+    ]
+    tests = [f"assert same({value!r}) == {value!r}".replace("inf", "float('inf')") for value in values]
+    program = "def same(value):\n    return value\n"
+    assert passed(sandbox, program, {"test_list": tests}) == len(values)
+
+
+def test_the_reference_solution_says_that_a_builtin_is_the_programs(sandbox: Sandbox) -> None:
+    row = {"test_list": ["assert sum(10, 15) == 6"]}
+    program = "def sum(a, b):\n    return 6\n"
+    assert [passed(sandbox, program, row, answer) for answer in ("def sum(a, b):\n    ...", "")] == [1, 0]
+
+
+def test_the_forms_of_published_rows_are_run(sandbox: Sandbox) -> None:
+    stdin = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7.0"]})
+    script = "import sys\nif __name__ == '__main__':\n    print(sum(map(int, open(0).read().split())))\n"
+    method = "class Solution:\n    def add(self, a, b):\n        return (a + b,)\n"
+    public = [{"input": "1\n2", "output": "[3]", "testtype": "functional"}]
+    private = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(public * 2)))).decode()
+    check = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(2, 2) == 4\n"
+    rows: list[tuple[dict[str, Any], str, int]] = [
+        ({"input_output": stdin}, script, 2),
+        ({"input_output": stdin}, "print(3)", 1),
+        ({"input_output": stdin}, script + "raise SystemExit(1)", 0),
+        ({"input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})}, RIGHT, 1),
+        ({"input_output": json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]})}, RIGHT, 1),
+        ({"public_test_cases": json.dumps(public), "metadata": '{"func_name": "add"}'}, method, 1),
+        (
+            {
+                "public_test_cases": json.dumps(public),
+                "private_test_cases": private,
+                "metadata": json.dumps({"func_name": "add"}),
+            },
+            method,
+            3,
+        ),
+        ({"test": check, "entry_point": "add"}, RIGHT, 1),
+        ({"test": check, "entry_point": "add"}, HALF, 0),
+        ({"inputs": ["1 2"], "outputs": ["3"]}, script, 1),
+    ]
+    for row, program, expected in rows:
+        assert passed(sandbox, program, row) == expected, (row, program)
+    assert passed(sandbox, script, {}, stdin) == 2
+
+
+def test_the_columns_tell_the_form_and_what_cannot_be_read_is_refused() -> None:
+    assert read_tests(MBPP) == Asserts("", MBPP["test_list"])
+    assert read_tests({"inputs": [["1", "2"]], "outputs": ["3"]}) == Stdin([("1\n2", "3")])
+    assert read_tests({"inputs": "[[1, 2]]", "outputs": "[3]", "fn_name": "a.b"}) == Calls("b", [([1, 2], 3)])
+
+    evil = base64.b64encode(zlib.compress(pickle.dumps(os.getcwd))).decode()
+    refused_rows: list[tuple[dict[str, Any], str]] = [
+        ({"question": "?", "answer": "!"}, "answer, question"),
+        ({"test_list": []}, "empty"),
+        ({"test_list": ["assert f("]}, "SyntaxError"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs"),
+        ({"input_output": "{"}, "JSONDecodeError"),
+        ({"inputs": ["1"], "outputs": ["1"], "fn_name": "f()"}, "f()"),
+        ({"public_test_cases": "[]", "private_test_cases": evil}, "getcwd"),
+    ]
+    for row, why in refused_rows:
+        with pytest.raises(NoTests, match=re.escape(why)):
+            read_tests(row)
+    with pytest.raises(ConfigError) as refused:
+        describe_tests([("mine/7", {"question": "?"}, "")])
+    assert (refused.value.key, "mine/7" in str(refused.value)) == ("reward", True)
+    assert describe_tests([("mine/7", MBPP, "")] * 3) == "asserts in 3 rows"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("```python\na\n```\nand\n```\nb\n```", "b\n"),
+        ("```python\na\n```\nprints\n```text\nb\n```", "a\n"),
+        ("```python\na\n```\n```python\nb", "a\n"),
+        ("a = 1", None),
+        ("```python\na", None),
+        ("", None),
+    ],
+)
+def test_the_last_closed_block_of_python_counts(text: str, expected: str | None) -> None:
+    assert last_block(text) == expected
+
+
+def test_outputs_are_compared_by_line_and_by_number() -> None:
+    assert same_lines(" 1  \n2.50 3\n\n", "1\n2.5 3")
+    assert not same_lines("1\n2", "1 2")
+    assert not same_lines("nan", "x")
+    assert same_value(((1, 2), "a"), [[1, 2], "a"])
+    assert same_value({1: (2,)}, {"1": [2]})
+    assert not same_value(1, [2])
+
+
+def fenced(program: str) -> str:
+    return f"Here it is:\n```python\n{program}```\n"
+
+
+def test_a_completion_scores_all_or_a_share_and_no_program_is_a_failure() -> None:
+    texts = [fenced(RIGHT), fenced(HALF), RIGHT, fenced("import os\nos._exit(0)\n"), fenced("while True:\n    pass\n")]
+    completions = [trajectory(text, **MBPP) for text in texts]
+    for partial, expected in ((False, [1, 0, 0, 0, 0]), (True, [1, 0.5, 0, 0, 0])):
+        with running_scorer(components={"code": 1.0}, args={"partial": partial}, timeout_s=3.0, workers=2) as scorer:
+            assert score(scorer, completions) == expected
+            assert scorer.metrics["reward/failed_fraction"] == 0
+    scored = trajectory(fenced(HALF), **MBPP)
+    with running_scorer(components={"code": 1.0}, timeout_s=30.0) as scorer:
+        assert scorer.scored([scored])[0].reward_components == {"code": 0.0, "code/passed": 0.5}
+
+
+def test_a_row_without_tests_and_a_server_that_is_gone_are_failures(fusion: str) -> None:
+    with running_scorer(components={"code": 1.0}, args={"sandbox": fusion}, timeout_s=30.0) as scorer:
+        assert score(scorer, [trajectory(fenced(RIGHT), **MBPP), trajectory(fenced(RIGHT))]) == [1, 0]
+        assert scorer.metrics["reward/failed_exception"] == 1
+
+
+def test_a_sandbox_that_is_absent_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for cached in (available, choose):
+        getattr(cached, "cache_clear", lambda: None)()
+    try:
+        with pytest.raises(ConfigError) as refused:
+            require_sandbox(CodeArgs(sandbox="namespaces"))
+        assert (refused.value.key, refused.value.value) == ("reward.args.sandbox", "namespaces")
+        assert "process" in str(refused.value)
+        description, warned = require_sandbox(CodeArgs())
+        assert (PROCESS in description, warned) == (True, True)
+        with pytest.raises(ConfigError) as gone:
+            require_sandbox(CodeArgs(sandbox="http://127.0.0.1:9"))
+        assert gone.value.key == "reward.args.sandbox"
+    finally:
+        for cached in (available, choose):
+            getattr(cached, "cache_clear", lambda: None)()
+
+
+def test_a_server_gets_the_limits_and_no_expected_value(fusion: str) -> None:
+    FusionServer.requests.clear()
+    assert passed(SandboxFusion(fusion, MEMORY), RIGHT, {"test_list": ["assert add(1, 2) == 3 != 987654"]}) == 1
+    (request,) = FusionServer.requests
+    assert (request["language"], request["memory_limit_MB"]) == ("python", 256)
+    assert 0 < request["run_timeout"] <= TIMEOUT_S
+    assert "987654" not in json.dumps(request)
+
+
+def test_only_code_takes_arguments() -> None:
+    accepted = RewardConfig(components={"code": 1.0, "format": 0.1}, args={"partial": True, "sandbox": "process"})
+    accepted.validate()
+    assert accepted.code == CodeArgs(partial=True, sandbox="process")
+    assert accepted.terms()["format"].args == {}
+    wrong: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"code": 1.0}, {"partial": 1}, "reward.args.partial"),
+        ({"code": 1.0}, {"sandbox": "docker"}, "reward.args.sandbox"),
+        ({"code": 1.0}, {"memory_mib": 1}, "reward.args.memory_mib"),
+        ({"code": 1.0}, {"limit": 1}, "reward.args.limit"),
+        ({"math": 1.0}, {"partial": True}, "reward.args"),
+    ]
+    for components, args, key in wrong:
+        with pytest.raises(ConfigError) as refused:
+            RewardConfig(components=components, args=args).validate()
+        assert refused.value.key == key
