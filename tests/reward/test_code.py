@@ -210,13 +210,12 @@ def fenced(program: str) -> str:
 def test_a_completion_scores_all_or_a_share_and_no_program_is_a_failure() -> None:
     texts = [fenced(RIGHT), fenced(HALF), RIGHT, fenced("import os\nos._exit(0)\n"), fenced("while True:\n    pass\n")]
     completions = [trajectory(text, **MBPP) for text in texts]
-    for partial, expected in ((False, [1, 0, 0, 0, 0]), (True, [1, 0.5, 0, 0, 0])):
-        with running_scorer(components={"code": 1.0}, args={"partial": partial}, timeout_s=3.0, workers=2) as scorer:
-            assert score(scorer, completions) == expected
-            assert scorer.metrics["reward/failed_fraction"] == 0
-    scored = trajectory(fenced(HALF), **MBPP)
+    with running_scorer(components={"code": 1.0}, args={"partial": True}, timeout_s=3.0, workers=2) as scorer:
+        assert score(scorer, completions) == [1, 0.5, 0, 0, 0]
+        assert scorer.metrics["reward/failed_fraction"] == 0
     with running_scorer(components={"code": 1.0}, timeout_s=30.0) as scorer:
-        assert scorer.scored([scored])[0].reward_components == {"code": 0.0, "code/passed": 0.5}
+        assert score(scorer, completions[:4]) == [1, 0, 0, 0]
+        assert scorer.scored([completions[1]])[0].reward_components == {"code": 0.0, "code/passed": 0.5}
 
 
 def test_a_row_without_tests_and_a_server_that_is_gone_are_failures(fusion: str) -> None:
