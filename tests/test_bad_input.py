@@ -128,6 +128,7 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
     (["trainer=x"], ["trainer=x", "settings of trainer, such as trainer.lr"]),
     (["--steps=5"], ["--steps=5 ", "steps=5."]),
     (["steps=${oc.env:NOPE}"], ["steps ", "environment variable NOPE"]),
+    (["tracking=prometheus", "tracking.port=70000"], ["tracking.port=70000", "65535"]),
     (["tracking.use=wandb,tensorboard"], ["write 'tracking.use=[wandb,tensorboard]', or add -m for a sweep."]),
     (["data.path=a.jsonl,b.jsonl"], ["write 'data.path=[a.jsonl,b.jsonl]', or add -m for a sweep."]),
     (["data.system=Hi,you"], ["write 'data.system=\"Hi,you\"', or add -m for a sweep."]),

@@ -65,7 +65,7 @@ ROOMS = {
         ("app.rollout.sglang_plugin.entry_points", "app.weight_sync.sender"),
     ),
     "dashboards": Room(
-        ("app.tracking.clearml", "app.tracking.tensorboard", "app.tracking.wandb"),
+        ("app.tracking.clearml", "app.tracking.prometheus", "app.tracking.tensorboard", "app.tracking.wandb"),
         ("app.tracking.dashboards",),
     ),
     "supervised runs": Room(

@@ -6,7 +6,7 @@ from typing import Any
 from app.config.setting import is_dotted_path, setting
 from app.errors import expect
 
-TRACKERS = ("tensorboard", "wandb", "clearml")
+TRACKERS = ("tensorboard", "wandb", "clearml", "prometheus")
 ACCEPTED = f"a list of {', '.join(TRACKERS)}, and paths of your own such as my_module.MyTracker"
 
 
@@ -23,6 +23,12 @@ class TrackingConfig:
         None, "Run name in the trackers; null joins the names of the run's folder and its parent."
     )
     offline: bool = setting(False, "wandb and clearml record into the run's folder and send nothing.")
+    port: int = setting(
+        9464,
+        "Port of the driver at which prometheus serves /metrics; 0 takes a free one, which the log names.",
+        at_least=0,
+        at_most=65535,
+    )
     compare: list[str] = setting(
         [],
         "mode=report: the runs, or folders of runs, to compare in one report, which goes to hydra.run.dir or else to a "

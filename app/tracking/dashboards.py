@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases, ClearML and trackers of the user's own, in addition to the run's own files.
+"""TensorBoard, Weights & Biases, ClearML, Prometheus and trackers of the user's own, beside the run's own files.
 
 Each dashboard runs on its own thread behind a bounded queue. Its package is imported on that thread, and only if
 `tracking.use` names it. Keys come from the environment or the package's own login, never from the configuration.
@@ -53,6 +53,10 @@ def open_dashboard(name: str, options: DashboardOptions) -> Dashboard:
         from app.tracking.clearml import ClearML
 
         return ClearML(options)
+    if name == "prometheus":
+        from app.tracking.prometheus import Prometheus
+
+        return Prometheus(options)
     from app.tracking.own_tracker import OwnTracker
 
     return OwnTracker(name, options)

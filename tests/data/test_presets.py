@@ -44,6 +44,8 @@ def test_a_local_file_in_mbpp_format_shows_the_tests_and_is_scored_by_them(jsonl
     assert loaded.train[0].question == "Add one.\n\nassert inc(1) == 2\nassert inc(2) == 3"
     assert config.reward.components == {"code": 1.0}
     assert config.reward.code == CodeArgs(partial=True)
+    assert "code" in composed(*with_preset(["model=qwen3_4b", "device=cuda", "data=mbpp"])).reward.components
+    assert "math" in composed(*with_preset(["model=qwen3_4b", "data=mbpp", "reward=math"])).reward.components
     with pytest.raises(ConfigError) as refused:
         rows.load(composed("data=mbpp", f"data.path={jsonl({'text': 'Add.', 'code': '1'})}").data)
     assert (refused.value.key, refused.value.value) == ("data.context", "test_list")

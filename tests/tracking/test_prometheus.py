@@ -1,0 +1,110 @@
+"""`tracking=prometheus`, scraped over HTTP and read by the parser of `prometheus_client`."""
+
+import json
+import re
+import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.config import RunConfig
+from app.config.tracking import TrackingConfig
+from app.tracking.dashboard import DashboardOptions
+from app.tracking.dashboards import DashboardWorker, open_dashboard
+from tests.compose import composed
+from tests.waiting import until
+
+DASHBOARD = Path(__file__).parents[2] / "launch" / "grafana.json"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def options(tmp_path: Path, port: int, warned: list[str]) -> DashboardOptions:
+    config = {"tracking": {"port": port}}
+    return DashboardOptions(
+        config, tmp_path, tmp_path / "metrics.jsonl", "p", "model/run 1", False, None, warned.append
+    )
+
+
+def scraped(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+        text = reply.read().decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    assert all(sample.labels == {"run": "model/run 1"} for sample in samples)
+    return {sample.name: sample.value for sample in samples}
+
+
+def test_every_metric_is_a_gauge_of_the_run_until_the_run_ends(tmp_path: Path) -> None:
+    port, warned = free_port(), list[str]()
+    worker = DashboardWorker("prometheus", options(tmp_path, port, warned))
+    worker.log(3, {"lr": 0.5, "reward/mean": 0.25, "time/step": 2.0, "reward/pass@4": 1.0, "loss": float("nan")})
+    worker.log(4, {"reward/mean": 0.75})
+    worker.alert(4, "stalled", "no tokens")
+    expected = {
+        "posttrain_step": 4.0,
+        "posttrain_train_lr": 0.5,
+        "posttrain_reward_mean": 0.75,
+        "posttrain_time_step_seconds": 2.0,
+        "posttrain_reward_pass_4": 1.0,
+        "posttrain_alarms_stalled": 1.0,
+    }
+
+    def served() -> bool:
+        try:
+            return scraped(port) == expected
+        except urllib.error.URLError:
+            return False
+
+    until(served, 30)
+    worker.begin_close("finished", 30.0)
+    worker.end_close()
+    assert warned == []
+    with pytest.raises(urllib.error.URLError):
+        scraped(port)
+
+
+def test_a_port_in_use_is_a_warning(tmp_path: Path) -> None:
+    warned: list[str] = []
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        worker = DashboardWorker("prometheus", options(tmp_path, int(taken.getsockname()[1]), warned))
+        until(lambda: bool(warned), 30)
+        worker.begin_close("finished", 10.0)
+        worker.end_close()
+    assert len(warned) == 1
+    assert warned[0].startswith("prometheus could not be opened")
+
+
+def test_it_composes_with_a_port() -> None:
+    config: RunConfig = composed("tracking=prometheus", "tracking.port=9000")
+    assert (config.tracking.use, config.tracking.port) == (["prometheus"], 9000)
+    assert TrackingConfig().port == 9464
+
+
+def test_the_dashboard_shows_metrics_that_runs_have(tmp_path: Path) -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    shown = {
+        name
+        for panel in dashboard["panels"]
+        for each in panel["targets"]
+        for name in re.findall(r"posttrain_\w+", each["expr"])
+    }
+    logged = [
+        *("reward/mean", "reward/accuracy", "eval/accuracy", "time/step", "time/generate", "time/train", "time/sync"),
+        *("throughput/completion_tokens_per_second", "train/entropy", "mismatch/kl", "train/grad_norm"),
+        *("staleness/mean", "staleness/max"),
+    ]
+    port = free_port()
+    opened = open_dashboard("prometheus", options(tmp_path, port, []))
+    opened.log(1, dict.fromkeys(logged, 1.0))
+    names = set(scraped(port))
+    opened.close("finished")
+    assert shown == names - {"posttrain_step"}
