@@ -48,6 +48,19 @@ def test_own_code_is_loaded() -> None:
     assert {"tracker", "transport", "algorithm"} & {each.subject for each in found} == set()
 
 
+def test_with_reward_code_the_sandbox_and_the_form_of_the_tests_are_shown(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    row = {"text": "Add one.", "code": "def inc(n): return n + 1", "test_list": ["assert inc(1) == 2"]}
+    rows.write_text(f"{json.dumps(row)}\n" * 40)
+    found = inputs("data=mbpp", "reward=code", f"data.path={rows}", "+reward.args.sandbox=process")
+    assert of(found, "tests").message == "asserts in 40 rows"
+    assert "process: limits" in of(found, "sandbox").message
+
+    rows.write_text(f"{json.dumps({**row, 'test_list': ['assert inc(']})}\n" * 40)
+    found = inputs("data=mbpp", "reward=code", f"data.path={rows}")
+    assert of(found, "code").status is CheckStatus.fail
+
+
 def test_the_cpu_passes_on_this_machine() -> None:
     found = examine(composed())
     assert [one for one in found if one.status is CheckStatus.fail] == []
