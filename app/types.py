@@ -6,8 +6,8 @@ sequence and `N` of those that an engine sampled.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -128,6 +128,7 @@ class Completion:
     spans: tuple[VersionSpan, ...]  # cover 0:T without gaps
     text: str | None = None  # decoded by the engine's host, without special tokens; None: not decoded
     cached_tokens: int = 0  # of the prompt, that the engine had in its KV cache
+    teacher_logprobs: np.ndarray | None = None  # [T] float32, of the same tokens; None without a teacher
 
     @property
     def oldest_version(self) -> int:
@@ -152,6 +153,7 @@ class TokenSequence:
     sampled: np.ndarray  # [L] bool; False: prompt, observation, template
     logprobs: np.ndarray  # [N] float32, of the sampled tokens, as the engine reported them; zeros of a demonstration
     spans: tuple[VersionSpan, ...]  # cover 0:N without gaps; none of a demonstration
+    teacher_logprobs: np.ndarray | None = None  # [N] float32, of the sampled tokens; None without a teacher
 
     @classmethod
     def of(cls, prompt: Prompt, completion: Completion) -> "TokenSequence":
@@ -159,7 +161,7 @@ class TokenSequence:
         sampled = np.zeros(len(prompt.token_ids) + len(completion.token_ids), dtype=bool)
         sampled[len(prompt.token_ids) :] = True
         token_ids = np.concatenate([prompt.token_ids, completion.token_ids])
-        return cls(token_ids, sampled, completion.logprobs, completion.spans)
+        return cls(token_ids, sampled, completion.logprobs, completion.spans, completion.teacher_logprobs)
 
     @classmethod
     def demonstration(cls, token_ids: np.ndarray, imitated: np.ndarray) -> "TokenSequence":
@@ -210,6 +212,14 @@ class Trajectory:
     def sequences(self) -> tuple[TokenSequence, ...]:
         """The sequences that are trained on."""
         return self.episode.sequences if self.episode else (TokenSequence.of(self.prompt, self.completion),)
+
+    def with_teacher(self, logprobs: Sequence[np.ndarray]) -> "Trajectory":
+        """Return the trajectory with a teacher's log-probabilities [N] of each of its sequences."""
+        if self.episode is None:
+            (only,) = logprobs
+            return replace(self, completion=replace(self.completion, teacher_logprobs=only))
+        scored = [replace(each, teacher_logprobs=own) for each, own in zip(self.sequences, logprobs, strict=True)]
+        return replace(self, episode=replace(self.episode, sequences=tuple(scored)))
 
     @property
     def turns(self) -> tuple[Turn, ...]:

@@ -13,7 +13,7 @@ FLOORS = (  # from the ground up; packages of one floor never import each other
     ("algorithm", "data", "device", "environment", "reward", "tracking"),
     ("model",),
     ("rollout", "trainer"),
-    ("weight_sync", "offload", "checkpoint", "cluster", "eval"),
+    ("weight_sync", "offload", "checkpoint", "cluster", "eval", "teacher"),
     ("recovery",),
     ("placement",),
     ("mode",),
@@ -28,7 +28,7 @@ MAX_ROOM_LINES = 1_500
 MAX_CLASS_LINES = 250
 LARGER_CLASSES = {  # ceilings of those that are still larger
     "app.checkpoint.manager.CheckpointManager": 280,
-    "app.placement.controller.PlacementController": 262,
+    "app.placement.controller.PlacementController": 263,
     "app.tracking.recorder.RunFolderRecorder": 270,
     "app.trainer.rank.TrainerRank": 300,
     "app.trainer.step.TrainStep": 280,
@@ -72,6 +72,8 @@ ROOMS = {
         ("app.mode.sft", "app.data.demonstrations"),
         ("app.mode.inputs",),
     ),
+    "trial of own objectives": Room(("app.algorithm.custom_functions",), ("app.mode.input_checks",)),
+    "teacher": Room(("app.teacher",), ("app.mode.session", "app.mode.input_checks")),
     "serving of adapters": Room(
         ("app.rollout.served_adapters", "app.rollout.sglang_plugin.lora_layers", "app.weight_sync.adapters"),
         ("app.rollout.host.engine_host", "app.rollout.sglang_plugin.entry_points", "app.weight_sync.factory"),

@@ -13,18 +13,20 @@ from app.types import Group, ScoredGroup, Trajectory
 from app.utils.dotted_path import resolve_own
 
 STD_EPSILON = 1e-6
-SMALLEST_GROUP = 2  # an advantage compares at least two trajectories
 
 
 def score(group: Group, config: AlgorithmConfig, *, max_completion_tokens: int) -> ScoredGroup:
     """Compute the advantages [G] of a group, each shared by all tokens that were sampled for it.
 
-    A group of equal rewards gets exact zeros.
+    A group of equal rewards gets exact zeros, as does every group with `reward_coefficient` 0.
 
     Raises:
         ValueError: If a reward is not finite, for example because the group was never scored.
         RunError: `algorithm.advantage` cannot use these rewards.
     """
+    if config.reward_coefficient == 0:
+        return ScoredGroup(group, np.zeros(len(group.trajectories), dtype=np.float32))
+
     rewards = shaped_rewards(group, config, max_completion_tokens=max_completion_tokens)
     if not np.isfinite(rewards).all():
         raise ValueError(f"prompt {group.prompt.id} has rewards that are not finite: {rewards.tolist()}")
@@ -38,7 +40,7 @@ def score(group: Group, config: AlgorithmConfig, *, max_completion_tokens: int) 
         raise RunError(
             f"algorithm.advantage={config.advantage} failed for prompt {group.prompt.id}: {error}"
         ) from error
-    return ScoredGroup(group, advantages.astype(np.float32))
+    return ScoredGroup(group, (config.reward_coefficient * advantages).astype(np.float32))
 
 
 def estimate(rewards: np.ndarray, config: AlgorithmConfig) -> np.ndarray:

@@ -229,7 +229,7 @@ def _policy_sums(
     batch: TokenBatch, old: Tensor, ratio: Tensor, objective: Terms, config: AlgorithmConfig
 ) -> dict[str, Tensor]:
     """Policy movement from π_old and clip fractions."""
-    advantage = batch.advantages[batch.sequence]
+    advantage = batch.token_advantages
     log_ratio = batch.logprobs - old
     sums = {
         "entropy": batch.entropy.sum(),
@@ -246,6 +246,11 @@ def _policy_sums(
         sums["clip/dual_fraction"] = ((advantage < 0) & (ratio > config.dual_clip)).sum()
     if batch.reference_logprobs is not None:
         sums["kl/reference"] = k3(batch.reference_logprobs - batch.logprobs).sum()
+
+    if batch.teacher_logprobs is not None:
+        difference = batch.logprobs - batch.teacher_logprobs
+        sums["teacher/kl"] = difference.sum()
+        sums["teacher/clipped_fraction"] = (difference.abs() > batch.teacher.clip).sum()
 
     return {name: value.detach().to(batch.logprobs.dtype) for name, value in sums.items()}
 

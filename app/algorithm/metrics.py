@@ -46,6 +46,8 @@ TABLE: Mapping[str, Denominator] = {
     "clip/dual_fraction": Denominator.tokens,
     "kl/old": Denominator.tokens,  # k3 of KL(π_old ‖ π)
     "kl/reference": Denominator.tokens,  # k3 of KL(π ‖ π_ref)
+    "teacher/kl": Denominator.tokens,  # log π − log π_teacher, the k1 estimate of KL(π ‖ π_teacher)
+    "teacher/clipped_fraction": Denominator.tokens,
     "mismatch/kl": Denominator.tokens,  # k3 of KL(π_rollout ‖ π_old of the trainer)
     "mismatch/abs_difference": Denominator.tokens,  # of log-probabilities
     "mismatch/max_ratio": Denominator.max,

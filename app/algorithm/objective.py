@@ -11,13 +11,14 @@ sg stops the gradient. At r = 1 all four have the gradient of REINFORCE, Â · �
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from app.config.algorithm import AlgorithmConfig
+from app.config.teacher import TeacherConfig
 from app.utils.dotted_path import resolve_own
 
 
@@ -35,6 +36,21 @@ class TokenBatch:
     lengths: Tensor  # [S] sampled tokens per sequence; 0 is allowed
     trajectory_tokens: Tensor  # [S] sampled tokens of the sequence's trajectory; of a single sequence, its length
     weight_mask: Tensor  # [S] 0 for sequences without gradient (masked truncations, dummy passes), else 1
+    teacher_logprobs: Tensor | None = None  # [N] of a frozen teacher
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+
+    @property
+    def token_advantages(self) -> Tensor:
+        """Advantages [N]: those of the sequences, minus λ · clip(log π − log π_teacher) of the token, detached.
+
+        On tokens sampled from π the expected gradient of the last term is that of the reverse KL of each token's
+        distribution, KL(π ‖ π_teacher).
+        """
+        advantages = self.advantages[self.sequence]
+        if self.teacher_logprobs is None:
+            return advantages
+        difference = self.logprobs.detach() - self.teacher_logprobs
+        return advantages - self.teacher.coefficient * difference.clamp(-self.teacher.clip, self.teacher.clip)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +64,7 @@ class Terms:
 
 def ppo(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -> Terms:
     """PPO's clipped objective with DAPO's two ranges. Dual clip bounds it from below by c · Â where Â < 0."""
-    advantage = batch.advantages[batch.sequence]
+    advantage = batch.token_advantages
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     values = torch.minimum(ratio * advantage, clipped * advantage)
     if config.dual_clip is not None:
@@ -61,7 +77,7 @@ def ppo(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -> Terms:
 
 def cispo(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -> Terms:
     """Every token keeps a gradient; the bounded ratio is its weight. `clip_low=1` leaves out the lower bound."""
-    advantage = batch.advantages[batch.sequence]
+    advantage = batch.token_advantages
     lowest, highest = 1 - config.clip_low, 1 + config.clip_high
     weight = ratio.detach().clamp(lowest, highest)
     return Terms(weight * advantage * batch.logprobs, ratio < lowest, ratio > highest)
@@ -69,7 +85,7 @@ def cispo(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -> Terms:
 
 def dppo(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -> Terms:
     """The trust region bounds the token's total variation |π − π_rollout|, so rare tokens may move by large ratios."""
-    advantage = batch.advantages[batch.sequence]
+    advantage = batch.token_advantages
     moved = batch.logprobs.detach().exp() - batch.rollout_logprobs.exp()
     low = (advantage < 0) & (moved < -config.clip_low)
     high = (advantage > 0) & (moved > config.clip_high)
@@ -78,7 +94,7 @@ def dppo(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -> Terms:
 
 def sapo(batch: TokenBatch, ratio: Tensor, config: AlgorithmConfig) -> Terms:
     """A smooth gate in place of a clip: the gradient fades with the distance from r = 1."""
-    advantage = batch.advantages[batch.sequence]
+    advantage = batch.token_advantages
     positive, negative = ratio.new_tensor([config.sapo_tau_positive, config.sapo_tau_negative])
     tau = torch.where(advantage > 0, positive, negative)
     values = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage

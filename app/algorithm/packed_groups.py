@@ -47,12 +47,24 @@ def _sampled_rows(trajectory: types.Trajectory) -> tuple[Row, Row | None]:
     """Return the rows of the completion and of the episode; a single turn has none."""
     completion = trajectory.completion
     spans = _span_rows(completion.spans)
-    row = (completion.token_ids, completion.logprobs, completion.finish_reason.value, spans)
+    row = (
+        completion.token_ids,
+        completion.logprobs,
+        completion.finish_reason.value,
+        spans,
+        completion.teacher_logprobs,
+    )
     if trajectory.episode is None:
         return row, None
 
     sequences = [
-        (sequence.token_ids, sequence.sampled, sequence.logprobs, _span_rows(sequence.spans))
+        (
+            sequence.token_ids,
+            sequence.sampled,
+            sequence.logprobs,
+            _span_rows(sequence.spans),
+            sequence.teacher_logprobs,
+        )
         for sequence in trajectory.episode.sequences
     ]
     return row, (sequences, trajectory.episode.ending.value)
@@ -82,14 +94,17 @@ def _prompt(row: Row) -> types.Prompt:
     return types.Prompt(prompt_id, token_ids, "", source)
 
 
-def _completion(token_ids: np.ndarray, logprobs: np.ndarray, reason: str, spans: Row) -> types.Completion:
-    return types.Completion(token_ids, logprobs, types.FinishReason(reason), _spans(spans))
+def _completion(
+    token_ids: np.ndarray, logprobs: np.ndarray, reason: str, spans: Row, teacher: np.ndarray | None
+) -> types.Completion:
+    finished = types.FinishReason(reason)
+    return types.Completion(token_ids, logprobs, finished, _spans(spans), teacher_logprobs=teacher)
 
 
 def _episode(sequences: Sequence[Row], ending: str) -> types.Episode:
     made = tuple(
-        types.TokenSequence(token_ids, sampled, logprobs, _spans(spans))
-        for token_ids, sampled, logprobs, spans in sequences
+        types.TokenSequence(token_ids, sampled, logprobs, _spans(spans), teacher)
+        for token_ids, sampled, logprobs, spans, teacher in sequences
     )
     return types.Episode(made, (), types.Ending(ending), {}, {})
 

@@ -151,6 +151,7 @@ def make_trainer(
         logs=run_folder / "logs",
         profile_steps=tuple(config.trainer.profile_steps),
         lora=config.model.lora,
+        teacher=config.teacher,
     )
 
     make = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(TrainerRank)  # type: ignore[call-overload]  # missing in Ray's stubs

@@ -75,7 +75,11 @@ class AlgorithmConfig:
     """The policy-gradient algorithm: group sizes, advantages, loss and off-policy correction."""
 
     name: str = setting("grpo", "Name of the preset, shown in the console, the plan and the report.")
-    group_size: int = setting(8, "Completions sampled per prompt; advantages compare them.", at_least=2)
+    group_size: int = setting(
+        8,
+        "Completions sampled per prompt; advantages compare them, so 1 needs algorithm.reward_coefficient=0.",
+        at_least=1,
+    )
     prompts_per_step: int = setting(32, "Prompts, and so groups, trained on in one step.", at_least=1)
     updates_per_step: int = setting(
         1, "Optimizer updates per step; must divide algorithm.prompts_per_step.", at_least=1
@@ -89,6 +93,9 @@ class AlgorithmConfig:
     normalize_by_std: bool = setting(
         True,
         "With algorithm.advantage=grpo, divide by the standard deviation of the group's rewards; Dr. GRPO does not.",
+    )
+    reward_coefficient: float = setting(
+        1.0, "Weight of the advantages from rewards; 0 learns from the teacher alone (teacher.urls).", at_least=0
     )
     objective: str = setting(
         "ppo",
@@ -181,6 +188,11 @@ class AlgorithmConfig:
         return [path for path in (self.advantage, self.objective) if path not in (*ADVANTAGES, *OBJECTIVES)]
 
     @property
+    def smallest_group(self) -> int:
+        """Trajectories that a group needs to be trained on: an advantage from rewards compares at least two."""
+        return 2 if self.reward_coefficient else 1
+
+    @property
     def prompts_per_update(self) -> int:
         """Prompts of one optimizer update."""
         return self.prompts_per_step // self.updates_per_step
@@ -216,6 +228,14 @@ class AlgorithmConfig:
             "algorithm.updates_per_step",
             self.updates_per_step,
             f"a divisor of algorithm.prompts_per_step={self.prompts_per_step}",
+        )
+        accepted = "a whole number of at least 2, or algorithm.reward_coefficient=0"
+        expect(self.group_size >= self.smallest_group, "algorithm.group_size", self.group_size, accepted)
+        expect(
+            self.reward_coefficient > 0 or not self.dynamic_sampling,
+            "algorithm.dynamic_sampling",
+            self.dynamic_sampling,
+            "false with algorithm.reward_coefficient=0, since it compares rewards",
         )
         self._validate_functions()
         expect(

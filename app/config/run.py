@@ -20,6 +20,7 @@ from app.config.reward import RewardConfig
 from app.config.rollout import RolloutConfig
 from app.config.setting import check_bounds, setting
 from app.config.stop import StopConfig
+from app.config.teacher import TeacherConfig
 from app.config.tracking import TrackingConfig
 from app.config.trainer import TrainerConfig
 from app.config.weight_sync import WeightSyncConfig, transport_of
@@ -81,6 +82,7 @@ class RunConfig:
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     stop: StopConfig = field(default_factory=StopConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -177,6 +179,7 @@ class RunConfig:
         self.rollout.validate()
         check_engine_flags("device.engine_args", self.device.engine_args, self.device.kind)
         check_engine_flags("rollout.engine_args", self.rollout.engine_args, self.device.kind)
+        self.teacher.validate(temperature=self.rollout.temperature)
         self.eval.validate()
         for key in self.stop.given:
             expect(self.eval.every > 0, "eval.every", 0, f"the steps between evaluations, which {key} compares")
@@ -196,7 +199,9 @@ class RunConfig:
         self._validate_tasks()
         compares = self.reward.needs_answer
         why = f"a field of the rows with reward={compares}, which compares with it; or a reward of your own"
-        answered = self.data.answer is not None or self.mode is Mode.sft  # whose reply is the answer
+        # the answer is the reply of a demonstration; without rewards there need be none
+        unneeded = self.mode is Mode.sft or self.algorithm.reward_coefficient == 0
+        answered = self.data.answer is not None or unneeded
         expect(answered or compares is None, "data.answer", None, why)
         negative = [name for name, term in self.reward.terms().items() if term.weight < 0]
         why = "another one with a negative weight in reward.components: it needs rewards of at least 0"
@@ -217,6 +222,8 @@ class RunConfig:
         expect(data.demonstrations is None, "data.demonstrations", data.demonstrations, accepted)
         accepted = "1 with mode=sft, whose loss has no other component"
         expect(algorithm.ce_coefficient == 1, "algorithm.ce_coefficient", algorithm.ce_coefficient, accepted)
+        accepted = "[] with mode=sft, which samples nothing that a teacher could score"
+        expect(not self.teacher.urls, "teacher.urls", self.teacher.urls, accepted)
         accepted = "none with mode=sft, which is no reinforcement"
         expect(not algorithm.needs_reference, "algorithm.kl", algorithm.kl, accepted)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from app.algorithm.custom_functions import require_own
 from app.checkpoint.run_state import read_state, require_model
 from app.config import Mode
 from app.config.placement import PlacementKind
@@ -121,7 +120,10 @@ def tracker(run: RunInputs) -> Iterator[Finding]:
 
 def algorithm(run: RunInputs) -> Iterator[Finding]:
     """Whether objective and advantage of the user's work on made-up values."""
-    require_own(run.config.algorithm)
+    if run.config.algorithm.own:
+        from app.algorithm.custom_functions import require_own
+
+        require_own(run.config.algorithm)
     yield from _loaded("algorithm", run.config.algorithm.own)
 
 
@@ -207,6 +209,23 @@ def demonstrations(run: RunInputs) -> Iterator[Finding]:
         limit = f"rollout.max_prompt_tokens + rollout.max_completion_tokens = {config.rollout.max_tokens}"
         warning = f"{cut} of {len(prompts)} demonstrations are cut: longer than {limit}"
         yield Finding("demonstrations", warning, CheckStatus.warn, WARNED)
+
+
+def teacher(run: RunInputs) -> Iterator[Finding]:
+    """Whether the teacher answers, accepts our key, and has the vocabulary of the policy."""
+    config = run.config
+    if not config.teacher.urls:
+        accepted = "addresses of SGLang servers with algorithm.reward_coefficient=0, which learns from a teacher"
+        needless = config.algorithm.reward_coefficient > 0 or not run.trains
+        expect(needless, "teacher.urls", config.teacher.urls, accepted)
+        return
+    if run.moment is CheckStage.plan or not run.trains:
+        return
+    from app.teacher import require_teacher
+
+    run.status("asking the teacher")
+    require_teacher(config.teacher, run.tokenizer)
+    yield Finding("teacher", f"{', '.join(config.teacher.urls)} can score")
 
 
 def same_run(run: RunInputs) -> None:

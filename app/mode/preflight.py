@@ -43,6 +43,7 @@ CHECKS = (
     Check("linear attention", checks.linear_attention, ON_THIS_MACHINE),
     Check("prompts", checks.prompts, ON_THIS_MACHINE, ("model", "data")),
     Check("demonstrations", checks.demonstrations, ON_THIS_MACHINE, ("model", "data", "prompts")),
+    Check("teacher", checks.teacher, ALWAYS, ("model",)),
     Check("checkpoint", checks.same_run, (CheckStage.start,)),
     # and from here on processes try code of the user's; the doctor plays an episode instead
     Check("environment", checks.environment, (CheckStage.plan, CheckStage.start), ("model",)),

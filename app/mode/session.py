@@ -138,6 +138,12 @@ async def start_rollout_workers(
         if config.engines:
             await scorer.start()
 
+        teacher = None
+        if config.teacher.urls and config.mode is not Mode.eval:
+            from app.teacher import Teacher
+
+            teacher = await stack.enter_async_context(Teacher(config.teacher))
+
         recorder.status("starting Ray")
         stack.callback(_shutdown_ray)
         await connect(config, device)
@@ -150,7 +156,8 @@ async def start_rollout_workers(
         stack.push_async_callback(_end_engines, pool)
 
         supervisor = EngineSupervisor(config, pool, make, recorder.warn)
-        rollouter = Rollouter(pool, scorer, inputs.tokenizer, recorder.timeline, config.recovery, episodes)
+        scored_by = teacher.score if teacher is not None else None
+        rollouter = Rollouter(pool, scorer, inputs.tokenizer, recorder.timeline, config.recovery, episodes, scored_by)
         yield RolloutWorkers(config, inputs, device_placement, pool, supervisor, rollouter, recorder.status)
 
 

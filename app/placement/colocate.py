@@ -7,7 +7,7 @@
 One loop: a step generates, trains and syncs, in that order; nothing overlaps.
 """
 
-from app.algorithm.advantage import SMALLEST_GROUP, has_reward_variance
+from app.algorithm.advantage import has_reward_variance
 from app.errors import TrainerError
 from app.placement.controller import PlacementController
 from app.placement.step_metrics import RolloutCounts
@@ -53,7 +53,7 @@ class Colocate(PlacementController):
         counts = RolloutCounts()
         for _ in range(1 + algorithm.max_refill_rounds):
             for group in await self._sample(algorithm.prompts_per_step - len(groups)):
-                if len(group.trajectories) < SMALLEST_GROUP:
+                if len(group.trajectories) < algorithm.smallest_group:
                     counts.unplayable.append(group.prompt.id)
                     counts.discarded_tokens += group.completion_tokens
                 elif algorithm.dynamic_sampling and not has_reward_variance(group):

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
-from app.algorithm.advantage import SMALLEST_GROUP, score
+from app.algorithm.advantage import score
 from app.checkpoint.run_state import RunState
 from app.errors import RunError, TrainerError, TrainerLost
 from app.eval import evaluate, is_due
@@ -26,6 +26,7 @@ from app.utils.tasks import in_thread
 
 ABORT_TIMEOUT_S = 30.0  # deadline of an abort on a trainer that has just failed
 CURSOR = "cursor"
+MIN_MEMBERS = 2  # of a group whose rewards are compared
 EMPTY_STEPS = 3  # consecutive steps without a group; then the run ends
 
 # A step whose last call to the trainer was made and that is not committed yet, and what commits it.
@@ -174,6 +175,8 @@ class PlacementController(ABC):
 
         metrics = step_metrics(scored, counts, report, sync, seconds, trained_version=self.version)
         metrics |= {**(extra or {}), **rollouter.scorer.metrics, **rollouter.failure_metrics}
+        if not self.config.algorithm.reward_coefficient:
+            metrics.pop("reward/zero_std_fraction", None)  # equal rewards are no problem without their advantages
 
         trained = [group.prompt.id for group in groups]
         filtered = [group.prompt.id for group in counts.filtered] + counts.unplayable
@@ -304,7 +307,7 @@ def _nothing_to_train_on(empty: Collection[RolloutCounts], last_failure: str) ->
     if unplayable:
         causes.append(
             f"{unplayable} groups were unplayable, since episodes failed in every attempt and left fewer than "
-            f"{SMALLEST_GROUP} members (the last: {last_failure}); see logs/environment.log"
+            f"{MIN_MEMBERS} members (the last: {last_failure}); see logs/environment.log"
         )
     if filtered:
         causes.append(

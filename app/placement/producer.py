@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Iterable
 from functools import partial
 
-from app.algorithm.advantage import SMALLEST_GROUP, has_reward_variance
+from app.algorithm.advantage import has_reward_variance
 from app.placement.buffer import GroupBuffer
 from app.placement.context import RunContext
 from app.placement.staleness import StalenessManager
@@ -197,7 +197,7 @@ class Producer:
 
     def _on_sampled(self, prompt: Prompt, group: Group) -> None:
         self._aborts.pop(prompt.id, None)
-        if len(group.trajectories) < SMALLEST_GROUP:
+        if len(group.trajectories) < self.context.config.algorithm.smallest_group:
             self.counts.unplayable.append(prompt.id)
             self.counts.discarded_tokens += group.completion_tokens
             self._reject(prompt)

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ class Rollouter:
         timeline: Records spans.
         recovery: How often a request is sent again.
         episodes: Plays the episodes of an environment; None: every trajectory is a single turn.
+        teacher: Adds a teacher's log-probabilities to a group that is trained on; None: there is no teacher.
 
     Attributes:
         finished: Groups finished so far.
@@ -41,6 +42,7 @@ class Rollouter:
         timeline: Timeline,
         recovery: RecoveryConfig,
         episodes: Episodes | None = None,
+        teacher: Callable[[Group], Awaitable[Group]] | None = None,
     ):
         self.pool = pool
         self.scorer = scorer
@@ -48,6 +50,7 @@ class Rollouter:
         self.timeline = timeline
         self.requests = Requests(timeline, recovery)
         self.episodes = episodes
+        self.teacher = teacher
         self.finished = 0
 
     async def group(
@@ -86,6 +89,10 @@ class Rollouter:
             self.requests.in_flight[prompt.id] = "being scored"
             with self.timeline.span("score", prompt.id):
                 group = Group(prompt, tuple(await self.scorer.score(unscored)))
+            if training and self.teacher is not None:
+                self.requests.in_flight[prompt.id] = "with the teacher"
+                with self.timeline.span("teacher", prompt.id):
+                    group = await self.teacher(group)
         finally:
             self.requests.in_flight.pop(prompt.id, None)
         self.finished += 1

@@ -64,6 +64,7 @@ class MicroBatch:
     rollout_logprobs: Tensor  # [N] float32
     keys: tuple[SampleKey, ...]  # S keys; empty for a dummy
     trajectories: int  # of which the first sequence is here
+    teacher_logprobs: Tensor | None = None  # [N] float32; None without a teacher
 
     @property
     def dummy(self) -> bool:
@@ -169,6 +170,9 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
     tokens = np.concatenate([sequence.token_ids for sequence in sequences])
     sampled = np.flatnonzero(np.concatenate([sequence.sampled for sequence in sequences]))
 
+    scored = [sequence.teacher_logprobs for sequence in sequences if sequence.teacher_logprobs is not None]
+    teacher = np.concatenate(scored) if len(scored) == len(sequences) else None
+
     def tensor(values: ArrayLike, dtype: torch.dtype) -> Tensor:
         return to_device(torch.as_tensor(np.ascontiguousarray(values), dtype=dtype), device)
 
@@ -187,6 +191,7 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
         rollout_logprobs=tensor(np.concatenate([sequence.logprobs for sequence in sequences]), torch.float32),
         keys=tuple(sample.key for sample in samples),
         trajectories=sum(sample.first for sample in samples),
+        teacher_logprobs=None if teacher is None else tensor(teacher, torch.float32),
     )
 
 

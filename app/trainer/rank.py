@@ -26,6 +26,7 @@ import ray
 from app.config.algorithm import AlgorithmConfig, Correction
 from app.config.device import DeviceKind, Dtype
 from app.config.model import LoraConfig
+from app.config.teacher import TeacherConfig
 from app.config.trainer import TrainerConfig
 from app.device import device_of
 from app.device.torchvision_shim import define_operators
@@ -73,6 +74,7 @@ class RankSpec:
     logs: Path  # folder
     profile_steps: tuple[int, ...] = ()
     lora: LoraConfig = field(default_factory=LoraConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
 
     @property
     def step_settings(self) -> "StepSettings":
@@ -84,6 +86,7 @@ class RankSpec:
             temperature=self.temperature,
             max_completion_tokens=self.max_completion_tokens,
             tokens_per_microbatch=self.trainer.tokens_per_microbatch,
+            teacher=self.teacher,
         )
 
 

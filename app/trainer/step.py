@@ -20,7 +20,7 @@ linear, so dividing at the end is exact.
 
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -38,6 +38,7 @@ from app.algorithm.loss import (
 from app.algorithm.metrics import TABLE, finalize
 from app.algorithm.objective import TokenBatch
 from app.config.algorithm import AlgorithmConfig, Correction
+from app.config.teacher import TeacherConfig
 from app.errors import TrainerError
 from app.model.lora.layer import adapter_metrics, adapters_off
 from app.model.packing import to_device
@@ -62,6 +63,7 @@ class StepSettings:
     temperature: float
     max_completion_tokens: int
     tokens_per_microbatch: int  # per rank and pass
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
 
 
 class TrainStep:
@@ -275,6 +277,8 @@ class TrainStep:
             lengths=micro.lengths,
             trajectory_tokens=micro.trajectory_tokens,
             weight_mask=micro.weight_mask,
+            teacher_logprobs=micro.teacher_logprobs,
+            teacher=self.settings.teacher,
         )
         with self._timer.phase("backward"):
             loss_sums = policy_loss(batch, algorithm, self.settings.correction)

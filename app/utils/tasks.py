@@ -100,14 +100,14 @@ async def run_to_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
         raise
 
 
-async def gather_or_raise(*work: Coroutine[Any, Any, Any]) -> None:
-    """Run coroutines concurrently. The first failure cancels the others and is raised as the root cause."""
+async def gather_or_raise(*work: Coroutine[Any, Any, T]) -> list[T]:
+    """Return the results of concurrent coroutines. The first failure cancels the others; its root cause is raised."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            for each in work:
-                tasks.create_task(each)
+            started = [tasks.create_task(each) for each in work]
     except BaseExceptionGroup as failures:
         raise root_cause(failures) from None
+    return [task.result() for task in started]
 
 
 def root_cause(failures: BaseExceptionGroup) -> BaseException:

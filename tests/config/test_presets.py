@@ -43,6 +43,7 @@ PLACEMENTS = ["colocate", "fully_async"]
 SIZES = {"prompts_per_step", "group_size"}
 COMMON: dict[str, object] = {
     "ce_coefficient": 1.0,
+    "reward_coefficient": 1.0,
     "demonstrations_per_step": 8,
     "dual_clip": None,
     "kl": Kl.none,
@@ -115,6 +116,7 @@ PUBLISHED: dict[str, dict[str, object]] = {
     "sapo": {"objective": "sapo", "updates_per_step": 4},
     "rloo": {"advantage": "rloo", "aggregation": Aggregation.seq_mean_token_sum},
     "maxrl": {"advantage": "maxrl"},
+    "opd": {"reward_coefficient": 0.0, "aggregation": Aggregation.token_mean},
 }
 CORRECTIONS = {PlacementKind.colocate: Correction.none, PlacementKind.fully_async: Correction.tis}
 COMPOSITIONS = [

@@ -141,5 +141,5 @@ def test_help_shows_the_composed_settings_without_the_heavy_libraries() -> None:
     assert re.search(r"^  device\.kind = npu +one of cpu, cuda, npu$", text, re.MULTILINE)
     assert re.search(r"^  algorithm\.clip_high = 0\.3 +a number of at least 0$", text, re.MULTILINE)
     assert re.search(r"^  data\.prefix = \$ +text$", text, re.MULTILINE)
-    assert "algorithm: cispo, dapo, dppo, dr_grpo, grpo, gspo, maxrl, rloo, sapo" in text
+    assert "algorithm: cispo, dapo, dppo, dr_grpo, grpo, gspo, maxrl, opd, rloo, sapo" in text
     assert "Hard bound on the staleness of a trajectory" in text

@@ -44,6 +44,7 @@ REFUSED = [  # name of a check, what it refuses, and the setting that is named
     ("model files", [*OWN_MODEL, "model.path={sliding}"], "model.path"),
     ("prompts", ["rollout.max_prompt_tokens=2"], "rollout.max_prompt_tokens"),
     ("demonstrations", ["data.demonstrations=/no/such.jsonl"], "data.demonstrations"),
+    ("teacher", ["algorithm=opd"], "teacher.urls"),
     ("environment", ["environment._target_=no_such.Env"], "environment._target_"),
     ("reward", ["reward._target_=tests.reward.broken.raises"], "reward._target_"),
 ]

@@ -1,0 +1,143 @@
+"""A frozen teacher on running SGLang servers, which scores the tokens that the policy sampled.
+
+    sequence   prompt │ sampled │ observation │ sampled          one request, without a new token
+    teacher             [N₁]                    [N₂]     →       log-probabilities of the sampled tokens [N]
+
+Invariants:
+- A sequence is scored by one request, however many turns it has, at temperature 1: SGLang applies none to given tokens.
+- Every request has the deadline `teacher.timeout_s`. A failed one is sent again to the next server, with exponential
+  backoff, at most `teacher.retries` times; then the run ends with the last error.
+"""
+
+import asyncio
+import itertools
+import math
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from app.config.teacher import TeacherConfig
+from app.errors import ConfigError, EngineError, RunError, one_line
+from app.rollout.client import Client, KeyRefused
+from app.types import Group, TokenSequence, Trajectory
+from app.utils.tasks import gather_or_raise
+
+KEY = "POSTTRAIN_TEACHER_KEY"  # environment variable: the key of the servers
+RETRY_DELAY_S = 0.5  # before a request is sent again; doubled each time
+MAX_DELAY_S = 16.0
+CHECK_TIMEOUT_S = 15.0
+# Texts whose tokens tell vocabularies apart.
+PROBES = ("How much is 12+34=?", "def f(x):\n    return x ** 2  # naïve", "Die Wörter 你好, мир и 🙂\t1,234.5")
+
+
+class Teacher:
+    """The servers of `teacher.urls`. A context manager, which closes the connections.
+
+    Example:
+        async with Teacher(config.teacher) as teacher:
+            group = await teacher.score(group)   # teacher_logprobs filled in
+    """
+
+    def __init__(self, config: TeacherConfig) -> None:
+        self.config = config
+        self._clients: list[Client] = []
+        self._turns = itertools.count()
+        self._free = asyncio.Semaphore(config.max_requests)
+
+    async def __aenter__(self) -> "Teacher":
+        key = os.environ.get(KEY)
+        self._clients = [Client(f"the teacher at {url}", url, key) for url in self.config.urls]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+    async def score(self, group: Group) -> Group:
+        """Return the group with the teacher's log-probabilities.
+
+        Raises:
+            RunError: A server refused our key, or a request failed too often.
+        """
+        trajectories = await gather_or_raise(*(self._trajectory(each) for each in group.trajectories))
+        return Group(group.prompt, tuple(trajectories))
+
+    async def require_same_vocabulary(self, tokenizer: Any) -> None:
+        """Raise `ConfigError` for a server that does not answer, refuses our key, or has other tokens."""
+        expected = tokenizer(list(PROBES), add_special_tokens=False)["input_ids"]
+        for client in self._clients:
+            try:
+                body = {"model": "default", "prompt": list(PROBES), "add_special_tokens": False}
+                reply = await client.post("/tokenize", body, seconds=CHECK_TIMEOUT_S)
+            except EngineError as error:
+                raise ConfigError("teacher.urls", client.url, "the address of a teacher", one_line(error)) from error
+            if reply.get("tokens") != expected:
+                why = "it encodes text into other tokens than model.path"
+                raise ConfigError("teacher.urls", client.url, "a model with the policy's tokenizer", why)
+
+    async def _trajectory(self, trajectory: Trajectory) -> Trajectory:
+        name = trajectory.prompt.id
+        scored = await gather_or_raise(*(self._sequence(each, name) for each in trajectory.sequences))
+        return trajectory.with_teacher(scored)
+
+    async def _sequence(self, sequence: TokenSequence, name: str) -> np.ndarray:
+        """Return the log-probabilities [N] of the sampled tokens."""
+        if not len(sequence.logprobs):
+            return np.zeros(0, dtype=np.float32)
+
+        for attempt in itertools.count():
+            client = self._clients[next(self._turns) % len(self._clients)]
+            try:
+                async with self._free:
+                    reply = await client.post("/generate", _request(sequence), seconds=self.config.timeout_s)
+                return sampled_logprobs(reply, sequence)
+            except (EngineError, ValueError) as error:
+                if isinstance(error, KeyRefused):
+                    raise
+                if attempt >= self.config.retries:
+                    times = f"{attempt + 1} times (teacher.retries={self.config.retries})"
+                    raise RunError(f"the teacher failed to score prompt {name} {times}; the last: {error}") from error
+            await asyncio.sleep(min(RETRY_DELAY_S * 2**attempt, MAX_DELAY_S))
+        raise AssertionError("unreachable")
+
+
+def require_teacher(config: TeacherConfig, tokenizer: Any) -> None:
+    """Raise `ConfigError` unless every server of the teacher can score the policy's tokens."""
+
+    async def require() -> None:
+        async with Teacher(config) as teacher:
+            await teacher.require_same_vocabulary(tokenizer)
+
+    asyncio.run(require())
+
+
+def sampled_logprobs(reply: Mapping[str, Any], sequence: TokenSequence) -> np.ndarray:
+    """Return the log-probabilities [N] of the sampled tokens from a reply of `/generate`.
+
+    Raises:
+        ValueError: The reply has another number of tokens, or one that is not finite.
+    """
+    first = sequence.opening_tokens - 1  # the first entry: of a token before the sampled ones, without a number
+    entries = reply["meta_info"].get("input_token_logprobs") or []
+    if len(entries) != len(sequence.token_ids) - first:
+        raise ValueError(f"it returned {len(entries)} log-probabilities of {len(sequence.token_ids) - first}")
+
+    positions = np.flatnonzero(sequence.sampled) - first
+    logprobs = np.array([math.nan if (value := entries[at][0]) is None else value for at in positions], np.float32)
+    if not np.isfinite(logprobs).all():
+        raise ValueError("it returned log-probabilities that are not finite")
+    return logprobs
+
+
+def _request(sequence: TokenSequence) -> dict[str, Any]:
+    return {
+        "input_ids": sequence.token_ids.tolist(),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": sequence.opening_tokens - 1,
+        "stream": False,
+    }
