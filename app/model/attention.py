@@ -73,9 +73,10 @@ def packed(
 
     if query.device.type != "cpu" and query.dtype in VARLEN_DTYPES:
         if attention_kernel is not None:
-            q, k, v = (_by_token(tensor) for tensor in (query, key, value))
+            q, k, v = (packing.write_out(_by_token(tensor)) for tensor in (query, key, value))
             scale = query.shape[3] ** -0.5 if scaling is None else scaling
-            return attention_kernel(q, k, v, packing.boundaries, scale).unsqueeze(0), None
+            out = attention_kernel(q, k, v, packing.boundaries, scale)
+            return packing.take_back(out).unsqueeze(0), None
         if (kernel := varlen_kernel()) is not None:
             return varlen(kernel, query, key, value, packing, scaling).unsqueeze(0), None
 
@@ -130,9 +131,9 @@ def varlen(
         key = _repeat(key, heads)
         value = _repeat(value, heads)
 
-    q, k, v = (_by_token(tensor) for tensor in (query, key, value))
+    q, k, v = (packing.write_out(_by_token(tensor)) for tensor in (query, key, value))
     boundaries = packing.cu_seqlens
-    return kernel(q, k, v, boundaries, boundaries, packing.longest, packing.longest, **options)
+    return packing.take_back(kernel(q, k, v, boundaries, boundaries, packing.longest, packing.longest, **options))
 
 
 def mix_packed(mixer: nn.Module, kernels: LinearKernels | None) -> None:
@@ -159,8 +160,10 @@ def _replace_forward(mixer: Any, kernels: LinearKernels | None, reference: Calla
             mixed = _mix_buckets(mixer, reference, packing, qkv, decay, beta)
         else:
             boundaries = (packing.cu_seqlens, packing.host_cu_seqlens)
+            qkv, decay, beta = (packing.write_out(tensor.squeeze(0)).unsqueeze(0) for tensor in (qkv, decay, beta))
             convolved = kernels.convolve(qkv, mixer.conv1d.weight.squeeze(1), *boundaries)
             mixed = kernels.delta_rule(*_heads(mixer, convolved), decay, beta, *boundaries)
+            mixed = packing.take_back(mixed.squeeze(0)).unsqueeze(0)
 
         # The gated norm is over the channels of a head.
         width = mixer.head_v_dim

@@ -1,12 +1,16 @@
 """Which rank computes which sequence in which pass, and the packed tensors of one microbatch.
 
 A pass is one forward and backward that all ranks run together, each on a microbatch. Every rank plans for all ranks
-from the same lengths, so the plans agree without communication. A microbatch holds up to `budget` tokens without
+from the same samples, so the plans agree without communication. A microbatch holds up to `budget` tokens without
 padding; a longer sequence gets its own. Microbatches are balanced by cost: linear plus quadratic in length.
+
+Sequences of one microbatch that begin with the same prompt share its tokens but the last, whose hidden state predicts
+the first sampled token of each: they are packed once, see `app.model.packing`. A plan keeps such sequences together
+where that costs less than it saves.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +22,7 @@ from app.algorithm.advantage import contributes_gradient
 from app.model.packing import Packing, to_device
 from app.types import ScoredGroup, TokenSequence, Trajectory
 
+TOKEN_BYTES = 4  # of a token in `Sample.lead`
 QUADRATIC_TOKENS = 16384  # length at which attention costs as much as everything linear in length
 SampleKey = tuple[str, int, int]  # prompt id, member of its group, sequence of its trajectory
 
@@ -42,6 +47,11 @@ class Sample:
         return len(self.sequence.logprobs)
 
     @property
+    def lead(self) -> bytes:
+        """The tokens that another sequence with the same prompt can share: all before the prompt's last one."""
+        return self.sequence.token_ids[: max(self.sequence.opening_tokens - 1, 0)].astype(np.int32).tobytes()
+
+    @property
     def first(self) -> bool:
         """Whether it is the sequence with which its trajectory is counted."""
         return self.key[2] == 0
@@ -53,7 +63,7 @@ class MicroBatch:
 
     input_ids: Tensor  # [1, T] int64
     position_ids: Tensor  # [1, T] int64, from 0 in each sequence
-    packing: Packing  # sequence boundaries in 0..T
+    packing: Packing  # of the sequences
     logit_positions: Tensor  # [N] int64, position in 0..T whose hidden state predicts the sampled token
     targets: Tensor  # [N] int64, sampled tokens
     sequence: Tensor  # [N] int64, index in 0..S of the token's sequence
@@ -96,13 +106,21 @@ def cost(tokens: int) -> float:
     return tokens + tokens * tokens / QUADRATIC_TOKENS
 
 
-def plan_microbatches(lengths: Sequence[int], *, ranks: int, budget: int) -> list[list[list[int]]]:
+def shared_tokens(leads: Sequence[bytes]) -> int:
+    """Tokens that sequences with these leads need not compute, because an earlier one of them does."""
+    return sum(map(len, leads)) // TOKEN_BYTES - sum(map(len, set(leads))) // TOKEN_BYTES
+
+
+def plan_microbatches(
+    lengths: Sequence[int], leads: Sequence[bytes], *, ranks: int, budget: int
+) -> list[list[list[int]]]:
     """Assign sequences to microbatches.
 
     Args:
         lengths: Tokens of each sequence.
+        leads: Of each sequence, see `Sample.lead`.
         ranks: Microbatches per pass.
-        budget: Maximum tokens of a microbatch; a longer sequence gets its own.
+        budget: Maximum tokens of a microbatch, shared ones counted in each sequence; a longer sequence gets its own.
 
     Returns:
         Indices into `lengths` as `[pass][rank][i]`. Every index occurs once. A rank's list may be empty.
@@ -110,27 +128,57 @@ def plan_microbatches(lengths: Sequence[int], *, ranks: int, budget: int) -> lis
     if not lengths:
         return []
 
-    longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    bins = _fill_bins(longest_first, lengths, ranks=ranks, budget=budget)
+    def cost_of(members: Sequence[int]) -> float:
+        return sum(cost(lengths[index]) for index in members) - shared_tokens([leads[index] for index in members])
 
-    # Every rank takes part in every pass.
-    bins += [[] for _ in range(-len(bins) % ranks)]
+    def plan(units: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+        bins = _fill_bins(units, lengths, cost_of, ranks=ranks, budget=budget)
 
-    # Ranks wait for each other at the end of a pass, so bins of similar cost share one.
-    bins.sort(key=lambda members: -sum(cost(lengths[index]) for index in members))
-    return [bins[start : start + ranks] for start in range(0, len(bins), ranks)]
+        # Every rank takes part in every pass.
+        bins += [[] for _ in range(-len(bins) % ranks)]
+
+        # Ranks wait for each other at the end of a pass, so bins of similar cost share one.
+        bins.sort(key=cost_of, reverse=True)
+        return [bins[start : start + ranks] for start in range(0, len(bins), ranks)]
+
+    def cost_of_plan(passes: Sequence[Sequence[Sequence[int]]]) -> float:
+        return sum(max(map(cost_of, by_rank)) for by_rank in passes)
+
+    single = [[index] for index in range(len(lengths))]
+    return min(plan(single), plan(_units(lengths, leads, budget)), key=cost_of_plan)
 
 
-def _fill_bins(order: Sequence[int], lengths: Sequence[int], *, ranks: int, budget: int) -> list[list[int]]:
-    """Put each sequence into the cheapest bin with space for it. Add bins for one more pass when there is none."""
+def _units(lengths: Sequence[int], leads: Sequence[bytes], budget: int) -> list[list[int]]:
+    """Sequences with the same lead, in units of at most `budget` tokens."""
+    units: list[list[int]] = []
+    last: dict[bytes, list[int]] = {}  # unit of each lead that may have space
+    for index, lead in enumerate(leads):
+        unit = last.get(lead)
+        if unit is None or sum(lengths[member] for member in unit) + lengths[index] > budget:
+            unit = last[lead] = []
+            units.append(unit)
+        unit.append(index)
+    return units
+
+
+def _fill_bins(
+    units: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    cost_of: Callable[[Sequence[int]], float],
+    *,
+    ranks: int,
+    budget: int,
+) -> list[list[int]]:
+    """Put each unit into the cheapest bin with space for it. Add bins for one more pass when there is none."""
     needed = math.ceil(sum(lengths) / budget)
     count = max(ranks, math.ceil(needed / ranks) * ranks)
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     costs = [0.0] * count
 
-    for index in order:
-        candidates = [b for b in range(len(bins)) if not bins[b] or tokens[b] + lengths[index] <= budget]
+    for unit in sorted(units, key=lambda unit: (-cost_of(unit), unit[0])):
+        size = sum(lengths[index] for index in unit)
+        candidates = [b for b in range(len(bins)) if not bins[b] or tokens[b] + size <= budget]
         if not candidates:
             candidates = [len(bins)]
             bins += [[] for _ in range(ranks)]
@@ -138,9 +186,9 @@ def _fill_bins(order: Sequence[int], lengths: Sequence[int], *, ranks: int, budg
             costs += [0.0] * ranks
 
         best = min(candidates, key=costs.__getitem__)
-        bins[best].append(index)
-        tokens[best] += lengths[index]
-        costs[best] += cost(lengths[index])
+        bins[best] += unit
+        tokens[best] += size
+        costs[best] += cost_of(unit)
 
     # A sequence above the budget takes the tokens of several bins, which stay empty.
     return [members for members in bins if members]
@@ -159,7 +207,7 @@ def count_ready(lengths: Sequence[int], *, ranks: int, budget: int) -> int:
 
 
 def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
-    """Pack samples end to end. Without samples, return a dummy of two tokens and weight 0."""
+    """Pack samples end to end, each lead once. Without samples, return a dummy of two tokens and weight 0."""
     if not samples:
         return _dummy(device)
 
@@ -168,20 +216,26 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
     lengths = np.array([sample.sampled_tokens for sample in samples])
     boundaries = np.concatenate([[0], totals.cumsum()])
     tokens = np.concatenate([sequence.token_ids for sequence in sequences])
+    positions = np.concatenate([np.arange(total) for total in totals])
     sampled = np.flatnonzero(np.concatenate([sequence.sampled for sequence in sequences]))
 
     scored = [sequence.teacher_logprobs for sequence in sequences if sequence.teacher_logprobs is not None]
     teacher = np.concatenate(scored) if len(scored) == len(sequences) else None
 
+    # Index in 0..T of each token of the sequences written out. A shared lead is that of its first sequence.
+    first = _first_places(samples, boundaries)
+    own = first == np.arange(len(first))
+    packed = (own.cumsum() - 1)[first]
+
     def tensor(values: ArrayLike, dtype: torch.dtype) -> Tensor:
         return to_device(torch.as_tensor(np.ascontiguousarray(values), dtype=dtype), device)
 
     return MicroBatch(
-        input_ids=tensor(tokens, torch.int64)[None],
-        position_ids=tensor(np.concatenate([np.arange(total) for total in totals]), torch.int64)[None],
-        packing=Packing.of(boundaries.tolist(), device),
+        input_ids=tensor(tokens[own], torch.int64)[None],
+        position_ids=tensor(positions[own], torch.int64)[None],
+        packing=Packing.of(boundaries.tolist(), device, None if own.all() else packed),
         # The hidden state at position p - 1 predicts the token at position p. No sequence begins with a sampled token.
-        logit_positions=tensor(sampled - 1, torch.int64),
+        logit_positions=tensor(packed[sampled - 1], torch.int64),
         targets=tensor(tokens[sampled], torch.int64),
         sequence=tensor(np.repeat(np.arange(len(samples)), lengths), torch.int64),
         lengths=tensor(lengths, torch.float32),
@@ -193,6 +247,17 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
         trajectories=sum(sample.first for sample in samples),
         teacher_logprobs=None if teacher is None else tensor(teacher, torch.float32),
     )
+
+
+def _first_places(samples: Sequence[Sample], boundaries: np.ndarray) -> np.ndarray:
+    """For each place [E] of the written-out samples: the place where its token stands first."""
+    places = np.arange(boundaries[-1])
+    starts: dict[bytes, int] = {}
+    for sample, start in zip(samples, boundaries[:-1].tolist(), strict=True):
+        lead = sample.lead
+        size = len(lead) // TOKEN_BYTES
+        places[start : start + size] = np.arange(size) + starts.setdefault(lead, start)
+    return places
 
 
 def _dummy(device: torch.device) -> MicroBatch:

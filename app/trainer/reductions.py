@@ -23,7 +23,8 @@ class RawSums:
 
     tokens: float = 0.0  # sampled tokens, masked ones included
     sequences: float = 0.0  # trajectories, however many sequences they have
-    input_tokens: float = 0.0  # sampled or not
+    input_tokens: float = 0.0  # sampled or not, of every sequence
+    shared_tokens: float = 0.0  # of these: computed for another sequence
     padding_tokens: float = 0.0  # of dummies
     demonstrated: float = 0.0  # tokens of demonstrations that are trained on
     sums: Mapping[str, float] = field(default_factory=dict)  # by name, see `algorithm.metrics.TABLE`
@@ -31,18 +32,21 @@ class RawSums:
     @classmethod
     def counts(cls, micro: MicroBatch, *, demonstrations: bool = False) -> "RawSums":
         """Return the counts of one microbatch. A dummy's tokens are padding and in no denominator."""
-        size = float(micro.input_ids.numel())
+        computed = float(micro.input_ids.numel())
         if micro.dummy:
-            return cls(padding_tokens=size)
+            return cls(padding_tokens=computed)
+        tokens = float(micro.packing.boundaries[-1])
+        counted = float(len(micro.targets))
         if demonstrations:
-            return cls(input_tokens=size, demonstrated=float(len(micro.targets)))
-        return cls(float(len(micro.targets)), float(micro.trajectories), size)
+            return cls(input_tokens=tokens, shared_tokens=tokens - computed, demonstrated=counted)
+        return cls(counted, float(micro.trajectories), tokens, tokens - computed)
 
     def __add__(self, other: "RawSums") -> "RawSums":
         return RawSums(
             self.tokens + other.tokens,
             self.sequences + other.sequences,
             self.input_tokens + other.input_tokens,
+            self.shared_tokens + other.shared_tokens,
             self.padding_tokens + other.padding_tokens,
             self.demonstrated + other.demonstrated,
             merge(self.sums, other.sums),
@@ -54,7 +58,14 @@ class RawSums:
             return self
 
         names = list(TABLE)
-        counts = [self.tokens, self.sequences, self.input_tokens, self.padding_tokens, self.demonstrated]
+        counts = [
+            self.tokens,
+            self.sequences,
+            self.input_tokens,
+            self.shared_tokens,
+            self.padding_tokens,
+            self.demonstrated,
+        ]
         present = [float(name in self.sums) for name in names]
         addends = [0.0 if TABLE[name] in EXTREMES else self.sums.get(name, 0.0) for name in names]
         summed = torch.tensor([*counts, *present, *addends], dtype=torch.float64)
@@ -72,8 +83,7 @@ class RawSums:
             for name, on_ranks, total, extreme in zip(names, present, totals, extremes.tolist(), strict=True)
             if on_ranks
         }
-        tokens, sequences, input_tokens, padding_tokens, demonstrated = counts
-        return RawSums(tokens, sequences, input_tokens, padding_tokens, demonstrated, sums)
+        return RawSums(*counts, sums)
 
 
 class UnreadSums:

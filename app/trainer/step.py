@@ -44,11 +44,20 @@ from app.model.lora.layer import adapter_metrics, adapters_off
 from app.model.packing import to_device
 from app.model.parallelize import reset_fsdp_state
 from app.model.policy import PolicyModel
-from app.trainer.microbatch import MicroBatch, Sample, SampleKey, count_ready, make_samples, pack, plan_microbatches
+from app.trainer.microbatch import (
+    MicroBatch,
+    Sample,
+    SampleKey,
+    count_ready,
+    make_samples,
+    pack,
+    plan_microbatches,
+    shared_tokens,
+)
 from app.trainer.optimizer import PolicyOptimizer, UpdateResult, update_metrics
 from app.trainer.pass_gate import PassGate
 from app.trainer.reductions import RawSums, UnreadSums, all_gather_logprobs
-from app.trainer.throughput import ModelFlops, phase_timer, throughput_metrics
+from app.trainer.throughput import Cost, ModelFlops, phase_timer, throughput_metrics
 from app.types import ScoredGroup, StepReport, TokenSequence
 
 COLLECT_PASSES = 16  # between collections of garbage
@@ -105,7 +114,9 @@ class TrainStep:
         self.reference = reference
         self.peak_flops = peak_flops
         self.model_flops = ModelFlops.of(model)
-        self.reference_flops = None if reference is None else ModelFlops.of(reference, adapters=False)
+        self.cost = self.model_flops.step
+        if reference is not None:
+            self.cost += ModelFlops.of(reference, adapters=False).forward
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.gate = PassGate()  # through which another thread ends an open step
@@ -130,11 +141,10 @@ class TrainStep:
         """Compute π_old of these groups at the current parameters, for all updates of the step."""
         self._require_open("old_logprobs")
         samples = make_samples(groups, mask_truncated=False)
-        self._flops += sum(self.model_flops.forward(each.tokens, each.sampled_tokens) for each in samples)
 
         own: dict[SampleKey, Tensor] = {}
         with self._timer.phase("old_logprobs"), torch.no_grad():
-            for micro in self._microbatches(samples):
+            for micro in self._microbatches(samples, self.model_flops.forward):
                 logprobs, _ = self._forward(self.model, micro)
                 own |= _by_sample(logprobs, micro)
 
@@ -147,9 +157,6 @@ class TrainStep:
         algorithm = self.settings.algorithm
         samples = make_samples(groups, mask_truncated=algorithm.mask_truncated)
         self._pending += samples
-        self._flops += _training_flops(self.model_flops, samples)
-        if self.reference_flops is not None:
-            self._flops += sum(self.reference_flops.forward(each.tokens, each.sampled_tokens) for each in samples)
 
         if algorithm.updates_per_step == 1:
             lengths = [sample.tokens for sample in self._pending]
@@ -162,7 +169,6 @@ class TrainStep:
         self._require_open("add_demonstrations")
         samples = _demonstration_samples(sequences, first=len(self._demonstrations))
         self._demonstrations += samples
-        self._flops += _training_flops(self.model_flops, samples)
 
     def finish(self) -> StepReport:
         """Compute the pending samples, update the parameters and close the step."""
@@ -217,14 +223,22 @@ class TrainStep:
 
     # --- microbatches
 
-    def _microbatches(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
+    def _microbatches(self, samples: Sequence[Sample], cost: Cost) -> Iterator[MicroBatch]:
         """Yield this rank's microbatch of each pass. A pass lasts until the next one is requested."""
+        lengths = [sample.tokens for sample in samples]
+        leads = [sample.lead for sample in samples]
         passes = plan_microbatches(
-            [sample.tokens for sample in samples],
+            lengths,
+            leads,
             ranks=self.ranks,
             budget=self.settings.tokens_per_microbatch,
         )
         for by_rank in passes:
+            for members in by_rank:
+                sampled = sum(samples[index].sampled_tokens for index in members)
+                shared = shared_tokens([leads[index] for index in members])
+                self._flops += cost.of([lengths[index] for index in members], sampled, shared)
+
             self.gate.enter()
             self._in_pass = True
             yield pack([samples[index] for index in by_rank[self.rank]], self.device)
@@ -237,7 +251,7 @@ class TrainStep:
 
     def _accumulate(self, samples: Sequence[Sample]) -> None:
         """Add the gradients, counts and metrics of these samples to the current update."""
-        for micro in self._microbatches(samples):
+        for micro in self._microbatches(samples, self.cost):
             loss_sums = self._forward_backward(micro)
             self._sums += RawSums.counts(micro)
             if not micro.dummy:
@@ -249,7 +263,7 @@ class TrainStep:
             return
         demonstrated = RawSums(demonstrated=sum(sample.sampled_tokens for sample in samples))
         coefficient = _ce_coefficient(self._sums.all_reduce() + demonstrated, self.settings)
-        for micro in self._microbatches(samples):
+        for micro in self._microbatches(samples, self.model_flops.step):
             with self._timer.phase("forward"):
                 logprobs, _ = self._forward(self.model, micro, temperature=1.0)
             with self._timer.phase("backward"):
@@ -348,10 +362,6 @@ class TrainStep:
         }
 
 
-def _training_flops(flops: ModelFlops, samples: Sequence[Sample]) -> float:
-    return sum(flops.sequence(each.tokens, each.sampled_tokens) for each in samples)
-
-
 def _by_update(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> Iterator[Sequence[Sample]]:
     """Yield the samples of each update: those of whole groups. Without samples, yield one empty update."""
     if algorithm.updates_per_step == 1 or not samples:
@@ -381,7 +391,7 @@ def _ce_coefficient(totals: RawSums, settings: StepSettings) -> float:
 
 def _loss_metrics(totals: RawSums, settings: StepSettings) -> dict[str, float]:
     """Return the metrics of the loss and of the tokens that were computed."""
-    computed = totals.input_tokens + totals.padding_tokens
+    computed = totals.input_tokens - totals.shared_tokens + totals.padding_tokens
     losses = finalize(
         # A step without trajectories reports every metric as 0.
         totals.sums or dict.fromkeys(TABLE, 0.0),
@@ -393,6 +403,7 @@ def _loss_metrics(totals: RawSums, settings: StepSettings) -> dict[str, float]:
     return {
         **losses,
         "trainer/tokens": totals.input_tokens,
+        "trainer/shared_fraction": totals.shared_tokens / totals.input_tokens if totals.input_tokens else 0.0,
         "trainer/padding_fraction": totals.padding_tokens / computed if computed else 0.0,
     }
 

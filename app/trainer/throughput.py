@@ -2,11 +2,12 @@
 
 MFU as in PaLM (arXiv 2204.02311, appendix B): the FLOPs that a step needs over what the devices could have computed in
 the same time. It needs forward and backward of the policy, and one forward each for π_old and for the reference, where
-the algorithm uses them. Recomputation (activation checkpointing, chunks of the head) adds time but no FLOPs. The
-recurrence of linear attention is not counted.
+the algorithm uses them. Recomputation (activation checkpointing, chunks of the head) adds time but no FLOPs. A prompt
+that sequences of one microbatch share is counted once, as it is computed. The recurrence of linear attention is not
+counted.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -60,10 +61,17 @@ class Cost:
     per_completion_token: float  # the head
     per_token_squared: float  # causal attention of all full-attention layers
 
-    def of(self, tokens: int, completion_tokens: int) -> float:
-        """Return the FLOPs of one sequence."""
-        linear = self.per_token * tokens + self.per_completion_token * completion_tokens
-        return linear + self.per_token_squared * tokens * tokens
+    def of(self, lengths: Sequence[int], completion_tokens: int, shared_tokens: int = 0) -> float:
+        """Return the FLOPs of sequences with these lengths, which share tokens in the matrices, not in attention."""
+        linear = self.per_token * (sum(lengths) - shared_tokens) + self.per_completion_token * completion_tokens
+        return linear + self.per_token_squared * sum(tokens * tokens for tokens in lengths)
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.per_token + other.per_token,
+            self.per_completion_token + other.per_completion_token,
+            self.per_token_squared + other.per_token_squared,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +82,8 @@ class ModelFlops:
     needs the former alone. (The input of the first layer needs none under adapters; that is counted all the same.)
     """
 
-    forward_cost: Cost
-    step_cost: Cost  # forward and backward
+    forward: Cost
+    step: Cost  # forward and backward
 
     @classmethod
     def of(cls, model: PolicyModel, *, adapters: bool = True) -> "ModelFlops":
@@ -97,14 +105,6 @@ class ModelFlops:
             FORWARD_AND_BACKWARD * attention,
         )
         return cls(forward, both)
-
-    def sequence(self, tokens: int, completion_tokens: int) -> float:
-        """Return the FLOPs of one sequence, forward and backward."""
-        return self.step_cost.of(tokens, completion_tokens)
-
-    def forward(self, tokens: int, completion_tokens: int) -> float:
-        """Return the FLOPs of one sequence's forward alone."""
-        return self.forward_cost.of(tokens, completion_tokens)
 
 
 def _products(matrix: Tensor) -> int:

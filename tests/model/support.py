@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,6 +21,7 @@ LENGTHS = (5, 17, 3, 16, 9, 1)  # the last one has no completion token
 @dataclass(frozen=True, slots=True)
 class Batch:
     sequences: list[Tensor]  # each [L]
+    prompts: list[int]  # tokens of each sequence's prompt
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
     packing: Packing
@@ -39,6 +41,47 @@ def batch(vocabulary: int, lengths: tuple[int, ...] = LENGTHS, *, prompt: int = 
     return pack(sequences, prompt)
 
 
+def siblings(vocabulary: int, *, prompts: tuple[int, ...] = (6, 1, 9), group: int = 3, seed: int = 0) -> Batch:
+    """Random groups of sequences with one prompt each, whose tokens but the last are packed once."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences = []
+    for length in prompts:
+        prompt = torch.randint(4, vocabulary, (length,), generator=generator)
+        for member in range(group):
+            completion = torch.randint(4, vocabulary, (3 * member + 1,), generator=generator)
+            sequences.append(torch.cat([prompt, completion]))
+
+    ids: list[int] = []
+    positions: list[int] = []
+    tokens: list[int] = []
+    starts = [0]
+    logit_positions = []
+    targets = []
+    for index, sequence in enumerate(sequences):
+        prompt_tokens = prompts[index // group]
+        first = starts[index - index % group]  # place of the prompt in the first sequence of the group
+        for position, token in enumerate(sequence.tolist()):
+            if index % group and position < prompt_tokens - 1:
+                tokens.append(tokens[first + position])
+                continue
+            if position >= prompt_tokens:
+                logit_positions.append(len(ids) - 1)
+                targets.append(token)
+            tokens.append(len(ids))
+            ids.append(token)
+            positions.append(position)
+        starts.append(len(tokens))
+    return Batch(
+        sequences=sequences,
+        prompts=[length for length in prompts for _ in range(group)],
+        input_ids=torch.tensor(ids)[None],
+        position_ids=torch.tensor(positions)[None],
+        packing=Packing.of(starts, tokens=np.array(tokens)),
+        logit_positions=torch.tensor(logit_positions),
+        targets=torch.tensor(targets),
+    )
+
+
 def pack(sequences: list[Tensor], prompt: int = 2) -> Batch:
     starts = [0]
     for sequence in sequences:
@@ -52,6 +95,7 @@ def pack(sequences: list[Tensor], prompt: int = 2) -> Batch:
     positions = torch.tensor(logit_positions, dtype=torch.int64)
     return Batch(
         sequences=sequences,
+        prompts=[prompt] * len(sequences),
         input_ids=packed[None],
         position_ids=torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None],
         packing=Packing.of(starts),
@@ -192,11 +236,11 @@ def _save(kind: Any, config: Any, folder: Path, seed: int) -> Path:
     return folder
 
 
-def reference(path: Path, packed: Batch, temperature: float, prompt: int = 2) -> tuple[Any, Tensor, Tensor]:
+def reference(path: Path, packed: Batch, temperature: float) -> tuple[Any, Tensor, Tensor]:
     """Run transformers on each sequence alone: the model, log-probabilities [N] and entropies [N]."""
     model = transformers().AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
     logprobs, entropies = [], []
-    for sequence in packed.sequences:
+    for sequence, prompt in zip(packed.sequences, packed.prompts, strict=True):
         if len(sequence) <= prompt:
             continue
         logits = model(input_ids=sequence[None], use_cache=False).logits[0, prompt - 1 : -1] / temperature

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from app.model.attention import packed, varlen, varlen_kernel
 from app.model.packing import Packing
+from tests.model.support import siblings
 from tests.model.test_packing import packing
 
 HEADS = 6
@@ -79,6 +80,38 @@ def test_the_kernel_call_equals_the_buckets(kernel: Callable[..., Tensor], scali
     bucketed, _ = packed(nn.Module(), query, key, value, None, packing=layout, scaling=scaling)
     by_kernel = varlen(kernel, query, key, value, layout, scaling)
     torch.testing.assert_close(by_kernel, bucketed.squeeze(0), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_shared_tokens_attend_and_get_gradients_as_if_every_sequence_had_its_own(by_kernel: bool) -> None:
+    torch.manual_seed(0)
+    layout = siblings(101).packing
+    assert layout.full is not None
+    tokens = layout.full.source  # of the sequences written out
+    packed_tokens = int(tokens.max()) + 1
+    assert packed_tokens < len(tokens)
+    inputs = [torch.randn(1, heads, packed_tokens, WIDTH, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+    ours = [each.clone().requires_grad_() for each in inputs]
+    if by_kernel:
+        mixed = varlen(later_version, *ours, layout, None)
+    else:
+        mixed = packed(nn.Module(), *ours, None, packing=layout)[0].squeeze(0)
+    theirs = [each.clone().requires_grad_() for each in inputs]
+    written = attention_by_loops(
+        *(each.squeeze(0).transpose(0, 1)[tokens] for each in theirs), layout.cu_seqlens, WIDTH**-0.5
+    )
+    torch.testing.assert_close(mixed[tokens], written, rtol=1e-12, atol=1e-12)
+
+    # A loss reads the result of a shared token once.
+    first = torch.tensor([tokens.tolist().index(token) for token in range(packed_tokens)])
+    weights = torch.randn_like(mixed)
+    (mixed * weights).sum().backward()
+    (written[first] * weights).sum().backward()
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-11, atol=1e-12)
 
 
 def test_the_kernel_of_torch_has_this_signature() -> None:

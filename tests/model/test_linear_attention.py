@@ -16,7 +16,7 @@ from app.model.kernels import Kernels, kernels_of
 from app.model.load import load
 from tests.folders import ROOT
 from tests.model.linear_double import DOUBLE
-from tests.model.support import batch, reference, relative, save_qwen35, weights
+from tests.model.support import Batch, batch, reference, relative, save_qwen35, siblings, weights
 
 # What transformers takes for flash-linear-attention. Its kernels refuse every tensor, as Triton does those of a CPU.
 FLA = """
@@ -37,9 +37,11 @@ print(fla.__file__)
 """
 
 
-def test_kernels_get_the_packed_tokens_and_give_the_gradients_of_each_sequence_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packed", [batch(101), siblings(101)], ids=["apart", "shared prompts"])
+def test_kernels_get_the_packed_tokens_and_give_the_gradients_of_each_sequence_alone(
+    packed: Batch, tmp_path: Path
+) -> None:
     path = save_qwen35(tmp_path)
-    packed = batch(101)
     model, logprobs, entropies = reference(path, packed, 0.7)
     (logprobs * weights(packed)).sum().backward()
 

@@ -42,10 +42,51 @@ def test_values_at_padding_have_no_effect() -> None:
     layout = packing([4, 3])
     x = torch.ones(7, 1, requires_grad=True)
     (bucket,) = layout.pad(x)
-    poisoned = bucket.masked_fill(~layout.real.view(2, 4, 1), torch.nan)
+    poisoned = bucket.masked_fill(~layout.buckets.taken.view(2, 4, 1), torch.nan)
     layout.unpad([poisoned]).sum().backward()
     assert x.grad is not None
     assert x.grad.flatten().tolist() == [1.0] * 7
+
+
+GROUPS = st.lists(
+    st.tuples(st.integers(0, 9), st.lists(st.integers(1, 9), min_size=1, max_size=5)), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(GROUPS, st.sampled_from([torch.float64, torch.bfloat16]))
+def test_shared_tokens_are_written_out_and_their_gradients_add_up(
+    groups: list[tuple[int, list[int]]], dtype: torch.dtype
+) -> None:
+    """Of groups of sequences with a lead in common: against torch's own indexing."""
+    tokens: list[int] = []
+    lengths = []
+    packed_tokens = 0
+    for lead, tails in groups:
+        shared = list(range(packed_tokens, packed_tokens + lead))
+        packed_tokens += lead
+        for tail in tails:
+            tokens += [*shared, *range(packed_tokens, packed_tokens + tail)]
+            lengths.append(lead + tail)
+            packed_tokens += tail
+    index = torch.tensor(tokens)
+    layout = Packing.of([0, *accumulate(lengths)], tokens=index.numpy())
+
+    x = torch.randn(packed_tokens, 2, dtype=dtype)
+    ours, padded, theirs = (x.clone().requires_grad_() for _ in range(3))
+    weights = torch.randn(len(tokens), 2, dtype=dtype)
+    written = layout.write_out(ours)
+    assert torch.equal(written, x[index])
+    (written * weights).sum().backward()
+    (theirs.double()[index] * weights).sum().backward()
+    rtol = 1e-12 if dtype is torch.float64 else 2**-7  # one rounding of a bfloat16
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=rtol, atol=1e-12)
+
+    rows = [row for bucket in layout.pad(padded) for row in bucket]
+    starts = [row[0].tolist() for row in rows]
+    assert len(starts) == len(lengths)
+    assert torch.equal(layout.unpad(layout.pad(x)), x)
+    assert torch.equal(layout.take_back(layout.write_out(x)), x)
 
 
 @pytest.mark.parametrize("boundaries", [[0], [0, 3, 3], [1, 4]])

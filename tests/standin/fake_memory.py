@@ -166,17 +166,22 @@ def without_values() -> Iterator[None]:
     """What would read a value gets one, or none is read."""
     from app.algorithm.metrics import TABLE
     from app.model import packing
-    from app.model.packing import Packing
+    from app.model.packing import Layout, Packing
     from app.trainer import microbatch, optimizer, step
     from app.trainer.reductions import RawSums, UnreadSums
 
     lay_out, norm = vars(Packing)["of"].__func__, optimizer.grad_norm
 
-    def layout(cls: Any, boundaries: Any, device: Any = "cpu") -> Packing:
+    def layout(cls: Any, boundaries: Any, device: Any = "cpu", tokens: Any = None) -> Packing:
         with _disable_current_modes():
-            real = lay_out(cls, boundaries)
-        tensors = {name: empty_on(getattr(real, name), device) for name in ("cu_seqlens", "source", "real", "position")}
-        return replace(real, **tensors)
+            real = lay_out(cls, boundaries, "cpu", tokens)
+        full = None if real.full is None else moved(real.full, device)
+        cu_seqlens = empty_on(real.cu_seqlens, device)
+        return replace(real, cu_seqlens=cu_seqlens, full=full, buckets=moved(real.buckets, device))
+
+    def moved(layout: Layout, device: Any) -> Layout:
+        tensors = {name: empty_on(getattr(layout, name), device) for name in ("source", "place", "taken", "repeated")}
+        return replace(layout, **tensors, copies=tuple(empty_on(each, device) for each in layout.copies))
 
     def known_norm(gradients: list[torch.Tensor]) -> KnownNorm:
         norm(gradients)

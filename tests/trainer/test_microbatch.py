@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.trainer.microbatch import count_ready, make_samples, pack, plan_microbatches
+from app.trainer.microbatch import cost, count_ready, make_samples, pack, plan_microbatches
 from tests.trainer.support import scored_groups
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=60)
@@ -12,16 +12,21 @@ RANKS, BUDGET = st.integers(1, 5), st.integers(1, 200)
 CPU = torch.device("cpu")
 
 
+def apart(lengths: list[int]) -> list[bytes]:
+    """Leads of sequences without a common one."""
+    return [index.to_bytes(4, "little") for index in range(len(lengths))]
+
+
 @given(LENGTHS, RANKS, BUDGET)
 def test_every_index_is_in_one_microbatch(lengths: list[int], ranks: int, budget: int) -> None:
-    passes = plan_microbatches(lengths, ranks=ranks, budget=budget)
+    passes = plan_microbatches(lengths, apart(lengths), ranks=ranks, budget=budget)
     indices = [index for by_rank in passes for members in by_rank for index in members]
     assert sorted(indices) == list(range(len(lengths)))
 
 
 @given(LENGTHS, RANKS, BUDGET)
 def test_a_microbatch_keeps_the_budget_or_holds_one_trajectory(lengths: list[int], ranks: int, budget: int) -> None:
-    for by_rank in plan_microbatches(lengths, ranks=ranks, budget=budget):
+    for by_rank in plan_microbatches(lengths, apart(lengths), ranks=ranks, budget=budget):
         for members in by_rank:
             assert len(members) <= 1 or sum(lengths[index] for index in members) <= budget
 
@@ -30,18 +35,18 @@ def test_a_microbatch_keeps_the_budget_or_holds_one_trajectory(lengths: list[int
 def test_every_rank_has_a_microbatch_in_every_pass_and_no_pass_is_empty(
     lengths: list[int], ranks: int, budget: int
 ) -> None:
-    passes = plan_microbatches(lengths, ranks=ranks, budget=budget)
+    passes = plan_microbatches(lengths, apart(lengths), ranks=ranks, budget=budget)
     assert all(len(by_rank) == ranks for by_rank in passes)
     assert all(any(by_rank) for by_rank in passes)
 
 
 def test_oversized_trajectories_take_one_rank_of_a_pass_each() -> None:
-    assert plan_microbatches([1000, 999, 998], ranks=2, budget=100) == [[[0], [1]], [[2], []]]
+    assert plan_microbatches([1000, 999, 998], apart([1, 2, 3]), ranks=2, budget=100) == [[[0], [1]], [[2], []]]
 
 
 def test_the_microbatches_of_a_pass_cost_about_the_same() -> None:
     lengths = [37, 91, 12, 55, 60, 23, 78, 44, 19, 66, 31, 84]
-    for by_rank in plan_microbatches(lengths, ranks=2, budget=200):
+    for by_rank in plan_microbatches(lengths, apart(lengths), ranks=2, budget=200):
         tokens = [sum(lengths[index] for index in members) for members in by_rank]
         assert max(tokens) <= 1.25 * min(tokens)
 
@@ -60,32 +65,70 @@ def test_ready_trajectories_fit_into_whole_passes_and_leave_less_than_a_pass_and
         assert ready == 0
 
 
+def test_sequences_of_a_prompt_stay_together_where_that_saves_more_than_it_costs() -> None:
+    long, short = [bytes(4 * 100), bytes([1] * 400)], [bytes(4), bytes([1] * 4)]
+    lengths = [130, 110, 110, 130]  # two of each prompt: together they cost more than 240 and less
+    for leads, together in ((long, True), (short, False)):
+        each = [leads[0], leads[1], leads[1], leads[0]]
+        [[first, second]] = plan_microbatches(lengths, each, ranks=2, budget=300)
+        assert ({*first} in ({0, 3}, {1, 2})) is together
+        assert sorted([*first, *second]) == [0, 1, 2, 3]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(10, 90)), max_size=40), RANKS, st.integers(100, 400))
+def test_plans_with_common_leads_keep_the_budget_and_cost_no_more_than_without(
+    sequences: list[tuple[int, int]], ranks: int, budget: int
+) -> None:
+    lengths = [length for _, length in sequences]
+    leads = [bytes([lead] * 36) for lead, _ in sequences]  # 9 tokens
+
+    def total(passes: list[list[list[int]]]) -> float:
+        def one(members: list[int]) -> float:
+            used = [leads[index] for index in members]
+            return sum(cost(lengths[index]) for index in members) - 9 * (len(used) - len(set(used)))
+
+        return sum(max(one(members) for members in by_rank) for by_rank in passes)
+
+    passes = plan_microbatches(lengths, leads, ranks=ranks, budget=budget)
+    assert sorted(index for by_rank in passes for members in by_rank for index in members) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in members) <= budget for by_rank in passes for members in by_rank)
+    assert total(passes) <= total(plan_microbatches(lengths, apart(lengths), ranks=ranks, budget=budget)) + 1e-9
+
+
 def test_packing_matches_a_loop_over_the_tokens() -> None:
     groups = scored_groups(5, seed=3)
     samples = make_samples(groups, mask_truncated=True)
-    trajectories = [trajectory for scored in groups for trajectory in scored.group.trajectories]
     ids: list[int] = []
     positions: list[int] = []
+    written: list[int] = []  # packed token at each place of the sequences end to end
     logit_positions: list[int] = []
     targets: list[int] = []
     sequence: list[int] = []
     logprobs: list[float] = []
     boundaries = [0]
-    for index, trajectory in enumerate(trajectories):
-        prompt, completion = trajectory.prompt.token_ids, trajectory.completion
-        for position, token in enumerate([*prompt, *completion.token_ids]):
-            if position >= len(prompt):
-                logit_positions.append(len(ids) - 1)  # the token before this one
-                targets.append(int(token))
-                sequence.append(index)
-                logprobs.append(float(completion.logprobs[position - len(prompt)]))
-            ids.append(int(token))
-            positions.append(position)
-        boundaries.append(len(ids))
+    for group, scored in enumerate(groups):
+        for member, trajectory in enumerate(scored.group.trajectories):
+            prompt, completion = trajectory.prompt.token_ids, trajectory.completion
+            for position, token in enumerate([*prompt, *completion.token_ids]):
+                if position < len(prompt) - 1 and member:
+                    written.append(written[boundaries[4 * group] + position])  # of the group's first sequence
+                    continue
+                if position >= len(prompt):
+                    logit_positions.append(len(ids) - 1)  # the token before this one
+                    targets.append(int(token))
+                    sequence.append(len(boundaries) - 1)
+                    logprobs.append(float(completion.logprobs[position - len(prompt)]))
+                written.append(len(ids))
+                ids.append(int(token))
+                positions.append(position)
+            boundaries.append(len(written))
+    assert len(ids) < len(written)  # some tokens are shared
     micro = pack(samples, CPU)
     assert micro.input_ids.tolist() == [ids]
     assert micro.position_ids.tolist() == [positions]
     assert micro.packing.cu_seqlens.tolist() == boundaries
+    assert micro.packing.full is not None
+    assert micro.packing.full.source.tolist() == written
     assert micro.logit_positions.tolist() == logit_positions
     assert micro.targets.tolist() == targets == micro.input_ids[0, micro.logit_positions + 1].tolist()
     assert micro.sequence.tolist() == sequence
@@ -95,7 +138,7 @@ def test_packing_matches_a_loop_over_the_tokens() -> None:
     assert micro.trajectories == len(samples)
     assert 0 in micro.lengths.tolist()  # an empty completion counts as a sequence
     assert micro.keys == tuple((f"random/{group}@0", member, 0) for group in range(5) for member in range(4))
-    truncated = [trajectory.completion.truncated for trajectory in trajectories]
+    truncated = [each.completion.truncated for scored in groups for each in scored.group.trajectories]
     assert True in truncated
     assert micro.weight_mask.tolist() == [0.0 if each else 1.0 for each in truncated]
     assert not micro.dummy

@@ -28,9 +28,9 @@ def test_flops_of_a_sequence_match_the_count_of_torch(tied: bool, tmp_path: Path
     model = transformers().AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.arange(tokens)[None]).logits.sum().backward()
-    masked_half = cost.step_cost.per_token_squared * tokens * tokens
-    assert counter.get_total_flops() == cost.sequence(tokens, tokens) + masked_half
-    assert cost.sequence(tokens, 0) + cost.step_cost.per_completion_token * 5 == cost.sequence(tokens, 5)
+    masked_half = cost.step.per_token_squared * tokens * tokens
+    assert counter.get_total_flops() == cost.step.of([tokens], tokens) + masked_half
+    assert cost.step.of([tokens], 0) + cost.step.per_completion_token * 5 == cost.step.of([tokens], 5)
 
 
 def test_a_frozen_base_needs_no_gradients_of_its_weights(tmp_path: Path) -> None:
@@ -46,22 +46,22 @@ def test_a_frozen_base_needs_no_gradients_of_its_weights(tmp_path: Path) -> None
     initialize(model, seed=0)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.arange(tokens)[None]).logits.sum().backward()
-    masked_half = cost.step_cost.per_token_squared * tokens * tokens
+    masked_half = cost.step.per_token_squared * tokens * tokens
     attention: Any = policy.layers[0].self_attn
     first = [attention.q_proj, attention.k_proj, attention.v_proj]
     left_out = sum(2 * tokens * (layer.weight.numel() + layer.lora_A.numel()) for layer in first)
-    assert counter.get_total_flops() == cost.sequence(tokens, tokens) + masked_half - left_out
+    assert counter.get_total_flops() == cost.step.of([tokens], tokens) + masked_half - left_out
 
     with FlopCounterMode(display=False) as counter, adapters_off(model), torch.no_grad():
         model(input_ids=torch.arange(tokens)[None])
-    assert counter.get_total_flops() == base.forward(tokens, tokens) + masked_half / 3
+    assert counter.get_total_flops() == base.forward.of([tokens], tokens) + masked_half / 3
     everything = ModelFlops.of(load(path, mesh=None, device="cpu"))
-    assert base.forward(tokens, 5) == everything.forward(tokens, 5)
+    assert base.forward.of([tokens], 5) == everything.forward.of([tokens], 5)
 
 
 def test_only_full_attention_grows_with_the_square_of_the_length(tmp_path: Path) -> None:
     policy = load(save_qwen35(tmp_path / "model"), mesh=None, device="cpu")  # 4 layers, one of them full
-    assert ModelFlops.of(policy).step_cost.per_token_squared == 6 * 1 * 4 * 16
+    assert ModelFlops.of(policy).step.per_token_squared == 6 * 1 * 4 * 16
 
 
 def test_utilization_is_flops_over_the_peak_of_all_devices() -> None:
@@ -118,8 +118,10 @@ def test_the_seconds_of_the_phases_sum_to_those_of_the_step(
     assert metrics["trainer/tokens_per_second"] == metrics["trainer/tokens"] / clock.now
 
     trained = [each for scored in scenario.groups for each in scored.group.trajectories]
-    lengths = [(each.tokens, len(each.completion.token_ids)) for each in trained]
-    training = sum(step.model_flops.sequence(*length) for length in lengths)
+    sampled = sum(len(each.completion.token_ids) for each in trained)
+    shared = round(metrics["trainer/shared_fraction"] * metrics["trainer/tokens"])
+    assert 0 < shared <= sum(3 * (len(scored.group.prompt.token_ids) - 1) for scored in scenario.groups)
+    training = step.model_flops.step.of([each.tokens for each in trained], sampled, shared)
     forwards = (updates > 1) + (kl is not Kl.none)
     assert metrics["trainer/mfu"] == pytest.approx(training * (1 + forwards / 3) / (clock.now * 1e9))
 
