@@ -227,12 +227,7 @@ class TrainStep:
         """Yield this rank's microbatch of each pass. A pass lasts until the next one is requested."""
         lengths = [sample.tokens for sample in samples]
         leads = [sample.lead for sample in samples]
-        passes = plan_microbatches(
-            lengths,
-            leads,
-            ranks=self.ranks,
-            budget=self.settings.tokens_per_microbatch,
-        )
+        passes = plan_microbatches(lengths, leads, ranks=self.ranks, budget=self.settings.tokens_per_microbatch)
         for by_rank in passes:
             for members in by_rank:
                 sampled = sum(samples[index].sampled_tokens for index in members)
