@@ -83,7 +83,8 @@ class RawSums:
             for name, on_ranks, total, extreme in zip(names, present, totals, extremes.tolist(), strict=True)
             if on_ranks
         }
-        return RawSums(*counts, sums)
+        tokens, sequences, input_tokens, shared_tokens, padding_tokens, demonstrated = counts
+        return RawSums(tokens, sequences, input_tokens, shared_tokens, padding_tokens, demonstrated, sums)
 
 
 class UnreadSums:

@@ -94,13 +94,12 @@ def test_shared_tokens_attend_and_get_gradients_as_if_every_sequence_had_its_own
 
     ours = [each.clone().requires_grad_() for each in inputs]
     if by_kernel:
-        mixed = varlen(later_version, *ours, layout, None)
+        mixed = varlen(later_version, ours[0], ours[1], ours[2], layout, None)
     else:
-        mixed = packed(nn.Module(), *ours, None, packing=layout)[0].squeeze(0)
+        mixed = packed(nn.Module(), ours[0], ours[1], ours[2], None, packing=layout)[0].squeeze(0)
     theirs = [each.clone().requires_grad_() for each in inputs]
-    written = attention_by_loops(
-        *(each.squeeze(0).transpose(0, 1)[tokens] for each in theirs), layout.cu_seqlens, WIDTH**-0.5
-    )
+    query, key, value = (each.squeeze(0).transpose(0, 1)[tokens] for each in theirs)
+    written = attention_by_loops(query, key, value, layout.cu_seqlens, WIDTH**-0.5)
     torch.testing.assert_close(mixed[tokens], written, rtol=1e-12, atol=1e-12)
 
     # A loss reads the result of a shared token once.
