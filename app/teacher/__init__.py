@@ -122,7 +122,7 @@ def sampled_logprobs(reply: Mapping[str, Any], sequence: TokenSequence) -> np.nd
         ValueError: The reply has another number of tokens, or one that is not finite.
     """
     first = sequence.opening_tokens - 1  # the first entry: of a token before the sampled ones, without a number
-    entries = reply["meta_info"].get("input_token_logprobs") or []
+    entries = reply.get("meta_info", {}).get("input_token_logprobs") or []
     if len(entries) != len(sequence.token_ids) - first:
         raise ValueError(f"it returned {len(entries)} log-probabilities of {len(sequence.token_ids) - first}")
 
