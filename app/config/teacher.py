@@ -12,8 +12,8 @@ class TeacherConfig:
 
     urls: list[str] = setting(
         [],
-        "Addresses of running SGLang servers that serve the teacher, which has the policy's tokenizer; [] is none. "
-        "Their key is in POSTTRAIN_TEACHER_KEY.",
+        "Addresses of running SGLang servers of the teacher, which has the policy's tokenizer; "
+        "POSTTRAIN_TEACHER_KEY is their key, [] is no teacher.",
         noun="a list of addresses such as http://host:30000",
     )
     coefficient: float = setting(

@@ -5,6 +5,7 @@ change that; sizes they may set.
 """
 
 import re
+import shlex
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -350,7 +351,7 @@ def test_a_preset_begins_with_the_command_that_runs_it(path: Path) -> None:
 
     command = path.read_text().removeprefix("# @package _global_\n").partition("\n")[0]
     assert re.match(rf"# python -m app {path.parent.name}={path.stem}\b", command)
-    composed(*command.removeprefix("# python -m app ").split())
+    composed(*shlex.split(command.removeprefix("# python -m app ")))
 
 
 def test_any_model_gets_sizes_of_a_full_fine_tuning_and_its_own_name() -> None:

@@ -126,7 +126,7 @@ def test_the_summary_the_last_lines_and_the_report_say_why_a_run_stopped(
     settings = config(steps=6, every=2)
     settings.stop = StopConfig(at_accuracy=0.9, patience=4)
 
-    async def trained(_config: RunConfig, _folder: Path, recorder: RunFolderRecorder) -> None:
+    async def trained(_config: RunConfig, _folder: Path, recorder: RunFolderRecorder, _schedule: None) -> None:
         recorder.log(2, {"time/step": 1.0})
         recorder.log_eval(2, {"eval": {"accuracy": accuracy}})
 
