@@ -26,7 +26,6 @@ from app.utils.tasks import in_thread
 
 ABORT_TIMEOUT_S = 30.0  # deadline of an abort on a trainer that has just failed
 CURSOR = "cursor"
-MIN_MEMBERS = 2  # of a group whose rewards are compared
 EMPTY_STEPS = 3  # consecutive steps without a group; then the run ends
 
 # A step whose last call to the trainer was made and that is not committed yet, and what commits it.
@@ -306,8 +305,8 @@ def _nothing_to_train_on(empty: Collection[RolloutCounts], last_failure: str) ->
     causes = []
     if unplayable:
         causes.append(
-            f"{unplayable} groups were unplayable, since episodes failed in every attempt and left fewer than "
-            f"{MIN_MEMBERS} members (the last: {last_failure}); see logs/environment.log"
+            f"{unplayable} groups were unplayable, since episodes failed in every attempt and left too few "
+            f"members (the last: {last_failure}); see logs/environment.log"
         )
     if filtered:
         causes.append(
