@@ -199,6 +199,11 @@ class DataConfig:
     products: ProductsConfig = field(default_factory=ProductsConfig)
     chain: ChainConfig = field(default_factory=ChainConfig)
 
+    @property
+    def sources(self) -> list[str]:
+        """Names of the training sets, each the `source` of its prompts."""
+        return list(self.train_sets) or [self.name]
+
     def validate(self) -> None:
         """Raise `ConfigError` for settings that contradict each other."""
         expect(self.question != "", "data.question", "''", "the name of a field of the rows")

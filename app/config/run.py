@@ -179,7 +179,7 @@ class RunConfig:
         self.rollout.validate()
         check_engine_flags("device.engine_args", self.device.engine_args, self.device.kind)
         check_engine_flags("rollout.engine_args", self.rollout.engine_args, self.device.kind)
-        self.teacher.validate(temperature=self.rollout.temperature)
+        self.teacher.validate(temperature=self.rollout.temperature, sources=self.data.sources)
         self.eval.validate()
         for key in self.stop.given:
             expect(self.eval.every > 0, "eval.every", 0, f"the steps between evaluations, which {key} compares")
@@ -222,8 +222,8 @@ class RunConfig:
         expect(data.demonstrations is None, "data.demonstrations", data.demonstrations, accepted)
         accepted = "1 with mode=sft, whose loss has no other component"
         expect(algorithm.ce_coefficient == 1, "algorithm.ce_coefficient", algorithm.ce_coefficient, accepted)
-        accepted = "[] with mode=sft, which samples nothing that a teacher could score"
-        expect(not self.teacher.urls, "teacher.urls", self.teacher.urls, accepted)
+        accepted = "null with mode=sft, which samples nothing that a teacher could score"
+        expect(not self.teacher.servers, "teacher.urls", self.teacher.urls, accepted)
         accepted = "none with mode=sft, which is no reinforcement"
         expect(not algorithm.needs_reference, "algorithm.kl", algorithm.kl, accepted)
 

@@ -1,20 +1,25 @@
 """Settings of `teacher`: a frozen model whose log-probabilities the policy is pulled towards."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from app.config.setting import SECONDS, setting
 from app.errors import expect
+
+ADDRESSES = "a list of addresses such as http://host:30000"
+ANY_SOURCE = "*"  # of the teacher that scores every prompt
 
 
 @dataclass
 class TeacherConfig:
     """On-policy distillation: a teacher scores the tokens that the policy sampled."""
 
-    urls: list[str] = setting(
-        [],
-        "Addresses of running SGLang servers of the teacher, which has the policy's tokenizer; "
-        "POSTTRAIN_TEACHER_KEY is their key, [] is no teacher.",
-        noun="a list of addresses such as http://host:30000",
+    urls: Any = setting(
+        None,
+        "Addresses of running SGLang servers of the teacher, which has the policy's tokenizer; with several teachers, "
+        "those of each by the data source that it scores; POSTTRAIN_TEACHER_KEY is their key, null is no teacher.",
+        noun=f"null, {ADDRESSES}, or {{source: such a list, …}}",
     )
     coefficient: float = setting(
         1.0,
@@ -28,9 +33,31 @@ class TeacherConfig:
         5, "Times that a failed request is sent again, to the next server; then the run ends.", at_least=0
     )
 
-    def validate(self, *, temperature: float) -> None:
-        """Raise `ConfigError` for an address without a scheme, and for a temperature that the teacher cannot have."""
-        for url in self.urls:
-            expect(url.startswith(("http://", "https://")), "teacher.urls", url, "addresses such as http://host:30000")
-        accepted = "1 with teacher.urls: servers score given tokens at temperature 1"
-        expect(not self.urls or temperature == 1, "rollout.temperature", temperature, accepted)
+    @property
+    def servers(self) -> dict[str, list[str]]:
+        """The addresses of each teacher, by the data source that it scores, or `ANY_SOURCE`; empty without one."""
+        if isinstance(self.urls, dict):
+            return {str(source): list(urls) for source, urls in self.urls.items()}
+        return {ANY_SOURCE: list(self.urls)} if self.urls else {}
+
+    def validate(self, *, temperature: float, sources: Collection[str]) -> None:
+        """Raise `ConfigError` for settings that no teacher can score with.
+
+        Args:
+            temperature: Of the rollouts.
+            sources: Names of the training sets.
+        """
+        named = self.urls if isinstance(self.urls, dict) else {ANY_SOURCE: self.urls or []}
+        for source, urls in named.items():
+            key = "teacher.urls" if source == ANY_SOURCE else f"teacher.urls.{source}"
+            given = isinstance(urls, list) and (bool(urls) or source == ANY_SOURCE)
+            expect(given, key, urls, ADDRESSES)
+            for url in urls:
+                known = isinstance(url, str) and url.startswith(("http://", "https://"))
+                expect(known, key, url, "addresses such as http://host:30000")
+
+        if isinstance(self.urls, dict):
+            accepted = f"a teacher for each data source and for no other: {', '.join(sources)}"
+            expect(set(self.servers) == set(sources), "teacher.urls", list(self.servers), accepted)
+        accepted = "1 with a teacher: servers score given tokens at temperature 1"
+        expect(not self.servers or temperature == 1, "rollout.temperature", temperature, accepted)

@@ -214,7 +214,7 @@ def demonstrations(run: RunInputs) -> Iterator[Finding]:
 def teacher(run: RunInputs) -> Iterator[Finding]:
     """Whether the teacher answers, accepts our key, and has the vocabulary of the policy."""
     config = run.config
-    if not config.teacher.urls:
+    if not config.teacher.servers:
         accepted = "addresses of SGLang servers with algorithm.reward_coefficient=0, which learns from a teacher"
         needless = config.algorithm.reward_coefficient > 0 or not run.trains
         expect(needless, "teacher.urls", config.teacher.urls, accepted)
@@ -225,7 +225,7 @@ def teacher(run: RunInputs) -> Iterator[Finding]:
 
     run.status("asking the teacher")
     require_teacher(config.teacher, run.tokenizer)
-    yield Finding("teacher", f"{', '.join(config.teacher.urls)} can score")
+    yield Finding("teacher", f"{', '.join(sum(config.teacher.servers.values(), []))} can score")
 
 
 def same_run(run: RunInputs) -> None:

@@ -139,7 +139,7 @@ async def start_rollout_workers(
             await scorer.start()
 
         teacher = None
-        if config.teacher.urls and config.mode is not Mode.eval:
+        if config.teacher.servers and config.mode is not Mode.eval:
             from app.teacher import Teacher
 
             teacher = await stack.enter_async_context(Teacher(config.teacher))

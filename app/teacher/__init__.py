@@ -1,4 +1,4 @@
-"""A frozen teacher on running SGLang servers, which scores the tokens that the policy sampled.
+"""Frozen teachers on running SGLang servers, which score the tokens that the policy sampled.
 
     sequence   prompt │ sampled │ observation │ sampled          one request, without a new token
     teacher             [N₁]                    [N₂]     →       log-probabilities of the sampled tokens [N]
@@ -13,13 +13,13 @@ import asyncio
 import itertools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from app.config.teacher import TeacherConfig
+from app.config.teacher import ANY_SOURCE, TeacherConfig
 from app.errors import ConfigError, EngineError, RunError, one_line
 from app.rollout.client import Client, KeyRefused
 from app.types import Group, TokenSequence, Trajectory
@@ -34,7 +34,7 @@ PROBES = ("How much is 12+34=?", "def f(x):\n    return x ** 2  # naïve", "Die 
 
 
 class Teacher:
-    """The servers of `teacher.urls`. A context manager, which closes the connections.
+    """The servers of `teacher.urls`: of one teacher, or of one for each data source. Closes its connections on exit.
 
     Example:
         async with Teacher(config.teacher) as teacher:
@@ -43,19 +43,22 @@ class Teacher:
 
     def __init__(self, config: TeacherConfig) -> None:
         self.config = config
-        self._clients: list[Client] = []
+        self._clients: dict[str, list[Client]] = {}  # by the source that they score
         self._turns = itertools.count()
         self._free = asyncio.Semaphore(config.max_requests)
 
     async def __aenter__(self) -> "Teacher":
         key = os.environ.get(KEY)
-        self._clients = [Client(f"the teacher at {url}", url, key) for url in self.config.urls]
+        self._clients = {
+            source: [Client(f"the teacher at {url}", url, key) for url in urls]
+            for source, urls in self.config.servers.items()
+        }
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.gather(*(client.close() for client in self._clients))
+        await asyncio.gather(*(client.close() for clients in self._clients.values() for client in clients))
 
     async def score(self, group: Group) -> Group:
         """Return the group with the teacher's log-probabilities.
@@ -69,7 +72,7 @@ class Teacher:
     async def require_same_vocabulary(self, tokenizer: Any) -> None:
         """Raise `ConfigError` for a server that does not answer, refuses our key, or has other tokens."""
         expected = tokenizer(list(PROBES), add_special_tokens=False)["input_ids"]
-        for client in self._clients:
+        for client in itertools.chain.from_iterable(self._clients.values()):
             try:
                 body = {"model": "default", "prompt": list(PROBES), "add_special_tokens": False}
                 reply = await client.post("/tokenize", body, seconds=CHECK_TIMEOUT_S)
@@ -80,17 +83,18 @@ class Teacher:
                 raise ConfigError("teacher.urls", client.url, "a model with the policy's tokenizer", why)
 
     async def _trajectory(self, trajectory: Trajectory) -> Trajectory:
-        name = trajectory.prompt.id
-        scored = await gather_or_raise(*(self._sequence(each, name) for each in trajectory.sequences))
+        prompt = trajectory.prompt
+        clients = self._clients.get(prompt.source) or self._clients[ANY_SOURCE]
+        scored = await gather_or_raise(*(self._sequence(each, prompt.id, clients) for each in trajectory.sequences))
         return trajectory.with_teacher(scored)
 
-    async def _sequence(self, sequence: TokenSequence, name: str) -> np.ndarray:
+    async def _sequence(self, sequence: TokenSequence, name: str, clients: Sequence[Client]) -> np.ndarray:
         """Return the log-probabilities [N] of the sampled tokens."""
         if not len(sequence.logprobs):
             return np.zeros(0, dtype=np.float32)
 
         for attempt in itertools.count():
-            client = self._clients[next(self._turns) % len(self._clients)]
+            client = clients[next(self._turns) % len(clients)]
             try:
                 async with self._free:
                     reply = await client.post("/generate", _request(sequence), seconds=self.config.timeout_s)

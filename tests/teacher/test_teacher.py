@@ -92,8 +92,8 @@ async def test_a_server_scores_whole_episodes_as_transformers_does(
             assert sequence.teacher_logprobs.dtype == np.float32
 
 
-def entries(count: int) -> web.Response:
-    numbers = [[None, 0, None], *([-0.5, 0, None] for _ in range(count - 1))]
+def entries(count: int, logprob: float = -0.5) -> web.Response:
+    numbers = [[None, 0, None], *([logprob, 0, None] for _ in range(count - 1))]
     return web.json_response({"meta_info": {"input_token_logprobs": numbers}})
 
 
@@ -115,6 +115,24 @@ async def test_a_failed_request_is_sent_again(monkeypatch: pytest.MonkeyPatch) -
     assert scored.trajectories[0].completion.teacher_logprobs.tolist() == [-0.5, -0.5, -0.5]
     assert [call["logprob_start_len"] for call in calls] == [1, 1, 1]
     assert calls[0]["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}
+
+
+async def test_each_data_source_is_scored_by_its_own_teacher() -> None:
+    def teacher(logprob: float) -> Callable[[web.Request], Any]:
+        async def generate(request: web.Request) -> web.Response:
+            return entries(4, logprob)
+
+        return generate
+
+    async with double(teacher(-0.5)) as one, double(teacher(-2.0)) as other:
+        async with Teacher(TeacherConfig(urls={"sums": [one], "code": [other, other]})) as teachers:
+            for source, logprob in (("sums", -0.5), ("code", -2.0), ("sums", -0.5), ("code", -2.0)):
+                asked = one_turn([1, 2], [3, 4, 5])
+                scored = await teachers.score(
+                    group_of(replace(asked, prompt=replace(asked.prompt, source=source, id=f"{source}/0@0")))
+                )
+                assert scored.trajectories[0].completion.teacher_logprobs is not None
+                assert scored.trajectories[0].completion.teacher_logprobs.tolist() == [logprob] * 3
 
 
 @pytest.mark.parametrize("problem", ["late", "refused", "short", "not finite", "gone"])
