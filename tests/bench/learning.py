@@ -2,12 +2,14 @@
 
     python -m tests.bench.learning [NAME …] [--out FILE]
 
-Each run is `python -m app` with the overrides below; nothing of an algorithm is overridden. Reports the held-out
+Each run is `python -m app` with the overrides below; of an algorithm only the updates
+per step and its prompts are overridden, where a name says so. Reports the held-out
 accuracy before and after, the composed updates per step, the mean fractions of clipped tokens, the largest staleness
 trained on, and the median step and completion tokens per second without the first three steps. Prints one JSON line.
 `--out FILE` replaces these runs in the file and keeps the others of this list. `presets` is short for the eight runs
-of the four presets in both placements, `real` for those of SmolLM2-135M-Instruct, which take a quarter of an hour each
-and have a file of their own, `learning_real.json`.
+of the four presets in both placements, `objectives` for each objective at three updates a step and at staleness 4,
+`real` for those of SmolLM2-135M-Instruct, which take a quarter of an hour each and have a file of their own,
+`learning_real.json`.
 A run that fails is no result: it is named at the end, and the exit code is 1.
 """
 
@@ -42,8 +44,17 @@ REAL: dict[str, str] = {
     for what, overrides in {"full": [], "lora": ["model.lora.rank=16", "trainer.lr=2e-4"]}.items()
     for seed in (0, 1, 2)
 }
+# Where an objective acts: on data that several updates, or several syncs, have left behind.
+THREE_UPDATES = "algorithm.prompts_per_step=15 algorithm.updates_per_step=3"
+STALE = f"{ASYNC} placement.max_staleness=4 placement.in_flight=retract steps=150"  # staler data teach less per step
+OBJECTIVES: dict[str, str] = {
+    f"{objective} {where}": f"algorithm={preset} {overrides}"
+    for objective, preset in {"ppo": "grpo", "cispo": "cispo", "dppo": "dppo", "sapo": "sapo"}.items()
+    for where, overrides in {"3 updates": THREE_UPDATES, "staleness 4": STALE}.items()
+}
 RUNS: dict[str, str] = {
     **PRESETS,
+    **OBJECTIVES,
     **REAL,
     **{f"grpo seed {seed}": f"seed={seed}" for seed in (1, 2)},
     "async 0 drain": f"{ASYNC} placement.max_staleness=0 placement.in_flight=drain",
@@ -54,7 +65,7 @@ RUNS: dict[str, str] = {
     },
     "verify always": "weight_sync.verify=always",
 }
-SHORT = {"presets": PRESETS, "real": REAL}
+SHORT = {"presets": PRESETS, "real": REAL, "objectives": OBJECTIVES}
 
 
 def run(overrides: str, folder: Path) -> dict[str, Any]:
@@ -124,12 +135,12 @@ def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     quick = [name for name in RUNS if name not in REAL]
-    parser.add_argument("names", nargs="*", default=quick, help=f"one or more of: presets, real, {', '.join(RUNS)}")
+    parser.add_argument("names", nargs="*", default=quick, help=f"one or more of: presets, objectives, real, {', '.join(RUNS)}")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     previous = json.loads(arguments.out.read_text())["runs"] if arguments.out and arguments.out.exists() else []
     results = {each["name"]: each for each in previous if each["name"] in RUNS}
-    names = [each for name in arguments.names for each in (PRESETS if name == "presets" else [name])]
+    names = [each for name in arguments.names for each in SHORT.get(name, [name])]
     unknown = [name for name in names if name not in RUNS]
     if unknown:
         parser.error(f"no such run: {', '.join(unknown)}")
