@@ -225,7 +225,8 @@ def teacher(run: RunInputs) -> Iterator[Finding]:
 
     run.status("asking the teacher")
     require_teacher(config.teacher, run.tokenizer)
-    yield Finding("teacher", f"{', '.join(sum(config.teacher.servers.values(), []))} can score")
+    addresses = [url for urls in config.teacher.servers.values() for url in urls]
+    yield Finding("teacher", f"{', '.join(addresses)} can score")
 
 
 def same_run(run: RunInputs) -> None:

@@ -135,7 +135,8 @@ def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     quick = [name for name in RUNS if name not in REAL]
-    parser.add_argument("names", nargs="*", default=quick, help=f"one or more of: presets, objectives, real, {', '.join(RUNS)}")
+    accepted = f"one or more of: {', '.join([*SHORT, *RUNS])}"
+    parser.add_argument("names", nargs="*", default=quick, help=accepted)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     previous = json.loads(arguments.out.read_text())["runs"] if arguments.out and arguments.out.exists() else []

@@ -124,15 +124,19 @@ async def test_each_data_source_is_scored_by_its_own_teacher() -> None:
 
         return generate
 
+    config = TeacherConfig()
     async with double(teacher(-0.5)) as one, double(teacher(-2.0)) as other:
-        async with Teacher(TeacherConfig(urls={"sums": [one], "code": [other, other]})) as teachers:
-            for source, logprob in (("sums", -0.5), ("code", -2.0), ("sums", -0.5), ("code", -2.0)):
-                asked = one_turn([1, 2], [3, 4, 5])
-                scored = await teachers.score(
-                    group_of(replace(asked, prompt=replace(asked.prompt, source=source, id=f"{source}/0@0")))
-                )
-                assert scored.trajectories[0].completion.teacher_logprobs is not None
-                assert scored.trajectories[0].completion.teacher_logprobs.tolist() == [logprob] * 3
+        config.urls = {"sums": [one], "code": [other, other]}
+        async with Teacher(config) as teachers:
+            scored = [await teachers.score(of_source(each)) for each in ("sums", "code", "sums", "code")]
+
+    found = [group.trajectories[0].completion.teacher_logprobs for group in scored]
+    assert [logprobs.tolist() for logprobs in found if logprobs is not None] == [[-0.5] * 3, [-2.0] * 3] * 2
+
+
+def of_source(source: str) -> Group:
+    trajectory = one_turn([1, 2], [3, 4, 5])
+    return group_of(replace(trajectory, prompt=replace(trajectory.prompt, source=source)))
 
 
 @pytest.mark.parametrize("problem", ["late", "refused", "short", "not finite", "gone"])
