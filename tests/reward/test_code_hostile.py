@@ -3,7 +3,6 @@
 import ctypes
 import glob
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -209,23 +208,44 @@ def test_an_endless_test_of_the_programs_values_ends_at_the_deadline(judge: Judg
     assert time.monotonic() - begin < 30
 
 
-WORKER = """
+DRIVER = """
 import sys
-from app.reward.code.sandbox import LocalSandbox
-LocalSandbox(sys.argv[1], 256 << 20).run({"code": sys.argv[2], "operations": None}, "", 600.0)
+from tests.reward.scorers import running_scorer, trajectory
+with running_scorer(components={"code": 1.0}, args={"sandbox": sys.argv[1]}, workers=1, timeout_s=600.0) as scorer:
+    scorer.scored([trajectory(sys.argv[2], test_list=["assert f(3) == 3"])])
 """
+ENDLESS = f"""```python
+import os
+try:
+    open('/tmp/{NAME}', 'w').write('x')
+    if os.fork() == 0:
+        os.setsid()
+except OSError:
+    pass
+while True:
+    pass
+```
+"""
+RUNNING_S = 0.3  # CPU time of an endless program, far more than the start of its interpreter
 
 
-@pytest.mark.parametrize("program", ["import time\ntime.sleep(600)", "while True:\n    pass"])
-def test_a_killed_worker_leaves_no_program(kind: str, program: str) -> None:
-    worker = subprocess.Popen([sys.executable, "-c", WORKER, kind, program])
-    processes: list[psutil.Process] = []
+def test_a_killed_worker_and_a_killed_driver_leave_no_process_and_no_file(kind: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    driver = psutil.Popen([sys.executable, "-c", DRIVER, kind, ENDLESS], env=environment, start_new_session=True)
+    expected = 2 if kind == NAMESPACES else 1  # which may not fork
 
-    def started() -> bool:
-        processes[:] = psutil.Process(worker.pid).children(recursive=True)
-        return len(processes) == (3 if kind == NAMESPACES else 1)
+    def running() -> bool:
+        workers = driver.children()
+        programs = [each for worker in workers for each in worker.children(recursive=True)]
+        return sum(alive(each) and each.cpu_times().user > RUNNING_S for each in programs) == expected
 
-    until(started, 30)
-    worker.send_signal(signal.SIGKILL)
-    worker.wait()
-    until(lambda: not any(map(alive, processes)), 30)
+    try:
+        for victim in (lambda: driver.children()[0], lambda: driver):  # then the program runs in another worker
+            until(running, 60)
+            descendants = victim().children(recursive=True)
+            victim().kill()
+            until(lambda: not any(map(alive, descendants)), 30)
+    finally:
+        driver.kill()
+        driver.wait()
+    assert list(tmp_path.iterdir()) == []

@@ -47,14 +47,18 @@ def confine(limits: dict[str, Any]) -> None:
 
 def restrict(readable: Sequence[str], parent: int) -> None:
     """Die with the parent, and let Landlock, where the kernel has it, refuse files, signals and TCP."""
-    import ctypes
+    from _ctypes import CFuncPtr, dlopen, dlsym  # the package `ctypes` takes half as long to import as Python to start
 
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_PDEATHSIG, SIGKILL)
+    class Function(CFuncPtr):
+        _flags_ = 1  # of C
+
+    libc = dlopen(None, 0)
+    prctl, syscall = (Function(dlsym(libc, name)) for name in ("prctl", "syscall"))
+    prctl(PR_SET_PDEATHSIG, SIGKILL)
     if os.getppid() != parent:
         sys.exit("the parent has ended already")
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    version = libc.syscall(CREATE_RULESET, None, 0, 1)
+    prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    version = syscall(CREATE_RULESET, None, 0, 1)
     if version < 1:
         return
 
@@ -62,16 +66,16 @@ def restrict(readable: Sequence[str], parent: int) -> None:
     network = 3 if version >= 4 else 0
     scoped = 3 if version >= 6 else 0
     ruleset = b"".join(each.to_bytes(8, sys.byteorder) for each in (handled, network, scoped))
-    rules = libc.syscall(CREATE_RULESET, ruleset, len(ruleset), 0)
+    rules = syscall(CREATE_RULESET, ruleset, len(ruleset), 0)
     for path in [*readable, *sys.path]:
         try:
             folder = os.open(path, os.O_PATH)
         except OSError:
             continue
         right = READ_FOLDER if os.path.isdir(path) else READ_FILE
-        libc.syscall(ADD_RULE, rules, 1, right.to_bytes(8, sys.byteorder) + folder.to_bytes(4, sys.byteorder), 0)
+        syscall(ADD_RULE, rules, 1, right.to_bytes(8, sys.byteorder) + folder.to_bytes(4, sys.byteorder), 0)
         os.close(folder)
-    if libc.syscall(RESTRICT_SELF, rules, 0):
+    if syscall(RESTRICT_SELF, rules, 0):
         sys.exit("Landlock refused")
     os.close(rules)
 

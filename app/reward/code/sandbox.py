@@ -4,6 +4,7 @@ Every program gets an interpreter of its own, without packages, environment or f
 in is text on its stdin, all that comes out is its stdout.
 """
 
+import marshal
 import os
 import select
 import shutil
@@ -19,6 +20,8 @@ from typing import Any, Protocol
 from app.utils.process import MARK
 
 RUNNER = Path(__file__).with_name("runner.py").read_text(encoding="utf-8")
+COMPILED = marshal.dumps(compile(RUNNER, "runner", "exec"))  # in front of the job: to compile takes 3 ms
+LOAD_RUNNER = f"import marshal, os; exec(marshal.loads(os.read(0, {len(COMPILED)})))"
 PYTHON = os.path.realpath(sys.executable)
 READABLE = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/urandom")
 MAX_OUTPUT = 4 << 20  # bytes
@@ -69,7 +72,7 @@ class LocalSandbox:
     def __init__(self, kind: str, memory: int) -> None:
         self._kind = kind
         self._memory = memory
-        self._command = [*(bubblewrap() if kind == NAMESPACES else ()), PYTHON, "-I", "-S", "-B", "-c", RUNNER]
+        self._command = [*(bubblewrap() if kind == NAMESPACES else ()), PYTHON, "-I", "-S", "-B", "-c", LOAD_RUNNER]
         self.description = describe(kind)
 
     def run(self, job: dict[str, Any], stdin: str, timeout_s: float) -> Output:
@@ -78,7 +81,7 @@ class LocalSandbox:
         content = os.memfd_create("job")
         try:
             with open(content, "wb", closefd=False) as file:
-                file.write(job_text({**job, "limits": self._limits(timeout_s)}, stdin))
+                file.write(COMPILED + job_text({**job, "limits": self._limits(timeout_s)}, stdin))
             os.lseek(content, 0, os.SEEK_SET)
             return self._run(content, deadline)
         finally:
