@@ -1,22 +1,23 @@
 """Programs a second of `reward=code`, through the scorer, in each sandbox of this machine.
 
-    python -m tests.bench.code [--programs 400] [--rounds 3]
+    python -m tests.bench.code [--programs 400] [--rounds 3] [--out FILE]
 
-Prints a JSON line for each sandbox: the median of the rounds, and all of them.
+Prints one JSON line. The machine is looked at before each round.
 """
 
 import argparse
-import json
-import os
-import statistics
 import time
+from pathlib import Path
+from typing import Any
 
 from app.reward.code.sandbox import NAMESPACES, PROCESS, available
+from tests.bench.machine import busy, conditions, machine, publish, spread
 from tests.reward.scorers import running_scorer, trajectory
 
 PROGRAM = "```python\nimport math\ndef root(n):\n    return math.isqrt(n)\n```"
 TESTS = ["assert root(16) == 4", "assert root(17) == 4", "assert root(1) == 1"]
 WORKERS = 2
+TARGETS = {NAMESPACES: 40, PROCESS: 100}
 
 
 def rate(kind: str, programs: int) -> float:
@@ -31,17 +32,33 @@ def rate(kind: str, programs: int) -> float:
     return programs / seconds
 
 
+def measure(rounds: int, programs: int) -> dict[str, Any]:
+    before = []
+    rates: dict[str, list[float]] = {kind: [] for kind in TARGETS if available(kind) is None}
+    for _ in range(rounds):
+        for kind in rates:
+            before.append(conditions())
+            rates[kind].append(rate(kind, programs))
+    return {
+        "what": "code",
+        "programs_per_second": {kind: spread(values, 1) for kind, values in rates.items()},
+        "targets": TARGETS,
+        "programs": programs,
+        "workers": WORKERS,
+        "rounds": rounds,
+        "before": {name: max(each[name] for each in before) for name in before[0]},
+        "busy": busy(before),
+        "machine": machine(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    for kind in (NAMESPACES, PROCESS):
-        if available(kind) is not None:
-            continue
-        rates = [round(rate(kind, given.programs), 1) for _ in range(given.rounds)]
-        measured = {"sandbox": kind, "programs_per_second": statistics.median(rates), "rounds": rates}
-        print(json.dumps({**measured, "workers": WORKERS, "cores": os.cpu_count(), "load": os.getloadavg()[0]}))
+    publish(measure(given.rounds, given.programs), given.out)
 
 
 if __name__ == "__main__":

@@ -77,9 +77,10 @@ def start_conditions(result: Result) -> tuple[str, str]:
 
 def claims() -> str:
     """The small benchmarks, a line each."""
-    delta, sync, generation, memory, controller, turns, start = (
-        load(stem) for stem in ("delta", "weight_sync", "generation", "memory", "controller", "turns", "start")
+    delta, sync, generation, memory, controller, turns, start, code = (
+        load(stem) for stem in ("delta", "weight_sync", "generation", "memory", "controller", "turns", "start", "code")
     )
+    programs = (f"`{kind}` {number(value, '.0f')}" for kind, value in code["programs_per_second"].items())
     matmul = load("matmul")["products"]
     seconds = {name: number(value, ".2f") for name, value in sync["seconds"].items()}
     tables = {(each["vocabulary"], each["tokens"]): each for each in memory["table"]}
@@ -154,6 +155,12 @@ def claims() -> str:
             "`python -m app`, seconds until the first trained step: with a fork server, and without",
             f"{number(start['run_forked'], '.1f')}; without {number(start['run_imports'], '.1f')}",
             *start_conditions(start),
+        ),
+        (
+            "code",
+            f"`reward=code`, short programs a second through the scorer, {code['workers']} workers",
+            "; ".join(programs),
+            *conditions(code),
         ),
     ]
     table = header("claim", "measured", "rounds", "load average", "command", "result")
@@ -322,8 +329,8 @@ def overlap() -> str:
 
 def missed() -> str:
     """The targets that the results miss."""
-    delta, sync, trainer_result, start, controller = (
-        load(stem) for stem in ("delta", "weight_sync", "trainer", "start", "controller")
+    delta, sync, trainer_result, start, controller, code = (
+        load(stem) for stem in ("delta", "weight_sync", "trainer", "start", "controller", "code")
     )
     plain = trainer_result["ours_over_plain"]
     targets = trainer_result["targets"]
@@ -346,7 +353,11 @@ def missed() -> str:
             "trainer over `plain`, tokens/s",
             plain["tokens_per_second"],
             targets["ours_over_plain tokens_per_second"],
-        )
+        ),
+        *(
+            (f"programs a second in `{kind}`", rate, code["targets"][kind])
+            for kind, rate in code["programs_per_second"].items()
+        ),
     ]
     if (RESULTS / "link.json").exists():
         over_link = load("link")

@@ -89,6 +89,13 @@ def test_the_last_stage_runs_the_application_behind_tini(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IMAGES)
+def test_every_stage_has_what_confines_programs_of_completions(name: str) -> None:
+    base = next(stage for stage in text(name).split("\nFROM ") if stage.splitlines()[0].endswith(" AS base"))
+    assert "bubblewrap" in base.split()
+    assert text(name).split("\nFROM ")[-1].startswith("base\n")
+
+
+@pytest.mark.parametrize("name", IMAGES)
 def test_the_build_context_holds_what_is_copied(name: str) -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = [word for line in re.findall(r"^COPY (?!--from)(.*)$", text(name), re.M) for word in line.split()[:-1]]

@@ -1,36 +1,47 @@
 """`reward=code`: the forms of tests, what a completion scores, and the server of Sandbox Fusion."""
 
+import asyncio
 import base64
 import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from app.config.placement import PlacementKind
 from app.config.reward import CodeArgs, RewardConfig
+from app.data.cursor import PromptCursor
 from app.errors import ConfigError
+from app.placement.colocate import Colocate
+from app.placement.fully_async import FullyAsync
 from app.reward.code import last_block
 from app.reward.code.check import describe_tests, require_sandbox
 from app.reward.code.judge import Judge, same_lines, same_value
 from app.reward.code.row_tests import Asserts, Calls, NoTests, Stdin, read_tests
 from app.reward.code.sandbox import NAMESPACES, PROCESS, LocalSandbox, Sandbox, available, choose
 from app.reward.code.sandbox_fusion import SandboxFusion
+from app.reward.scorer import Scorer
+from app.types import Completion, GroupRequest, Trajectory
 from tests.reward.scorers import running_scorer, score, trajectory
+from tests.simulation import SimEngine, World, config, prompts
 
 MEMORY = 256 << 20
 TIMEOUT_S = 60.0
 MBPP: dict[str, Any] = {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"], "test_setup_code": ""}
 RIGHT = "def add(a, b):\n    return a + b\n"
 HALF = "def add(a, b):\n    return 3\n"
+FIRST = "sim/0@0"
 
 
 class FusionServer(BaseHTTPRequestHandler):
@@ -44,8 +55,7 @@ class FusionServer(BaseHTTPRequestHandler):
         ran = subprocess.run(
             [sys.executable, "-c", request["code"]], input=request["stdin"].encode(), capture_output=True, check=False
         )
-        status = "Finished" if ran.returncode == 0 else "Error"
-        result = {"status": status, "return_code": ran.returncode, "stdout": ran.stdout.decode()}
+        result = {"status": "Finished", "return_code": ran.returncode, "stdout": ran.stdout.decode()}
         body = json.dumps({"status": "Success" if ran.returncode == 0 else "Failed", "run_result": result}).encode()
         self.send_response(200)
         self.end_headers()
@@ -241,6 +251,70 @@ def test_a_sandbox_that_is_absent_is_refused(monkeypatch: pytest.MonkeyPatch, tm
     finally:
         for cached in (available, choose):
             getattr(cached, "cache_clear", lambda: None)()
+
+
+@pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="only root can give up capabilities")
+def test_where_bubblewrap_is_refused_as_in_a_container_the_run_names_its_reason() -> None:
+    if (reason := available(NAMESPACES)) is not None:
+        pytest.skip(reason)
+    print_description = "from app.reward.code import sandbox_of; print(sandbox_of('auto', 1 << 28).description)"
+    ran = subprocess.run(
+        ["setpriv", "--bounding-set=-sys_admin", sys.executable, "-c", print_description],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.startswith(f"{PROCESS}: ")
+    assert "bwrap: " in ran.stdout
+
+
+class WatchedScorer(Scorer):
+    """Sets an event when it gets the first prompt's programs."""
+
+    scoring: asyncio.Event
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        if trajectories[0].prompt.id == FIRST:
+            self.scoring.set()
+        return await super().score(trajectories)
+
+
+class ScoredEngine(SimEngine):
+    """Samples endless programs for the first prompt, and the others' only when these are being scored."""
+
+    scoring: asyncio.Event
+
+    async def generate(self, request: GroupRequest) -> list[Completion]:
+        completions = await super().generate(request)
+        if request.prompt_id == FIRST:
+            return [replace(each, text=fenced("while True:\n    pass\n")) for each in completions]
+        await asyncio.wait_for(self.scoring.wait(), 60)
+        return [replace(each, text=fenced(RIGHT if index else HALF)) for index, each in enumerate(completions)]
+
+
+@pytest.mark.parametrize("kind", list(PlacementKind))
+async def test_completions_are_generated_while_programs_are_scored(kind: PlacementKind, tmp_path: Path) -> None:
+    world = World(config(kind, steps=1), tmp_path, engine_count=1)
+    trained, evaluated = ([replace(each, row=MBPP) for each in prompts(4, name)] for name in ("sim", "eval"))
+    world.cursor = PromptCursor(trained, seed=0, shuffle=False)
+    world.scorer = scorer = WatchedScorer(RewardConfig(components={"code": 1.0}, timeout_s=1.0, workers=4))
+    parts = replace(world.context(), evals={"eval": evaluated})
+    engine = ScoredEngine(lambda prompt_id: 0.1, lambda prompt_id, member: True)
+    engine.scoring = scorer.scoring = asyncio.Event()
+    parts.pool.engines[:] = world.sync.engines = [engine]
+    try:
+        await scorer.start()
+        await (Colocate if kind is PlacementKind.colocate else FullyAsync)(parts).run()
+    finally:
+        scorer.close()
+
+    spans = list(world.recorder.timeline._spans)
+    (scored,) = (each for each in spans if (each.track, each.name) == ("score", FIRST))
+    others = [f"sim/{row}@0" for row in (1, 2, 3)]
+    generated = [each.end for each in spans if each.track.startswith("generate") and each.name in others]
+    assert len(generated) == 3
+    assert all(scored.start < end < scored.end for end in generated)
 
 
 def test_a_server_gets_the_limits_and_no_expected_value(fusion: str) -> None:

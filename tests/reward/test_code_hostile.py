@@ -3,7 +3,6 @@
 import ctypes
 import glob
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -124,7 +123,7 @@ def f(path):
     for file in files:
         try:
             with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
-                texts.append(opened.read(1 << 20).decode(errors="replace"))
+                texts.append((opened.read(1 << 20) or b"").decode(errors="replace"))
         except OSError:
             pass
     found = {each for text in texts for each in re.findall("secret-[0-9a-z]+", text)}
@@ -239,12 +238,16 @@ def test_a_killed_worker_and_a_killed_driver_leave_no_process_and_no_file(kind: 
         programs = [each for worker in workers for each in worker.children(recursive=True)]
         return sum(alive(each) and each.cpu_times().user > RUNNING_S for each in programs) == expected
 
+    def kill(victim: psutil.Process) -> None:
+        descendants = victim.children(recursive=True)
+        victim.kill()
+        until(lambda: not any(map(alive, descendants)), 30)
+
     try:
-        for victim in (lambda: driver.children()[0], lambda: driver):  # then the program runs in another worker
-            until(running, 60)
-            descendants = victim().children(recursive=True)
-            victim().kill()
-            until(lambda: not any(map(alive, descendants)), 30)
+        until(running, 60)
+        kill(driver.children()[0])
+        until(running, 60)  # in another worker
+        kill(driver)
     finally:
         driver.kill()
         driver.wait()

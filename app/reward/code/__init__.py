@@ -10,13 +10,12 @@ from typing import Any
 
 from app.reward.code.judge import Judge
 from app.reward.code.row_tests import read_tests
-from app.reward.code.sandbox import LocalSandbox, Sandbox, SandboxError, choose
+from app.reward.code.sandbox import NAMESPACES, LocalSandbox, Sandbox, SandboxError, available, choose, runs_programs
 from app.reward.code.sandbox_fusion import SandboxFusion
 from app.types import Trajectory
 
 FENCE = "```"
 LANGUAGES = ("", "python", "py", "python3")
-MIB = 1 << 20
 
 
 class code:  # noqa: N801  a component has its name
@@ -34,7 +33,7 @@ class code:  # noqa: N801  a component has its name
 
     def __init__(self, timeout_s: float, partial: bool = False, sandbox: str = "auto", memory_mib: int = 512) -> None:
         self._partial = partial
-        self._judge = Judge(sandbox_of(sandbox, memory_mib * MIB), stop_early=not partial, timeout_s=timeout_s)
+        self._judge = Judge(sandbox_of(sandbox, memory_mib << 20), stop_early=not partial, timeout_s=timeout_s)
         sys.stderr.write(f"reward code, sandbox {self._judge.sandbox.description}\n")
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[Any]:
@@ -71,10 +70,11 @@ def last_block(text: str) -> str | None:
 def sandbox_of(name: str, memory: int) -> Sandbox:
     """Return the sandbox of a setting. Raises `SandboxError` unless it runs programs here."""
     if "://" not in name:
-        return LocalSandbox(choose(name), memory)
+        sandbox = LocalSandbox(choose(name), memory)
+        if name == "auto" and (reason := available(NAMESPACES)) is not None:
+            sandbox.description += f" (namespaces: {reason})"
+        return sandbox
     server = SandboxFusion(name, memory)
-    server.require()
+    if not runs_programs(server):
+        raise SandboxError(f"{name} does not print 42 for a program that does")
     return server
-
-
-__all__ = ["SandboxError", "code", "last_block", "read_tests", "sandbox_of"]

@@ -56,9 +56,7 @@ class Judge:
                 verdicts = self._calls(code, tests, deadline)
             case Asserts():
                 verdicts = self._asserts(code, tests, deadline)
-        return self._count(verdicts)
 
-    def _count(self, verdicts: Iterator[bool]) -> int:
         count = 0
         for passed in verdicts:
             if not passed and self.stop_early:
@@ -226,9 +224,8 @@ class _Raised:
     name: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Object:
-    name: str
+    """A value of another type, equal to itself alone."""
 
 
 def _decoded(value: Any) -> Any:
@@ -241,12 +238,12 @@ def _decoded(value: Any) -> Any:
         ((kind, content),) = value.items()
         return _of_kind(kind, content)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return _Object("a value that cannot be read")
+        return _Object()
 
 
 def _of_kind(kind: str, content: Any) -> Any:
     if kind in ("object", "raised"):
-        return _Object(content) if kind == "object" else _Raised(str(content))
+        return _Object() if kind == "object" else _Raised(str(content))
     if kind == "dict":
         return {_decoded(key): _decoded(value) for key, value in content}
     plain = {"tuple": tuple, "set": set, "frozenset": frozenset, "bytes": bytes}

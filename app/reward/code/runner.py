@@ -52,7 +52,7 @@ def restrict(readable: Sequence[str], parent: int) -> None:
     class Function(CFuncPtr):
         _flags_ = 1  # of C
 
-    libc = dlopen(None, 0)
+    libc = dlopen(None, 0)  # type: ignore[arg-type]  # None: what this process has loaded
     prctl, syscall = (Function(dlsym(libc, name)) for name in ("prctl", "syscall"))
     prctl(PR_SET_PDEATHSIG, SIGKILL)
     if os.getppid() != parent:
@@ -104,11 +104,9 @@ def encoded_other(value: object) -> str:
     if isinstance(value, dict):
         pairs = [list(pair) for pair in dict.items(value)]
         return '{"dict":' + encoded(pairs) + "}"
-    if isinstance(value, bytes):
-        return '{"bytes":' + encoded(list(value)) + "}"
     if isinstance(value, complex):
         return '{"complex":' + encoded([value.real, value.imag]) + "}"
-    for kind in (tuple, set, frozenset):
+    for kind in (tuple, set, frozenset, bytes):
         if isinstance(value, kind):
             return '{"' + kind.__name__ + '":' + encoded(list(value)) + "}"
     return '{"object":' + quote(type(value).__name__) + "}"
@@ -132,12 +130,11 @@ def operate(module: Any, operations: Sequence[tuple[int, int, str]], results: in
 
 def main() -> None:
     """Read the job, and run it."""
-    digits = b""
-    while not digits.endswith(b"\n"):
-        digits += os.read(0, 1)
-    text = b""
-    while len(text) < int(digits):
-        text += os.read(0, int(digits) - len(text))
+    with open(0, "rb", buffering=0, closefd=False) as stdin:  # without a byte of what the program reads
+        size = int(stdin.readline())
+        text = b""
+        while len(text) < size:
+            text += stdin.read(size - len(text))
 
     job = eval(text, {"nan": float("nan"), "inf": float("inf")})
     silent = os.open(os.devnull, os.O_RDWR)

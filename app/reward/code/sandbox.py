@@ -10,6 +10,7 @@ import select
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,34 +68,31 @@ class LocalSandbox:
     Args:
         kind: namespaces or process.
         memory: Address space of each process of a program, in bytes.
+        stderr: Descriptor of what programs write there.
     """
 
-    def __init__(self, kind: str, memory: int) -> None:
+    def __init__(self, kind: str, memory: int, stderr: int = subprocess.DEVNULL) -> None:
         self._kind = kind
         self._memory = memory
+        self._stderr = stderr
         self._command = [*(bubblewrap() if kind == NAMESPACES else ()), PYTHON, "-I", "-S", "-B", "-c", LOAD_RUNNER]
         self.description = describe(kind)
 
     def run(self, job: dict[str, Any], stdin: str, timeout_s: float) -> Output:
         """See `Sandbox.run`."""
         deadline = time.monotonic() + timeout_s
-        content = os.memfd_create("job")
-        try:
-            with open(content, "wb", closefd=False) as file:
-                file.write(COMPILED + job_text({**job, "limits": self._limits(timeout_s)}, stdin))
-            os.lseek(content, 0, os.SEEK_SET)
-            return self._run(content, deadline)
-        finally:
-            os.close(content)
+        with open(os.memfd_create("job"), "w+b") as file:
+            file.write(COMPILED + job_text({**job, "limits": self._limits(timeout_s)}, stdin))
+            file.seek(0)
+            return self._run(file.fileno(), deadline)
 
     def _run(self, stdin: int, deadline: float) -> Output:
-        mark = {MARK: os.environ[MARK]} if MARK in os.environ else {}  # for the process reaper
         with subprocess.Popen(
             self._command,
             stdin=stdin,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=mark,
+            stderr=self._stderr,
+            env={MARK: os.environ[MARK]} if MARK in os.environ else {},  # for the process reaper
             cwd="/",
             start_new_session=True,  # a signal to its process group must not reach ours
         ) as process:
@@ -160,14 +158,23 @@ def bubblewrap() -> Sequence[str]:
     return command
 
 
+def runs_programs(sandbox: Sandbox) -> bool:
+    """Whether a sandbox runs a program that prints 42. Raises `SandboxError`."""
+    output = sandbox.run({"code": "print(42)", "operations": None}, "", PROBE_TIMEOUT_S)
+    return output == Output(b"42\n", ok=True)
+
+
 @cache
 def available(kind: str) -> str | None:
     """Return why a local sandbox cannot run a program on this machine; None if it can."""
-    try:
-        output = LocalSandbox(kind, 512 << 20).run({"code": "print(42)", "operations": None}, "", PROBE_TIMEOUT_S)
-    except SandboxError as error:
-        return str(error)
-    return None if output == Output(b"42\n", ok=True) else "this machine does not let it run a program"
+    with tempfile.TemporaryFile() as errors:
+        try:
+            if runs_programs(LocalSandbox(kind, 512 << 20, errors.fileno())):
+                return None
+        except SandboxError as error:
+            return str(error)
+        errors.seek(0)
+        return errors.read().decode(errors="replace").strip().rpartition("\n")[2] or "a program did not end there"
 
 
 @cache
@@ -191,9 +198,7 @@ def describe(kind: str) -> str:
     if kind == NAMESPACES:
         return "namespaces: bubblewrap, without network, files or processes of the machine"
     if landlock_version() >= 6:
-        return (
-            "process: limits and Landlock, without namespaces; a program can send UDP, and start no process or thread"
-        )
+        return "process: limits and Landlock; a program can send UDP, and start no process or thread"
     user = "another user" if os.getuid() == 0 else "this user"
     return f"process: limits alone; a program can read files, use the network and send signals as {user} can"
 
