@@ -20,8 +20,9 @@ Invariants:
   sequences of a trajectory may be: each knows the tokens of the whole, which is counted once in every denominator.
 
 Sources: DeepSeekMath (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), dual clip
-(1912.09729); those of the objectives are in objective.py. Truncated importance sampling (TIS) and IcePop (a masked
-band) correct the mismatch between rollout and trainer. Components with denominators of their own are prime-rl's.
+(1912.09729); those of the objectives are in objective.py. The mismatch between rollout and trainer is corrected by
+truncated importance sampling (TIS), IcePop (2510.18855) and KPop (ringtech.notion.site/kpop), which mask tokens.
+Components with denominators of their own are prime-rl's.
 """
 
 from collections.abc import Mapping
@@ -36,6 +37,8 @@ from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, O
 
 # Log-ratios are clamped to ± this limit before exp.
 LOG_RATIO_LIMIT = 20.0
+# The other tokens of a vocabulary have at least this probability in a binary KL.
+MIN_OTHERS = 1e-6
 
 
 class Component(Enum):
@@ -176,12 +179,33 @@ def correction_weight(
         case Correction.icepop:
             in_band = (weight >= config.icepop_low) & (weight <= config.icepop_high)
             return torch.where(in_band, weight, 0.0)
+        case Correction.kpop:
+            return torch.where(binary_kl(trainer_old, batch.rollout_logprobs) <= config.kpop_threshold, weight, 0.0)
         case Correction.sequence_mask:
             mean = bounded_exp(sequence_mean(log_weight, batch))
             in_band = (mean >= config.sequence_mask_low) & (mean <= config.sequence_mask_high)
             return in_band[batch.sequence].to(weight.dtype)
         case Correction.auto:
             raise ValueError("correction=auto must be resolved first; use RunConfig.correction")
+
+
+def binary_kl(one: Tensor, other: Tensor) -> Tensor:
+    """Return the larger of the two KL divergences [N] between "this token or another one" under two policies.
+
+    Args:
+        one: Log-probabilities [N] of the tokens under one policy.
+        other: Those under the other policy.
+    """
+    one, other = one.clamp(max=-MIN_OTHERS), other.clamp(max=-MIN_OTHERS)
+    difference, others = one - other, log_others(one) - log_others(other)
+    forward = one.exp() * difference - one.expm1() * others
+    backward = other.expm1() * others - other.exp() * difference
+    return torch.maximum(forward, backward)
+
+
+def log_others(logprobs: Tensor) -> Tensor:
+    """Return log(1 - p) of tokens with the log-probabilities log p below 0."""
+    return torch.log(-torch.expm1(logprobs))
 
 
 def kl_estimate(log_ratio: Tensor, kind: Kl) -> Tensor:

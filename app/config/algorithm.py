@@ -7,6 +7,7 @@ ratio = π / π_old; the policy gradient is multiplied by a weight made of w = �
 | trainer    | the trainer's at the step's start  | none          | 1                                             |
 | trainer    |                                    | tis           | min(w, tis_max): decoupled PPO                |
 | trainer    |                                    | icepop        | w inside icepop_low … icepop_high, else 0     |
+| trainer    |                                    | kpop          | w where both binary KLs are small, else 0     |
 | trainer    |                                    | sequence_mask | 1 where the sequence's w is in bounds, else 0 |
 | rollout    | the engine's                       | none          | 1: π_old is π_rollout                         |
 
@@ -67,6 +68,7 @@ class Correction(Enum):
     none = "none"
     tis = "tis"
     icepop = "icepop"
+    kpop = "kpop"
     sequence_mask = "sequence_mask"
 
 
@@ -156,6 +158,11 @@ class AlgorithmConfig:
     tis_max: float = setting(2.0, "Upper bound of the truncated importance weight (correction=tis).", above=0)
     icepop_low: float = setting(0.5, "Token weights below this are set to 0 (correction=icepop).", above=0)
     icepop_high: float = setting(5.0, "Token weights above this are set to 0 (correction=icepop).", above=0)
+    kpop_threshold: float = setting(
+        0.1,
+        "Weights of tokens whose binary KL, in either direction, is above this are set to 0 (correction=kpop).",
+        above=0,
+    )
     sequence_mask_low: float = setting(
         0.99, "Sequences whose mean weight is below this are masked (correction=sequence_mask).", above=0
     )

@@ -42,6 +42,7 @@ def _rules(run: RunConfig) -> dict[str, tuple[bool, str]]:
         "algorithm.normalize_by_std": (algorithm.advantage != "grpo", "algorithm.advantage is not grpo"),
         "algorithm.tis_max": (run.correction is not Correction.tis, "the correction is not tis"),
         "algorithm.icepop_low algorithm.icepop_high": (not icepop, "the correction is not icepop"),
+        "algorithm.kpop_threshold": (run.correction is not Correction.kpop, "the correction is not kpop"),
         "algorithm.sequence_mask_low algorithm.sequence_mask_high": (not masks, "the correction is not sequence_mask"),
         "algorithm.overlong_penalty": (
             algorithm.overlong_buffer_fraction == 0,

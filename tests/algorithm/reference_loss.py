@@ -68,11 +68,21 @@ def corrections(sequence: Tokens, config: AlgorithmConfig, correction: Correctio
         return [min(weight, config.tis_max) for weight in weights]
     if correction is Correction.icepop:
         return [weight if config.icepop_low <= weight <= config.icepop_high else 0.0 for weight in weights]
+    if correction is Correction.kpop:
+        pairs = zip(sequence.trainer_old, sequence.rollout, strict=True)
+        kept = [max(binary_kl(p, q), binary_kl(q, p)) <= config.kpop_threshold for p, q in pairs]
+        return [weight if keep else 0.0 for weight, keep in zip(weights, kept, strict=True)]
     if correction is Correction.sequence_mask and len(sequence):
         logs = [trainer - rollout for trainer, rollout in zip(sequence.trainer_old, sequence.rollout, strict=True)]
         mean = math.exp(math.fsum(logs) / len(logs))
         return [1.0 if config.sequence_mask_low <= mean <= config.sequence_mask_high else 0.0] * len(sequence)
     return [1.0] * len(sequence)
+
+
+def binary_kl(one: float, other: float) -> float:
+    """KL between "this token" and "another one" under two policies, from log-probabilities of the token."""
+    p, q = (min(math.exp(logprob), 1 - 1e-6) for logprob in (one, other))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
 
 
 def surrogate(ratio: float, advantage: float, config: AlgorithmConfig) -> float:

@@ -9,20 +9,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.algorithm.loss import policy_loss
+from app.algorithm.loss import binary_kl, policy_loss
 from app.algorithm.objective import TokenBatch
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
 
 from . import reference_loss
 from .cases import LENGTHS, LIMIT, batch_of, random_case, update
 
-CORRECTIONS = [Correction.none, Correction.tis, Correction.icepop, Correction.sequence_mask]
+CORRECTIONS = [Correction.none, Correction.tis, Correction.icepop, Correction.kpop, Correction.sequence_mask]
 NARROW = AlgorithmConfig(
     clip_low=0.2,
     clip_high=0.28,
     tis_max=1.3,
     icepop_low=0.6,
     icepop_high=1.6,
+    kpop_threshold=0.02,
     sequence_mask_low=0.8,
     sequence_mask_high=1.3,
 )
@@ -51,6 +52,16 @@ def test_token_level_loss_gradient_and_metrics_equal_the_papers(
     config = replace(NARROW, aggregation=aggregation, dual_clip=1.5, kl=Kl.k3, kl_coefficient=0.04)
     for seed in range(3):
         assert_matches_reference(random_case(seed), replace(config, entropy_coefficient=0.01), correction)
+
+
+def test_kpop_has_a_wide_band_for_rare_tokens_and_a_narrow_one_for_likely_ones() -> None:
+    """Certain tokens have a finite divergence."""
+    one, other = torch.tensor([1e-3, 0.5, 0.9, 1.0, 1.0]).log(), torch.tensor([5e-3, 0.7, 0.5, 1.0, 0.5]).log()
+    found = binary_kl(one, other)
+    pairs = zip(one.tolist(), other.tolist(), strict=True)
+    expected = [max(reference_loss.binary_kl(p, q), reference_loss.binary_kl(q, p)) for p, q in pairs]
+    assert found.tolist() == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert [value <= 0.1 for value in expected] == [True, True, False, True, False]
 
 
 @pytest.mark.parametrize("correction", [Correction.none, Correction.sequence_mask])

@@ -38,6 +38,7 @@ REFUSED = [
     (AlgorithmConfig(entropy_coefficient=-0.1), "algorithm.entropy_coefficient=-0.1", "at least 0"),
     (AlgorithmConfig(tis_max=0.0), "algorithm.tis_max=0.0", "above 0"),
     (AlgorithmConfig(icepop_low=6.0), "algorithm.icepop_low=6.0", "algorithm.icepop_high=5.0"),
+    (AlgorithmConfig(kpop_threshold=0.0), "algorithm.kpop_threshold=0.0", "above 0"),
     (AlgorithmConfig(sequence_mask_low=0.0), "algorithm.sequence_mask_low=0.0", "above 0"),
     (AlgorithmConfig(sequence_mask_low=2.0), "algorithm.sequence_mask_low=2.0", "algorithm.sequence_mask_high=1.001"),
     (AlgorithmConfig(overlong_buffer_fraction=1.5), "algorithm.overlong_buffer_fraction=1.5", "a fraction from 0 to 1"),

@@ -59,6 +59,7 @@ COMMON: dict[str, object] = {
     "tis_max": 2.0,
     "icepop_low": 0.5,
     "icepop_high": 5.0,
+    "kpop_threshold": 0.1,
     "sequence_mask_low": 0.99,
     "sequence_mask_high": 1.001,
     "overlong_penalty": 1.0,
