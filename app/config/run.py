@@ -180,6 +180,13 @@ class RunConfig:
         check_engine_flags("device.engine_args", self.device.engine_args, self.device.kind)
         check_engine_flags("rollout.engine_args", self.rollout.engine_args, self.device.kind)
         self.teacher.validate(temperature=self.rollout.temperature, sources=self.data.sources)
+        accepted = "null with an environment, whose episodes have no answer to hold"
+        expect(
+            self.teacher.prompt is None or not self.environment.multi_turn,
+            "teacher.prompt",
+            self.teacher.prompt,
+            accepted,
+        )
         self.eval.validate()
         for key in self.stop.given:
             expect(self.eval.every > 0, "eval.every", 0, f"the steps between evaluations, which {key} compares")
@@ -223,7 +230,8 @@ class RunConfig:
         accepted = "1 with mode=sft, whose loss has no other component"
         expect(algorithm.ce_coefficient == 1, "algorithm.ce_coefficient", algorithm.ce_coefficient, accepted)
         accepted = "null with mode=sft, which samples nothing that a teacher could score"
-        expect(not self.teacher.servers, "teacher.urls", self.teacher.urls, accepted)
+        key, value = ("prompt", self.teacher.prompt) if self.teacher.prompt is not None else ("urls", self.teacher.urls)
+        expect(not self.teacher.given, f"teacher.{key}", value, accepted)
         accepted = "none with mode=sft, which is no reinforcement"
         expect(not algorithm.needs_reference, "algorithm.kl", algorithm.kl, accepted)
 

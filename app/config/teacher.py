@@ -21,6 +21,11 @@ class TeacherConfig:
         "those of each by the data source that it scores; POSTTRAIN_TEACHER_KEY is their key, null is no teacher.",
         noun=f"null, {ADDRESSES}, or {{source: such a list, …}}",
     )
+    prompt: str | None = setting(
+        None,
+        "Self-distillation: a question with {answer} in it, as a rule after {question}; asked this, the run's own "
+        "engines score what the policy answered to the question alone.",
+    )
     coefficient: float = setting(
         1.0,
         "Weight of the reverse KL: a token's advantage is reduced by this times log policy - log teacher.",
@@ -32,6 +37,11 @@ class TeacherConfig:
     retries: int = setting(
         5, "Times that a failed request is sent again, to the next server; then the run ends.", at_least=0
     )
+
+    @property
+    def given(self) -> bool:
+        """Whether there is a teacher."""
+        return bool(self.servers) or self.prompt is not None
 
     @property
     def servers(self) -> dict[str, list[str]]:
@@ -59,5 +69,8 @@ class TeacherConfig:
         if isinstance(self.urls, dict):
             accepted = f"a teacher for each data source and for no other: {', '.join(sources)}"
             expect(set(self.servers) == set(sources), "teacher.urls", list(self.servers), accepted)
+        expect(self.prompt is None or not self.urls, "teacher.urls", self.urls, "null with teacher.prompt")
+        accepted = "a text that holds {answer}, such as '{question} The answer is {answer}.'"
+        expect(self.prompt is None or "{answer}" in self.prompt, "teacher.prompt", self.prompt, accepted)
         accepted = "1 with a teacher: servers score given tokens at temperature 1"
-        expect(not self.servers or temperature == 1, "rollout.temperature", temperature, accepted)
+        expect(not self.given or temperature == 1, "rollout.temperature", temperature, accepted)

@@ -159,7 +159,7 @@ class PromptCursor(Iterator[Prompt]):
 
         self._fingerprint = _fingerprint(prompts, seed, shuffle, weights)
         self._mixture = Mixture(prompts, seed=seed, shuffle=shuffle, weights=weights)
-        self._count = len(prompts)
+        self.prompts = prompts
 
         # Ids in flight, in dispatch order. A dict serves as an ordered set.
         self._in_flight: dict[str, None] = {}
@@ -167,7 +167,7 @@ class PromptCursor(Iterator[Prompt]):
 
     def __len__(self) -> int:
         """Number of distinct prompts."""
-        return self._count
+        return len(self.prompts)
 
     def __next__(self) -> Prompt:
         """Dispatch the next prompt: a requeued one if there is any, else a new one."""

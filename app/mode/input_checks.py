@@ -196,9 +196,7 @@ def demonstrations(run: RunInputs) -> Iterator[Finding]:
     """Whether the replies to imitate can be rendered, and how many are too long."""
     config = run.config
     if run.replies:
-        start = run.prompts.train.state()
-        prompts = run.prompts.train.take(len(run.prompts.train))
-        run.prompts.train.restore(start)
+        prompts = run.prompts.train.prompts
     elif config.data.demonstrations is not None:
         prompts = run.demonstrations.prompts
     else:
@@ -214,12 +212,18 @@ def demonstrations(run: RunInputs) -> Iterator[Finding]:
 def teacher(run: RunInputs) -> Iterator[Finding]:
     """Whether the teacher answers, accepts our key, and has the vocabulary of the policy."""
     config = run.config
-    if not config.teacher.servers:
+    if not config.teacher.given:
         accepted = "addresses of SGLang servers with algorithm.reward_coefficient=0, which learns from a teacher"
         needless = config.algorithm.reward_coefficient > 0 or not run.trains
         expect(needless, "teacher.urls", config.teacher.urls, accepted)
         return
     if run.moment is CheckStage.plan or not run.trains:
+        return
+    if config.teacher.prompt is not None:
+        from app.teacher.self_teacher import require_self_teacher
+
+        require_self_teacher(run.prompts.train.prompts, config, run.tokenizer)
+        yield Finding("teacher", "the run's own engines, with the answer in the prompt")
         return
     from app.teacher import require_teacher
 

@@ -89,7 +89,7 @@ class Client:
     async def generate(
         self, request: GroupRequest, request_ids: Sequence[str], *, cache_key: str, adapter: str | None = None
     ) -> list[Reply]:
-        """Sample a group with one call. It has no deadline: the host watches the server's progress.
+        """Sample or score a group with one call. It has no deadline: the host watches the server's progress.
 
         Args:
             request: The prompt and how to sample it. `version` is the adapter's, if there is one.
@@ -99,7 +99,7 @@ class Client:
         """
         sampling = request.sampling
         prompt = request.token_ids.tolist()
-        body = {
+        body: dict[str, Any] = {
             "input_ids": [prompt] * request.group_size,
             "rid": list(request_ids),
             "extra_key": cache_key,
@@ -109,17 +109,20 @@ class Client:
                 "top_p": sampling.top_p,
                 "top_k": -1 if sampling.top_k is None else sampling.top_k,
                 "min_p": sampling.min_p,
-                "max_new_tokens": sampling.max_tokens,
+                "max_new_tokens": 0 if request.scored_tokens else sampling.max_tokens,
                 "stop": list(sampling.stop),
             },
             "return_logprob": True,
             "stream": False,
         }
+        if request.scored_tokens:
+            body["logprob_start_len"] = len(prompt) - request.scored_tokens - 1
 
         replies = await self.post("/generate", body, seconds=None)
         if not isinstance(replies, list) or len(replies) != request.group_size:
             raise EngineError(f"{self.name}: /generate returned {len(replies)} completions of {request.group_size}")
-        return [await parse(reply, request.version, adapted=adapter is not None) for reply in replies]
+        scored = bool(request.scored_tokens)
+        return [await parse(reply, request.version, adapted=adapter is not None, scored=scored) for reply in replies]
 
     async def _call(self, method: str, route: str, body: Mapping[str, Any] | None, seconds: float | None) -> Any:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_TIMEOUT_S)
@@ -151,19 +154,20 @@ class Client:
             raise KeyRefused(f"{self.name} at {self.url} refused our key (HTTP {reply.status})")
 
 
-async def parse(reply: Mapping[str, Any], version: int, *, adapted: bool = False) -> Reply:
+async def parse(reply: Mapping[str, Any], version: int, *, adapted: bool = False, scored: bool = False) -> Reply:
     """Return the completion in one reply of `/generate`.
 
     Args:
         reply: Decoded.
         version: The request's.
         adapted: Whether an adapter of `version` sampled all tokens; the server reports the version of its own weights.
+        scored: Whether the completion is made of given tokens. The first of those is without a number.
     """
     # Long replies take milliseconds each: let other requests run in between.
     await asyncio.sleep(0)
 
     meta = reply["meta_info"]
-    pairs = meta.get("output_token_logprobs") or []
+    pairs = (meta.get("input_token_logprobs") or [])[1:] if scored else meta.get("output_token_logprobs") or []
     token_ids = np.fromiter((pair[1] for pair in pairs), dtype=np.int32, count=len(pairs))
     logprobs = np.fromiter((pair[0] for pair in pairs), dtype=np.float32, count=len(pairs))
 

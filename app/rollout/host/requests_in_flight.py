@@ -78,7 +78,7 @@ class RequestsInFlight:
             raise EngineError(f"{self._name}: prompt {request.name} is in flight already")
 
     async def sample(self, request: GroupRequest, adapter: "Adapter | None") -> list[Completion]:
-        """Sample an admitted group, which is in flight meanwhile."""
+        """Sample or score an admitted group, which is in flight meanwhile."""
         group = GroupInFlight(request.prompt_id, self._request_ids(request), adapter)
         self._groups[request.name] = group
         try:
@@ -89,7 +89,8 @@ class RequestsInFlight:
         finally:
             del self._groups[request.name]
 
-        self._completion_tokens += sum(len(completion.token_ids) for completion in completions)
+        if not request.scored_tokens:
+            self._completion_tokens += sum(len(completion.token_ids) for completion in completions)
         return completions
 
     async def drain(self) -> None:

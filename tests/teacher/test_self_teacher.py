@@ -1,0 +1,106 @@
+"""Self-distillation: engines score a completion after a prompt with the answer in it, as transformers does."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.config.recovery import RecoveryConfig
+from app.model.hf_directory import load_tokenizer
+from app.rollout.pool import EnginePool
+from app.rollout.remote import RemoteEngine
+from app.rollout.requests import Requests
+from app.teacher.self_teacher import SelfTeacher, require_self_teacher, teacher_prompt
+from app.tracking.run_folder.timeline import Timeline
+from app.types import Completion, FinishReason, Group, InFlight, Prompt, TokenSequence, Trajectory, VersionSpan
+from tests.compose import composed
+from tests.refusals import refused
+from tests.rollout.support import host_spec, remote, server_spec
+from tests.runs import Run
+from tests.teacher.test_teacher import exact
+from tests.trainer.plain import transformers_model
+
+ASKED = "teacher.prompt='{answer}={question}'"
+
+
+@asynccontextmanager
+async def engine_of(model: Path, folder: Path) -> AsyncIterator[RemoteEngine]:
+    server = server_spec(model, folder, name="engine 0")
+    made = remote(host_spec(folder, name="engine 0", server=server))
+    await made.start(300)
+    try:
+        yield made
+    finally:
+        await made.end()
+
+
+async def test_engines_score_as_transformers_does_and_wait_for_a_pause(
+    ray_session: None, tiny_model: Path, tmp_path: Path
+) -> None:
+    config, tokenizer, model = composed(ASKED), load_tokenizer(tiny_model), transformers_model(tiny_model)
+    last = model.config.vocab_size - 1
+    lengths = [[25, 26, 2], [last], [], [20] * 12]
+    prompt = Prompt("sums/0@0", np.array([21, 22], np.int32), "46", "sums", "12+34=")
+    group = Group(prompt, tuple(sampled(prompt, each) for each in lengths))
+    async with engine_of(tiny_model, tmp_path) as engine:
+        teacher = SelfTeacher(config, tokenizer, EnginePool([engine]), Requests(Timeline(), RecoveryConfig()))
+        await engine.pause(InFlight.retract)
+        scoring = asyncio.create_task(teacher.score(group))
+        await asyncio.sleep(0.5)
+        assert not scoring.done()
+        await engine.resume()
+        scored = await asyncio.wait_for(scoring, 60)
+        assert (await engine.stats()).completion_tokens == 0  # nothing was sampled
+
+    asked = Prompt("", np.array(tokenizer("46=12+34=")["input_ids"], np.int32), "", "")
+    assert asked.token_ids.tolist() == teacher_prompt(prompt, config, tokenizer).tolist()
+    for trajectory in scored.trajectories:
+        found = trajectory.completion.teacher_logprobs
+        assert found is not None
+        np.testing.assert_allclose(found, exact(model, TokenSequence.of(asked, trajectory.completion)), atol=1e-4)
+        unasked = exact(model, TokenSequence.of(prompt, trajectory.completion))
+        assert not len(found) or np.abs(found - unasked).max() > 1e-2
+
+
+def sampled(prompt: Prompt, tokens: list[int]) -> Trajectory:
+    count = len(tokens)
+    spans = (VersionSpan(0, 0, count),)
+    completion = Completion(np.array(tokens, np.int32), np.zeros(count, np.float32), FinishReason.stop, spans)
+    return Trajectory(prompt, completion, "")
+
+
+def test_rows_of_messages_without_an_answer_or_with_a_long_one_are_refused(tiny_model: Path) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    config = composed(ASKED, "rollout.max_prompt_tokens=10")
+    row = Prompt("sums/0", np.array([1], np.int32), "46", "sums", "12+34=")
+    require_self_teacher([row], config, tokenizer)
+    with refused("teacher.prompt", None, "sums/1"):
+        require_self_teacher([row, replace(row, id="sums/1", messages=({"role": "user"},))], config, tokenizer)
+    with refused("data.answer", None, "sums/1"):
+        require_self_teacher([row, replace(row, id="sums/1", answer="")], config, tokenizer)
+    with refused("rollout.max_prompt_tokens", None, "at least 11"):
+        require_self_teacher([row, replace(row, answer="1046")], config, tokenizer)
+
+
+def test_braces_of_a_question_and_of_the_prompt_stay(tiny_model: Path) -> None:
+    config = composed("teacher.prompt='{question}+{x}{answer}'")
+    row = Prompt("sums/0", np.array([1], np.int32), "{question}", "sums", "{answer}")
+
+    class Tokenizer:
+        def __call__(self, texts: list[str], **_: object) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[ord(each) for each in text] for text in texts]}
+
+    assert "".join(map(chr, teacher_prompt(row, config, Tokenizer()))) == "{answer}+{x}{question}"
+
+
+@pytest.mark.parametrize("placement", ["colocate", "fully_async"])
+def test_a_run_teaches_itself(placement: str, start: Callable[..., Run]) -> None:
+    run = start("algorithm=opd", ASKED, f"placement={placement}", "steps=3", "eval.every=0")
+    assert run.wait() == 0, run.text
+    steps = [line for line in run.metrics() if "time/step" in line]
+    assert len(steps) == 3
+    assert all(abs(line["teacher/kl"]) > 1e-3 for line in steps)
