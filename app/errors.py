@@ -9,7 +9,8 @@
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -95,6 +96,15 @@ def expect(condition: bool, key: str, value: object, accepted: str) -> None:
     """
     if not condition:
         raise ConfigError(key, value, accepted)
+
+
+@contextmanager
+def named(key: str) -> Iterator[None]:
+    """Raise a `ConfigError` of the block as one of the setting `key`, which shares the check of another one."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(key, error.value, error.accepted, error.reason) from error.__cause__
 
 
 def yaml_text(value: Any) -> str:

@@ -3,8 +3,10 @@
 import os
 import secrets
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -18,7 +20,7 @@ from app.device.process_environment import expandable_segments_off
 from app.rollout.host import EngineHost, HostSpec
 from app.rollout.remote import RemoteEngine
 from app.rollout.server import ServerSpec
-from app.rollout.server_args import engine_flags
+from app.rollout.server_args import engine_flags, teacher_flags
 from app.trainer.rank import CONCURRENCY_GROUPS, RankSpec, TrainerRank
 from app.trainer.remote import RemoteTrainer
 
@@ -27,7 +29,7 @@ ENGINE_KEY = "POSTTRAIN_SERVER_KEY"  # environment variable: the key of the serv
 
 @dataclass
 class EngineFactory:
-    """Creates the hosts of a run's engines, without starting them. Replacements of lost engines are made here too."""
+    """Creates the hosts of a run's engines and teacher, without starting them. Replacements are made here too."""
 
     config: RunConfig
     device: Device
@@ -35,6 +37,7 @@ class EngineFactory:
     run_folder: Path
     placement: DevicePlacement
     fork: Fork | None  # of `Device.fork_server`
+    teacher_path: Path | None = None  # what the engine of `teacher.path` loads
     _restarts: Counter[int] = field(default_factory=Counter)  # engines made so far, by index
 
     def __call__(self, index: int) -> RemoteEngine:
@@ -43,55 +46,78 @@ class EngineFactory:
         self._restarts[index] += 1
 
         rollout = self.config.rollout
-        name = f"engine {index}"
-        logs = self.run_folder / "logs"
-
-        server = url = key = None
-        options = {"num_cpus": 0}
-        if rollout.urls:
-            url = rollout.urls[index]
-            key = os.environ.get(ENGINE_KEY)
-        else:
-            options = self.placement.engine_options(index)
-            server = ServerSpec(
-                name=name,
-                model_path=str(self.model_path),
-                host="127.0.0.1",
-                port=0 if rollout.port is None else rollout.port + index,
-                key=secrets.token_urlsafe(24),
-                flags=engine_flags(self.config, self.device, index=index, restarts=restarts),
-                environment={
-                    **self.device.engine_env,
-                    **engine_threads(self.config, self.device),
-                    **self.placement.engine_environment(index),
-                },
-                log=logs / f"engine_{index}.log",
-                fork=self.fork,
-            )
-
-        spec = HostSpec(
-            name=name,
-            start_timeout_s=rollout.start_timeout_s,
-            stall_timeout_s=rollout.stall_timeout_s,
+        spec = self._spec(
+            f"engine {index}",
+            f"engine_host_{index}.log",
             releases_memory=self.device.shares_memory and self.config.offload.engine,
-            log=logs / f"engine_host_{index}.log",
             serves_adapters=self.config.serves_adapters,
-            server=server,
-            devices=(self.device.resource, self.device.visibility) if self.device.visibility is not None else None,
-            url=url,
-            key=key,
         )
-        actor = ray.remote(EngineHost).options(max_concurrency=4096, **options).remote(spec)
-        return RemoteEngine(name, actor)
+        if rollout.urls:
+            return _host(replace(spec, url=rollout.urls[index], key=os.environ.get(ENGINE_KEY)), {"num_cpus": 0})
+
+        server = self._server(spec.name, self.model_path, self.config.rollout.tensor_parallel)
+        server = replace(
+            server,
+            port=0 if rollout.port is None else rollout.port + index,
+            flags=engine_flags(self.config, self.device, index=index, restarts=restarts),
+            environment={**server.environment, **self.placement.engine_environment(index)},
+        )
+        return _host(replace(spec, server=server), self.placement.engine_options(index))
+
+    def teacher(self, _index: int = 0) -> RemoteEngine:
+        """Create the host of the teacher's engine."""
+        assert self.teacher_path is not None
+        server = self._server("teacher", self.teacher_path, self.config.teacher.devices)
+        server = replace(server, flags=teacher_flags(self.config, self.device))
+        spec = self._spec("teacher", "teacher_host.log", releases_memory=False, serves_adapters=False)
+        return _host(replace(spec, server=server), self.placement.teacher_options())
+
+    def _spec(self, name: str, log: str, *, releases_memory: bool, serves_adapters: bool) -> HostSpec:
+        """Return the settings of a host without its server."""
+        visibility = self.device.visibility
+        return HostSpec(
+            name=name,
+            start_timeout_s=self.config.rollout.start_timeout_s,
+            stall_timeout_s=self.config.rollout.stall_timeout_s,
+            releases_memory=releases_memory,
+            log=self.run_folder / "logs" / log,
+            serves_adapters=serves_adapters,
+            devices=None if visibility is None else (self.device.resource, visibility),
+        )
+
+    def _server(self, name: str, model: Path, width: int) -> ServerSpec:
+        """Return a server of this machine's own address, a free port and a random key, without flags."""
+        return ServerSpec(
+            name=name,
+            model_path=str(model),
+            host="127.0.0.1",
+            port=0,
+            key=secrets.token_urlsafe(24),
+            flags={},
+            environment={**self.device.engine_env, **engine_threads(self.config, self.device, width)},
+            log=self.run_folder / "logs" / f"{name.replace(' ', '_')}.log",
+            fork=self.fork,
+        )
 
 
-def engine_threads(config: RunConfig, device: Device) -> dict[str, str]:
-    """Return the environment that divides the cores among engines on CPU; in fully_async ranks get their share too."""
+def _host(spec: HostSpec, options: Mapping[str, Any]) -> RemoteEngine:
+    """Create the actor of a host."""
+    actor = ray.remote(EngineHost).options(max_concurrency=4096, **options).remote(spec)
+    return RemoteEngine(spec.name, actor)
+
+
+def engine_threads(config: RunConfig, device: Device, width: int) -> dict[str, str]:
+    """Return the environment that divides the cores among the processes on a CPU that compute simultaneously.
+
+    Args:
+        config: Of the run.
+        device: Of the engine.
+        width: Its tensor-parallel ranks.
+    """
     if device.kind is not DeviceKind.cpu:
         return {}
 
-    width = config.rollout.tensor_parallel
-    processes = config.engines * width
+    processes = config.engines * config.rollout.tensor_parallel + config.teacher_devices
     threads = {"OMP_NUM_THREADS": str(_threads(config, processes))}
     if width > 1:
         threads["SGLANG_CPU_OMP_THREADS_BIND"] = cores_of_ranks(os.cpu_count() or 1, width)
@@ -110,10 +136,10 @@ def cores_of_ranks(cores: int, width: int) -> str:
 
 
 def _threads(config: RunConfig, processes: int) -> int:
-    """Return the threads of each of `processes` processes. In fully_async engines and ranks compute simultaneously."""
+    """Return the threads of each of `processes` processes. In fully_async all of a run's compute simultaneously."""
     cores = os.cpu_count() or 1
     if config.placement.kind is PlacementKind.fully_async:
-        processes = config.placement.trainer_ranks + config.placement.engine_devices
+        processes = config.placement.trainer_ranks + config.placement.engine_devices + config.teacher_devices
     return max(1, cores // processes)
 
 

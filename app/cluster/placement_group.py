@@ -3,6 +3,8 @@
     colocate      one bundle per device, shared by a trainer rank and the engine rank on the same device
     fully_async   one bundle per trainer rank, then one bundle per engine of `rollout.tensor_parallel` devices
 
+A teacher that the run starts (`teacher.path`) has the last bundle.
+
 Ray moves the bundles of a lost node to another one, where devices may have other numbers. So ranks, and engines with a
 bundle of their own, ask Ray for their devices when they start. Where engines share those of the ranks, `locate_ranks`
 asks for them.
@@ -71,6 +73,11 @@ class DevicePlacement:
             return {"num_cpus": 0, **bundle}
         return {**resources(self.device, self.config.rollout.tensor_parallel), **bundle}
 
+    def teacher_options(self) -> dict[str, Any]:
+        """Return the Ray actor options of the teacher's host."""
+        last = len(bundles(self.config, self.device)) - 1
+        return {**resources(self.device, self.config.teacher_devices), **self._in_bundle(last)}
+
     def engine_environment(self, engine: int) -> dict[str, str]:
         """Return the environment that limits an engine to the devices of its ranks; empty without shared devices.
 
@@ -122,9 +129,10 @@ def bundles(config: RunConfig, device: Device) -> list[dict[str, float]]:
         return {"CPU": count} if device.resource == "CPU" else {"CPU": 1.0, device.resource: count}
 
     ranks = [bundle(1) for _ in range(config.placement.trainer_ranks)]
+    teacher = [bundle(config.teacher_devices)] if config.teacher_devices else []
     if config.placement.kind is PlacementKind.colocate or config.rollout.urls:
-        return ranks
-    return ranks + [bundle(config.rollout.tensor_parallel) for _ in range(config.engines)]
+        return ranks + teacher
+    return ranks + [bundle(config.rollout.tensor_parallel) for _ in range(config.engines)] + teacher
 
 
 async def reserve(config: RunConfig, device: Device) -> DevicePlacement:

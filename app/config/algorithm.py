@@ -97,7 +97,7 @@ class AlgorithmConfig:
         "With algorithm.advantage=grpo, divide by the standard deviation of the group's rewards; Dr. GRPO does not.",
     )
     reward_coefficient: float = setting(
-        1.0, "Weight of the advantages from rewards; 0 learns from the teacher alone (teacher.urls).", at_least=0
+        1.0, "Weight of the advantages from rewards; 0 learns from the teacher alone.", at_least=0
     )
     objective: str = setting(
         "ppo",

@@ -35,17 +35,21 @@ REFUSED_ON_CPU = {  # speculative/eagle_utils.py: _verify_uses_greedy
     "nothing is explored",
 }
 
+# managers/schedule_batch.py: is_prefill_only
+REFUSED_TO_SCORE = {"speculative-algorithm": "null: a teacher samples nothing"}
 
-def check_engine_flags(key: str, flags: Mapping[str, Any], device: DeviceKind) -> None:
+
+def check_engine_flags(key: str, flags: Mapping[str, Any], device: DeviceKind, *, scores: bool = False) -> None:
     """Raise `ConfigError` for the first flag that is not accepted.
 
     Args:
         key: The setting: "rollout.engine_args".
         flags: Its entries. None and False leave a flag out.
         device: Of the engines.
+        scores: Whether they only score given tokens, with weights of their own.
     """
     known = known_flags()
-    refused = REFUSED | (REFUSED_ON_CPU if device is DeviceKind.cpu else {})
+    refused = REFUSED_TO_SCORE if scores else REFUSED | (REFUSED_ON_CPU if device is DeviceKind.cpu else {})
     for name, value in flags.items():
         shown = f"{key}.{name}"
         expect(not known or name in known, shown, value, "a flag of the installed SGLang, without its dashes")

@@ -144,10 +144,16 @@ class RunConfig:
 
     @property
     def device_count(self) -> int:
-        """Devices of the run; engines of `rollout.urls` take none."""
+        """Devices of the run; servers of `rollout.urls` and `teacher.urls` take none."""
         placement = self.placement
         separate = placement.kind is not PlacementKind.colocate and not self.rollout.urls
-        return placement.trainer_ranks + (placement.engine_devices if separate else 0)
+        return placement.trainer_ranks + (placement.engine_devices if separate else 0) + self.teacher_devices
+
+    @property
+    def teacher_devices(self) -> int:
+        """Devices of the teacher that the run starts; 0 without one. Evaluations are not scored by it."""
+        scores = self.teacher.path is not None and self.mode not in (Mode.eval, Mode.parity)
+        return self.teacher.devices if scores else 0
 
     @property
     def stop_strings(self) -> bool:
@@ -179,7 +185,12 @@ class RunConfig:
         self.rollout.validate()
         check_engine_flags("device.engine_args", self.device.engine_args, self.device.kind)
         check_engine_flags("rollout.engine_args", self.rollout.engine_args, self.device.kind)
-        self.teacher.validate(temperature=self.rollout.temperature, sources=self.data.sources)
+        self.teacher.validate(
+            temperature=self.rollout.temperature,
+            sources=self.data.sources,
+            policy=self.model,
+            device=self.device.kind,
+        )
         accepted = "null with an environment, whose episodes have no answer to hold"
         expect(
             self.teacher.prompt is None or not self.environment.multi_turn,
@@ -230,8 +241,8 @@ class RunConfig:
         accepted = "1 with mode=sft, whose loss has no other component"
         expect(algorithm.ce_coefficient == 1, "algorithm.ce_coefficient", algorithm.ce_coefficient, accepted)
         accepted = "null with mode=sft, which samples nothing that a teacher could score"
-        key, value = ("prompt", self.teacher.prompt) if self.teacher.prompt is not None else ("urls", self.teacher.urls)
-        expect(not self.teacher.given, f"teacher.{key}", value, accepted)
+        for key, value in self.teacher.given_by.items():
+            expect(False, key, value, accepted)
         accepted = "none with mode=sft, which is no reinforcement"
         expect(not algorithm.needs_reference, "algorithm.kl", algorithm.kl, accepted)
 

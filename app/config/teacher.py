@@ -4,8 +4,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from app.config.device import DeviceKind
+from app.config.engine_flags import check_engine_flags
+from app.config.model import ModelConfig
 from app.config.setting import SECONDS, setting
-from app.errors import expect
+from app.errors import expect, named
 
 ADDRESSES = "a list of addresses such as http://host:30000"
 ANY_SOURCE = "*"  # of the teacher that scores every prompt
@@ -15,6 +18,18 @@ ANY_SOURCE = "*"  # of the teacher that scores every prompt
 class TeacherConfig:
     """On-policy distillation: a teacher scores the tokens that the policy sampled."""
 
+    path: str | None = setting(
+        None,
+        "Hugging Face model directory or hub id of a teacher that the run starts on devices of its own, with the "
+        "policy's tokenizer; null starts none.",
+        noun="a Hugging Face model directory or hub id",
+    )
+    devices: int = setting(1, "Devices of the engine of teacher.path, beside those of placement.", at_least=1)
+    engine_args: dict[str, Any] = setting(
+        {},
+        "SGLang server flags of that engine without the dashes, over those of device.engine_args.",
+        noun="entries as in +teacher.engine_args.quantization=fp8",
+    )
     urls: Any = setting(
         None,
         "Addresses of running SGLang servers of the teacher, which has the policy's tokenizer; with several teachers, "
@@ -41,7 +56,13 @@ class TeacherConfig:
     @property
     def given(self) -> bool:
         """Whether there is a teacher."""
-        return bool(self.servers) or self.prompt is not None
+        return bool(self.given_by)
+
+    @property
+    def given_by(self) -> dict[str, Any]:
+        """The settings that give a teacher, by key: at most one is accepted."""
+        settings = {"teacher.path": self.path, "teacher.prompt": self.prompt, "teacher.urls": self.urls or None}
+        return {key: value for key, value in settings.items() if value is not None}
 
     @property
     def servers(self) -> dict[str, list[str]]:
@@ -50,15 +71,33 @@ class TeacherConfig:
             return {str(source): list(urls) for source, urls in self.urls.items()}
         return {ANY_SOURCE: list(self.urls)} if self.urls else {}
 
-    def validate(self, *, temperature: float, sources: Collection[str]) -> None:
+    def model(self, policy: ModelConfig) -> ModelConfig | None:
+        """Return the model of `path`, None without one: its code is trusted as that of the policy is."""
+        if self.path is None:
+            return None
+        return ModelConfig(name="teacher", path=self.path, trust_remote_code=policy.trust_remote_code)
+
+    def validate(
+        self, *, temperature: float, sources: Collection[str], policy: ModelConfig, device: DeviceKind
+    ) -> None:
         """Raise `ConfigError` for settings that no teacher can score with.
 
         Args:
             temperature: Of the rollouts.
             sources: Names of the training sets.
+            policy: The model that is trained.
+            device: Of the run.
         """
-        named = self.urls if isinstance(self.urls, dict) else {ANY_SOURCE: self.urls or []}
-        for source, urls in named.items():
+        first, *others = self.given_by or [""]
+        for key in others:
+            expect(False, key, self.given_by[key], f"null with {first}")
+        if (model := self.model(policy)) is not None:
+            with named("teacher.path"):
+                model.validate()
+        check_engine_flags("teacher.engine_args", self.engine_args, device, scores=True)
+
+        by_source = self.urls if isinstance(self.urls, dict) else {ANY_SOURCE: self.urls or []}
+        for source, urls in by_source.items():
             key = "teacher.urls" if source == ANY_SOURCE else f"teacher.urls.{source}"
             given = isinstance(urls, list) and (bool(urls) or source == ANY_SOURCE)
             expect(given, key, urls, ADDRESSES)
@@ -69,7 +108,6 @@ class TeacherConfig:
         if isinstance(self.urls, dict):
             accepted = f"a teacher for each data source and for no other: {', '.join(sources)}"
             expect(set(self.servers) == set(sources), "teacher.urls", list(self.servers), accepted)
-        expect(self.prompt is None or not self.urls, "teacher.urls", self.urls, "null with teacher.prompt")
         accepted = "a text that holds {answer}, such as '{question} The answer is {answer}.'"
         expect(self.prompt is None or "{answer}" in self.prompt, "teacher.prompt", self.prompt, accepted)
         accepted = "1 with a teacher: servers score given tokens at temperature 1"

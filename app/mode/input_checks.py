@@ -10,21 +10,23 @@ import numpy as np
 
 from app.checkpoint.run_state import read_state, require_model
 from app.config import Mode
+from app.config.model import ModelConfig
 from app.config.placement import PlacementKind
 from app.config.trainer import Optimizer
 from app.data import rows
 from app.data.build import check_template, conversation
 from app.data.counts import describe_rows
-from app.errors import ConfigError, expect
+from app.errors import ConfigError, expect, named
 from app.mode.disk import free_bytes, plan_disk
 from app.mode.environments import require_rendering
 from app.mode.finding import CheckStatus, Finding
 from app.mode.inputs import CheckStage, RunInputs
 from app.model.architecture import architecture_of, checkpoint_config, require_context, require_own_preset
-from app.model.hf_directory import identity, require_complete, require_window
+from app.model.hf_directory import identity, load_tokenizer, require_complete, require_window
 from app.model.lora.base_weights import check_targets, require_targets
 from app.model.lora.count import layer_names
 from app.reward.tryout import tokenizer_of, try_rewards
+from app.tracking.number_format import plural
 from app.tracking.own_tracker import require_trackers
 from app.types import Prompt
 from app.utils.files import require_writable
@@ -133,6 +135,8 @@ def devices(run: RunInputs) -> Iterator[Finding]:
     device.require()
     available, needed = device.count(), config.device_count
     message = f"{available} {device.kind.name} available, the run needs {needed}"
+    if config.teacher_devices:
+        message += f", {config.teacher_devices} of them for the teacher (teacher.devices)"
     if visible := os.environ.get(device.visibility or ""):
         message += f" ({device.visibility}={visible})"
     # CPU "devices" are shares of one machine, and a cluster may have the rest
@@ -210,12 +214,18 @@ def demonstrations(run: RunInputs) -> Iterator[Finding]:
 
 
 def teacher(run: RunInputs) -> Iterator[Finding]:
-    """Whether the teacher answers, accepts our key, and has the vocabulary of the policy."""
+    """Whether the teacher can score: its files or servers, and that it has the vocabulary of the policy."""
     config = run.config
     if not config.teacher.given:
-        accepted = "addresses of SGLang servers with algorithm.reward_coefficient=0, which learns from a teacher"
+        accepted = (
+            "the teacher's model, or teacher.urls=addresses of SGLang servers, with algorithm.reward_coefficient=0, "
+            "which learns from a teacher"
+        )
         needless = config.algorithm.reward_coefficient > 0 or not run.trains
-        expect(needless, "teacher.urls", config.teacher.urls, accepted)
+        expect(needless, "teacher.path", config.teacher.path, accepted)
+        return
+    if config.teacher.path is not None:
+        yield from _teacher_files(run, config.teacher.path)
         return
     if run.moment is CheckStage.plan or not run.trains:
         return
@@ -231,6 +241,22 @@ def teacher(run: RunInputs) -> Iterator[Finding]:
     require_teacher(config.teacher, run.tokenizer)
     addresses = [url for urls in config.teacher.servers.values() for url in urls]
     yield Finding("teacher", f"{', '.join(addresses)} can score")
+
+
+def _teacher_files(run: RunInputs, path: str) -> Iterator[Finding]:
+    if run.teacher_path is None:
+        return
+    fields = checkpoint_config(ModelConfig(path=str(run.teacher_path)))
+    limits = replace(run.config.rollout, engine_args=run.config.teacher.engine_args)
+    require_context(limits, fields, path, key="teacher.path")
+    if run.moment is not CheckStage.plan:
+        from app.teacher import require_same_tokens
+
+        with named("teacher.path"):
+            loaded = load_tokenizer(run.teacher_path, trust_remote_code=run.config.model.trust_remote_code)
+        require_same_tokens(path, loaded, run.tokenizer)
+    devices = plural(run.config.teacher_devices, "device")
+    yield Finding("teacher", f"directory {run.teacher_path}, on {devices} of its own")
 
 
 def same_run(run: RunInputs) -> None:

@@ -15,6 +15,7 @@ from app.config import Mode, RunConfig
 from app.data import rows
 from app.data.counts import steps_of_epochs
 from app.device import Device, device_of
+from app.errors import named
 from app.mode.environments import require_environment
 from app.model.hf_directory import load_tokenizer, local_folder, locate, own_template, stop_ids
 
@@ -72,6 +73,19 @@ class RunInputs:
             return self.local_model
         self.status("preparing the model")
         return locate(self.config.model)
+
+    @cached_property
+    def teacher_path(self) -> Path | None:
+        """The directory of `teacher.path`, downloaded for a start; None without one."""
+        model = self.config.teacher.model(self.config.model)
+        if model is None or not self.trains:
+            return None
+        with named("teacher.path"):
+            found = local_folder(model)
+            if self.moment is CheckStage.start or found is not None:
+                self.status("preparing the teacher")
+                found = locate(model)
+            return found
 
     @cached_property
     def chat_template(self) -> str | None:

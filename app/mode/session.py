@@ -5,8 +5,8 @@ weight sync) are restarted when the trainer is lost.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,14 @@ from app.mode.inputs import RunInputs
 from app.mode.preflight import take_inputs
 from app.offload import make_offload
 from app.placement.time_sharing import TimeSharing
+from app.protocols import RolloutEngine
 from app.recovery.engine_supervisor import EngineSupervisor
 from app.rollout.episodes import EpisodeLimits, Episodes, episode_failures
 from app.rollout.pool import EnginePool
 from app.rollout.rollouter import Rollouter
 from app.tracking.number_format import plural
 from app.tracking.run_folder.timeline import Timeline
-from app.types import EngineStart, TrainerMemory
+from app.types import EngineStart, Group, TrainerMemory
 from app.utils.tasks import gather_or_raise
 
 if TYPE_CHECKING:
@@ -60,10 +61,22 @@ class RolloutWorkers:
     supervisor: EngineSupervisor
     rollouter: Rollouter
     status: Callable[[str], None]
+    teacher: EngineSupervisor | None = None  # of the engine of `teacher.path`
+
+    @property
+    def engines(self) -> list[RolloutEngine]:
+        """All engines, the teacher's included."""
+        return [*self.pool.engines, *(self.teacher.pool.engines if self.teacher is not None else [])]
+
+    @asynccontextmanager
+    async def monitor(self) -> AsyncIterator[None]:
+        """Restart lost engines while the block runs, as `EngineSupervisor.monitor` does."""
+        async with self.supervisor.monitor(), self.teacher.monitor() if self.teacher else nullcontext():
+            yield
 
     async def start_engines(self) -> None:
         """Start all engines concurrently. Shows what the slowest of them does."""
-        engines = self.pool.engines
+        engines = self.engines
         if not engines:
             return
         showing = asyncio.create_task(self._show_phases())
@@ -79,7 +92,7 @@ class RolloutWorkers:
         order = list(EngineStart)
         reached = -1
         while True:
-            phases = await asyncio.gather(*(engine.start_phase() for engine in self.pool.engines))
+            phases = await asyncio.gather(*(engine.start_phase() for engine in self.engines))
             slowest = min(order.index(phase) for phase in phases)
             if slowest > reached:
                 reached = slowest
@@ -115,7 +128,8 @@ async def start_rollout_workers(
 
     async with AsyncExitStack() as stack:
         fork = None
-        if device.fork_server is not None and config.engines and not config.rollout.urls:
+        starts_engines = config.teacher_devices or (config.engines and not config.rollout.urls)
+        if device.fork_server is not None and starts_engines:
             fork = stack.enter_context(device.fork_server(device.engine_env, folder / "logs" / "fork_server.log"))
 
         inputs = take_inputs(config, recorder.status)
@@ -138,31 +152,44 @@ async def start_rollout_workers(
         if config.engines:
             await scorer.start()
 
-        teacher = None
-        if config.teacher.servers and config.mode is not Mode.eval:
-            from app.teacher import Teacher
-
-            teacher = await stack.enter_async_context(Teacher(config.teacher))
-
         recorder.status("starting Ray")
         stack.callback(_shutdown_ray)
         await connect(config, device)
         device_placement = await reserve(config, device)
 
+        teacher = " and the teacher" if config.teacher_devices else ""
         trainer = "" if config.mode is Mode.eval else f" and {plural(config.placement.trainer_ranks, 'trainer rank')}"
-        recorder.status(f"starting {plural(config.engines, 'engine')}{trainer}")
-        make = EngineFactory(config, device, weights or inputs.model_path, folder, device_placement, fork)
+        recorder.status(f"starting {plural(config.engines, 'engine')}{teacher}{trainer}")
+        path = weights or inputs.model_path
+        make = EngineFactory(config, device, path, folder, device_placement, fork, inputs.teacher_path)
         pool = EnginePool([make(index) for index in range(config.engines)])
         stack.push_async_callback(_end_engines, pool)
-
         supervisor = EngineSupervisor(config, pool, make, recorder.warn)
-        scored_by = teacher.score if teacher is not None else None
+
+        teachers = None
+        if config.teacher_devices:
+            teachers = EngineSupervisor(config, EnginePool([make.teacher()]), make.teacher, recorder.warn)
+            stack.push_async_callback(_end_engines, teachers.pool)
+        scored_by = await _teacher(config, teachers, stack)
+
         rollouter = Rollouter(pool, scorer, inputs.tokenizer, recorder.timeline, config.recovery, episodes, scored_by)
         if config.teacher.prompt is not None and config.mode is not Mode.eval:
             from app.teacher.self_teacher import SelfTeacher
 
             rollouter.teacher = SelfTeacher(config, inputs.tokenizer, pool, rollouter.requests).score
-        yield RolloutWorkers(config, inputs, device_placement, pool, supervisor, rollouter, recorder.status)
+        yield RolloutWorkers(config, inputs, device_placement, pool, supervisor, rollouter, recorder.status, teachers)
+
+
+async def _teacher(
+    config: RunConfig, engine: EngineSupervisor | None, stack: AsyncExitStack
+) -> Callable[[Group], Awaitable[Group]] | None:
+    """Return what adds the log-probabilities of `teacher.path` or `teacher.urls` to a group; None without either."""
+    if not (config.teacher.servers or config.teacher_devices) or config.mode is Mode.eval:
+        return None
+    from app.teacher import Teacher
+
+    teacher = Teacher(config.teacher, engine.pool if engine is not None else None)
+    return (await stack.enter_async_context(teacher)).score
 
 
 async def _start_environments(

@@ -174,7 +174,7 @@ class TrainingRun:
 
     async def run(self, controller: PlacementController) -> float:
         """Run the schedule; save the last step however that ends, unless the trainer failed; export at the end."""
-        async with self.workers.supervisor.monitor():
+        async with self.workers.monitor():
             try:
                 accuracy = await controller.run()
                 await self.checkpoints.wait()

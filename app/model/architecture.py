@@ -195,20 +195,23 @@ def require_own_preset(model: ModelConfig) -> None:
     )
 
 
-def require_context(rollout: RolloutConfig, config: dict[str, Any] | None, model: str) -> None:
+def require_context(
+    rollout: RolloutConfig, config: dict[str, Any] | None, model: str, *, key: str = "model.path"
+) -> None:
     """Raise `ConfigError` if a prompt and its completion may be longer than the model's context.
 
     Args:
         rollout: Length limits, and SGLang's flags.
         config: Content of the model's `config.json`; None: unknown.
         model: Its path or hub id.
+        key: The setting that gives it.
     """
     flag = rollout.engine_args.get(CONTEXT_FLAG)
     limit = context_tokens(config or {}) if flag is None else int(flag)
     if limit is None:
         return
 
-    name = f"model.path={model}"
+    name = f"{key}={model}"
     prompt = rollout.max_prompt_tokens
     expect(prompt < limit, "rollout.max_prompt_tokens", prompt, f"less than {limit}, the context of {name} in tokens")
     completion = rollout.max_completion_tokens

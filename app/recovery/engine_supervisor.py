@@ -162,7 +162,7 @@ class EngineSupervisor:
             except EngineError as failure:
                 if attempt > self._limit:
                     raise EngineError(
-                        f"engine {index} was lost and could not be restarted in {attempt} attempts "
+                        f"{engine.name} was lost and could not be restarted in {attempt} attempts "
                         f"(recovery.max_engine_failures={self._limit}); the last one: {failure}"
                     ) from failure
                 error = failure

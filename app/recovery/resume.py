@@ -47,6 +47,7 @@ RESUMABLE = (
     "trainer.profile_steps",
     "recovery",
     "stop",
+    "teacher.devices",
     "teacher.max_requests",
     "teacher.retries",
     "teacher.timeout_s",

@@ -42,6 +42,24 @@ def engine_flags(config: RunConfig, device: Device, *, index: int = 0, restarts:
     }
 
 
+def teacher_flags(config: RunConfig, device: Device) -> dict[str, object]:
+    """Return SGLang's flags of a teacher, which scores given tokens: no decode graphs, no weight sync, no adapters."""
+    return {
+        "dtype": config.device.dtype.name,
+        "tp-size": config.teacher.devices,
+        "random-seed": config.seed,
+        "skip-tokenizer-init": True,
+        "mem-fraction-static": device.engine_fraction,
+        "max-running-requests": config.teacher.max_requests,
+        "disable-cuda-graph": True,
+        "trust-remote-code": config.model.trust_remote_code,
+        "log-level-http": "warning",
+        **device.engine_flags,
+        **config.device.engine_args,
+        **config.teacher.engine_args,
+    }
+
+
 def adapter_flags(config: RunConfig, device: Device) -> dict[str, object]:
     """Return SGLang's flags for serving adapters.
 

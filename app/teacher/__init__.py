@@ -1,4 +1,4 @@
-"""Frozen teachers on running SGLang servers, which score the tokens that the policy sampled.
+"""Frozen teachers, which score the tokens that the policy sampled: running SGLang servers, or an engine of the run.
 
     sequence   prompt │ sampled │ observation │ sampled          one request, without a new token
     teacher             [N₁]                    [N₂]     →       log-probabilities of the sampled tokens [N]
@@ -7,6 +7,8 @@ Invariants:
 - A sequence is scored by one request, however many turns it has, at temperature 1: SGLang applies none to given tokens.
 - Every request has the deadline `teacher.timeout_s`. A failed one is sent again to the next server, with exponential
   backoff, at most `teacher.retries` times; then the run ends with the last error.
+- The engine of `teacher.path` is started, restarted and ended as the engines of the policy are. Its requests wait
+  meanwhile, within their deadline.
 """
 
 import asyncio
@@ -21,7 +23,8 @@ import numpy as np
 
 from app.config.teacher import ANY_SOURCE, TeacherConfig
 from app.errors import ConfigError, EngineError, RunError, one_line
-from app.rollout.client import Client, KeyRefused
+from app.rollout.client import Client, KeyRefused, NoAnswer
+from app.rollout.pool import EnginePool
 from app.types import Group, TokenSequence, Trajectory
 from app.utils.tasks import gather_or_raise
 
@@ -33,16 +36,36 @@ CHECK_TIMEOUT_S = 15.0
 PROBES = ("How much is 12+34=?", "def f(x):\n    return x ** 2  # naïve", "Die Wörter 你好, мир и 🙂\t1,234.5")
 
 
+class EngineClient:
+    """The engine of `teacher.path`, called through its host as a `Client` calls a server."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+
+    async def post(self, route: str, body: Mapping[str, Any], *, seconds: float) -> Any:
+        """Post a request. Raises as `Client` does, and `EngineLost` with the end of the log."""
+        try:
+            async with asyncio.timeout(seconds), self._pool.least_busy(1) as (_, engine):
+                return await engine.update(route.removeprefix("/"), body)
+        except TimeoutError:
+            raise NoAnswer(f"no answer to {route} within {seconds:.0f} s: {self._pool.situation()}") from None
+
+
 class Teacher:
-    """The servers of `teacher.urls`: of one teacher, or of one for each data source. Closes its connections on exit.
+    """One teacher, or one for each data source. Closes its connections on exit.
+
+    Args:
+        config: The settings, with the servers of `teacher.urls`.
+        pool: The engine of `teacher.path`, in place of servers.
 
     Example:
         async with Teacher(config.teacher) as teacher:
             group = await teacher.score(group)   # teacher_logprobs filled in
     """
 
-    def __init__(self, config: TeacherConfig) -> None:
+    def __init__(self, config: TeacherConfig, pool: EnginePool | None = None) -> None:
         self.config = config
+        self._engine = EngineClient(pool) if pool is not None else None
         self._clients: dict[str, list[Client]] = {}  # by the source that they score
         self._turns = itertools.count()
         self._free = asyncio.Semaphore(config.max_requests)
@@ -71,24 +94,25 @@ class Teacher:
 
     async def require_same_vocabulary(self, tokenizer: Any) -> None:
         """Raise `ConfigError` for a server that does not answer, refuses our key, or has other tokens."""
-        expected = tokenizer(list(PROBES), add_special_tokens=False)["input_ids"]
+        expected = _encoded(tokenizer)
         for client in itertools.chain.from_iterable(self._clients.values()):
             try:
                 body = {"model": "default", "prompt": list(PROBES), "add_special_tokens": False}
                 reply = await client.post("/tokenize", body, seconds=CHECK_TIMEOUT_S)
             except EngineError as error:
                 raise ConfigError("teacher.urls", client.url, "the address of a teacher", one_line(error)) from error
-            if reply.get("tokens") != expected:
-                why = "it encodes text into other tokens than model.path"
-                raise ConfigError("teacher.urls", client.url, "a model with the policy's tokenizer", why)
+            _require_same("teacher.urls", client.url, reply.get("tokens"), expected)
 
     async def _trajectory(self, trajectory: Trajectory) -> Trajectory:
         prompt = trajectory.prompt
-        clients = self._clients.get(prompt.source) or self._clients[ANY_SOURCE]
+        own = [] if self._engine is None else [self._engine]
+        clients = own or self._clients.get(prompt.source) or self._clients[ANY_SOURCE]
         scored = await gather_or_raise(*(self._sequence(each, prompt.id, clients) for each in trajectory.sequences))
         return trajectory.with_teacher(scored)
 
-    async def _sequence(self, sequence: TokenSequence, name: str, clients: Sequence[Client]) -> np.ndarray:
+    async def _sequence(
+        self, sequence: TokenSequence, name: str, clients: Sequence[Client | EngineClient]
+    ) -> np.ndarray:
         """Return the log-probabilities [N] of the sampled tokens."""
         if not len(sequence.logprobs):
             return np.zeros(0, dtype=np.float32)
@@ -117,6 +141,22 @@ def require_teacher(config: TeacherConfig, tokenizer: Any) -> None:
             await teacher.require_same_vocabulary(tokenizer)
 
     asyncio.run(require())
+
+
+def require_same_tokens(path: str, teacher: Any, tokenizer: Any) -> None:
+    """Raise `ConfigError` unless the tokenizer of `teacher.path` encodes text as that of the policy does."""
+    _require_same("teacher.path", path, _encoded(teacher), _encoded(tokenizer))
+
+
+def _encoded(tokenizer: Any) -> list[list[int]]:
+    tokens: list[list[int]] = tokenizer(list(PROBES), add_special_tokens=False)["input_ids"]
+    return tokens
+
+
+def _require_same(key: str, value: str, tokens: object, expected: object) -> None:
+    if tokens != expected:
+        why = "it encodes text into other tokens than model.path"
+        raise ConfigError(key, value, "a model with the policy's tokenizer", why)
 
 
 def sampled_logprobs(reply: Mapping[str, Any], sequence: TokenSequence) -> np.ndarray:

@@ -66,6 +66,8 @@ def test_buffers_that_engines_map_are_not_in_expandable_segments(monkeypatch: py
         (16, ["placement=colocate", "placement.devices=4"], 4),
         (2, ["placement=fully_async"], 1),
         (16, ["placement=fully_async"], 8),  # the other half is the trainer's
+        (16, ["placement=colocate", "algorithm=opd", "teacher.path=tiny"], 8),  # the teacher scores meanwhile
+        (16, ["placement=fully_async", "algorithm=opd", "teacher.path=tiny", "teacher.devices=2"], 4),
     ],
 )
 def test_engines_on_a_cpu_divide_the_cores_that_ranks_do_not_use_at_the_same_time(
@@ -73,4 +75,4 @@ def test_engines_on_a_cpu_divide_the_cores_that_ranks_do_not_use_at_the_same_tim
 ) -> None:
     config = composed("device=cpu", *overrides)
     monkeypatch.setattr("os.cpu_count", lambda: cores)
-    assert engine_threads(config, device_of(config.device.kind))["OMP_NUM_THREADS"] == str(threads)
+    assert engine_threads(config, device_of(config.device.kind), 1)["OMP_NUM_THREADS"] == str(threads)

@@ -27,6 +27,7 @@ EXAMPLES = {"algorithm.advantage_limit"}  # of CONTRIBUTING: settings that are y
 FREE_FORM = (
     "rollout.engine_args",
     "device.engine_args",
+    "teacher.engine_args",
     "reward.args",
     "reward.components",
     "data.args",

@@ -45,7 +45,7 @@ REFUSED = [  # name of a check, what it refuses, and the setting that is named
     ("prompts", ["rollout.max_prompt_tokens=2"], "rollout.max_prompt_tokens"),
     ("code", ["reward=code", "+reward.args.sandbox=http://127.0.0.1:9"], "reward.args.sandbox"),
     ("demonstrations", ["data.demonstrations=/no/such.jsonl"], "data.demonstrations"),
-    ("teacher", ["algorithm=opd"], "teacher.urls"),
+    ("teacher", ["algorithm=opd"], "teacher.path"),
     ("environment", ["environment._target_=no_such.Env"], "environment._target_"),
     ("reward", ["reward._target_=tests.reward.broken.raises"], "reward._target_"),
 ]

@@ -46,6 +46,9 @@ def reachable(config: RunConfig) -> Iterator[Finding]:
     """Check access to what a run downloads, to its cluster, and to engines that are running."""
     if not config.model.local.is_dir():
         yield _hub("model", str(config.model.path), "model.path")
+    teacher = config.teacher.model(config.model)
+    if teacher is not None and not teacher.local.is_dir():
+        yield _hub("model", str(teacher.path), "teacher.path")
     for key, path in rows.paths(config.data).items():
         for part in [path] if isinstance(path, str) else path:
             if sources.is_remote(part) and not Path(part).expanduser().is_dir():

@@ -13,14 +13,16 @@ from app.config.device import DeviceKind
 from app.config.placement import PlacementKind
 from app.device import Device
 from app.mode.plan.trainer_memory import FLOAT32, Items, TrainerMemoryPlan, plan_trainer
-from app.model.architecture import Architecture
+from app.model.architecture import Architecture, architecture_of
 from app.model.lora.count import adapter_parameters
+from app.rollout.server_args import teacher_flags
 from app.utils.units import GIB
 
 CONV_BYTES = 2  # SGLang keeps the inputs of the convolution in bfloat16
 STATE_SHARE = 0.9 / 1.9
 DEFAULT_PREFILL = 8192  # tokens of a prefill chunk
 STATES_PER_REQUEST = 3  # SGLang's MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO
+SCORED_AT_ONCE = 2048  # tokens whose logits a scoring engine has at a time: SGLang's SGLANG_LOGPROB_CHUNK_SIZE
 TRACKING_STATES = 2  # and what its radix cache takes of each request
 
 
@@ -64,15 +66,30 @@ class EngineMemoryPlan:
 
 
 def plan_engine(
-    config: RunConfig, device: Device, model: Architecture, flags: Mapping[str, object], capacity: float
+    config: RunConfig,
+    device: Device,
+    model: Architecture,
+    flags: Mapping[str, object],
+    capacity: float,
+    *,
+    logit_rows: int | None = None,
 ) -> EngineMemoryPlan:
-    """Plan an engine rank that starts with these SGLang flags on a device of `capacity` bytes."""
+    """Plan an engine rank that starts with these SGLang flags on a device of `capacity` bytes.
+
+    Args:
+        config: Of the run.
+        device: Of the engine.
+        model: What it loads.
+        flags: SGLang's.
+        capacity: Bytes of a device.
+        logit_rows: Tokens whose logits it computes at once; None: one of each request.
+    """
     item = config.device.dtype.bytes
-    width = config.rollout.tensor_parallel
+    width = int(str(flags["tp-size"]))
     weights = (model.parameters + model.vision_parameters) * item / width
 
     kept: Items = {}
-    if config.model.lora.enabled:
+    if flags.get("enable-lora"):
         slots = int(str(flags["max-loras-per-batch"]))
         adapters = slots * adapter_parameters(model, config.model.lora) * item / width
         kept = {"engine weights": weights, "engine adapters": adapters}
@@ -92,7 +109,7 @@ def plan_engine(
     # a prefill chunk in one layer, and the float32 logits twice (they become log-probabilities)
     chunk = int(str(flags.get("chunked-prefill-size") or DEFAULT_PREFILL))
     layer = min(chunk, kv_tokens or chunk) * (4 * model.hidden + 3 * model.ffn / width) * item
-    activations = layer + 2 * FLOAT32 * requests * model.vocabulary
+    activations = layer + 2 * FLOAT32 * (logit_rows or requests) * model.vocabulary
 
     resident = {"engine runtime": device.engine_runtime_gib * GIB}
     return EngineMemoryPlan(
@@ -121,7 +138,7 @@ class Capacity:
 class Phase:
     """Memory use of one device in one phase of a step."""
 
-    device: str  # "trainer device", "engine device" or "shared device"
+    device: str  # "trainer device", "engine device", "shared device" or "teacher device"
     name: str
     items: Items
 
@@ -138,6 +155,12 @@ class MemoryPlan:
     capacity: Capacity
     engine: EngineMemoryPlan
     phases: list[Phase]
+    teacher: EngineMemoryPlan | None = None  # of `teacher.path`, where its shapes are known
+
+    @property
+    def teacher_fits(self) -> bool:
+        """Whether the weights of the teacher leave room for a KV cache."""
+        return self.teacher is None or self.teacher.cache_bytes > 0
 
     @property
     def peak_phase(self) -> Phase:
@@ -157,7 +180,20 @@ def plan_memory(config: RunConfig, device: Device, model: Architecture, flags: M
         phases = _shared_phases(config, device, trainer, engine)
     else:
         phases = [*_trainer_phases(trainer), *_engine_phases(trainer, engine)]
-    return MemoryPlan(limit, engine, phases)
+
+    teacher = plan_teacher(config, device, limit.bytes)
+    if teacher is not None:
+        phases.append(Phase("teacher device", "score", teacher.generating))
+    return MemoryPlan(limit, engine, phases, teacher)
+
+
+def plan_teacher(config: RunConfig, device: Device, capacity: float) -> EngineMemoryPlan | None:
+    """Plan a rank of the teacher that the run starts; None without one, or if its shapes are unknown."""
+    model = config.teacher.model(config.model)
+    known = None if model is None or not config.teacher_devices else architecture_of(model)
+    if known is None:
+        return None
+    return plan_engine(config, device, known, teacher_flags(config, device), capacity, logit_rows=SCORED_AT_ONCE)
 
 
 def capacity(config: RunConfig, device: Device) -> Capacity:

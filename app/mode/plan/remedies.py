@@ -84,6 +84,10 @@ def _changes(config: RunConfig, device: Device, model: Architecture) -> Iterator
         yield Change({"model.lora.rank": LORA_RANK, "trainer.lr": float(f"{LORA_RATE * config.trainer.lr:.3g}")})
 
     yield _more_devices(config, device, model)
+    if config.teacher_devices:
+        lower = {**config.teacher.engine_args, "mem-fraction-static": LOWER_FRACTION}
+        yield Change({"teacher.engine_args": lower})
+        yield Change({"teacher.devices": 2 * config.teacher.devices, "teacher.engine_args": lower})
 
     for name, smaller in SMALLER.items():
         if smaller.parameters < model.parameters:
@@ -117,7 +121,8 @@ def _more_devices(config: RunConfig, device: Device, model: Architecture) -> Cha
 def _better(plan: MemoryPlan, other: MemoryPlan) -> bool:
     """Whether the other plan needs less memory, or has room for caches where this one has none."""
     less = other.peak_phase.bytes <= (1 - SMALLEST_GAIN) * plan.peak_phase.bytes
-    return less or plan.engine.cache_bytes <= 0 < other.engine.cache_bytes
+    scores = other.teacher_fits and not plan.teacher_fits
+    return less or scores or plan.engine.cache_bytes <= 0 < other.engine.cache_bytes
 
 
 def _changed(config: RunConfig, change: Change) -> RunConfig:
@@ -142,4 +147,4 @@ def _plan(config: RunConfig, device: Device, model: Architecture) -> MemoryPlan:
 
 def _fits(config: RunConfig, plan: MemoryPlan) -> bool:
     room = bool(config.rollout.urls) or plan.engine.cache_bytes > 0
-    return room and plan.peak_phase.bytes <= plan.capacity.bytes
+    return room and plan.teacher_fits and plan.peak_phase.bytes <= plan.capacity.bytes

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Mapping
 
 from app.config import RunConfig
+from app.config.model import ModelConfig
 from app.config.weight_sync import SnapshotPlace, SyncMode
 from app.device import Device
 from app.mode.disk import CHECKPOINT_BYTES, plan_disk
@@ -16,10 +17,10 @@ from app.mode.plan.duration import (
     sync_seconds,
     training_seconds,
 )
-from app.mode.plan.memory import EngineMemoryPlan, Phase, capacity, plan_engine, plan_memory
+from app.mode.plan.memory import EngineMemoryPlan, MemoryPlan, Phase, capacity, plan_engine, plan_memory
 from app.model.architecture import Architecture
 from app.model.lora.count import adapter_parameters
-from app.rollout.server_args import render_flags
+from app.rollout.server_args import render_flags, teacher_flags
 from app.tracking.number_format import duration
 from app.utils.units import GIB, MIB, size
 
@@ -49,7 +50,21 @@ def memory(config: RunConfig, device: Device, model: Architecture, flags: Mappin
     left = total - peak.bytes
     fit = f"{_gib(left)} left" if left >= 0 else f"DOES NOT FIT: {_gib(-left)} too much"
     lines.append(f"  peak: {peak.device}, {peak.name}: {_gib(peak.bytes)} of {_gib(total)}, {fit}")
-    return [*lines, *_caches(config, model, plan.engine, flags), *_radix_cache(config, device, model, flags)]
+    lines += [*_caches(config, model, plan.engine, flags), *_radix_cache(config, device, model, flags)]
+    return [*lines, *_teacher_cache(config, plan)]
+
+
+def _teacher_cache(config: RunConfig, plan: MemoryPlan) -> list[str]:
+    """What fits into the KV cache of the teacher that the run starts."""
+    if not config.teacher_devices:
+        return []
+    if plan.teacher is None:
+        return [f"  teacher: no estimate, the shapes of teacher.path={config.teacher.path} are not on this machine"]
+    if plan.teacher.cache_bytes <= 0:
+        return [f"  teacher: NO ROOM: weights take {_gib(plan.teacher.weights)} of a device; raise teacher.devices"]
+    tokens, longest = plan.teacher.kv_tokens, config.rollout.max_tokens
+    at_once = min(filter(None, (tokens // longest, plan.teacher.state_requests)), default=0)
+    return [f"  teacher: KV cache of {tokens:,} tokens; {at_once:,} sequences of {longest:,} tokens at once"]
 
 
 def _items(phase: Phase) -> str:
@@ -150,16 +165,20 @@ def disk(config: RunConfig, model: Architecture) -> list[str]:
 
 
 def engines(config: RunConfig, device: Device, flags: Mapping[str, object]) -> list[str]:
-    """The command line of an engine. Address, port and key are chosen at startup."""
-    if config.rollout.urls:
-        return ["Engines: already running, not started by this run"]
+    """The command lines of an engine and of the teacher's. Address, port and key are chosen at startup."""
+    lines = ["Engines: already running, not started by this run"]
+    if not config.rollout.urls:
+        lines = ["An engine", *_command(config.model, device, flags)]
+    if config.teacher_devices and (teacher := config.teacher.model(config.model)) is not None:
+        lines += ["The teacher's engine", *_command(teacher, device, teacher_flags(config, device))]
+    return lines
 
-    local = config.model.local
-    flags = {"model-path": local if local.is_dir() else config.model.path, **flags}
-    lines = ["An engine"]
-    if device.engine_env:
-        lines.append("  " + " ".join(f"{name}={value}" for name, value in device.engine_env.items()))
-    return [*lines, "  " + shlex.join(["python", "-m", "app.rollout.launcher", *render_flags(flags)])]
+
+def _command(model: ModelConfig, device: Device, flags: Mapping[str, object]) -> list[str]:
+    flags = {"model-path": model.local if model.local.is_dir() else model.path, **flags}
+    environment = [" ".join(f"{name}={value}" for name, value in device.engine_env.items())]
+    command = shlex.join(["python", "-m", "app.rollout.launcher", *render_flags(flags)])
+    return [f"  {line}" for line in (*environment, command) if line]
 
 
 def sync(config: RunConfig, device: Device, model: Architecture) -> list[str]:

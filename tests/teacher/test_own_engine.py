@@ -1,0 +1,253 @@
+"""The engine of `teacher.path`: what it scores, its devices, its memory, and how it starts and ends."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.cluster.placement_group import bundles
+from app.config.teacher import TeacherConfig
+from app.device import Device, device_of
+from app.errors import EngineLost, RunError
+from app.mode.input_checks import devices, teacher
+from app.mode.inputs import CheckStage, RunInputs
+from app.mode.plan.memory import plan_memory
+from app.mode.plan.remedies import remedies_of
+from app.model.architecture import QWEN3_4B, QWEN35_9B, VISION_PARAMETERS
+from app.rollout.pool import EnginePool
+from app.rollout.remote import RemoteEngine
+from app.rollout.server_args import engine_flags, teacher_flags
+from app.teacher import Teacher
+from app.utils.units import GIB
+from tests.compose import composed
+from tests.refusals import refused
+from tests.runs import Run
+from tests.teacher.test_teacher import exact, group_of, one_turn, several_turns
+from tests.trainer.plain import transformers_model
+
+OPD = ["algorithm=opd", "teacher.path=tiny"]
+SMALL = [*OPD, "eval.before_train=false", "eval.every=0", "data.arithmetic.eval_problems=8"]
+QWEN = ["model=qwen3_4b", "algorithm=opd", "teacher.path=Qwen/Qwen3.5-9B"]
+
+
+async def test_an_engine_of_the_run_scores_as_transformers_does(engine: RemoteEngine, tiny_model: Path) -> None:
+    alone = one_turn([22, 23, 16, 24, 34], [25, 26, 2])
+    group = group_of(alone, several_turns(alone))
+    async with Teacher(TeacherConfig(path="tiny"), EnginePool([engine])) as scorer:
+        scored = await scorer.score(group)
+
+    model = transformers_model(tiny_model)
+    for sequence in (each for trajectory in scored.trajectories for each in trajectory.sequences):
+        assert sequence.teacher_logprobs is not None
+        np.testing.assert_allclose(sequence.teacher_logprobs, exact(model, sequence), atol=2e-5)
+
+
+@pytest.mark.parametrize("moment", [CheckStage.doctor, CheckStage.start])
+def test_a_teacher_of_another_vocabulary_or_a_shorter_context_is_refused(
+    moment: CheckStage, tiny_model: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(tiny_model, tmp_path / "other"))
+    config = composed("algorithm=opd", f"teacher.path={other}", "teacher.devices=2")
+    (found,) = teacher(RunInputs(config, moment))
+    assert (found.subject, str(other) in found.message, "2 devices" in found.message) == ("teacher", True, True)
+
+    sizes = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**sizes, "max_position_embeddings": 100}))
+    with refused("rollout.max_prompt_tokens", 512, f"teacher.path={other}"):
+        list(teacher(RunInputs(config, moment)))
+    longer = composed(
+        "algorithm=opd", f"teacher.path={other}", "+teacher.engine_args.context-length=9999", "teacher.devices=2"
+    )
+    assert len(list(teacher(RunInputs(longer, moment)))) == 1
+
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"]
+    ids["1"], ids["2"] = ids["2"], ids["1"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with refused("teacher.path", str(other), "model.path"):
+        list(teacher(RunInputs(longer, moment)))
+
+
+class LostOnce:
+    """An engine that is lost by its first call, or never returns."""
+
+    name = "teacher"
+
+    def __init__(self, *, late: bool = False) -> None:
+        self.late = late
+
+    async def update(self, route: str, body: Any) -> dict[str, Any]:
+        if self.late:
+            await asyncio.sleep(60)
+        raise EngineLost("teacher was killed by SIGKILL")
+
+
+async def test_requests_wait_for_a_replacement_of_the_engine(
+    engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.teacher.RETRY_DELAY_S", 0.01)
+    pool = EnginePool([LostOnce()])  # type: ignore[list-item]  # has what a teacher calls
+
+    async def replace() -> None:
+        await pool.engine_lost.wait()
+        pool.replace(0, engine)
+        pool.mark_ready(0)
+
+    async with Teacher(TeacherConfig(path="tiny", retries=1), pool) as scorer:
+        replacing = asyncio.create_task(replace())
+        scored = await scorer.score(group_of(one_turn([22, 23, 34], [25, 2])))
+        await replacing
+    logprobs = scored.trajectories[0].completion.teacher_logprobs
+    assert logprobs is not None
+    assert np.isfinite(logprobs).all()
+
+
+async def test_an_engine_that_does_not_answer_ends_the_run_after_the_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.teacher.RETRY_DELAY_S", 0.01)
+    pool = EnginePool([LostOnce(late=True)])  # type: ignore[list-item]
+    config = TeacherConfig(path="tiny", retries=1, timeout_s=0.1)
+    async with Teacher(config, pool) as scorer:
+        with pytest.raises(RunError) as failure:
+            await scorer.score(group_of(one_turn([22, 23, 34], [25, 2])))
+    assert "teacher.retries=1" in str(failure.value)
+    assert "/generate" in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["device=cuda", "placement.devices=2"], [1, 1, 2]),
+        (["device=npu", "placement.devices=2"], [1, 1, 2]),
+        (
+            [
+                "device=npu",
+                "placement=fully_async",
+                "placement.trainer_devices=2",
+                "placement.rollout_devices=4",
+                "rollout.tensor_parallel=4",
+            ],
+            [1, 1, 4, 2],
+        ),
+        (["device=cuda", "placement.devices=2", "rollout.urls=[http://127.0.0.1:9]"], [1, 1, 2]),
+        (["device=cpu", "model=tiny", "teacher.path=tiny", "data=arithmetic"], [1, 2]),
+        (["device=cuda", "placement.devices=2", "mode=eval"], [1, 1]),
+    ],
+)
+def test_the_devices_of_the_teacher_are_a_bundle_of_their_own(overrides: list[str], expected: list[int]) -> None:
+    config = composed(*QWEN, "rollout.tensor_parallel=1", "teacher.devices=2", *overrides)
+    device = device_of(config.device.kind)
+    assert [each[device.resource] for each in bundles(config, device)] == expected
+    assert config.device_count == sum(expected)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_too_few_devices_for_policy_and_teacher_are_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "count", lambda _: 5)
+    monkeypatch.setattr(Device, "require", lambda _: None)
+    one, two = (
+        RunInputs(composed(*QWEN, f"device={kind}", "placement.devices=4", f"teacher.devices={each}"), CheckStage.start)
+        for each in (1, 2)
+    )
+    (found,) = devices(one)
+    assert "the run needs 5, 1 of them for the teacher" in found.message
+    with refused("placement.devices", 4, "needs 6, 2 of them for the teacher (teacher.devices)"):
+        list(devices(two))
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_the_plan_counts_weights_cache_and_logits_of_the_teacher(kind: str) -> None:
+    config = composed(*QWEN, f"device={kind}", "teacher.devices=2", "device.memory_gib=64")
+    device = device_of(config.device.kind)
+    plan = plan_memory(config, device, QWEN3_4B, engine_flags(config, device))
+
+    (phase,) = [each for each in plan.phases if each.device == "teacher device"]
+    fraction = {"cuda": 0.75, "npu": 0.7}[kind]
+    weights = (QWEN35_9B.parameters + VISION_PARAMETERS) * 2 / 2  # bytes, devices
+    state = 12_877_824 * 2  # of a request on one of two devices; four share it in test_plan_memory.py
+    rest = fraction * 64 * GIB - weights
+    slots = int(rest * 0.9 / 1.9 // state)
+    tokens = int((rest - slots * state) // (8 * 2 * 2 * 256 * 2))  # layers, K and V, heads, width, bytes
+    prefill = 8192 * (4 * 4096 + 3 * 12288 / 2) * 2
+    logits = 2 * 2048 * 248_320 * 4
+    assert phase.items == {
+        "engine weights": weights,
+        "engine activations": prefill + logits,
+        "KV cache": tokens * 8 * 2 * 2 * 256 * 2,
+        "recurrent states": slots * state,
+        "engine runtime": 4 * GIB,
+    }
+    assert plan.engine.weights == QWEN3_4B.parameters * 2 / config.rollout.tensor_parallel
+
+
+def test_the_plan_of_a_teacher_that_does_not_fit_proposes_more_devices() -> None:
+    small = ["device=cuda", "device.memory_gib=28", "placement.devices=8", "model.lora.rank=8"]
+    config = composed(*QWEN, *small, "rollout.memory_fraction=0.5")
+    device = device_of(config.device.kind)
+    plan = plan_memory(config, device, QWEN3_4B, engine_flags(config, device))
+    assert [each.device for each in plan.phases if each.bytes > plan.capacity.bytes] == ["teacher device"]
+
+    ((_, *proposed),) = remedies_of(config, device, QWEN3_4B)
+    (line,) = [line for line in proposed if "teacher.devices=2" in line]
+    assert line.endswith(", fits")
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_a_teacher_has_no_decode_graphs_no_memory_saver_and_its_own_flags(kind: str) -> None:
+    config = composed(
+        *QWEN, f"device={kind}", "teacher.devices=2", "+teacher.engine_args.quantization=fp8", "model.lora.rank=8"
+    )
+    flags = teacher_flags(config, device_of(config.device.kind))
+    assert (flags["tp-size"], flags["disable-cuda-graph"], flags["quantization"]) == (2, True, "fp8")
+    assert flags["max-running-requests"] == config.teacher.max_requests
+    assert not {name for name in flags if "lora" in name or "memory-saver" in name or "decode" in name}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_lost_teacher_is_replaced_and_a_resumed_run_starts_it_again(start: Callable[..., Run]) -> None:
+    run = start(*SMALL, "placement=colocate", "steps=12", "checkpoint.keep=1", "checkpoint.export=false")
+    run.wait_for_step(1)
+    os.killpg(_server(run), signal.SIGKILL)
+    assert run.wait() == 0, run.text
+    assert run.gone_within(15), run.processes()
+
+    assert "teacher" in next(line for line in run.text.splitlines() if "attempt 1" in line)
+    steps = [line for line in run.metrics() if "time/step" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert abs(steps[0]["teacher/kl"]) < 1e-4  # the policy is still its teacher
+    assert {line["advantage/std"] for line in steps} == {0.0}
+    assert run.summary()["status"] == "finished"
+
+    again = start(f"resume={run.folder}", "steps=13")
+    assert again.wait() == 0, again.text
+    assert [line["step"] for line in again.metrics() if "time/step" in line] == list(range(1, 14))
+
+
+def test_a_killed_driver_takes_its_teacher_along(start: Callable[..., Run]) -> None:
+    run = start(*SMALL, "placement=fully_async", "steps=1000")
+    run.wait_for_step(2)
+    assert _server(run) in run.processes()
+    assert all(np.isfinite(line["teacher/kl"]) for line in run.metrics() if "time/step" in line)
+
+    run.process.send_signal(signal.SIGKILL)
+    run.process.wait(30)
+    assert run.gone_within(20), run.processes()
+
+
+def _server(run: Run) -> int:
+    """The process group of the teacher's server, which writes to its log."""
+    log = str(run.folder / "logs" / "teacher.log")
+    for pid in run.processes():
+        try:
+            if os.readlink(f"/proc/{pid}/fd/1") == log:
+                return os.getpgid(pid)
+        except OSError:
+            continue
+    raise AssertionError(f"no process writes to {log}")
