@@ -47,9 +47,13 @@ REAL: dict[str, str] = {
 # Where an objective acts: on data that several updates, or several syncs, have left behind.
 THREE_UPDATES = "algorithm.prompts_per_step=15 algorithm.updates_per_step=3"
 STALE = f"{ASYNC} placement.max_staleness=4 placement.in_flight=retract steps=150"  # staler data teach less per step
+KPOP = "grpo algorithm.correction=kpop"
 OBJECTIVES: dict[str, str] = {
-    f"{objective} {where}": f"algorithm={preset} {overrides}"
-    for objective, preset in {"ppo": "grpo", "cispo": "cispo", "dppo": "dppo", "sapo": "sapo"}.items()
+    f"{name} {where}": f"algorithm={preset} {overrides}"
+    for name, preset in {
+        **{"ppo": "grpo", "cispo": "cispo", "dppo": "dppo", "sapo": "sapo"},
+        **{"rloo": "rloo", "maxrl": "maxrl", "kpop": KPOP},
+    }.items()
     for where, overrides in {"3 updates": THREE_UPDATES, "staleness 4": STALE}.items()
 }
 RUNS: dict[str, str] = {
