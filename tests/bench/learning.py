@@ -10,7 +10,8 @@ trained on, and the median step and completion tokens per second without the fir
 of the four presets in both placements, `objectives` for each objective at three updates a step and at staleness 4,
 `real` for those of SmolLM2-135M-Instruct, which take a quarter of an hour each and have a file of their own,
 `learning_real.json`.
-A run that fails is no result: it is named at the end, and the exit code is 1.
+A run that fails is no result: it is named at the end, and the exit code is 1. One that began on a busy machine has its
+accuracies, but no times.
 """
 
 import argparse
@@ -88,6 +89,14 @@ def run(overrides: str, folder: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step" in line]
     steady = steps[3:]
+    times = {
+        "median_step_seconds": round(statistics.median(line["time/step"] for line in steps), 3),
+        "completion_tokens_per_second": round(
+            sum(line["tokens/completion"] for line in steady) / sum(line["time/step"] for line in steady)
+        ),
+        "run_seconds": round(summary["total/seconds"]),
+        "before": before,
+    }
     return {
         "overrides": overrides,
         "first": summary["eval/accuracy_first"],
@@ -98,12 +107,7 @@ def run(overrides: str, folder: Path) -> dict[str, Any]:
         "clip_low_fraction": round(statistics.fmean(line["clip/low_fraction"] for line in steps), 5),
         "clip_high_fraction": round(statistics.fmean(line["clip/high_fraction"] for line in steps), 5),
         "largest_staleness": max(line["staleness/max"] for line in steps),
-        "median_step_seconds": round(statistics.median(line["time/step"] for line in steps), 3),
-        "completion_tokens_per_second": round(
-            sum(line["tokens/completion"] for line in steady) / sum(line["time/step"] for line in steady)
-        ),
-        "run_seconds": round(summary["total/seconds"]),
-        "before": before,
+        **({} if busy([before]) else times),
         "machine": machine(),
     }
 
@@ -127,13 +131,8 @@ def measure(names: Sequence[str], results: dict[str, dict[str, Any]], out: Path 
 
 
 def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {"what": "learning", "runs": list(results.values())}
-
-    # Runs from before the load was looked at do not say whether the machine was busy.
     before = [each["before"] for each in results.values() if "before" in each]
-    if len(before) == len(results):
-        found["busy"] = busy(before)
-    return found
+    return {"what": "learning", "runs": list(results.values()), "busy": busy(before)}
 
 
 def main() -> None:
