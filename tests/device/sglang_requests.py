@@ -2,7 +2,7 @@
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from tests.device.packages import APP
@@ -65,19 +65,28 @@ def _route(call: ast.AST) -> str | None:
     return f"/{value}" if call.func.attr == "update" and value.isidentifier() else None
 
 
-def _dictionaries(function: ast.AST) -> dict[str, ast.Dict]:
-    return {
-        node.targets[0].id: node.value
-        for node in ast.walk(function)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and isinstance(node.targets[0], ast.Name)
-    }
+def _dictionaries(function: ast.AST) -> dict[str, set[str]]:
+    """Name → the keys of the dictionary literal it is assigned, with those set later by `name["key"] = ...`."""
+    keys: dict[str, set[str]] = defaultdict(set)
+    for node in ast.walk(function):
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)):
+            continue
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        if isinstance(target, ast.Name) and isinstance(node.value, ast.Dict):
+            keys[target.id] |= _keys(node.value, {})
+        elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
+            keys[target.value.id] |= set(_strings([target.slice]))
+    return keys
 
 
-def _keys(argument: ast.expr, dictionaries: dict[str, ast.Dict]) -> set[str]:
-    body = dictionaries.get(argument.id) if isinstance(argument, ast.Name) else argument
-    if not isinstance(body, ast.Dict):
-        return set()
-    return {key.value for key in body.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+def _keys(argument: ast.expr, dictionaries: Mapping[str, set[str]]) -> set[str]:
+    if isinstance(argument, ast.Name):
+        return dictionaries.get(argument.id, set())
+    return set(_strings(argument.keys)) if isinstance(argument, ast.Dict) else set()
+
+
+def _strings(nodes: Iterable[ast.expr | None]) -> Iterator[str]:
+    return (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def sampling_fields() -> set[str]:

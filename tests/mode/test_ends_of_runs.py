@@ -59,7 +59,9 @@ def play(world: World, *, resumed: RunState | None = None, interrupt_at: float |
             context.checkpoints.rewind(checkpoint)
             version = resumed.version
         workers: Any = SimpleNamespace(
-            supervisor=context.supervisor, inputs=SimpleNamespace(prompts=SimpleNamespace(train=world.cursor))
+            supervisor=context.supervisor,
+            monitor=context.supervisor.monitor,
+            inputs=SimpleNamespace(prompts=SimpleNamespace(train=world.cursor)),
         )
         run = TrainingRun(world.config, None, world.folder, world.recorder, workers)  # type: ignore[arg-type]
         run.checkpoints = context.checkpoints

@@ -68,7 +68,9 @@ def interrupted(folder: Path, trainer: Interrupting, *, steps: int = 1000, grace
     async def main() -> None:
         context = world.context()
         workers: Any = SimpleNamespace(
-            supervisor=context.supervisor, inputs=SimpleNamespace(prompts=SimpleNamespace(train=world.cursor))
+            supervisor=context.supervisor,
+            monitor=context.supervisor.monitor,
+            inputs=SimpleNamespace(prompts=SimpleNamespace(train=world.cursor)),
         )
         recorder: Any = world.recorder
         run = TrainingRun(settings, None, folder, recorder, workers)  # type: ignore[arg-type]
