@@ -18,6 +18,7 @@ Invariants:
 """
 
 import hashlib
+import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -157,7 +158,7 @@ class PromptCursor(Iterator[Prompt]):
         if not prompts or len({prompt.id for prompt in prompts}) != len(prompts):
             raise ValueError("a cursor needs at least one prompt, and unique prompt ids")
 
-        self._fingerprint = _fingerprint(prompts, seed, shuffle, weights)
+        self._fingerprint = fingerprint(prompts, seed=seed, shuffle=shuffle, weights=weights)
         self._mixture = Mixture(prompts, seed=seed, shuffle=shuffle, weights=weights)
         self.prompts = prompts
 
@@ -202,12 +203,7 @@ class PromptCursor(Iterator[Prompt]):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. Raises `ConfigError` if it was saved over other prompts or in another order."""
-        if state["fingerprint"] != self._fingerprint:
-            accepted = (
-                "the same rows, weights, template, rollout.max_prompt_tokens, seed and data.shuffle as the resumed run"
-            )
-            raise ConfigError("data", "", accepted, "it does not match the checkpoint")
-
+        require_same(state["fingerprint"], self._fingerprint, "data")
         self._mixture.restore(state)
         self._requeued = deque(state["returned"])
         self._in_flight = {}
@@ -219,11 +215,22 @@ class PromptCursor(Iterator[Prompt]):
             del self._in_flight[prompt_id]
 
 
-def _fingerprint(prompts: Sequence[Prompt], seed: int, shuffle: bool, weights: Mapping[str, float] | None) -> str:
-    """Hash everything that determines the stream."""
+def require_same(saved: str, fingerprint: str, key: str, value: str = "") -> None:
+    """Raise `ConfigError`, which names `key`, unless the rows are those of the checkpoint."""
+    accepted = "the same rows, weights, template, rollout.max_prompt_tokens, seed and data.shuffle as the resumed run"
+    if saved != fingerprint:
+        raise ConfigError(key, value, accepted, "it does not match the checkpoint")
+
+
+def fingerprint(
+    prompts: Sequence[Prompt], *, seed: int, shuffle: bool, weights: Mapping[str, float] | None = None
+) -> str:
+    """Hash everything that determines a stream of prompts, and their replies."""
     mixed = f" {sorted(weights.items())}" if weights else ""
     digest = hashlib.sha256(f"{seed} {shuffle} {len(prompts)}{mixed}".encode())
     for prompt in prompts:
         digest.update(f"\n{prompt.id} {prompt.answer} ".encode())
         digest.update(prompt.token_ids.tobytes())
+        if prompt.reply is not None:
+            digest.update(json.dumps(prompt.reply, sort_keys=True).encode())
     return digest.hexdigest()[:16]

@@ -19,10 +19,10 @@ import numpy as np
 
 from app.config.data import DataConfig, Template
 from app.data.build import prompts_of
-from app.data.cursor import Epochs
+from app.data.cursor import Epochs, fingerprint, require_same
 from app.data.fields import Row
 from app.data.records.messages import REPLY, Message, framed
-from app.errors import ConfigError
+from app.errors import ConfigError, yaml_text
 from app.types import Prompt, TokenSequence
 
 Piece = tuple[list[int], bool]  # token ids, and whether they are imitated
@@ -124,8 +124,15 @@ class DemonstrationStream:
         if not self.prompts:
             path = demonstrator.config.demonstrations
             raise ConfigError("data.demonstrations", path, "shorter prompts, or a larger rollout.max_prompt_tokens")
-        self._epochs = Epochs(self.prompts, seed=seed, shuffle=demonstrator.config.shuffle)
+        shuffle = demonstrator.config.shuffle
+        self.fingerprint = fingerprint(self.prompts, seed=seed, shuffle=shuffle)
+        self._epochs = Epochs(self.prompts, seed=seed, shuffle=shuffle)
         self._per_step = per_step
+
+    def require_same(self, saved: str) -> None:
+        """Raise `ConfigError` unless this is the fingerprint of the same rows in the same order."""
+        path = yaml_text(self.demonstrator.config.demonstrations)
+        require_same(saved, self.fingerprint, "data.demonstrations", path)
 
     def of_step(self, step: int) -> list[TokenSequence]:
         """Return the sequences of a step, which is counted from 1."""

@@ -263,13 +263,11 @@ def same_run(run: RunInputs) -> None:
     """Whether model and data are those of the checkpoint that the run starts from."""
     if run.checkpoint is None:
         return
-    from app.placement.controller import CURSOR
-
     state = read_state(run.checkpoint)
     require_model(state, identity(run.model_path, run.config.model.lora, run.chat_template), run.checkpoint)
     if run.config.mode.trains:
         start = run.prompts.train.state()
-        run.prompts.train.restore(state.extra[CURSOR])  # compares the data
+        run.restore(state.extra)  # compares the data
         run.prompts.train.restore(start)
 
 

@@ -136,6 +136,17 @@ class RunInputs:
             max_prompt_tokens=config.rollout.max_prompt_tokens,
         )
 
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Continue in the data from `RunState.extra`. Raises `ConfigError` if it was saved over other rows.
+
+        Checkpoints of earlier versions have no fingerprint of demonstrations.
+        """
+        from app.placement.controller import CURSOR, DEMONSTRATIONS
+
+        self.prompts.train.restore(saved[CURSOR])
+        if self.config.data.demonstrations is not None and DEMONSTRATIONS in saved:
+            self.demonstrations.require_same(saved[DEMONSTRATIONS])
+
     def count_steps(self, prompts: int) -> None:
         """Set the steps of `epochs`."""
         config = self.config

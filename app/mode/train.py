@@ -39,7 +39,7 @@ from app.mode.session import RolloutWorkers, TrainerWorkers, start_rollout_worke
 from app.model.hf_directory import identity
 from app.placement.colocate import Colocate
 from app.placement.context import RunContext
-from app.placement.controller import CURSOR, PlacementController
+from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
 from app.placement.last_step import save_last_step
 from app.placement.time_sharing import TimeSharing
@@ -230,7 +230,7 @@ class TrainingRun:
 
         state = point.state
         self.recorder.status(f"resuming after step {state.step} from {point.path}")
-        cursor.restore(state.extra[CURSOR])
+        self.workers.inputs.restore(state.extra)
         await trainer.restore(point.path, version=state.version)
         aside = self.checkpoints.rewind(point.path)
         self.recorder.resume(state.step)

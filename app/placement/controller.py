@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 from app.algorithm.advantage import score
 from app.checkpoint.run_state import RunState
@@ -25,7 +26,7 @@ from app.utils.files import describe
 from app.utils.tasks import in_thread
 
 ABORT_TIMEOUT_S = 30.0  # deadline of an abort on a trainer that has just failed
-CURSOR = "cursor"
+CURSOR, DEMONSTRATIONS = "cursor", "demonstrations"  # in `RunState.extra`
 EMPTY_STEPS = 3  # consecutive steps without a group; then the run ends
 
 # A step whose last call to the trainer was made and that is not committed yet, and what commits it.
@@ -260,9 +261,9 @@ class PlacementController(ABC):
     async def save(self) -> None:
         """Save a checkpoint of the last committed step. Training waits until the state is captured."""
         context = self.context
-        cursor = {CURSOR: context.cursor.state()}
+        data = data_state(context)
         accuracy = self._accuracy_now
-        state = RunState(self.version, self.version, cursor, context.model, accuracy, self.evaluation_due)
+        state = RunState(self.version, self.version, data, context.model, accuracy, self.evaluation_due)
         with context.recorder.timeline.span("driver", "checkpoint", step=self.version):
             await self._flush_records()
             await context.checkpoints.save(context.trainer, state)
@@ -296,6 +297,14 @@ class PlacementController(ABC):
     def situation(self) -> str:
         """Describe what the run is waiting for, in one line."""
         return f"step {self.version + 1}, phase {self.current_phase}: {self.context.rollouter.situation()}"
+
+
+def data_state(context: RunContext) -> dict[str, Any]:
+    """Return where a run is in its data, for `RunState.extra`."""
+    data: dict[str, Any] = {CURSOR: context.cursor.state()}
+    if context.demonstrations is not None:
+        data[DEMONSTRATIONS] = context.demonstrations.fingerprint
+    return data
 
 
 def _nothing_to_train_on(empty: Collection[RolloutCounts], last_failure: str) -> RunError:

@@ -194,7 +194,12 @@ class Resumed:
         settings = config(steps=100)
         settings.resume = resume
         self.cursor = PromptCursor(prompts(10), seed=0, shuffle=True)
-        inputs = SimpleNamespace(prompts=SimpleNamespace(train=self.cursor), model_path=self.source, chat_template=None)
+        inputs = SimpleNamespace(
+            prompts=SimpleNamespace(train=self.cursor),
+            restore=lambda saved: self.cursor.restore(saved[CURSOR]),
+            model_path=self.source,
+            chat_template=None,
+        )
         workers: Any = SimpleNamespace(inputs=inputs)
         with RunFolderRecorder(settings, self.folder) as recorder:
             run = TrainingRun(settings, None, self.folder, recorder, workers)  # type: ignore[arg-type]

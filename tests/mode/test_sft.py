@@ -2,11 +2,20 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.checkpoint.run_state import RunState, write_state
+from app.config.model import LoraConfig
+from app.mode.input_checks import same_run
+from app.mode.inputs import CheckStage, RunInputs
+from app.model.hf_directory import identity
+from app.placement.controller import CURSOR, DEMONSTRATIONS
+from tests.compose import composed
+from tests.refusals import refused
 from tests.runs import Run
 
 ROWS = [("12+34=", "46"), ("10+11=", "21"), ("50+34=", "84"), ("15+64=", "79"), ("23+23=", "46"), ("71+18=", "89")]
@@ -55,6 +64,30 @@ def test_a_supervised_run_starts_no_engine_and_a_resumed_one_is_the_same(
     prompts = [json.loads(line)["trained"] for line in (run.folder / "prompts.jsonl").read_text().splitlines()]
     assert len(prompts) == 8
     assert len({prompt for step in prompts for prompt in step}) == 32  # ids have the epoch
+
+
+@pytest.mark.parametrize("mode", ["sft", "train"])
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_resume_refuses_replies_that_changed(mode: str, changed: bool, tiny_model: Path, tmp_path: Path) -> None:
+    file, checkpoint = tmp_path / "replies.jsonl", tmp_path / "step_4"
+    checkpoint.mkdir()
+
+    def inputs(work: str) -> RunInputs:
+        """Only what the reply says before the answer differs."""
+        file.write_text("".join(json.dumps({"question": q, "answer": f"{work} #### {a}"}) + "\n" for q, a in ROWS))
+        imitated = [f"data.demonstrations={file}"] if mode == "train" else []
+        line = [f"mode={mode}", f"data.path={file}", f"data.eval_path={file}", "data.answer_after='####'", *imitated]
+        return RunInputs(composed(*line), CheckStage.start, checkpoint=checkpoint)
+
+    before = inputs("add")
+    saved: dict[str, Any] = {CURSOR: before.prompts.train.state()}
+    if mode == "train":
+        saved[DEMONSTRATIONS] = before.demonstrations.fingerprint
+    write_state(checkpoint, RunState(4, 4, saved, identity(tiny_model, LoraConfig())), {})
+
+    now = inputs("sum" if changed else "add")
+    with refused("data" if mode == "sft" else "data.demonstrations") if changed else nullcontext():
+        same_run(now)
 
 
 @pytest.mark.slow
