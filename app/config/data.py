@@ -150,6 +150,10 @@ class DataConfig:
         "Field that follows the question after an empty line, the items of a list one a line, such as the tests that a "
         "program shall pass; null adds nothing, and nothing is added to chat messages.",
     )
+    tools: str | None = setting(
+        None,
+        "Field with the tools that the chat template shows, a list of JSON schemas or its text; null shows none.",
+    )
     distinct: bool = setting(False, "Keep only the first of rows with the same question and answer.")
     max_broken_rows: int = setting(
         0,
@@ -208,6 +212,7 @@ class DataConfig:
         """Raise `ConfigError` for settings that contradict each other."""
         expect(self.question != "", "data.question", "''", "the name of a field of the rows")
         expect(self.answer != "", "data.answer", "''", "the name of a field of the rows")
+        expect(self.tools != "", "data.tools", "''", "null or the name of a field of the rows")
         expect(self.context != "", "data.context", "''", "null or the name of a field of the rows")
         expect(self.answer_after != "", "data.answer_after", "''", "null or a text such as '####'")
         marked = self.answer is None and self.answer_after is not None
@@ -225,12 +230,9 @@ class DataConfig:
             self.products.validate("data.products")
             self.chain.validate("data.chain")
 
-        expect(
-            self.system is None or self.template is Template.chat,
-            "data.system",
-            self.system,
-            "null with data.template=plain, which has no messages",
-        )
+        for name in ("system", "tools"):
+            value, accepted = getattr(self, name), "null with data.template=plain, which has no messages"
+            expect(value is None or self.template is Template.chat, f"data.{name}", value, accepted)
 
     def _validate_sources(self) -> None:
         _expect_path("data.path", self.path)

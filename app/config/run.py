@@ -212,6 +212,7 @@ class RunConfig:
         transport_of(self.weight_sync, shared_devices=self.shared_devices, device=self.device.kind)
 
         self._validate_demonstrations()
+        self._validate_tools()
         self._validate_devices()
         self._validate_stream()
         self._validate_tasks()
@@ -245,6 +246,12 @@ class RunConfig:
             expect(False, key, value, accepted)
         accepted = "none with mode=sft, which is no reinforcement"
         expect(not algorithm.needs_reference, "algorithm.kl", algorithm.kl, accepted)
+
+    def _validate_tools(self) -> None:
+        """An environment renders its own tools."""
+        given, choice = self.data.tools, self.environment.choice
+        accepted = f"null with {choice}, which names the tools; data.tools is for single turns and demonstrations"
+        expect(given is None or not self.environment.multi_turn, "data.tools", given, accepted)
 
     def _validate_devices(self) -> None:
         colocated = self.placement.kind is PlacementKind.colocate

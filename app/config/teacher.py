@@ -12,6 +12,7 @@ from app.errors import expect, named
 
 ADDRESSES = "a list of addresses such as http://host:30000"
 ANY_SOURCE = "*"  # of the teacher that scores every prompt
+MAX_RETRY_DELAY_S = 16.0  # before a request is sent again
 
 
 @dataclass
@@ -52,6 +53,11 @@ class TeacherConfig:
     retries: int = setting(
         5, "Times that a failed request is sent again, to the next server; then the run ends.", at_least=0
     )
+
+    @property
+    def limit_s(self) -> float:
+        """The most seconds that scoring a sequence may take, with every retry; 0 without a teacher."""
+        return (self.retries + 1) * (self.timeout_s + MAX_RETRY_DELAY_S) if self.given else 0.0
 
     @property
     def given(self) -> bool:

@@ -16,7 +16,7 @@ from app.config.data import DataConfig, Template
 from app.data import rows
 from app.data.counts import RowCounts, count, weights_of
 from app.data.cursor import PromptCursor
-from app.data.fields import Row
+from app.data.fields import Row, tools_of
 from app.data.records.messages import Message, WrongMessages, framed
 from app.data.rows import DataRows
 from app.errors import ConfigError, expect
@@ -75,20 +75,46 @@ def conversation(row: Row, config: DataConfig) -> tuple[Message, ...]:
         raise ConfigError("data.system", config.system, accepted) from error
 
 
-def _render(row: Row, config: DataConfig, tokenizer: Any) -> str:
+def render(
+    messages: Sequence[Message],
+    columns: Mapping[str, Any],
+    config: DataConfig,
+    tokenizer: Any,
+    *,
+    reply: bool,
+    name: str,
+) -> str:
+    """Render messages by the chat template, with the tools of their row.
+
+    Args:
+        messages: The conversation, or its beginning.
+        columns: Those of the row; `data.tools` names one.
+        config: Settings of `data=`.
+        tokenizer: Any Hugging Face tokenizer with a chat template.
+        reply: Open the policy's reply, where it begins to sample.
+        name: The row, for errors.
+
+    Raises:
+        ConfigError: If the template rejects the messages, or the row has no tools.
+    """
     from jinja2.exceptions import TemplateError
 
-    question = ({"role": "user", "content": row.question},)
-    messages = conversation(row, config) or framed(question, config.system, config.prefix, config.suffix)
+    tools = None if config.tools is None else tools_of(columns, config.tools, name)
     try:
         text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=config.thinking
+            messages, tools=tools, tokenize=False, add_generation_prompt=reply, enable_thinking=config.thinking
         )
     except TemplateError as error:
-        which = f"those of row {row.index + 1} of {row.source}" if row.messages else "these"
-        why = f"the tokenizer's chat template rejects {which} ({error})"
+        why = f"the tokenizer's chat template rejects those of {name} ({error})"
         raise ConfigError("data.template", config.template, "plain, or other messages", why) from error
+    return text
 
+
+def _render(row: Row, config: DataConfig, tokenizer: Any) -> str:
+    question = ({"role": "user", "content": row.question},)
+    messages = conversation(row, config) or framed(question, config.system, config.prefix, config.suffix)
+    name = f"row {row.index + 1} of {row.source}"
+    text = render(messages, row.columns, config, tokenizer, reply=True, name=name)
     if row.messages:
         _require_all(messages, text, row, config)
     return text

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from app.config.data import DataConfig, Template
-from app.data.build import prompts_of
+from app.data.build import prompts_of, render
 from app.data.cursor import Epochs, fingerprint, require_same
 from app.data.fields import Row
 from app.data.records.messages import REPLY, Message, framed
@@ -68,39 +68,31 @@ class Demonstrator:
         config = self.config
         asked: Message = {"role": "user", "content": prompt.question}
         messages = prompt.messages or framed((asked,), config.system, config.prefix, config.suffix)
-        return self._chat_pieces([*messages, prompt.reply], prompt.id)
+        return self._chat_pieces([*messages, prompt.reply], prompt)
 
-    def _chat_pieces(self, messages: Sequence[Message], name: str) -> list[Piece]:
+    def _chat_pieces(self, messages: Sequence[Message], prompt: Prompt) -> list[Piece]:
         """Cut a rendered conversation at the borders of its replies."""
-        whole = self._render(messages, open_reply=False)
+
+        def rendered(count: int, *, reply: bool) -> str:
+            return render(messages[:count], prompt.row, self.config, self.tokenizer, reply=reply, name=prompt.id)
+
+        whole = rendered(len(messages), reply=False)
         stops = [self.tokenizer.decode([token]) for token in self.stop_ids]
         pieces: list[Piece] = []
         done = 0
         for index, message in enumerate(messages):
             if message["role"] != REPLY or index == 0:
                 continue
-            before = self._render(messages[:index], open_reply=False)
-            start = common_length(self._render(messages[:index], open_reply=True), whole)
+            before = rendered(index, reply=False)
+            start = common_length(rendered(index, reply=True), whole)
             ends = [found + len(stop) for stop in stops if (found := whole.find(stop, start)) >= 0]
             if ends and whole.startswith(before):
                 pieces += [(self._encode(whole[done:start]), False), (self._encode(whole[start : min(ends)]), True)]
                 done = min(ends)
             elif index == len(messages) - 1:
-                why = f"it does not end the reply of {name} with {' or '.join(stops)}, which ends a completion"
+                why = f"it does not end the reply of {prompt.id} with {' or '.join(stops)}, which ends a completion"
                 raise ConfigError("data.template", self.config.template, "plain, or another chat template", why)
         return pieces
-
-    def _render(self, messages: Sequence[Message], *, open_reply: bool) -> str:
-        from jinja2.exceptions import TemplateError
-
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=open_reply, enable_thinking=self.config.thinking
-            )
-        except TemplateError as error:
-            why = f"the tokenizer's chat template rejects a demonstration ({error})"
-            raise ConfigError("data.template", self.config.template, "plain, or other messages", why) from error
-        return text
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -9,6 +9,7 @@ Invariants:
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,6 +193,23 @@ def find(record: Mapping[str, Any], path: str) -> Any:
         else:
             return Missing(_describe(value))
     return value
+
+
+def tools_of(record: Mapping[str, Any], path: str, place: str) -> list[Any] | None:
+    """Return the tool definitions of a row, from a list of JSON schemas or its text; None where the field is null.
+
+    Raises:
+        ConfigError: If the field is missing or has something else.
+    """
+    value = find(record, path)
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if value is None or (isinstance(value, list) and all(isinstance(each, Mapping) for each in value)):
+        return value or None
+
+    found = value.instead if isinstance(value, Missing) else f"a {type(value).__name__}"
+    raise ConfigError("data.tools", path, f"a field with a list of JSON schemas, or its text; {place} has {found}")
 
 
 def _describe(value: Any) -> str:

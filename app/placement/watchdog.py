@@ -76,6 +76,7 @@ def limit_seconds(config: RunConfig) -> float:
         restart,
         rewards,
         _episode_seconds(config),
+        config.teacher.limit_s,
     )
     return max(deadlines) + MARGIN_S
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from app.config.teacher import ANY_SOURCE, TeacherConfig
+from app.config.teacher import ANY_SOURCE, MAX_RETRY_DELAY_S, TeacherConfig
 from app.errors import ConfigError, EngineError, RunError, one_line
 from app.rollout.client import Client, KeyRefused, NoAnswer
 from app.rollout.pool import EnginePool
@@ -30,7 +30,6 @@ from app.utils.tasks import gather_or_raise
 
 KEY = "POSTTRAIN_TEACHER_KEY"  # environment variable: the key of the servers
 RETRY_DELAY_S = 0.5  # before a request is sent again; doubled each time
-MAX_DELAY_S = 16.0
 CHECK_TIMEOUT_S = 15.0
 # Texts whose tokens tell vocabularies apart.
 PROBES = ("How much is 12+34=?", "def f(x):\n    return x ** 2  # naïve", "Die Wörter 你好, мир и 🙂\t1,234.5")
@@ -129,7 +128,7 @@ class Teacher:
                 if attempt >= self.config.retries:
                     times = f"{attempt + 1} times (teacher.retries={self.config.retries})"
                     raise RunError(f"the teacher failed to score prompt {name} {times}; the last: {error}") from error
-            await asyncio.sleep(min(RETRY_DELAY_S * 2**attempt, MAX_DELAY_S))
+            await asyncio.sleep(min(RETRY_DELAY_S * 2**attempt, MAX_RETRY_DELAY_S))
         raise AssertionError("unreachable")
 
 

@@ -15,6 +15,7 @@ from app.errors import ConfigError
 from app.model.hf_directory import load_tokenizer, stop_ids
 from app.types import Prompt, TokenSequence
 from tests.environment.families import TEMPLATES
+from tests.refusals import refused
 
 CHAT = DataConfig(name="mine", question="messages", template=Template.chat, shuffle=False)
 ASKED = [{"role": "user", "content": "1+1="}]
@@ -95,6 +96,38 @@ def test_plain_rows_are_imitated_up_to_the_end_of_the_text(tiny_model: Path, jso
     assert imitated(sequence, tokenizer) == ["46<|im_end|>"]
     assert tokenizer.decode(sequence.token_ids.tolist()) == "12+34=46<|im_end|>"
     assert len(sequence.logprobs) == 3
+
+
+@pytest.mark.parametrize("template", ["qwen2_5.jinja", "qwen3.jinja"])
+@pytest.mark.parametrize("text", [False, True])
+def test_a_rows_tools_are_rendered_in_prompts_and_demonstrations(
+    template: str, text: bool, tokenizer_of: Callable[[Path], Any], tiny_model: Path, jsonl: Callable[..., str]
+) -> None:
+    tokenizer = tokenizer_of(TEMPLATES / template)
+    config = replace(CHAT, tools="tools")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 12, "b": 34}}}
+    asked, done = {"role": "user", "content": "12+34="}, {"role": "assistant", "content": "", "tool_calls": [call]}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    row = {"messages": [asked, done], "tools": json.dumps(tools) if text else tools}
+    (prompt,) = prompts_of(config, jsonl(row), tokenizer)
+    (sequence,) = demonstrator(tokenizer, tiny_model, config).sequences([prompt])
+
+    opened = tokenizer.apply_chat_template([asked], tools=tools, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(prompt.token_ids.tolist()).startswith(opened)
+    assert '"name": "add", "parameters"' in opened
+    whole = tokenizer.apply_chat_template([asked, done], tools=tools, tokenize=False)
+    assert tokenizer.decode(sequence.token_ids.tolist()) == whole.rstrip("\n")
+    (reply,) = imitated(sequence, tokenizer)
+    assert "<tool_call>" in reply
+    assert reply.endswith("</tool_call><|im_end|>") or reply.endswith("</tool_call>\n<|im_end|>")
+
+
+@pytest.mark.parametrize("tools", [{}, {"tools": "add"}, {"tools": ["add"]}, {"tools": 1}])
+def test_what_is_no_list_of_tools_is_refused_with_its_row(
+    tools: dict[str, Any], tokenizer_of: Callable[[Path], Any], jsonl: Callable[..., str]
+) -> None:
+    with refused("data.tools", "tools", "row 1 of mine"):
+        prompts_of(replace(CHAT, tools="tools"), jsonl({"messages": TURN, **tools}), tokenizer_of(QWEN3))
 
 
 def test_long_demonstrations_are_cut_and_counted(tiny_model: Path, jsonl: Callable[..., str]) -> None:

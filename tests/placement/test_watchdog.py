@@ -272,6 +272,11 @@ def test_the_limit_is_above_the_deadline_of_every_single_call() -> None:
     assert limit_seconds(made) == 4060
     made.rollout.stall_timeout_s = 5000.0
     assert limit_seconds(made) == 5060
+    made.teacher.timeout_s = 2000.0
+    assert limit_seconds(made) == 5060  # there is no teacher
+    made.teacher.urls = ["http://a:1"]
+    assert limit_seconds(made) == 6 * (2000 + 16) + 60  # a request and its five retries
+    made.teacher.urls = None
     made.environment.timeout_s = 2000.0
     assert limit_seconds(made) == 5060  # there is no environment
     made.environment._target_ = "my_envs.Guess"  # a step, its abort, and a worker that starts
