@@ -185,6 +185,10 @@ class Trainer(Protocol):
         """Add sequences to imitate to the open step. They are computed by `finish_step`, spread over its updates."""
         ...
 
+    async def cross_entropy(self, sequences: Sequence[TokenSequence]) -> float:
+        """Return the cross-entropy of sequences to imitate, in nats per token, without training. Between steps."""
+        ...
+
     async def finish_step(self) -> StepReport:
         """Compute what is left, update the parameters and close the step."""
         ...

@@ -158,7 +158,9 @@ def _training(
     """Return the rows of all training sets, and those held out of each."""
     if is_generated(config):
         generated, evaluated = _generated(config)
-        return ([_with_reply(row) for row in generated] if replies else generated), evaluated
+        if not replies:
+            return generated, evaluated
+        return [_with_reply(row) for row in generated], [_with_reply(row) for row in evaluated]
 
     train: list[Row] = []
     held_out: list[Row] = []

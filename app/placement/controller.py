@@ -280,12 +280,15 @@ class PlacementController(ABC):
     async def _evaluate(self) -> None:
         context = self.context
         async with self.phase("evaluate", step=self.version, record_memory=False):
-            results, groups = await evaluate(context.rollouter, context.evals, self.config, self.version)
+            results, groups = await self._sample_evaluation()
         with _recording(f"the evaluation after step {self.version}"):
             context.recorder.log_eval(self.version, results, groups, context.rollouter.tokenizer.decode)
         self.accuracy = sum(metrics["accuracy"] for metrics in results.values()) / len(results)
         self._evaluated = self.version
         self.evaluation_due = False
+
+    async def _sample_evaluation(self) -> tuple[dict[str, dict[str, float]], list[Group]]:
+        return await evaluate(self.context.rollouter, self.context.evals, self.config, self.version)
 
     # --- for the watchdog
 

@@ -72,6 +72,9 @@ class RemoteTrainer:
     async def add_demonstrations(self, sequences: Sequence[TokenSequence]) -> None:
         await self._each(TrainerRank.add_demonstrations, sequences)
 
+    async def cross_entropy(self, sequences: Sequence[TokenSequence]) -> float:
+        return (await self._each(TrainerRank.cross_entropy, sequences))[0]
+
     async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None:
         await self._each(TrainerRank.old_logprobs, _shared(groups))
 

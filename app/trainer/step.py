@@ -170,6 +170,23 @@ class TrainStep:
         samples = _demonstration_samples(sequences, first=len(self._demonstrations))
         self._demonstrations += samples
 
+    def cross_entropy(self, sequences: Sequence[TokenSequence]) -> float:
+        """Return the mean of −log π over the marked tokens of these sequences, in nats. Between steps, a collective."""
+        if self.open:
+            raise TrainerError(f"cross_entropy while the step of version {self._open_version} is open")
+        samples = _demonstration_samples(sequences, first=0)
+        total = torch.zeros((), dtype=torch.float64)
+        with torch.no_grad():
+            for micro in self._microbatches(samples, self.model_flops.forward):
+                logprobs, _ = self._forward(self.model, micro, temperature=1.0)
+                if not micro.dummy:
+                    total -= logprobs.cpu().double().sum()
+        self._reset()
+
+        if self.ranks > 1:
+            dist.all_reduce(total)
+        return float(total) / sum(sample.sampled_tokens for sample in samples)
+
     def finish(self) -> StepReport:
         """Compute the pending samples, update the parameters and close the step."""
         self._require_open("finish_step")

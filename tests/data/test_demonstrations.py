@@ -130,6 +130,12 @@ def test_what_is_no_list_of_tools_is_refused_with_its_row(
         prompts_of(replace(CHAT, tools="tools"), jsonl({"messages": TURN, **tools}), tokenizer_of(QWEN3))
 
 
+def test_the_answers_of_generated_problems_are_replies_also_of_held_out_ones() -> None:
+    loaded = rows.load(DataConfig(), replies=True)
+    for each in (*loaded.train, *loaded.evals["eval"]):
+        assert each.reply == {"role": "assistant", "content": each.answer}
+
+
 def test_long_demonstrations_are_cut_and_counted(tiny_model: Path, jsonl: Callable[..., str]) -> None:
     tokenizer = load_tokenizer(tiny_model)
     config = DataConfig(name="mine")

@@ -17,6 +17,7 @@ from app.placement.controller import CURSOR, DEMONSTRATIONS
 from tests.compose import composed
 from tests.refusals import refused
 from tests.runs import Run
+from tests.tiny_models.make import Recipe
 
 ROWS = [("12+34=", "46"), ("10+11=", "21"), ("50+34=", "84"), ("15+64=", "79"), ("23+23=", "46"), ("71+18=", "89")]
 CHAT = ["data.question=messages", "data.template=chat"]
@@ -100,6 +101,9 @@ def test_a_tiny_model_overfits_some_rows(model: str, start: Callable[..., Run], 
     summary = run.summary()
     assert (summary["eval/accuracy_first"], summary["eval/accuracy_last"]) == (0.0, 1.0)
     assert steps_of(run)[-1]["loss/ce"] < 0.05
+    held_out = [line["eval/cross_entropy"] for line in run.metrics() if "eval/cross_entropy" in line]  # the same rows
+    assert held_out[0] == pytest.approx(steps_of(run)[0]["loss/ce"], rel=1e-4)
+    assert held_out[-1] < 0.05 < held_out[0]
 
 
 @pytest.mark.slow
@@ -114,3 +118,24 @@ def test_demonstrations_are_imitated_beside_rewards(placement: str, start: Calla
     assert steps[-1]["loss/ce"] < steps[0]["loss/ce"]
     for step in steps:
         assert step["loss/total"] == pytest.approx(step["loss/policy"] + 0.5 * step["loss/ce"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_random_model_learns_sums_from_replies_and_then_from_rewards(
+    made_model: Callable[..., Path], start: Callable[..., Run], tmp_path: Path, record_property: Callable[..., None]
+) -> None:
+    """What a warm-up is for: at first no answer is right, so that rewards alone teach nothing."""
+    random = made_model(Recipe(), warmed_up=False)
+    rates = ["steps=300", "algorithm.prompts_per_step=64", "trainer.lr=5e-3", "eval.every=300"]
+    (tmp_path / "supervised").mkdir()
+    first = Run(tmp_path / "supervised", "mode=sft", f"model.path={random}", *rates, "checkpoint.keep=1")
+    assert first.wait() == 0, first.text
+    second = start(f"model.path={first.folder / 'export'}", "eval.every=60")
+    assert second.wait() == 0, second.text
+
+    found = [run.summary()[f"eval/accuracy_{name}"] for run in (first, second) for name in ("first", "last")]
+    record_property("accuracies", found)
+    assert found[0] == 0
+    assert 0.1 < found[1] == found[2]  # the export is what was evaluated
+    assert found[3] > found[2] + 0.05

@@ -145,6 +145,7 @@ class Result:
     gradients: list[dict[str, Tensor]]  # of each update, by parameter, divided but not clipped
     before: dict[str, Tensor]  # parameters
     after: dict[str, Tensor]
+    cross_entropy: float | None = None  # of the demonstrations, before the step
 
     def moved(self, name: str) -> Tensor:
         return self.after[name] - self.before[name]
@@ -197,6 +198,7 @@ def play(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> Resu
     before = parameters(step.model)
     if scenario.before is not None:
         aborted_step(step, scenario)
+    cross_entropy = step.cross_entropy(scenario.demonstrations) if scenario.demonstrations else None
     report = train(step, scenario)
     assert isinstance(step.optimizer, RecordingOptimizer)
     return Result(
@@ -206,6 +208,7 @@ def play(path: Path, scenario: Scenario, mesh: DeviceMesh | None = None) -> Resu
         step.optimizer.gradients,
         before,
         parameters(step.model),
+        cross_entropy,
     )
 
 

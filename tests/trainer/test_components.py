@@ -91,7 +91,9 @@ def test_demonstrations_alone_have_the_loss_of_transformers_with_labels(
 ) -> None:
     ours = play(path, Scenario(GRPO, [], demonstrations=imitated))
     model = plain.transformers_model(path)
-    assert_same(ours, model, labels_loss(model, imitated))
+    expected = labels_loss(model, imitated)
+    assert ours.cross_entropy == pytest.approx(expected.item(), rel=1e-6)
+    assert_same(ours, model, expected)
     assert ours.metrics["trainer/tokens"] == sum(len(each.token_ids) for each in imitated)
 
 
@@ -107,6 +109,7 @@ def test_ranks_divide_by_the_counts_of_all_of_them(
         alone = play(path, scenarios[name])
         assert result.metrics["loss/total"] == pytest.approx(alone.metrics["loss/total"], rel=1e-5)
         assert result.metrics["loss/ce"] == pytest.approx(alone.metrics["loss/ce"], rel=1e-5)
+        assert result.cross_entropy == pytest.approx(alone.cross_entropy, rel=1e-6)
         for parameter, gradient in result.gradients[0].items():
             assert relative(gradient, alone.gradients[0][parameter]) < 1e-5, (name, parameter)
 

@@ -15,7 +15,7 @@ from app.errors import TrainerError
 from app.mode import ModeResult, train
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
-from app.types import Prompt, StepReport
+from app.types import Group, Prompt, StepReport
 
 
 def run(config: RunConfig, folder: Path) -> ModeResult:
@@ -70,8 +70,16 @@ class Supervised(PlacementController):
         metrics |= {f"time/{phase}": value for phase, value in seconds.items()}
         await self.record(step, metrics, trained=[prompt.id for prompt in prompts])
 
-    async def _evaluate(self) -> None:
-        """Evaluate during the engines' turn."""
+    async def _sample_evaluation(self) -> tuple[dict[str, dict[str, float]], list[Group]]:
+        """Compute the cross-entropy of held-out replies, then sample answers during the engines' turn."""
+        trainer, demonstrator = self.context.trainer, self.context.demonstrator
+        assert demonstrator is not None
+        held_out = {
+            name: await trainer.cross_entropy(demonstrator.sequences(prompts))
+            for name, prompts in self.context.evals.items()
+        }
+
         await self.context.time_sharing.give_to_engines(lambda: self.sync(self.version))
-        await super()._evaluate()
+        results, groups = await super()._sample_evaluation()
         await self.context.time_sharing.give_to_trainer()
+        return {name: {**metrics, "cross_entropy": held_out[name]} for name, metrics in results.items()}, groups
