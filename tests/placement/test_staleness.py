@@ -176,17 +176,6 @@ def test_capacity_is_what_the_formula_says() -> None:
     assert admission.capacity == 56 - 28
 
 
-def test_at_staleness_0_the_next_step_is_sampled_by_its_own_policy_only() -> None:
-    admission = StalenessManager.at(0, prompts_per_step=4, max_staleness=0, max_in_flight=100, last_step=9)
-    for _ in range(4):
-        admission.dispatch()
-        admission.accept()
-    assert admission.capacity == 0
-    assert admission.in_flight == 0
-    admission.on_weights_synced(1)
-    assert admission.capacity == 4
-
-
 def test_a_put_beyond_the_bound_is_a_bug_and_raises() -> None:
     buffer = GroupBuffer(2)
     buffer.put(group(0, 0))
