@@ -29,17 +29,12 @@ def test_the_last_row_moves_to_where_a_request_has_left() -> None:
     assert step(copy, {2: 6, 3: 6}) == ([1, 0], [(2, 0)], set())
 
 
-def test_a_request_that_was_prefilled_again_is_stale_at_the_same_length_too() -> None:
-    copy = WorkingCopy()
-    step(copy, {1: 5, 2: 5})
-    copy.forget([2])
-    assert step(copy, {1: 6, 2: 6}) == ([0, 1], [], {1})
-
-
-def test_a_request_that_missed_a_step_is_stale() -> None:
+def test_a_request_that_missed_a_step_or_was_prefilled_again_is_stale() -> None:
     copy = WorkingCopy()
     step(copy, {1: 5, 2: 5})
     assert step(copy, {1: 6, 2: 7}) == ([0, 1], [], {1})
+    copy.forget([2])
+    assert step(copy, {1: 7, 2: 8}) == ([0, 1], [], {1})
 
 
 def test_rows_that_are_too_short_or_much_too_long_are_read_again() -> None:

@@ -139,7 +139,6 @@ def train(folder: Path, model: Path, made: RunConfig, optimizer: Kind) -> InProc
     ("algorithm", "stream", "optimizer"),
     [
         pytest.param(GRPO, Stream.auto, Kind.sgd, id="grpo streamed"),
-        pytest.param(GRPO, Stream.off, Kind.adamw, id="grpo"),
         pytest.param(DAPO, Stream.auto, Kind.adamw, id="dapo streamed"),
         pytest.param(SEVERAL_UPDATES, Stream.off, Kind.sgd, id="dynamic sampling and several updates"),
     ],

@@ -19,7 +19,7 @@ from app.placement.watchdog import MARGIN_S, POLL_INTERVAL_S, STATS_TIMEOUT_S, l
 from app.rollout.pool import EnginePool
 from app.rollout.remote import CALL_TIMEOUT_S
 from app.types import EngineStats, SyncReport
-from tests.simulation import BOTH, SimEngine, World, config, now, play, run_virtual, virtual
+from tests.simulation import BOTH, SimEngine, World, config, now, play, virtual
 
 ASYNC = PlacementKind.fully_async
 LIMIT = CALL_TIMEOUT_S + MARGIN_S  # of `quick`
@@ -101,16 +101,14 @@ def test_a_sync_that_hangs_ends_the_run(kind: PlacementKind, tmp_path: Path) -> 
         play(world, at_start=at_start)
 
 
-def test_waiting_for_an_engine_ends_with_why_there_is_none(tmp_path: Path) -> None:
-    async def story() -> None:  # nobody restarts it
-        world = World(quick(ASYNC), tmp_path, engine_count=1)
-        context = world.context()
-        context.pool.mark_lost(world.engines[0], EngineLost("engine 0 was killed"))
-        async with watchdog(context.rollouter, context.pool, world.config, tmp_path):
-            await context.pool.wait_for_any()
-
+@virtual
+async def test_waiting_for_an_engine_ends_with_why_there_is_none(tmp_path: Path) -> None:
+    world = World(quick(ASYNC), tmp_path, engine_count=1)
+    context = world.context()
+    context.pool.mark_lost(world.engines[0], EngineLost("engine 0 was killed"))
     with pytest.raises(RunError, match=r"0 of 1 engines.*engine 0 was killed"):
-        run_virtual(story())
+        async with watchdog(context.rollouter, context.pool, world.config, tmp_path):
+            await context.pool.wait_for_any()  # nobody restarts it
 
 
 def test_a_completion_that_keeps_sampling_is_progress_however_long_it_takes(tmp_path: Path) -> None:
@@ -236,15 +234,13 @@ def test_the_limit_is_above_the_deadline_of_every_single_call() -> None:
     assert limit_seconds(made) == 16 * (2 * 600 + 60) + 60  # a worker starts within 60 s
 
 
-def test_the_watchdog_ends_with_its_block_and_raises_what_the_block_raises(tmp_path: Path) -> None:
-    async def story() -> None:
-        pool = EnginePool([])
-        quiet = SimpleNamespace(progress=(), situation=lambda: "")
-        async with watchdog(quiet, pool, quick(ASYNC), tmp_path):
-            await asyncio.sleep(1)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+@virtual
+async def test_the_watchdog_ends_with_its_block_and_raises_what_the_block_raises(tmp_path: Path) -> None:
+    pool = EnginePool([])
+    quiet = SimpleNamespace(progress=(), situation=lambda: "")
+    async with watchdog(quiet, pool, quick(ASYNC), tmp_path):
+        await asyncio.sleep(1)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    with pytest.raises(EngineError, match="on purpose"):
         async with watchdog(quiet, pool, quick(ASYNC), tmp_path):
             raise EngineError("on purpose")
-
-    with pytest.raises(EngineError, match="on purpose"):
-        run_virtual(story())
