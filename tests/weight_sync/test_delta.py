@@ -5,7 +5,6 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -216,27 +215,6 @@ def test_one_percent_of_the_entries_take_three_bytes_each() -> None:
     gaps, (size,) = encode_gaps([positions.to(torch.int32)])
     assert 1.05 < size / len(positions) < 1.12
     assert torch.equal(decoded_positions(gaps), positions)
-
-
-def test_positions_beyond_16_bits_arrive() -> None:
-    items = 3 * 65536 + 5
-    masters = {"long": torch.zeros(items)}
-    bucket = Bucket((TensorMeta("long", "bfloat16", (items,)),))
-    encoder = DeltaEncoder(masters, "bfloat16", on_host=False)
-    buffer = torch.zeros(bucket.bytes + max_header_bytes(bucket), dtype=torch.uint8)
-    at = torch.tensor([0, 65535, 65536, 131071, 131072, 3 * 65536 - 1, 3 * 65536, items - 1])
-    target, loader = torch.zeros(items, dtype=torch.bfloat16), DeltaLoader(lambda counts: counts)
-    model = SimpleNamespace(load_weights=lambda named: [target.copy_(tensor) for _, tensor in named])
-    for version, base in ((0, None), (1, 0)):
-        masters["long"][at] = float(version)
-        encoder.begin(version, base, 1)
-        packed = encoder.pack(0, bucket, buffer, receivers=Receivers.every_rank)
-        message = [
-            (meta.name, buffer[start : start + meta.bytes].view(getattr(torch, meta.dtype)).reshape(meta.shape))
-            for meta, start in zip(packed.bucket.tensors, packed.bucket.offsets, strict=True)
-        ]
-        assert loader.load(model, message) == (True, packed.expected_reply)
-    assert target.nonzero().squeeze(1).tolist() == at.tolist()
 
 
 @pytest.mark.parametrize(
