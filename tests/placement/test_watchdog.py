@@ -49,7 +49,7 @@ def test_a_lost_completion_ends_the_run_and_is_named_with_its_engine(kind: Place
         "2 of 2 engines ready"
     )
     assert re.match(sentence, str(failure.value)), failure.value
-    assert "return await ready.generate(" in (tmp_path / "logs" / "stacks.log").read_text()
+    assert "completions = await ready.generate(" in (tmp_path / "logs" / "stacks.log").read_text()
 
 
 @virtual

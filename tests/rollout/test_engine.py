@@ -118,16 +118,16 @@ def test_a_completion_ends_with_its_stop_string_whose_tokens_have_logprobs(
 
 
 async def test_abort_ends_the_group_of_a_prompt_and_no_other(endless: RemoteEngine) -> None:
-    long = [request(name, group_size=3, temperature=HOT, max_tokens=LONG) for name in ("a/1@0", "a/2@0")]
-    first = await in_flight(endless, long[0])
-    second = await in_flight(endless, long[1], running=4)  # at least one of them
+    first = await in_flight(endless, request("a/1@0", group_size=3, temperature=HOT, max_tokens=LONG))
+    given = request("a/2@0", group_size=3, temperature=HOT, max_tokens=900)
+    second = await in_flight(endless, given, running=4)  # at least one of them
     assert (await endless.stats()).groups == 2
     await endless.abort(["a/1@0", "not/there@0"])
     aborted, finished = await first, await second
     assert {completion.finish_reason for completion in aborted} == {FinishReason.abort}
     assert max(len(completion.token_ids) for completion in aborted) > 0
     assert all(len(completion.token_ids) == len(completion.logprobs) < LONG for completion in aborted)
-    assert [len(completion.token_ids) for completion in finished] == [LONG] * 3
+    assert [len(completion.token_ids) for completion in finished] == [900] * 3
 
 
 @pytest.mark.parametrize("mode", [InFlight.in_place, InFlight.retract])
@@ -185,7 +185,7 @@ def scheduler_seconds() -> float:
 
 
 async def test_drain_waits_for_what_is_in_flight_and_holds_what_comes_after(endless: RemoteEngine) -> None:
-    task = await in_flight(endless, request(group_size=4, temperature=HOT, max_tokens=LONG))
+    task = await in_flight(endless, request(group_size=4, temperature=HOT, max_tokens=900))
     await endless.pause(InFlight.drain)
     assert (await endless.stats()).groups == 0
     completions = await asyncio.wait_for(task, 60)

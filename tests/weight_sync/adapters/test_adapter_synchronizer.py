@@ -44,7 +44,7 @@ def engine(engine_with_adapters: RemoteEngine) -> RemoteEngine:
     return engine_with_adapters
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(scope="module")
 def trainer(
     request: pytest.FixtureRequest, ray_session: None, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
@@ -56,7 +56,9 @@ def trainer(
         ray.kill(rank)
 
 
-@pytest.mark.parametrize("one_machine", [True, False], ids=["shared memory", "http"])
+@pytest.mark.parametrize(
+    ("trainer", "one_machine"), [(1, False), (2, True)], indirect=["trainer"], ids=["one rank, http", "two ranks"]
+)
 async def test_every_version_is_served_as_it_is_trained_beside_requests_of_the_version_before(
     one_machine: bool, trainer: Any, engine: RemoteEngine, model: Path
 ) -> None:
