@@ -11,7 +11,7 @@ stalls, or loses a request, every request in flight fails with an error that nam
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from app.types import Completion, EngineMemory, EngineStart, EngineStats, GroupR
 from app.utils.process import log_to, memory_use
 
 if TYPE_CHECKING:
-    from app.rollout.served_adapters import Adapters
+    from app.rollout.served_adapters import Adapter, Adapters
 
 MEMORY_TAGS = {EngineMemory.weights: "weights", EngineMemory.kv_cache: "kv_cache", EngineMemory.graphs: "cuda_graph"}
 
@@ -74,7 +74,7 @@ class EngineHost:
         """Sample the completions of one prompt. Waits while the engine drains or is paused."""
         self._connection.client()  # raises the failure
         await self._requests.admit(request)
-        with self._adapters.for_request() if self._adapters is not None else nullcontext() as adapter:
+        with self._adapter_for_request() as adapter:
             completions = await self._requests.sample(request, adapter)
         if self._connection.tokenizer is None:
             return completions
@@ -171,6 +171,13 @@ class EngineHost:
             post=post,
             abort=requests.abort_adapter,
         )
+
+    def _adapter_for_request(self) -> "AbstractContextManager[Adapter | None]":
+        if not self.spec.serves_adapters:
+            return nullcontext()
+        if self._adapters is None:
+            raise EngineError(f"{self.spec.name} was not started")
+        return self._adapters.for_request()
 
     def _decoded(self, completions: Sequence[Completion]) -> list[Completion]:
         token_ids = [completion.token_ids.tolist() for completion in completions]
