@@ -199,17 +199,6 @@ async def test_take_waits_until_a_group_is_there_and_wake_lets_it_look_around() 
     assert len(taken) == 1
 
 
-def test_what_an_aborted_step_was_fed_comes_back_first_and_in_order() -> None:
-    buffer = GroupBuffer(4)
-    for number in range(4):
-        buffer.put(group(number, number))
-    fed, stale = at_once(buffer.take(2, is_fresh=lambda each: each.oldest_version > 0))
-    assert [each.oldest_version for each in fed + stale] == [1, 2, 0]
-    buffer.put_back(fed)
-    again, _ = at_once(buffer.take(4, is_fresh=lambda each: True))
-    assert [each.oldest_version for each in again] == [1, 2, 3]
-
-
 def test_a_group_of_an_older_version_is_taken_before_newer_ones_that_arrived_first() -> None:
     buffer = GroupBuffer(6)
     for number, version in enumerate([3, 4, 2, 4, 3, 2]):

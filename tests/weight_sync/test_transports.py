@@ -22,7 +22,6 @@ from app.weight_sync.sender import Sender
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from app.weight_sync.transport.collective import BroadcastSender, CollectiveTransport
 from app.weight_sync.transport.ipc import IpcSender
-from app.weight_sync.verify import expect_equal
 from tests.compose import composed
 from tests.refusals import refused
 
@@ -116,13 +115,6 @@ def test_the_first_failure_ends_the_wait_and_later_ones_are_named_too() -> None:
 def test_a_bug_is_raised_as_it_is() -> None:
     with pytest.raises(ZeroDivisionError):
         wait(60, one=failing(0, ZeroDivisionError()), two=failing(0, EngineError("echo")))
-
-
-def test_a_difference_names_engine_rank_and_parameter() -> None:
-    expected = {(0, "a"): "1", (0, "b"): "2", (1, "b"): "3"}
-    expect_equal(4, "engine 1 differs from engine 0", expected, dict(expected))
-    with pytest.raises(SyncError, match=r"policy 4: .*engine 1 differs from engine 0 in b \(rank 1\)$"):
-        expect_equal(4, "engine 1 differs from engine 0", expected, {**expected, (1, "b"): "4"})
 
 
 class Own:
