@@ -14,7 +14,7 @@ Invariants:
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import prod
 
 GAPS = "delta.gaps"  # uint8
@@ -50,8 +50,7 @@ class DeltaHeader:
     changed: tuple[SparseTensorMeta, ...] = ()  # in the order of their entries
 
     def encode(self) -> bytes:
-        rows = [[tensor.name, list(tensor.shape), tensor.entries, tensor.gaps] for tensor in self.changed]
-        return json.dumps([self.version, self.base, self.index, self.messages, rows], separators=(",", ":")).encode()
+        return json.dumps(astuple(self), separators=(",", ":")).encode()
 
     @property
     def reply(self) -> str:

@@ -143,6 +143,21 @@ def engine(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPat
     asyncio.run(started.stop())
 
 
+@pytest.fixture(scope="session")
+def engine_with_adapters(
+    ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator["RemoteEngine"]:
+    """One server that serves adapters of the tiny model, at most 4. Completions end at their token limit. Idle."""
+    from tests.rollout.adapters import adapter_engine
+    from tests.rollout.support import without_end
+
+    folder = tmp_path_factory.mktemp("adapters")
+    started = adapter_engine(without_end(tiny_model, folder), folder, name="engine 0")
+    asyncio.run(started.start(300))
+    yield started
+    asyncio.run(started.stop())
+
+
 def server_spec(
     model: Path, folder: Path, *, name: str = "engine 0", host: str = "127.0.0.1", seed: int = 0, **flags: Any
 ) -> "ServerSpec":

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+import pytest
 
+from app.checkpoint import manager
 from app.checkpoint.manager import CheckpointManager
 from app.cluster.memory_monitor import MemoryMonitor
 from app.config import RunConfig
@@ -28,7 +30,10 @@ from app.config.reward import RewardConfig
 from app.config.rollout import RolloutConfig
 from app.data.cursor import PromptCursor
 from app.errors import EngineError, EngineLost, SyncError
+from app.mode.train import CONTROLLERS
+from app.placement import controller as placement_controller
 from app.placement.context import RunContext
+from app.placement.controller import PlacementController
 from app.placement.time_sharing import TimeSharing
 from app.recovery.engine_supervisor import EngineSupervisor
 from app.recovery.retrying_sync import RetryingWeightSync
@@ -56,11 +61,14 @@ from app.types import (
     TrainerMemory,
     VersionSpan,
 )
+from app.utils import tasks
 from tests.tiny_models.tokenizer import build_tokenizer
 
 P = ParamSpec("P")
 T = TypeVar("T")
 TOKENS_PER_SECOND = 100  # of a group, as `stats` counts them
+YEAR_S = 365 * 86400.0
+BOTH = pytest.mark.parametrize("kind", list(CONTROLLERS))
 RIGHT, WRONG = 22, 21  # the tokens "1" and "0" of the character tokenizer; every prompt's answer is "1"
 
 
@@ -523,6 +531,49 @@ class World:
         engine.start_seconds = self.start_seconds
         self.engines.append(engine)
         return engine
+
+
+def play(
+    world: World,
+    *deaths: tuple[float, int],
+    at_start: Callable[[PlacementController], None] = lambda controller: None,
+    limit: float = YEAR_S,
+) -> float:
+    """Run a world to its end and return its virtual seconds.
+
+    Args:
+        world: The world.
+        deaths: Times at which one more of its engines dies, each with the engine's number.
+        at_start: Changes what the world's context has made.
+        limit: Seconds after which `TimeoutError` is raised.
+    """
+
+    async def kill() -> None:
+        for time, number in sorted(deaths):
+            await asyncio.sleep(time - now())
+            world.engines[number % len(world.engines)].die()
+
+    async def run() -> float:
+        context = world.context()
+        controller = CONTROLLERS[world.config.placement.kind](context)
+        at_start(controller)
+        killer = asyncio.create_task(kill())
+        async with asyncio.timeout(limit), context.supervisor.monitor():
+            await controller.run()
+        killer.cancel()
+        return now()
+
+    return run_virtual(run())
+
+
+def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do file work at once: virtual time would run away from a thread."""
+
+    async def at_once(work: Callable[..., object], *arguments: object) -> object:
+        return work(*arguments)
+
+    for module in (tasks, placement_controller, manager):
+        monkeypatch.setattr(module, "in_thread", at_once)
 
 
 def long_tailed(seed: int, *, median: float = 1.0, sigma: float = 0.8, limit: float = 20.0) -> Callable[[str], float]:

@@ -28,7 +28,7 @@ from app.errors import TrainerError
 from app.placement.context import RunContext
 from app.placement.controller import PlacementController
 from app.placement.producer import Producer
-from app.types import Group, ScoredGroup, StepReport
+from app.types import ScoredGroup, StepReport
 from app.utils.tasks import root_cause
 
 
@@ -102,14 +102,12 @@ class FullyAsync(PlacementController):
         """Take and score the groups of a step, appending to `scored`. If streaming, train on them as they arrive."""
         wanted = self.config.algorithm.prompts_per_step
         while len(scored) < wanted and not self.producer.refill_exhausted():
-            fresh = [self.score(group) for group in await self._wait_for_groups(wanted - len(scored))]
+            async with self.phase("wait", track="trainer", record_memory=False):
+                groups = await self.producer.take(wanted - len(scored))
+            fresh = [self.score(group) for group in groups]
             scored += fresh
             if self.config.stream and fresh:
                 await self.context.trainer.add_groups(fresh)
-
-    async def _wait_for_groups(self, most: int) -> list[Group]:
-        async with self.phase("wait", track="trainer", record_memory=False):
-            return await self.producer.take(most)
 
     async def _add_all(self, scored: list[ScoredGroup]) -> None:
         trainer = self.context.trainer

@@ -110,11 +110,15 @@ class EngineSupervisor:
 
     async def diagnose(self, engines: Engines) -> None:
         """Check these engines, all at the same time, and mark the lost ones."""
-        errors = await asyncio.gather(*(failure_of(engine) for engine in engines.values()))
-        for (index, engine), error in zip(engines.items(), errors, strict=True):
-            if error is not None:
+
+        async def check(index: int, engine: RolloutEngine) -> None:
+            try:
+                await engine.check()
+            except EngineError as error:
                 self.unsynced.discard(index)
                 self.pool.mark_lost(engine, as_lost(error))
+
+        await asyncio.gather(*(check(index, engine) for index, engine in engines.items()))
 
     async def _abort_requests(self, engine: RolloutEngine) -> None:
         try:
@@ -170,15 +174,6 @@ class EngineSupervisor:
                 self.restarts += 1
                 self.unsynced.add(index)
                 return
-
-
-async def failure_of(engine: RolloutEngine) -> EngineError | None:
-    """Check an engine; return its error of any kind, also that it could not be asked."""
-    try:
-        await engine.check()
-    except EngineError as error:
-        return error
-    return None
 
 
 def as_lost(error: EngineError) -> EngineLost:

@@ -9,7 +9,7 @@ Invariants:
 """
 
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -112,7 +112,8 @@ def apply_resume(composed: DictConfig) -> Resumption:
         notes = ()
         folder = _folder_of(resume)
         _require_its_own_folder(composed, folder)
-        _set_run_dir(composed, folder)
+        with read_write(composed.hydra):
+            composed.hydra.run.dir = str(folder)
 
     saved = _saved(folder)
     _take_over_mode(composed, saved, folder)
@@ -260,8 +261,7 @@ def _take_over(composed: DictConfig, saved: DictConfig, folder: Path, changeable
         ConfigError: An override would change a setting that must stay.
     """
     given = _given(composed)
-    notes = tuple(filter(None, (_checked(key, composed, saved, folder, changeable) for key in given)))
-
+    notes = _checked(given, composed, saved, folder, changeable)
     if "data" in given and "data" in changeable:
         given = {**given, "reward": ""}  # a data preset selects its reward
     # Copies, since the sections of `composed` are overwritten in place below.
@@ -279,43 +279,50 @@ def _take_over(composed: DictConfig, saved: DictConfig, folder: Path, changeable
 
 
 def _checked(
-    key: str, composed: DictConfig, saved: DictConfig, folder: Path, changeable: Collection[str]
-) -> str | None:
-    """Compare what an override sets with the saved settings.
+    given: Mapping[str, str], composed: DictConfig, saved: DictConfig, folder: Path, changeable: Collection[str]
+) -> tuple[str, ...]:
+    """Compare what the command line overrides with the saved settings. Returns and raises as `_take_over`."""
+    keys = [key for key in given if not _is_in(key, (*changeable, *ALWAYS))]
+    if not keys:
+        return ()
+
+    ours, theirs = _leaves(composed), _leaves(saved)
+    notes: list[str] = []
+    for key in keys:
+        differing = _differing(key, given, composed, ours, theirs)
+        for name in differing:
+            if not _is_in(name, changeable):
+                why = (
+                    f"the run in {folder} keeps {name}={yaml_text(theirs.get(name))}, not {yaml_text(ours.get(name))}; "
+                    f"only these settings may differ from the run's: {', '.join(changeable)}"
+                    f"{_new_run(folder, key, given[key]) if changeable is RESUMABLE else ''}"
+                )
+                raise ConfigError(key, given[key].partition("=")[2], reason=why)
+        if differing:
+            kept = ", ".join(differing)
+            notes.append(f"{given[key]} is ignored where the run was given other values: it keeps {kept}")
+    return tuple(notes)
+
+
+def _differing(
+    key: str, given: Collection[str], composed: DictConfig, ours: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> list[str]:
+    """Return the settings that an override sets to other values than the run's.
 
     Args:
         key: A setting, or a group, whose preset is compared as a whole: `experiment` with every setting.
-        composed: The configuration with the override.
-        saved: That of the run.
-        folder: The run's.
-        changeable: What may differ.
-
-    Returns:
-        A sentence if a preset has other values of settings that may differ: they are not taken from a preset.
-
-    Raises:
-        ConfigError: A setting differs that may not.
+        given: All overridden keys. Settings that a finer one names are left out.
+        composed: The configuration with the overrides.
+        ours: Its settings.
+        theirs: Those of the run.
     """
-    if _is_in(key, (*changeable, *ALWAYS)):
-        return None
-
-    given = _given(composed)
+    names = [name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name) and not _is_in(name, ALWAYS)]
     finer = [other for other in given if other in composed or "." in other]
-    if not _is_group_without_section(key, composed):
+    # A group without a section, whose presets set anything: `experiment`, or one of the user's.
+    if key in composed or "." in key:
+        names = [name for name in names if _is_in(name, [key])]
         finer = [other for other in finer if other.startswith(f"{key}.")]
-    differing = [name for name in _different(composed, saved, key) if name == key or not _is_in(name, finer)]
-    fixed = [name for name in differing if not _is_in(name, changeable)]
-    if fixed:
-        name = fixed[0]
-        why = (
-            f"the run in {folder} keeps {name}={_shown(saved, name)}, not {_shown(composed, name)}; only these "
-            f"settings may differ from the run's: {', '.join(changeable)}"
-            f"{_new_run(folder, key, given[key]) if changeable is RESUMABLE else ''}"
-        )
-        raise ConfigError(key, given[key].partition("=")[2], reason=why)
-    if differing:
-        return f"{given[key]} is ignored where the run was given other values: it keeps {', '.join(differing)}"
-    return None
+    return [name for name in names if name == key or not _is_in(name, finer)]
 
 
 def _new_run(folder: Path, key: str, given: str) -> str:
@@ -408,28 +415,9 @@ def _run_dir(composed: DictConfig) -> Path:
     return Path(str(composed.hydra.run.dir))
 
 
-def _set_run_dir(composed: DictConfig, folder: Path) -> None:
-    with read_write(composed.hydra):
-        composed.hydra.run.dir = str(folder)
-
-
 def _is_in(key: str, names: Collection[str]) -> bool:
     """Whether a key is one of the settings or sections `names`, or below one."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
-def _different(composed: DictConfig, saved: DictConfig, key: str) -> list[str]:
-    """Return the settings at and below `key` that differ; of a group without a section, all that differ."""
-    ours, theirs = _leaves(composed), _leaves(saved)
-    names = [name for name in {**theirs, **ours} if not _is_in(name, ALWAYS)]
-    if not _is_group_without_section(key, composed):
-        names = [name for name in names if _is_in(name, [key])]
-    return [name for name in names if ours.get(name) != theirs.get(name)]
-
-
-def _is_group_without_section(key: str, composed: DictConfig) -> bool:
-    """Whether the key is a group whose presets set anything: `experiment`, or one of the user's."""
-    return key not in composed and "." not in key
 
 
 def _leaves(config: DictConfig) -> dict[str, Any]:
@@ -443,16 +431,8 @@ def _leaves(config: DictConfig) -> dict[str, Any]:
         name, node = pending.pop(0)
         if isinstance(node, DictConfig):
             pending += [(".".join((name, str(key))), node[key]) for key in node]
+        elif OmegaConf.is_config(node):
+            leaves[name] = OmegaConf.to_container(node, resolve=True, enum_to_str=True)
         else:
-            leaves[name] = _plain(node)
+            leaves[name] = yaml_text(node)
     return leaves
-
-
-def _shown(config: DictConfig, name: str) -> str:
-    return yaml_text(_leaves(config).get(name))
-
-
-def _plain(node: Any) -> Any:
-    if OmegaConf.is_config(node):
-        return OmegaConf.to_container(node, resolve=True, enum_to_str=True)
-    return yaml_text(node)

@@ -8,7 +8,6 @@ Invariants:
 """
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
@@ -56,15 +55,17 @@ class RetryingWeightSync:
 
     async def sync(self, version: int) -> SyncReport:
         """Sync into every engine, with retries. Raises `EngineError`, `SyncError` or `TrainerLost`."""
-        for attempt in itertools.count(1):
+        report: SyncReport | None = None
+        attempt = 0
+        while report is None:
+            attempt += 1
             engines = await self._targets()
             self.version = version
             report = await self._attempt(engines, attempt)
-            if report is not None:
-                self._failures = 0
-                self.supervisor.mark_ready(engines)
-                return report
-        raise AssertionError("unreachable")
+
+        self._failures = 0
+        self.supervisor.mark_ready(engines)
+        return report
 
     async def sync_restarted(self, engines: Engines) -> Engines:
         """Sync the current policy into restarted engines; returns those that have it."""

@@ -57,7 +57,11 @@ class ProgressClock:
                     changed_at[prompt] = now
                 self._parts[prompt] = part
             self._report = report
-            self._note_tokens(prompts, report)
+            self._tokens = {
+                request_id: max(self._tokens.get(request_id, 0), report.get(request_id) or 0)
+                for request_ids in prompts.values()
+                for request_id in request_ids
+            }
 
         self._changed_at = changed_at
         self._parts = {prompt: part for prompt, part in self._parts.items() if prompt in prompts}
@@ -73,13 +77,6 @@ class ProgressClock:
     def tokens(self, request_ids: Sequence[str]) -> int:
         """Return the tokens that these requests had sampled at the last report."""
         return sum(self._tokens.get(request_id, 0) for request_id in request_ids)
-
-    def _note_tokens(self, prompts: InFlightRequests, report: Report) -> None:
-        self._tokens = {
-            request_id: max(self._tokens.get(request_id, 0), report.get(request_id) or 0)
-            for request_ids in prompts.values()
-            for request_id in request_ids
-        }
 
 
 class ProgressMonitor:

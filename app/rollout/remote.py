@@ -40,7 +40,7 @@ class RemoteEngine:
     async def start(self, timeout_s: float) -> dict[str, Any]:
         seconds = timeout_s + START_GRACE_S
         try:
-            return await self._call_within(seconds, EngineHost.start)
+            return await self._call(seconds, EngineHost.start)
         except NoReply:
             raise EngineLost(
                 f"{self.name}: Ray did not start its host, or the host did not reply, within "
@@ -48,11 +48,11 @@ class RemoteEngine:
             ) from None
 
     async def start_phase(self) -> EngineStart:
-        return await self._call(EngineHost.start_phase)
+        return await self._call(CALL_TIMEOUT_S, EngineHost.start_phase)
 
     async def stop(self) -> None:
         """Stop the server; the host process stays."""
-        await self._call_within(STOP_TIMEOUT_S, EngineHost.stop)
+        await self._call(STOP_TIMEOUT_S, EngineHost.stop)
 
     async def end(self) -> None:
         """Stop the server, then kill the host process, in any state."""
@@ -63,47 +63,39 @@ class RemoteEngine:
         ray.kill(self.actor)
 
     async def generate(self, request: GroupRequest) -> list[Completion]:
-        return await self._call_within(None, EngineHost.generate, request)
+        return await self._call(None, EngineHost.generate, request)
 
     async def pause(self, in_flight: InFlight) -> None:
-        await self._call_within(None if in_flight is InFlight.drain else CALL_TIMEOUT_S, EngineHost.pause, in_flight)
+        await self._call(None if in_flight is InFlight.drain else CALL_TIMEOUT_S, EngineHost.pause, in_flight)
 
     async def resume(self) -> None:
-        await self._call(EngineHost.resume)
+        await self._call(CALL_TIMEOUT_S, EngineHost.resume)
 
     async def abort(self, prompt_ids: Sequence[str] | None = None) -> None:
-        await self._call(EngineHost.abort, prompt_ids)
+        await self._call(CALL_TIMEOUT_S, EngineHost.abort, prompt_ids)
 
     async def release(self, region: EngineMemory) -> None:
-        await self._call(EngineHost.release, region)
+        await self._call(CALL_TIMEOUT_S, EngineHost.release, region)
 
     async def reload(self, region: EngineMemory) -> None:
-        await self._call(EngineHost.reload, region)
+        await self._call(CALL_TIMEOUT_S, EngineHost.reload, region)
 
     async def update(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._call(EngineHost.update, route, body)
+        return await self._call(CALL_TIMEOUT_S, EngineHost.update, route, body)
 
     async def load_adapter(self, version: int, body: Mapping[str, Any]) -> int:
-        return await self._call(EngineHost.load_adapter, version, body)
+        return await self._call(CALL_TIMEOUT_S, EngineHost.load_adapter, version, body)
 
     async def stats(self) -> EngineStats:
-        return await self._call(EngineHost.stats)
+        return await self._call(CALL_TIMEOUT_S, EngineHost.stats)
 
     async def memory(self) -> MemoryUse:
-        return await self._call(EngineHost.memory)
+        return await self._call(CALL_TIMEOUT_S, EngineHost.memory)
 
     async def check(self) -> None:
-        await self._call_within(CHECK_TIMEOUT_S, EngineHost.check)
+        await self._call(CHECK_TIMEOUT_S, EngineHost.check)
 
     async def _call(
-        self,
-        method: Callable[Concatenate[EngineHost, P], Coroutine[Any, Any, T]],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
-        return await self._call_within(CALL_TIMEOUT_S, method, *args, **kwargs)
-
-    async def _call_within(
         self,
         seconds: float | None,
         method: Callable[Concatenate[EngineHost, P], Coroutine[Any, Any, T]],

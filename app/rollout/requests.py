@@ -64,7 +64,10 @@ class Requests:
         while True:
             self.in_flight[request.prompt_id] = "waiting for an engine"
             try:
-                completions = await self._send_once(request, version, engine)
+                async with engine() as (name, ready):
+                    self.in_flight[request.prompt_id] = f"on {name}"
+                    with self.timeline.span(f"generate {name}", request.name):
+                        completions = await ready.generate(replace(request, version=version()))
             except (EngineLost, ConnectionLost) as error:
                 lost += 1
                 self.lost.add(request.prompt_id)
@@ -89,9 +92,3 @@ class Requests:
 
             self.in_flight[request.prompt_id] = "waiting to be sent again"
             await asyncio.sleep(RETRY_DELAY_S * 2 ** min(lost + failed - 1, MAX_DOUBLINGS))
-
-    async def _send_once(self, request: GroupRequest, version: Callable[[], int], engine: Engine) -> list[Completion]:
-        async with engine() as (name, ready):
-            self.in_flight[request.prompt_id] = f"on {name}"
-            with self.timeline.span(f"generate {name}", request.name):
-                return await ready.generate(replace(request, version=version()))

@@ -56,10 +56,6 @@ class DeltaEncoder:
         self.base = base
         self.messages = messages
 
-    def max_message_bytes(self, bucket: Bucket) -> int:
-        """Return the size of a buffer for a message of this bucket."""
-        return bucket.bytes + max_header_bytes(bucket)
-
     @torch.no_grad()
     def pack(self, index: int, bucket: Bucket, buffer: Tensor | None, *, receivers: Receivers) -> ReadyBucket:
         """Write message `index` into `buffer` (None on ranks that receive nothing). A collective of all ranks."""
@@ -107,14 +103,14 @@ class DeltaEncoder:
         found = diff_and_replace_all(
             [self.snapshots[meta.name] for meta in metas], [local_shard(tensor) for tensor in tensors]
         )
-        return [self._in_full_tensor(tensor, *changes) for tensor, changes in zip(tensors, found, strict=True)]
-
-    def _in_full_tensor(self, tensor: Tensor, positions: Tensor, values: Tensor) -> Changes:
-        if isinstance(tensor, DTensor):
-            return positions.add_(shard_offset(tensor)), values
-        if self.rank_index == 0:
-            return positions, values
-        return positions[:0], values[:0]
+        changes: list[Changes] = []
+        for tensor, (positions, values) in zip(tensors, found, strict=True):
+            if isinstance(tensor, DTensor):
+                changes.append((positions.add_(shard_offset(tensor)), values))
+            else:
+                own = len(positions) if self.rank_index == 0 else 0
+                changes.append((positions[:own], values[:own]))
+        return changes
 
     def _gather_counts(self, own: Sequence[int]) -> list[list[int]]:
         """Gather the number of changed entries, by rank and tensor: [R][T]."""
@@ -186,9 +182,12 @@ class DeltaEncoder:
             metas.append(TensorMeta(GAPS, "uint8", (sum(tensor.gaps for tensor in header.changed),)))
             metas.append(TensorMeta(VALUES, self.dtype, (sum(tensor.entries for tensor in header.changed),)))
 
-        message = Bucket(tuple(sorted(metas, key=lambda meta: -meta.item_bytes)))
-        contents = _contents(text, encoded) if buffer is not None else {}
+        contents = {HEADER: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+        if encoded is not None:
+            gaps, values = encoded
+            contents |= {GAPS: gaps, VALUES: values.contiguous().view(torch.uint8)}
 
+        message = Bucket(tuple(sorted(metas, key=lambda meta: -meta.item_bytes)))
         for meta, offset in zip(message.tensors, message.offsets, strict=True):
             out = buffer[offset : offset + meta.bytes] if buffer is not None else None
             if meta.name in self.tensors:
@@ -259,12 +258,3 @@ def encode_gaps(positions: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     total = torch.cat([more.new_zeros(1), more.cumsum(0)])
     starts = firsts + total[torch.searchsorted(long, firsts)]
     return encoded, torch.diff(starts, append=starts.new_full((1,), len(encoded))).tolist()
-
-
-def _contents(text: bytes, encoded: Encoded | None) -> dict[str, Tensor]:
-    """Return the bytes of the header and of the entry lists, by their names in a message."""
-    contents = {HEADER: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
-    if encoded is not None:
-        gaps, values = encoded
-        contents |= {GAPS: gaps, VALUES: values.contiguous().view(torch.uint8)}
-    return contents

@@ -8,7 +8,7 @@ with the run. On a CPU they are kept.
 The driver imports this module to name its methods, so torch is imported in functions.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,8 +112,9 @@ class Sender:
         import torch
 
         from app.model.hf_export import export
+        from app.weight_sync.gather import full_tensor
 
-        tensors = self._full_tensors()
+        tensors = ((name, full_tensor(tensor.detach())) for name, tensor in self.tensors.items())
         if self.rank_index == 0:
             export(self.trainer_rank.spec.model_path, tensors, folder, torch.float32)
             return
@@ -152,11 +153,12 @@ class Sender:
             return
         # free the old buffers before allocating new ones
         self.buffers = []
-        size = max(self._buffer_bytes(bucket) for bucket in self.buckets)
-        self.buffers = [self.allocate(size) for _ in range(min(BUFFERS, len(self.buckets)))]
+        size = max(bucket.bytes for bucket in self.buckets)
+        if self.delta_encoder is not None:
+            from app.weight_sync.delta import max_header_bytes
 
-    def _buffer_bytes(self, bucket: Bucket) -> int:
-        return bucket.bytes if self.delta_encoder is None else self.delta_encoder.max_message_bytes(bucket)
+            size = max(bucket.bytes + max_header_bytes(bucket) for bucket in self.buckets)
+        self.buffers = [self.allocate(size) for _ in range(min(BUFFERS, len(self.buckets)))]
 
     @property
     def _keeps_buffers(self) -> bool:
@@ -194,9 +196,3 @@ class Sender:
             dtype = getattr(torch, meta.dtype)
             out = buffer[offset : offset + meta.bytes].view(dtype) if buffer is not None else None
             gather_full(self.tensors[meta.name], dtype, out=out, receivers=self.receivers)
-
-    def _full_tensors(self) -> "Iterator[tuple[str, Tensor]]":
-        from app.weight_sync.gather import full_tensor
-
-        for name, tensor in self.tensors.items():
-            yield name, full_tensor(tensor.detach())

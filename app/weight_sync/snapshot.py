@@ -5,12 +5,10 @@ that differ, in chunks that fit into the cache, with a few threads: torch and nu
 accelerator compares in chunks that bound its temporaries.
 """
 
-import copy
 import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -43,18 +41,19 @@ class ShardSnapshot:
             self._values[start : start + chunk.numel()].copy_(chunk)
 
     @torch.no_grad()
-    def diff_and_replace(self, shard: Tensor) -> Changes:
-        """Compare the shard (flat, float masters) with the snapshot and store what changed.
+    def diff_and_replace(self, shard: Tensor, begin: int = 0, end: int | None = None) -> Changes:
+        """Compare the elements `begin` to `end` of the shard (flat, float masters) and store what changed.
 
         Returns:
-            Ascending positions and new values, on the shard's device.
+            Ascending positions in the shard and new values, on the shard's device.
         """
         replace = _replace_on_cpu if self.device.type == "cpu" else _replace
         scratch = _scratch(min(self._chunk, self._values.numel()), self._values.dtype, self.device)
         positions = [torch.empty(0, dtype=torch.int32, device=self.device)]
         values = [torch.empty(0, dtype=torch.int16, device=self.device)]
 
-        for start, chunk in _chunks(shard, self._chunk):
+        for offset, chunk in _chunks(shard[begin:end], self._chunk):
+            start = begin + offset
             size = _padded(chunk.numel())
             old = self._values[start : start + size]
             new = scratch[:size]
@@ -66,44 +65,25 @@ class ShardSnapshot:
 
         return torch.cat(positions), torch.cat(values)
 
-    def parts(self, shard: Tensor) -> Iterator["ShardRange"]:
-        """Cut the comparison into pieces for several threads; a single one on an accelerator."""
-        if self.device.type != "cpu" or shard.numel() <= CPU_PART:
-            yield ShardRange(self, shard, 0)
-            return
-        for start, piece in _chunks(shard, CPU_PART):
-            own = copy.copy(self)
-            own._values = self._values[start : start + _padded(piece.numel())]
-            yield ShardRange(own, piece, start)
-
     @property
     def _chunk(self) -> int:
         return CPU_CHUNK if self.device.type == "cpu" else DEVICE_CHUNK
 
 
-@dataclass(frozen=True, slots=True)
-class ShardRange:
-    """A range of a shard and its snapshot."""
-
-    snapshot: ShardSnapshot
-    piece: Tensor
-    start: int
-
-    def changes(self) -> Changes:
-        """Compare and store, at positions in the whole shard."""
-        position, value = self.snapshot.diff_and_replace(self.piece)
-        return position.add_(self.start), value
-
-
 def diff_and_replace_all(snapshots: Sequence[ShardSnapshot], shards: Sequence[Tensor]) -> list[Changes]:
     """Do `ShardSnapshot.diff_and_replace` for every shard, on a CPU with several threads."""
-    parts = [list(snapshot.parts(shard)) for snapshot, shard in zip(snapshots, shards, strict=True)]
-    flat = [part for each in parts for part in each]
-    if snapshots and snapshots[0].device.type == "cpu":
-        done = iter(list(_threads().map(ShardRange.changes, flat)))
-    else:
-        done = iter([part.changes() for part in flat])
-    return [_joined([next(done) for _ in each]) for each in parts]
+    pairs = list(zip(snapshots, shards, strict=True))
+    if not pairs or snapshots[0].device.type != "cpu":
+        return [snapshot.diff_and_replace(shard) for snapshot, shard in pairs]
+
+    parts = [
+        [
+            _threads().submit(snapshot.diff_and_replace, shard, begin, begin + CPU_PART)
+            for begin in range(0, max(1, shard.numel()), CPU_PART)
+        ]
+        for snapshot, shard in pairs
+    ]
+    return [_joined([part.result() for part in each]) for each in parts]
 
 
 def _joined(changes: Sequence[Changes]) -> Changes:

@@ -92,8 +92,11 @@ class BucketedWeightSynchronizer:
         self._synced_version = None  # until every engine has all of it
         try:
             with timer.phase("gather"):
-                await self._disconnect_old_members()
-                ready = await self._gather_first_bucket(deadline, base)
+                if self._members_changed:
+                    await self.transport.abort(self.trainer)
+                    self._members_changed = False
+                beginning = self.trainer.call(SENDER_EXTENSION, Sender.begin, version=version, base=base)
+                ready = (await deadline.gather("gathering bucket 0", {TRAINER_RANKS: beginning}))[TRAINER_RANKS]
             with timer.phase("pause"):
                 await deadline.gather("pause", self._on_engines(self._pause), bounded=False)
             with timer.phase("connect"):
@@ -125,15 +128,6 @@ class BucketedWeightSynchronizer:
 
     # --- the steps of a sync
 
-    async def _disconnect_old_members(self) -> None:
-        if self._members_changed:
-            await self.transport.abort(self.trainer)
-            self._members_changed = False
-
-    async def _gather_first_bucket(self, deadline: Deadline, base: int | None) -> list[ReadyBucket]:
-        beginning = self.trainer.call(SENDER_EXTENSION, Sender.begin, version=deadline.version, base=base)
-        return (await deadline.gather("gathering bucket 0", {TRAINER_RANKS: beginning}))[TRAINER_RANKS]
-
     async def _pause(self, engine: RolloutEngine) -> None:
         """Pause one engine. A drain may exceed `timeout_s`: while groups are in flight, their own deadlines apply."""
         timeout_s = self.config.timeout_s
@@ -162,7 +156,7 @@ class BucketedWeightSynchronizer:
             self._check_replies(deadline.version, index, ready[0].expected_reply, replies)
             ready = replies[TRAINER_RANKS]
 
-        calls = self._on_engines(self._end_update)
+        calls = self._on_engines(lambda engine: engine.update("end_weight_update", {}))
         calls[TRAINER_RANKS] = self.trainer.call(SENDER_EXTENSION, Sender.finish, timeout_s=deadline.timeout_s)
         await deadline.gather("end_weight_update", calls)
         return sent
@@ -204,9 +198,6 @@ class BucketedWeightSynchronizer:
                 raise
             await engine.update("end_weight_update", {})
             await engine.update("begin_weight_update", {})
-
-    async def _end_update(self, engine: RolloutEngine) -> None:
-        await engine.update("end_weight_update", {})
 
     # --- state of a sync
 

@@ -127,7 +127,8 @@ def served(spec: ServerSpec, side: Side) -> Iterator[None]:
 async def measure(link: Link, rounds: int, rate: float, bucket_mib: float, folder: Path) -> dict[str, Any]:
     """Measure from inside the trainer's namespace."""
     from tests.conftest import server_spec
-    from tests.weight_sync.support import engine_at, make_trainer, started
+    from tests.rollout.support import engine_at
+    from tests.weight_sync.support import make_trainer, started
 
     model = save_random_qwen3(folder / "model", QWEN3_06B)
     flags: dict[str, Any] = {"dtype": "bfloat16", "max_total_tokens": 2048, "log_level": "warning"}

@@ -34,11 +34,8 @@ SCALED = {
     "rope_theta": 1e4,
 }
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # architecture, dtype, settings of its configuration
-    "llama": ("Llama", "float32", {}),
     "llama with biases": ("Llama", "float32", {"attention_bias": True}),
-    "llama, bfloat16": ("Llama", "bfloat16", {}),
     "llama with scaled rotary embeddings": ("Llama", "float32", {"rope_parameters": SCALED}),
-    "qwen2": ("Qwen2", "float32", {}),
     "qwen2, bfloat16": ("Qwen2", "bfloat16", {}),
     "qwen3": ("Qwen3", "float32", {"head_dim": 16}),
     "qwen3, bfloat16": ("Qwen3", "bfloat16", {"head_dim": 16}),

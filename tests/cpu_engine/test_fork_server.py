@@ -17,6 +17,7 @@ import pytest
 from app.cpu_engine.forked_server import fork, fork_server
 from app.device.cpu import DEVICE
 from app.rollout.server import Server
+from tests.fork_server import shared_socket
 from tests.rollout.support import process_group, server_spec
 from tests.waiting import until
 
@@ -71,45 +72,36 @@ def test_a_server_ends_with_its_host_and_with_the_fork_server(tiny_model: Path, 
         specs = [replace(server_spec(tiny_model, tmp_path, name=f"engine {i}"), fork=forked) for i in range(2)]
         hosted, orphaned = (Server(spec) for spec in specs)
 
-        async def scenario() -> list[int]:
+        async def scenario() -> None:
             await hosted.start()
             await orphaned.start()
-            group = [process.pid for process in process_group(hosted.pid)]
             process: Any = hosted._process
             os.close(process._stdin)  # as when its host is killed
             await asyncio.to_thread(until, lambda: not psutil.pid_exists(hosted.pid), 60)
-            return group
 
-        group = asyncio.run(scenario())
-        left = orphaned.pid
-    until(lambda: not alive(left), 60)
-    assert not any(alive(pid) for pid in group)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        asyncio.run(scenario())
+        assert process_group(hosted.pid) == []
+    until(lambda: orphaned.pid not in {process.pid for process in process_group(orphaned.pid)}, 60)
+    assert "was killed by SIGKILL" in str(
+        asyncio.run(asyncio.wait_for(orphaned.died(), 30))
+    )  # and the rest of its group
+    assert until(lambda: process_group(orphaned.pid) == [], 60) < 60
 
 
-def test_a_host_that_goes_away_in_the_middle_of_its_request_disturbs_no_other(tiny_model: Path, tmp_path: Path) -> None:
-    with fork_server(DEVICE.engine_env, tmp_path / "fork.log") as forked:
-        assert isinstance(forked, partial)
-        for part in (b"", b"\n"):
-            with socket.socket(socket.AF_UNIX) as rude:
-                rude.connect(str(forked.args[0]))
-                rude.sendall(part)
-        server = Server(replace(server_spec(tiny_model, tmp_path, name="engine 0"), fork=forked))
+async def test_a_host_that_goes_away_in_the_middle_of_its_request_disturbs_no_other(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    for part in (b"", b"\n"):
+        with socket.socket(socket.AF_UNIX) as rude:
+            rude.connect(shared_socket())
+            rude.sendall(part)
 
-        async def scenario() -> list[str]:
-            await server.start()
-            parent = psutil.Process(server.pid).parent()
-            assert parent is not None
-            await server.stop()
-            return parent.cmdline()
-
-        assert any("fork_server" in word for word in asyncio.run(scenario()))
+    server = Server(server_spec(tiny_model, tmp_path, name="engine 0"))
+    await server.start()
+    parent = psutil.Process(server.pid).parent()
+    await server.stop()
+    assert parent is not None
+    assert any("fork_server" in word for word in parent.cmdline())
 
 
 @pytest.mark.parametrize(

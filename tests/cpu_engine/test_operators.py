@@ -76,20 +76,6 @@ def test_a_norm_adds_the_residual_and_normalizes(additions: int) -> None:
     close(stream, total)
 
 
-def test_gemmas_norm_has_a_weight_one_larger() -> None:
-    layer = norm(256)
-    x, residual = torch.randn(2, TOKENS, 256)
-    normed, stream = operators.gemma_rms_norm(layer, x, residual)
-    close(normed, exact_norm(x.double() + residual, 1 + layer.weight.double()))
-    close(stream, x.double() + residual)
-
-
-def test_silu_and_mul() -> None:
-    x = torch.randn(TOKENS, 2 * 48)
-    gate, up = x.double().chunk(2, -1)
-    close(operators.silu_and_mul(None, x), gate * gate.sigmoid() * up)
-
-
 def test_a_rotation_turns_queries_and_keys_by_their_positions() -> None:
     layer, positions = rotary(), torch.randint(50, (TOKENS,))
     query, key = torch.randn(TOKENS, HEADS * WIDTH), torch.randn(TOKENS, KEY_HEADS * WIDTH)

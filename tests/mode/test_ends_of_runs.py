@@ -18,8 +18,7 @@ from app.mode.train import CONTROLLERS, TrainingRun
 from app.placement import controller as placement_controller
 from app.placement import watchdog
 from app.types import MemoryUse, StepReport
-from tests.recovery.test_engine_supervisor import without_threads
-from tests.simulation import SimEngine, SimTrainer, World, config, run_virtual
+from tests.simulation import SimEngine, SimTrainer, World, config, run_virtual, without_threads
 
 BOTH = pytest.mark.parametrize("kind", list(CONTROLLERS))
 Prepare = Callable[[World, pytest.MonkeyPatch], None]

@@ -1,7 +1,7 @@
 """What a step records, and what failing to record it costs."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,32 +10,10 @@ from app.checkpoint import folder
 from app.checkpoint.run_state import read_state
 from app.config.checkpoint import CheckpointConfig
 from app.config.placement import PlacementKind
-from app.errors import EngineError, RunError, TrainerError
+from app.errors import RunError, TrainerError
 from app.placement import controller as placement_controller
-from app.placement.colocate import Colocate
-from app.placement.controller import PlacementController
-from app.placement.fully_async import FullyAsync
 from app.types import MemoryUse
-from tests.recovery.test_engine_supervisor import without_threads
-from tests.simulation import SimTrainer, World, config, now, run_virtual
-
-CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
-    PlacementKind.colocate: Colocate,
-    PlacementKind.fully_async: FullyAsync,
-}
-BOTH = pytest.mark.parametrize("kind", list(CONTROLLERS))
-
-
-def play(world: World) -> float:
-    """The whole run; its virtual seconds."""
-
-    async def story() -> float:
-        context = world.context()
-        async with context.supervisor.monitor():
-            await CONTROLLERS[world.config.placement.kind](context).run()
-        return now()
-
-    return run_virtual(story())
+from tests.simulation import BOTH, SimTrainer, World, config, play, without_threads
 
 
 @BOTH
@@ -97,46 +75,3 @@ def test_a_step_that_cannot_be_recorded_ends_the_run_with_its_reason(kind: Place
     world.recorder.log = log  # type: ignore[method-assign]
     with pytest.raises(RunError, match=r"step 3 .*No space left on device"):
         play(world)
-
-
-def aborts_by_itself(times: int) -> Callable[[str], float]:
-    """Each prompt's engine aborts it so often, then samples it in a second."""
-    seen: dict[str, int] = {}
-
-    def seconds(prompt_id: str) -> float:
-        seen[prompt_id] = seen.get(prompt_id, 0) + 1
-        if seen[prompt_id] <= times:
-            raise EngineError(f"engine 0 aborted prompt {prompt_id}: out of memory on purpose")
-        return 1.0
-
-    return seconds
-
-
-@BOTH
-def test_an_abort_by_the_engine_costs_a_prompt_a_retry_with_a_pause(kind: PlacementKind, tmp_path: Path) -> None:
-    quiet = World(config(kind), tmp_path)
-    troubled = World(config(kind), tmp_path, aborts_by_itself(2))
-    assert play(troubled) > play(quiet) + 6 * 0.75 * (kind is PlacementKind.colocate)
-    assert sorted(troubled.trainer.ids) == sorted(quiet.trainer.ids)
-    assert sum(line["rollout/aborted_groups"] for line in troubled.recorder.lines) == 0
-
-
-@BOTH
-def test_an_engine_that_aborts_every_time_ends_the_run_after_a_few_requests(
-    kind: PlacementKind, tmp_path: Path
-) -> None:
-    sent: list[str] = []
-    always = aborts_by_itself(10**9)
-
-    def seconds(prompt_id: str) -> float:
-        sent.append(prompt_id)
-        return always(prompt_id)
-
-    world = World(config(kind), tmp_path, seconds)
-    sentence = (
-        r"^engines refused or aborted prompt sim/\d+@0 3 times \(recovery.max_prompt_retries=2\); last error: "
-        r"engine 0 aborted prompt sim/\d+@0: out of memory on purpose$"
-    )
-    with pytest.raises(EngineError, match=sentence):
-        play(world)
-    assert len(sent) <= 3 * 8  # max_inflight_groups

@@ -9,28 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.algorithm.advantage import score
 from app.config import RunConfig
 from app.config.placement import PlacementKind, Stream
 from app.errors import EngineError, RunError, SyncError, TrainerError
-from app.placement.colocate import Colocate
 from app.placement.fully_async import FullyAsync
 from app.types import InFlight, Trajectory
-from tests.simulation import World, config, long_tailed, now, run_virtual, virtual
+from tests.simulation import BOTH, World, config, long_tailed, play, virtual
 
 MODES = [(1, InFlight.drain), (1, InFlight.retract), (2, InFlight.in_place)]
-
-
-def run(world: World) -> float:
-    """The whole run; its virtual seconds."""
-
-    async def story() -> float:
-        context = world.context()
-        async with context.supervisor.monitor():
-            await FullyAsync(context).run()
-        return now()
-
-    return run_virtual(story())
 
 
 def dispatched(world: World) -> Counter[str]:
@@ -94,7 +80,7 @@ def test_any_run_ends_within_its_bound_and_every_group_ends_once(
     right: Callable[[str, int], bool] = lambda p, m: m % 2 == 0 and long_tailed(seed + 1, sigma=1)(p) > useless  # noqa: E731
     world = World(made, tmp_path_factory.getbasetemp(), rolls, right)
     world.trainer.seconds = train_seconds
-    run(world)
+    play(world)
     assert len(world.trainer.ids) == made.steps * made.algorithm.prompts_per_step
     assert [version for _, version in world.sync.pushed] == list(range(made.steps + 1))
     assert_bound(world)
@@ -108,7 +94,7 @@ def test_stale_groups_are_aborted_or_dropped_and_their_prompts_sampled_again(
     tails = {f"sim/{row}": 9.0 for row in range(0, 50, 5)}
     made = config(steps=12, max_staleness=staleness, in_flight=mode, max_inflight_groups=12)
     world = World(made, tmp_path, lambda prompt_id: tails.get(prompt_id.split("@")[0], 0.5))
-    run(world)
+    play(world)
     assert_bound(world)
     assert_ledger(world)
     aborted = [prompt_id for engine in world.engines for prompt_id in engine.aborted]
@@ -129,14 +115,14 @@ def test_staleness_is_used_and_saves_time(tmp_path: Path) -> None:
     seconds = {}
     for staleness, mode in ((0, InFlight.drain), (1, InFlight.drain), (1, InFlight.in_place)):
         world = World(config(steps=20, max_staleness=staleness, in_flight=mode), tmp_path, long_tailed(3))
-        seconds[staleness, mode] = run(world)
+        seconds[staleness, mode] = play(world)
     on_policy, drained, continued = seconds.values()
     assert continued < drained < on_policy
 
 
 def test_the_last_steps_dispatch_nothing_that_nobody_needs(tmp_path: Path) -> None:
     world = World(config(steps=3, max_staleness=2, in_flight=InFlight.in_place, max_inflight_groups=50), tmp_path)
-    run(world)
+    play(world)
     assert dispatched(world).total() == 3 * 4
     assert world.cursor.state()["returned"] == []
 
@@ -152,7 +138,7 @@ def test_groups_are_trained_on_as_they_arrive_only_when_streamed(tmp_path: Path)
             await feed(groups)
 
         world.trainer.add_groups = count  # type: ignore[method-assign]
-        run(world)
+        play(world)
         return sizes
 
     assert len(feeds(Stream.auto)) > 1
@@ -161,7 +147,7 @@ def test_groups_are_trained_on_as_they_arrive_only_when_streamed(tmp_path: Path)
 
 def test_not_streamed_groups_are_trained_on_in_the_order_of_their_dispatch(tmp_path: Path) -> None:
     world = World(config(steps=1, stream=Stream.off, updates_per_step=2), tmp_path, long_tailed(1))
-    run(world)
+    play(world)
     order = [prompt_id for engine in world.engines for _, _, prompt_id in engine.begun]
     arrival = sorted(order, key=world.seconds)
     drawn = [prompt.id for prompt in World(world.config, tmp_path).cursor.take(4)]
@@ -172,7 +158,7 @@ def test_not_streamed_groups_are_trained_on_in_the_order_of_their_dispatch(tmp_p
 def test_evaluation_follows_a_push_at_once_with_the_gate_shut(tmp_path: Path) -> None:
     made = config(steps=6, max_staleness=2, in_flight=InFlight.in_place, every=2)
     world = World(made, tmp_path, long_tailed(2), eval_rows=30)
-    run(world)
+    play(world)
     pushed = {version: at for at, version in world.sync.pushed}
     assert [step for _, step in world.recorder.evaluations] == [2, 4, 6]
     begun = sorted(entry for engine in world.engines for entry in engine.begun)
@@ -216,27 +202,27 @@ def finish_fails(world: World) -> None:
 
 
 @pytest.mark.parametrize("breaks", [engine_fails, reward_fails, trainer_fails, finish_fails])
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_a_failure_anywhere_ends_the_run_with_its_own_sentence(
-    tmp_path: Path, breaks: Callable[[World], None], staleness: int
-) -> None:
-    world = World(config(max_staleness=staleness), tmp_path)
+def test_a_failure_anywhere_ends_the_run_with_its_own_sentence(tmp_path: Path, breaks: Callable[[World], None]) -> None:
+    world = World(config(max_staleness=2), tmp_path)
     breaks(world)
     with pytest.raises(RunError, match="on purpose"):
-        run(world)
+        play(world)
 
 
 def test_a_failed_push_ends_the_run_with_its_own_sentence(tmp_path: Path) -> None:
     world = World(config(), tmp_path)
-
-    async def story() -> None:
-        context = world.context()
-        world.sync.fail_at = 2
-        await FullyAsync(context).run()
-
     with pytest.raises(SyncError, match="push failed on purpose"):
-        run_virtual(story())
+        play(world, at_start=lambda controller: setattr(world.sync, "fail_at", 2))
     assert len(world.trainer.trained) == 2
+
+
+def test_the_idle_shares_of_a_step_are_those_of_its_times(tmp_path: Path) -> None:
+    world = World(config(max_staleness=1), tmp_path)
+    play(world)
+    for line in world.recorder.lines:
+        waited = line["time/wait"] + line["time/sync"]
+        assert line["idle/trainer"] == pytest.approx(waited / line["time/step"])
+        assert line["idle/rollout"] == pytest.approx(1 - line["time/generate"] / line["time/step"])
 
 
 @virtual
@@ -261,29 +247,26 @@ async def test_an_aborted_step_puts_its_groups_back_at_the_head_and_they_train_n
     assert made.producer.staleness.accepted == 8  # neither counted twice nor given back
 
 
-def test_groups_of_an_aborted_step_are_dropped_once_they_are_too_stale(tmp_path: Path) -> None:
+@virtual
+async def test_groups_of_an_aborted_step_are_dropped_once_they_are_too_stale(tmp_path: Path) -> None:
     world = World(config(max_staleness=0), tmp_path)
 
-    async def story() -> list[str]:
-        made = FullyAsync(world.context())
-        producer = asyncio.create_task(made.producer.run())
-        world.trainer.fail = {"finish_step": TrainerError("on purpose")}
-        with pytest.raises(TrainerError) as failed:
-            await made._train(1)
-        await made.recover_step(failed.value)
-        old = [group.prompt.id for _, group in made.producer.buffer._groups]
-        world.trainer.fail = {}
-        made.producer.staleness.on_weights_synced(1, missing=4)  # as if another trainer had gone on
-        for engine in world.engines:
-            engine.version = 1
-        made.version = 1
-        scored, _ = await made._train(2)
-        producer.cancel()
-        assert made.producer.counts.dropped == len(old) == 4
-        assert sorted(each.group.prompt.id for each in scored) == sorted(old)  # the same prompts, sampled anew
-        return old
-
-    run_virtual(story())
+    made = FullyAsync(world.context())
+    producer = asyncio.create_task(made.producer.run())
+    world.trainer.fail = {"finish_step": TrainerError("on purpose")}
+    with pytest.raises(TrainerError) as failed:
+        await made._train(1)
+    await made.recover_step(failed.value)
+    old = [group.prompt.id for _, group in made.producer.buffer._groups]
+    world.trainer.fail = {}
+    made.producer.staleness.on_weights_synced(1, missing=4)  # as if another trainer had gone on
+    for engine in world.engines:
+        engine.version = 1
+    made.version = 1
+    scored, _ = await made._train(2)
+    producer.cancel()
+    assert made.producer.counts.dropped == len(old) == 4
+    assert sorted(each.group.prompt.id for each in scored) == sorted(old)  # the same prompts, sampled anew
     assert all(group.oldest_version == 1 for _, groups in world.trainer.trained for group in groups)
 
 
@@ -293,22 +276,21 @@ async def test_dynamic_sampling_ends_after_its_refill_rounds_and_trains_on_what_
     useful = {prompt.id for prompt in World(made, tmp_path).cursor.take(3)}
     world = World(made, tmp_path, right=lambda prompt_id, member: prompt_id in useful and member == 0)
 
-    run = FullyAsync(world.context())
-    await run.run()
-    made_run = run
+    controller = FullyAsync(world.context())
+    await controller.run()
     assert [len(groups) for _, groups in world.trainer.trained] == [3]  # the second step had nothing: no update
     assert [line["rollout/groups"] for line in world.recorder.lines] == [3, 0]
     assert [version for _, version in world.sync.pushed] == [0, 1, 2]
     assert all(16 <= line["rollout/filtered_groups"] < 16 + 8 for line in world.recorder.lines)
-    assert made_run.producer.staleness.accepted == 8
-    assert made_run.producer.staleness.in_flight == 0
+    assert controller.producer.staleness.accepted == 8
+    assert controller.producer.staleness.in_flight == 0
 
 
 def test_what_was_filtered_while_groups_wait_does_not_cut_a_step_short(tmp_path: Path) -> None:
     made = config(steps=5, prompts_per_step=2, max_staleness=3, dynamic_sampling=True, max_refill_rounds=1)
     world = World(made, tmp_path, long_tailed(6), lambda prompt_id, member: member == 0 and hash_of(prompt_id) % 3 > 0)
     world.trainer.seconds = 5.0  # much is filtered while the trainer is busy
-    run(world)
+    play(world)
     assert [line["rollout/groups"] for line in world.recorder.lines] == [2] * 5
     assert_ledger(world)
 
@@ -317,35 +299,9 @@ def hash_of(prompt_id: str) -> int:
     return int(prompt_id.split("/")[1].split("@")[0])
 
 
-@pytest.mark.parametrize("placement", [FullyAsync, Colocate])
-def test_several_steps_with_nothing_to_learn_end_the_run_with_the_reason(tmp_path: Path, placement: type) -> None:
-    kind = PlacementKind.colocate if placement is Colocate else PlacementKind.fully_async
+@BOTH
+def test_several_steps_with_nothing_to_learn_end_the_run_with_the_reason(tmp_path: Path, kind: PlacementKind) -> None:
     world = World(config(kind, dynamic_sampling=True, max_refill_rounds=2), tmp_path, right=lambda p, m: True)
-
-    async def story() -> None:
-        await placement(world.context()).run()
-
     with pytest.raises(RunError, match="3 steps in a row"):
-        run_virtual(story())
+        play(world)
     assert world.trainer.trained == []
-
-
-def test_the_trainer_waits_less_and_says_so(tmp_path: Path) -> None:
-    world = World(config(max_staleness=1), tmp_path)
-    run(world)
-    tracks = {span.track for span in world.recorder.timeline._spans}
-    names = {span.name for span in world.recorder.timeline._spans if span.track == "trainer"}
-    assert {"driver", "trainer", "generate engine 0", "generate engine 1", "score"} <= tracks
-    assert names == {"wait", "finish"}
-    assert all({"idle/trainer", "idle/rollout", "time/wait"} <= set(line) for line in world.recorder.lines)
-
-
-def test_scores_are_those_of_the_algorithm(tmp_path: Path) -> None:
-    world = World(config(steps=1), tmp_path)
-    run(world)
-    for _, groups in world.trainer.trained:
-        for group in groups:
-            assert group.rewards.tolist() == [1.0, 0.0]
-            assert score(group, world.config.algorithm, max_completion_tokens=16).advantages.tolist() == pytest.approx(
-                [0.7071, -0.7071], abs=1e-4
-            )

@@ -10,8 +10,8 @@ import pytest
 from app.errors import EngineError
 from app.placement.fully_async import FullyAsync
 from app.types import InFlight
-from tests.placement.test_fully_async import assert_bound, assert_ledger, hash_of, run, total
-from tests.simulation import World, config, virtual
+from tests.placement.test_fully_async import assert_bound, assert_ledger, hash_of, total
+from tests.simulation import World, config, play, virtual
 
 
 def rare_tail(seconds: float, *, every: int = 10) -> Callable[[str], float]:
@@ -23,7 +23,7 @@ def rare_tail(seconds: float, *, every: int = 10) -> Callable[[str], float]:
 def test_tokens_that_become_too_stale_are_counted(tmp_path: Path, staleness: int, mode: InFlight) -> None:
     made = config(steps=30, max_staleness=staleness, in_flight=mode)
     world = World(made, tmp_path, rare_tail(9.0), tokens=1000)
-    run(world)
+    play(world)
     discarded = sum(line["rollout/discarded_tokens"] for line in world.recorder.lines)
     dropped = total(world, "dropped") * 2 * 1000
     aborted = total(world, "aborted") * 2 * 1000  # had they been sampled to the end
@@ -76,7 +76,7 @@ async def test_a_prompt_that_is_sent_again_is_as_old_as_its_new_request(tmp_path
 def test_an_aborted_prompt_begins_again_at_the_sync_and_has_the_whole_bound(tmp_path: Path, staleness: int) -> None:
     made = config(steps=30, max_staleness=staleness, in_flight=InFlight.retract)
     world = World(made, tmp_path, rare_tail(9.0))
-    run(world)
+    play(world)
     synced_at = {at: version for at, version in world.sync.pushed}
     restarts = 0
     for prompt_id in {prompt_id for engine in world.engines for prompt_id in engine.aborted}:
@@ -90,7 +90,7 @@ def test_an_aborted_prompt_begins_again_at_the_sync_and_has_the_whole_bound(tmp_
 def test_a_prompt_that_never_fits_the_bound_is_reported_once_with_what_to_change(tmp_path: Path) -> None:
     made = config(steps=40, max_staleness=1, in_flight=InFlight.retract)
     world = World(made, tmp_path, rare_tail(12.0), tokens=1000)
-    run(world)
+    play(world)
     assert_ledger(world)
     assert_bound(world)
     warned = [text for text in world.recorder.warnings if "was aborted" in text]
@@ -106,7 +106,7 @@ def test_episodes_that_never_fit_the_bound_are_reported_with_the_pushes_that_the
     made = config(steps=40, max_staleness=1, in_flight=InFlight.retract)
     made.environment._target_ = "my_envs.Guess"
     world = World(made, tmp_path, rare_tail(12.0), tokens=1000)
-    run(world)
+    play(world)
     (warned,) = [text for text in world.recorder.warnings if "was aborted" in text]
     assert re.match(r"prompt sim/\d*0@0 .* 3 times: .*placement\.max_staleness to at least 2", warned)
     assert "drain" not in warned  # a sync waits for the turns in flight, not for whole episodes
@@ -114,7 +114,7 @@ def test_episodes_that_never_fit_the_bound_are_reported_with_the_pushes_that_the
 
 def test_a_prompt_that_fits_the_second_time_is_not_reported(tmp_path: Path) -> None:
     world = World(config(steps=12, max_staleness=2, in_flight=InFlight.retract), tmp_path, rare_tail(2.0))
-    run(world)
+    play(world)
     assert [text for text in world.recorder.warnings if "was aborted" in text] == []
 
 
@@ -123,7 +123,7 @@ def test_nothing_is_discarded_that_ends_within_its_bound_while_newer_groups_wait
     made = config(steps=20, max_staleness=3, in_flight=InFlight.retract, max_inflight_groups=16)
     world = World(made, tmp_path, rare_tail(9.0))
     world.trainer.seconds = 1.0  # 4 s a step: the long ones take two to three of the four steps that they have
-    run(world)
+    play(world)
     assert_ledger(world)
     assert_bound(world)
     assert sum(line["rollout/discarded_tokens"] for line in world.recorder.lines) == 0

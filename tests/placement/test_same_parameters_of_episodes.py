@@ -14,23 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from app.config import RunConfig
 from app.config.algorithm import AlgorithmConfig
 from app.config.placement import PlacementKind, Stream
-from app.config.reward import RewardConfig
 from app.config.trainer import Optimizer as Kind
 from app.environment.protocol import Reply, Task
 from app.environment.rendering import renderer_for
 from app.environment.wire import Limits
 from app.model.load import load
-from app.placement.colocate import Colocate
-from app.placement.fully_async import FullyAsync
-from app.reward.scorer import Scorer
 from app.types import Completion, FinishReason, GroupRequest, VersionSpan
 from tests.model.support import save_qwen3
-from tests.placement.test_same_parameters import InProcess, hash_of
+from tests.placement.test_same_parameters import hash_of, train
 from tests.simulated_environments import InProcessEnvironments
-from tests.simulation import RIGHT, WRONG, SimEngine, World, config, run_virtual
+from tests.simulation import RIGHT, WRONG, SimEngine, config
 
 GRPO = AlgorithmConfig(prompts_per_step=6, group_size=4)
 
@@ -90,35 +85,19 @@ class RecordedTurns(SimEngine):
         return Completion(tokens, logprobs, FinishReason.stop, (VersionSpan(request.version, 0, length),))
 
 
-def train(
-    folder: Path, model: Path, made: RunConfig, make: Callable[[], Any] | None, *, exact: bool = False
-) -> tuple[InProcess, int]:
-    """The trainer after the run, and the turns that were asked for."""
-    trainer = InProcess(model, made, Kind.sgd)
-    seconds = lambda prompt_id: 0.2 + random.Random(f"time {prompt_id}").random() * 3  # noqa: E731
-    limits = Limits(8, None, 100, 1e6, 1e6)
-    environments = make and InProcessEnvironments(make, renderer_for("plain", str(model)), limits)
-    world = World(made, folder, seconds, trainer=trainer, environments=environments)  # type: ignore[arg-type]
-    if exact:
-        world.scorer = Scorer(RewardConfig(components={"exact": 1.0}))
-    placement = Colocate if made.placement.kind is PlacementKind.colocate else FullyAsync
-
-    async def story() -> int:
-        context = world.context()
-        engines = [RecordedTurns(seconds, world.right) for _ in range(2)]
-        context.pool.engines[:] = world.sync.engines = [*engines]
-        await placement(context).run()
-        return sum(engine.calls.total() for engine in engines)
-
-    return trainer, run_virtual(story())
+def environments_of(make: Callable[[], Any], model: Path) -> InProcessEnvironments:
+    return InProcessEnvironments(make, renderer_for("plain", str(model)), Limits(8, None, 100, 1e6, 1e6))
 
 
 def test_fully_async_at_staleness_0_and_colocate_give_the_same_parameters(tmp_path: Path, model: Path) -> None:
     common: dict[str, Any] = {"steps": 2, "algorithm": GRPO, "max_inflight_groups": 5, "max_completion_tokens": 60}
     begin = load(model, mesh=None, device="cpu")
     first = torch.cat([parameter.detach().double().flatten() for parameter in begin.parameters()])
-    colocate, turns = train(tmp_path, model, config(PlacementKind.colocate, **common), Seeded)
-    asynchronous, _ = train(tmp_path, model, config(max_staleness=0, stream=Stream.off, **common), Seeded)
+    runs = []
+    for made in (config(PlacementKind.colocate, **common), config(max_staleness=0, stream=Stream.off, **common)):
+        environments = environments_of(Seeded, model)
+        runs.append(train(tmp_path, model, made, Kind.sgd, engine=RecordedTurns, environments=environments))
+    (colocate, turns), (asynchronous, _) = runs
     assert turns > 1.5 * 2 * 6 * 4
     moved = (colocate.parameters - first).norm()
     assert moved > 1e-4 * first.norm()
@@ -133,8 +112,11 @@ def test_an_environment_that_ends_after_one_reply_gives_the_parameters_of_a_sing
 ) -> None:
     """Bit by bit, after three steps."""
     made = config(kind, steps=3, algorithm=GRPO, max_staleness=0, stream=Stream.off)
-    single, groups = train(tmp_path, model, made, None)
-    episodes, turns = train(tmp_path, model, made, OneReply, exact=True)
+    single, groups = train(tmp_path, model, made, Kind.sgd, engine=RecordedTurns)
+    environments = environments_of(OneReply, model)
+    episodes, turns = train(
+        tmp_path, model, made, Kind.sgd, engine=RecordedTurns, environments=environments, reward="exact"
+    )
     assert turns >= 4 * groups - 4 * 6
     assert len(single.reports) == 3
     assert torch.equal(single.parameters, episodes.parameters)

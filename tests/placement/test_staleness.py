@@ -176,17 +176,6 @@ def test_capacity_is_what_the_formula_says() -> None:
     assert admission.capacity == 56 - 28
 
 
-def test_at_staleness_0_the_next_step_is_sampled_by_its_own_policy_only() -> None:
-    admission = StalenessManager.at(0, prompts_per_step=4, max_staleness=0, max_in_flight=100, last_step=9)
-    for _ in range(4):
-        admission.dispatch()
-        admission.accept()
-    assert admission.capacity == 0
-    assert admission.in_flight == 0
-    admission.on_weights_synced(1)
-    assert admission.capacity == 4
-
-
 def test_a_put_beyond_the_bound_is_a_bug_and_raises() -> None:
     buffer = GroupBuffer(2)
     buffer.put(group(0, 0))
@@ -208,17 +197,6 @@ async def test_take_waits_until_a_group_is_there_and_wake_lets_it_look_around() 
     buffer.put(group(0, 0))
     taken, _ = await waiting
     assert len(taken) == 1
-
-
-def test_what_an_aborted_step_was_fed_comes_back_first_and_in_order() -> None:
-    buffer = GroupBuffer(4)
-    for number in range(4):
-        buffer.put(group(number, number))
-    fed, stale = at_once(buffer.take(2, is_fresh=lambda each: each.oldest_version > 0))
-    assert [each.oldest_version for each in fed + stale] == [1, 2, 0]
-    buffer.put_back(fed)
-    again, _ = at_once(buffer.take(4, is_fresh=lambda each: True))
-    assert [each.oldest_version for each in again] == [1, 2, 3]
 
 
 def test_a_group_of_an_older_version_is_taken_before_newer_ones_that_arrived_first() -> None:

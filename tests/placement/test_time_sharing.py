@@ -138,17 +138,13 @@ def train(folder: Path, model: Path, make_offload: Callable[[Any], Offload], *, 
     return trainer
 
 
-def test_the_devices_change_hands_in_the_designs_order(tmp_path: Path, model: Path) -> None:
-    to_engines = ["-gradients", "-optimizer", "+weights", "-parameters", "+kv_cache", "+graphs"]
-    to_trainer = ["-graphs", "-kv_cache", "-weights", "+parameters", "+optimizer", "+gradients"]
-    trained = train(tmp_path, model, Poisoned)
-    assert trained.card.moves == to_engines + STEPS * (to_trainer + to_engines)
-
-
-def test_engines_that_serve_adapters_keep_the_weights_of_the_model(tmp_path: Path, model: Path) -> None:
-    to_engines = ["-gradients", "-optimizer", "-parameters", "+kv_cache", "+graphs"]
-    to_trainer = ["-graphs", "-kv_cache", "+parameters", "+optimizer", "+gradients"]
-    trained = train(tmp_path, model, Poisoned, lora_rank=4)
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_devices_change_hands_in_the_designs_order(lora_rank: int, tmp_path: Path, model: Path) -> None:
+    """Engines that serve adapters keep the weights of the model."""
+    reloaded, released = ([], []) if lora_rank else (["+weights"], ["-weights"])
+    to_engines = ["-gradients", "-optimizer", *reloaded, "-parameters", "+kv_cache", "+graphs"]
+    to_trainer = ["-graphs", "-kv_cache", *released, "+parameters", "+optimizer", "+gradients"]
+    trained = train(tmp_path, model, Poisoned, lora_rank=lora_rank)
     assert trained.card.moves == to_engines + STEPS * (to_trainer + to_engines)
 
 

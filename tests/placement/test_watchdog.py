@@ -13,20 +13,14 @@ import pytest
 from app.config import RunConfig
 from app.config.placement import PlacementKind
 from app.errors import EngineError, EngineLost, RunError
-from app.placement.colocate import Colocate
 from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
 from app.placement.watchdog import MARGIN_S, POLL_INTERVAL_S, STATS_TIMEOUT_S, limit_seconds, watchdog
 from app.rollout.pool import EnginePool
 from app.rollout.remote import CALL_TIMEOUT_S
-from app.types import EngineStats, InFlight, SyncReport
-from tests.simulation import SimEngine, World, config, now, run_virtual, virtual
+from app.types import EngineStats, SyncReport
+from tests.simulation import BOTH, SimEngine, World, config, now, play, virtual
 
-CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
-    PlacementKind.colocate: Colocate,
-    PlacementKind.fully_async: FullyAsync,
-}
-BOTH = pytest.mark.parametrize("kind", list(CONTROLLERS))
 ASYNC = PlacementKind.fully_async
 LIMIT = CALL_TIMEOUT_S + MARGIN_S  # of `quick`
 
@@ -37,20 +31,6 @@ def quick(kind: PlacementKind, **changes: object) -> RunConfig:
     made.weight_sync.timeout_s = 5.0
     made.reward.timeout_s = 0.1
     return made
-
-
-def play(world: World, at_start: Callable[[PlacementController], None] = lambda controller: None) -> float:
-    """The whole run, or a year of it; its virtual seconds."""
-
-    async def story() -> float:
-        context = world.context()
-        controller = CONTROLLERS[world.config.placement.kind](context)
-        at_start(controller)
-        async with asyncio.timeout(365 * 86400), context.supervisor.monitor():
-            await controller.run()
-        return now()
-
-    return run_virtual(story())
 
 
 def hang(*prompts: str) -> Callable[[str], float]:
@@ -69,23 +49,19 @@ def test_a_lost_completion_ends_the_run_and_is_named_with_its_engine(kind: Place
         "2 of 2 engines ready"
     )
     assert re.match(sentence, str(failure.value)), failure.value
-    assert "return await ready.generate(" in (tmp_path / "logs" / "stacks.log").read_text()
+    assert "completions = await ready.generate(" in (tmp_path / "logs" / "stacks.log").read_text()
 
 
-@BOTH
 @virtual
-async def test_the_run_ends_within_its_limit_and_three_polls(kind: PlacementKind, tmp_path: Path) -> None:
-    world = World(quick(kind), tmp_path, hang("sim/"))
+async def test_the_run_ends_within_its_limit_and_three_polls(tmp_path: Path) -> None:
+    world = World(quick(ASYNC), tmp_path, hang("sim/"))
 
-    context = world.context()
     with pytest.raises(RunError, match="960 s"):
-        await CONTROLLERS[kind](context).run()
-    result = now()
-    assert LIMIT < result <= LIMIT + 3 * POLL_INTERVAL_S
+        await FullyAsync(world.context()).run()
+    assert LIMIT < now() <= LIMIT + 3 * POLL_INTERVAL_S
 
 
-@BOTH
-@pytest.mark.parametrize("before_train", [True, False])
+@pytest.mark.parametrize(("kind", "before_train"), [(PlacementKind.colocate, True), (ASYNC, False)])
 def test_a_completion_lost_in_an_evaluation_ends_the_run(
     kind: PlacementKind, before_train: bool, tmp_path: Path
 ) -> None:
@@ -95,12 +71,14 @@ def test_a_completion_lost_in_an_evaluation_ends_the_run(
         play(world)
 
 
-@pytest.mark.parametrize("call", ["add_groups", "finish_step"])
-@BOTH
-def test_a_trainer_that_hangs_ends_the_run_with_its_phase(kind: PlacementKind, call: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "call", "phase"), [(PlacementKind.colocate, "add_groups", "train"), (ASYNC, "finish_step", "finish")]
+)
+def test_a_trainer_that_hangs_ends_the_run_with_its_phase(
+    kind: PlacementKind, call: str, phase: str, tmp_path: Path
+) -> None:
     world = World(quick(kind), tmp_path)
     world.trainer.hang = call
-    phase = "finish" if kind is ASYNC and call == "finish_step" else "train"
     with pytest.raises(RunError, match=f"step 1, phase {phase}"):
         play(world)
 
@@ -120,49 +98,28 @@ def test_a_sync_that_hangs_ends_the_run(kind: PlacementKind, tmp_path: Path) -> 
         world.sync.sync = hangs  # type: ignore[method-assign]
 
     with pytest.raises(RunError, match="step 2, phase sync"):
-        play(world, at_start)
+        play(world, at_start=at_start)
 
 
-@BOTH
-def test_an_engine_that_never_drains_ends_the_run(kind: PlacementKind, tmp_path: Path) -> None:
-    world = World(quick(kind), tmp_path)
-
-    def at_start(controller: PlacementController) -> None:
-        async def never(in_flight: InFlight) -> None:
-            await asyncio.Event().wait()
-
-        world.engines[1].pause = never  # type: ignore[method-assign]
-
-    with pytest.raises(RunError, match="step 1, phase start"):
-        play(world, at_start)
-
-
-def test_waiting_for_an_engine_ends_with_why_there_is_none(tmp_path: Path) -> None:
-    async def story() -> None:  # nobody restarts it
-        world = World(quick(ASYNC), tmp_path, engine_count=1)
-        context = world.context()
-        context.pool.mark_lost(world.engines[0], EngineLost("engine 0 was killed"))
-        async with watchdog(context.rollouter, context.pool, world.config, tmp_path):
-            await context.pool.wait_for_any()
-
+@virtual
+async def test_waiting_for_an_engine_ends_with_why_there_is_none(tmp_path: Path) -> None:
+    world = World(quick(ASYNC), tmp_path, engine_count=1)
+    context = world.context()
+    context.pool.mark_lost(world.engines[0], EngineLost("engine 0 was killed"))
     with pytest.raises(RunError, match=r"0 of 1 engines.*engine 0 was killed"):
-        run_virtual(story())
+        async with watchdog(context.rollouter, context.pool, world.config, tmp_path):
+            await context.pool.wait_for_any()  # nobody restarts it
 
 
-@BOTH
-def test_a_completion_that_keeps_sampling_is_progress_however_long_it_takes(
-    kind: PlacementKind, tmp_path: Path
-) -> None:
-    world = World(
-        quick(kind, steps=2), tmp_path, lambda prompt_id: 1e4 if prompt_id.startswith("sim/7@") else 1.0, rows=8
-    )
+def test_a_completion_that_keeps_sampling_is_progress_however_long_it_takes(tmp_path: Path) -> None:
+    seconds: Callable[[str], float] = lambda prompt_id: 1e4 if prompt_id.startswith("sim/7@") else 1.0  # noqa: E731
+    world = World(quick(ASYNC, steps=2), tmp_path, seconds, rows=8)
     assert play(world) > 1e4
     assert len(world.trainer.ids) == 8
 
 
-@BOTH
-def test_a_long_evaluation_is_progress(kind: PlacementKind, tmp_path: Path) -> None:
-    world = World(quick(kind, steps=2, every=1), tmp_path, lambda prompt_id: 0.46 * LIMIT, eval_rows=200)
+def test_a_long_evaluation_is_progress(tmp_path: Path) -> None:
+    world = World(quick(ASYNC, steps=2, every=1), tmp_path, lambda prompt_id: 0.46 * LIMIT, eval_rows=200)
     assert play(world) > 2 * 5 * LIMIT
     assert [step for _, step in world.recorder.evaluations] == [1, 2]
 
@@ -203,12 +160,8 @@ def test_attempts_to_restart_an_engine_are_progress_until_they_are_too_many(
         return engine
 
     world.replace = dead  # type: ignore[method-assign]
-
-    def at_start(controller: PlacementController) -> None:
-        asyncio.get_running_loop().call_later(0.5, world.engines[0].die)
-
     with pytest.raises(EngineError, match=r"^engine 0 .*6 attempts"):
-        play(world, at_start)
+        play(world, (0.5, 0))
 
 
 @virtual
@@ -229,8 +182,7 @@ async def test_an_engine_that_does_not_say_what_it_sampled_neither_stops_the_wat
     with pytest.raises(RunError, match="0 groups in flight, 2 of 2"):
         async with watchdog(context.rollouter, context.pool, world.config, tmp_path):
             await asyncio.Event().wait()
-    result = now()
-    assert result <= LIMIT + 3 * (POLL_INTERVAL_S + STATS_TIMEOUT_S)
+    assert now() <= LIMIT + 3 * (POLL_INTERVAL_S + STATS_TIMEOUT_S)
 
 
 def test_signs_of_progress_of_servers_that_report_no_tokens_keep_a_run_alive(tmp_path: Path) -> None:
@@ -243,7 +195,7 @@ def test_signs_of_progress_of_servers_that_report_no_tokens_keep_a_run_alive(tmp
         for engine in world.engines:
             engine.stats = stats  # type: ignore[method-assign]
 
-    assert play(world, at_start) > 3 * LIMIT
+    assert play(world, at_start=at_start) > 3 * LIMIT
 
 
 def test_engines_are_asked_what_they_sampled_only_while_nothing_else_shows_progress(tmp_path: Path) -> None:
@@ -259,7 +211,7 @@ def test_engines_are_asked_what_they_sampled_only_while_nothing_else_shows_progr
 
         world.engines[0].stats = counted  # type: ignore[method-assign]
 
-    assert play(world, at_start) > 20 * POLL_INTERVAL_S
+    assert play(world, at_start=at_start) > 20 * POLL_INTERVAL_S
     assert asked == []
 
 
@@ -287,15 +239,13 @@ def test_the_limit_is_above_the_deadline_of_every_single_call() -> None:
     assert limit_seconds(made) == 16 * (2 * 600 + 60) + 60  # a worker starts within 60 s
 
 
-def test_the_watchdog_ends_with_its_block_and_raises_what_the_block_raises(tmp_path: Path) -> None:
-    async def story() -> None:
-        pool = EnginePool([])
-        quiet = SimpleNamespace(progress=(), situation=lambda: "")
-        async with watchdog(quiet, pool, quick(ASYNC), tmp_path):
-            await asyncio.sleep(1)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+@virtual
+async def test_the_watchdog_ends_with_its_block_and_raises_what_the_block_raises(tmp_path: Path) -> None:
+    pool = EnginePool([])
+    quiet = SimpleNamespace(progress=(), situation=lambda: "")
+    async with watchdog(quiet, pool, quick(ASYNC), tmp_path):
+        await asyncio.sleep(1)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    with pytest.raises(EngineError, match="on purpose"):
         async with watchdog(quiet, pool, quick(ASYNC), tmp_path):
             raise EngineError("on purpose")
-
-    with pytest.raises(EngineError, match="on purpose"):
-        run_virtual(story())

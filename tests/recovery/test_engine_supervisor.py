@@ -6,61 +6,30 @@ import doctest
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.checkpoint import manager
 from app.config.placement import PlacementKind
 from app.errors import EngineError, EngineLost, RunError, TrainerError, TrainerLost
-from app.placement import controller
-from app.placement.colocate import Colocate
-from app.placement.controller import PlacementController
 from app.placement.fully_async import FullyAsync
 from app.placement.last_step import save_last_step
 from app.recovery import engine_supervisor
 from app.types import InFlight, MemoryUse
-from app.utils import tasks
-from tests.simulation import SimEngine, SimTrainer, World, config, long_tailed, now, run_virtual, virtual
-
-CONTROLLERS: dict[PlacementKind, type[PlacementController]] = {
-    PlacementKind.colocate: Colocate,
-    PlacementKind.fully_async: FullyAsync,
-}
-BOTH = pytest.mark.parametrize("kind", list(CONTROLLERS))
-
-
-def play(world: World, *deaths: tuple[float, int], limit: float = 1e6) -> float:
-    """The whole run; at each time one more of its engines dies, counted from the first. Its virtual seconds."""
-
-    async def kill() -> None:
-        for time, which in sorted(deaths):
-            await asyncio.sleep(time - now())
-            world.engines[which % len(world.engines)].die()
-
-    async def story() -> float:
-        context = world.context()
-        killer = asyncio.create_task(kill())
-        async with asyncio.timeout(limit), context.supervisor.monitor():
-            await CONTROLLERS[world.config.placement.kind](context).run()
-        killer.cancel()
-        return now()
-
-    return run_virtual(story())
-
-
-def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """File work is done at once: virtual time would run away from a thread."""
-
-    async def at_once(work: Callable[..., object], *arguments: object) -> object:
-        return work(*arguments)
-
-    for module in (tasks, controller, manager):
-        monkeypatch.setattr(module, "in_thread", at_once)
+from tests.simulation import (
+    BOTH,
+    SimEngine,
+    SimTrainer,
+    World,
+    config,
+    long_tailed,
+    now,
+    play,
+    virtual,
+    without_threads,
+)
 
 
 def assert_sound(world: World) -> None:
@@ -88,14 +57,6 @@ def test_an_engine_that_dies_is_replaced_and_its_prompts_are_sent_again(kind: Pl
     assert sum(line["rollout/failed_groups"] for line in world.recorder.lines) >= 1
     (warning,) = world.recorder.warnings
     assert "on purpose" in warning
-
-
-@BOTH
-def test_the_only_engine_may_die(kind: PlacementKind, tmp_path: Path) -> None:
-    world = World(config(kind), tmp_path, engine_count=1)
-    play(world, (0.5, 0), (12.0, 1))
-    assert_sound(world)
-    assert len(world.engines) == 3
 
 
 def test_the_other_engine_goes_on_while_one_is_replaced(tmp_path: Path) -> None:
@@ -136,31 +97,25 @@ async def test_an_engine_whose_replacement_was_cut_short_is_replaced_in_the_trai
     assert_sound(world)
 
 
-NOT_SAVED = "step 3 was not saved: the next update had already changed the parameters"
-
-
-@pytest.mark.parametrize(("ahead", "told"), [(0, []), (1, [NOT_SAVED])])
 @virtual
-async def test_a_run_that_is_asked_to_stop_saves_its_last_step_or_says_why_not(
-    ahead: int, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_run_that_is_asked_to_stop_says_why_it_cannot_save_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`ahead`: 1 between an update and the end of its push, when the parameters are no longer those of a step."""
+    """Between an update and the end of its push the parameters are no longer those of a step."""
     without_threads(monkeypatch)
     world = World(config(), tmp_path)
-    world.config.checkpoint.every = 2
     world.config.checkpoint.keep = 2
 
     controller = FullyAsync(world.context(), 3)
-    world.trainer.trained = [(version, []) for version in range(3 + ahead)]
+    world.trainer.trained = [(version, []) for version in range(4)]
     await save_last_step(controller)
-    await save_last_step(controller)  # what is saved is saved
-    assert world.recorder.warnings == 2 * told
-    latest = tmp_path / "checkpoints" / "latest"
-    assert latest.exists() == (not told)
+    (warning,) = world.recorder.warnings
+    assert warning == "step 3 was not saved: the next update had already changed the parameters"
+    assert not (tmp_path / "checkpoints" / "latest").exists()
 
 
 @given(
-    kind=st.sampled_from(list(CONTROLLERS)),
+    kind=st.sampled_from(PlacementKind),
     deaths=st.lists(st.tuples(st.floats(0.1, 40.0), st.integers(0, 5)), max_size=4),
     engines=st.integers(1, 3),
     staleness=st.integers(0, 2),
@@ -220,25 +175,6 @@ def test_a_prompt_that_is_lost_too_often_ends_the_run(kind: PlacementKind, tmp_p
         play(world, *((10.0 + 30 * turn, turn) for turn in range(7)))
 
 
-@BOTH
-def test_an_engine_that_does_not_start_again_ends_the_run_with_a_sentence(kind: PlacementKind, tmp_path: Path) -> None:
-    world = World(config(kind), tmp_path, engine_count=1)
-    made = world.replace
-
-    def dead(place: int) -> object:
-        engine = made(place)
-
-        async def start(timeout_s: float) -> dict[str, Any]:
-            raise EngineError("no memory on purpose")
-
-        engine.start = start  # type: ignore[method-assign]
-        return engine
-
-    world.replace = dead  # type: ignore[method-assign, assignment]
-    with pytest.raises(EngineError, match=r"^engine 0 .*6 attempts"):
-        play(world, (0.5, 0))
-
-
 class Faltering(SimTrainer):
     """Fails `times` times at a call."""
 
@@ -275,8 +211,7 @@ def test_a_step_that_fails_every_time_ends_the_run(kind: PlacementKind, tmp_path
     assert world.trainer.aborts == 4  # recovery.max_restarts=3, and the last failure
 
 
-@BOTH
-@pytest.mark.parametrize("parameters", [None, 1])
+@pytest.mark.parametrize(("kind", "parameters"), [(PlacementKind.colocate, None), (PlacementKind.fully_async, 1)])
 def test_a_step_is_not_repeated_on_parameters_that_it_may_have_changed(
     kind: PlacementKind, parameters: int | None, tmp_path: Path
 ) -> None:
@@ -285,21 +220,17 @@ def test_a_step_is_not_repeated_on_parameters_that_it_may_have_changed(
         play(world)
 
 
-@BOTH
-def test_a_machine_that_is_nearly_full_is_told_before_the_kernel_acts(
-    kind: PlacementKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_nearly_full_machine_ends_the_run_before_the_kernel_acts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_threads(monkeypatch)
-    world = World(config(kind), tmp_path)
+    world = World(config(), tmp_path)
 
     async def memory(engine: SimEngine) -> MemoryUse:
         return MemoryUse(2**40, 0.98 if engine.version >= 2 else 0.5)  # more than this process
 
     monkeypatch.setattr(SimEngine, "memory", memory)
-    with pytest.raises(
-        RunError,
-        match=r"engine 0 .*98.0%.* engine 0 with 1048576",
-    ):
+    with pytest.raises(RunError, match=r"engine 0 .*98.0%.* engine 0 with 1048576"):
         play(world)
     assert [line["memory/host_used_fraction"] for line in world.recorder.lines][-1] == 0.98
 
@@ -348,8 +279,7 @@ async def test_an_engine_that_does_not_abort_is_lost_after_a_deadline_and_holds_
     assert len(world.engines[1].aborted) == 2
     for group in groups:
         group.cancel()
-    result = now()
-    assert result == pytest.approx(1 + 10, abs=0.2)
+    assert now() == pytest.approx(1 + 10, abs=0.2)
 
 
 def test_pauses_between_restarts_are_bounded() -> None:
@@ -372,5 +302,4 @@ async def test_engines_that_do_not_answer_after_a_failed_sync_are_found_at_the_s
     context = World(config(PlacementKind.fully_async), tmp_path, engine_count=4).context()
     began = now()
     await context.supervisor.diagnose(dict(enumerate(context.pool.engines)))
-    result = now() - began, len(context.pool.lost)
-    assert result == (10.0, 4)
+    assert (now() - began, len(context.pool.lost)) == (10.0, 4)

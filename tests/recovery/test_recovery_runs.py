@@ -117,18 +117,6 @@ def test_a_run_survives_kill_9_of_driver_engine_and_trainer(start: Callable[...,
     assert "Traceback" not in run.text
 
 
-@pytest.mark.slow
-@BOTH
-def test_sigterm_saves_the_last_step_and_prints_how_to_resume(placement: str, start: Callable[..., Run]) -> None:
-    run = start("steps=500", *PLACEMENTS[placement], *LONG)
-    run.wait_for_step(3)
-    os.kill(run.process.pid, signal.SIGTERM)
-    assert run.wait(60) == 130
-    assert run.gone_within(15), run.processes()
-    assert f"resume={run.folder}" in run.last_lines
-    assert_ledger(run.folder, saved_on_sigterm(run))
-
-
 def saved_on_sigterm(run: Run) -> int:
     """The step of the newest checkpoint, which is the last one."""
     saved: int = state(run.folder)["step"]

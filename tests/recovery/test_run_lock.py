@@ -22,16 +22,11 @@ def test_a_second_process_is_refused_with_the_name_of_the_first_and_changes_noth
         assert content(tmp_path) == before
 
 
-def test_the_next_process_replaces_the_name_in_the_lock(tmp_path: Path) -> None:
+def test_a_lock_that_is_released_is_taken_again_under_the_name_of_the_next(tmp_path: Path) -> None:
     (tmp_path / LOCK).write_text("process 1 on a machine with a long name\n")
-    with run_lock(tmp_path):
-        assert (tmp_path / LOCK).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
-
-
-def test_a_lock_that_is_released_can_be_taken_again(tmp_path: Path) -> None:
     for _ in range(2):
         with run_lock(tmp_path):
-            pass
+            assert (tmp_path / LOCK).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:

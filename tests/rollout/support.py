@@ -6,6 +6,7 @@ import os
 import shutil
 import urllib.request
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ import psutil
 import ray
 import torch
 
-from app.device.cpu import DEVICE
+from app.model.hf_import import transformers
 from app.rollout.host import EngineHost, HostSpec
 from app.rollout.remote import RemoteEngine
 from app.rollout.server import ServerSpec
 from app.types import Completion, GroupRequest, Sampling
-from tests.fork_server import shared
+from tests import conftest
 
 KEY = "a-key-that-nobody-may-see"
 HOT = 50.0  # a temperature at which every token is about as likely as any other
@@ -38,24 +39,8 @@ def request(
     return GroupRequest(prompt_id, np.array(tokens, dtype=np.int32), group_size, sampling, version)
 
 
-def server_spec(model: Path, folder: Path, *, name: str, **flags: object) -> ServerSpec:
-    return ServerSpec(
-        name=name,
-        model_path=str(model),
-        host="127.0.0.1",
-        port=0,
-        key=KEY,
-        flags={
-            **DEVICE.engine_flags,
-            "dtype": "float32",
-            "skip-tokenizer-init": True,
-            "max-total-tokens": 16384,
-            **{flag.replace("_", "-"): value for flag, value in flags.items()},
-        },
-        environment={**DEVICE.engine_env, "OMP_NUM_THREADS": "1"},
-        log=folder / f"{name.replace(' ', '_')}.log",
-        fork=shared(),
-    )
+def server_spec(model: Path, folder: Path, *, name: str, **flags: Any) -> ServerSpec:
+    return replace(conftest.server_spec(model, folder, name=name, **flags), key=KEY)
 
 
 def host_spec(
@@ -85,12 +70,31 @@ def remote(spec: HostSpec) -> RemoteEngine:
     return RemoteEngine(spec.name, ray.remote(EngineHost).options(max_concurrency=1024, num_cpus=0).remote(spec))
 
 
+def engine_at(url: str, key: str, folder: Path, name: str) -> RemoteEngine:
+    """The host of a running server, not started."""
+    return remote(host_spec(folder, name=name, url=url, key=key))
+
+
+async def address_of(engine: RemoteEngine) -> tuple[str, str]:
+    """The URL and the key of an engine's server."""
+    return await engine.actor.__ray_call__.remote(_address_and_key)
+
+
+def noisy_model(model: Path, seed: int) -> Any:
+    """Transformers' own model with the weights that `set_weights` gives a trainer: seed 0 is the checkpoint itself."""
+    policy = transformers().AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if seed:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return policy
+
+
 def largest_difference(
     model: Path, requests: Sequence[GroupRequest], groups: Sequence[Sequence[Completion]], *, seed: int = 0
 ) -> float:
     """Between the log-probabilities of these completions and those of transformers, with the noise of `seed`."""
-    from tests.weight_sync.support import noisy_model
-
     policy = noisy_model(model, seed)
     largest = 0.0
     for given, completions in zip(requests, groups, strict=True):
@@ -145,7 +149,7 @@ async def in_flight(engine: RemoteEngine, given: GroupRequest, *, running: int =
     No time is waited for: how many tokens a server samples in it depends on the machine.
     """
     task = asyncio.create_task(engine.generate(given))
-    url, key = await engine.actor.__ray_call__.remote(_address_and_key)
+    url, key = await address_of(engine)
     async with asyncio.timeout(60):
         while await asyncio.to_thread(_running_requests, url, key) < running:
             assert not task.done(), f"the group ended before it was seen running: {task}"

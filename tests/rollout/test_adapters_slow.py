@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ from app.errors import EngineError
 from app.rollout.remote import RemoteEngine
 from app.types import Completion, InFlight
 from tests.rollout.adapters import adapter_engine, body_of, logprobs_differ, merged, tensors_of
-from tests.rollout.support import HOT, _address_and_key, host_spec, in_flight, remote, request
-from tests.rollout.test_qwen35 import ROUNDING as QWEN35_ROUNDING
-from tests.tiny_models.make import Recipe
+from tests.rollout.support import HOT, address_of, host_spec, in_flight, remote, request
 
 pytestmark = pytest.mark.slow
 ROUNDING = 5e-5
@@ -60,25 +57,6 @@ def test_two_ranks_serve_an_adapter_as_one(ray_session: None, tiny_model: Path, 
     assert_logprobs(tiny_model, asyncio.run(run()), ROUNDING)
 
 
-def test_qwen35_serves_adapters_of_its_linear_attention_too(
-    ray_session: None, tmp_path: Path, made_model: Callable[..., Path]
-) -> None:
-    model = made_model(Recipe(qwen35=True, layers=4), warmed_up=False)
-    engine = adapter_engine(model, tmp_path, name="engine of qwen35", disable_radix_cache=True)
-    tensors = {version: tensors_of(model, version) for version in (1, 2)}
-    layers = {name.split(".")[-3] for name in tensors[1]}
-    assert {"in_proj_q", "in_proj_z", "out_proj", "q_proj", "down_proj"} <= layers
-
-    async def run() -> dict[int, list[Completion]]:
-        await engine.start(300)
-        try:
-            return await two_versions(engine, {version: body_of(each) for version, each in tensors.items()})
-        finally:
-            await engine.stop()
-
-    assert_logprobs(model, asyncio.run(run()), QWEN35_ROUNDING)
-
-
 def test_a_running_server_serves_adapters_of_several_hosts(ray_session: None, tiny_model: Path, tmp_path: Path) -> None:
     """As after a restart of the driver: the adapters of the host before it are still there."""
     bodies = {version: body_of(tensors_of(tiny_model, version)) for version in (1, 2)}
@@ -88,7 +66,7 @@ def test_a_running_server_serves_adapters_of_several_hosts(ray_session: None, ti
         await own.start(300)
         try:
             await own.load_adapter(1, bodies[1])
-            url, key = await own.actor.__ray_call__.remote(_address_and_key)
+            url, key = await address_of(own)
             spec = host_spec(tmp_path, name="engine 1", url=url, key=key)
             other = remote(replace(spec, serves_adapters=True))
             await other.start(60)

@@ -1,11 +1,9 @@
 """The bodies of requests, and how replies and failures are read."""
 
 import asyncio
-import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,8 @@ from app.rollout import client as clients
 from app.rollout.client import Client, ConnectionLost, parse, spans, spans_in_place
 from app.rollout.host.requests_in_flight import MAX_ABORT_CALLS
 from app.rollout.remote import RemoteEngine
-from app.types import Completion, FinishReason, VersionSpan
-from tests.rollout.support import _address_and_key, host_spec, remote, request
+from app.types import FinishReason, VersionSpan
+from tests.rollout.support import host_spec, remote, request
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -170,7 +168,7 @@ async def good(_: web.Request) -> web.Response:
     return web.json_response({})
 
 
-def test_the_members_of_a_group_have_their_own_request_ids(ray_session: None, tmp_path: Path) -> None:
+async def test_the_members_of_a_group_have_their_own_request_ids(ray_session: None, tmp_path: Path) -> None:
     bodies: list[dict[str, Any]] = []
 
     async def generate(given: web.Request) -> web.Response:
@@ -178,17 +176,14 @@ def test_the_members_of_a_group_have_their_own_request_ids(ray_session: None, tm
         bodies.append(body)
         return web.json_response([answer([(-0.5, 7)], "stop") for _ in body["rid"]])
 
-    async def run() -> None:
-        async with serving(health=good, server_info=good, generate=generate) as url:
-            engine = remote(host_spec(tmp_path, name="engine 1", url=url))
-            await engine.start(60)
-            for name in ("data/0@0", "data/0@1", "data/1@0", "data/0@0"):
-                completions = await engine.generate(request(name, group_size=8, temperature=0.7, max_tokens=5))
-                assert [each.token_ids.tolist() for each in completions] == [[7]] * 8
-            assert (await engine.stats()).completion_tokens == 32
-            await engine.stop()
-
-    asyncio.run(run())
+    async with serving(health=good, server_info=good, generate=generate) as url:
+        engine = remote(host_spec(tmp_path, name="engine 1", url=url))
+        await engine.start(60)
+        for name in ("data/0@0", "data/0@1", "data/1@0", "data/0@0"):
+            completions = await engine.generate(request(name, group_size=8, temperature=0.7, max_tokens=5))
+            assert [each.token_ids.tolist() for each in completions] == [[7]] * 8
+        assert (await engine.stats()).completion_tokens == 32
+        await engine.stop()
     assert all(each.endswith(f"/data/0@0#{member}") for member, each in enumerate(bodies[0]["rid"]))
     assert len({name for body in bodies for name in body["rid"]}) == 32  # the same prompt gets new request ids
     assert bodies[0]["input_ids"] == [[21, 15, 22, 33]] * 8
@@ -197,74 +192,9 @@ def test_the_members_of_a_group_have_their_own_request_ids(ray_session: None, tm
     assert bodies[0]["sampling_params"] == sampling
 
 
-def test_a_request_names_its_adapter_whose_version_all_its_tokens_have(ray_session: None, tmp_path: Path) -> None:
-    bodies: list[dict[str, Any]] = []
-
-    async def server_info(_: web.Request) -> web.Response:
-        return web.json_response({"enable_lora": True, "max_loaded_loras": 3})
-
-    async def generate(given: web.Request) -> web.Response:
-        body = await given.json()
-        bodies.append(body)
-        replies = [answer([(-0.5, 7), (-0.5, 8)], "stop") for _ in body["rid"]]
-        for reply, version in zip(replies, ("default", "9"), strict=True):
-            reply["meta_info"]["weight_versions"] = [span(version, 0, 2)]
-        return web.json_response(replies)
-
-    async def run() -> list[Completion]:
-        routes = {"load_lora_adapter_from_tensors": good, "unload_lora_adapter": good}
-        async with serving(health=good, server_info=server_info, generate=generate, **routes) as url:
-            spec = replace(host_spec(tmp_path, name="engine 1", url=url), serves_adapters=True)
-            engine = remote(spec)
-            await engine.start(60)
-            with pytest.raises(EngineError, match="engine 1 has no adapter"):
-                await engine.generate(request("data/0@0", group_size=2))
-            completions = []
-            for version in (4, 5):
-                assert await engine.load_adapter(version, {"config_dict": {}}) == 1
-                completions += await engine.generate(request(f"data/{version}@0", group_size=2, version=3))
-            await engine.stop()
-            return completions
-
-    completions = asyncio.run(run())
-    assert [each.spans for each in completions] == [(VersionSpan(version, 0, 2),) for version in (4, 4, 5, 5)]
-    names = [body["lora_path"] for body in bodies]
-    assert [name.split("-")[:2] for name in names] == [["policy", "v4"], ["policy", "v5"]]
-
-
 def test_an_engine_of_a_whole_model_takes_no_adapter(engine: RemoteEngine) -> None:
     with pytest.raises(EngineError, match=r"engine 0 .*model\.lora\.rank"):
         asyncio.run(engine.load_adapter(1, {}))
-
-
-async def test_a_running_server_without_adapters_is_refused(engine: RemoteEngine, tmp_path: Path) -> None:
-    url, key = await engine.actor.__ray_call__.remote(_address_and_key)
-    other = remote(replace(host_spec(tmp_path, name="engine 1", url=url, key=key), serves_adapters=True))
-    with pytest.raises(EngineError, match=f"engine 1 at {url} .*model.lora"):
-        await other.start(60)
-    await other.stop()
-
-
-async def test_an_abort_that_nobody_asked_for_is_an_error_with_the_servers_reason(
-    ray_session: None, tmp_path: Path
-) -> None:
-    out_of_memory = {"type": "abort", "message": "out of KV cache", "status_code": None}
-
-    async def generate(given: web.Request) -> web.Response:
-        replies = [answer([(-0.5, 7)], "stop") for _ in (await given.json())["rid"]]
-        replies[2]["meta_info"]["finish_reason"] = out_of_memory
-        return web.json_response(replies)
-
-    async with serving(health=good, server_info=good, generate=generate) as url:
-        engine = remote(host_spec(tmp_path, name="engine 1", url=url))
-        await engine.start(60)
-        with pytest.raises(EngineError) as aborted:
-            await engine.generate(request("data/3@0"))
-        assert (await engine.stats()).groups == 0
-        await engine.stop()
-        error = aborted.value
-    assert type(error) is EngineError  # the engine is still usable
-    assert re.search("engine 1 .* 1 of 4 .*data/3@0 .*: out of KV cache", str(error))
 
 
 async def test_an_abort_calls_the_server_for_many_requests_at_a_time(ray_session: None, tmp_path: Path) -> None:

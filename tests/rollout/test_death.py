@@ -1,4 +1,4 @@
-"""A server that hangs, dies, or loses its host; keys. The tests share one real server and run in order."""
+"""A server that hangs, dies, or loses a request or its host; keys. The tests share a real server and run in order."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -17,7 +17,7 @@ import ray
 
 from app.errors import EngineError, EngineLost
 from app.rollout.remote import RemoteEngine
-from app.types import FinishReason
+from app.types import FinishReason, InFlight
 from tests.rollout.support import (
     HOT,
     KEY,
@@ -30,6 +30,34 @@ from tests.rollout.support import (
     without_end,
 )
 from tests.waiting import until
+
+STALL_S = 4.0
+# An SGLang plugin: requests of the prompt lost/… never reach the queue, those of aborted/… end without being asked to.
+PLUGIN = """
+def load():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue", add, HookType.AROUND)
+
+
+def add(original, scheduler, req, *args, **kwargs):
+    if "/aborted/" in req.rid:
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        req.to_finish = FINISH_ABORT("out of KV cache")
+    if "/lost/" not in req.rid:
+        original(scheduler, req, *args, **kwargs)
+"""
+
+
+def plugin_folder(folder: Path) -> Path:
+    """A folder for PYTHONPATH in which SGLang finds `PLUGIN`, as if it were installed."""
+    metadata = folder / "faulty-1.0.dist-info"
+    metadata.mkdir()
+    (folder / "faulty_plugin.py").write_text(PLUGIN)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[sglang.srt.plugins]\nfaulty = faulty_plugin:load\n")
+    return folder
 
 
 @dataclass(frozen=True)
@@ -46,8 +74,9 @@ class OwnServer:
 def own(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
     """Completions end at their token limit, and 4 are sampled at a time; the last test of this module kills it."""
     folder = tmp_path_factory.mktemp("own")
-    model = without_end(tiny_model, folder)
-    server = server_spec(model, folder, name="engine 5", max_running_requests=4)
+    path = os.pathsep.join([str(plugin_folder(folder)), *filter(None, [os.environ.get("PYTHONPATH")])])
+    server = server_spec(without_end(tiny_model, folder), folder, name="engine 5", max_running_requests=4)
+    server = replace(server, environment={**server.environment, "PYTHONPATH": path}, fork=None)
     engine = remote(host_spec(folder, name="engine 5", server=server))
     info = asyncio.run(engine.start(300))
     yield OwnServer(engine, info["url"], info["pid"], server.log)
@@ -55,11 +84,10 @@ def own(ray_session: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFa
     ray.kill(engine.actor)
 
 
-@pytest.fixture(scope="module")
-def visitor(own: OwnServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
-    """A host for the same server, as `rollout.urls` makes one: it starts no process."""
-    folder = tmp_path_factory.mktemp("visitor")
-    engine = remote(host_spec(folder, name="engine 6", url=own.url, key=KEY, stall_timeout_s=3))
+@pytest.fixture
+def visitor(own: OwnServer, tmp_path: Path) -> Iterator[RemoteEngine]:
+    """A host for the same server, as `rollout.urls` makes one: it starts no process. Once it is lost, it stays lost."""
+    engine = remote(host_spec(tmp_path, name="engine 6", url=own.url, key=KEY, stall_timeout_s=STALL_S))
     info = asyncio.run(engine.start(60))
     assert (info["url"], info["pid"]) == (own.url, None)
     assert info["version"]
@@ -90,7 +118,10 @@ async def test_a_running_server_is_used_by_its_address(own: OwnServer, visitor: 
     assert len(await visitor.generate(request(group_size=2))) == 2
     assert not theirs.done()
     await visitor.abort(["test/0@0"])
-    assert {completion.finish_reason for completion in await theirs} == {FinishReason.length}
+    assert len(await visitor.generate(request(group_size=2))) == 2
+    assert not theirs.done()
+    await own.engine.abort(["test/0@0"])
+    assert {completion.finish_reason for completion in await theirs} == {FinishReason.abort}
 
 
 def test_a_wrong_key_is_one_sentence(own: OwnServer, tmp_path: Path) -> None:
@@ -112,6 +143,67 @@ async def test_aborted_members_that_were_still_waiting_are_empty(own: OwnServer)
     assert sum(not each for each in tokens) >= 4
 
 
+# --- requests that the server loses or aborts by itself, while it samples others
+
+
+async def sample_forever(engine: RemoteEngine) -> None:
+    """Keep the server producing, with more requests than it samples at a time."""
+
+    async def repeat(prompt: str) -> None:
+        while True:
+            await engine.generate(request(prompt, group_size=4, temperature=HOT, max_tokens=500))
+
+    await asyncio.gather(repeat("good/0@0"), repeat("good/1@0"))
+
+
+async def test_a_request_that_is_lost_while_others_are_sampled_loses_the_engine(visitor: RemoteEngine) -> None:
+    others = asyncio.create_task(sample_forever(visitor))
+    with pytest.raises(EngineLost) as lost:
+        await asyncio.wait_for(visitor.generate(request("lost/1@0")), 60)
+    with pytest.raises(EngineLost):
+        await others  # they were sampled until then
+    assert re.search(r"engine 6 .*rollout.stall_timeout_s=4 s \(lost/1@0\)", str(lost.value))
+
+
+async def test_requests_of_a_paused_engine_are_not_lost(visitor: RemoteEngine) -> None:
+    task = await in_flight(visitor, request(group_size=8, temperature=HOT, max_tokens=400))
+    await visitor.pause(InFlight.retract)
+    await asyncio.sleep(2 * STALL_S)
+    assert not task.done()
+    await visitor.resume()
+    result = [completion.finish_reason for completion in await asyncio.wait_for(task, 120)]
+    assert result == [FinishReason.length] * 8
+
+
+async def test_the_tokens_of_running_requests_count_as_sampled(visitor: RemoteEngine) -> None:
+    """Sample groups until one was counted while it ran: a fast machine ends some between two counts."""
+    counts = [0]
+    for groups in range(1, 21):
+        task = asyncio.create_task(visitor.generate(request(group_size=4, temperature=HOT, max_tokens=1000)))
+        while not task.done():
+            counts.append((await visitor.stats()).completion_tokens)
+            await asyncio.sleep(0.05)
+        await task
+        counts.append((await visitor.stats()).completion_tokens)
+        assert counts[-1] == groups * 4_000
+        if any(each % 4_000 for each in counts):
+            break
+    assert any(each % 4_000 for each in counts), "none of 20 groups was counted while it ran"
+    assert counts == sorted(counts)
+
+
+async def test_an_abort_that_nobody_asked_for_is_an_error_of_that_prompt(visitor: RemoteEngine) -> None:
+    with pytest.raises(EngineError) as aborted:
+        await asyncio.wait_for(visitor.generate(request("aborted/1@0")), 60)
+    assert len(await visitor.generate(request("good/2@0"))) == 4  # the engine still serves
+    error = aborted.value
+    assert type(error) is EngineError
+    assert re.search("engine 6 .* 4 of 4 .*aborted/1@0 .*: out of KV cache", str(error))
+
+
+# --- processes that stop or die
+
+
 @pytest.mark.slow  # takes 10 s; the recovery soaks cover it twenty times
 async def test_a_scheduler_that_stands_still_is_found_while_nothing_is_in_flight(
     own: OwnServer, tmp_path: Path
@@ -130,8 +222,7 @@ async def test_a_scheduler_that_stands_still_is_found_while_nothing_is_in_flight
         scheduler.resume()
     with pytest.raises(EngineLost):
         await engine.check()  # it stays lost
-    result = lost.value
-    assert re.search("engine 10 .*/server_info within 10 s", str(result))
+    assert re.search("engine 10 .*/server_info within 10 s", str(lost.value))
     ray.kill(engine.actor)
 
 
@@ -143,45 +234,44 @@ async def test_a_server_that_stalls_fails_what_is_in_flight(own: OwnServer, visi
             await asyncio.wait_for(task, 20)
     finally:
         os.killpg(own.pid, signal.SIGCONT)
-    result = stalled.value
-    assert re.search(r"engine 6 .*rollout.stall_timeout_s=3 s .*\(test/0@0\)", str(result))
+    assert re.search(r"engine 6 .*rollout.stall_timeout_s=4 s .*\(test/0@0\)", str(stalled.value))
 
 
-def test_a_killed_server_fails_what_is_in_flight_within_5_seconds(own: OwnServer) -> None:
-    async def run() -> tuple[EngineError, EngineError, float]:
-        task = await in_flight(own.engine, request(group_size=4, temperature=HOT, max_tokens=2000))
-        os.kill(own.pid, signal.SIGKILL)
-        killed = time.monotonic()
-        with pytest.raises(EngineError) as pending:
-            await asyncio.wait_for(task, 10)
-        seconds = time.monotonic() - killed
-        with pytest.raises(EngineError) as later:
-            await own.engine.generate(request())
-        return pending.value, later.value, seconds
-
-    pending, later, seconds = asyncio.run(run())
-    assert seconds < 5
-    head, *tail = str(pending).splitlines()
+async def test_a_killed_server_fails_what_is_in_flight_within_5_seconds(own: OwnServer) -> None:
+    task = await in_flight(own.engine, request(group_size=4, temperature=HOT, max_tokens=2000))
+    os.kill(own.pid, signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(EngineError) as pending:
+        await asyncio.wait_for(task, 10)
+    assert time.monotonic() - killed < 5
+    with pytest.raises(EngineError) as later:
+        await own.engine.generate(request())
+    head, *tail = str(pending.value).splitlines()
     assert re.search(rf"engine 5 \(pid {own.pid}\) .*SIGKILL; log: {own.log}", head)
     assert tail
     assert [line.removeprefix("  | ") for line in tail] == own.log.read_text().splitlines()[-len(tail) :]
-    assert str(later) == str(pending)
+    assert str(later.value) == str(pending.value)
     assert until(lambda: not process_group(own.pid), 5) < 5
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_at_its_start_shows_the_end_of_its_log(
-    ray_session: None, tiny_model: Path, tmp_path: Path
+@pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
+async def test_a_killed_child_of_a_server_fails_what_is_in_flight_within_5_seconds(
+    role: str, ray_session: None, tiny_model: Path, tmp_path: Path
 ) -> None:
-    server = server_spec(tiny_model, tmp_path, name="engine 7", no_such_flag=1)
-    engine = remote(host_spec(tmp_path, name="engine 7", server=server))
-    with pytest.raises(EngineError) as died:
-        asyncio.run(engine.start(120))
-    asyncio.run(engine.stop())
-    message = str(died.value)
-    assert message.startswith("engine 7 (pid ")
-    assert f"code 2; log: {server.log}" in message
-    assert "unrecognized arguments: --no-such-flag 1" in message
+    server = server_spec(without_end(tiny_model, tmp_path), tmp_path, name="engine 5")
+    engine = remote(host_spec(tmp_path, name="engine 5", server=server))
+    pid = (await engine.start(300))["pid"]
+    child = next(each for each in process_group(pid) if f"sglang::{role}" in " ".join(each.cmdline()))
+
+    task = await in_flight(engine, request(group_size=4, temperature=HOT, max_tokens=2000))
+    child.kill()
+    killed = time.monotonic()
+    with pytest.raises(EngineError, match=rf"^engine 5 \(pid {pid}\) .*its last lines:\n  \| "):
+        await asyncio.wait_for(task, 30)
+    assert time.monotonic() - killed < 5
+    assert until(lambda: not process_group(pid), 5) < 5
+    ray.kill(engine.actor)
 
 
 def writes_to(pid: int, log: Path) -> bool:

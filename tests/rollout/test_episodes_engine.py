@@ -22,8 +22,7 @@ from tests.rollout.episodes import (
     tiny_prompt,
     trained,
 )
-from tests.rollout.support import HOT
-from tests.weight_sync.support import noisy_model
+from tests.rollout.support import HOT, noisy_model
 
 
 @pytest.mark.parametrize("temperature", [1.0, HOT])

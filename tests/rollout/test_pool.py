@@ -68,12 +68,6 @@ async def test_an_engine_that_failed_a_group_has_no_work_left_from_it() -> None:
     assert (list(one.groups), list(two.groups)) == (["a", "b", "c"], ["d"])
 
 
-def test_a_call_of_each_engine_reaches_every_engine() -> None:
-    one, two = ManualEngine(), ManualEngine()
-    asyncio.run(EnginePool([one, two]).each(RolloutEngine.pause, InFlight.drain))
-    assert one.pauses == two.pauses == [InFlight.drain]
-
-
 async def test_a_lost_engine_gets_no_group_until_it_is_replaced() -> None:
     one, two, replacement = ManualEngine(), ManualEngine(), ManualEngine()
     pool = EnginePool([one, two])

@@ -15,9 +15,9 @@ from app.types import InFlight
 from tests.conftest import make_engine
 from tests.cpu_engine.test_batched_attention import ragged, staggered
 from tests.rollout.episodes import TALK, Recording, asked, largest_difference_of_sequences, played, trained
-from tests.rollout.support import HOT, in_flight, largest_difference, request
+from tests.rollout.support import HOT, in_flight, largest_difference, noisy_model, request
 from tests.tiny_models.make import Recipe
-from tests.weight_sync.support import TRANSPORTS, make_synchronizer, make_trainer, noisy_model, set_weights, started
+from tests.weight_sync.support import make_synchronizer, make_trainer, set_weights, started
 
 # transformers' own float32 log-probabilities of this model are up to 3e-5 from its float64 ones: its linear attention
 # amplifies rounding ten times as much as Qwen3's attention does. Weights of another version differ by 0.1 and more.
@@ -85,14 +85,13 @@ def test_all_turns_of_episodes_have_the_logprobs_of_transformers(engine: RemoteE
     assert largest_difference_of_sequences(noisy_model(model, 0), shifted) > 0.01
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_push_equals_the_export_and_logprobs_are_those_of_the_pushed_weights(
-    transport: str, engine_and_trainer: tuple[Any, Any], model: Path, tmp_path: Path
+    engine_and_trainer: tuple[Any, Any], model: Path, tmp_path: Path
 ) -> None:
     engine, trainer = engine_and_trainer
-    given = request(f"after/{transport}", group_size=4, temperature=1.0, max_tokens=12)
+    given = request("after", group_size=4, temperature=1.0, max_tokens=12)
 
-    push = await make_synchronizer(transport, trainer, [engine], tmp_path, verify=Verify.always)
+    push = await make_synchronizer("ipc", trainer, [engine], tmp_path, verify=Verify.always)
     for version, seed in ((3, 1), (4, 2)):
         await set_weights(trainer, seed)
         await push.sync(version)

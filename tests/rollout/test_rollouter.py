@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -102,25 +103,18 @@ async def test_an_abort_on_request_is_not_an_error_of_the_engine_and_counts_what
 
 @virtual
 async def test_what_is_in_flight_says_where_it_is() -> None:
-    made, engine = rollouter(lambda request, attempt: out_of_memory(request) if attempt == 1 else None)
-
+    made, engine = rollouter()
     made.pool.mark_lost(engine, EngineLost("engine 0 was killed"))
-    seen = []
     task = asyncio.create_task(sample(made, 7))
-    for seconds in (1.0, 0.5, 0.6, 0.2):
-        await asyncio.sleep(seconds)
-        seen.append(made.situation())
-        if made.pool.lost:
-            made.pool.mark_ready(0)
+    await asyncio.sleep(1)
+    waiting = made.situation()
+    made.pool.mark_ready(0)
+    await asyncio.sleep(0.5)
+    sampling = made.situation()
     await task
-    waiting, sampling, again, sampling_again, done = [*seen, made.situation()]
-    for named in ("7 groups in flight (sim/0 waiting", "sim/4 waiting", "0 of 1 engines ready", "engine 0 was killed"):
-        assert named in waiting
-    assert "sim/5" not in waiting
+    assert re.match(r"7 groups in flight \(sim/0 waiting.*sim/4 waiting[^/]*\), 0 of 1 .*engine 0 was killed", waiting)
     assert sampling.startswith("7 groups in flight (sim/0 on engine 0, sim/1 on engine 0")
-    assert again.startswith("7 groups in flight (sim/0 waiting")
-    assert sampling_again == sampling
-    assert done == "0 groups in flight, 1 of 1 engines ready"
+    assert made.situation() == "0 groups in flight, 1 of 1 engines ready"
 
 
 @virtual

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from app.rollout.remote import RemoteEngine
 from app.rollout.sglang_plugin import shared_prompts
 from tests.rollout.support import HOT, largest_difference, request
 
@@ -15,30 +16,25 @@ MEMBERS, PROMPT_TOKENS = 6, 40
 PREFILL = re.compile(r"Prefill batch, #new-seq: (\d+), #new-token: (\d+), #cached-token: (\d+)")
 
 
-def test_a_groups_prompt_is_computed_once(ray_session: None, tiny_model: Path, tmp_path: Path) -> None:
-    from tests.conftest import make_engine
+def prefills(log: Path) -> list[tuple[int, ...]]:
+    """Sequences, new tokens and cached tokens of each prefill in a server's log."""
+    return [tuple(map(int, found)) for found in PREFILL.findall(log.read_text())]
 
+
+async def test_a_groups_prompt_is_computed_once(engine: RemoteEngine, tiny_model: Path) -> None:
     random = np.random.default_rng(0)
     prompts = [tuple(int(token) for token in random.integers(4, 100, PROMPT_TOKENS)) for _ in range(2)]
     requests = [
         request(f"shared/{index}@0", group_size=MEMBERS, temperature=HOT, max_tokens=8, tokens=prompt)
         for index, prompt in enumerate(prompts)
     ]
-    engine: Any = make_engine(tiny_model, tmp_path)
-
-    async def scenario() -> list[Any]:
-        await engine.start(300)
-        before = len(PREFILL.findall(log.read_text()))
-        groups = await asyncio.gather(*(engine.generate(each) for each in requests))
-        await engine.stop()
-        return [before, groups]
-
-    (log,) = [tmp_path / "engine_0.log"]
-    before, groups = asyncio.run(scenario())
-    prefills = [tuple(map(int, found)) for found in PREFILL.findall(log.read_text())[before:]]
-    assert sum(sequences for sequences, _, _ in prefills) == 2 * MEMBERS
+    log: Path = await engine.actor.__ray_call__.remote(lambda host: host.spec.server.log)
+    before = len(prefills(log))
+    groups = await asyncio.gather(*(engine.generate(each) for each in requests))
+    new = prefills(log)[before:]
+    assert sum(sequences for sequences, _, _ in new) == 2 * MEMBERS
     # Of each group one member computes all tokens, the others the last one.
-    assert sum(new for _, new, _ in prefills) == 2 * (PROMPT_TOKENS + MEMBERS - 1)
+    assert sum(tokens for _, tokens, _ in new) == 2 * (PROMPT_TOKENS + MEMBERS - 1)
     assert largest_difference(tiny_model, requests, groups) < 1e-4
 
 

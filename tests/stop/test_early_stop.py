@@ -21,8 +21,7 @@ from app.tracking.report.page import write_report
 from tests.checkpoint.test_best import save
 from tests.folders import a_run
 from tests.folders import composed_by_hydra as composed
-from tests.recovery.test_engine_supervisor import without_threads
-from tests.simulation import World, config, run_virtual
+from tests.simulation import World, config, run_virtual, without_threads
 
 
 @pytest.mark.parametrize(

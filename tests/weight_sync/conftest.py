@@ -7,14 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.weight_sync.support import (
-    Proxy,
-    address_of,
-    engine_at,
-    make_trainer,
-    restore,
-    started,
-)
+from tests.rollout.support import address_of, engine_at
+from tests.weight_sync.support import Proxy, make_trainer, restore, started
 
 
 @pytest.fixture(scope="package")

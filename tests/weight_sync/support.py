@@ -17,7 +17,7 @@ from app.config.device import DeviceKind, Dtype
 from app.config.model import LoraConfig
 from app.config.trainer import TrainerConfig
 from app.config.weight_sync import SyncMode, Verify, WeightSyncConfig
-from app.types import Completion, GroupRequest, InFlight, Sampling
+from app.types import GroupRequest, InFlight, Sampling
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from app.weight_sync.transport.base import Transport
 from app.weight_sync.transport.collective import CollectiveTransport
@@ -156,28 +156,6 @@ def request(*, tokens: int = 12, temperature: float = 1.0, group_size: int = 2, 
     return GroupRequest(f"test/{secrets.token_hex(4)}", PROMPT, group_size, Sampling(temperature, 1.0, tokens), version)
 
 
-def noisy_model(model: Path, seed: int) -> Any:
-    """Load transformers' own model with the weights that `set_weights` gives the trainer."""
-    from app.model.hf_import import transformers
-
-    reference = transformers().AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            if seed:
-                parameter.add_(0.05 * torch.randn_like(parameter))
-    return reference
-
-
-def logprobs_of(model: Path, completion: Completion, seed: int) -> np.ndarray:
-    """Return transformers' log-probabilities of a completion, under the checkpoint plus the noise of `seed`."""
-    reference = noisy_model(model, seed)
-    with torch.no_grad():
-        tokens = torch.tensor([[*PROMPT.tolist(), *completion.token_ids.tolist()]])
-        logs = torch.log_softmax(reference(tokens).logits[0, len(PROMPT) - 1 : -1].float(), dim=-1)
-    return logs.gather(1, tokens[0, len(PROMPT) :, None]).squeeze(1).numpy()
-
-
 # --- engines behind a proxy
 
 Rule = Callable[[web.Request, Callable[[], Awaitable[web.Response]]], Awaitable[web.StreamResponse]]
@@ -232,30 +210,6 @@ class Proxy:
 
         rule = self.rules.get(incoming.path)
         return await (rule(incoming, forward) if rule else forward())
-
-
-async def address_of(engine: Any) -> tuple[str, str]:
-    """Return the URL and key of an engine's server."""
-    return await engine.actor.__ray_call__.remote(lambda host: (host._connection.client().url, host.spec.server.key))
-
-
-def engine_at(url: str, key: str, folder: Path, name: str) -> Any:
-    """Create an engine for a running server, not started yet."""
-    import ray
-
-    from app.rollout.host import EngineHost, HostSpec
-    from app.rollout.remote import RemoteEngine
-
-    spec = HostSpec(
-        name=name,
-        start_timeout_s=60,
-        stall_timeout_s=60,
-        releases_memory=False,
-        log=folder / f"{name.replace(' ', '_')}.log",
-        url=url,
-        key=key,
-    )
-    return RemoteEngine(name, ray.remote(EngineHost).options(max_concurrency=64, num_cpus=0).remote(spec))
 
 
 async def refuse(incoming: web.Request, forward: Any) -> web.Response:

@@ -39,8 +39,3 @@ def test_no_smaller_capacity_does_with_as_many_buckets(tensors: list[TensorMeta]
     largest = max(bucket.bytes for bucket in buckets)
     smaller = plan_buckets(tensors, capacity=max(1, largest - 1))
     assert len(smaller) > len(buckets) or max(bucket.bytes for bucket in smaller) == largest
-
-
-def test_buckets_are_even_where_the_tensors_allow_it() -> None:
-    tensors = [TensorMeta(f"layer.{i}", "bfloat16", (50,)) for i in range(12)]
-    assert [bucket.bytes for bucket in plan_buckets(tensors, capacity=1000)] == [600, 600]

@@ -5,7 +5,6 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,10 @@ from app.config.weight_sync import SyncMode, WeightSyncConfig
 from app.rollout.sglang_plugin.delta_loader import DeltaLoader
 from app.rollout.sglang_plugin.delta_loader import positions as decoded_positions
 from app.rollout.sglang_plugin.sparse_tensor import SparseTensor
+from app.weight_sync import snapshot as snapshots
 from app.weight_sync.buckets import Bucket, Receivers, TensorMeta, plan_buckets
 from app.weight_sync.delta import DeltaEncoder, encode_gaps, max_header_bytes
-from app.weight_sync.snapshot import CPU_CHUNK, ShardSnapshot
+from app.weight_sync.snapshot import CPU_CHUNK, ShardSnapshot, diff_and_replace_all
 from tests.compose import composed
 from tests.refusals import refused
 from tests.trainer.ranks import processes
@@ -218,27 +218,6 @@ def test_one_percent_of_the_entries_take_three_bytes_each() -> None:
     assert torch.equal(decoded_positions(gaps), positions)
 
 
-def test_positions_beyond_16_bits_arrive() -> None:
-    items = 3 * 65536 + 5
-    masters = {"long": torch.zeros(items)}
-    bucket = Bucket((TensorMeta("long", "bfloat16", (items,)),))
-    encoder = DeltaEncoder(masters, "bfloat16", on_host=False)
-    buffer = torch.zeros(bucket.bytes + max_header_bytes(bucket), dtype=torch.uint8)
-    at = torch.tensor([0, 65535, 65536, 131071, 131072, 3 * 65536 - 1, 3 * 65536, items - 1])
-    target, loader = torch.zeros(items, dtype=torch.bfloat16), DeltaLoader(lambda counts: counts)
-    model = SimpleNamespace(load_weights=lambda named: [target.copy_(tensor) for _, tensor in named])
-    for version, base in ((0, None), (1, 0)):
-        masters["long"][at] = float(version)
-        encoder.begin(version, base, 1)
-        packed = encoder.pack(0, bucket, buffer, receivers=Receivers.every_rank)
-        message = [
-            (meta.name, buffer[start : start + meta.bytes].view(getattr(torch, meta.dtype)).reshape(meta.shape))
-            for meta, start in zip(packed.bucket.tensors, packed.bucket.offsets, strict=True)
-        ]
-        assert loader.load(model, message) == (True, packed.expected_reply)
-    assert target.nonzero().squeeze(1).tolist() == at.tolist()
-
-
 @pytest.mark.parametrize(
     ("order", "refusal"),
     [
@@ -312,7 +291,8 @@ def test_a_loader_that_computes_with_a_delta_is_refused() -> None:
 
 
 @pytest.mark.parametrize("items", [1, 3, 4, 1000, CPU_CHUNK, CPU_CHUNK + 1, 2 * CPU_CHUNK + 7])
-def test_changes_are_those_of_a_plain_comparison(items: int) -> None:
+def test_changes_are_those_of_a_plain_comparison(items: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "CPU_PART", CPU_CHUNK)  # the largest shard is compared by three threads
     generator = np.random.default_rng(items)
     shard = torch.from_numpy(generator.standard_normal(items).astype(np.float32))
     snapshot = ShardSnapshot(shard, torch.bfloat16, on_host=False)
@@ -323,7 +303,7 @@ def test_changes_are_those_of_a_plain_comparison(items: int) -> None:
             torch.from_numpy(generator.standard_normal(items).astype(np.float32) * (generator.random(items) < fraction))
         )
         after = shard.bfloat16().view(torch.int16).numpy()
-        position, value = snapshot.diff_and_replace(shard)
+        ((position, value),) = diff_and_replace_all([snapshot], [shard])
         expected = [at for at in range(items) if before[at] != after[at]]
         assert position.tolist() == expected
         assert value.tolist() == after[expected].tolist()

@@ -12,13 +12,11 @@ from app.config.weight_sync import SyncMode, Verify
 from app.errors import SyncError
 from app.rollout.remote import RemoteEngine
 from tests.conftest import make_engine
+from tests.rollout.support import address_of, engine_at
 from tests.weight_sync.support import (
-    TRANSPORTS,
     Proxy,
     Weights,
-    address_of,
     checksum,
-    engine_at,
     make_synchronizer,
     make_trainer,
     once,
@@ -27,7 +25,6 @@ from tests.weight_sync.support import (
     started,
 )
 
-LOAD = {"ipc": "/update_weights_from_tensor", "collective": "/update_weights_from_distributed"}
 STEP = 1e-5
 
 
@@ -56,8 +53,7 @@ async def checksums_after_full_sync(trainer: Any, engines: list[Any], folder: Pa
     return [await checksum(engine) for engine in engines]
 
 
-@pytest.mark.parametrize("bucket_mib", [0.05, 512.0])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("transport", "bucket_mib"), [("ipc", 0.05), ("collective", 512.0)])
 async def test_deltas_leave_the_engine_with_the_bits_of_a_full_sync(
     transport: str, bucket_mib: float, bf16: tuple[Any, Any], tmp_path: Path
 ) -> None:
@@ -139,7 +135,7 @@ async def test_a_lost_or_repeated_message_fails_the_sync_and_the_next_one_is_ful
         )
         synchronizer.verifier = type(synchronizer.verifier)(Verify.never, tmp_path)
         await synchronizer.sync(5)
-        proxy.rules[LOAD["ipc"]] = once(rule, at=1)
+        proxy.rules["/update_weights_from_tensor"] = once(rule, at=1)
         await trainer.call("weights", Weights.step, seed=6, size=STEP)
         with pytest.raises(SyncError, match=message):
             await synchronizer.sync(6)

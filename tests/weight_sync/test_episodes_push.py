@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from app.config.weight_sync import Verify
-from app.types import Group, InFlight, TokenSequence, VersionSpan
+from app.types import InFlight, TokenSequence, VersionSpan
 from tests.rollout.episodes import group, largest_difference_of_sequences, pieces, rollouter_of, tiny_prompt
-from tests.rollout.support import HOT
+from tests.rollout.support import HOT, noisy_model
 from tests.waiting import until
-from tests.weight_sync.support import make_synchronizer, noisy_model, set_weights
+from tests.weight_sync.support import make_synchronizer, set_weights
 
 SYNCS = ((41, 1), (42, 2))  # version, seed of its weights
 # A tool call in the first turn that ends when the file `go` exists.
@@ -54,31 +54,27 @@ def difference(model: Path, seed: int, sequences: Sequence[TokenSequence], numbe
     )
 
 
-@pytest.mark.parametrize("mode", list(InFlight))
-def test_two_pushes_during_a_tool_call_wait_for_no_episode_and_the_next_turn_is_of_the_last(
+@pytest.mark.parametrize("mode", [InFlight.drain, InFlight.in_place])
+async def test_two_pushes_during_a_tool_call_wait_for_no_episode_and_the_next_turn_is_of_the_last(
     mode: InFlight, trainer: Any, engine: Any, tiny_model: Path, own: Any, tmp_path: Path
 ) -> None:
     version = [40]
 
-    async def scenario() -> Group:
-        await set_weights(trainer, 0)
-        synchronizer = await make_synchronizer("ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=mode)
-        await synchronizer.sync(40)
-        spec = own(SLOW_TOOL, args={"folder": str(tmp_path)}, model=tiny_model, max_turn_tokens=12)
-        async with rollouter_of(spec, [engine]) as rollouter:
-            prompt = tiny_prompt(3, tiny_model)
-            playing = asyncio.create_task(group(rollouter, prompt, size=3, temperature=HOT, version=lambda: version[0]))
-            await asyncio.to_thread(until, lambda: len(list(tmp_path.glob("in *"))) == 3, 60)
-            for number, seed in SYNCS:
-                await set_weights(trainer, seed)
-                await asyncio.wait_for(synchronizer.sync(number), 60)
-                version[0] = number
-            (tmp_path / "go").touch()
-            played = await playing
-        await synchronizer.close()
-        return played
-
-    played = asyncio.run(scenario())
+    await set_weights(trainer, 0)
+    synchronizer = await make_synchronizer("ipc", trainer, [engine], tmp_path, verify=Verify.never, in_flight=mode)
+    await synchronizer.sync(40)
+    spec = own(SLOW_TOOL, args={"folder": str(tmp_path)}, model=tiny_model, max_turn_tokens=12)
+    async with rollouter_of(spec, [engine]) as rollouter:
+        prompt = tiny_prompt(3, tiny_model)
+        playing = asyncio.create_task(group(rollouter, prompt, size=3, temperature=HOT, version=lambda: version[0]))
+        await asyncio.to_thread(until, lambda: len(list(tmp_path.glob("in *"))) == 3, 60)
+        for number, seed in SYNCS:
+            await set_weights(trainer, seed)
+            await asyncio.wait_for(synchronizer.sync(number), 60)
+            version[0] = number
+        (tmp_path / "go").touch()
+        played = await playing
+    await synchronizer.close()
     sequences = [sequence for trajectory in played.trajectories for sequence in trajectory.sequences]
     assert len(sequences) == 3
     for sequence in sequences:

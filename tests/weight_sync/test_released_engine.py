@@ -1,51 +1,45 @@
 """A real server through one turn of colocate: its memory is released, and it gets new weights before its KV cache."""
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
 import ray
 
 from app.config.weight_sync import Verify
 from app.placement.time_sharing import CACHES
 from app.types import EngineMemory, InFlight
-from tests.weight_sync.support import TRANSPORTS, logprobs_of, make_synchronizer, request, set_weights
+from tests.rollout.support import largest_difference
+from tests.weight_sync.support import make_synchronizer, request, set_weights
 
 SEED = 3
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_released_engine_is_reloaded_and_samples_from_the_weights_synced_in_between(
-    transport: str, trainer: Any, engine: Any, tiny_model: Path, tmp_path: Path
+async def test_a_released_engine_is_reloaded_and_samples_from_the_weights_synced_in_between(
+    trainer: Any, engine: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
     """On a CPU SGLang frees nothing, but takes the calls, in the order in which they must come."""
 
-    async def scenario() -> None:
-        synchronizer = await make_synchronizer(transport, trainer, [engine], tmp_path, verify=Verify.never)
-        for version in (60, 61):  # a second release after a reload
-            await set_weights(trainer, SEED)
-            await engine.pause(InFlight.drain)
-            for region in (*CACHES, EngineMemory.weights):
-                await engine.release(region)
-            assert await engine.actor.__ray_call__.remote(released) == set(EngineMemory)
-            await engine.check()  # the scheduler answers
-
-            await engine.reload(EngineMemory.weights)
-            await synchronizer.sync(version)
-            for region in reversed(CACHES):
-                await engine.reload(region)
-            assert await engine.actor.__ray_call__.remote(released) == set()
-
-            (completion, _) = await engine.generate(request())
-            assert [span.version for span in completion.spans] == [version]
-            expected = logprobs_of(tiny_model, completion, SEED)
-            assert np.abs(completion.logprobs - expected).max() < 1e-4
-
     ray.get(engine.actor.__ray_call__.remote(set_releases_memory, True))
-    asyncio.run(scenario())
+    synchronizer = await make_synchronizer("ipc", trainer, [engine], tmp_path, verify=Verify.never)
+    for version in (60, 61):  # a second release after a reload
+        await set_weights(trainer, SEED)
+        await engine.pause(InFlight.drain)
+        for region in (*CACHES, EngineMemory.weights):
+            await engine.release(region)
+        assert await engine.actor.__ray_call__.remote(released) == set(EngineMemory)
+        await engine.check()  # the scheduler answers
+
+        await engine.reload(EngineMemory.weights)
+        await synchronizer.sync(version)
+        for region in reversed(CACHES):
+            await engine.reload(region)
+        assert await engine.actor.__ray_call__.remote(released) == set()
+
+        given = request()
+        completions = await engine.generate(given)
+        assert {span.version for completion in completions for span in completion.spans} == {version}
+        assert largest_difference(tiny_model, [given], [completions], seed=SEED) < 1e-4
     ray.get(engine.actor.__ray_call__.remote(set_releases_memory, False))
 
 

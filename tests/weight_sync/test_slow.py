@@ -18,12 +18,14 @@ import pytest
 
 from app.cluster.actors import cores_of_ranks
 from app.config.device import Dtype
-from app.config.weight_sync import Verify
+from app.config.model import TINY_MODELS
+from app.config.weight_sync import SyncMode, Verify
 from app.errors import SyncError
 from app.types import InFlight
 from tests.conftest import make_engine
 from tests.weight_sync.support import (
     TRANSPORTS,
+    Weights,
     checksum,
     make_synchronizer,
     make_trainer,
@@ -33,6 +35,7 @@ from tests.weight_sync.support import (
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+DELTAS = 10
 PUSHES = 200
 SEEN = (20, 50, 100, 150, PUSHES)  # syncs after which resources are counted
 GROWTH_MIB = 30
@@ -51,18 +54,27 @@ def killed(*actors: Any) -> Iterator[None]:
             ray.kill(actor)
 
 
-@pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype", "width"),
+    [
+        ("tiny", Dtype.float32, 1),
+        ("tiny", Dtype.bfloat16, 2),
+        ("tiny_qwen35", Dtype.bfloat16, 1),
+        ("tiny_qwen35", Dtype.bfloat16, 2),
+    ],
+)
 async def test_two_ranks_push_the_same_bytes_into_every_shape_of_engines(
-    dtype: Dtype, width: int, ray_session: None, tiny_model: Path, tmp_path: Path
+    name: str, dtype: Dtype, width: int, ray_session: None, tmp_path: Path
 ) -> None:
-    """width 1: two engines; width 2: one engine of two ranks. Both transports, and one trainer rank to two engines."""
+    """width 1: two engines; width 2: one engine of two ranks. Both transports, and one trainer rank to two engines.
 
-    engines = [
-        make_engine(tiny_model, tmp_path, name=f"engine {i}", dtype=dtype.name, tp_size=width)
-        for i in range(2 // width)
-    ]
-    trainers = [make_trainer(tiny_model, tmp_path / f"{ranks}", ranks=ranks, dtype=dtype) for ranks in (2, 1)]
+    In bfloat16 deltas as well, which leave the bits of a full sync.
+    """
+    model = TINY_MODELS / name
+    flags: dict[str, Any] = {"dtype": dtype.name, "tp_size": width, "disable_radix_cache": name == "tiny_qwen35"}
+    engines = [make_engine(model, tmp_path, name=f"engine {i}", **flags) for i in range(2 // width)]
+    trainers = [make_trainer(model, tmp_path / f"{ranks}", ranks=ranks, dtype=dtype) for ranks in (2, 1)]
+    settings: dict[str, Any] = {"verify": Verify.always, "tensor_parallel": width}
     with killed(*(engine.actor for engine in engines), *(rank for trainer in trainers for rank in trainer.ranks)):
         await asyncio.gather(*(each.actor.__ray_call__.remote(bind_ranks) for each in engines))
         await asyncio.gather(*(each.start(600) for each in engines))
@@ -70,15 +82,8 @@ async def test_two_ranks_push_the_same_bytes_into_every_shape_of_engines(
         for trainer, transports in ((two, TRANSPORTS), (one, ("collective",))):
             for transport in transports:
                 for bucket_mib in (0.02, 512.0):
-                    synchronizer = await make_synchronizer(
-                        transport,
-                        trainer,
-                        engines,
-                        tmp_path,
-                        bucket_mib=bucket_mib,
-                        verify=Verify.always,
-                        tensor_parallel=width,
-                    )
+                    settings["bucket_mib"] = bucket_mib
+                    synchronizer = await make_synchronizer(transport, trainer, engines, tmp_path, **settings)
                     await set_weights(trainer, 1)
                     await synchronizer.sync(1)  # compared with the export, and the engines with each other
                     noisy = [await checksum(engine) for engine in engines]
@@ -88,6 +93,29 @@ async def test_two_ranks_push_the_same_bytes_into_every_shape_of_engines(
                     assert noisy[0] != plain[0]
                     assert noisy[0] == noisy[-1]
                     assert plain[0] == plain[-1]
+                    await synchronizer.close()
+                    if dtype is Dtype.bfloat16:
+                        await deltas(transport, trainer, engines, tmp_path, **settings)
+
+
+async def deltas(transport: str, trainer: Any, engines: list[Any], folder: Path, **settings: Any) -> None:
+    """Push small steps as deltas, then the same weights in full, and compare the engines' parameters."""
+    synchronizer = await make_synchronizer(transport, trainer, engines, folder, mode=SyncMode.delta, **settings)
+    assert (await synchronizer.sync(3)).changed_fraction is None
+    for version in range(4, 4 + DELTAS):
+        await trainer.call("weights", Weights.step, seed=version, size=1e-6)
+        changed = (await synchronizer.sync(version)).changed_fraction
+        assert changed is not None
+        assert 0 < changed < 0.2
+    after_deltas = [await checksum(engine) for engine in engines]
+    await synchronizer.close()
+    await synchronizer.abort()
+
+    full = await make_synchronizer(transport, trainer, engines, folder, **settings)
+    await full.sync(4 + DELTAS)
+    assert [await checksum(engine) for engine in engines] == after_deltas
+    await full.close()
+    await full.abort()
 
 
 def bind_ranks(host: Any) -> None:

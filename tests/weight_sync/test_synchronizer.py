@@ -13,13 +13,11 @@ from app.config.weight_sync import Verify
 from app.types import SYNC_PHASES, Completion, InFlight
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from app.weight_sync.transport.collective import CollectiveTransport
-from tests.rollout.support import transformers_logprobs
+from tests.rollout.support import largest_difference, noisy_model, transformers_logprobs
 from tests.weight_sync.support import (
     TRANSPORTS,
     checksum,
-    logprobs_of,
     make_synchronizer,
-    noisy_model,
     request,
     restore,
     set_weights,
@@ -28,7 +26,7 @@ from tests.weight_sync.support import (
 LARGEST_MIB = 0.05  # smaller than some tensors of the tiny model, larger than others
 
 
-@pytest.mark.parametrize("bucket_mib", [1e-6, LARGEST_MIB, 512.0])
+@pytest.mark.parametrize("bucket_mib", [LARGEST_MIB, 512.0])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_sync_equals_loading_the_export(
     transport: str, bucket_mib: float, trainer: Any, engine: Any, tmp_path: Path
@@ -49,36 +47,19 @@ async def test_a_sync_equals_loading_the_export(
     assert not (tmp_path / "verify").exists()
 
 
-@pytest.mark.parametrize("rebuild", [False, True])
-async def test_a_group_is_rebuilt_at_every_sync_where_it_is_set(
-    rebuild: bool, trainer: Any, engine: Any, tmp_path: Path
-) -> None:
+async def test_a_group_is_rebuilt_at_every_sync_where_it_is_set(trainer: Any, engine: Any, tmp_path: Path) -> None:
     synchronizer = await make_synchronizer(
-        "collective", trainer, [engine], tmp_path, verify=Verify.never, rebuild_group=rebuild
+        "collective", trainer, [engine], tmp_path, verify=Verify.never, rebuild_group=True
     )
     reports, sums = [], []
     for version, seed in ((5, 0), (6, 1), (7, 0)):
         await set_weights(trainer, seed)
         reports.append(await synchronizer.sync(version))
         assert isinstance(synchronizer.transport, CollectiveTransport)
-        assert (synchronizer.transport._name is None) == rebuild
+        assert synchronizer.transport._name is None
         sums.append(await checksum(engine))
-    assert [report.group_reused for report in reports] == [False, not rebuild, not rebuild]
+    assert [report.group_reused for report in reports] == [False, False, False]
     assert sums[0] == sums[2] != sums[1]
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_logprobs_after_a_sync_are_those_of_the_synced_weights(
-    transport: str, trainer: Any, engine: Any, tiny_model: Path, tmp_path: Path
-) -> None:
-    synchronizer = await make_synchronizer(transport, trainer, [engine], tmp_path, verify=Verify.never)
-    for version, seed in ((3, 0), (4, 2)):
-        await set_weights(trainer, seed)
-        await synchronizer.sync(version)
-        (completion, _) = await engine.generate(request())
-        assert [span.version for span in completion.spans] == [version]
-        expected = logprobs_of(tiny_model, completion, seed)
-        assert np.abs(completion.logprobs - expected).max() < 1e-4
 
 
 @pytest.mark.parametrize("in_flight", list(InFlight))
@@ -128,9 +109,10 @@ async def test_requests_after_a_sync_use_no_cache_of_older_weights(
         await set_weights(trainer, seed)
         await synchronizer.sync(version)
         for _ in range(2):  # the second may hit the first one's prompt in the cache
-            (completion, _) = await engine.generate(request())
-            expected = logprobs_of(tiny_model, completion, seed)
-            assert np.abs(completion.logprobs - expected).max() < 1e-4
+            given = request()
+            completions = await engine.generate(given)
+            assert {span.version for completion in completions for span in completion.spans} == {version}
+            assert largest_difference(tiny_model, [given], [completions], seed=seed) < 1e-4
 
 
 def test_requests_during_a_drain_are_sampled_by_the_new_policy(trainer: Any, engine: Any, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from app.config.weight_sync import TransportKind, WeightSyncConfig, transport_of
 from app.device import device_of
 from app.errors import EngineError, SyncError
 from app.trainer.profile import StepProfiler
-from app.types import VersionSpan
 from app.weight_sync.buckets import Bucket, ReadyBucket, TensorMeta
 from app.weight_sync.deadlines import Deadline
 from app.weight_sync.factory import make_synchronizer
@@ -23,38 +22,26 @@ from app.weight_sync.sender import Sender
 from app.weight_sync.synchronizer import BucketedWeightSynchronizer
 from app.weight_sync.transport.collective import BroadcastSender, CollectiveTransport
 from app.weight_sync.transport.ipc import IpcSender
-from app.weight_sync.verify import expect_equal
 from tests.compose import composed
 from tests.refusals import refused
 
-
-@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("npu", "hccl")])
-def test_each_device_has_its_backend(device: str, backend: str) -> None:
-    assert device_of(DeviceKind[device]).collective == backend
-
-
-def transport(kind: TransportKind, device: DeviceKind, *, shared: bool) -> TransportKind:
-    return transport_of(WeightSyncConfig(transport=kind), shared_devices=shared, device=device)
+AUTO, IPC, COLLECTIVE = TransportKind.auto, TransportKind.ipc, TransportKind.collective
 
 
 @pytest.mark.parametrize("device", list(DeviceKind))
-def test_auto_is_ipc_on_shared_devices_and_collective_elsewhere(device: DeviceKind) -> None:
-    assert transport(TransportKind.auto, device, shared=True) is TransportKind.ipc
-    assert transport(TransportKind.auto, device, shared=False) is TransportKind.collective
-    assert transport(TransportKind.collective, device, shared=False) is TransportKind.collective
+def test_a_transport_follows_the_devices_and_is_refused_where_it_cannot_work(device: DeviceKind) -> None:
+    def chosen(kind: TransportKind, *, shared: bool) -> TransportKind:
+        return transport_of(WeightSyncConfig(transport=kind), shared_devices=shared, device=device)
 
-
-@pytest.mark.parametrize("device", list(DeviceKind))
-def test_ipc_between_separate_devices_is_refused(device: DeviceKind) -> None:
+    assert [chosen(AUTO, shared=True), chosen(AUTO, shared=False)] == [IPC, COLLECTIVE]
+    assert chosen(COLLECTIVE, shared=False) is COLLECTIVE
     with refused("weight_sync.transport", "ipc", "auto or collective"):
-        transport(TransportKind.ipc, device, shared=False)
-
-
-def test_two_members_of_a_process_group_on_one_device_are_refused_except_on_a_cpu() -> None:
-    for device in (DeviceKind.cuda, DeviceKind.npu):
-        with refused("weight_sync.transport", "collective", "auto or ipc"):
-            transport(TransportKind.collective, device, shared=True)
-    assert transport(TransportKind.collective, DeviceKind.cpu, shared=True) is TransportKind.collective
+        chosen(IPC, shared=False)
+    if device is DeviceKind.cpu:
+        assert chosen(COLLECTIVE, shared=True) is COLLECTIVE
+        return
+    with refused("weight_sync.transport", "collective", "auto or ipc"):
+        chosen(COLLECTIVE, shared=True)
 
 
 @pytest.mark.parametrize("kind", [IpcSender, BroadcastSender])
@@ -128,28 +115,6 @@ def test_the_first_failure_ends_the_wait_and_later_ones_are_named_too() -> None:
 def test_a_bug_is_raised_as_it_is() -> None:
     with pytest.raises(ZeroDivisionError):
         wait(60, one=failing(0, ZeroDivisionError()), two=failing(0, EngineError("echo")))
-
-
-def test_a_difference_names_engine_rank_and_parameter() -> None:
-    expected = {(0, "a"): "1", (0, "b"): "2", (1, "b"): "3"}
-    expect_equal(4, "engine 1 differs from engine 0", expected, dict(expected))
-    with pytest.raises(SyncError, match=r"policy 4: .*engine 1 differs from engine 0 in b \(rank 1\)$"):
-        expect_equal(4, "engine 1 differs from engine 0", expected, {**expected, (1, "b"): "4"})
-
-
-SPANS = [
-    ([{"version": "default", "start": 0, "end": 4}, {"version": "3", "start": 4, "end": 9}], [(2, 0, 4), (3, 4, 9)]),
-    ([{"version": "3", "start": 0, "end": 9}], [(3, 0, 9)]),
-    ([{"version": "3", "start": 0, "end": 5}], [(2, 0, 9)]),  # not all tokens: ignored
-    ([], [(2, 0, 9)]),
-]
-
-
-@pytest.mark.parametrize(("reported", "expected"), SPANS)
-def test_version_spans_cover_the_completion(reported: list[Any], expected: list[Any]) -> None:
-    from app.rollout.client import spans
-
-    assert spans({"weight_versions": reported}, 9, 2) == tuple(VersionSpan(*each) for each in expected)
 
 
 class Own:

@@ -81,15 +81,9 @@ def replace_torch(*_: Any, **__: Any) -> None:
     import sglang.srt.lora.backend.torch_backend as backend
     import sglang.srt.lora.layers as layers
 
-    backend.torch = layers.torch = unpinned_torch()
-
-
-def unpinned_torch() -> ModuleType:
-    """Return a copy of the module `torch` whose `tensor` and `zeros` ignore `pin_memory`."""
     module = ModuleType("torch")
-    module.__dict__.update(vars(torch))
-    module.__dict__.update(tensor=unpinned(torch.tensor), zeros=unpinned(torch.zeros))
-    return module
+    module.__dict__.update(vars(torch), tensor=unpinned(torch.tensor), zeros=unpinned(torch.zeros))
+    backend.torch = layers.torch = module
 
 
 def unpinned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -16,13 +16,12 @@ from app.rollout.remote import RemoteEngine
 from app.types import Completion
 from app.utils.process import SHARED_MEMORY
 from tests.compose import composed
-from tests.rollout.adapters import adapter_engine, logprobs_differ
+from tests.rollout.adapters import adapter_engine, logprobs_differ, merged
 from tests.rollout.support import HOT, in_flight, request, without_end
 from tests.waiting import until
 from tests.weight_sync.adapters.support import (
     adapter_synchronizer,
     adapter_trainer,
-    merged_model,
     set_adapters,
 )
 
@@ -40,16 +39,12 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return without_end(tiny_model, tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture
+def engine(engine_with_adapters: RemoteEngine) -> RemoteEngine:
+    return engine_with_adapters
+
+
 @pytest.fixture(scope="module")
-def engine(ray_session: None, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
-    """One server that serves adapters. Tests leave it idle."""
-    started = adapter_engine(model, tmp_path_factory.mktemp("adapters"), name="engine 0")
-    asyncio.run(started.start(300))
-    yield started
-    asyncio.run(started.end())
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def trainer(
     request: pytest.FixtureRequest, ray_session: None, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
@@ -61,32 +56,30 @@ def trainer(
         ray.kill(rank)
 
 
-@pytest.mark.parametrize("one_machine", [True, False], ids=["shared memory", "http"])
-def test_every_version_is_served_as_it_is_trained_beside_requests_of_the_version_before(
+@pytest.mark.parametrize(
+    ("trainer", "one_machine"), [(1, False), (2, True)], indirect=["trainer"], ids=["one rank, http", "two ranks"]
+)
+async def test_every_version_is_served_as_it_is_trained_beside_requests_of_the_version_before(
     one_machine: bool, trainer: Any, engine: RemoteEngine, model: Path
 ) -> None:
-    async def scenario() -> dict[int, list[Completion]]:
-        synchronizer = await adapter_synchronizer(trainer, [engine], one_machine=one_machine)
-        sampled: dict[int, list[Completion]] = {}
-        running: asyncio.Task[list[Completion]] | None = None
-        for version in (1, 2, 3):
-            await set_adapters(trainer, version)
-            report = await synchronizer.sync(version)
-            assert report.adapters in (1, 2)  # the one before is unloaded when its last request ends
-            assert report.seconds["pause"] == 0
-            if running is not None:
-                sampled[version - 1] = await running
-            running = await in_flight(engine, request(f"a/{version}@0", temperature=HOT, max_tokens=300), running=4)
-        assert running is not None
-        sampled[3] = await running
-        await synchronizer.close()
-        return sampled
-
-    sampled = asyncio.run(scenario())
+    synchronizer = await adapter_synchronizer(trainer, [engine], one_machine=one_machine)
+    sampled: dict[int, list[Completion]] = {}
+    running: asyncio.Task[list[Completion]] | None = None
+    for version in (1, 2, 3):
+        await set_adapters(trainer, version)
+        report = await synchronizer.sync(version)
+        assert report.adapters in (1, 2)  # the one before is unloaded when its last request ends
+        assert report.seconds["pause"] == 0
+        if running is not None:
+            sampled[version - 1] = await running
+        running = await in_flight(engine, request(f"a/{version}@0", temperature=HOT, max_tokens=300), running=4)
+    assert running is not None
+    sampled[3] = await running
+    await synchronizer.close()
     for version, completions in sampled.items():
         assert {span.version for each in completions for span in each.spans} == {version}
         given = request(temperature=HOT)
-        differences = {seed: logprobs_differ(merged_model(model, seed), given, completions) for seed in (1, 2, 3)}
+        differences = {seed: logprobs_differ(merged(model, seed), given, completions) for seed in (1, 2, 3)}
         assert {seed: difference < ROUNDING for seed, difference in differences.items()} == {
             seed: seed == version for seed in (1, 2, 3)
         }
@@ -94,64 +87,55 @@ def test_every_version_is_served_as_it_is_trained_beside_requests_of_the_version
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_adapters_of_linear_attention_are_served_as_they_are_trained(ray_session: None, tmp_path: Path) -> None:
+async def test_adapters_of_linear_attention_are_served_as_they_are_trained(ray_session: None, tmp_path: Path) -> None:
     """Qwen3.5: the fused projection is served in its parts. Its engine rounds more: tests/rollout/test_qwen35.py."""
     import ray
 
     model = locate(composed("model=tiny_qwen35").model)
 
-    async def scenario() -> tuple[Any, dict[tuple[bool, int], list[Completion]]]:
-        engine = adapter_engine(model, tmp_path, name="engine 0", disable_radix_cache=True)
-        await engine.start(300)
-        trainer = await adapter_trainer(model, tmp_path / "trainer", ranks=2)
-        sampled = {}
-        for one_machine in (True, False):
-            synchronizer = await adapter_synchronizer(trainer, [engine], one_machine=one_machine)
-            for version in (1, 2):
-                await set_adapters(trainer, version, SMALL)
-                await synchronizer.sync(version)
-                sampled[one_machine, version] = await engine.generate(request(f"q/{version}{one_machine}@0"))
-            await synchronizer.close()
-        await engine.end()
-        return trainer, sampled
-
-    trainer, sampled = asyncio.run(scenario())
+    engine = adapter_engine(model, tmp_path, name="engine 0", disable_radix_cache=True)
+    await engine.start(300)
+    trainer = await adapter_trainer(model, tmp_path / "trainer", ranks=2)
+    sampled = {}
+    for one_machine in (True, False):
+        synchronizer = await adapter_synchronizer(trainer, [engine], one_machine=one_machine)
+        for version in (1, 2):
+            await set_adapters(trainer, version, SMALL)
+            await synchronizer.sync(version)
+            sampled[one_machine, version] = await engine.generate(request(f"q/{version}{one_machine}@0"))
+        await synchronizer.close()
+    await engine.end()
     for rank in trainer.ranks:
         ray.kill(rank)
     for (_, version), completions in sampled.items():
-        differences = [logprobs_differ(merged_model(model, seed, SMALL), request(), completions) for seed in (1, 2)]
+        differences = [logprobs_differ(merged(model, seed, SMALL), request(), completions) for seed in (1, 2)]
         assert differences[version - 1] < ROUNDING_QWEN35
         assert differences[2 - version] > 0.01
 
 
-def test_a_hundred_pushes_leave_memory_adapters_and_shared_memory_as_they_were(
+@pytest.mark.parametrize("trainer", [2], indirect=True)
+async def test_a_hundred_pushes_leave_memory_adapters_and_shared_memory_as_they_were(
     trainer: Any, engine: RemoteEngine
 ) -> None:
-    async def scenario() -> tuple[list[int], set[int]]:
-        synchronizer = await adapter_synchronizer(trainer, [engine])
-        memory: list[int] = []
-        loaded: list[int] = []
-        files: list[int] = []
-        others = left_over()  # of runs that were killed in mid-push
-        for push in range(PUSHES):
-            await set_adapters(trainer, push % 3 + 1)
-            report = await synchronizer.sync(100 + push)
-            assert report.adapters is not None
-            loaded.append(report.adapters)
-            await engine.generate(request(f"p/{push}@0", group_size=1, max_tokens=2))
-            if push in (SEEN - 1, PUSHES - 1):
-                memory.append((await engine.memory()).resident)
-                files.append(len(left_over() - others))
-        assert (await engine.stats()).groups == 0
-        await synchronizer.close()
-        assert files == [0, 0]
-        return memory, set(loaded)
-
-    memory, loaded = asyncio.run(scenario())
-    assert loaded <= {1, 2}  # the one before may still be unloading
+    synchronizer = await adapter_synchronizer(trainer, [engine])
+    memory: list[int] = []
+    files: list[int] = []
+    others = left_over()  # of runs that were killed in mid-push
+    for push in range(PUSHES):
+        await set_adapters(trainer, push % 3 + 1)
+        report = await synchronizer.sync(100 + push)
+        assert report.adapters in (1, 2)  # the one before may still be unloading
+        await engine.generate(request(f"p/{push}@0", group_size=1, max_tokens=2))
+        if push in (SEEN - 1, PUSHES - 1):
+            memory.append((await engine.memory()).resident)
+            files.append(len(left_over() - others))
+    assert (await engine.stats()).groups == 0
+    await synchronizer.close()
+    assert files == [0, 0]
     assert memory[1] - memory[0] < GROWTH_MIB * 2**20
 
 
+@pytest.mark.parametrize("trainer", [2], indirect=True)
 async def test_a_server_that_is_killed_in_mid_load_costs_nothing_but_the_retry(
     trainer: Any, engine: RemoteEngine, model: Path, tmp_path: Path
 ) -> None:
@@ -189,7 +173,7 @@ async def test_a_server_that_is_killed_in_mid_load_costs_nothing_but_the_retry(
     assert "weight sync of policy 2 failed at loading the adapter: engine 1" in message
     for completions in sampled.values():
         assert {span.version for each in completions for span in each.spans} == {2}
-        assert logprobs_differ(merged_model(model, 2), request(), completions) < ROUNDING
+        assert logprobs_differ(merged(model, 2), request(), completions) < ROUNDING
 
 
 def left_over() -> set[Path]:
