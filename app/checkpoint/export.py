@@ -117,7 +117,9 @@ def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
     try:
         files.remove(unfinished)
         _write(checkpoint, source, out.parent, lora_of(state), unfinished)
-        _write_cards(unfinished, out.parent, source, state.step)
+        (unfinished / CARD).write_text(model_card(out.parent, source, state.step))
+        if (unfinished / ADAPTER).is_dir():
+            (unfinished / ADAPTER / CARD).write_text(model_card(out.parent, source, state.step, adapter=True))
         if template is not None:
             (unfinished / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
         if out.exists():
@@ -127,7 +129,9 @@ def export_checkpoint(checkpoint: Path, source: Path, out: Path) -> Path:
     except (OSError, SafetensorError) as error:
         raise RunError(f"export to {out} failed: {error}") from error
     finally:
-        _discard(unfinished)
+        # An error here must not hide the one that came first.
+        with contextlib.suppress(OSError):
+            files.remove(unfinished)
     return out
 
 
@@ -147,18 +151,6 @@ def _write(checkpoint: Path, source: Path, run: Path, lora: LoraConfig, out: Pat
     adapters = dict(read_weights(checkpoint))
     export(source, merged(source, adapters, lora.scale), out, dtype)
     export_adapter(adapters, adapter_config(lora, adapters, str(source)), out / ADAPTER)
-
-
-def _write_cards(out: Path, run: Path, source: Path, step: int) -> None:
-    (out / CARD).write_text(model_card(run, source, step))
-    if (out / ADAPTER).is_dir():
-        (out / ADAPTER / CARD).write_text(model_card(run, source, step, adapter=True))
-
-
-def _discard(unfinished: Path) -> None:
-    """Remove what a failed export left. An error here must not hide the one that came first."""
-    with contextlib.suppress(OSError):
-        files.remove(unfinished)
 
 
 def model_card(run: Path, source: Path, step: int, *, adapter: bool = False) -> str:

@@ -40,7 +40,6 @@ from app.checkpoint.folder import (
     ResumePoint,
     complete,
     intact,
-    latest,
     newest_intact,
     step_of,
 )
@@ -81,6 +80,9 @@ class CheckpointManager:
         keep: Newest checkpoints that are kept. While one is written there is one more.
         keep_best: Also keep the one with the highest accuracy.
         timeout_s: Deadline of a write, in seconds.
+
+    Attributes:
+        metrics: Bytes and blocked seconds of the newest checkpoint, and its write seconds once it is committed.
     """
 
     def __init__(self, folder: Path, keep: int, *, keep_best: bool = False, timeout_s: float = 1800.0):
@@ -92,12 +94,7 @@ class CheckpointManager:
         self._writing: asyncio.Task[None] | None = None
         self._target: Path | None = None  # of the newest write
         self._committed: Path | None = None
-        self._metrics: dict[str, float] = {}
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Bytes and blocked seconds of the newest checkpoint, and its write seconds once it is committed."""
-        return dict(self._metrics)
+        self.metrics: dict[str, float] = {}
 
     def prepare(self, checkpoint_bytes: int, resume_point: ResumePoint | None = None) -> None:
         """Remove unfinished checkpoints, and check that the folder is writable and has enough space.
@@ -153,7 +150,7 @@ class CheckpointManager:
         writing = final.with_name(final.name + UNFINISHED)
         await self._start(writing, await trainer.checkpoint_bytes())
         captured = await trainer.capture()
-        self._metrics = {"checkpoint/blocked_s": time.perf_counter() - started, "checkpoint/bytes": float(captured)}
+        self.metrics = {"checkpoint/blocked_s": time.perf_counter() - started, "checkpoint/bytes": float(captured)}
         self._target = final
         self._writing = asyncio.create_task(self._write(trainer, state, writing, final))
         return final
@@ -213,9 +210,6 @@ class CheckpointManager:
             set_accuracy(self._committed, accuracy)
             if self.is_best(accuracy):
                 self._set_best((self._committed, accuracy))
-
-    def latest(self) -> Path | None:
-        return latest(self.folder.parent)
 
     async def resume_point(self, named: Path | None = None) -> ResumePoint | None:
         """Return the checkpoint to resume from, after reading all its files; None if the run has none.
@@ -291,7 +285,7 @@ class CheckpointManager:
             await run_to_end(_discard, writing)
             raise
         await run_to_end(self._commit, state, checksums, writing, final)
-        self._metrics["checkpoint/write_s"] = time.perf_counter() - started
+        self.metrics["checkpoint/write_s"] = time.perf_counter() - started
 
     def _commit(self, state: RunState, checksums: Mapping[str, int], writing: Path, final: Path) -> None:
         try:

@@ -3,8 +3,7 @@
     {"format": 2, "step": 20, "version": 20, "extra": {…}, "model": {…}, "accuracy": 0.93, "evaluation_due": false,
      "files": {"__0_0.distcp": {"bytes": 4096, "crc32": 305419896}, …}, "crc32": 2596996162}
 
-The last `crc32` is that of state.json without it. Format 1 has sizes only. It can still be read; damage that keeps the
-size is not found then.
+The last `crc32` is that of state.json without it.
 """
 
 import json
@@ -21,7 +20,6 @@ from app.utils.files import crc32_of
 
 STATE = "state.json"
 FORMAT = 2
-WITHOUT_CHECKSUMS = 1  # the format before
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class RunState:
 @dataclass(frozen=True, slots=True)
 class _StoredFile:
     bytes: int
-    crc32: int | None  # None in format 1
+    crc32: int
 
 
 def write_state(folder: Path, state: RunState, checksums: Mapping[str, int]) -> None:
@@ -79,16 +77,15 @@ def read_intact(path: Path) -> RunState:
         CheckpointError: As `read_state`.
     """
     state, stored = _read(path)
-    expected = {name: file.crc32 for name, file in stored.items() if file.crc32 is not None}
     try:
-        found = crc32_of([path / name for name in expected])
+        found = crc32_of([path / name for name in stored])
     except OSError as error:
         raise DamagedCheckpoint(f"checkpoint {path} cannot be read: {files.describe(error)}") from error
 
-    for (name, wanted), crc32 in zip(expected.items(), found, strict=True):
-        if crc32 != wanted:
+    for (name, file), crc32 in zip(stored.items(), found, strict=True):
+        if crc32 != file.crc32:
             raise DamagedCheckpoint(
-                f"checkpoint {path} is damaged: {name} has checksum {crc32:08x} instead of {wanted:08x}"
+                f"checkpoint {path} is damaged: {name} has checksum {crc32:08x} instead of {file.crc32:08x}"
             )
     return state
 
@@ -147,22 +144,27 @@ def _read(path: Path) -> tuple[RunState, dict[str, _StoredFile]]:
         raise DamagedCheckpoint(f"checkpoint {path} cannot be read: {STATE} is damaged ({error})") from error
 
     for name, file in stored.items():
-        _require_size(path, name, file.bytes)
+        try:
+            found = (path / name).stat().st_size
+        except OSError:
+            raise DamagedCheckpoint(f"checkpoint {path} is incomplete: {name} is missing") from None
+        if found != file.bytes:
+            raise DamagedCheckpoint(
+                f"checkpoint {path} is incomplete: {name} has {found} bytes instead of {file.bytes}"
+            )
     return state, stored
 
 
 def _parse(path: Path, body: dict[str, Any]) -> tuple[RunState, dict[str, _StoredFile]]:
     """Convert the content of state.json. Raises what reading a damaged one may raise."""
     found = body["format"]
-    if found not in (WITHOUT_CHECKSUMS, FORMAT):
-        raise CheckpointError(
-            f"checkpoint {path} has format {found}; this version reads formats {WITHOUT_CHECKSUMS} and {FORMAT}"
-        )
-    if found == FORMAT and body.pop("crc32") != _crc32(body):
+    if found != FORMAT:
+        raise CheckpointError(f"checkpoint {path} has format {found}; this version reads format {FORMAT}")
+    if body.pop("crc32") != _crc32(body):
         raise ValueError("its checksum is another one")
 
     del body["format"]
-    stored = {name: _stored_file(value) for name, value in body.pop("files").items()}
+    stored = {name: _StoredFile(**value) for name, value in body.pop("files").items()}
     return RunState(**body), stored
 
 
@@ -174,17 +176,3 @@ def _text(state: RunState, stored: Mapping[str, "_StoredFile"]) -> str:
 
 def _crc32(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body).encode())
-
-
-def _stored_file(value: int | dict[str, int]) -> _StoredFile:
-    """Convert an entry of `files`; format 1 has the size alone."""
-    return _StoredFile(value, None) if isinstance(value, int) else _StoredFile(**value)
-
-
-def _require_size(path: Path, name: str, size: int) -> None:
-    try:
-        found = (path / name).stat().st_size
-    except OSError:
-        raise DamagedCheckpoint(f"checkpoint {path} is incomplete: {name} is missing") from None
-    if found != size:
-        raise DamagedCheckpoint(f"checkpoint {path} is incomplete: {name} has {found} bytes instead of {size}")

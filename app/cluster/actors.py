@@ -107,13 +107,7 @@ def _host(spec: HostSpec, options: Mapping[str, Any]) -> RemoteEngine:
 
 
 def engine_threads(config: RunConfig, device: Device, width: int) -> dict[str, str]:
-    """Return the environment that divides the cores among the processes on a CPU that compute simultaneously.
-
-    Args:
-        config: Of the run.
-        device: Of the engine.
-        width: Its tensor-parallel ranks.
-    """
+    """Return the environment that gives an engine of `width` ranks on a CPU its share of the cores."""
     if device.kind is not DeviceKind.cpu:
         return {}
 

@@ -144,7 +144,11 @@ async def reserve(config: RunConfig, device: Device) -> DevicePlacement:
     wanted = bundles(config, device)
     group = placement_group(wanted, strategy="PACK")
 
-    if not await _reserved(group, config.cluster.timeout_s):
+    try:
+        # not `group.wait`: it blocks the event loop, and cuts its timeout to whole seconds
+        async with asyncio.timeout(config.cluster.timeout_s):
+            await group.ready()
+    except TimeoutError:
         remove_placement_group(group)
         needed = sum(bundle.get(device.resource, 0) for bundle in wanted)
         total = ray.cluster_resources().get(device.resource, 0)
@@ -152,7 +156,7 @@ async def reserve(config: RunConfig, device: Device) -> DevicePlacement:
         raise RunError(
             f"the run needs {needed:g} {device.resource} (placement={config.placement.kind.name}), the cluster has "
             f"{total:g}, {free:g} free; waited cluster.timeout_s={config.cluster.timeout_s:.0f} s."
-        )
+        ) from None
     try:
         locations = await _locate_bundles(group, config, device, config.cluster.timeout_s)
     except TimeoutError:
@@ -162,17 +166,6 @@ async def reserve(config: RunConfig, device: Device) -> DevicePlacement:
             f"cluster.timeout_s={config.cluster.timeout_s:.0f} s"
         ) from None
     return DevicePlacement(group, config, device, locations)
-
-
-async def _reserved(group: PlacementGroup, timeout_s: float) -> bool:
-    """Return whether all bundles were reserved in time."""
-    try:
-        # not `group.wait`: it blocks the event loop, and cuts its timeout to whole seconds
-        async with asyncio.timeout(timeout_s):
-            await group.ready()
-    except TimeoutError:
-        return False
-    return True
 
 
 async def _locate_bundles(

@@ -6,6 +6,8 @@ fixed size per request.
 """
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,8 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 CHECKPOINT_CONFIG = "config.json"
 # Fields with the number of positions, in the order in which SGLang looks for them.
 CONTEXT_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
+
+Shapes = Mapping[str, tuple[int, int]]  # linear layer → (features in, features out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +48,10 @@ class LinearAttention:
         """Width of all value heads together."""
         return self.value_heads * self.value_dim
 
-    def parameters(self, hidden: int) -> int:
-        """Parameters of the mixer of one layer."""
-        in_projections = hidden * (self.channels + self.value_channels + 2 * self.value_heads)
-        out_projection = self.value_channels * hidden
-        decays_and_norm = 2 * self.value_heads + self.value_dim
-        return in_projections + out_projection + self.channels * self.convolution + decays_and_norm
+    @property
+    def small_parameters(self) -> int:
+        """Parameters of one layer outside its projections: the convolution, the decays and the norm."""
+        return self.channels * self.convolution + 2 * self.value_heads + self.value_dim
 
     def state_bytes(self, conv_bytes: int) -> int:
         """State of one layer and request: the float32 recurrent state and the last inputs of the convolution."""
@@ -75,18 +77,46 @@ class Architecture:
     vision_parameters: int = 0  # of a vision tower, loaded by the engine only
 
     @property
+    def full_attention(self) -> Shapes:
+        """The projections of a layer with full attention."""
+        width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        queries = width if self.linear is None else 2 * width  # with an output gate
+        return {
+            "q_proj": (self.hidden, queries),
+            "k_proj": (self.hidden, kv_width),
+            "v_proj": (self.hidden, kv_width),
+            "o_proj": (width, self.hidden),
+        }
+
+    @property
+    def linear_attention(self) -> Shapes:
+        """The projections of a layer with linear attention, but for those of its decays."""
+        if self.linear is None:
+            return {}
+        return {
+            "in_proj_qkv": (self.hidden, self.linear.channels),
+            "in_proj_z": (self.hidden, self.linear.value_channels),
+            "out_proj": (self.linear.value_channels, self.hidden),
+        }
+
+    @property
+    def mlp(self) -> Shapes:
+        up = (self.hidden, self.ffn)
+        return {"gate_proj": up, "up_proj": up, "down_proj": (self.ffn, self.hidden)}
+
+    @property
     def full_layer_parameters(self) -> int:
         """Parameters of a layer with full attention."""
-        width = self.heads * self.head_dim
-        output_gate = 0 if self.linear is None else width
-        attention = self.hidden * (2 * width + output_gate + 2 * self.kv_heads * self.head_dim)
         head_norms = 2 * self.head_dim if self.head_norms else 0
-        return attention + head_norms + self._mlp_and_norms
+        return _elements(self.full_attention) + head_norms + self._mlp_and_norms
 
     @property
     def linear_layer_parameters(self) -> int:
         """Parameters of a layer with linear attention; 0 without such layers."""
-        return 0 if self.linear is None else self.linear.parameters(self.hidden) + self._mlp_and_norms
+        if self.linear is None:
+            return 0
+        decays = 2 * self.linear.value_heads * self.hidden
+        return _elements(self.linear_attention) + decays + self.linear.small_parameters + self._mlp_and_norms
 
     @property
     def layer_parameters(self) -> int:
@@ -122,7 +152,11 @@ class Architecture:
 
     @property
     def _mlp_and_norms(self) -> int:
-        return 3 * self.hidden * self.ffn + 2 * self.hidden
+        return _elements(self.mlp) + 2 * self.hidden
+
+
+def _elements(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 VISION_PARAMETERS = 456_010_480  # of the Qwen3.5 tower

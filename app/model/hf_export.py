@@ -3,13 +3,12 @@
 Invariants:
 - Tensors have the names of the source checkpoint, adapters those of PEFT.
 - Untrained tensors of the source (a vision tower, multi-token prediction) are copied.
-- A directory under its final name is complete.
+- What a failure leaves is incomplete: callers write under another name first.
 """
 
 import json
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,41 +47,24 @@ def export(source: Path, state: Iterable[tuple[str, Tensor]], out: Path, dtype: 
     Args:
         source: Directory of the initial model, which provides all other files and tensors.
         state: Trained tensors by checkpoint name, consumed one at a time.
-        out: Directory to create; may exist if it is empty.
+        out: Directory to create.
         dtype: Dtype of the trained floating-point tensors; None keeps the source's dtype of each tensor.
 
     Raises:
-        RunError: If `out` is not empty, or the source has no tensor of a trained name.
+        RunError: The source has no tensor of a trained name.
     """
-    if out.exists() and any(out.iterdir()):
-        raise RunError(f"export to {out}: the directory is not empty")
-
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        _copy_side_files(source, temporary, dtype)
-        with open_checkpoint(source) as checkpoint:
-            _write(_all_tensors(state, checkpoint, dtype), temporary)
-
-        _grant_by_umask(temporary)
-        temporary.replace(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    out.mkdir(parents=True)
+    _copy_side_files(source, out, dtype)
+    with open_checkpoint(source) as checkpoint:
+        _write(_all_tensors(state, checkpoint, dtype), out)
+    _grant_by_umask(out)
 
 
 def _grant_by_umask(folder: Path) -> None:
-    """Give the folder and its files the permissions that the umask leaves.
-
-    mkdtemp and safetensors create for the owner only; a server of another user is to read the model.
-    """
-    probe = folder / "probe"
-    probe.touch()
-    mode = stat.S_IMODE(probe.stat().st_mode)
-    probe.unlink()
-
+    """Let a server of another user read the model as far as the umask does: safetensors writes for the owner only."""
+    mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
     for file in folder.iterdir():
         file.chmod(mode)
-    folder.chmod(mode | (mode & 0o444) >> 2)  # who may read may enter
 
 
 def _all_tensors(

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from app.errors import TrainerError
+from app.model.lora.layer import local_shard
 from app.trainer.checkpoint_state import reshard
 from app.types import TrainerMemory
 
@@ -235,9 +235,8 @@ class HostCopy:
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Return the storages of local tensors, each once: tied parameters share theirs."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in local}
-    return list(storages.values())
+    storages = (local_shard(tensor).untyped_storage() for tensor in tensors)
+    return list({storage._cdata: storage for storage in storages}.values())
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

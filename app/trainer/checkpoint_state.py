@@ -34,6 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from app.errors import CheckpointError, one_line
+from app.model.lora.layer import local_shard
 from app.model.policy import PolicyModel, named_trained_tensors
 from app.trainer.host_state import HostCopier, read_rng, write_rng
 from app.trainer.optimizer import PolicyOptimizer
@@ -87,7 +88,7 @@ class RankState:
     def bytes(self) -> int:
         """Bytes of this rank's share, counting the optimizer's state as if it existed already."""
         copies = 1 + sum(slot != "step" for slot in self.optimizer.slots)
-        return copies * sum(_local(tensor).nbytes for tensor in self._parameters().values())
+        return copies * sum(local_shard(tensor).nbytes for tensor in self._parameters().values())
 
     def capture(self, copy: Callable[[Tensor], Tensor] | None = None) -> int:
         """Copy this rank's share to host memory.
@@ -110,7 +111,7 @@ class RankState:
         captured[self._schedule_key] = torch.tensor([self.optimizer.updates, self.optimizer.skipped_in_a_row])
         captured[f"{RANDOM}{self.rank}"] = read_rng(self.device)
         self._captured = captured
-        return sum(_local(tensor).nbytes for tensor in captured.values())
+        return sum(local_shard(tensor).nbytes for tensor in captured.values())
 
     def write(self, folder: Path) -> dict[str, int]:
         """Write the captured state. Its files are on disk when this returns.
@@ -151,10 +152,11 @@ class RankState:
         target = {MODEL + name: parameter.detach() for name, parameter in parameters.items()}
         target[self._schedule_key] = torch.zeros(2, dtype=torch.int64)
         optimizer_state: dict[Tensor, dict[str, Tensor]] = {}
-        for key, slot, name in _slots(saved):
-            parameter = parameters[name]
-            target[key] = _empty_slot(saved[key], parameter)
-            optimizer_state.setdefault(parameter, {})[slot] = target[key]
+        for key in saved:
+            if key.startswith(OPTIMIZER):
+                slot, _, name = key.removeprefix(OPTIMIZER).partition(".")
+                target[key] = _empty_slot(saved[key], parameters[name])
+                optimizer_state.setdefault(parameters[name], {})[slot] = target[key]
 
         # A rank that the checkpoint does not have keeps the random state of its seed.
         random_key = f"{RANDOM}{self.rank}"
@@ -258,23 +260,11 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {_describe(error)}") from error
 
 
-def _slots(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, slot, parameter name) of the optimizer's tensors."""
-    for key in saved:
-        if key.startswith(OPTIMIZER):
-            slot, _, name = key.removeprefix(OPTIMIZER).partition(".")
-            yield key, slot, name
-
-
 def _empty_slot(saved: Any, parameter: Tensor) -> Tensor:
     """Return a buffer to read an optimizer tensor into: sharded like its parameter, or a scalar."""
     if saved.size == parameter.shape:
         return torch.zeros_like(parameter.detach())
     return torch.zeros(saved.size, dtype=saved.properties.dtype)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ where that costs less than it saves.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from app.algorithm.advantage import contributes_gradient
 from app.model.packing import Packing, to_device
-from app.types import ScoredGroup, TokenSequence, Trajectory
+from app.types import ScoredGroup, TokenSequence
 
 TOKEN_BYTES = 4  # of a token in `Sample.lead`
 QUADRATIC_TOKENS = 16384  # length at which attention costs as much as everything linear in length
@@ -89,16 +89,10 @@ def make_samples(groups: Sequence[ScoredGroup], *, mask_truncated: bool) -> list
         members = zip(scored.group.trajectories, scored.advantages, strict=True)
         for member, (trajectory, advantage) in enumerate(members):
             weight = float(contributes_gradient(trajectory, mask_truncated=mask_truncated))
-            samples += _samples_of(trajectory, float(advantage), weight, scored.group.prompt.id, member)
+            for index, sequence in enumerate(trajectory.sequences):
+                key = (scored.group.prompt.id, member, index)
+                samples.append(Sample(sequence, float(advantage), weight, key, trajectory.sampled_tokens))
     return samples
-
-
-def _samples_of(
-    trajectory: Trajectory, advantage: float, weight: float, prompt_id: str, member: int
-) -> Iterator[Sample]:
-    total = trajectory.sampled_tokens
-    for index, sequence in enumerate(trajectory.sequences):
-        yield Sample(sequence, advantage, weight, (prompt_id, member, index), total)
 
 
 def cost(tokens: int) -> float:

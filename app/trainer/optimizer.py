@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from app.config.trainer import Optimizer, Schedule, TrainerConfig
 from app.errors import RunError
+from app.model.lora.layer import local_shard
 
 SLOTS = {Optimizer.adamw: ("step", "exp_avg", "exp_avg_sq"), Optimizer.sgd: ()}
 
@@ -174,7 +175,7 @@ class PolicyOptimizer:
 
 def grad_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return the 2-norm [] float64 over all parameters and ranks: local squares, then one all-reduce."""
-    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    local = [local_shard(gradient) for gradient in gradients]
     # In float64 on the host: not every device has it.
     squared = torch.stack(torch._foreach_norm(local)).cpu().double().square().sum()
     if any(isinstance(gradient, DTensor) for gradient in gradients):

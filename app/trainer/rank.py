@@ -229,17 +229,13 @@ class TrainerRank:
             )
 
         self.model = load_policy()
-        self._activate_attention()
+        if self.device.activate_attention is not None and self.spec.dtype is Dtype.bfloat16:
+            used = self.device.activate_attention(self.model.head_dim)
+            log.info("attention kernels: %s", used or "torch's default")
 
         # A model of its own. With adapters, the policy without them is the reference.
         copies = self.spec.reference and not self.spec.lora.enabled
         self.reference = load_policy().requires_grad_(False) if copies else None
-
-    def _activate_attention(self) -> None:
-        """Switch to the device's fastest attention for this model's heads."""
-        activate = self.device.activate_attention
-        if activate is not None and self.spec.dtype is Dtype.bfloat16:
-            log.info("attention kernels: %s", activate(self.model.head_dim) or "torch's default")
 
     def _make_step(self) -> None:
         from app.trainer.checkpoint_state import RankState
@@ -353,15 +349,12 @@ class TrainerRank:
         self.memory_offload = make(self)
 
     def offload(self, region: TrainerMemory) -> None:
-        self._offload_or_raise().offload(region)
+        assert self.memory_offload is not None
+        self.memory_offload.offload(region)
 
     def onload(self, region: TrainerMemory) -> None:
-        self._offload_or_raise().onload(region)
-
-    def _offload_or_raise(self) -> MemoryOffload:
-        if self.memory_offload is None:
-            raise TrainerError(f"trainer rank {self.rank}: no memory offload is attached")
-        return self.memory_offload
+        assert self.memory_offload is not None
+        self.memory_offload.onload(region)
 
     # --- extensions
 

@@ -4,7 +4,7 @@ Both run on the host. Without a process group, or with one rank, they return the
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.distributed as dist
@@ -41,16 +41,13 @@ class RawSums:
             return cls(input_tokens=tokens, shared_tokens=tokens - computed, demonstrated=counted)
         return cls(counted, float(micro.trajectories), tokens, tokens - computed)
 
+    def _counts(self) -> dict[str, float]:
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "sums"}
+
     def __add__(self, other: "RawSums") -> "RawSums":
-        return RawSums(
-            self.tokens + other.tokens,
-            self.sequences + other.sequences,
-            self.input_tokens + other.input_tokens,
-            self.shared_tokens + other.shared_tokens,
-            self.padding_tokens + other.padding_tokens,
-            self.demonstrated + other.demonstrated,
-            merge(self.sums, other.sums),
-        )
+        theirs = other._counts()
+        counts = {name: count + theirs[name] for name, count in self._counts().items()}
+        return RawSums(**counts, sums=merge(self.sums, other.sums))
 
     def all_reduce(self) -> "RawSums":
         """Merge the sums of all ranks, in float64. A collective."""
@@ -58,17 +55,10 @@ class RawSums:
             return self
 
         names = list(TABLE)
-        counts = [
-            self.tokens,
-            self.sequences,
-            self.input_tokens,
-            self.shared_tokens,
-            self.padding_tokens,
-            self.demonstrated,
-        ]
+        counts = self._counts()
         present = [float(name in self.sums) for name in names]
         addends = [0.0 if TABLE[name] in EXTREMES else self.sums.get(name, 0.0) for name in names]
-        summed = torch.tensor([*counts, *present, *addends], dtype=torch.float64)
+        summed = torch.tensor([*counts.values(), *present, *addends], dtype=torch.float64)
         dist.all_reduce(summed)
 
         # One max reduction serves both extremes: min(x) = -max(-x).
@@ -77,14 +67,13 @@ class RawSums:
         extremes = torch.tensor(maxima, dtype=torch.float64)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
 
-        counts, present, totals = (values.tolist() for values in summed.split([len(counts), len(names), len(names)]))
+        counted, present, totals = (values.tolist() for values in summed.split([len(counts), len(names), len(names)]))
         sums = {
             name: sign[name] * extreme if TABLE[name] in EXTREMES else total
             for name, on_ranks, total, extreme in zip(names, present, totals, extremes.tolist(), strict=True)
             if on_ranks
         }
-        tokens, sequences, input_tokens, shared_tokens, padding_tokens, demonstrated = counts
-        return RawSums(tokens, sequences, input_tokens, shared_tokens, padding_tokens, demonstrated, sums)
+        return RawSums(**dict(zip(counts, counted, strict=True)), sums=sums)
 
 
 class UnreadSums:

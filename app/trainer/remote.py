@@ -156,13 +156,12 @@ class RemoteTrainer:
         if failed:
             raise await self._failure(method, calls, failed[0])
 
-        for call in waiting:  # their results are not read
-            call.cancel()
-        if waiting and method is TrainerRank.start:
-            raise self._not_started(sorted(calls[call] for call in waiting))
-
         if waiting:
             late = ", ".join(str(rank) for rank in sorted(calls[call] for call in waiting))
+            for call in waiting:  # their results are not read
+                call.cancel()
+            if method is TrainerRank.start:
+                raise self._not_started(late)
             if method not in CONCURRENT:
                 self._broken = f"since trainer rank {late} did not finish {name} in time"
             stacks = await self.stacks()
@@ -182,8 +181,7 @@ class RemoteTrainer:
         references = [getattr(rank, method.__name__).remote(*args, **kwargs) for rank in self.ranks]
         return {_task(reference): rank for rank, reference in enumerate(references)}
 
-    def _not_started(self, ranks: Sequence[int]) -> TrainerError:
-        late = ", ".join(str(rank) for rank in ranks)
+    def _not_started(self, late: str) -> TrainerError:
         self._broken = f"since Ray did not start trainer rank {late} in time"
         return TrainerError(
             f"Ray did not start trainer rank {late} within trainer.timeout_s={self.timeout_s:.0f} s: "

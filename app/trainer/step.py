@@ -167,8 +167,9 @@ class TrainStep:
     def add_demonstrations(self, sequences: Sequence[TokenSequence]) -> None:
         """Add sequences whose marked tokens are imitated (component ce), spread over the updates of the step."""
         self._require_open("add_demonstrations")
-        samples = _demonstration_samples(sequences, first=len(self._demonstrations))
-        self._demonstrations += samples
+        for sequence in sequences:
+            key = (f"demonstration/{len(self._demonstrations)}", 0, 0)
+            self._demonstrations.append(Sample(sequence, 0.0, 1.0, key, len(sequence.logprobs)))
 
     def cross_entropy(self, sequences: Sequence[TokenSequence]) -> float:
         """Return the mean of −log π over the marked tokens of these sequences, in nats. Between steps, a collective."""
@@ -289,7 +290,10 @@ class TrainStep:
         algorithm = self.settings.algorithm
 
         with self._timer.phase("forward"):
-            reference_logprobs = self._reference_logprobs(micro)
+            reference_logprobs = None
+            if self.reference is not None:
+                with torch.no_grad(), adapters_off(self.reference):
+                    reference_logprobs, _ = self._forward(self.reference, micro)
             logprobs, entropy = self._forward(self.model, micro, entropy_gradient=algorithm.entropy_coefficient > 0)
 
         batch = TokenBatch(
@@ -329,13 +333,6 @@ class TrainStep:
             temperature=self.settings.temperature if temperature is None else temperature,
             entropy_gradient=entropy_gradient,
         )
-
-    def _reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
-        if self.reference is None:
-            return None
-        with torch.no_grad(), adapters_off(self.reference):
-            logprobs, _ = self._forward(self.reference, micro)
-        return logprobs
 
     def _old_logprobs_of(self, micro: MicroBatch) -> Tensor | None:
         """Return π_old of the sampled tokens [N]; None for the current log-probabilities."""
@@ -418,14 +415,6 @@ def _loss_metrics(totals: RawSums, settings: StepSettings) -> dict[str, float]:
         "trainer/shared_fraction": totals.shared_tokens / totals.input_tokens if totals.input_tokens else 0.0,
         "trainer/padding_fraction": totals.padding_tokens / computed if computed else 0.0,
     }
-
-
-def _demonstration_samples(sequences: Sequence[TokenSequence], *, first: int) -> list[Sample]:
-    """Return demonstrations as samples with keys of their own, numbered from `first`."""
-    return [
-        Sample(each, 0.0, 1.0, (f"demonstration/{number}", 0, 0), len(each.logprobs))
-        for number, each in enumerate(sequences, start=first)
-    ]
 
 
 def _by_sample(logprobs: Tensor, micro: MicroBatch) -> dict[SampleKey, Tensor]:

@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 
+from app.checkpoint import manager
 from app.checkpoint.folder import latest, newest_intact
 from app.checkpoint.manager import CheckpointManager
 from app.checkpoint.run_state import RunState, read_intact
-from app.errors import CheckpointError
+from app.errors import CheckpointError, RunError
+from app.placement.colocate import Colocate
 from app.utils import files
 from tests.checkpoint.plain_files import DATA, PlainFiles, names, save
 from tests.folders import ROOT
 from tests.refusals import refused
+from tests.simulation import World, config
 
 DEADLINE_S = 60.0
 
@@ -79,21 +82,57 @@ def test_a_loop_that_closes_during_a_commit_leaves_a_complete_checkpoint(
     assert read_intact(checkpoint).step == 1
 
 
-@pytest.mark.parametrize(
-    ("work", "sentence"),
-    [
-        ("commit", "checkpoint {run}/checkpoints/step_1 was not written within 0 s"),
-        ("create", "checkpoint {run}/checkpoints/step_1 cannot be started: its folder was not created within 0 s"),
-        ("read", "{run}/checkpoints was not read within 0 s to compare its checksums"),
-        ("flush", "the metrics of step 1 were not flushed to disk within trainer.timeout_s=0.5 s"),
-    ],
-)
-def test_storage_that_blocks_for_ever_ends_the_process_with_a_sentence(
-    work: str, sentence: str, tmp_path: Path
+BLOCKED = """
+import asyncio, sys, threading
+from pathlib import Path
+from app.checkpoint.manager import CheckpointManager
+from app.checkpoint.run_state import RunState
+from app.utils import files
+from tests.checkpoint.plain_files import PlainFiles
+
+async def commit() -> None:
+    checkpoints = CheckpointManager(Path(sys.argv[1]), keep=1, timeout_s=0.5)
+    files.sync = lambda *_: threading.Event().wait()
+    await checkpoints.save(PlainFiles(), RunState(1, 1))
+    await checkpoints.wait()
+
+asyncio.run(commit())
+"""
+
+
+def test_storage_that_blocks_for_ever_does_not_keep_the_process(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", BLOCKED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.endswith(
+        f"CheckpointError: checkpoint {tmp_path}/checkpoints/step_1 was not written within 0 s\n"
+    )
+
+
+async def test_every_access_to_storage_has_a_deadline_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [sys.executable, "-m", "tests.checkpoint.blocked_storage", work, str(tmp_path)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (1, sentence.format(run=tmp_path))
+    answers = threading.Event()
+
+    def block(*_: Any) -> None:
+        answers.wait(DEADLINE_S)
+
+    settings = config()
+    settings.trainer.timeout_s = 0.1
+    world = World(settings, tmp_path / "run")
+    world.recorder.flush = block  # type: ignore[method-assign]
+    with pytest.raises(RunError, match=r"metrics of step 1 were not flushed .*trainer\.timeout_s"):
+        await Colocate(world.context(), 1).save()
+
+    checkpoints = CheckpointManager(tmp_path, keep=1, timeout_s=0.1)
+    monkeypatch.setattr(manager, "newest_intact", block)
+    with pytest.raises(CheckpointError, match="checkpoints was not read within"):
+        await checkpoints.resume_point()
+    monkeypatch.setattr(files, "remove", block)
+    with pytest.raises(CheckpointError, match="step_1 cannot be started: its folder was not created within"):
+        await checkpoints.save(PlainFiles(), RunState(1, 1))
+    answers.set()
 
 
 async def test_a_write_that_does_not_finish_in_time_is_reported_and_removed(tmp_path: Path) -> None:
@@ -126,7 +165,7 @@ def test_rewind_sets_later_checkpoints_aside_and_deletes_none(tmp_path: Path) ->
     checkpoints = save(tmp_path, [20, 40, 60])
     folder = checkpoints.folder
     assert checkpoints.rewind(folder / "step_20") == [folder / "aside" / "step_40", folder / "aside" / "step_60"]
-    assert (checkpoints.latest(), checkpoints.committed_step) == (folder / "step_20", 20)
+    assert (latest(tmp_path), checkpoints.committed_step) == (folder / "step_20", 20)
     assert names(tmp_path) == {"latest", "step_20", "aside"}
 
     save(tmp_path, [40])  # again, on another way

@@ -30,7 +30,7 @@ from app.tracking.run_folder import CONFIG
 from app.trainer.step import TrainStep
 from app.types import GroupRequest, Sampling
 from tests.checkpoint.plain_files import DATA, flip_a_byte, save
-from tests.checkpoint.resume_scenarios import trainer_of
+from tests.checkpoint.resume_scenarios import ALL_WEIGHTS, trainer_of
 from tests.checkpoint.saves import OneProcess
 from tests.compose import composed
 from tests.conftest import make_engine
@@ -41,24 +41,33 @@ from tests.trainer.plain import transformers_model
 from tests.trainer.support import Scenario, scored_groups, train
 from tests.trainer.test_step import GRPO
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = ["eval.before_train=false", "data.arithmetic.eval_problems=20"]
 
 
-def trained(source: Path, run: Path, chat_template: str | None = None) -> TrainStep:
+def trained(source: Path, run: Path, lora: LoraConfig = ALL_WEIGHTS, chat_template: str | None = None) -> TrainStep:
     """Return the trainer of a run whose only checkpoint is that of step 3."""
-    scenario = Scenario(GRPO, scored_groups(2), trainer=TrainerConfig(lr=0.05))
+    scenario = Scenario(GRPO, scored_groups(2), trainer=TrainerConfig(lr=0.05), lora=lora)
     step, state = trainer_of(source, scenario)
-    train(step, scenario)
+    for version in range(1, 4 if lora.enabled else 2):  # adapters begin at 0
+        train(step, scenario, version)
 
     async def save() -> None:
         checkpoints = CheckpointManager(run, keep=1)
-        model = identity(source, LoraConfig(), chat_template)
+        model = identity(source, lora, chat_template)
         await checkpoints.save(OneProcess(state), RunState(3, 3, model=model))
         await checkpoints.wait()
 
     asyncio.run(save())
     return step
+
+
+def logprobs_of(model: torch.nn.Module) -> torch.Tensor:
+    """Log-probabilities [N] of the batch's completions, of a model of transformers or PEFT."""
+    found = []
+    for sequence in batch(101).sequences:
+        logits = model(input_ids=sequence[None]).logits[0].double()
+        found.append(logits.log_softmax(-1)[:-1].gather(1, sequence[1:, None])[:, 0][1:])  # a prompt of two tokens
+    return torch.cat(found)
 
 
 def config_of(source: Path, **settings: str) -> RunConfig:
@@ -68,7 +77,7 @@ def config_of(source: Path, **settings: str) -> RunConfig:
 def test_an_export_has_the_chat_template_of_its_run(tmp_path: Path) -> None:
     source, own = save_qwen3(tmp_path / "source"), "{{ messages[0].content }}\n"
     (source / "chat_template.jinja").write_text("the model's")
-    trained(source, tmp_path / "run", own)
+    trained(source, tmp_path / "run", chat_template=own)
     assert (export_run(config_of(source), tmp_path / "run") / "chat_template.jinja").read_text() == own
     assert (source / "chat_template.jinja").read_text() == "the model's"
 
@@ -80,15 +89,9 @@ def test_transformers_with_an_export_matches_the_trainer(make: Callable[[Path], 
     step = trained(source, run)
     out = export_run(config_of(source), run)
     assert out == run / "export"
-    packed = batch(101)
     with torch.no_grad():
-        ours, _ = step.model(**packed.inputs, temperature=1.0)
-        theirs = []
-        for sequence in packed.sequences:
-            logits = transformers_model(out)(input_ids=sequence[None]).logits[0].double()
-            picked = logits.log_softmax(-1)[:-1].gather(1, sequence[1:, None])[:, 0]
-            theirs.append(picked[1:])  # the first two tokens are the prompt
-    torch.testing.assert_close(ours.double(), torch.cat(theirs), atol=2e-5, rtol=0)
+        ours, _ = step.model(**batch(101).inputs, temperature=1.0)
+        torch.testing.assert_close(ours.double(), logprobs_of(transformers_model(out)), atol=2e-5, rtol=0)
     before, after = (load_file(each / "model.safetensors") for each in (source, out))
     assert {name: (each.shape, each.dtype) for name, each in after.items()} == {
         name: (each.shape, each.dtype) for name, each in before.items()

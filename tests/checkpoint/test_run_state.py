@@ -32,24 +32,32 @@ def test_a_changed_byte_is_found_although_the_size_is_the_same(name: str, checkp
         read_intact(checkpoint)
 
 
-def test_a_changed_digit_of_the_state_is_found(checkpoint: Path) -> None:
+def test_another_size_and_a_missing_file_are_found_without_reading_files(checkpoint: Path) -> None:
+    (checkpoint / DATA).write_bytes((checkpoint / DATA).read_bytes()[:-1])
+    with pytest.raises(DamagedCheckpoint, match=r"incomplete: __0_0\.distcp has \d+ bytes"):
+        read_state(checkpoint)
+    (checkpoint / DATA).unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"__0_0\.distcp is missing"):
+        read_state(checkpoint)
+
+
+def test_a_changed_damaged_or_missing_state_is_found(checkpoint: Path) -> None:
     file = checkpoint / STATE
     file.write_text(file.read_text().replace('"version": 1', '"version": 7'))
     with pytest.raises(DamagedCheckpoint, match=r"state\.json .*checksum"):
         read_state(checkpoint)
+    file.write_text("{")
+    with pytest.raises(DamagedCheckpoint, match=r"state\.json is damaged"):
+        read_state(checkpoint)
+    file.unlink()
+    with pytest.raises(DamagedCheckpoint, match="No such file"):
+        read_state(checkpoint)
 
 
-def test_format_1_is_read_without_checksums_and_an_unknown_one_is_refused(checkpoint: Path) -> None:
-    sizes = {name: (checkpoint / name).stat().st_size for name in (DATA, ".metadata")}
-    old = {"format": 1, "step": 1, "version": 1, "extra": {}, "model": {}, "files": sizes}
-    (checkpoint / STATE).write_text(json.dumps(old))
-    flip_a_byte(checkpoint / DATA)
-    assert read_intact(checkpoint) == RunState(1, 1)
-    (checkpoint / DATA).write_bytes(b"")
-    with pytest.raises(DamagedCheckpoint, match=r"__0_0\.distcp has 0 bytes"):
-        read_intact(checkpoint)
-
-    (checkpoint / STATE).write_text(json.dumps(old | {"format": 3}))
-    with pytest.raises(CheckpointError, match="format 3") as raised:
+@pytest.mark.parametrize("number", [1, 3])
+def test_another_format_is_refused_and_not_called_damaged(number: int, checkpoint: Path) -> None:
+    file = checkpoint / STATE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": number}))
+    with pytest.raises(CheckpointError, match=f"format {number}") as raised:
         read_intact(checkpoint)
     assert not isinstance(raised.value, DamagedCheckpoint)

@@ -2,15 +2,17 @@
 
 import asyncio
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from app.cluster import memory_monitor
 from app.cluster.memory_monitor import MIB, MemoryMonitor
-from app.errors import EngineError, EngineLost, RunError, TrainerError
+from app.errors import EngineError, EngineLost, RunError
 from app.rollout.pool import EnginePool
 from app.types import MemoryUse
-from tests.simulation import SimEngine, SimTrainer, run_virtual, virtual
+from tests.simulation import SimEngine, SimTrainer, run_virtual
 
 
 class TrainerWithPeaks(SimTrainer):
@@ -79,60 +81,43 @@ def test_an_engine_keeps_its_name_while_another_one_is_lost(monkeypatch: pytest.
         monitor.check()
 
 
-class FailingTrainer(SimTrainer):
-    """Cannot say how much memory it uses."""
-
-    async def memory(self) -> list[MemoryUse]:
-        raise TrainerError("rank 0 .*memory: OSError: on purpose")
+async def refuses(_: object) -> None:
+    raise EngineError("memory failed: on purpose")
 
 
-class SilentTrainer(SimTrainer):
-    async def memory(self) -> list[MemoryUse]:
-        await asyncio.Event().wait()
-        raise AssertionError
+async def never(_: object) -> None:
+    await asyncio.Event().wait()
+
+
+def unreadable(_: list[int]) -> None:
+    raise PermissionError("/proc is hidden: on purpose")
 
 
 @pytest.mark.parametrize(
-    ("trainer", "reason"),
+    ("role", "owner", "name", "measure", "reason"),
     [
-        (FailingTrainer(), "rank 0 .*memory: OSError: on purpose"),
-        (SilentTrainer(), "within 10 s"),
+        ("trainer", SimTrainer, "memory", refuses, "on purpose"),
+        ("trainer", SimTrainer, "memory", never, "within 10 s"),
+        ("engine", SimEngine, "memory", refuses, "on purpose"),
+        ("driver", memory_monitor, "memory_use", unreadable, "on purpose"),
     ],
 )
-@virtual
-async def test_ranks_whose_memory_cannot_be_measured_are_missing_with_one_warning(
-    trainer: SimTrainer, reason: str
+def test_processes_whose_memory_cannot_be_measured_are_missing_with_one_warning(
+    role: str, owner: Any, name: str, measure: Callable[..., Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warnings: list[str] = []
-
-    monitor = MemoryMonitor(trainer, EnginePool([engine(7 * MIB)]), warnings.append)
-    await monitor.record_peaks("train")
-    await monitor.sample()
-    metrics = await monitor.sample()
-    assert set(metrics) == {"memory/host_used_fraction", "memory/driver_rss_mib", "memory/engine_rss_mib"}
-    (warning,) = warnings
-    assert re.search(f"trainer processes .*{reason}", warning)
-
-
-def test_an_engine_that_refuses_to_measure_its_memory_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuses(self: SimEngine) -> MemoryUse:
-        raise EngineError("engine 0: memory failed: on purpose")
-
-    monkeypatch.setattr(SimEngine, "memory", refuses)
+    monkeypatch.setattr(owner, name, measure)
     warnings: list[str] = []
     pool = EnginePool([SimEngine(lambda _: 1.0, lambda *_: True)])
-    metrics = run_virtual(MemoryMonitor(SimTrainer(), pool, warnings.append).sample())
-    assert set(metrics) == {"memory/host_used_fraction", "memory/driver_rss_mib", "memory/trainer_rss_mib"}
-    assert len(warnings) == 1
+    monitor = MemoryMonitor(SimTrainer(), pool, warnings.append)
 
+    async def two_steps() -> dict[str, float]:
+        await monitor.record_peaks("train")
+        await monitor.sample()
+        return await monitor.sample()
 
-def test_a_driver_whose_memory_cannot_be_read_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreadable(pids: list[int]) -> MemoryUse:
-        raise PermissionError("/proc is hidden on purpose")
-
-    monkeypatch.setattr(memory_monitor, "memory_use", unreadable)
-    warnings: list[str] = []
-    metrics = run_virtual(MemoryMonitor(SimTrainer(), EnginePool([engine()]), warnings.append).sample())
-    assert "memory/driver_rss_mib" not in metrics
+    measured = {"driver", "trainer", "engine"} - {role}
+    assert set(run_virtual(two_steps())) == {"memory/host_used_fraction"} | {
+        f"memory/{each}_rss_mib" for each in measured
+    }
     (warning,) = warnings
-    assert re.search("driver processes .*/proc is hidden", warning)
+    assert re.search(f"{role} processes .*{reason}", warning)

@@ -1,8 +1,6 @@
 """A run over two hosts whose connection is cut, on real Ray and SGLang: it goes on without the lost host, or ends."""
 
 import re
-import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -93,20 +91,6 @@ def assert_ended(*hosts: Host) -> None:
     """Within a minute no process of the run is left on these hosts, also where nobody could reach it."""
     for host in hosts:
         until(partial(_empty, host), 60)
-
-
-def test_hosts_that_a_killed_test_left_are_removed_by_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.cluster.two_hosts.PREFIX", "posttrain-left-")
-    killed = TwoHosts(tmp_path / "killed")
-    process = subprocess.Popen(killed.second.command("sleep", "1000"))
-    until(lambda: len(killed.second.processes("sleep")) == 1, 30)
-    killed.close()  # the wire ends with the test
-    with two_hosts(tmp_path / "hosts") as hosts:
-        assert process.wait(10) == -signal.SIGKILL
-        assert not hosts.second.processes()
-        assert hosts.second.run("hostname") == "posttrain-left-b\n"
 
 
 def test_a_run_ends_well_on_a_slow_wire_that_loses_packets(tmp_path: Path, run_on: Callable[..., Run]) -> None:

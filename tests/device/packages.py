@@ -24,9 +24,6 @@ class Package:
     names: tuple[str, ...]
     read: Callable[[str], str]
 
-    def has(self, path: str) -> bool:
-        return path in self.names
-
     def under(self, folder: str, ending: str = ".py") -> Iterator[str]:
         return (name for name in self.names if name.startswith(folder) and name.endswith(ending))
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,6 @@ import torch
 
 from tests.device.packages import ROOT
 
-# Registers `nms` as torchvision's own library does, when it is loaded.
-LIBRARY = """
-#include <torch/library.h>
-TORCH_LIBRARY(torchvision, m) {
-    m.def("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor");
-    m.def("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor");
-}
-"""
 # Import torchvision's library again afterwards, as torchvision does: a second definition would abort the process.
 SCRIPT = """
 import sys
@@ -49,26 +40,17 @@ torch.ops.load_library = load
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")
 
 
-def run(folder: Path, loader: str) -> list[str]:
-    (folder / "torchvision").mkdir(exist_ok=True)
-    (folder / "torchvision" / "__init__.py").touch()
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(loader=loader), str(folder)], capture_output=True, text=True, cwd=ROOT
-    )
+@pytest.mark.parametrize(("loader", "own"), [(LOADS, True), (FAILS, False)])
+def test_the_operators_are_declared_where_torchvisions_library_does_not_load(
+    loader: str, own: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "torchvision").mkdir()
+    for file in ("__init__.py", "_C.so"):
+        (tmp_path / "torchvision" / file).touch()
+    command = [sys.executable, "-c", SCRIPT.format(loader=loader), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
-def test_nothing_is_declared_where_torchvision_brings_its_operators(tmp_path: Path) -> None:
-    (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "_C.so").touch()
-    assert run(tmp_path, LOADS) == ["True", "True", "True"]
-
-
-def test_both_are_declared_where_its_library_does_not_load(tmp_path: Path) -> None:
-    (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "_C.so").touch()
-    assert run(tmp_path, FAILS) == ["False", "True", "True"]
+    assert done.stdout.split() == [str(own), "True", "True"]
 
 
 def test_setup_declares_both_in_an_environment_whose_torchvision_has_none(tmp_path: Path) -> None:
@@ -92,26 +74,3 @@ def test_setup_declares_both_in_an_environment_whose_torchvision_has_none(tmp_pa
     python(declare)
     assert (package / "extension.py").read_text() == once
     assert python("-c", "import torchvision") == "torchvision.nms torchvision.qnms"
-
-
-@pytest.mark.slow
-def test_a_library_that_registers_the_operators_does_not_abort_the_process(tmp_path: Path) -> None:
-    (tmp_path / "torchvision").mkdir()
-    source = tmp_path / "library.cpp"
-    source.write_text(LIBRARY)
-    include = Path(torch.__file__).parent / "include"
-    libraries = include.parent / "lib"
-    folders = [include, include / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")]
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    built = subprocess.run(
-        [
-            *("g++", "-std=c++20", "-shared", "-fPIC", abi),
-            *(f"-I{each}" for each in folders),
-            *(str(source), f"-L{libraries}", "-lc10", "-ltorch_cpu"),
-            *("-o", str(tmp_path / "torchvision" / "_C.so")),
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert built.returncode == 0, built.stderr
-    assert run(tmp_path, "") == ["True", "True", "True"]

@@ -30,6 +30,7 @@ TRAINER = [
     "tests/trainer/test_ranks.py",  # FSDP2
     "tests/trainer/test_optimizer.py",
     "tests/trainer/test_fused_optimizer.py",
+    "tests/checkpoint/test_rank_state.py",
     "tests/checkpoint/test_manager.py",
     "tests/offload/test_trainer.py",
     "tests/weight_sync/test_collective.py",

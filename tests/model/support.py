@@ -154,8 +154,8 @@ def save_qwen35(folder: Path, *, seed: int = 0, spread: float = 0.2, layers: int
     return folder
 
 
-def save_with_dropout(family: str, folder: Path) -> Path:
-    """Save a random Phi-3 or StarCoder2 that drops out attention weights, hidden states and embeddings."""
+def save_kind(kind: str, folder: Path, **settings: Any) -> Path:
+    """Save a small random model of one of transformers' families: `save_kind("Phi", folder, resid_pdrop=0.1)`."""
     sizes = {
         "vocab_size": 101,
         "hidden_size": 32,
@@ -165,60 +165,15 @@ def save_with_dropout(family: str, folder: Path) -> Path:
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
         "initializer_range": 0.2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
         "dtype": "float32",
     }
     library = transformers()
-    if family == "phi3":
-        rates = {"attention_dropout": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
-        return _save(library.Phi3ForCausalLM, library.Phi3Config(**sizes, **rates, pad_token_id=0), folder, 0)
-
-    config = library.Starcoder2Config(**sizes, attention_dropout=0.1, residual_dropout=0.1, embedding_dropout=0.1)
-    return _save(library.Starcoder2ForCausalLM, config, folder, 0)
-
-
-def save_phi(folder: Path) -> Path:
-    """Save a random phi-2, whose LM head has a bias."""
-    config = transformers().PhiConfig(
-        vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-    )
-    return _save(transformers().PhiForCausalLM, config, folder, 0)
-
-
-SMALL = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "dtype": "float32",
-}
-
-
-def save_with_changed_logits(family: str, folder: Path) -> Path:
-    """Save a random Granite, Cohere or Gemma 2, which change the output of their LM head."""
-    library = transformers()
-    if family == "granite":
-        return _save(library.GraniteForCausalLM, library.GraniteConfig(**SMALL, logits_scaling=8.0), folder, 0)
-    if family == "cohere":
-        return _save(library.CohereForCausalLM, library.CohereConfig(**SMALL, logit_scale=0.0625), folder, 0)
-    config = library.Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=30.0)
-    return _save(library.Gemma2ForCausalLM, config, folder, 0)
-
-
-def save_gpt2(folder: Path) -> Path:
-    """Save a random GPT-2, whose decoder calls its layers `h`."""
-    config = transformers().GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=4, n_positions=64)
-    return _save(transformers().GPT2LMHeadModel, config, folder, 0)
-
-
-def save_bert(folder: Path) -> Path:
-    """Save a random BERT decoder, which has no module `lm_head`."""
-    config = transformers().BertConfig(**SMALL, is_decoder=True)
-    return _save(transformers().BertLMHeadModel, config, folder, 0)
+    config = getattr(library, f"{kind}Config")(**sizes, **settings)
+    model = getattr(library, f"{kind}LMHeadModel", None) or getattr(library, f"{kind}ForCausalLM")
+    return _save(model, config, folder, 0)
 
 
 SAVE: dict[str, Callable[[Path], Path]] = {

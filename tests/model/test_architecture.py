@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from app.config.model import TINY_MODELS, TINY_PRESETS, ModelConfig
@@ -17,53 +18,34 @@ from app.model.architecture import (
     require_context,
     require_own_preset,
 )
+from app.model.hf_import import transformers
+from tests.bench.random_model import QWEN3_4B as QWEN3_4B_CONFIG
 from tests.refusals import refused
 from tests.tiny_models.make import Recipe
 
 
+def test_known_models_have_the_parameters_of_transformers_and_those_published() -> None:
+    qwen3 = transformers().Qwen3Config(**QWEN3_4B_CONFIG)
+    assert QWEN3_4B.parameters == parameters_on_meta(qwen3) == 4_022_468_096
+    assert from_config(qwen3.to_dict()) == QWEN3_4B
+
+    text = transformers().Qwen3_5TextConfig()
+    assert QWEN35_9B.parameters == parameters_on_meta(text) == 8_953_803_264
+    alone = from_config(text.to_dict())
+    assert alone is not None
+    assert (alone.parameters, alone.full_layers) == (QWEN35_9B.parameters, 8)
+    whole = {"text_config": text.to_dict(), "vision_config": {}, "tie_word_embeddings": False}
+    assert from_config(whole) == QWEN35_9B  # with its vision tower
+
+    for name, parameters in (("Qwen/Qwen3-0.6B", 596_049_920), ("Qwen/Qwen3-1.7B", 1_720_574_976)):
+        known = architecture_of(ModelConfig(path=name))
+        assert known is not None
+        assert known.parameters == parameters
+
+
 def parameters_on_meta(config: object) -> int:
-    import torch
-
-    from app.model.hf_import import transformers
-
     with torch.device("meta"):
         return sum(p.numel() for p in transformers().AutoModelForCausalLM.from_config(config).parameters())
-
-
-def test_qwen3_4b_has_as_many_parameters_as_in_transformers() -> None:
-    from app.model.hf_import import transformers
-
-    built = transformers().Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=2560,
-        intermediate_size=9728,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-    )
-    assert QWEN3_4B.parameters == parameters_on_meta(built) == 4_022_468_096
-    assert from_config(built.to_dict()) == QWEN3_4B
-
-
-def test_qwen35_9b_has_as_many_parameters_as_in_transformers() -> None:
-    from app.model.hf_import import transformers
-
-    built = transformers().Qwen3_5TextConfig()
-    assert QWEN35_9B.parameters == parameters_on_meta(built) == 8_953_803_264
-    text_only = from_config(built.to_dict())
-    assert text_only is not None
-    assert text_only.parameters == QWEN35_9B.parameters
-    assert text_only.full_layers == 8
-
-
-def test_a_composite_checkpoint_counts_its_text_model_and_its_vision_tower() -> None:
-    from app.model.hf_import import transformers
-
-    text = transformers().Qwen3_5TextConfig().to_dict()
-    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "tie_word_embeddings": False}
-    assert from_config(whole) == QWEN35_9B
 
 
 def test_only_every_fourth_layer_of_qwen35_has_a_kv_cache() -> None:
@@ -99,19 +81,6 @@ def test_qwen35_with_an_odd_number_of_layers_is_counted(made_model: Callable[...
     assert (found.layers, found.full_layers) == (5, 2)
 
 
-def test_a_local_directory_is_read(tiny_model: Path) -> None:
-    assert architecture_of(ModelConfig(path=str(tiny_model))) == architecture_of(ModelConfig())
-
-
-@pytest.mark.parametrize(
-    ("shapes", "parameters"), [("Qwen/Qwen3-0.6B", 596_049_920), ("Qwen/Qwen3-1.7B", 1_720_574_976)]
-)
-def test_the_small_qwen3_have_as_many_parameters_as_published(shapes: str, parameters: int) -> None:
-    known = architecture_of(ModelConfig(path=shapes))
-    assert known is not None
-    assert known.parameters == parameters
-
-
 def test_a_hub_model_in_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
     snapshot = tmp_path / "models--owner--name" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -120,7 +89,8 @@ def test_a_hub_model_in_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "models--owner--name" / "refs" / "main").write_text("abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert architecture_of(ModelConfig(path="owner/name")) == architecture_of(ModelConfig())
-    assert architecture_of(ModelConfig(path="owner/other")) is None
+    for unknown in ("owner/other", "/nowhere"):
+        assert architecture_of(ModelConfig(path=unknown)) is None
 
 
 def test_a_tiny_preset_takes_models_of_its_own_architecture_only(tiny_model: Path, tmp_path: Path) -> None:
@@ -178,11 +148,6 @@ def test_lengths_beyond_the_context_are_refused_with_both_numbers() -> None:
         require_context(RolloutConfig(max_prompt_tokens=1024, max_completion_tokens=1025), fields, "m")
     with refused("rollout.max_prompt_tokens", 2048, "less than 2048"):
         require_context(RolloutConfig(max_prompt_tokens=2048, max_completion_tokens=1), fields, "m")
-
-
-@pytest.mark.parametrize("path", ["somebody/something", "/nowhere"])
-def test_a_model_that_is_not_local_has_no_architecture(path: str) -> None:
-    assert architecture_of(ModelConfig(path=path)) is None
 
 
 def test_a_mixture_of_experts_is_not_counted_as_dense() -> None:

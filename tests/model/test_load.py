@@ -1,6 +1,5 @@
 """Checkpoints that `load` rejects, and buffers that it computes."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,9 @@ from app.model.hf_import import transformers
 from app.model.load import _disable_dropout, load
 from app.model.policy import named_checkpoint_tensors
 from tests.model.support import (
-    SAVE,
     batch,
-    reference,
-    save_bert,
-    save_gpt2,
-    save_phi,
+    save_kind,
     save_qwen3,
-    save_with_changed_logits,
-    save_with_dropout,
 )
 from tests.refusals import refused
 
@@ -81,9 +74,15 @@ def test_a_broken_file_or_another_kind_of_model_is_refused(path: Path, file: str
         load(path, mesh=None, device="cpu")
 
 
-@pytest.mark.parametrize("family", ["phi3", "starcoder2"])
-def test_a_model_with_dropout_gives_the_same_logprobs_twice(family: str, tmp_path: Path) -> None:
-    policy = load(save_with_dropout(family, tmp_path / family), mesh=None, device="cpu")
+@pytest.mark.parametrize(
+    ("kind", "rates"),
+    [
+        ("Phi3", {"attention_dropout": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+        ("Starcoder2", {"attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1}),
+    ],
+)
+def test_a_model_with_dropout_gives_the_same_logprobs_twice(kind: str, rates: dict[str, float], tmp_path: Path) -> None:
+    policy = load(save_kind(kind, tmp_path / kind, **rates), mesh=None, device="cpu")
     assert policy.training
 
     inputs = batch(101, lengths=(60,)).inputs
@@ -92,31 +91,21 @@ def test_a_model_with_dropout_gives_the_same_logprobs_twice(family: str, tmp_pat
     assert torch.equal(first, second)
 
 
-def test_a_head_with_a_bias_is_refused(tmp_path: Path) -> None:
-    with refused("model.path", tmp_path / "phi", "bias"):
-        load(save_phi(tmp_path / "phi"), mesh=None, device="cpu")
-
-
-@pytest.mark.parametrize("family", ["granite", "cohere", "gemma2"])
-def test_a_model_that_changes_its_logits_is_refused(family: str, tmp_path: Path) -> None:
-    with refused("model.path", tmp_path / family, "ForCausalLM", "logits"):
-        load(save_with_changed_logits(family, tmp_path / family), mesh=None, device="cpu")
-
-
-@pytest.mark.parametrize("model", SAVE)
-def test_an_accepted_model_computes_the_log_probabilities_of_transformers(model: str, tmp_path: Path) -> None:
-    path = SAVE[model](tmp_path / model)
-    policy = load(path, mesh=None, device="cpu")
-    packed = batch(101)
-    _, expected, _ = reference(path, packed, temperature=1.0)
-    with torch.no_grad():
-        torch.testing.assert_close(policy(**packed.inputs, temperature=1.0)[0], expected, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize(("save", "kind"), [(save_gpt2, "GPT2LMHeadModel"), (save_bert, "BertLMHeadModel")])
-def test_a_class_without_the_expected_parts_is_refused(save: Callable[[Path], Path], kind: str, tmp_path: Path) -> None:
-    with refused("model.path", tmp_path / "model", kind, "`lm_head`", "`layers`"):
-        load(save(tmp_path / "model"), mesh=None, device="cpu")
+@pytest.mark.parametrize(
+    ("kind", "settings", "named"),
+    [
+        ("Phi", {}, ("bias",)),
+        ("Granite", {"logits_scaling": 8.0}, ("GraniteForCausalLM", "logits")),
+        ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 30.0}, ("Gemma2ForCausalLM", "logits")),
+        ("GPT2", {}, ("GPT2LMHeadModel", "`lm_head`", "`layers`")),  # its decoder has `h`
+    ],
+)
+def test_a_class_whose_logits_are_not_those_of_its_head_is_refused(
+    kind: str, settings: dict[str, Any], named: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = save_kind(kind, tmp_path / kind, **settings)
+    with refused("model.path", path, *named):
+        load(path, mesh=None, device="cpu")
 
 
 def test_dropout_is_disabled_in_every_nested_configuration() -> None:

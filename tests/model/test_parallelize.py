@@ -1,17 +1,72 @@
 """FSDP2 on one and two ranks equals a plain module."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from app.config.trainer import Checkpointing
 from app.model.load import load
 from app.model.policy import named_checkpoint_tensors
-from tests.model import sharded
 from tests.model.support import SAVE, batch, relative, weights
+from tests.trainer.ranks import run_on
+from tests.trainer.support import full
 
 KINDS = tuple(SAVE)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"compute_dtype": torch.bfloat16, "activation_checkpointing": Checkpointing.all},
+]
+Result = dict[str, Any]
+Runs = list[list[Result]]  # by options, by model
+
+
+def all_played(two_ranks: DeviceMesh, paths: list[Path]) -> dict[int, Runs]:
+    """Load, forward and backward each model with each set of `load`'s options, on one rank and on two."""
+    one_rank = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "ranks"))["ranks"]
+    return {
+        mesh.size(): [[played(path, mesh, options) for path in paths] for options in OPTIONS]
+        for mesh in (one_rank, two_ranks)
+    }
+
+
+def played(path: Path, mesh: Any, options: dict[str, Any]) -> Result:
+    """Each rank computes the whole batch: FSDP2 averages gradients over ranks, so they equal those of one rank."""
+    policy = load(path, mesh=mesh, device="cpu", **options)
+    compute: dict[str, str] = {}
+    mlp: Any = policy.layers[0].mlp
+    mlp.register_forward_pre_hook(lambda *_: compute.update(dtypes_of(policy.layers[0])))
+    packed = batch(101)
+    logprobs, entropies = policy(**packed.inputs, temperature=0.7, chunk_tokens=7)
+    (logprobs * weights(packed)).sum().backward()
+
+    tensors: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
+    local_rows: dict[str, int] = {}
+    for name, parameter in named_checkpoint_tensors(policy):
+        # One rank has nothing to shard, unless it computes in another dtype.
+        assert isinstance(parameter, DTensor) == (mesh.size() > 1 or "compute_dtype" in options)
+        local_rows[name] = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape[0]
+        tensors[name] = full(parameter)
+        gradients[name] = full(parameter.grad)
+
+    return {
+        "logprobs": logprobs.detach(),
+        "entropies": entropies,
+        "tensors": tensors,
+        "gradients": gradients,
+        "local_rows": local_rows,
+        "compute": compute,
+    }
+
+
+def dtypes_of(layer: torch.nn.Module) -> dict[str, str]:
+    """Dtypes of a layer's parameters during its forward pass."""
+    return {name: str(parameter.dtype) for name, parameter in layer.named_parameters()}
 
 
 @pytest.fixture(scope="module")
@@ -20,26 +75,25 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def all_runs(paths: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[int, sharded.Runs]:
-    options = [{}, {"compute_dtype": torch.bfloat16, "activation_checkpointing": Checkpointing.all}]
-    return sharded.run(paths, tmp_path_factory.mktemp("runs") / "runs.pt", options)
+def all_runs(paths: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Runs]:
+    return run_on(2, all_played, tmp_path_factory.mktemp("runs") / "runs.pt", paths)
 
 
 @pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
-def runs(request: pytest.FixtureRequest, all_runs: dict[int, sharded.Runs]) -> sharded.Runs:
+def runs(request: pytest.FixtureRequest, all_runs: dict[int, Runs]) -> Runs:
     """Two sets of options: float32, and bf16 with activation checkpointing."""
     return all_runs[request.param]
 
 
 @pytest.fixture
-def results(runs: sharded.Runs) -> list[sharded.Result]:
+def results(runs: Runs) -> list[Result]:
     """Float32 results by kind of model."""
     return runs[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_and_gradients_of_shards_equal_those_of_a_plain_module(
-    kind: str, paths: list[Path], results: list[sharded.Result]
+    kind: str, paths: list[Path], results: list[Result]
 ) -> None:
     path, ours = paths[KINDS.index(kind)], results[KINDS.index(kind)]
     policy = load(path, mesh=None, device="cpu")
@@ -56,7 +110,7 @@ def test_logprobs_and_gradients_of_shards_equal_those_of_a_plain_module(
         assert relative(ours["gradients"][name], parameter.grad) < 1e-5, name
 
 
-def test_a_tied_head_is_one_parameter_and_each_rank_holds_its_rows(results: list[sharded.Result]) -> None:
+def test_a_tied_head_is_one_parameter_and_each_rank_holds_its_rows(results: list[Result]) -> None:
     tied, untied, _ = results
     assert "lm_head.weight" not in tied["tensors"]
     assert "lm_head.weight" in untied["tensors"]
@@ -64,7 +118,7 @@ def test_a_tied_head_is_one_parameter_and_each_rank_holds_its_rows(results: list
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bf16_shards_equal_a_plain_module_of_bf16_parameters(kind: str, paths: list[Path], runs: sharded.Runs) -> None:
+def test_bf16_shards_equal_a_plain_module_of_bf16_parameters(kind: str, paths: list[Path], runs: Runs) -> None:
     exact, mixed = (results[KINDS.index(kind)] for results in runs)
     policy = load(paths[KINDS.index(kind)], mesh=None, device="cpu")
     for name, parameter in policy.named_parameters():
@@ -84,7 +138,7 @@ def test_bf16_shards_equal_a_plain_module_of_bf16_parameters(kind: str, paths: l
         assert relative(gradient, tensor.grad.float()) < 1e-3, name
 
 
-def test_decays_of_linear_attention_compute_in_float32_beside_bf16(runs: sharded.Runs) -> None:
+def test_decays_of_linear_attention_compute_in_float32_beside_bf16(runs: Runs) -> None:
     exact, mixed = (results[KINDS.index("qwen35")] for results in runs)
     assert set(exact["compute"].values()) == {"torch.float32"}
     float32 = {name: dtype for name, dtype in mixed["compute"].items() if dtype == "torch.float32"}

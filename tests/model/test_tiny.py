@@ -16,12 +16,10 @@ from app.model.hf_directory import load_tokenizer, locate
 from app.model.hf_import import transformers
 from tests.compose import composed
 from tests.tiny_models import sums
-from tests.tiny_models.make import RECIPES, Recipe, make
+from tests.tiny_models.make import RECIPES
 
 MIB = 2**20
 TOLERANCE = 0.2  # of the accuracy after a warm-up elsewhere, which ends anywhere in its band
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -85,25 +83,6 @@ def test_made_again_or_with_another_seed_it_starts_as_well(
     assert accuracy == pytest.approx(greedy_accuracy(TINY_MODELS / name), abs=TOLERANCE)
 
 
-def test_the_same_seed_makes_the_same_bytes_for_any_state_of_the_caller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sums, "PRETRAIN_STEPS", 6)
-    monkeypatch.setattr(sums, "EXTRA_ROUNDS", 0)
-    monkeypatch.setattr(sums, "greedy_accuracy", lambda *_: 0.3)
-    made = []
-    for threads in (1, 2):
-        torch.manual_seed(threads)
-        torch.set_num_threads(threads)
-        state = torch.get_rng_state()
-        made.append(contents(make(Recipe(), tmp_path / f"{threads}", seed=5)))
-        assert torch.equal(torch.get_rng_state(), state)
-        assert torch.get_num_threads() == threads
-    assert made[0] == made[1]
-    other = contents(make(Recipe(), tmp_path / "other", seed=6))
-    assert {name for name in other if other[name] != made[0][name]} == {"model.safetensors"}
-
-
 def test_every_seed_starts_from_the_same_model() -> None:
     for preset, name in TINY_PRESETS.items():
         found = {locate(composed(f"model={preset}", f"seed={seed}").model) for seed in (0, 7)}
@@ -133,12 +112,3 @@ def test_the_chat_template_uses_the_markers_of_qwen(tiny_model: Path) -> None:
     assert text == "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer(text)["input_ids"].count(tokenizer.eos_token_id) == 2
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True).startswith("system\nAdd.\nuser")
-
-
-def test_its_configuration_names_the_end_token_for_engines(tiny_model: Path) -> None:
-    tokenizer = load_tokenizer(tiny_model)
-    generation = transformers().GenerationConfig.from_pretrained(tiny_model)
-    model = transformers().AutoConfig.from_pretrained(tiny_model)
-    assert generation.eos_token_id == model.eos_token_id == tokenizer.eos_token_id
-    assert model.architectures == ["Qwen3ForCausalLM"]
-    assert model.max_position_embeddings == 4096

@@ -14,15 +14,11 @@ from app.environment.calculator import answer
 from app.model.hf_directory import load_tokenizer
 from app.model.hf_import import transformers
 from tests.tiny_models import tool_calls
-from tests.tiny_models.make import RECIPES, Recipe, make
-from tests.tiny_models.supervised import encode
-from tests.tiny_models.tokenizer import build_tokenizer
+from tests.tiny_models.make import RECIPES
 
 PATH = TINY_MODELS / "tiny_tools"
 QUESTIONS = [row.question for row in products(ProductsConfig())[1]]
 CHAINS = [row.question for row in chain(ChainConfig())[1]]
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -50,21 +46,6 @@ def replies(model: Any, tokenizer: Any, texts: list[str], *, sample: bool = Fals
         )
     ids = out[:, batch["input_ids"].shape[1] :]
     return [text.partition(tokenizer.eos_token)[0] for text in tokenizer.batch_decode(ids)]
-
-
-def test_episodes_of_the_warm_up_are_those_of_the_calculator() -> None:
-    assert tool_calls.with_calls("37*84=") == ("37*84=", "?37*84", "3108\n", "3108")
-    assert tool_calls.with_calls("12*7+30=") == ("12*7+30=", "?12*7", "84\n", "?84+30", "114\n", "114")
-    assert tool_calls.without_call("12*7+30=") == ("12*7+30=", "1200")
-
-
-def test_only_sampled_tokens_are_trained_on() -> None:
-    tokenizer = build_tokenizer(64)
-    rows = encode(tokenizer, [tool_calls.with_calls("37*84="), tool_calls.without_call("37*84=")])
-    end = tokenizer.eos_token
-    assert tokenizer.decode(rows.ids[0]) == f"37*84=?37*84{end}3108\n3108{end}"
-    assert tokenizer.decode(rows.ids[0][rows.is_trained[0]]) == f"?37*84{end}3108{end}"
-    assert tokenizer.decode(rows.ids[1][rows.is_trained[1]]) == f"3700{end}"
 
 
 def test_some_samples_have_calls(model: Any, tokenizer: Any) -> None:
@@ -120,27 +101,3 @@ def test_made_again_it_calls_as_often(model: Any, tokenizer: Any, made_model: Ca
     calls, largest = tool_calls.call_probability(again, tokenizer, questions)
     assert calls == pytest.approx(tool_calls.call_probability(model, tokenizer, questions)[0], abs=0.1)
     assert largest <= tool_calls.MAX_CALLS_OF_A_QUESTION
-
-
-def test_the_same_seed_makes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool_calls, "SKILL_STEPS", 3)
-    monkeypatch.setattr(tool_calls, "EXTRA_ROUNDS", 0)
-    monkeypatch.setattr(tool_calls, "SKILL_ACCURACY", 0.0)
-    monkeypatch.setattr(tool_calls, "BIAS_STEPS", 2)
-    monkeypatch.setattr(tool_calls, "MIN_CALLS", 0.0)
-    monkeypatch.setattr(tool_calls, "MAX_CALLS", 1.0)
-    monkeypatch.setattr(tool_calls, "MAX_CALLS_OF_A_QUESTION", 1.0)
-    files = []
-    for state in (1, 2):
-        torch.manual_seed(state)
-        folder = make(Recipe(tools=True), tmp_path / f"{state}", seed=5)
-        files.append({file.name: file.read_bytes() for file in folder.iterdir()})
-    assert files[0] == files[1]
-
-
-def test_a_model_that_cannot_learn_it_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool_calls, "SKILL_STEPS", 2)
-    monkeypatch.setattr(tool_calls, "EXTRA_ROUNDS", 0)
-    with pytest.raises(RuntimeError, match="cannot learn to call a tool"):
-        make(Recipe(tools=True, hidden=8), tmp_path / "model")
-    assert list(tmp_path.iterdir()) == []

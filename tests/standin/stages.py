@@ -351,7 +351,6 @@ def run_rank(rank: int, ranks: int, scenarios: dict[str, Scenario], folder: Path
 def main() -> None:
     import torch.multiprocessing as mp
 
-    wanted = sys.argv[2:]  # names of scenarios; none: all
     set_forkserver_preload(["tests.standin.imported"])
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -361,12 +360,11 @@ def main() -> None:
         save_qwen3(folder / "qwen3")
         save_qwen35(folder / "qwen35")
         for ranks, scenarios in ((2, TWO_RANKS), (1, ONE_RANK)):
-            chosen = {key: each for key, each in scenarios.items() if not wanted or key in wanted}
-            if not chosen:
-                continue
-            ports = below_the_ephemeral(len(chosen))
+            ports = below_the_ephemeral(len(scenarios))
             out = folder / f"{ranks}.json"
-            mp.start_processes(run_rank, (ranks, chosen, folder, ports, out), nprocs=ranks, start_method="forkserver")
+            mp.start_processes(
+                run_rank, (ranks, scenarios, folder, ports, out), nprocs=ranks, start_method="forkserver"
+            )
             results |= json.loads(out.read_text())
     Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
 

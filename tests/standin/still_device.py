@@ -26,6 +26,8 @@ class Event:
 
 
 class Stream:
+    event_type = Event
+
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.device = device
 
@@ -34,7 +36,7 @@ class Stream:
     def wait_event(self, event: Any) -> None: ...
 
     def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
+        event = event or self.event_type()
         event.record(self)
         return event
 

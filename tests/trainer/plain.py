@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, Kl, OldPolicy, RatioLevel
 from app.model.hf_import import transformers
 from app.types import ScoredGroup, Trajectory
-from tests.trainer.support import LIMIT, TEMPERATURE
+from tests.model.support import relative
+from tests.trainer.support import LIMIT, SGD, TEMPERATURE, Result
 
 
 def transformers_model(path: Path) -> Any:
@@ -94,3 +96,15 @@ def surrogate(
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     weight = (old_logprobs - rollout_logprobs).exp().clamp(max=config.tis_max) if correction is Correction.tis else 1.0
     return weight * torch.minimum(ratio * advantage, clipped * advantage)
+
+
+def assert_step(ours: Result, model: Any, loss: Tensor) -> None:
+    """Compare a step's loss, gradients, their norm, and the parameters after one update of SGD."""
+    loss.backward()
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
+    norm = torch.stack([gradient.norm() for gradient in theirs.values()]).norm().item()
+    assert ours.metrics["loss/total"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+    assert ours.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    for name, gradient in ours.gradients[0].items():
+        assert relative(gradient, theirs[name]) < 1e-5, name
+        assert relative(ours.after[name], ours.before[name] - SGD.lr * theirs[name]) < 1e-6, name

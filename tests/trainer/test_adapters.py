@@ -23,13 +23,11 @@ from tests.trainer.ranks import play_on, run_on
 from tests.trainer.support import SGD, Result, Scenario, full, make_step, play, sampled, scored_groups, train
 from tests.trainer.test_step import GRPO, assert_same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 LORA = LoraConfig(rank=3, alpha=2.0)
 KL = replace(GRPO, kl=Kl.k3, kl_coefficient=0.1)
 TWO_UPDATES = replace(KL, updates_per_step=2, clip_low=0.05, clip_high=0.05)
-ADAM = TrainerConfig(lr=1e-3)
-RESETS = hasattr(FSDPModule, "reset_iter_state")  # from torch 2.13
-FAILURES = ("failed forward", "failed backward") if RESETS else ()
+# A torch before 2.13 cannot reset FSDP2 after a failed pass.
+ABORTS = ("abort", "failed backward") if hasattr(FSDPModule, "reset_iter_state") else ("abort",)
 SAVE: dict[str, Callable[[Path], Path]] = {"qwen3": save_qwen3, "qwen35": save_qwen35}
 
 
@@ -46,13 +44,12 @@ def groups(paths: dict[str, Path]) -> list[ScoredGroup]:
 @pytest.fixture(scope="module")
 def scenarios(groups: list[ScoredGroup]) -> dict[str, Scenario]:
     moved = Scenario(KL, groups, lora=LORA, moved=True)
+    adam = replace(moved, trainer=TrainerConfig(lr=1e-3))
     return {
-        "moved": moved,
         "from the base": replace(moved, moved=False),
         "two updates": replace(moved, algorithm=TWO_UPDATES),
-        "adam": replace(moved, trainer=ADAM),
-        "abort": replace(moved, trainer=ADAM, before="abort"),
-        **{each: replace(moved, trainer=ADAM, before=each) for each in FAILURES},
+        "alone": adam,
+        **{each: replace(adam, before=each) for each in ABORTS},
     }
 
 
@@ -84,64 +81,6 @@ def test_a_step_matches_merged_weights_of_transformers_in_float64(kind: str, pat
         assert relative(ours.moved(name), -SGD.lr * parameter.grad) < 1e-3, name
 
 
-def test_a_rank_of_full_width_takes_the_step_of_full_fine_tuning(paths: dict[str, Path]) -> None:
-    """With A = I and B = 0: dL/dB = scale · dL/dW, so that one update moves W as training all weights does."""
-    path, groups = paths["qwen3"], sampled(paths["qwen3"], scored_groups(8))
-    width = 32
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]  # all that take 32 features
-    scenario = Scenario(GRPO, groups, lora=LoraConfig(rank=width, alpha=float(width), targets=targets))
-    step = make_step(path, scenario)
-    with torch.no_grad():
-        for name, parameter in step.model.named_parameters():
-            if name.endswith("lora_A"):
-                parameter.copy_(torch.eye(width))
-    train(step, scenario)
-    everything = play(path, Scenario(GRPO, groups))
-
-    adapters = {name: full(parameter) for name, parameter in named(step)}
-    gradients = step.optimizer.gradients[0]  # type: ignore[attr-defined]
-    assert len(pairs(adapters)) == 3 * len(targets)
-    for layer, (a, b) in pairs(adapters).items():
-        weight = f"{layer}.weight"
-        name = f"base_model.model.{layer}"
-        assert relative(gradients[f"{name}.lora_B.weight"], everything.gradients[0][weight]) < 1e-5, layer
-        assert not gradients[f"{name}.lora_A.weight"].any(), layer
-        assert relative(delta(a, b, 1.0), everything.moved(weight)) < 1e-3, layer
-
-
-def named(step: object) -> list[tuple[str, Tensor]]:
-    from app.model.policy import named_trained_tensors
-
-    return list(named_trained_tensors(step.model))  # type: ignore[attr-defined]
-
-
-def test_the_base_has_no_gradient_and_stays_as_it_is(paths: dict[str, Path], groups: list[ScoredGroup]) -> None:
-    step = make_step(paths["qwen35"], scenario := Scenario(KL, groups, trainer=TrainerConfig(lr=0.05), lora=LORA))
-    before = {name: full(tensor) for name, tensor in named_checkpoint_tensors(step.model)}
-    for version in (1, 2, 3):
-        step.begin(version)
-        step.add_groups(scenario.groups[:4])
-        assert all(parameter.grad is None for parameter in step.model.parameters() if not parameter.requires_grad)
-        step.finish()
-    for name, tensor in named_checkpoint_tensors(step.model):
-        assert torch.equal(tensor, before[name]), name
-
-
-def test_the_reference_is_the_base_and_no_second_model(paths: dict[str, Path], groups: list[ScoredGroup]) -> None:
-    """The KL of a policy to itself is 0 until the adapters move, and then that to a frozen copy of the base."""
-    path = paths["qwen3"]
-    step = make_step(path, scenario := Scenario(KL, groups, lora=LORA))
-    assert step.reference is step.model
-    assert train(step, scenario).metrics["kl/reference"] == 0.0
-    second = train(step, scenario, version=2).metrics["kl/reference"]
-    assert second > 1e-6
-
-    other = make_step(path, scenario)
-    train(other, scenario)
-    other.reference = make_step(path, Scenario(GRPO, groups)).model
-    assert train(other, scenario, version=2).metrics["kl/reference"] == pytest.approx(second, rel=1e-5)
-
-
 def test_the_norm_is_that_of_what_the_adapters_add(paths: dict[str, Path], groups: list[ScoredGroup]) -> None:
     result = play(paths["qwen3"], Scenario(GRPO, groups, lora=LORA, moved=True))
     deltas = [delta(a.double(), b.double(), LORA.scale) for a, b in pairs(result.after).values()]
@@ -154,7 +93,7 @@ def test_the_norm_is_that_of_what_the_adapters_add(paths: dict[str, Path], group
 # --- two ranks
 
 
-@pytest.mark.parametrize("name", ["moved", "from the base", "two updates"])
+@pytest.mark.parametrize("name", ["from the base", "two updates"])
 def test_two_ranks_compute_the_step_of_one(
     name: str, paths: dict[str, Path], scenarios: dict[str, Scenario], on_two_ranks: dict[str, Result]
 ) -> None:
@@ -166,11 +105,11 @@ def test_two_ranks_compute_the_step_of_one(
     assert ours.metrics["kl/reference"] == pytest.approx(theirs.metrics["kl/reference"], rel=1e-4)
 
 
-@pytest.mark.parametrize("before", ["abort", *FAILURES])
+@pytest.mark.parametrize("before", ABORTS)
 def test_abort_then_step_equals_step_alone(before: str, on_two_ranks: dict[str, Result]) -> None:
-    for name, parameter in on_two_ranks["adam"].after.items():
+    for name, parameter in on_two_ranks["alone"].after.items():
         assert torch.equal(on_two_ranks[before].after[name], parameter), name
-        assert not torch.equal(parameter, on_two_ranks["adam"].before[name]), name
+        assert not torch.equal(parameter, on_two_ranks["alone"].before[name]), name
 
 
 def in_bfloat16(mesh: DeviceMesh, path: Path, scenario: Scenario) -> tuple[Result, set[str], dict[str, Tensor]]:
@@ -194,27 +133,22 @@ def gradients_without_fsdp(path: Path, scenario: Scenario) -> dict[str, Tensor]:
     return step.optimizer.gradients[0]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", SAVE)
 def test_a_bfloat16_base_and_float32_adapters_train_in_one_fsdp_group(
-    kind: str, paths: dict[str, Path], groups: list[ScoredGroup], tmp_path: Path
+    paths: dict[str, Path], groups: list[ScoredGroup], tmp_path: Path
 ) -> None:
+    """Layers with full attention have one group, those with linear attention two."""
+    path = paths["qwen35"]
     scenario = Scenario(KL, groups, lora=LORA, moved=True, compute_dtype=torch.bfloat16)
-    one, dtypes, base = run_on(1, in_bfloat16, tmp_path / "one", paths[kind], scenario)
-    two, same_dtypes, same_base = run_on(2, in_bfloat16, tmp_path / "two", paths[kind], scenario)
-    decays = {"A_log torch.float32", "dt_bias torch.float32"} if kind == "qwen35" else set()
-    assert dtypes == same_dtypes == {"base torch.bfloat16", "lora_A torch.float32", "lora_B torch.float32"} | decays
-    plain_module = gradients_without_fsdp(paths[kind], scenario)
+    one, dtypes, base = run_on(1, in_bfloat16, tmp_path / "one", path, scenario)
+    two, same_dtypes, same_base = run_on(2, in_bfloat16, tmp_path / "two", path, scenario)
+    float32 = {f"{name} torch.float32" for name in ("lora_A", "lora_B", "A_log", "dt_bias")}
+    assert dtypes == same_dtypes == {"base torch.bfloat16"} | float32
+    plain_module = gradients_without_fsdp(path, scenario)
     for name, gradient in one.gradients[0].items():
         assert gradient.dtype == one.after[name].dtype == torch.float32
         assert relative(gradient, plain_module[name]) < 1e-2, name  # each microbatch's gradient is rounded
         assert relative(two.gradients[0][name], gradient) < 0.02, name  # microbatches are packed differently
-    source = make_step(paths[kind], Scenario(GRPO, groups))
+    source = make_step(path, Scenario(GRPO, groups))
     for name, tensor in named_checkpoint_tensors(source.model):
         assert torch.equal(base[name], same_base[name]), name
         assert torch.equal(base[name], tensor.to(base[name].dtype)), name
-
-
-def test_first_values_are_the_same_on_any_number_of_ranks(on_two_ranks: dict[str, Result]) -> None:
-    first = on_two_ranks["from the base"].before
-    norms = {name: tensor.norm().item() for name, tensor in first.items()}
-    assert all((norm == 0) == ("lora_B" in name) for name, norm in norms.items())

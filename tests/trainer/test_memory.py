@@ -1,4 +1,4 @@
-"""Tensors that a step leaves alive: none in reference cycles, and cycles of others are collected between passes."""
+"""Tensors that a step leaves alive, without automatic garbage collection."""
 
 import gc
 from collections.abc import Iterator
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.trainer import step as step_module
-from tests.model.support import save_qwen3
+from app.trainer.step import COLLECT_PASSES
 from tests.trainer.support import Scenario, make_step, scored_groups
 from tests.trainer.test_step import GRPO
 
@@ -31,16 +30,17 @@ def live_tensors() -> int:
     return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
 
 
-def live_after_each_pass(path: Path, monkeypatch: pytest.MonkeyPatch, *, cycles: bool) -> list[int]:
-    """Live tensors after each of `PASSES` microbatches, each of which may leave one in a reference cycle."""
+def test_tensors_in_reference_cycles_are_collected_every_few_passes(
+    no_automatic_gc: None, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of `PASSES` microbatches leaves a tensor in a cycle, and otherwise its sums alone."""
     step = make_step(path, Scenario(GRPO, [], budget=1))
-    live = []
     computed = step._forward_backward
+    live = []
 
     def counted(micro: Any) -> Any:
-        if cycles:
-            cycle: list[Any] = [torch.zeros(1)]
-            cycle.append(cycle)
+        cycle: list[Any] = [torch.zeros(1)]
+        cycle.append(cycle)
         result = computed(micro)
         live.append(live_tensors())
         return result
@@ -50,20 +50,6 @@ def live_after_each_pass(path: Path, monkeypatch: pytest.MonkeyPatch, *, cycles:
     step.add_groups(scored_groups(PASSES, size=1, shortest=1))
     step.finish()
     assert len(live) == PASSES
-    return live
 
-
-def test_fifty_microbatches_leave_only_their_sums(
-    no_automatic_gc: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step_module, "COLLECT_PASSES", PASSES + 1)
-    live = live_after_each_pass(save_qwen3(tmp_path / "model"), monkeypatch, cycles=False)
     # One tensor of sums each; a layout has a few, and the number of a pass depends on its lengths.
-    assert live[-1] - live[1] <= PASSES + 5
-
-
-def test_tensors_in_reference_cycles_are_collected_every_few_passes(
-    no_automatic_gc: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    live = live_after_each_pass(save_qwen3(tmp_path / "model"), monkeypatch, cycles=True)
-    assert live[-1] - live[1] <= PASSES + 5 + step_module.COLLECT_PASSES
+    assert live[-1] - live[1] <= PASSES + 5 + COLLECT_PASSES

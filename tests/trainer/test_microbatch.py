@@ -18,26 +18,15 @@ def apart(lengths: list[int]) -> list[bytes]:
 
 
 @given(LENGTHS, RANKS, BUDGET)
-def test_every_index_is_in_one_microbatch(lengths: list[int], ranks: int, budget: int) -> None:
-    passes = plan_microbatches(lengths, apart(lengths), ranks=ranks, budget=budget)
-    indices = [index for by_rank in passes for members in by_rank for index in members]
-    assert sorted(indices) == list(range(len(lengths)))
-
-
-@given(LENGTHS, RANKS, BUDGET)
-def test_a_microbatch_keeps_the_budget_or_holds_one_trajectory(lengths: list[int], ranks: int, budget: int) -> None:
-    for by_rank in plan_microbatches(lengths, apart(lengths), ranks=ranks, budget=budget):
-        for members in by_rank:
-            assert len(members) <= 1 or sum(lengths[index] for index in members) <= budget
-
-
-@given(LENGTHS, RANKS, BUDGET)
-def test_every_rank_has_a_microbatch_in_every_pass_and_no_pass_is_empty(
+def test_every_index_is_in_one_microbatch_within_the_budget_and_every_rank_has_one_in_every_pass(
     lengths: list[int], ranks: int, budget: int
 ) -> None:
     passes = plan_microbatches(lengths, apart(lengths), ranks=ranks, budget=budget)
-    assert all(len(by_rank) == ranks for by_rank in passes)
-    assert all(any(by_rank) for by_rank in passes)
+    microbatches = [members for by_rank in passes for members in by_rank]
+    assert sorted(index for members in microbatches for index in members) == list(range(len(lengths)))
+    for members in microbatches:
+        assert len(members) <= 1 or sum(lengths[index] for index in members) <= budget
+    assert all(len(by_rank) == ranks and any(by_rank) for by_rank in passes)
 
 
 def test_oversized_trajectories_take_one_rank_of_a_pass_each() -> None:

@@ -1,6 +1,5 @@
 """Learning-rate schedules, clipping, the guard against non-finite gradients, and weight decay."""
 
-from math import cos, pi
 from typing import Any
 
 import pytest
@@ -51,17 +50,9 @@ def theirs(schedule: Any, updates: int) -> list[float]:
     return found
 
 
-def test_a_linear_decay_follows_its_formula() -> None:
-    expected = [0.2, 0.4, 0.4, 0.32, 0.24, 0.16, 0.08]
-    assert rates(7, lr=0.4, warmup_steps=2, schedule=Schedule.linear) == pytest.approx(expected)
+def test_a_linear_decay_ends_at_its_floor() -> None:
     floored = [0.4, 0.34, 0.28, 0.22, 0.16]  # to a tenth: steps of 0.36 / 6
     assert rates(6, lr=0.4, schedule=Schedule.linear, lr_min_fraction=0.1)[:5] == pytest.approx(floored)
-
-
-def test_a_cosine_decay_follows_its_formula() -> None:
-    expected = [0.2, 0.4, *(0.4 * (0.1 + 0.9 * (1 + cos(pi * update / 5)) / 2) for update in range(5))]
-    decayed = rates(7, lr=0.4, warmup_steps=2, schedule=Schedule.cosine, lr_min_fraction=0.1)
-    assert decayed == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("warmup", [0, 4])
@@ -79,13 +70,6 @@ def test_the_decays_equal_those_of_transformers(warmup: int) -> None:
     found = rates(20, **ours, schedule=Schedule.cosine, lr_min_fraction=0.1)
     assert found[warmup:] == pytest.approx(floored[warmup:])
     assert found[: max(0, warmup - 1)] == pytest.approx(floored[1:warmup])
-
-
-def test_the_decays_equal_those_of_torch() -> None:
-    cosine = theirs(lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 10, eta_min=0.04), 10)
-    linear = theirs(lambda each: torch.optim.lr_scheduler.LinearLR(each, 1.0, 0.1, total_iters=10), 10)
-    assert rates(10, lr=0.4, schedule=Schedule.cosine, lr_min_fraction=0.1) == pytest.approx(cosine)
-    assert rates(10, lr=0.4, schedule=Schedule.linear, lr_min_fraction=0.1) == pytest.approx(linear)
 
 
 def test_a_warm_up_longer_than_the_run_never_decays_and_later_updates_keep_the_floor() -> None:
@@ -111,7 +95,7 @@ def test_a_skipped_update_does_not_move_the_warm_up() -> None:
     assert optimizer.updates == 2
 
 
-def test_gradients_are_scaled_then_clipped_to_the_norm() -> None:
+def test_gradients_are_scaled_and_those_above_the_norm_are_clipped_to_it() -> None:
     parameters = matrix_and_norm()
     optimizer = PolicyOptimizer(
         parameters, TrainerConfig(optimizer=Optimizer.sgd, lr=1.0, weight_decay=0.0, max_grad_norm=1.5)
@@ -122,15 +106,8 @@ def test_gradients_are_scaled_then_clipped_to_the_norm() -> None:
     moved = torch.cat([(2.0 - parameter.detach()).flatten() for parameter in parameters])
     assert moved.norm().item() == pytest.approx(1.5)
     assert moved.tolist() == pytest.approx([0.5] * 9)
-
-
-def test_gradients_within_the_norm_are_not_clipped() -> None:
-    parameters = matrix_and_norm()
-    optimizer = PolicyOptimizer(
-        parameters, TrainerConfig(optimizer=Optimizer.sgd, lr=1.0, weight_decay=0.0, max_grad_norm=100.0)
-    )
-    update(optimizer, 0.25)
-    assert torch.equal(parameters[0].detach(), torch.full((2, 3), 1.75))
+    update(optimizer, 0.25)  # within the norm
+    assert torch.equal(parameters[0].detach(), torch.full((2, 3), 1.25))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])

@@ -1,6 +1,5 @@
 """Trajectories of several sequences: their gradients are those of their turns, and a trajectory counts once."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.algorithm.advantage import score
 from app.config.algorithm import Aggregation, AlgorithmConfig, Correction, OldPolicy, RatioLevel
 from app.trainer.microbatch import Sample, make_samples, pack
 from app.types import (
@@ -26,18 +24,16 @@ from app.types import (
     Trajectory,
     VersionSpan,
 )
-from tests.model.support import relative, save_qwen3
+from tests.model.support import relative
 from tests.trainer import plain
 from tests.trainer.ranks import play_on
-from tests.trainer.support import LIMIT, TEMPERATURE, VOCABULARY, Scenario, play, scored_groups
+from tests.trainer.support import TEMPERATURE, VOCABULARY, Scenario, play
 from tests.trainer.test_ranks import assert_same
 
 GRPO = AlgorithmConfig(prompts_per_step=6, group_size=4)
 ALGORITHMS = {
     "grpo": GRPO,
     "dapo": replace(GRPO, aggregation=Aggregation.token_mean, clip_high=0.28, old_policy=OldPolicy.rollout),
-    "dr_grpo": replace(GRPO, aggregation=Aggregation.seq_mean_token_sum_norm),
-    "sums": replace(GRPO, aggregation=Aggregation.seq_mean_token_sum, old_policy=OldPolicy.rollout),
     "gspo": replace(GRPO, ratio=RatioLevel.sequence, old_policy=OldPolicy.rollout, clip_low=0.02),
 }
 CPU = torch.device("cpu")
@@ -112,8 +108,6 @@ def loss_of_turns(model: Any, groups: Sequence[ScoredGroup], config: AlgorithmCo
     denominator = {
         Aggregation.token_mean: counted,
         Aggregation.seq_mean_token_mean: len(terms),
-        Aggregation.seq_mean_token_sum: len(terms),
-        Aggregation.seq_mean_token_sum_norm: len(terms) * LIMIT,
     }[config.aggregation]
     return torch.stack(terms).sum() / denominator
 
@@ -127,11 +121,6 @@ def objective(model: Any, sequence: TokenSequence, advantage: float, config: Alg
     return plain.surrogate(logprobs, logprobs.detach(), whole, advantage, config, Correction.none)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_qwen3(tmp_path_factory.mktemp("policy"))
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_gradients_are_the_sum_over_the_turns_with_everything_before_them_as_prompt(name: str, path: Path) -> None:
     groups = episodes(6)
@@ -143,26 +132,6 @@ def test_gradients_are_the_sum_over_the_turns_with_everything_before_them_as_pro
     assert ours.metrics["loss/total"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
     for parameter, tensor in model.named_parameters():
         assert relative(ours.gradients[0][parameter], tensor.grad) < 1e-5, parameter
-
-
-def test_a_mask_that_is_off_by_one_has_other_gradients(path: Path) -> None:
-    groups = episodes(6)
-    ours = play(path, Scenario(GRPO, [shifted(scored) for scored in groups]))
-
-    model = plain.transformers_model(path)
-    loss_of_turns(model, groups, GRPO).backward()
-    differences = [relative(ours.gradients[0][name], tensor.grad) for name, tensor in model.named_parameters()]
-    assert max(differences) > 0.1
-
-
-def shifted(scored: ScoredGroup) -> ScoredGroup:
-    moved = [
-        of_sequences(
-            each.prompt, [replace(sequence, sampled=np.roll(sequence.sampled, -1)) for sequence in each.sequences]
-        )
-        for each in scored.group.trajectories
-    ]
-    return ScoredGroup(Group(scored.group.prompt, tuple(moved)), scored.advantages)
 
 
 def test_two_ranks_compute_the_step_of_one(path: Path, tmp_path: Path) -> None:
@@ -205,34 +174,6 @@ def test_a_cut_trajectory_counts_once_in_every_denominator(path: Path) -> None:
     assert twice.metrics["ratio/sequence_mean"] == pytest.approx(once.metrics["ratio/sequence_mean"])
 
 
-def test_a_single_turn_packs_as_an_episode_of_one_turn_does() -> None:
-    groups = scored_groups(5, seed=3)
-    as_episodes = [
-        replace(
-            scored,
-            group=replace(
-                scored.group,
-                trajectories=tuple(
-                    replace(
-                        each,
-                        episode=Episode(
-                            each.sequences, (), Ending.length if each.truncated else Ending.stop, {}, {"turns": 1.0}
-                        ),
-                    )
-                    for each in scored.group.trajectories
-                ),
-            ),
-        )
-        for scored in groups
-    ]
-    one, other = (pack(make_samples(each, mask_truncated=True), CPU) for each in (groups, as_episodes))
-    for name in ("input_ids", "position_ids", "logit_positions", "targets", "sequence", "lengths", "trajectory_tokens"):
-        assert torch.equal(getattr(one, name), getattr(other, name)), name
-    for name in ("advantages", "weight_mask", "rollout_logprobs"):
-        assert torch.equal(getattr(one, name), getattr(other, name)), name
-    assert (one.keys, one.trajectories) == (other.keys, other.trajectories)
-
-
 def test_lengths_of_an_episode_count_what_their_names_say() -> None:
     prompt = Prompt("episodes/0@0", np.arange(3, dtype=np.int32), "", "episodes")
     mask = np.array([False, False, False, True, True, False, True])
@@ -251,14 +192,3 @@ def test_lengths_of_an_episode_count_what_their_names_say() -> None:
 def samples_of(trajectory: Trajectory) -> list[Sample]:
     scored = ScoredGroup(Group(trajectory.prompt, (trajectory,)), np.zeros(1, dtype=np.float32))
     return make_samples([scored], mask_truncated=False)
-
-
-def test_a_group_that_lost_a_member_has_the_advantages_of_the_others() -> None:
-    prompt = Prompt("episodes/0@0", np.arange(3, dtype=np.int32), "", "episodes")
-    random = np.random.default_rng(0)
-    members = tuple(replace(trajectory(prompt, random, sequences=1), reward=reward) for reward in (1.0, 0.0, 0.0))
-    scored = score(Group(prompt, members), GRPO, max_completion_tokens=LIMIT)
-    deviation = math.sqrt(((2 / 3) ** 2 + 2 * (1 / 3) ** 2) / 2)
-    assert scored.advantages.tolist() == pytest.approx(
-        [2 / 3 / deviation, -1 / 3 / deviation, -1 / 3 / deviation], 1e-5
-    )

@@ -85,7 +85,7 @@ def adapter_metrics(model: nn.Module) -> Mapping[str, float]:
 
     gathered = [_full(layer.lora_A) for layer in layers]
     of_a = torch.stack([a @ a.T for a in gathered])
-    of_b = torch.stack([_local(layer.lora_B).T @ _local(layer.lora_B) for layer in layers])
+    of_b = torch.stack([local_shard(layer.lora_B).T @ local_shard(layer.lora_B) for layer in layers])
     # In float64 on the host: not every device has it.
     gram = of_b.cpu().double()
     if any(isinstance(layer.lora_B, DTensor) for layer in layers):
@@ -101,5 +101,6 @@ def _full(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def _local(parameter: Tensor) -> Tensor:
+def local_shard(parameter: Tensor) -> Tensor:
+    """Return this rank's rows of a sharded parameter, or a plain one as it is."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

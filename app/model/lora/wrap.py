@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from app.config.model import ALL_LINEAR, LoraConfig
 from app.model.lora.base_weights import DECAYS, check_targets
-from app.model.lora.layer import LoraLinear
+from app.model.lora.layer import LoraLinear, local_shard
 from app.model.parallelize import own_rows
 
 NOISE = 0.01  # that `randomize` adds to a weight
@@ -58,7 +58,7 @@ def initialize(causal_lm: nn.Module, seed: int) -> None:
         bound = 1 / sqrt(module.in_features)
         values = torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=_generator(f"{seed}/{name}"))
         _copy(module.lora_A, values)
-        _local(module.lora_B).zero_()
+        local_shard(module.lora_B).zero_()
 
 
 @torch.no_grad()
@@ -85,8 +85,4 @@ def _generator(key: str) -> torch.Generator:
 def _copy(parameter: Tensor, values: Tensor) -> None:
     """Copy the full `values` to a parameter, or this rank's rows of them to its shard."""
     own = values[own_rows(parameter)] if isinstance(parameter, DTensor) else values
-    _local(parameter).copy_(own)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local_shard(parameter).copy_(own)

@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from app.config.model import LoraConfig
 from app.model.load import load
-from app.model.lora.names import adapter_config, delta, pairs, served, served_config
-from app.model.policy import PolicyModel, named_checkpoint_tensors, named_trained_tensors
+from app.model.lora.names import adapter_config, delta, pairs, served
+from app.model.policy import PolicyModel, named_trained_tensors
 from tests.model.lora.support import move
 from tests.model.support import save_qwen3, save_qwen35
 
@@ -42,21 +41,9 @@ def test_the_parts_of_a_fused_projection_add_the_rows_of_the_whole(tmp_path: Pat
     assert torch.equal(parts[f"{layer}z"][1], whole[f"{layer}z"][1])
 
 
-def test_the_engine_takes_the_rank_and_the_scale_and_any_layer() -> None:
-    assert served_config(LORA) == {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "target_modules": "all-linear"}
-
-
 def test_peft_gets_the_names_of_the_adapted_layers(tmp_path: Path) -> None:
     policy = adapted(save_qwen3(tmp_path / "model"))
     config = adapter_config(LORA, dict(named_trained_tensors(policy)), "Qwen/Qwen3-4B")
     layers = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert config["target_modules"] == layers
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8.0, "Qwen/Qwen3-4B")
-
-
-@pytest.mark.parametrize("save", [save_qwen3, save_qwen35])
-def test_names_of_the_base_do_not_change_under_adapters(save: object, tmp_path: Path) -> None:
-    path = save(tmp_path / "model")  # type: ignore[operator]
-    ours = dict(named_checkpoint_tensors(adapted(path)))
-    plain = dict(named_checkpoint_tensors(load(path, mesh=None, device="cpu")))
-    assert list(ours) == list(plain)

@@ -8,12 +8,13 @@ The device is C++ (standin.cpp), compiled once per torch and source. Tests turn 
 import contextlib
 import importlib.util
 import itertools
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch_npu.build import NAME, built
+
+from tests.standin import still_device
 
 _spec = importlib.util.spec_from_file_location(NAME, built())
 assert _spec is not None
@@ -24,37 +25,13 @@ _spec.loader.exec_module(native)
 native.register_hooks()
 
 
-class Event:
-    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
-        self.at = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        self.at = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
+class Event(still_device.Event):
     def synchronize(self) -> None:
         native.synchronize()
 
-    def elapsed_time(self, end: "Event") -> float:
-        return (end.at - self.at) * 1000
 
-
-class Stream:
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.device = device
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record(self)
-        return event
+class Stream(still_device.Stream):
+    event_type = Event
 
     def synchronize(self) -> None:
         native.synchronize()
@@ -67,20 +44,10 @@ def _index(device: Any) -> int:
     return native.current_device() if index is None else int(index)
 
 
-class _Module:
+class _Module(still_device.StillDevice):
     """`torch.npu`."""
 
     Event, Stream = Event, Stream
-    initialized = False
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def is_available(self) -> bool:
-        return True
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
 
     def device_count(self) -> int:
         return native.device_count()
@@ -90,24 +57,12 @@ class _Module:
 
     def set_device(self, device: Any) -> None:
         native.set_device(_index(device))
-        self.initialized = True
 
     def synchronize(self, device: Any = None) -> None:
         native.synchronize()
 
-    def current_stream(self, device: Any = None) -> Any:
-        return Stream(device)
-
-    def default_stream(self, device: Any = None) -> Any:
-        return Stream(device)
-
-    def stream(self, stream: Any) -> Any:
-        return contextlib.nullcontext()
-
     def device(self, device: Any) -> Any:
         return contextlib.nullcontext()
-
-    def empty_cache(self) -> None: ...
 
     def get_device_name(self, device: Any = None) -> str:
         return "stand-in"
@@ -123,18 +78,6 @@ class _Module:
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return native.room() - native.used(_index(device)), native.room()
-
-    def manual_seed_all(self, seed: int) -> None: ...
-
-    def manual_seed(self, seed: int) -> None: ...
-
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        return torch.zeros(16, dtype=torch.uint8)
-
-    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None: ...
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
 
 
 torch.utils.generate_methods_for_privateuse1_backend()
