@@ -38,7 +38,7 @@ def register() -> None:
 
 @cache
 def _schema() -> DictConfig:
-    """The schema, of which OmegaConf merges into a copy."""
+    """The schema, made once: a merge copies it."""
     schema = OmegaConf.structured(RunConfig)
     assert isinstance(schema, DictConfig)
     return schema
