@@ -10,8 +10,8 @@ RAY += ("trainer/test_start.py", "weight_sync/")
 LONG: tuple[str, ...] = (
     "recovery/test_recovery_runs.py",
     "mode/test_environment_runs.py",
-    "mode/test_eval.py",
     "mode/test_train.py",
+    "test_bad_input.py",
 )
 LONG += ("standin/", "config/", "docs/")
 

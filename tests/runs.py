@@ -29,9 +29,6 @@ class Run:
     It keeps no model unless an override is about checkpoints. `prefix` comes before the command line, such as a command
     that enters a namespace. Its engines are forked by the session's fork server, unless `imports_sglang`; they are
     known by the log that they write to.
-
-    Attributes:
-        driver_has_torch: Whether the driver's process had loaded torch when `wait` last looked.
     """
 
     def __init__(
@@ -44,7 +41,6 @@ class Run:
     ) -> None:
         self.folder, self.mark = folder / "run", secrets.token_hex(8)
         self._seen: set[psutil.Process] = set()
-        self.driver_has_torch = False
         self.output = folder / "output.txt"
         if not any(each.startswith(("checkpoint.", "mode=", "resume=")) for each in overrides):
             overrides = (*overrides, *KEEP_NOTHING)
@@ -62,9 +58,6 @@ class Run:
         deadline = time.monotonic() + seconds
         while self.process.poll() is None:
             self.processes()
-            with suppress(OSError):
-                maps = Path(f"/proc/{self.process.pid}/maps").read_text()
-                self.driver_has_torch = self.driver_has_torch or "libtorch" in maps
             assert time.monotonic() < deadline, f"no end within {seconds} s:\n{self.text}"
             time.sleep(0.2)
         return self.process.returncode

@@ -1,9 +1,5 @@
 """Bad input ends with one sentence that names the key, exit code 2, no traceback, and no output folder."""
 
-import json
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,16 +8,16 @@ import pytest
 from tests.runs import Run
 from tests.warm import Ended, run_warm
 
+MY_TOOLS = "tests.environment.my_tools"
+OWN = "tests.mode.own_environments"
+
 REFUSED = [  # overrides, and what the sentence names: the setting, and what is accepted
     (["model=foo"], ["model=foo", "tiny", "qwen35_9b"]),
-    (["experiment=npu9"], ["experiment=npu9", "npu8_fully_async_9b"]),
-    (["sweep=foo"], ["sweep=foo", "algorithms_placements"]),
     (["reward._target_=no_such.thing"], ["reward._target_=no_such.thing", "no module no_such"]),
     (["reward._target_=math.no_such"], ["reward._target_=math.no_such", "module math has no no_such"]),
     (["steps=abc"], ["steps=abc", "a whole number of at least 1"]),
     (["stepz=3"], ["stepz", "did you mean steps"]),
     (["+rollout.temprature=1"], ["rollout.temprature", "rollout.temperature"]),
-    (["reward=code", "+reward.args.partial=maybe"], ["reward.args.partial=maybe", "true or false"]),
     (["reward=code", "+reward.args.sandbox=docker"], ["reward.args.sandbox=docker", "namespaces, process"]),
     (["reward=code", "+reward.args.memory_mib=1"], ["reward.args.memory_mib=1", "at least 64"]),
     (["reward=code", "+reward.args.memory=1"], ["reward.args.memory=1", "partial, sandbox, memory_mib"]),
@@ -29,9 +25,7 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
     (["data=mbpp", "data.context=''"], ["data.context=''", "null or the name of a field"]),
     (["reward.components.exactly=0.1"], ["reward.components.exactly=0.1", "weights of exact, format, math"]),
     (["data.eval_sets=x"], ["data.eval_sets=x", "+data.eval_sets.mine.path=FILE"]),
-    (["data.eval_sets=[x]"], ["data.eval_sets=[x]", "+data.eval_sets.mine.path=FILE"]),
     (["data.eval_sets.aime=x"], ["data.eval_sets.aime=x ", "data.eval_sets.aime.path=x."]),
-    (["data.eval_sets={aime: x}"], ["data.eval_sets.aime=x ", "data.eval_sets.aime.path=x."]),
     (
         ["data.eval_sets={aime: [a, b]}"],
         ["data.eval_sets.aime=[a, b] ", "data.eval_sets.aime.path="],
@@ -43,7 +37,6 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
     (["+data.train_sets.mine.path=x", "data.train_sets.mine.weight=0"], ["data.train_sets.mine.weight=0.0", "above 0"]),
     (["data.path=[]"], ["data.path=[]", "a file, a pattern"]),
     (["data.path=no_rows_*.jsonl"], ["data.path=no_rows_*.jsonl", "a pattern that matches"]),
-    (["data.generator=primes"], ["data.generator=primes", "arithmetic, products"]),
     (["model=tiny_lora", "weight_sync.mode=delta"], ["weight_sync.mode=delta", "full with model.lora.rank above 0"]),
     (["model=tiny_lora", "weight_sync.transport=ipc"], ["weight_sync.transport=ipc", "auto with model.lora.rank"]),
     (["model=tiny_lora", "weight_sync.verify=first"], ["weight_sync.verify=first", "mode=parity compares adapters"]),
@@ -110,10 +103,6 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
         ["reward=environment", "environment=tools"],
     ),
     (["environment._target_=no_such.Env"], ["environment._target_=no_such.Env", "there is no module no_such"]),
-    (
-        ["environment._target_=tests.mode.own_environments.Guess", "environment.args.size=3"],
-        ["environment._target_=tests.mode.own_environments.Guess", 'environment.args={"size": 3}'],
-    ),
     (["tracking=mine"], ["tracking=mine", "tracking.use=[my_module.MyTracker]"]),
     (["+tracking.mine._target_=my.Tracker"], ["tracking.mine", "tracking.use=[my_module.MyTracker]"]),
     (["train.steps=3"], ["train.steps ", "did you mean steps?"]),
@@ -166,7 +155,6 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
         ["teacher.urls=[http://127.0.0.1:9]", "null with teacher.path"],
     ),
     (["mode=sft", "teacher.path=tiny"], ["teacher.path=tiny", "null with mode=sft"]),
-    (["device=cuda", "algorithm=opd", "teacher.path=tiny"], ["device=cuda", "no such device"]),
     (["algorithm=opd", "teacher.urls=[127.0.0.1:9]"], ["teacher.urls=127.0.0.1:9", "http://host:30000"]),
     (["algorithm=opd", "teacher.urls=[http://127.0.0.1:9]"], ["teacher.urls=http://127.0.0.1:9", "a teacher"]),
     (["teacher.urls=[http://127.0.0.1:9]", "rollout.temperature=0.7"], ["rollout.temperature=0.7", "temperature 1"]),
@@ -190,38 +178,26 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
     ),
     (["algorithm.group_size=1"], ["algorithm.group_size=1", "at least 2"]),
     (["placement=async"], ["placement=async", "write placement=fully_async"]),
-    (["placement.in_flight=later"], ["placement.in_flight=later", "drain"]),
     (["stop.at_accuracy=1.1"], ["stop.at_accuracy=1.1", "up to 1"]),
     (["stop.patience=3", "eval.every=0"], ["eval.every=0", "stop.patience"]),
     (["steps=9", "epochs=2"], ["steps=9", "no steps with epochs=2.0"]),
-    (["mode=plan", "steps=9", "epochs=2"], ["steps=9", "no steps with epochs=2.0"]),
     (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "give 1", "eval.top_p"]),
     (["rollout.top_k=20"], ["rollout.top_k ", "log-probabilities", "eval.top_k"]),
-    (["+rollout.min_p=0.1"], ["rollout.min_p ", "log-probabilities", "eval.min_p"]),
-    (["rollout.repetition_penalty=1.1"], ["rollout.repetition_penalty ", "distribution"]),
     (["eval.repetition_penalty=1.1"], ["eval.repetition_penalty "]),
     (["rollout.val_kwargs.top_k=20"], ["rollout.val_kwargs.top_k ", "write eval.top_k=20"]),
     (["eval.stop=['']"], ["eval.stop=[]", "none of them empty"]),
     (["rollout.stop=[a,'']"], ["rollout.stop=[a, ]", "none of them empty"]),
     (["rollout.stop=END"], ["rollout.stop=END", "a list of texts"]),
-    (
-        ["+rollout.engine_args.preferred-sampling-params={top_k:20}"],
-        ["rollout.engine_args.preferred-sampling-params", "rollout.temperature"],
-    ),
     (["+rollout.engine_args.not-a-flag=1"], ["rollout.engine_args.not-a-flag=1", "a flag of the installed SGLang"]),
-    (["+rollout.engine_args.context-length=bogus"], ["rollout.engine_args.context-length=bogus", "a whole number"]),
     (["mode=plan", "+rollout.engine_args.speculative-algorithm=NGRAM"], ["engine_args.speculative-algorithm=NGRAM"]),
     (["mode=doctor", "+device.engine_args.rl-on-policy-target=fsdp"], ["device.engine_args.rl-on-policy-target=fsdp"]),
     (["trainer.activation_checkpointing=true"], ["trainer.activation_checkpointing=true", "none, some, all"]),
-    (["trainer.compile=maybe"], ["trainer.compile=maybe", "auto, on, off"]),
     (["algorithm.kl=k1"], ["algorithm.kl=k1", "one of none, k2, k3", "zero on average"]),
     (["rollout.tensor_parallel=2"], ["rollout.tensor_parallel=2", "placement.devices=1"]),
     (["placement.max_staleness=1"], ["placement.max_staleness=1", "placement=colocate"]),
     (["placement=fully_async", "placement.stream=on", "algorithm.updates_per_step=2"], ["placement.stream=on", "auto"]),
     (["model.path=/no/such/model"], ["model.path=/no/such/model", "directory"]),
     (["model.path=Qwen/Qwen3-4B"], ["model.path=Qwen/Qwen3-4B ", "model=hf model.path=Qwen/Qwen3-4B."]),
-    (["mode=eval", "model.path=Qwen/Qwen3-4B"], ["write model=hf model.path=Qwen/Qwen3-4B."]),
-    (["mode=plan", "model.path=Qwen/Qwen3-4B"], ["write model=hf model.path=Qwen/Qwen3-4B."]),
     (["environment=verifiers", "environment.id=x", "data=gsm8k"], ["data.from_environment=false", "data=environment"]),
     (["environment=verifiers", "environment.id=x", "data.eval_path=x"], ["data.eval_path=x", "null"]),
     (["data=environment"], ["data.from_environment=true", "environment=single_turn"]),
@@ -230,42 +206,15 @@ REFUSED = [  # overrides, and what the sentence names: the setting, and what is 
         ["data.from_environment=true", "environment._target_=my.Env"],
     ),
     (["model.path=null"], ["model.path=null", "model directory or a hub id"]),
-    (["model=hf"], ["model.path=null", "model directory or a hub id"]),
-    (["model=hf", "model.path=/no/such/model"], ["model.path=/no/such/model", "directory"]),
-    (["rollout.max_completion_tokens=100000"], ["at most 3584", "4096 tokens"]),
-    (["mode=plan", "rollout.max_completion_tokens=3585"], ["rollout.max_completion_tokens=3585", "at most 3584"]),
+    (["rollout.max_completion_tokens=3585"], ["at most 3584", "4096 tokens"]),
     (["rollout.max_prompt_tokens=4096"], ["rollout.max_prompt_tokens=4096", "less than 4096, the context"]),
-    (["trainer.schedule=cos"], ["trainer.schedule=cos", "one of constant, linear, cosine"]),
     (["tracking.use=[foo]"], ["tracking.use=foo", "wandb"]),
     (["device=cuda"], ["device=cuda", "give cpu"]),
     (["mode=export"], ["hydra.run.dir=", "checkpoints", "resume=<path>"]),
     (["mode=export", "resume=/no/such/run"], ["resume=/no/such/run", "checkpoints"]),
-    (["device=npu"], ["device=npu", "give cpu"]),
     (
         ["experiment=cuda4_colocate_4b", "weight_sync.transport=collective"],
         ["weight_sync.transport=collective", "auto or ipc", "placement=colocate", "device=cuda"],
-    ),
-]
-
-IN_A_NEW_PROCESS = [  # what checks the arguments, Hydra, the settings, the paths, the reward and the device
-    row
-    for row in REFUSED
-    if " ".join(row[0])
-    in (
-        "--steps=5",
-        "model=foo",
-        "steps=abc",
-        "model=hf model.path=/no/such/model",
-        "reward._target_=tests.reward.broken.raises",
-        "device=cuda",
-    )
-]
-
-MY_TOOLS = "tests.environment.my_tools"
-ENVIRONMENTS = [  # refused by a worker process, which is gone then
-    (
-        ["environment=tools", "environment.tools=[no_such.tool]"],
-        ["environment.tools=no_such.tool", "no module no_such"],
     ),
     (["environment=tools", f"environment.tools=[{MY_TOOLS}.untyped]"], [f"{MY_TOOLS}.untyped", "no type hint"]),
     (["environment=tools", f"environment.tools=[{MY_TOOLS}.search]"], ["data.template=plain", "data.template=chat"]),
@@ -275,13 +224,15 @@ ENVIRONMENTS = [  # refused by a worker process, which is gone then
         ["environment.url=ws://127.0.0.1:9", "start the server"],
     ),
     (
-        ["environment._target_=tests.mode.own_environments.Unscored", "reward=environment"],
+        [f"environment._target_={OWN}.Unscored", "reward=environment"],
         ["own_environments.Unscored", "`score(self)`", "reward=environment"],
     ),
-    (
-        ["environment._target_=tests.mode.own_environments.Guess", "environment.python=/no/such/python"],
-        ["environment.python=/no/such/python ", "can be run"],
-    ),
+]
+
+IN_A_NEW_PROCESS = [
+    "steps=abc",
+    f"environment=tools environment.tools=[{MY_TOOLS}.search]",
+    f"environment._target_={OWN}.Unscored reward=environment",
 ]
 
 
@@ -290,81 +241,38 @@ def run(*overrides: str, folder: Path) -> Ended:
     return run_warm(*overrides, f"hydra.run.dir={folder / 'run'}")
 
 
-def assert_one_sentence(result: subprocess.CompletedProcess[str] | Ended, fragments: list[str], folder: Path) -> None:
-    assert result.returncode == 2, result.stderr
-    lines = [line for line in result.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1, result.stderr
-    assert lines[0].endswith((".", "?"))
+def assert_one_sentence(text: str, fragments: list[str]) -> None:
+    (line,) = [line for line in text.splitlines() if line.strip()]
+    assert line.endswith((".", "?"))
     for fragment in fragments:
-        assert fragment in lines[0]
-    assert not (folder / "run").exists()
+        assert fragment in line
 
 
 @pytest.mark.parametrize(("overrides", "fragments"), REFUSED, ids=[" ".join(case[0]) for case in REFUSED])
 def test_a_wrong_setting_is_refused(overrides: list[str], fragments: list[str], tmp_path: Path) -> None:
     result = run(*overrides, folder=tmp_path)
-    assert_one_sentence(result, fragments, tmp_path)
-    allowed = {"torch"} if overrides[0] in ("device=cuda", "device=npu") else set()
+    assert result.returncode == 2, result.stderr
+    assert_one_sentence(result.stderr, fragments)
+    assert not (tmp_path / "run").exists()
+    allowed = {"torch"} if overrides[0] == "device=cuda" else set()
     assert not {"torch", "sglang"} & set(result.heavy) - allowed
 
 
-@pytest.mark.parametrize(
-    ("overrides", "fragments"), IN_A_NEW_PROCESS, ids=[" ".join(row[0]) for row in IN_A_NEW_PROCESS]
-)
-def test_a_new_process_refuses_the_same(overrides: list[str], fragments: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "app", *overrides, f"hydra.run.dir={tmp_path / 'run'}"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert_one_sentence(result, fragments, tmp_path)
-
-
-@pytest.mark.parametrize(("overrides", "fragments"), ENVIRONMENTS, ids=[" ".join(case[0]) for case in ENVIRONMENTS])
-def test_a_wrong_environment_is_refused_and_leaves_no_process(
-    overrides: list[str], fragments: list[str], start: Callable[..., Run]
-) -> None:
-    result = start(*overrides)
+@pytest.mark.parametrize("line", IN_A_NEW_PROCESS)
+def test_a_new_process_refuses_the_same_and_leaves_no_process(line: str, start: Callable[..., Run]) -> None:
+    """Environments are refused by a worker process."""
+    (fragments,) = [fragments for overrides, fragments in REFUSED if " ".join(overrides) == line]
+    result = start(*line.split())
     assert result.wait(120) == 2, result.text
-    assert result.text.count("\n") == 1, result.text
-    for fragment in fragments:
-        assert fragment in result.text
+    assert_one_sentence(result.text, fragments)
     assert not result.folder.exists()
     assert result.gone_within(10), result.processes()
 
 
-def write_rows(path: Path, rows: list[object]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_a_data_file_that_is_missing_empty_or_without_valid_answers_is_refused(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    missing = ["data=gsm8k", f"data.path={tmp_path / 'none.jsonl'}"]
-    assert_one_sentence(run(*missing, folder=tmp_path), ["data.path", "none.jsonl"], tmp_path)
-
-    empty = write_rows(tmp_path / "empty.jsonl", [])
-    result = run("data=gsm8k", f"data.path={empty}", folder=tmp_path)
-    assert_one_sentence(result, ["data.path", "empty.jsonl"], tmp_path)
-
-    unanswered = write_rows(tmp_path / "unanswered.jsonl", [{"question": "1+1?"}, {"question": "1+2?"}])
-    result = run("data=gsm8k", f"data.path={unanswered}", folder=tmp_path)
-    assert_one_sentence(result, ["data.answer=answer", "row 1 of", "data.answer=null"], tmp_path)
-
-    broken = write_rows(
-        tmp_path / "broken.jsonl", [{"question": "1+1?", "answer": "2"}, {"question": "1+2?", "answer": "\ud800"}]
-    )
-    result = run("data=gsm8k", f"data.path={broken}", "data.answer_after=null", folder=tmp_path)
-    assert_one_sentence(result, ["data.answer", f"row 2 of {broken}", "surrogate"], tmp_path)
-
-
-def test_when_all_prompts_are_too_long_the_sentence_names_the_limit(tmp_path: Path, tiny_model: Path) -> None:
-    result = run("rollout.max_prompt_tokens=2", folder=tmp_path)
-    assert_one_sentence(result, ["rollout.max_prompt_tokens"], tmp_path)
-
-
-def test_a_busy_port_is_refused(tmp_path: Path, tiny_model: Path) -> None:
-    with socket.socket() as busy:
-        busy.bind(("127.0.0.1", 0))
-        busy.listen()
-        port = busy.getsockname()[1]
-        result = run(f"rollout.port={port}", folder=tmp_path)
-    assert_one_sentence(result, [f"rollout.port={port}", "in use"], tmp_path)
+def test_a_data_file_without_answers_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "1+1?"}\n{"question": "1+2?"}\n')
+    result = run("data=gsm8k", f"data.path={file}", folder=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert_one_sentence(result.stderr, ["data.answer=answer", "row 1 of", "data.answer=null"])
+    assert not (tmp_path / "run").exists()

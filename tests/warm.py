@@ -6,6 +6,7 @@ the id in the name of a new folder, is shared.
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -120,11 +121,14 @@ def _become(request: dict, stdout: int, stderr: int, heavy: int) -> None:
 
 def main() -> None:
     """Import the application, wait for commands, and run one in each fork."""
-    import app.main
     import app.mode.preflight  # noqa: F401
     from app.model.hf_import import general_tokenizer
+    from tests.compose import composed
 
     general_tokenizer()
+    composed()  # Hydra's parsers learn their grammars
+    gc.collect()
+    gc.freeze()
     module = _serve(socket.socket(fileno=int(sys.argv[1])))
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -230,39 +230,30 @@ class AlgorithmConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for settings that contradict each other."""
-        expect(
-            self.prompts_per_step % self.updates_per_step == 0,
-            "algorithm.updates_per_step",
-            self.updates_per_step,
-            f"a divisor of algorithm.prompts_per_step={self.prompts_per_step}",
-        )
+        divides = self.prompts_per_step % self.updates_per_step == 0
+        accepted = f"a divisor of algorithm.prompts_per_step={self.prompts_per_step}"
+        expect(divides, "algorithm.updates_per_step", self.updates_per_step, accepted)
+
         accepted = "a whole number of at least 2, or algorithm.reward_coefficient=0"
         expect(self.group_size >= self.smallest_group, "algorithm.group_size", self.group_size, accepted)
-        expect(
-            self.reward_coefficient > 0 or not self.dynamic_sampling,
-            "algorithm.dynamic_sampling",
-            self.dynamic_sampling,
-            "false with algorithm.reward_coefficient=0, since it compares rewards",
-        )
+
+        rewarded = self.reward_coefficient > 0 or not self.dynamic_sampling
+        accepted = "false with algorithm.reward_coefficient=0, since it compares rewards"
+        expect(rewarded, "algorithm.dynamic_sampling", self.dynamic_sampling, accepted)
+
         self._validate_functions()
-        expect(
-            self.kl is not Kl.none or self.kl_coefficient == 0,
-            "algorithm.kl_coefficient",
-            self.kl_coefficient,
-            "0, or an estimator with algorithm.kl=k2 or k3",
-        )
-        expect(
-            self.icepop_low < self.icepop_high,
-            "algorithm.icepop_low",
-            self.icepop_low,
-            f"a number between 0 and algorithm.icepop_high={self.icepop_high}",
-        )
-        expect(
-            self.sequence_mask_low < self.sequence_mask_high,
-            "algorithm.sequence_mask_low",
-            self.sequence_mask_low,
-            f"a number between 0 and algorithm.sequence_mask_high={self.sequence_mask_high}",
-        )
+
+        estimated = self.needs_reference or self.kl_coefficient == 0
+        accepted = "0, or an estimator with algorithm.kl=k2 or k3"
+        expect(estimated, "algorithm.kl_coefficient", self.kl_coefficient, accepted)
+
+        low, high = self.icepop_low, self.icepop_high
+        expect(low < high, "algorithm.icepop_low", low, f"a number between 0 and algorithm.icepop_high={high}")
+
+        low, high = self.sequence_mask_low, self.sequence_mask_high
+        accepted = f"a number between 0 and algorithm.sequence_mask_high={high}"
+        expect(low < high, "algorithm.sequence_mask_low", low, accepted)
+
         expect(
             self.old_policy is OldPolicy.trainer or self.correction in (Correction.auto, Correction.none),
             "algorithm.correction",
@@ -283,9 +274,7 @@ class AlgorithmConfig:
             "another one, or algorithm.old_policy=rollout with algorithm.ratio=token: DPPO compares a token's "
             "probability with the rollout's",
         )
-        expect(
-            self.advantage != "maxrl" or self.overlong_buffer_fraction == 0,
-            "algorithm.overlong_buffer_fraction",
-            self.overlong_buffer_fraction,
-            "0 with algorithm.advantage=maxrl, whose rewards must not be negative",
-        )
+
+        fraction = self.overlong_buffer_fraction
+        accepted = "0 with algorithm.advantage=maxrl, whose rewards must not be negative"
+        expect(self.advantage != "maxrl" or fraction == 0, "algorithm.overlong_buffer_fraction", fraction, accepted)

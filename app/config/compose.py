@@ -1,9 +1,11 @@
 """From Hydra's composition to a typed and validated `RunConfig`, and from its errors to one sentence."""
 
+import copy
 import difflib
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -34,19 +36,26 @@ def register() -> None:
     resolvers.register()
 
 
+@cache
+def _schema() -> DictConfig:
+    """The schema, made once: a merge copies it."""
+    schema = OmegaConf.structured(RunConfig)
+    assert isinstance(schema, DictConfig)
+    return schema
+
+
 def _open_schema() -> DictConfig:
     """The schema for Hydra, in which the entries of mappings can be given with and without `+`.
 
     A section in a mapping (`data.eval_sets.mine.path=FILE`) can be built up from its settings only if its type is open;
     `resolve` checks it.
     """
-    schema = OmegaConf.structured(RunConfig)
+    schema = copy.deepcopy(_schema())
     for each in _mappings():
         node = OmegaConf.select(schema, each.key)
         OmegaConf.set_struct(node, False)
         if _first_of_section(each.key) is not None:
             node._metadata.element_type = Any
-    assert isinstance(schema, DictConfig)
     return schema
 
 
@@ -90,7 +99,7 @@ def resolve(composed: DictConfig) -> RunConfig:
     try:
         values = OmegaConf.to_container(application, resolve=True)
         _require_sections(values)
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), values))
+        config = OmegaConf.to_object(OmegaConf.merge(_schema(), values))
     except OmegaConfBaseException as error:
         raise config_error(error) from error
 

@@ -219,19 +219,16 @@ class DataConfig:
         expect(not marked, "data.answer_after", self.answer_after, "null with data.answer=null")
 
         self._validate_sources()
-        expect(
-            not self.from_environment or (self.path is None and self._target_ is None and not self.train_sets),
-            "data.from_environment",
-            self.from_environment,
-            "false with data.path, data._target_ or data.train_sets",
-        )
+        own_rows = self.path is not None or self._target_ is not None or bool(self.train_sets)
+        accepted = "false with data.path, data._target_ or data.train_sets"
+        expect(not (self.from_environment and own_rows), "data.from_environment", self.from_environment, accepted)
         if self.path is None:
             self.arithmetic.validate("data.arithmetic")
             self.products.validate("data.products")
             self.chain.validate("data.chain")
 
-        for name in ("system", "tools"):
-            value, accepted = getattr(self, name), "null with data.template=plain, which has no messages"
+        accepted = "null with data.template=plain, which has no messages"
+        for name, value in (("system", self.system), ("tools", self.tools)):
             expect(value is None or self.template is Template.chat, f"data.{name}", value, accepted)
 
     def _validate_sources(self) -> None:
@@ -248,12 +245,8 @@ class DataConfig:
         _expect_names("data.eval_sets", self.eval_sets)
 
         target = self._target_
-        expect(
-            target is None or ("." in target.strip(".") and ".." not in target),
-            "data._target_",
-            target,
-            "the dotted path of a function, such as my_package.my_module.my_rows",
-        )
+        accepted = "the dotted path of a function, such as my_package.my_module.my_rows"
+        expect(target is None or ("." in target.strip(".") and ".." not in target), "data._target_", target, accepted)
         expect(target is None or not self.train_sets, "data._target_", target, "null with data.train_sets")
         expect(target is not None or not self.args, "data.args", self.args, "{} without data._target_")
 

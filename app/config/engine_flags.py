@@ -48,9 +48,9 @@ def check_engine_flags(key: str, flags: Mapping[str, Any], device: DeviceKind, *
         device: Of the engines.
         scores: Whether they only score given tokens, with weights of their own.
     """
-    known = known_flags()
     refused = REFUSED_TO_SCORE if scores else REFUSED | (REFUSED_ON_CPU if device is DeviceKind.cpu else {})
     for name, value in flags.items():
+        known = known_flags()
         shown = f"{key}.{name}"
         expect(not known or name in known, shown, value, "a flag of the installed SGLang, without its dashes")
         if value is None or value is False:

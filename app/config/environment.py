@@ -120,12 +120,8 @@ class EnvironmentConfig:
         target = self._target_
         alone = target is None or self.kind is EnvironmentKind.single_turn
         expect(alone, "environment._target_", target, f"null with environment={self.kind.value}")
-        expect(
-            target is None or is_dotted_path(target),
-            "environment._target_",
-            target,
-            "a path such as my_package.my_module.MyEnvironment",
-        )
+        accepted = "a path such as my_package.my_module.MyEnvironment"
+        expect(target is None or is_dotted_path(target), "environment._target_", target, accepted)
         takes_args = self.module in ("own", "verifiers", "openenv")
         without = "{} without environment._target_, environment=verifiers or environment=openenv"
         expect(takes_args or not self.args, "environment.args", self.args, without)

@@ -28,9 +28,5 @@ class EvalConfig:
     def validate(self) -> None:
         """Raise `ConfigError` for an empty stop string, and for several samples that would all be the same."""
         expect("" not in (self.stop or ()), "eval.stop", self.stop, f"{TEXTS}, none of them empty")
-        expect(
-            self.samples == 1 or self.temperature > 0,
-            "eval.samples",
-            self.samples,
-            "1 with eval.temperature=0, since greedy samples are all the same",
-        )
+        accepted = "1 with eval.temperature=0, since greedy samples are all the same"
+        expect(self.samples == 1 or self.temperature > 0, "eval.samples", self.samples, accepted)

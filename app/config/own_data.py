@@ -40,6 +40,9 @@ def with_preset(overrides: Sequence[str]) -> list[str]:
 def remove_evaluation_of_other_data(composed: DictConfig) -> None:
     """Remove the evaluation sets of a preset whose training data the run does not use, or all that are not wanted."""
     sets = composed.data.eval_sets
+    if not sets:
+        return
+
     given: Any = OmegaConf.to_container(composed.hydra.overrides.task, resolve=False)
     unwanted = any(each.lstrip("+") == NONE for each in given)
     with open_dict(sets):

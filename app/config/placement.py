@@ -61,15 +61,10 @@ class PlacementConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` for staleness or requests in flight that the placement cannot have."""
-        expect(
-            self.max_staleness == 0 or self.kind is not PlacementKind.colocate,
-            "placement.max_staleness",
-            self.max_staleness,
-            "0 with placement=colocate, which is always on-policy",
-        )
-        expect(
-            self.in_flight is InFlight.drain or self.max_staleness > 0,
-            "placement.in_flight",
-            self.in_flight,
-            "drain with placement.max_staleness=0, which allows no completion to continue across a weight sync",
-        )
+        fresh = self.max_staleness == 0
+        accepted = "0 with placement=colocate, which is always on-policy"
+        possible = fresh or self.kind is not PlacementKind.colocate
+        expect(possible, "placement.max_staleness", self.max_staleness, accepted)
+
+        accepted = "drain with placement.max_staleness=0, which allows no completion to continue across a weight sync"
+        expect(self.in_flight is InFlight.drain or not fresh, "placement.in_flight", self.in_flight, accepted)

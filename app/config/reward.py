@@ -116,12 +116,8 @@ class RewardConfig:
     def validate(self) -> None:
         """Raise `ConfigError` for unknown components, a malformed path, or arguments without a callable."""
         target = self._target_
-        expect(
-            target is not None or bool(self.components),
-            "reward.components",
-            "{}",
-            "at least one component with its weight",
-        )
+        accepted = "at least one component with its weight"
+        expect(target is not None or bool(self.components), "reward.components", "{}", accepted)
         for name, entry in self.components.items():
             _check_entry(f"reward.components.{name}", name, entry)
 
@@ -138,13 +134,11 @@ class RewardConfig:
             return
         only_preset = len(self.components) <= 1 and not any(isinstance(each, dict) for each in self.components.values())
         name = self._target_.rpartition(".")[2]
-        expect(
-            only_preset,
-            "reward._target_",
-            self._target_,
+        accepted = (
             f"+reward.components.{name}._target_={self._target_} to add it to {', '.join(self.components)}; "
-            "reward._target_ alone replaces a preset's component",
+            "reward._target_ alone replaces a preset's component"
         )
+        expect(only_preset, "reward._target_", self._target_, accepted)
 
 
 def _term(entry: Any) -> RewardTerm:
@@ -169,12 +163,8 @@ def _check_entry(key: str, name: str, entry: Any) -> None:
     number = isinstance(weight, int | float) and not isinstance(weight, bool) and math.isfinite(weight)
     target = entry.get("_target_")
     if target is None:
-        expect(
-            name in BUILT_IN,
-            key,
-            weight,
-            f"weights of {', '.join(BUILT_IN)}, or your own as +{key}._target_=my_module.{name}",
-        )
+        accepted = f"weights of {', '.join(BUILT_IN)}, or your own as +{key}._target_=my_module.{name}"
+        expect(name in BUILT_IN, key, weight, accepted)
     expect(number, key, weight, "a finite weight")
     expect(target is None or name not in BUILT_IN, f"{key}._target_", target, f"another name: {name} is built in")
     _check_target(f"{key}._target_", target)

@@ -73,13 +73,11 @@ class RolloutConfig:
         A stop string leaves them right: it ends a completion, and every token of it was sampled from the policy.
         SGLang reports log-probabilities of the whole distribution, before top-p, top-k or min-p cut it.
         """
-        expect(
-            self.top_p == 1.0,
-            "rollout.top_p",
-            self.top_p,
+        accepted = (
             "1: engines report log-probabilities before the cut, so training would correct for the wrong policy; "
-            "eval.top_p sets it for evaluations",
+            "eval.top_p sets it for evaluations"
         )
+        expect(self.top_p == 1.0, "rollout.top_p", self.top_p, accepted)
         expect("" not in self.stop, "rollout.stop", self.stop, f"{TEXTS}, none of them empty")
         for url in self.urls:
             expect(url.startswith(("http://", "https://")), "rollout.urls", url, "addresses such as http://host:30000")

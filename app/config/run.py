@@ -192,12 +192,8 @@ class RunConfig:
             device=self.device.kind,
         )
         accepted = "null with an environment, whose episodes have no answer to hold"
-        expect(
-            self.teacher.prompt is None or not self.environment.multi_turn,
-            "teacher.prompt",
-            self.teacher.prompt,
-            accepted,
-        )
+        single_turn = self.teacher.prompt is None or not self.environment.multi_turn
+        expect(single_turn, "teacher.prompt", self.teacher.prompt, accepted)
         self.eval.validate()
         for key in self.stop.given:
             expect(self.eval.every > 0, "eval.every", 0, f"the steps between evaluations, which {key} compares")
@@ -281,18 +277,10 @@ class RunConfig:
             return
 
         updates = self.algorithm.updates_per_step
-        expect(
-            updates == 1,
-            "placement.stream",
-            self.placement.stream,
-            f"auto or off with algorithm.updates_per_step={updates}",
-        )
-        expect(
-            self.placement.kind is PlacementKind.fully_async,
-            "placement.stream",
-            self.placement.stream,
-            "auto or off with placement=colocate",
-        )
+        accepted = f"auto or off with algorithm.updates_per_step={updates}"
+        expect(updates == 1, "placement.stream", self.placement.stream, accepted)
+        accepted = "auto or off with placement=colocate"
+        expect(self.placement.kind is PlacementKind.fully_async, "placement.stream", self.placement.stream, accepted)
 
 
 SECTIONS = tuple(each.name for each in fields(RunConfig) if is_dataclass(each.type))

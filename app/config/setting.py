@@ -14,6 +14,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 from app.errors import expect
@@ -135,11 +136,16 @@ def check_bounds(section: Any, prefix: str = "") -> None:
             expect(each.metadata["bounds"].contains(value), key, value, accepted(each))
 
 
-def settings(schema: Any, prefix: str = "") -> Iterator[Setting]:
+@cache
+def settings(schema: type) -> tuple[Setting, ...]:
     """List all settings below a section's dataclass, in order of declaration.
 
     The settings of a mapping of sections are listed once: `data.eval_sets.<name>.rows`.
     """
+    return tuple(_settings(schema, ""))
+
+
+def _settings(schema: Any, prefix: str) -> Iterator[Setting]:
     for each in fields(schema):
         key = prefix + each.name
         nested = _section_type(each)
@@ -156,7 +162,7 @@ def settings(schema: Any, prefix: str = "") -> Iterator[Setting]:
 
         if nested is not None:
             infix = "" if nested is each.type else "<name>."
-            yield from settings(nested, f"{key}.{infix}")
+            yield from _settings(nested, f"{key}.{infix}")
 
 
 def accepted(declared: "Field[Any]") -> str:

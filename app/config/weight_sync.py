@@ -111,25 +111,19 @@ class WeightSyncConfig:
         if self.mode is SyncMode.full:
             return
 
-        expect(
-            dtype_bytes == 2,
-            "weight_sync.mode",
-            self.mode,
+        accepted = (
             "full with device.dtype=float32, where a step changes nearly every weight, or delta with "
-            "device.dtype=bfloat16",
+            "device.dtype=bfloat16"
         )
-        expect(
-            starts_engines,
-            "weight_sync.mode",
-            self.mode,
-            "full with rollout.urls: deltas need the plugin of engines that this run starts",
+        expect(dtype_bytes == 2, "weight_sync.mode", self.mode, accepted)
+
+        accepted = "full with rollout.urls: deltas need the plugin of engines that this run starts"
+        expect(starts_engines, "weight_sync.mode", self.mode, accepted)
+
+        accepted = (
+            "full with placement=colocate and offload.engine=true, which drops the engines' weights in every step"
         )
-        expect(
-            engines_keep_weights,
-            "weight_sync.mode",
-            self.mode,
-            "full with placement=colocate and offload.engine=true, which drops the engines' weights in every step",
-        )
+        expect(engines_keep_weights, "weight_sync.mode", self.mode, accepted)
 
 
 def transport_of(config: WeightSyncConfig, *, shared_devices: bool, device: DeviceKind) -> TransportKind:

@@ -1,7 +1,6 @@
 """Arguments in another program's style, and shell completion."""
 
 import os
-import re
 import subprocess
 import sys
 from enum import Enum
@@ -14,6 +13,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from app.config.arguments import FLAGS, OPTION_CHOICES, OPTIONS, SHORT, check_arguments, named_values
+from app.config.command_line import command_name
 from app.config.foreign_names import ABSENT, CHOICES, NAMES, VALUE, answer
 from app.config.run import RunConfig
 from app.config.setting import settings
@@ -189,13 +189,6 @@ def test_every_foreign_choice_is_of_a_group_or_a_setting_and_is_no_choice_of_our
         assert not (ROOT / "conf" / key / f"{name}.yaml").exists()
 
 
-def test_help_on_a_section_shows_its_settings_in_this_composition() -> None:
-    ended = run_warm("--help", "trainer", "model=qwen3_4b", "trainer.lr=0.5")
-    keys = [line.split()[0] for line in ended.stdout.splitlines() if re.match(r"  \S+ = ", line)]
-    assert keys == [each.key for each in settings(RunConfig) if each.key.startswith("trainer.")]
-    assert "trainer.lr = 0.5" in ended.stdout
-
-
 def test_an_unknown_key_of_ones_own_preset_is_answered_as_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "algorithm").mkdir()
     (tmp_path / "algorithm/mine.yaml").write_text("defaults: [grpo, _self_]\nclip_hi: 0.3\n")
@@ -203,16 +196,6 @@ def test_an_unknown_key_of_ones_own_preset_is_answered_as_on_the_command_line(tm
     assert ended.returncode == 2
     assert "algorithm/mine" in ended.stderr
     assert "algorithm.clip_high" in ended.stderr
-
-
-def test_the_version_is_that_of_the_application() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "app", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert (done.stdout, done.stderr) == (
-        f"hydra-posttrain {version('hydra-posttrain')}, Hydra {hydra.__version__}\n",
-        "",
-    )
 
 
 def test_named_values_complete() -> None:
@@ -258,34 +241,18 @@ def test_bash_completes_the_installed_command(tmp_path: Path) -> None:
     ], done.stderr
 
 
-@pytest.mark.parametrize(
-    ("argv0", "name"), [("/opt/venv/bin/posttrain", "posttrain"), ("app/__main__.py", "python -m app")]
-)
-def test_the_help_calls_the_command_what_it_was_called(argv0: str, name: str) -> None:
-    code = f"import sys; sys.argv = [{argv0!r}, '--help']; from app.main import cli; cli()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout.startswith(f"{name}: RL post-training")
-    assert f"\n    {name} device=npu placement=fully_async model=qwen35_9b\n" in done.stdout
-    assert "environment: calculator, openenv, single_turn, tools, verifiers" in done.stdout
-    other = {"posttrain": "python -m app", "python -m app": "posttrain"}[name]
-    assert f"    {other}" not in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
+def test_the_command_answers_the_shell_and_its_version() -> None:
+    for line, expected in (
         ("app mode=p", "mode=plan\nmode=parity\n"),
-        ("app model=ti", "model=tiny model=tiny_lora model=tiny_qwen35 model=tiny_tools\n"),
         ("app environment=s", "environment=single_turn\n"),
-        ("app environment.thinking=k", "environment.thinking=keep\n"),
-    ],
-)
-def test_the_command_answers_the_shell(line: str, expected: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "app", "-sc", "query=bash"],
-        env={**os.environ, "COMP_LINE": line},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.stdout, done.stderr) == (expected, "")
+    ):
+        answered = run_warm("-sc", "query=bash", environment={**os.environ, "COMP_LINE": line})
+        assert (answered.stdout, answered.stderr) == (expected, "")
+    shown = run_warm("--version").stdout
+    assert shown == f"hydra-posttrain {version('hydra-posttrain')}, Hydra {hydra.__version__}\n"
+
+
+def test_messages_call_the_command_what_it_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    for called, name in (("/opt/venv/bin/posttrain", "posttrain"), ("app/__main__.py", "python -m app")):
+        monkeypatch.setattr(sys, "argv", [called, "--help"])
+        assert command_name() == name

@@ -122,4 +122,6 @@ def test_only_the_plan_names_the_idle_clip_of_a_run_that_sets_none() -> None:
 def test_the_command_line_says_which_settings_are_given(tmp_path: Path) -> None:
     given = run_warm("mode=plan", "steps=3", "eval.every=4", cwd=tmp_path).stdout
     assert "\n  eval.every has no effect" in given
-    assert "eval.every" not in run_warm("mode=plan", "steps=3", cwd=tmp_path).stdout
+    alone = run_warm("mode=plan", "steps=3", cwd=tmp_path).stdout
+    assert "eval.every" not in alone
+    assert "\n  algorithm.clip_low and algorithm.clip_high have no effect" in alone

@@ -1,13 +1,14 @@
 """Every preset composes to what its name says and begins with the command that runs it.
 
-`PUBLISHED` is what the algorithms are; the later ones say what differs from GRPO. No model, placement or experiment may
-change that; sizes they may set.
+`PUBLISHED` is what the algorithms are: of GRPO the settings that define it, of the others what differs from it; the
+rest is the default. No model, placement or experiment may change that; sizes they may set.
 """
 
 import re
 import shlex
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -25,7 +26,6 @@ from app.config.resolvers import run_name
 from app.config.trainer import Checkpointing
 from app.device import device_of
 from app.main import conf_path
-from app.mode.plan.describe import describe
 from app.mode.plan.memory import MemoryPlan, plan_memory
 from app.mode.plan.text import memory
 from app.model.architecture import architecture_of
@@ -38,35 +38,11 @@ CPU_EXPERIMENTS = ["cpu1_smollm2", "tiny_tools"]
 EXPERIMENTS = sorted({path.stem for path in (CONF / "experiment").glob("*.yaml")} - set(CPU_EXPERIMENTS))
 SWEEPS = sorted(path.stem for path in (CONF / "sweep").glob("*.yaml"))
 RUNNABLE = sorted(path for group in ("experiment", "sweep", "model", "algorithm") for path in (CONF / group).glob("*"))
-MODELS = ["tiny", "tiny_qwen35", "tiny_tools", "tiny_lora", "qwen3_4b", "qwen3_4b_lora", "qwen35_9b", "qwen35_9b_lora"]
+MODELS = sorted({path.stem for path in (CONF / "model").glob("*.yaml")} - {"hf"})
 PLACEMENTS = ["colocate", "fully_async"]
 
 SIZES = {"prompts_per_step", "group_size"}
-COMMON: dict[str, object] = {
-    "ce_coefficient": 1.0,
-    "reward_coefficient": 1.0,
-    "demonstrations_per_step": 8,
-    "dual_clip": None,
-    "kl": Kl.none,
-    "kl_coefficient": 0.0,
-    "entropy_coefficient": 0.0,
-    "advantage": "grpo",
-    "objective": "ppo",
-    "sapo_tau_positive": 1.0,
-    "sapo_tau_negative": 1.05,
-    "old_policy": OldPolicy.trainer,
-    "correction": Correction.auto,
-    "tis_max": 2.0,
-    "icepop_low": 0.5,
-    "icepop_high": 5.0,
-    "kpop_threshold": 0.1,
-    "sequence_mask_low": 0.99,
-    "sequence_mask_high": 1.001,
-    "overlong_penalty": 1.0,
-    "mask_truncated": False,
-    "max_refill_rounds": 10,
-}
-PUBLISHED: dict[str, dict[str, object]] = {
+PUBLISHED: dict[str, dict[str, Any]] = {
     "grpo": {
         "updates_per_step": 1,
         "normalize_by_std": True,
@@ -79,34 +55,13 @@ PUBLISHED: dict[str, dict[str, object]] = {
     },
     "dapo": {
         "updates_per_step": 16,
-        "normalize_by_std": True,
-        "ratio": RatioLevel.token,
-        "clip_low": 0.2,
         "clip_high": 0.28,
         "aggregation": Aggregation.token_mean,
         "dynamic_sampling": True,
         "overlong_buffer_fraction": 0.2,
     },
-    "dr_grpo": {
-        "updates_per_step": 1,
-        "normalize_by_std": False,
-        "ratio": RatioLevel.token,
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "aggregation": Aggregation.seq_mean_token_sum_norm,
-        "dynamic_sampling": False,
-        "overlong_buffer_fraction": 0.0,
-    },
-    "gspo": {
-        "updates_per_step": 4,
-        "normalize_by_std": True,
-        "ratio": RatioLevel.sequence,
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
-        "aggregation": Aggregation.seq_mean_token_mean,
-        "dynamic_sampling": False,
-        "overlong_buffer_fraction": 0.0,
-    },
+    "dr_grpo": {"normalize_by_std": False, "aggregation": Aggregation.seq_mean_token_sum_norm},
+    "gspo": {"updates_per_step": 4, "ratio": RatioLevel.sequence, "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {
         "objective": "cispo",
         "old_policy": OldPolicy.rollout,
@@ -126,6 +81,17 @@ COMPOSITIONS = [
     *(["model=hf", "model.path=Qwen/Qwen3-1.7B", f"placement={placement}"] for placement in PLACEMENTS),
     *([f"experiment={experiment}"] for experiment in (*EXPERIMENTS, *CPU_EXPERIMENTS)),
 ]
+# What no preset but those of algorithms sets is the same in every composition, as a test of their files shows.
+CELLS = [
+    pytest.param(
+        composition,
+        algorithm,
+        id=f"{','.join(composition)}-{algorithm}",
+        marks=() if "model=tiny" in composition or algorithm == "dapo" else pytest.mark.slow,
+    )
+    for composition in COMPOSITIONS
+    for algorithm in PUBLISHED
+]
 
 # What is meant for hardware. `model=hf` is for models of which one device can hold the whole training state: with
 # AdamW's temporaries, one NPU cannot hold that of 4 B parameters.
@@ -137,7 +103,7 @@ ON_CARDS = [
         for device, paths in HF.items()
         for placement in PLACEMENTS
         for model in (
-            *([f"model={model}"] for model in MODELS),
+            *([f"model={model}"] for model in MODELS if model not in TINY_PRESETS),
             *(["model=hf", f"model.path=Qwen/{path}"] for path in paths),
         )
     ),
@@ -155,21 +121,12 @@ def sweep(name: str, *overrides: str) -> DictConfig:
         return compose("config", overrides=[f"sweep={name}", *overrides], return_hydra_config=True)
 
 
-def test_the_presets_exist() -> None:
-    assert len(EXPERIMENTS) >= 7
-    assert {path.stem for path in (CONF / "model").glob("*")} == {*MODELS, "hf"}
-    assert {name for name in MODELS if name.startswith("tiny")} == set(TINY_PRESETS)
-    assert len(SWEEPS) >= 4
-
-
-@pytest.mark.parametrize("algorithm", PUBLISHED)
-@pytest.mark.parametrize("composition", COMPOSITIONS, ids=",".join)
+@pytest.mark.parametrize(("composition", "algorithm"), CELLS)
 def test_an_algorithm_is_the_published_one_in_every_composition(composition: list[str], algorithm: str) -> None:
     config = composed(f"algorithm={algorithm}", *composition)
-    settings = {each.name: getattr(config.algorithm, each.name) for each in fields(AlgorithmConfig)}
     published = {**PUBLISHED["grpo"], **PUBLISHED[algorithm]}
-    expected = {**COMMON, **published, "name": algorithm}
-    assert {name: value for name, value in settings.items() if name not in SIZES} == expected
+    sizes = {name: getattr(config.algorithm, name) for name in SIZES}
+    assert config.algorithm == AlgorithmConfig(name=algorithm, **published, **sizes)
     corrects = config.placement.max_staleness and config.algorithm.old_policy is OldPolicy.trainer
     assert config.correction is CORRECTIONS[PlacementKind.fully_async if corrects else PlacementKind.colocate]
     assert config.stream == (config.placement.kind is PlacementKind.fully_async and published["updates_per_step"] == 1)
@@ -177,8 +134,12 @@ def test_an_algorithm_is_the_published_one_in_every_composition(composition: lis
 
 @pytest.mark.parametrize("path", sorted(CONF.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}")
 def test_only_an_algorithm_preset_says_more_of_an_algorithm_than_its_sizes(path: Path) -> None:
-    if path.parent.name != "algorithm":
-        assert set(yaml.safe_load(path.read_text()).get("algorithm", {})) <= SIZES
+    content = yaml.safe_load(path.read_text())
+    if path.parent.name == "algorithm":
+        return
+    assert set(content.get("algorithm", {})) <= SIZES
+    choices = [each for each in content.get("defaults", []) if isinstance(each, dict)]
+    assert not any(key.endswith("algorithm") for each in choices for key in each)
 
 
 @pytest.mark.parametrize("name", SWEEPS)
@@ -203,23 +164,15 @@ def test_an_experiment_composes_to_what_its_name_says(name: str) -> None:
     assert config.data.name == "dapo_math"
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_the_tiny_tools_experiment_is_a_model_a_data_set_and_a_calculator(placement: str) -> None:
-    config = composed("experiment=tiny_tools", f"placement={placement}")
-    assert (config.model.name, config.model.path) == ("tiny_tools", "tiny_tools")
-    assert (config.data.name, config.data.generator) == ("products", Generator.products)
-    assert (config.device.kind.name, config.placement.kind.name) == ("cpu", placement)
-    assert (config.environment.kind.name, config.reward.components) == ("calculator", {"exact": 1.0})
-    assert (config.steps, config.algorithm.prompts_per_step, config.algorithm.group_size) == (60, 16, 8)
-    assert (config.trainer.lr, config.rollout.max_completion_tokens) == (3e-4, 64)
+def test_the_tiny_tools_experiment_is_a_model_a_data_set_and_a_calculator() -> None:
+    config = composed("experiment=tiny_tools", "placement=fully_async")
+    assert (config.model.name, config.environment.kind.name, config.reward.components) == (
+        "tiny_tools",
+        "calculator",
+        {"exact": 1.0},
+    )
+    assert (config.data.generator, config.placement.kind.name) == (Generator.products, "fully_async")
     assert composed("experiment=tiny_tools", "data=chain").data.generator is Generator.chain
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_an_experiment_fits_its_devices(name: str) -> None:
-    text = describe(composed(f"experiment={name}"))
-    assert "DOES NOT FIT" not in text
-    assert "NO ROOM" not in text
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -239,12 +192,18 @@ def test_an_engine_captures_graphs_for_all_requests_that_it_runs(name: str) -> N
     assert flags["cuda-graph-max-bs-decode"] == flags["max-running-requests"] == min(requests, 512)
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_an_engine_takes_more_of_a_device_of_its_own(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "fraction"),
+    [
+        ("cuda4_colocate_4b", 0.7),
+        ("cuda8_fully_async_4b", 0.75),
+        ("npu4_colocate_4b", 0.7),
+        ("npu4_fully_async_4b", 0.7),
+    ],
+)
+def test_an_engine_takes_more_of_a_gpu_of_its_own(name: str, fraction: float) -> None:
     config = composed(f"experiment={name}", "rollout.memory_fraction=null")
-    own = {DeviceKind.cuda: 0.75, DeviceKind.npu: 0.7}[config.device.kind]
-    expected = 0.7 if config.placement.kind is PlacementKind.colocate else own
-    assert engine_flags(config, device_of(config.device.kind))["mem-fraction-static"] == expected
+    assert engine_flags(config, device_of(config.device.kind))["mem-fraction-static"] == fraction
     given = composed(f"experiment={name}", "rollout.memory_fraction=0.5")
     assert engine_flags(given, device_of(given.device.kind))["mem-fraction-static"] == 0.5
 
@@ -281,11 +240,6 @@ def test_the_radix_cache_is_off_where_the_plan_says_that_it_pays(overrides: tupl
     lines = memory(preset, device, model, engine_flags(preset, device))
     (line,) = [line for line in lines if "radix cache:" in line]
     assert ("disable-radix-cache=true pays" in line) == off
-
-
-@pytest.mark.parametrize("model", ["qwen3_4b", "qwen35_9b"])
-def test_engines_of_real_models_have_time_to_compile_kernels_and_capture_graphs(model: str) -> None:
-    assert composed(f"model={model}").rollout.start_timeout_s == 1800
 
 
 @pytest.mark.parametrize(

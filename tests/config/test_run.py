@@ -1,49 +1,16 @@
 """Composition of every choice, and what follows from the composed settings."""
 
-import itertools
 import re
-import resource
-import subprocess
-import sys
 
 import pytest
 
 from app.config.algorithm import Correction
-from app.config.compose import setting_names
+from app.config.run import RunConfig
+from app.config.setting import settings
 from app.device import device_of
 from app.rollout.server_args import engine_flags
 from tests.compose import composed
-
-PRINT_LOADED_LIBRARIES = """
-import runpy, sys
-try:
-    runpy.run_module("app", run_name="__main__")
-finally:
-    print("loaded", sorted({"torch", "sglang", "ray", "transformers"} & set(sys.modules)))
-"""
-
-
-def without_heavy_libraries(*overrides: str) -> str:
-    """The output of a command that must not import torch, SGLang, Ray or transformers."""
-    command = [sys.executable, "-c", PRINT_LOADED_LIBRARIES, *overrides]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert "loaded []" in result.stdout, result.stderr
-    return result.stdout
-
-
-def test_all_60_combinations_of_model_algorithm_placement_and_device_compose() -> None:
-    models, algorithms = ["tiny", "tiny_qwen35", "tiny_tools", "qwen3_4b", "qwen35_9b"], ["grpo", "dapo"]
-    placements, devices = ["colocate", "fully_async"], ["cpu", "cuda", "npu"]
-    seen = set()
-    for model, algorithm, placement, device in itertools.product(models, algorithms, placements, devices):
-        config = composed(f"model={model}", f"algorithm={algorithm}", f"placement={placement}", f"device={device}")
-        seen.add((config.model.name, config.algorithm.name, config.placement.kind.name, config.device.kind.name))
-    assert len(seen) == 60
-
-
-@pytest.mark.parametrize("algorithm", ["dr_grpo", "gspo", "cispo", "dppo", "sapo", "rloo", "maxrl"])
-def test_the_other_algorithms_compose(algorithm: str) -> None:
-    assert composed(f"algorithm={algorithm}").algorithm.name == algorithm
+from tests.warm import run_warm
 
 
 def test_the_default_is_the_embedded_run() -> None:
@@ -105,6 +72,7 @@ def test_the_correction_follows_from_staleness_unless_it_is_set() -> None:
         composed("placement=fully_async", "placement.max_staleness=0", "placement.in_flight=drain").correction
         is Correction.none
     )
+    assert composed("placement=fully_async", "algorithm.old_policy=rollout").correction is Correction.none
     assert composed("placement=fully_async", "algorithm.correction=icepop").correction is Correction.icepop
 
 
@@ -115,31 +83,22 @@ def test_streaming_is_on_where_it_is_possible() -> None:
     assert not composed().stream
 
 
-def test_no_setting_is_called_batch_size() -> None:
-    names = setting_names()
-    assert "algorithm.prompts_per_step" in names
-    assert not [name for name in names if "batch_size" in name]
+def test_help_and_the_printed_configuration_are_of_the_composition_and_need_no_heavy_library() -> None:
+    line = ["device=npu", "algorithm.clip_high=0.3", "data.prefix=$"]
+    helped = run_warm(*line, "--help")
+    assert re.search(r"^  device\.kind = npu +one of cpu, cuda, npu$", helped.stdout, re.MULTILINE)
+    assert re.search(r"^  algorithm\.clip_high = 0\.3 +a number of at least 0$", helped.stdout, re.MULTILINE)
+    assert re.search(r"^  data\.prefix = \$ +text$", helped.stdout, re.MULTILINE)
+    assert "algorithm: cispo, dapo, dppo, dr_grpo, grpo, gspo, maxrl, opd, rloo, sapo" in helped.stdout
+    assert helped.stdout.startswith("python -m app: ")
+
+    printed = run_warm(*line, "--cfg", "job")
+    assert "\n  clip_high: 0.3\n" in printed.stdout
+    assert helped.heavy == printed.heavy == []
 
 
-def test_the_missions_line_composes_and_plans_in_seconds_without_the_heavy_libraries() -> None:
-    line = ["device=npu", "placement=fully_async", "model=qwen35_9b"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    composition = subprocess.run([sys.executable, "-m", "app", *line, "--cfg", "job"], capture_output=True, text=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert composition.returncode == 0, composition.stderr
-    assert "Qwen/Qwen3.5-9B" in composition.stdout
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5  # the machine may be busy
-
-    plan = without_heavy_libraries(*line, "mode=plan")
-    assert "trainer rank 3" in plan
-    assert "tensor-parallel rank 3 of 4" in plan
-    assert "32 prompts × 8 completions = 256 trajectories" in plan
-
-
-def test_help_shows_the_composed_settings_without_the_heavy_libraries() -> None:
-    text = without_heavy_libraries("device=npu", "algorithm.clip_high=0.3", "data.prefix=$", "--help")
-    assert re.search(r"^  device\.kind = npu +one of cpu, cuda, npu$", text, re.MULTILINE)
-    assert re.search(r"^  algorithm\.clip_high = 0\.3 +a number of at least 0$", text, re.MULTILINE)
-    assert re.search(r"^  data\.prefix = \$ +text$", text, re.MULTILINE)
-    assert "algorithm: cispo, dapo, dppo, dr_grpo, grpo, gspo, maxrl, opd, rloo, sapo" in text
-    assert "Hard bound on the staleness of a trajectory" in text
+def test_help_on_a_section_shows_its_settings_in_this_composition() -> None:
+    text = run_warm("--help", "trainer", "model=qwen3_4b", "trainer.lr=0.5").stdout
+    keys = [line.split()[0] for line in text.splitlines() if re.match(r"  \S+ = ", line)]
+    assert keys == [each.key for each in settings(RunConfig) if each.key.startswith("trainer.")]
+    assert "trainer.lr = 0.5" in text

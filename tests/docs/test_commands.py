@@ -125,8 +125,3 @@ def test_a_script_or_benchmark_exists_and_its_settings_compose(command: Command,
     if script in LAUNCHERS:
         settings = words[words.index(script) + 1 :]
         composed(*[word for word in settings if "=" in word and not word.startswith("-")])
-
-
-def test_there_are_commands() -> None:
-    assert len(APP) > 50
-    assert len(OTHERS) > 15

@@ -21,7 +21,7 @@ from app.rollout.host import EngineHost
 from app.tracking.own_tracker import require_trackers
 from app.types import Completion, FinishReason, Prompt, Trajectory, VersionSpan
 from tests.compose import composed
-from tests.docs.markdown import PAGES, ROOT, code_blocks
+from tests.docs.markdown import ROOT, code_blocks
 from tests.reward.scorers import failed, running_scorer, score
 from tests.rollout.support import KEY, host_spec, server_spec
 from tests.tiny_models.tokenizer import build_tokenizer
@@ -52,11 +52,6 @@ def trajectory(text: str, answer: str = "46", **row: object) -> Trajectory:
         np.zeros(3, np.int32), np.zeros(3, np.float32), FinishReason.stop, (VersionSpan(0, 0, 3),), text
     )
     return Trajectory(prompt, completion, text)
-
-
-def test_every_page_shows_the_same_first_reward() -> None:
-    shown = {text for page in PAGES for _, text in code_blocks(page) if "def brief_and_right" in text}
-    assert len(shown) == 1
 
 
 def test_the_rows_with_messages_of_the_page_are_read(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""What the pages name exists: links, files, settings, metrics, device layouts. README stays short."""
+"""What the pages name exists: links, files, settings, metrics, device layouts."""
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,8 @@ from tests.compose import composed
 from tests.docs import settings_page
 from tests.docs.markdown import PAGES, ROOT, anchors, inline_code, links, name, table_names
 
-README = ROOT / "README.md"
 GLOSSARY = ROOT / "docs" / "operations.md"
 EXPERIMENTS = sorted((ROOT / "conf" / "experiment").glob("*.yaml"))
-README_LINES = 150
 
 PATH = re.compile(r"(app|conf|docs|tests|launch)/[\w./-]*")
 TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
@@ -42,10 +41,6 @@ PREFIXES = (
 )
 METRIC = re.compile(rf"({'|'.join(PREFIXES.split())})/[\w@]*\w")
 NO_METRICS = {"mismatch/weight", "mismatch/weight_square", "tokens/s"}  # sums that metrics are made of; a unit
-
-
-def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= README_LINES
 
 
 def test_the_settings_page_is_current() -> None:
@@ -95,6 +90,7 @@ def test_named_settings_exist(page: Path) -> None:
     assert unknown == set()
 
 
+@cache
 def strings_of_the_code() -> tuple[set[str], list[re.Pattern[str]]]:
     """The strings of `app`, and its f-strings as patterns."""
     strings: set[str] = set()

@@ -72,17 +72,19 @@ def test_the_file_has_kuberays_structure(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_every_mount_has_its_volume(kind: str) -> None:
+def test_every_mount_has_its_volume_and_every_container_the_secrets(kind: str) -> None:
     cluster = load(kind)["spec"]["rayClusterSpec"]
     for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
         pod = group["template"]["spec"]
-        names = {volume["name"] for volume in pod["volumes"]}
-        assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == names
-        assert any(mount["mountPath"] == "/dev/shm" for mount in pod["containers"][0]["volumeMounts"])
+        (container,) = pod["containers"]
+        mounts = container["volumeMounts"]
+        assert {mount["name"] for mount in mounts} == {volume["name"] for volume in pod["volumes"]}
+        assert "/dev/shm" in [mount["mountPath"] for mount in mounts]
+        assert container["envFrom"] == [{"secretRef": {"name": "posttrain-secrets", "optional": True}}]
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_the_entrypoint_composes_and_its_devices_are_there(kind: str) -> None:
+def test_the_entrypoint_composes_has_its_devices_and_continues_its_run_when_it_is_retried(kind: str) -> None:
     job = load(kind)["spec"]
     words = job["entrypoint"].split()
     config = composed(*(word for word in words if "=" in word and not word.startswith("hydra.")))
@@ -93,22 +95,8 @@ def test_the_entrypoint_composes_and_its_devices_are_there(kind: str) -> None:
     needed = bundles(config, device_of(DeviceKind(kind)))
     assert int(limits["cpu"]) >= sum(bundle["CPU"] for bundle in needed)
 
-
-@pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_a_job_that_is_retried_continues_its_run(kind: str) -> None:
-    job = load(kind)["spec"]
-    config = composed(*(word for word in job["entrypoint"].split() if "=" in word and not word.startswith("hydra.")))
-    assert (config.resume, config.checkpoint.every) == ("auto", 50)
-    assert job["backoffLimit"] == 2
-    assert f"hydra.run.dir=/storage/outputs/posttrain-{kind}" in job["entrypoint"].split()
-
-
-@pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_secrets_reach_every_container(kind: str) -> None:
-    cluster = load(kind)["spec"]["rayClusterSpec"]
-    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
-        (container,) = group["template"]["spec"]["containers"]
-        assert container["envFrom"] == [{"secretRef": {"name": "posttrain-secrets", "optional": True}}]
+    assert (config.resume, config.checkpoint.every, job["backoffLimit"]) == ("auto", 50, 2)
+    assert f"hydra.run.dir=/storage/outputs/posttrain-{kind}" in words
 
 
 def test_ray_on_npus_offers_the_resource_that_we_reserve() -> None:

@@ -4,7 +4,6 @@ Hydra's clock stands still, so that every start is within the same second. The r
 the current folder.
 """
 
-import time
 from datetime import datetime
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from app import main
 from app.config import Mode, RunConfig
 from app.mode import MODES, ModeResult, ModeSpec
 from app.tracking.recorder import RunFolderRecorder
+from tests.waiting import until
 
 DEADLINE_S = 300.0
 
@@ -30,10 +30,7 @@ def run(config: RunConfig, folder: Path) -> ModeResult:
     """Record a step and wait for `go`."""
     with RunFolderRecorder(config, folder) as recorder:
         recorder.log(1, {"lr": config.trainer.lr, "time/step": 1.0})
-        deadline = time.monotonic() + DEADLINE_S
-        while not Path("go").exists():
-            assert time.monotonic() < deadline, f"no file go in {Path.cwd()} within {DEADLINE_S:.0f} s"
-            time.sleep(0.05)
+        until(Path("go").exists, DEADLINE_S)
     return ModeResult(0.5)
 
 

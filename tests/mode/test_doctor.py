@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +13,6 @@ from app.device.cpu import DEVICE as CPU
 from app.mode.doctor import device as doctor_device
 from app.mode.doctor import examine, table
 from app.mode.doctor import machine as doctor_machine
-from app.mode.doctor import nvidia as doctor_nvidia
 from app.mode.doctor import software as doctor_software
 from app.mode.finding import CheckStatus, Finding, outcome
 from app.mode.inputs import CheckStage, RunInputs
@@ -35,11 +32,6 @@ def of(found: Iterable[Finding], subject: str) -> Finding:
 
 def inputs(*overrides: str) -> list[Finding]:
     return list(findings(RunInputs(composed(*overrides), CheckStage.doctor, "outputs")))
-
-
-def run(*overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "app", "mode=doctor", *overrides]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def test_own_code_is_loaded() -> None:
@@ -68,19 +60,16 @@ def test_the_cpu_passes_on_this_machine() -> None:
     assert not [one for one in found if one.subject == "episodes"]
 
 
-def test_the_npu_fails_clearly_on_this_machine_and_nothing_starts() -> None:
-    outputs = set((ROOT / "outputs").glob("*/*"))
-    done = run(*MISSION, "model.path=/nowhere-in/particular/at-all", "data.path=null")
-    assert done.returncode == 2  # the configuration is checked first
-    assert "model.path=/nowhere-in/particular/at-all" in done.stderr
-    done = run(*MISSION, f"model.path={ROOT}", "data.path=null")
+def test_the_npu_fails_clearly_on_this_machine_and_nothing_starts(tmp_path: Path) -> None:
+    done = run_warm("mode=doctor", *MISSION, f"model.path={ROOT}", "data.path=null", cwd=tmp_path)
     assert done.returncode == 1
     for line in ("fail  npu-smi", "fail  torch_npu", "fail  sgl_kernel_npu", "fail  devices", "fail  toolkit"):
         assert line in done.stdout
     assert "torch_npu does not import" in done.stdout
     assert "set_env.sh" in done.stdout
+    assert f"free for {tmp_path}/outputs" in done.stdout
     assert done.stderr == ""
-    assert set((ROOT / "outputs").glob("*/*")) == outputs
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_check_that_is_not_ok_has_a_hint() -> None:
@@ -141,7 +130,7 @@ def test_the_driver_is_compared_with_torchs_cuda(
     (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(doctor_nvidia, "torch_cuda", lambda: cuda)
+    monkeypatch.setattr(doctor_device, "torch_cuda", lambda: cuda)
 
     config = composed("device=cuda", "model=qwen3_4b")
     checks = list(doctor_device.hardware(config, device_of(config.device.kind)))
@@ -163,21 +152,21 @@ def test_the_compiler_and_the_memory_savers_library_are_looked_for(
         (tmp_path / "bin" / "nvcc").chmod(0o755)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(doctor_nvidia, "library_folders", lambda: ["/pip/lib"] if found else [])
-    monkeypatch.setattr(doctor_nvidia, "find_library", lambda _: None)
-    compiler, library = doctor_nvidia.nvidia_toolkit(memory_saver=True)
+    monkeypatch.setattr(doctor_device, "library_folders", lambda: ["/pip/lib"] if found else [])
+    monkeypatch.setattr(doctor_device, "find_library", lambda _: None)
+    compiler, library = doctor_device.nvidia_toolkit(memory_saver=True)
     if found:
         assert (compiler.message, library.message) == (str(tmp_path / "bin" / "nvcc"), "/pip/lib")
     elif not Path("/usr/local/cuda/bin/nvcc").exists():
         assert (compiler.status, library.status) == (CheckStatus.warn, CheckStatus.fail)
-    assert [one.subject for one in doctor_nvidia.nvidia_toolkit(memory_saver=False)] == ["nvcc"]
+    assert [one.subject for one in doctor_device.nvidia_toolkit(memory_saver=False)] == ["nvcc"]
 
 
 def test_torchs_cuda_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor_nvidia.torch_cuda() is None  # the CPU build of this machine
+    assert doctor_device.torch_cuda() is None  # the CPU build of this machine
     (tmp_path / "version.py").write_text("debug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
-    monkeypatch.setattr(doctor_nvidia, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
-    assert doctor_nvidia.torch_cuda() == "13.0"
+    monkeypatch.setattr(doctor_device, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    assert doctor_device.torch_cuda() == "13.0"
 
 
 def test_the_memory_saver_is_required_in_colocate_only() -> None:
@@ -260,12 +249,6 @@ def test_the_evaluation_set_that_a_run_will_use_is_named(tmp_path: Path, monkeyp
     missing = of(doctor_machine.reachable(composed(*sets)), "hub")
     assert (missing.status, "someone/far cannot be reached" in missing.message) == (CheckStatus.fail, True)
     assert "data.eval_sets.far.path=" in missing.hint
-
-
-def test_the_disk_of_a_run_without_a_folder_of_its_own_is_that_of_outputs(tmp_path: Path) -> None:
-    text = run_warm("mode=doctor", cwd=tmp_path).stdout
-    assert f"free for {tmp_path}/outputs" in text
-    assert "not given" not in text
 
 
 def test_a_cluster_and_a_server_that_do_not_answer_fail() -> None:

@@ -1,4 +1,4 @@
-"""`mode=eval` of a run's checkpoint: the weights of that step, in a folder of its own."""
+"""`mode=eval` of a checkpoint: with an environment, and interrupted. A plain one is in `test_train.py`."""
 
 import asyncio
 import json
@@ -14,21 +14,6 @@ from app.config import Mode, RunConfig
 from app.mode.eval import subject_of
 from tests.folders import a_run, content, run_new_app
 from tests.runs import Run
-
-TRAINING = [
-    "steps=2",
-    "checkpoint.keep=2",  # the default, which the tests' runs do not have
-    "trainer.lr=2e-3",
-    "trainer.warmup_steps=0",
-    "data.arithmetic.eval_problems=40",
-    "tracking.samples_per_step=100",  # all of them: which ones are chosen depends on the order of their completion
-]
-
-
-def completions(file: Path) -> dict[str, list[int]]:
-    """Prompt id → tokens of the completion."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return {row["prompt"]: row["tokens"] for row in rows}
 
 
 def test_an_evaluation_that_is_interrupted_during_its_export_leaves_no_model_behind(
@@ -59,39 +44,6 @@ def test_an_evaluation_that_is_interrupted_during_its_export_leaves_no_model_beh
     monkeypatch.setattr(app.mode.eval, "source_of", lambda config, state: tmp_path)
     asyncio.run(interrupted(RunConfig(mode=Mode.eval, resume=str(run))))
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
-
-
-@pytest.mark.timeout(600)
-def test_a_checkpoint_evaluates_as_its_run_did_and_the_run_stays_as_it_was(
-    start: Callable[..., Run], tmp_path: Path
-) -> None:
-    run = start(*TRAINING)
-    assert run.wait() == 0, run.text
-    assert f"  model    {run.folder / 'export'}\n" in run.text
-    assert f"  evaluate python -m app mode=eval resume={run.folder}\n" in run.text
-    assert (run.folder / "export" / "model.safetensors").is_file()
-    assert run.summary()["checkpoint/best_step"] == 2
-    before = content(run.folder)
-    initial, trained = (completions(run.folder / "samples" / f"eval_{step}.jsonl") for step in (0, 2))
-    assert initial != trained  # the two steps changed what the model answers
-
-    code, text = run_new_app("mode=eval", f"resume={run.folder}/checkpoints/best", cwd=tmp_path)
-    assert code == 0, text
-    assert content(run.folder) == before
-    checkpoint = run.folder / "checkpoints" / "step_2"
-    assert f"evaluating step 2: {checkpoint}" in text
-
-    (folder,) = (tmp_path / "outputs" / "tiny-eval").iterdir()
-    assert completions(folder / "samples" / "eval_2.jsonl") == trained
-    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    last = run.metrics()[-1]
-    assert row == {name: last[name] for name in ("step", *(name for name in last if name.startswith("eval/")))}
-
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["status"] == "finished"
-    assert (summary["evaluated/checkpoint"], summary["evaluated/step"]) == (str(checkpoint), 2)
-    assert not list(folder.glob("model*"))
-    assert not list(folder.rglob("*.safetensors"))
 
 
 CALCULATOR = ["model=tiny_tools", "data=products", "environment=calculator", "data.products.eval_problems=20"]

@@ -1,5 +1,6 @@
 """`mode=plan` as run by a user."""
 
+import os
 import re
 import resource
 import subprocess
@@ -11,10 +12,10 @@ import pytest
 from app.mode.plan.describe import describe
 from app.mode.preflight import problems
 from tests.compose import composed
+from tests.warm import run_warm
 
 ROOT = Path(__file__).parents[2]
 MISSION = ("device=npu", "placement=fully_async", "model=qwen35_9b")
-HEAVY = ("torch", "ray", "sglang", "transformers", "torch_npu")
 
 
 @pytest.mark.parametrize(
@@ -32,21 +33,6 @@ def test_a_plan_counts_the_steps_of_epochs_where_rows_are_local(overrides: list[
     assert counted.steps == steps
     assert shown in plan
     assert f"  {steps} steps = " in plan
-
-
-def test_the_mission_plan_takes_less_than_five_seconds_and_writes_nothing(tmp_path: Path) -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    outputs = set((ROOT / "outputs").glob("*/*"))
-    done = subprocess.run(
-        [sys.executable, "-m", "app", "mode=plan", *MISSION], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert (
-        after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
-    )  # CPU seconds, since the machine may be busy
-    assert "npu 7: engine 0 (tensor-parallel rank 3 of 4)" in done.stdout
-    assert "peak: trainer device, backward of a layer" in done.stdout
-    assert set((ROOT / "outputs").glob("*/*")) == outputs
 
 
 @pytest.mark.parametrize(
@@ -85,30 +71,6 @@ def test_a_plan_says_what_is_kept_and_the_disk_that_it_needs(settings: list[str]
     assert lines[first : first + len(disk) + 1] == [*disk, ""]
 
 
-def test_a_plan_imports_no_heavy_library() -> None:
-    code = (
-        "import sys; from app.mode.plan.describe import describe; from tests.compose import composed; "
-        f"describe(composed(*{MISSION!r})); "
-        f"loaded = [name for name in {HEAVY!r} if name in sys.modules]; sys.exit(str(loaded) if loaded else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_mission_plan_shows_the_size_of_a_weight_sync() -> None:
-    text = describe(composed(*MISSION))
-    assert "8,953,803,264 parameters in bfloat16: 17,907,606,528 bytes (16.68 GiB)" in text
-    assert "8 of 32 layers, 8,192 bytes per token and engine rank" in text
-    assert "about 3.4 s at 0.19 s per GB" in text
-
-
-def test_the_plan_shows_the_real_command_line_of_an_engine() -> None:
-    text = describe(composed(*MISSION))
-    assert "python -m app.rollout.launcher --model-path Qwen/Qwen3.5-9B --dtype bfloat16 --tp-size 4" in text
-    assert "--mem-fraction-static 0.7 --max-running-requests 512 --cuda-graph-max-bs-decode 512" in text
-    assert "--device npu --chunked-prefill-size 8192" in text
-
-
 def test_the_plan_counts_the_rows_of_local_files(tmp_path: Path) -> None:
     assert "Data: 2,000 training rows, 200 held-out rows; 60 steps are 0.48 epochs\n" in describe(composed())
     gsm8k = describe(composed(*MISSION, "data=gsm8k"))
@@ -124,48 +86,6 @@ def test_the_plan_counts_the_rows_of_local_files(tmp_path: Path) -> None:
     assert "\n  algorithm.prompts_per_step=16 exceeds the 10 training rows: each step repeats some\n" in text
     refused = describe(composed(f"data.path={rows}"))
     assert "Data: refused, as the last lines say" in refused
-
-
-def test_the_plan_reports_too_little_memory() -> None:
-    text = describe(composed(*MISSION, "device.memory_gib=32"))
-    assert "DOES NOT FIT: 20.86 GiB too much" in text
-
-
-def test_the_plan_reports_an_engine_whose_weights_do_not_fit() -> None:
-    text = describe(composed(*MISSION, "device.memory_gib=16", "rollout.tensor_parallel=1"))
-    assert "NO ROOM: weights take 17.53 GiB" in text
-
-
-def test_running_servers_are_excluded_from_the_memory_plan() -> None:
-    text = describe(composed(*MISSION, "rollout.urls=[http://127.0.0.1:30000]"))
-    assert "engine device" not in text
-    assert "Engines: already running" in text
-
-
-@pytest.mark.parametrize("model", ["somebody/something"])
-def test_an_unknown_model_still_gets_the_rest_of_the_plan(model: str) -> None:
-    text = describe(composed("model=hf", f"model.path={model}"))
-    assert f"Memory: no estimate, the shapes of model.path={model} are not on this machine; fetch them with: hf" in text
-    assert "A step" in text
-
-
-def plan(*overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "app", "mode=plan", *overrides]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-
-
-def test_a_plan_says_what_a_run_would_refuse(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "1+1=", "answer": "2"}\n' * 4)
-    line = ["model=hf", f"model.path={tmp_path}", f"data.path={rows}", "data.question=q", "reward._target_=nope.f"]
-    done = plan(*line)
-    assert done.returncode == 0, done.stderr
-    refused = done.stdout.partition("A run on this machine would be refused\n")[2].splitlines()
-    assert [line.split(" is not")[0].strip() for line in refused] == [
-        f"model.path={tmp_path}",
-        "data.question=q",
-        "reward._target_=nope.f",
-    ]
 
 
 def test_a_mistyped_evaluation_file_is_found_beside_a_hub_data_set() -> None:
@@ -205,19 +125,6 @@ def test_engines_without_room_are_advised_to_be_wider() -> None:
     )
 
 
-def test_the_plan_names_settings_of_the_algorithm_that_the_model_replaces() -> None:
-    done = plan("algorithm=dapo")
-    assert "algorithm=dapo: algorithm.prompts_per_step=512 by 16, algorithm.group_size=16 by 8" in done.stderr
-    assert plan("algorithm=grpo").stderr == ""
-
-
-def test_the_plan_names_settings_without_effect() -> None:
-    sentence = " have no effect: with algorithm.updates_per_step=1"
-    assert describe(composed()).count(sentence) == 1
-    assert describe(composed("algorithm.clip_low=0.1", "algorithm.clip_high=0.1")).count(sentence) == 1
-    assert "no effect" not in describe(composed("algorithm=dapo"))
-
-
 def test_the_plan_shows_the_work_under_one_deadline() -> None:
     text = describe(composed(*MISSION, "placement.stream=off", "trainer.timeout_s=600"))
     assert (
@@ -233,15 +140,6 @@ def test_the_plan_marks_a_step_that_is_longer_than_its_deadline() -> None:
     assert "LONGER THAN" not in describe(composed(*line))
     text = describe(composed(*line, *sizes))
     assert re.search(r"\(184,549,376 tokens\): about \d{4} s, LONGER THAN trainer\.timeout_s=1800$", text, re.M)
-
-
-def test_a_sweep_of_plans_starts_no_run_and_leaves_nothing(tmp_path: Path) -> None:
-    sweep = tmp_path / "sweep"
-    command = [sys.executable, "-m", "app", "-m", "mode=plan", "steps=1,2", f"hydra.sweep.dir={sweep}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("A step\n") == 2
-    assert not sweep.exists()
 
 
 def test_a_plan_of_episodes_says_what_is_played_at_once_and_what_the_limits_cover() -> None:
@@ -268,13 +166,82 @@ def test_a_plan_of_episodes_says_what_is_played_at_once_and_what_the_limits_cove
     assert "Episodes of" not in describe(composed(*line[1:]))
 
 
-def test_a_plan_of_episodes_imports_no_heavy_library(tiny_model: Path) -> None:
-    """Although it starts a worker, which loads the environment."""
-    code = (
-        "import sys; from app.mode.plan import run; from tests.compose import composed; "
-        "run(composed('environment._target_=tests.mode.own_environments.Missing'), None); "
-        f"loaded = [name for name in {HEAVY!r} if name in sys.modules]; sys.exit(str(loaded) if loaded else 0)"
+PLAN = """
+import runpy, sys
+sys.argv[0] = "app"
+try:
+    runpy.run_module("app", run_name="__main__")
+finally:
+    print("loaded", sorted({"torch", "ray", "sglang", "transformers", "torch_npu"} & set(sys.modules)))
+"""
+
+
+def test_the_missions_line_is_planned_in_seconds_without_the_heavy_libraries_and_writes_nothing(tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-c", PLAN, "mode=plan", *MISSION]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5  # the machine may be busy
+    assert done.stdout.endswith("loaded []\n"), done.stderr
+    assert not list(tmp_path.iterdir())
+
+    text = done.stdout
+    assert "npu 7: engine 0 (tensor-parallel rank 3 of 4)" in text
+    assert "32 prompts × 8 completions = 256 trajectories" in text
+    assert "peak: trainer device, backward of a layer" in text
+    # the size of a weight sync
+    assert "8,953,803,264 parameters in bfloat16: 17,907,606,528 bytes (16.68 GiB)" in text
+    assert "8 of 32 layers, 8,192 bytes per token and engine rank" in text
+    assert "about 3.4 s at 0.19 s per GB" in text
+    # the command line of an engine
+    assert "python -m app.rollout.launcher --model-path Qwen/Qwen3.5-9B --dtype bfloat16 --tp-size 4" in text
+    assert "--mem-fraction-static 0.7 --max-running-requests 512 --cuda-graph-max-bs-decode 512" in text
+    assert "--device npu --chunked-prefill-size 8192" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shown"),
+    [
+        ((*MISSION, "device.memory_gib=32"), "DOES NOT FIT: 20.86 GiB too much"),
+        ((*MISSION, "device.memory_gib=16", "rollout.tensor_parallel=1"), "NO ROOM: weights take 17.53 GiB"),
+        ((*MISSION, "rollout.urls=[http://127.0.0.1:30000]"), "Engines: already running"),
+        (("model=hf", "model.path=a/b"), "Memory: no estimate, the shapes of model.path=a/b are not on this machine"),
+    ],
+)
+def test_a_plan_says_why_memory_does_not_suffice_or_is_not_known(overrides: list[str], shown: str) -> None:
+    text = describe(composed(*overrides))
+    assert shown in text
+    assert ("engine device" in text) == (MISSION[0] in overrides and "already running" not in shown)
+    assert "A step" in text
+
+
+def test_a_plan_says_what_a_run_would_refuse_and_which_settings_of_the_algorithm_a_model_replaces(
+    tmp_path: Path,
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n' * 4)
+    line = ["model=hf", f"model.path={tmp_path}", f"data.path={rows}", "data.question=q", "reward._target_=nope.f"]
+    done = run_warm("mode=plan", "algorithm=dapo", *line)
     assert done.returncode == 0, done.stderr
+    refused = done.stdout.partition("A run on this machine would be refused\n")[2].splitlines()
+    assert [line.split(" is not")[0].strip() for line in refused] == [
+        f"model.path={tmp_path}",
+        "data.question=q",
+        "reward._target_=nope.f",
+    ]
+    assert "algorithm=dapo: algorithm.prompts_per_step=512 by 32, algorithm.group_size=16 by 8" in done.stderr
+
+
+def test_a_plan_loads_an_environment_in_a_worker_and_imports_no_heavy_library() -> None:
+    done = run_warm("mode=plan", "environment._target_=tests.mode.own_environments.Missing")
     assert "has no Missing" in done.stdout
+    assert (done.stderr, done.heavy) == ("", [])
+
+
+def test_a_sweep_of_plans_starts_no_run_and_leaves_nothing(tmp_path: Path) -> None:
+    done = run_warm("-m", "mode=plan", "steps=1,2", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("A step\n") == 2
+    assert not list(tmp_path.iterdir())

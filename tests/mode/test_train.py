@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.folders import content, run_new_app
 from tests.runs import Run
 from tests.tracking.wandb_file import recorded
 
@@ -38,16 +39,32 @@ ALWAYS = [
 QUICK = ["eval.before_train=false", "data.arithmetic.eval_problems=20"]
 
 
-def test_a_colocate_run_finishes_and_leaves_what_it_promises(start: Callable[..., Run]) -> None:
-    run = start("steps=3", "tracking=wandb", "tracking.offline=true", *QUICK)
+EVALUATED = [
+    "steps=2",
+    "checkpoint.keep=2",  # the default, which the tests' runs do not have
+    "trainer.lr=2e-3",
+    "trainer.warmup_steps=0",
+    "data.arithmetic.eval_problems=40",
+    "tracking.samples_per_step=100",  # all of them: which ones are chosen depends on the order of their completion
+]
+
+
+@pytest.mark.timeout(600)
+def test_a_colocate_run_leaves_what_it_promises_and_its_checkpoint_evaluates_as_it_did(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start("tracking=wandb", "tracking.offline=true", *EVALUATED)
+    run.wait_for_step(1)
+    loaded = Path(f"/proc/{run.process.pid}/maps").read_text()
+    assert "libtorch" not in loaded or run.metrics()[-1]["step"] == 2  # the driver needs it for the export alone
     assert run.wait() == 0, run.text
     assert run.gone_within(15), run.processes()
-    assert not run.driver_has_torch
     starting = re.findall(r"^ +(?:\d+ min )?\d+ s  (.+)$", run.text, re.M)
     assert starting[:2] == ["starting Ray", "starting 1 engine and 1 trainer rank"]
     assert {"1 engine: importing SGLang", "1 engine ready", "trainer ready"} <= set(starting)
+
     steps = [line for line in run.metrics() if "time/step" in line]
-    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert [line["step"] for line in steps] == [1, 2]
     for line in steps:
         assert set(ALWAYS) <= set(line)
         assert line["policy_version"] == line["step"]
@@ -58,19 +75,54 @@ def test_a_colocate_run_finishes_and_leaves_what_it_promises(start: Callable[...
         assert line["time/generate"] + line["time/train"] + line["time/sync"] == pytest.approx(line["time/step"])
         assert line["sync/bytes"] > 100_000
     summary = run.summary()
-    assert (summary["status"], summary["steps"]) == ("finished", 3)
-    assert 0 <= summary["eval/accuracy_last"] <= 1
-    sample = json.loads((run.folder / "samples" / "step_3.jsonl").read_text().splitlines()[0])
+    assert (summary["status"], summary["steps"], summary["checkpoint/best_step"]) == ("finished", 2, 2)
+    sample = json.loads((run.folder / "samples" / "step_2.jsonl").read_text().splitlines()[0])
     assert sample["reward"] in (0.0, 1.0)
-    for log in ("driver.log", "engine_0.log", "trainer_0.log"):
-        assert (run.folder / "logs" / log).exists()
-    assert (run.folder / "report.html").exists()
+    for file in ("logs/driver.log", "logs/engine_0.log", "logs/trainer_0.log", "report.html"):
+        assert (run.folder / file).exists()
     assert not (run.folder / "logs" / "warnings.jsonl").exists()  # the default run has nothing to warn of
 
     (wandb,) = recorded(run.folder)
     assert wandb.column("reward/mean") == {line["step"]: round(line["reward/mean"], 6) for line in steps}
-    assert wandb.column("eval/accuracy") == {3: round(summary["eval/accuracy_last"], 6)}
+    accuracies = {0: summary["eval/accuracy_first"], 2: summary["eval/accuracy_last"]}
+    assert wandb.column("eval/accuracy") == {step: round(accuracy, 6) for step, accuracy in accuracies.items()}
     assert wandb.exit_codes == [0]
+
+    assert f"  model    {run.folder / 'export'}\n" in run.text
+    assert f"  evaluate python -m app mode=eval resume={run.folder}\n" in run.text
+    assert (run.folder / "export" / "model.safetensors").is_file()
+    evaluates_as_it_did(run, tmp_path)
+
+
+def evaluates_as_it_did(run: Run, cwd: Path) -> None:
+    """Assert that `mode=eval` of the run's best checkpoint samples what the run did, and leaves its folder alone."""
+    before = content(run.folder)
+    initial, trained = (completions(run.folder / "samples" / f"eval_{step}.jsonl") for step in (0, 2))
+    assert initial != trained  # the two steps changed what the model answers
+
+    code, text = run_new_app("mode=eval", f"resume={run.folder}/checkpoints/best", cwd=cwd)
+    assert code == 0, text
+    assert content(run.folder) == before
+    checkpoint = run.folder / "checkpoints" / "step_2"
+    assert f"evaluating step 2: {checkpoint}" in text
+
+    (folder,) = (cwd / "outputs" / "tiny-eval").iterdir()
+    assert completions(folder / "samples" / "eval_2.jsonl") == trained
+    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = run.metrics()[-1]
+    assert row == {name: last[name] for name in ("step", *(name for name in last if name.startswith("eval/")))}
+
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert (summary["evaluated/checkpoint"], summary["evaluated/step"]) == (str(checkpoint), 2)
+    assert not list(folder.glob("model*"))
+    assert not list(folder.rglob("*.safetensors"))
+
+
+def completions(file: Path) -> dict[str, list[int]]:
+    """Prompt id → tokens of the completion."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return {row["prompt"]: row["tokens"] for row in rows}
 
 
 @pytest.mark.slow  # test_recovery_runs.py has such a run in the quick suite
