@@ -319,6 +319,9 @@ class SimTrainer:
         assert self.open is not None
         self.demonstrated += sequences
 
+    async def cross_entropy(self, sequences: Sequence[TokenSequence]) -> float:
+        return 0.0
+
     async def old_logprobs(self, groups: Sequence[ScoredGroup]) -> None: ...
 
     async def offload(self, region: TrainerMemory) -> None: ...

